@@ -528,7 +528,8 @@ class ShardedDataset(Sharded, Dataset[S]):
             closing=threading.Event(),
         )
         batch = {output.name: output.build(columns).whole(columns) for output in self.outputs}
-        return columns, samples_of(batch, self.outputs, len(parts))
+        samples = samples_of(batch, self.outputs, len(parts))
+        return columns, [samples[at] for at in range(len(parts))]
 
     def _window(self, arena: Arena, block: int, row: int) -> tuple[StagedWindow, int]:
         """A staged window that holds one row of a block, and the row in it."""

@@ -1,6 +1,6 @@
 """What is told of reading ahead: errors (those of shards are in `sharding.errors`), and when a wait is."""
 
-from sharding.errors import DataflowError
+from sharding.errors import DataflowError, SampleError
 
 FIRST_NOTICE_S = 3.0
 """After so many seconds who waits says for what."""
@@ -8,6 +8,10 @@ FIRST_NOTICE_S = 3.0
 
 class MemoryLimitError(DataflowError):
     """The memory limit cannot hold even the next window or batch alone."""
+
+
+class SampleTooLargeError(SampleError, MemoryLimitError):
+    """One sample, decoded, takes more than the memory limit. `on_error=` decides, as about all bad ones."""
 
 
 class EngineClosedError(RuntimeError):

@@ -7,6 +7,7 @@ here first.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from types import FrameType
@@ -22,11 +23,14 @@ def has_lock() -> bool:
 
 
 def frames_of_threads() -> dict[int, FrameType]:
-    """Where each thread stands, by its number. Without the lock nothing is told.
+    """Where each other thread stands, by its number. Without the lock nothing is told.
 
-    A frame that another thread leaves while it is looked at may end the process there.
+    A frame that another thread leaves while it is looked at may end the process there. The caller's own frame
+    is left out: it refers to the result, and all that the frames hold would stay until the next collection.
     """
-    return sys._current_frames() if has_lock() else {}
+    frames = sys._current_frames() if has_lock() else {}
+    frames.pop(threading.get_ident(), None)
+    return frames
 
 
 def taken_by_one(stack: list[T]) -> Iterator[T]:

@@ -7,7 +7,7 @@ one or more staged windows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 T_co = TypeVar("T_co", covariant=True)
@@ -31,6 +31,8 @@ class Piece(Generic[T_co]):
     """Beyond the chunk's `nbytes`; in use until the batches die. May be told before they are taken."""
     heap_bytes: int = 0
     """Beyond the chunk's `nbytes`, of objects whose death nobody sees."""
+    made_bytes: int = field(default=0, kw_only=True)
+    """What making these took beyond the chunk's `nbytes`: so much is reserved for those to come."""
     is_due: bool = False
     """Whether the consumer may have them before the chunk is whole. Never those that make it whole."""
 

@@ -421,6 +421,8 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         del slot, packed
         if is_charged:
             one.charged_bytes = 0
+            # What the actor makes it makes in memory of its own; arrays of it lie in the slot here.
+            obj = obj._replace(heap_bytes=max(0, obj.heap_bytes - head.nbytes), made_bytes=0)
         self._take_response(one, head.kind, obj)
 
 

@@ -8,10 +8,13 @@ split each; then bad samples are left out or raised, and what the user gave is c
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,17 +26,20 @@ from numpy.typing import NDArray
 from dataflow.batch.delivered import UNTRAINED, Delivered, Remark
 from dataflow.batch.packed import batch_columns
 from dataflow.batch.samples import (
+    BatchSamples,
     GatherSamples,
     Misfit,
+    OnDemand,
     collated,
     drop_rows,
     misfit_of,
     samples_of,
     transform_reason,
+    without_rest,
 )
-from dataflow.batch.transforms import lists_of, trains_nothing, transformed_together
+from dataflow.batch.transforms import batch_form, lists_of, trains_nothing, transformed_together
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, raise_if_closing
-from dataflow.outputs.held_bytes import held_bytes
+from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.outputs.objects import described
 from dataflow.outputs.output import BuiltColumn, Output, make_copies
 from dataflow.staging.window import StagedWindow
@@ -89,6 +95,12 @@ class Postprocessing:
         return bool(self.collate) or any(transform for transform, _ in self.transforms)
 
     @property
+    def transforms_one_by_one(self) -> bool:
+        """Whether samples are given to a transform one by one, and to none together with others."""
+        together = any(batch_form(transform) and not wants_rng for transform, wants_rng in self.transforms)
+        return not together and any(transform for transform, _ in self.transforms)
+
+    @property
     def does_something(self) -> bool:
         """Whether the built columns are not yet the batch."""
         return bool(self.takes_samples or self.batch_transform or self.batching or self.mark_repeats)
@@ -114,6 +126,8 @@ class BuildContext:
     heap: HeapKeeper
     charge_bytes: int
     """Small batches are charged together once they take so much: to charge costs as much as to make one."""
+    sample_bytes: int = sys.maxsize
+    """The most that the decoded value of a sample may take: the memory limit."""
     ships_values: bool = False
     """Whether chunks are built elsewhere, and stored values are copied for it."""
     row_bytes: int | None = None
@@ -190,6 +204,7 @@ class BatchBuilder:
             self._randomness,
             may_load=all(part.window.may_load for part in rows.parts),
             closing=context.closing,
+            sample_bytes=context.sample_bytes,
             on_return=context.on_return,
         )
         self.built = [output.build(self.columns) for output in context.outputs]
@@ -216,17 +231,20 @@ class BatchBuilder:
 
     def _pieces(self, columns: ChunkColumns) -> Iterator[Piece[Delivered]]:
         context, sizes = self.context, list[int](self.plan.sizes.tolist())
-        values = [built.values(sizes) for built in self.built]
+        values = [self._values(built, sizes) for built in self.built]
         names = [output.name for output in context.outputs]
         batches = (dict(zip(names, batch, strict=True)) for batch in zip(*values, strict=True))
         if self.is_planned:
             numbered = enumerate(zip(batches, sizes, strict=True), self.plan.first_batch)
             yield Piece([Delivered(self.plan.epoch, n, batch, size) for n, (batch, size) in numbered])
             return
-        delivered, heap_bytes, row, began_s = list[Delivered](), 0, 0, context.now()
+        delivered, heap_bytes, most_bytes = list[Delivered](), 0, 0
+        row, began_s = 0, context.now()
         for number, size in enumerate(sizes, self.plan.first_batch):
             raise_if_closing(context.closing)
-            ahead = sum(built.ahead(size) for built in self.built if built.ahead)
+            ahead = sum(
+                built.ahead(size) for built in self.built if built.ahead and not self._is_single(built)
+            )
             if ahead:
                 yield Piece(slot_bytes=ahead)
             self._seed_globals(row, of_batch=True)
@@ -239,18 +257,39 @@ class BatchBuilder:
                 yield piece
                 del piece
                 raise
-            heap_bytes += held_bytes(delivered[-1].batch, columns.slots)
+            own_bytes = held_bytes(delivered[-1].batch, columns.slots)
+            heap_bytes, most_bytes = heap_bytes + own_bytes, max(most_bytes, own_bytes)
             row += size
             is_last = row == self.rows.num_rows
             is_due = not is_last and context.now() - began_s >= context.hand_over_s
             if is_last or is_due or ahead or heap_bytes >= context.charge_bytes:
                 context.heap.made(heap_bytes)
-                piece = Piece(delivered, heap_bytes=heap_bytes, is_due=is_due)
-                delivered, heap_bytes = [], 0
+                # While samples are put together, they are there as well as their batch.
+                made_bytes = heap_bytes + (most_bytes if context.postprocessing.takes_samples else 0)
+                piece = Piece(delivered, heap_bytes=heap_bytes, made_bytes=made_bytes, is_due=is_due)
+                delivered, heap_bytes, most_bytes = [], 0, 0
                 yield piece
                 del piece
                 if is_due:
                     began_s = context.now()
+
+    def _values(self, built: BuiltColumn, sizes: Sequence[int]) -> Iterable[Any]:
+        """One value a batch of a column; of one that is decoded sample by sample, where that is done."""
+        if built.each is None or not self._is_single(built):
+            return built.values(sizes)
+        ends = list(itertools.accumulate(sizes))
+        return [OnDemand(built.each, range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+
+    def _is_single(self, built: BuiltColumn) -> bool:
+        """Whether a column is decoded sample by sample, between two calls of the transform.
+
+        Decoded samples of any size are then there one by one. Rows of packed batches are whole.
+        """
+        return (
+            built.each is not None
+            and self.context.postprocessing.transforms_one_by_one
+            and (self.plan.pieces is None or self.context.postprocessing.collate is not None)
+        )
 
     def _seed_globals(self, row: int, *, of_batch: bool) -> None:
         """Let the global generators depend on a sample alone, or on the first one of a batch."""
@@ -346,25 +385,24 @@ class BatchBuilder:
         samples, transformed, num_skipped = [], [], len(skipped)
         outputs, transforms = self.context.outputs, self.context.postprocessing.transforms
         origins = self.rows.find_all(first + kept)
-        collate = self.context.postprocessing.collate
-        check = collate.checked if isinstance(collate, GatherSamples) else None
+        columns = self.columns
+        assert columns is not None
         given = samples_of(batch, outputs, len(kept))
         of_samples = [transforms[window.source.number] for window, _ in origins]
         together, failure = transformed_together(given, of_samples)
-        for at, (sample, index, (window, row)) in enumerate(zip(given, kept, origins, strict=True)):
+        for at, (index, (window, row)) in enumerate(zip(kept, origins, strict=True)):
             raise_if_closing(self.context.closing)
-            cause: BaseException | None = None
-            try:
-                made = (
-                    together[at] if at in together else self._apply(sample, window, row, first + int(index))
-                )
-                made, reason = (made, "") if check is None else check(made)
-            except BaseException as error:
-                cause, reason = error, transform_reason(error, [output.name for output in outputs])
+            chunk_row = first + int(index)
+            if at in together:
+                made, reason, cause = self._outcome(partial(together.__getitem__, at))
+            else:
+                made, reason, cause = self._one(given, at, window, row, chunk_row)
+            if made is _BAD:
+                self._leave_out(columns.bad[chunk_row], columns.bad[chunk_row].__cause__, skipped)
+                continue
             if not reason:
                 if mask := trains_nothing(transforms[window.source.number][0], made):
-                    assert self.columns is not None
-                    self.columns.remark(first + int(index), mask, UNTRAINED)
+                    columns.remark(chunk_row, mask, UNTRAINED)
                 samples.append(made)
                 transformed.append(index)
                 continue
@@ -373,11 +411,38 @@ class BatchBuilder:
                 cause.add_note(f"in transform=, which had sample {bad.key!r} of {bad.shard}")
                 raise cause
             self._leave_out(bad, cause, skipped)
+            del cause  # its frames had the sample
         if failure is not None and len(skipped) == num_skipped:
             failure = as_exception(failure)
             failure.add_note("in the batch form of transform=, though it takes each of the samples alone")
             raise failure
         return samples, np.array(transformed, np.int64)
+
+    def _one(
+        self, given: BatchSamples, at: int, window: StagedWindow, row: int, chunk_row: int
+    ) -> tuple[Any, str, BaseException | None]:
+        """The outcome of the transform of one sample, which is decoded here; `_BAD` if it cannot be.
+
+        When this ends nothing is left of the sample but what the result needs.
+        """
+        assert self.columns is not None
+        sample = given[at]
+        if chunk_row in self.columns.bad:
+            return _BAD, "", None
+        decoded = Ranges.of(given.decoded(sample))
+        self.context.heap.made(decoded.nbytes)
+        made, reason, cause = self._outcome(partial(self._apply, sample, window, row, chunk_row))
+        return without_rest(made, decoded, self.columns.slots), reason, cause
+
+    def _outcome(self, make: Callable[[], Any]) -> tuple[Any, str, BaseException | None]:
+        """What a transform returned, why that is none, and what it raised."""
+        collate = self.context.postprocessing.collate
+        try:
+            made = make()
+            made, reason = collate.checked(made) if isinstance(collate, GatherSamples) else (made, "")
+        except BaseException as error:
+            return None, transform_reason(error, [output.name for output in self.context.outputs]), error
+        return made, reason, None
 
     def _collate(
         self, samples: list[Any], kept: NDArray[np.int64], first: int, skipped: list[SampleError]
@@ -414,6 +479,8 @@ class BatchBuilder:
         raised = cause.__cause__ if isinstance(cause, SampleError) else cause  # of one item of the sample
         if isinstance(raised, PROGRAM_ENDS) or not self.context.postprocessing.on_bad(bad):
             raise bad from cause
+        if cause is not None:
+            traceback.clear_frames(cause.__traceback__)  # they hold the sample
         skipped.append(bad)
 
     def _place(self, name: str, number: int, row: int, kept: NDArray[np.int64], argument: Any) -> str:
@@ -434,6 +501,8 @@ class BatchBuilder:
         return transform(sample, rng=self._randomness.generator(window, row))
 
 
+_BAD = object()
+"""Stands for the result of a sample that could not be decoded."""
 NO_ROWS = ChunkRows(0, list)
 """Those of a chunk that is finished: windows and slots are free to go."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,10 +12,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from dataflow.outputs.held_bytes import Ranges
 from dataflow.outputs.objects import described
 from dataflow.outputs.output import Output
 from dataflow.ragged import Ragged
 from sharding.printable import listed
+
+
+@dataclass(frozen=True, eq=False)
+class OnDemand:
+    """Values of a batch's samples, each decoded when it is asked for, and kept by nobody here."""
+
+    decode: Callable[[int], Any]
+    """Row of the chunk -> its value."""
+    rows: Sequence[int]
+
+    def __getitem__(self, at: int) -> Any:
+        return self.decode(self.rows[at])
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSamples:
+    """The samples of a batch, made one by one: dicts of scalars as Python numbers, arrays as tensor views."""
+
+    columns: Mapping[str, Any]
+    """Column -> a value a sample."""
+
+    def __getitem__(self, at: int) -> dict[str, Any]:
+        return {name: values[at] for name, values in self.columns.items()}
+
+    def decoded(self, sample: Mapping[str, Any]) -> list[Any]:
+        """What was decoded for one sample alone."""
+        return [sample[name] for name, values in self.columns.items() if isinstance(values, OnDemand)]
 
 
 def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, Any]:
@@ -30,24 +58,25 @@ def drop_rows(batch: Mapping[str, Any], keep: NDArray[np.int64]) -> dict[str, An
             rest[name] = Ragged(torch.cat(rows) if rows else value.values[:0], offsets)
         elif isinstance(value, Tensor):
             rest[name] = value[index]
+        elif isinstance(value, OnDemand):
+            rest[name] = OnDemand(value.decode, [value.rows[i] for i in keep.tolist()])
         else:
             rest[name] = [value[i] for i in keep.tolist()]
     return rest
 
 
-def samples_of(batch: Mapping[str, Any], outputs: Sequence[Output], size: int) -> list[dict[str, Any]]:
-    """The samples of a batch, one dict each: scalars as Python numbers, arrays as tensor views."""
-    columns = []
+def samples_of(batch: Mapping[str, Any], outputs: Sequence[Output], size: int) -> BatchSamples:
+    """The samples of a batch of so many."""
+    columns: dict[str, Any] = {}
     for output in outputs:
         value = batch[output.name]
         if isinstance(value, Ragged):
-            columns.append([value.row(i) for i in range(size)])
+            columns[output.name] = [value.row(i) for i in range(size)]
         elif isinstance(value, Tensor) and value.dim() == 1:
-            columns.append(value.tolist())
+            columns[output.name] = value.tolist()
         else:
-            columns.append(list(value))
-    names = [output.name for output in outputs]
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+            columns[output.name] = value if isinstance(value, OnDemand) else list(value)
+    return BatchSamples(columns)
 
 
 def collated(samples: Sequence[Any], lists: Set[str] = frozenset()) -> Any:
@@ -134,6 +163,62 @@ def _array_of(value: Any) -> NDArray[Any] | None:
     except ValueError:  # lists of unlike lengths
         return None
     return None if array.ndim != 1 or (len(array) and array.dtype.kind not in "biuf") else array
+
+
+# ---- what a result keeps alive ----------------------------------------------------------------------------
+
+_WORTH_A_COPY = 1 << 16
+"""Bytes that would stay beside those of a result."""
+_MOST_LOOKED_AT = 64
+"""Values of one list or dict."""
+_DEEPEST = 3
+
+
+def without_rest(result: Any, decoded: Ranges, slots: Ranges) -> Any:
+    """A result whose views of much more than their own bytes are copies: else all of that would stay.
+
+    Args:
+        result: of a function of the user's; it stays as it is.
+        decoded: what its sample was decoded to.
+        slots: memory that stays in any case.
+    """
+    return _without_rest(result, decoded, slots, _DEEPEST)
+
+
+def _without_rest(value: Any, decoded: Ranges, slots: Ranges, depth: int) -> Any:
+    kind = type(value)
+    if kind is Tensor:
+        return value.clone() if _keeps_more(value, decoded, slots) else value
+    if kind is np.ndarray:
+        return value.copy() if _array_keeps_more(value, decoded, slots) else value
+    if kind not in (dict, list, tuple) or not depth or len(value) > _MOST_LOOKED_AT:
+        return value
+    parts = [*value.values()] if kind is dict else value
+    new = [_without_rest(part, decoded, slots, depth - 1) for part in parts]
+    if all(one is other for one, other in zip(new, parts, strict=True)):
+        return value
+    return dict(zip(value, new, strict=True)) if kind is dict else kind(new)
+
+
+def _keeps_more(tensor: Tensor, decoded: Ranges, slots: Ranges) -> bool:
+    if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.requires_grad:
+        return False
+    whole = tensor.untyped_storage().nbytes() if tensor._is_view() else 0
+    return _is_much(whole, tensor.nbytes, tensor.data_ptr(), decoded, slots)
+
+
+def _array_keeps_more(array: NDArray[Any], decoded: Ranges, slots: Ranges) -> bool:
+    root: Any = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    whole = 0 if isinstance(root, np.memmap) else root.nbytes
+    return _is_much(whole, array.nbytes, array.__array_interface__["data"][0], decoded, slots)
+
+
+def _is_much(whole_bytes: int, own_bytes: int, address: int, decoded: Ranges, slots: Ranges) -> bool:
+    """Whether what is kept alive is much more than the value's own bytes."""
+    whole_bytes = max(whole_bytes, decoded.length_at(address))
+    return whole_bytes > 2 * own_bytes + _WORTH_A_COPY and address not in slots
 
 
 # ---- why samples cannot be put together -------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dataflow.batch.samples import BatchSamples
 from prefetch.memory.interrupts import must_go_on
 
 Sample = dict[str, Any]
@@ -82,12 +83,12 @@ def releases_gil(transform: object) -> bool:
 
 
 def transformed_together(
-    samples: Sequence[Sample], transforms: Sequence[tuple[object, bool]]
+    samples: Sequence[Sample] | BatchSamples, transforms: Sequence[tuple[object, bool]]
 ) -> tuple[dict[int, Any], BaseException | None]:
     """What batch forms make of the samples.
 
     Args:
-        samples: [n].
+        samples: [n], made when they are asked for.
         transforms: [n], of each sample: its transform, or None, and whether that takes `rng=`.
 
     Returns:

@@ -6,6 +6,7 @@ formats, and resamples what is wanted.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from dataflow.decode.crop import Draws
 from dataflow.decode.media import Bytes, ClipPlace, as_tensor, begins_at, check_choices, decoders
 from dataflow.decode.mp4 import ReadBytes
+from dataflow.decode.values import check_fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,14 @@ class Audio:
         """All of the file. See `MediaRule.cut`."""
         return read(0, length)
 
-    def decode(self, data: Bytes, draws: Draws | None, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    def decode(
+        self,
+        data: Bytes,
+        draws: Draws | None,
+        out: NDArray[Any] | None = None,
+        *,
+        most_bytes: int = sys.maxsize,
+    ) -> NDArray[Any]:
         """The clip, [channels, samples]. See `MediaRule.decode`.
 
         Raises `ValueError` for sound that is shorter than the clip.
@@ -90,7 +99,9 @@ class Audio:
         decoder = decoders().AudioDecoder(
             as_tensor(data), sample_rate=self.rate, num_channels=self.num_channels
         )
-        samples = self._clip(decoder, draws)
+        room = _Room(decoder.metadata, self.rate, self.num_channels, most_bytes)
+        room.check_rate(data, decoder.metadata)
+        samples = self._clip(decoder, draws, room)
         if out is None:
             return samples
         np.copyto(out, samples)
@@ -100,17 +111,18 @@ class Audio:
         assert self.seconds is not None
         return round(self.seconds * rate)
 
-    def _clip(self, decoder: Any, draws: Draws | None) -> NDArray[np.float32]:
+    def _clip(self, decoder: Any, draws: Draws | None, room: _Room) -> NDArray[np.float32]:
         if self.seconds is None:
-            return _array(decoder.get_all_samples())
+            return room.all_samples(decoder)
         stored_rate = decoder.metadata.sample_rate
         count = self._num_samples(self.rate or stored_rate)
+        room.check(count)
         begin_s = decoder.metadata.begin_stream_seconds_from_header or 0.0
         length_s = decoder.metadata.duration_seconds_from_header
         if length_s is not None:
             # At a sample of the file; what its header says of its length may be rounded.
-            room = max(0, int(length_s * stored_rate + 0.5) - round(self.seconds * stored_rate))
-            first_s = begin_s + int(begins_at(room + (self.clip == "random"), self.clip, draws)) / stored_rate
+            rest = max(0, int(length_s * stored_rate + 0.5) - round(self.seconds * stored_rate))
+            first_s = begin_s + int(begins_at(rest + (self.clip == "random"), self.clip, draws)) / stored_rate
             samples = _array(
                 decoder.get_samples_played_in_range(
                     first_s, first_s + (count + 1) / (self.rate or stored_rate)
@@ -118,7 +130,7 @@ class Audio:
             )
             if samples.shape[1] >= count:
                 return samples[:, :count]
-        whole = _array(decoder.get_all_samples())
+        whole = room.all_samples(decoder)
         have = whole.shape[1]
         if have < count:
             return self._padded(whole, count, (self.rate or stored_rate))
@@ -135,6 +147,61 @@ class Audio:
         if self.pad == "loop":
             return samples[:, np.arange(count) % have]
         return np.pad(samples, ((0, 0), (0, count - have)))
+
+
+_ODD_RATIO = 64
+"""Sound is resampled frame by frame, and one frame may have 65,535 samples: to more than so many times as
+many only when it is known how many there are."""
+_MOST_OF_A_BYTE = 16
+"""Samples that a byte can hold where what a header says of the length is believed. Of silence there may be
+any number, and of a stream that never knew its length the header says nonsense."""
+
+
+class _Room:
+    """How many samples a sound may have.
+
+    Args:
+        metadata: of the stream.
+        rate: of what is delivered; None: the stream's own.
+        num_channels: of what is delivered; None: the stream's own.
+        most_bytes: that it may take.
+    """
+
+    def __init__(self, metadata: Any, rate: int | None, num_channels: int | None, most_bytes: int) -> None:
+        self._stored_rate = max(1, metadata.sample_rate or 1)
+        self._rate = rate or self._stored_rate
+        self._begin_s = metadata.begin_stream_seconds_from_header or 0.0
+        self._each, self._most_bytes = 4 * (num_channels or metadata.num_channels or 1), most_bytes
+
+    def check(self, num_samples: int) -> None:
+        """Raise `MemoryLimitError` where so many of them, at the delivered rate, take too much."""
+        check_fits(num_samples * self._each, self._most_bytes)
+
+    def check_rate(self, data: Bytes, metadata: Any) -> None:
+        """Look at what a file says of itself before anything is resampled; at all of it if that is odd."""
+        length_s, ratio = metadata.duration_seconds_from_header, self._rate / self._stored_rate
+        if length_s is not None and 0 <= length_s * self._stored_rate <= _MOST_OF_A_BYTE * len(data):
+            self.check(int(length_s * self._rate) // 2)  # some headers only guess
+        if ratio > _ODD_RATIO:
+            own = decoders().AudioDecoder(as_tensor(data), num_channels=1)
+            most = int(self._most_bytes / self._each / ratio)
+            stored = _array(
+                own.get_samples_played_in_range(stop_seconds=self._end_s(most, self._stored_rate))
+            )
+            self.check(int(stored.shape[1] * ratio))
+
+    def all_samples(self, decoder: Any) -> NDArray[np.float32]:
+        """All of a sound, whatever its header says, but no more than there is room for."""
+        if self._most_bytes == sys.maxsize:
+            return _array(decoder.get_all_samples())
+        most = self._most_bytes // self._each
+        samples = _array(decoder.get_samples_played_in_range(stop_seconds=self._end_s(most, self._rate)))
+        self.check(samples.shape[1])
+        return samples
+
+    def _end_s(self, num_samples: int, rate: int) -> float:
+        """When one sample more than so many was played."""
+        return float(self._begin_s + (num_samples + 2) / rate)
 
 
 def _array(samples: Any) -> NDArray[np.float32]:

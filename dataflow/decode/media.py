@@ -9,6 +9,7 @@ itself becomes a note of what is wrong, which decoding raises: the sample is bad
 from __future__ import annotations
 
 import struct
+import sys
 from types import ModuleType
 from typing import Any, Literal, Protocol, get_args
 
@@ -69,10 +70,18 @@ class MediaRule(Protocol):
         """What is needed of a value of so many bytes. Raises what `read` raises, and nothing else."""
         ...
 
-    def decode(self, data: Bytes, draws: Draws | None, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    def decode(
+        self,
+        data: Bytes,
+        draws: Draws | None,
+        out: NDArray[Any] | None = None,
+        *,
+        most_bytes: int = sys.maxsize,
+    ) -> NDArray[Any]:
         """Decode a value, or what was cut of it, into `out` or a new array. Thread-safe; releases the GIL.
 
-        Raises `ValueError` or what the decoder raises for bytes that make no clip.
+        Raises `MemoryLimitError` for what takes more than `most_bytes`, `ValueError` or what the decoder
+        raises for bytes that make no clip.
         """
         ...
 

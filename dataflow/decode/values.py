@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prefetch.errors import MemoryLimitError
 from sharding.blocks import Spans
 from sharding.formats.tokens import plain_header
 
@@ -21,6 +22,15 @@ Array = NDArray[Any]
 BadRows = Sequence[tuple[int, str]]
 """Rows whose value cannot be decoded, each with the reason."""
 LACKING = "the sample lacks this column"
+
+
+def check_fits(nbytes: int, most_bytes: int) -> None:
+    """Raise `MemoryLimitError` where a value of a sample would take more than the memory limit."""
+    if nbytes > most_bytes:
+        raise MemoryLimitError(
+            f"decoded, it takes {nbytes:,} bytes or more, and memory_limit={most_bytes:,}: raise "
+            "memory_limit, or leave such samples out by on_error='skip'"
+        )
 
 
 def parse_ints(column: Spans) -> tuple[NDArray[np.int64], BadRows]:

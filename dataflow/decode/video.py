@@ -8,6 +8,8 @@ the interpreter lock. A few frames are decoded at a time, so that a clip takes n
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -30,6 +32,7 @@ from dataflow.decode.media import (
     with_reason,
 )
 from dataflow.decode.mp4 import CLIP_TICKS, FrameIndex, ReadBytes, cut, read_index
+from dataflow.decode.values import check_fits
 
 _TICK_S = 5e-4
 """How near to a frame's time counts as it, where ticks are not known: half of Matroska's."""
@@ -117,7 +120,14 @@ class Video:
         at = np.unique(frames, return_inverse=True)[1]
         return with_frames(clip, numbers[at], ticks[at])
 
-    def decode(self, data: Bytes, draws: Draws | None, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    def decode(
+        self,
+        data: Bytes,
+        draws: Draws | None,
+        out: NDArray[Any] | None = None,
+        *,
+        most_bytes: int = sys.maxsize,
+    ) -> NDArray[Any]:
         """The clip, [frames, 3, height, width]. See `MediaRule.decode`.
 
         Raises `ValueError` for a video that is shorter than the clip, or that is damaged.
@@ -132,16 +142,23 @@ class Video:
         decoder = decoders().VideoDecoder(
             as_tensor(video), dimension_order="NHWC", num_ffmpeg_threads=1, device="cpu"
         )
+        height, width = decoder.metadata.height or 1, decoder.metadata.width or 1
+        frame = self._sized(height, width)
+        frame_bytes = math.prod(frame.shape) * np.dtype(frame.dtype).itemsize
+        at_once = max(1, min(_AT_ONCE, most_bytes // (_AT_ONCE * 3 * height * width)))
         if chosen is not None:
             numbers, ticks = chosen[1:]
-            return self._decoded(decoder.get_frames_at, numbers, ticks / CLIP_TICKS, draws, out)
+            check_fits(len(numbers) * frame_bytes, most_bytes)
+            return self._decoded(decoder.get_frames_at, numbers, ticks / CLIP_TICKS, draws, out, at_once)
         if self.fps is None:
+            check_fits((self.frames or len(decoder)) * frame_bytes, most_bytes)
             numbers = self._numbers(len(decoder), draws)
-            return self._decoded(decoder.get_frames_at, numbers, None, draws, out)
+            return self._decoded(decoder.get_frames_at, numbers, None, draws, out, at_once)
         begin, end = decoder.metadata.begin_stream_seconds, decoder.metadata.end_stream_seconds
+        check_fits(int((self.frames or max(1.0, (end - begin) * self.fps)) * frame_bytes), most_bytes)
         seconds = self._seconds(begin, end, draws) + _TICK_S
         seconds = np.clip(seconds, begin, np.nextafter(end, begin))
-        return self._decoded(decoder.get_frames_played_at, seconds, None, draws, out)
+        return self._decoded(decoder.get_frames_played_at, seconds, None, draws, out, at_once)
 
     def moments(self, at_s: float, count: int, fps: float) -> NDArray[np.float64]:
         """Frames of a clip about a time in an episode of `count` frames, as float64 [frames] from its first.
@@ -203,6 +220,13 @@ class Video:
 
     # ---- pixels ---------------------------------------------------------------------------------------
 
+    def _sized(self, height: int, width: int) -> Image:
+        """What becomes of a frame of this size. Raises `ValueError` for one that is too large."""
+        image = self.frame
+        if height * width > image.max_pixels:
+            raise ValueError(f"{height} x {width} pixels are more than max_pixels={image.max_pixels}")
+        return replace(image, size=(height, width)) if image.size is None else image
+
     def _decoded(
         self,
         get: Callable[[list[Any]], Any],
@@ -210,23 +234,20 @@ class Video:
         expected_s: NDArray[np.float64] | None,
         draws: Draws | None,
         out: NDArray[Any] | None,
+        at_once: int,
     ) -> NDArray[Any]:
         """Decode and resize the frames at some places, a few at a time."""
         resize: Callable[[NDArray[np.uint8], NDArray[Any]], None] | None = None
-        for first in range(0, len(places), _AT_ONCE):
-            batch = get(places[first : first + _AT_ONCE].tolist())
+        for first in range(0, len(places), at_once):
+            batch = get(places[first : first + at_once].tolist())
             pixels = batch.data.numpy()
             if expected_s is not None:
                 have_s = batch.pts_seconds.numpy()
-                if (np.abs(have_s - expected_s[first : first + _AT_ONCE]) > 1e-3).any():
+                if (np.abs(have_s - expected_s[first : first + at_once]) > 1e-3).any():
                     raise ValueError("a frame of the clip cannot be decoded: the video is damaged")
             if resize is None:
                 height, width = pixels.shape[1:3]
-                image = self.frame
-                if image.size is None:
-                    image = replace(image, size=(height, width))
-                if height * width > image.max_pixels:
-                    raise ValueError(f"{height} x {width} pixels are more than max_pixels={image.max_pixels}")
+                image = self._sized(height, width)
                 if out is None:
                     out = np.empty((len(places), *image.shape), image.dtype)
                 resize = resize_part(image, (height, width), draws)

@@ -6,6 +6,7 @@ What the stream found for its batches (`sharding.plan.batch_rows`) becomes rows 
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.crop import DRAWS, Draws
-from dataflow.decode.values import LACKING
+from dataflow.decode.values import LACKING, check_fits
 from dataflow.outputs.held_bytes import Ranges
 from dataflow.staging.columns import REASONS, StagedArray, StagedSpans
 from dataflow.staging.window import StagedWindow
 from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
-from prefetch.errors import EngineClosedError
+from prefetch.errors import EngineClosedError, MemoryLimitError, SampleTooLargeError
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.interrupts import must_go_on
 from sharding.blocks import MISSING
@@ -215,6 +216,7 @@ class ChunkColumns:
         randomness: for images.
         may_load: whether values of all windows may be touched where they lie, until the copies are made.
         closing: set when nobody wants the columns any more.
+        sample_bytes: the most that the decoded value of a sample may take.
         on_return: bytes of a slot -> what is called when its last view dies.
     """
 
@@ -226,9 +228,10 @@ class ChunkColumns:
         *,
         may_load: bool,
         closing: threading.Event,
+        sample_bytes: int = sys.maxsize,
         on_return: Callable[[int], Callable[[], None]] | None = None,
     ) -> None:
-        self.rows, self.randomness = rows, randomness
+        self.rows, self.randomness, self.sample_bytes = rows, randomness, sample_bytes
         self.arena, self.may_load = arena, may_load
         self._closing, self._on_return = closing, on_return
         self._lock = threading.Lock()  # guards bad
@@ -349,12 +352,18 @@ class ChunkColumns:
             self.note_bad(value[1], column, error)
             return None
 
+    def check_fits(self, nbytes: int) -> None:
+        """Raise `MemoryLimitError` where a sample's decoded value takes more than the loader may have."""
+        check_fits(nbytes, self.sample_bytes)
+
     # ---- bad samples --------------------------------------------------------------------------------------
 
     def note_bad(self, row: int, column: str, reason: str | BaseException) -> None:
         """Note what is wrong with a row of the chunk; the first that is noted counts."""
         cause = None if isinstance(reason, str) else reason
         error = self.rows.sample_error(row, _text(reason), column)
+        if isinstance(cause, MemoryLimitError):
+            error = SampleTooLargeError(*error.args)
         error.__cause__ = cause
         with self._lock:
             self.bad.setdefault(row, error)
@@ -411,4 +420,6 @@ def odd_text(first: str) -> str:
 def _text(reason: str | BaseException) -> str:
     if isinstance(reason, SampleError):
         return reason.reason
+    if isinstance(reason, MemoryLimitError):
+        return str(reason)
     return reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,21 +27,42 @@ _PLAIN = frozenset((str, bytes, bytearray, int, float, complex, bool, type(None)
 
 
 class Ranges:
-    """Ranges of memory that are counted elsewhere."""
+    """Ranges of memory, such as those that are counted elsewhere."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
     def add(self, start: int, nbytes: int) -> None:
-        """Leave out what lies in `nbytes` from an address on."""
+        """Add `nbytes` from an address on."""
         at = bisect_right(self._starts, start)
         self._starts.insert(at, start)
         self._ends.insert(at, start + nbytes)
 
     def __contains__(self, address: int) -> bool:
+        return self.length_at(address) > 0
+
+    def length_at(self, address: int) -> int:
+        """Bytes of the range that an address lies in; 0 where it lies in none."""
         at = bisect_right(self._starts, address) - 1
-        return at >= 0 and address < self._ends[at]
+        return self._ends[at] - self._starts[at] if at >= 0 and address < self._ends[at] else 0
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> Ranges:
+        """Those of tensors, and of lists of tensors."""
+        ranges, parts = cls(), [*values]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, list):
+                parts.extend(part)
+            elif isinstance(part, Tensor) and part.nbytes:
+                ranges.add(part.data_ptr(), part.nbytes)
+        return ranges
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return sum(self._ends) - sum(self._starts)
 
 
 def held_bytes(batch: Any, elsewhere: Ranges) -> int:

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.decode.image import Image, decode_images, of_own_size
+from dataflow.decode.image import Image, decode_images
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue
-from dataflow.outputs.images import decode_into, image_bytes, part_size
+from dataflow.outputs.images import decode_alone, decode_into, image_bytes, part_size, sized
 from dataflow.outputs.lists import ListOutput, PartItems, of_item
 from dataflow.outputs.output import BuiltColumn
 from dataflow.ragged import Ragged
@@ -113,17 +113,37 @@ class FreeImageListOutput(ListOutput):
             nonlocal first, batch, specs
             batch = stored[first : first + size]
             first += size
-            specs = [
-                self.each(columns, items, lambda number, data, row: of_own_size(self.image, data))
-                for items in batch
-            ]
+            specs = [self._specs(columns, items) for items in batch]
             return rounded_bytes(sum(map(image_bytes, specs)))
+
+        def each(row: int) -> list[Tensor | None]:
+            used_bytes = 0
+
+            def decode(number: int, data: NDArray[np.uint8], row: int) -> Tensor:
+                nonlocal used_bytes
+                image = decode_alone(columns, self.name, self.image, data, row, number, used_bytes)
+                used_bytes += image.nbytes
+                return image
+
+            return self.each(columns, stored[row], decode)
 
         def values(sizes: Sequence[int]) -> Iterator[Any]:
             for _ in sizes:
                 yield self._decode(columns, batch, specs)
 
-        return BuiltColumn(split=values, ahead=ahead)
+        return BuiltColumn(split=values, ahead=ahead, each=each)
+
+    def _specs(self, columns: ChunkColumns, items: Sequence[StoredValue]) -> list[Image | None]:
+        """The sizes of a sample's images, by their headers."""
+        used_bytes = 0
+
+        def spec_of(number: int, data: NDArray[np.uint8], row: int) -> Image:
+            nonlocal used_bytes
+            spec = sized(self.image, data, columns, used_bytes)
+            used_bytes += image_bytes([spec])
+            return spec
+
+        return self.each(columns, items, spec_of)
 
     def _decode(
         self,

@@ -115,21 +115,27 @@ class FreeImageOutput(Output):
         stored = columns.stored_values(self.name)
         first, specs = 0, list[Image | None]()
 
+        def spec_of(data: NDArray[np.uint8], row: int) -> Image:
+            return sized(self.image, data, columns)
+
         def ahead(size: int) -> int:
             nonlocal first, specs
             batch = stored[first : first + size]
             first += size
-            specs = [
-                columns.decoded(self.name, value, lambda data, row: of_own_size(self.image, data))
-                for value in batch
-            ]
+            specs = [columns.decoded(self.name, value, spec_of) for value in batch]
             return rounded_bytes(image_bytes(specs))
+
+        def each(row: int) -> Tensor | None:
+            image: Tensor | None = columns.decoded(
+                self.name, stored[row], partial(decode_alone, columns, self.name, self.image)
+            )
+            return image
 
         def values(sizes: Sequence[int]) -> Iterator[Any]:
             for batch in split_list(stored, sizes):
                 yield self._decode(columns, batch, specs)
 
-        return BuiltColumn(split=values, ahead=ahead)
+        return BuiltColumn(split=values, ahead=ahead, each=each)
 
     def _decode(
         self, columns: ChunkColumns, batch: Sequence[StoredValue | None], specs: Sequence[Image | None]
@@ -173,6 +179,28 @@ def decode_into(
         columns.remark(row, column, text)
 
     return torch.from_numpy(decode_image(spec, data, draws, out=out, remark=remark))
+
+
+def sized(image: Image, data: NDArray[np.uint8], columns: ChunkColumns, used_bytes: int = 0) -> Image:
+    """An image's own size. Raises `MemoryLimitError` if its sample, with `used_bytes` more, cannot fit."""
+    spec = of_own_size(image, data)
+    columns.check_fits(used_bytes + image_bytes([spec]))
+    return spec
+
+
+def decode_alone(
+    columns: ChunkColumns,
+    column: str,
+    image: Image,
+    data: NDArray[np.uint8],
+    row: int,
+    number: int = 0,
+    used_bytes: int = 0,
+) -> Tensor:
+    """Decode an image of its own size into memory of its own."""
+    spec = sized(image, data, columns, used_bytes)
+    out = np.empty(spec.shape, spec.dtype)
+    return decode_into(out, columns, column, spec, np.array([number]), data, row)
 
 
 def _fill(

@@ -19,6 +19,7 @@ from torch import Tensor
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
 from dataflow.outputs.output import BuiltColumn, Output, split_list
 from dataflow.staging.columns import REASONS, StagedOutput, StagedSpans
+from prefetch.errors import MemoryLimitError
 from prefetch.memory.interrupts import must_go_on
 from sharding.blocks import MISSING, Column
 from sharding.byte_lists import ByteLists, list_counts, list_items
@@ -180,7 +181,7 @@ class ObjectListOutput(ListOutput):
                 yield [self.each(columns, items, self._object) for items in batch]
 
         self.note_missing(columns)
-        return BuiltColumn(split=values)
+        return BuiltColumn(split=values, each=lambda row: self.each(columns, stored[row], self._object))
 
     def _object(self, number: int, data: NDArray[np.uint8], row: int) -> Any:
         return self.convert(data.tobytes())
@@ -191,8 +192,10 @@ def bytes_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def of_item(error: BaseException, number: int) -> SampleError:
+def of_item(error: BaseException, number: int) -> Exception:
     """The error of one item of a sample."""
+    if isinstance(error, MemoryLimitError):  # it is the sample that is too large
+        return error
     reason = error.reason if isinstance(error, SampleError) else f"{type(error).__name__}: {error}"
     named = SampleError("", f"item {number}: {reason}", stage="decode")
     named.__cause__ = error.__cause__ if isinstance(error, SampleError) else error

@@ -21,6 +21,7 @@ from dataflow.outputs.columns import ChunkColumns, ChunkRows, WindowPart
 from dataflow.outputs.fixed import FixedOutput
 from dataflow.outputs.output import BuiltColumn, Output, split_list, split_rows
 from dataflow.staging.columns import StagedMoments
+from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
 from sharding.blocks import Column
 
@@ -148,7 +149,7 @@ class FreeClipOutput(MediaOutput):
             for batch in split_list(stored, sizes):
                 yield [columns.decoded(self.name, value, clip) for value in batch]
 
-        return BuiltColumn(split=values)
+        return BuiltColumn(split=values, each=lambda row: columns.decoded(self.name, stored[row], clip))
 
 
 def decoded(
@@ -162,9 +163,12 @@ def decoded(
 ) -> NDArray[Any] | None:
     """The clip of a row; None where there is none, which is noted. Raises where torchcodec is missing."""
     try:
-        return rule.decode(data, draws, out)
+        return rule.decode(data, draws, out, most_bytes=columns.sample_bytes)
     except MissingMediaSupportError:
         raise
+    except MemoryLimitError as error:
+        columns.note_bad(row, name, error)
+        return None
     except Exception as error:
         columns.note_bad(row, name, _reason(error))
         return None

@@ -55,7 +55,8 @@ class ObjectOutput(Output):
                 yield self._stacked(columns, batch, objects) if self.is_stacked else objects
 
         columns.note_missing(self.name, self.lacking)
-        return BuiltColumn(split=values)
+        each = None if self.is_stacked else lambda row: self._object(columns, stored[row])
+        return BuiltColumn(split=values, each=each)
 
     def _object(self, columns: ChunkColumns, value: StoredValue | None) -> Any:
         if value is None:  # a copy, because transforms change what they are given

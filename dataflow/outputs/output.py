@@ -47,6 +47,9 @@ class BuiltColumn:
     """How what was copied becomes values."""
     decodes: Sequence[Task] = ()
     """Decoding into a slot: parts that may run in parallel, after the copies."""
+    each: Callable[[int], Any] | None = None
+    """Row of the chunk -> its value, decoded when it is asked for and kept by nobody; of values without a
+    fixed size, for who takes them one by one."""
     ahead: Callable[[int], int] | None = None
     """Size of the next batch -> bytes of slots that its value will take: to be asked before each value."""
 

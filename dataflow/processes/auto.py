@@ -70,6 +70,7 @@ class AutoBuilders(Builders[Delivered]):
         num_processes: that there would be.
         num_cores: that this rank may use.
         memory: of the loader.
+        charge_bytes: of batches that may be made before they are charged.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class AutoBuilders(Builders[Delivered]):
         num_processes: int,
         num_cores: int,
         memory: ChoiceMemory,
+        charge_bytes: int = 1 << 20,
     ) -> None:
+        self._charge_bytes = charge_bytes
         self._threads, self._open_processes, self.functions = threads, open_processes, functions
         self._num_processes, self._num_cores, self._memory = num_processes, num_cores, memory
         self.num_builders = threads.num_builders
@@ -163,7 +166,8 @@ class AutoBuilders(Builders[Delivered]):
             return
         build = self._taken(new)
         self._stage = _Stage.RUNNING
-        self._run(build, _TriedChunk(build.chunk, self, counts=self._times is not None))
+        tried = _TriedChunk(build.chunk, self, counts=self._times is not None, most_bytes=self._charge_bytes)
+        self._run(build, tried)
 
     # ---- the trial ----------------------------------------------------------------------------------------
 
@@ -314,10 +318,13 @@ class _TriedChunk:
         chunk: of the engine's.
         owner: hears of what was measured.
         counts: whether the time under the lock is, or all the rest.
+        most_bytes: of batches that are measured together: they are charged only then.
     """
 
-    def __init__(self, chunk: Chunk[Delivered], owner: AutoBuilders, *, counts: bool) -> None:
-        self._chunk, self._owner, self._counts = chunk, owner, counts
+    def __init__(
+        self, chunk: Chunk[Delivered], owner: AutoBuilders, *, counts: bool, most_bytes: int
+    ) -> None:
+        self._chunk, self._owner, self._counts, self._most_bytes = chunk, owner, counts, most_bytes
         self._costs = np.zeros(3)
         """Seconds of a batch: of work with a core at hand, of the processor, under the lock."""
 
@@ -336,12 +343,14 @@ class _TriedChunk:
         return np.array([time.perf_counter() - queued_s() - began_s, time.thread_time() - ran_s, 0.0])
 
     def finish(self) -> Iterator[Piece[Delivered]]:
-        """See `Chunk`. What is measured comes together, even if that takes long."""
+        """See `Chunk`. What is measured comes together, even if that takes long, unless it is large."""
         pieces, new = self._chunk.finish(), deque[Piece[Delivered]]()
 
         def take() -> None:
-            while not new or new[-1].is_due or not new[-1].batches:
+            taken_bytes = 0
+            while not new or not new[-1].batches or (new[-1].is_due and taken_bytes < self._most_bytes):
                 new.append(next(pieces))
+                taken_bytes += new[-1].slot_bytes + new[-1].heap_bytes
 
         before, draws = self._content(), Draws()
         try:

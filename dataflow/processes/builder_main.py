@@ -77,6 +77,7 @@ class BuilderJob:
     charge_bytes: int
     hand_over_s: float
     limit_bytes: int
+    num_builders: int
     is_pinned: bool
     """Whether the training process page-locks what it views: whole slabs only, so batches are copied."""
     collate_map: Mapping[Any, Any]
@@ -141,6 +142,7 @@ class BuiltBatches(NamedTuple):
     batches: list[tuple[Any, ...]]
     """Fields of each `Delivered`."""
     heap_bytes: int
+    made_bytes: int
     is_due: bool
     """As of a `Piece`."""
     is_last: bool
@@ -190,8 +192,9 @@ class BuilderLoop(ABC):
             guards=FileGuards(),
             on_return=lambda nbytes: lambda: None,
             closing=threading.Event(),
-            heap=HeapKeeper(job.limit_bytes),
+            heap=HeapKeeper(job.limit_bytes // job.num_builders),
             charge_bytes=job.charge_bytes,
+            sample_bytes=job.limit_bytes,
             hand_over_s=job.hand_over_s,
             seed_globals=seed_by_key,
             now=self._now,
@@ -289,6 +292,7 @@ class BuilderLoop(ABC):
         built = BuiltBatches(
             batches=[*piece.batches],
             heap_bytes=piece.heap_bytes,
+            made_bytes=piece.made_bytes + piece.slot_bytes,
             is_due=piece.is_due,
             is_last=not build.num_left,
             asks=asks,
@@ -307,7 +311,7 @@ def _next_piece(build: _Build) -> Piece[tuple[Any, ...]]:
         new = batches[build.num_skipped :]
         build.num_skipped -= len(batches) - len(new)
         if new:
-            return Piece(new, slot_bytes, piece.heap_bytes, piece.is_due)
+            return Piece(new, slot_bytes, piece.heap_bytes, piece.is_due, made_bytes=piece.made_bytes)
     raise AssertionError("a chunk has fewer batches than planned")
 
 

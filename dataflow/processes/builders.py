@@ -36,6 +36,8 @@ from prefetch.workers.pool import WorkerDiedError, WorkerPool
 from prefetch.workers.shared_arena import Region, SharedFile
 from sharding.errors import SampleError
 
+_INPUTS_IN_LIMIT = 8
+"""Free memory for chunks' values is kept up to this part of the limit: those of all processes take less."""
 _log = logging.getLogger("dataflow")
 
 
@@ -102,7 +104,9 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         try:
             write_packed(self.file, packed)
             own = self.file.region_offset(num_builders)
-            self._region = Region(self.file.fd, own, self.file.region_bytes, job.limit_bytes)
+            self._region = Region(
+                self.file.fd, own, self.file.region_bytes, job.limit_bytes // _INPUTS_IN_LIMIT
+            )
         except BaseException:
             self.file.close()
             raise

@@ -1,7 +1,8 @@
 """What builders outside of this process have in common: one thread hands out, and takes what comes back.
 
 Each builder has a chunk that it builds and one that it builds next, so none waits for the way there and back.
-Where a builder asks, the engine decides whether a chunk goes on, as with threads. A builder that dies costs
+Before a chunk is begun and where a builder asks, the engine decides whether there is room for what it makes
+next, as with threads. A builder that dies costs
 time only: its chunks are built again by others, which pass over the batches that were handed over and get the
 same answers. A chunk on which two builders have died is the likely reason, so its error is raised. Whatever
 happens, each build comes to its end, once.
@@ -30,7 +31,8 @@ from prefetch.work import Piece, Task
 from sharding.errors import SampleError
 
 ASSIGNED = 2
-"""Chunks that a builder has at a time: one that it builds, and one that it builds next."""
+"""Chunks that a builder has at a time: one that it builds, and one that it builds next. Until it is known
+what batches weigh, it has one."""
 MOST_DEATHS = 2
 """So many builders that died on a chunk are no accident."""
 
@@ -160,6 +162,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         self._failure: BaseException | None = None
         self._cpu_s, self._num_done = 0.0, 0
         self._busy = BusyTimes(now)
+        self._most_assigned = 1
         self._is_stopped = self._is_closed = False
         self._thread: PriorityPool
 
@@ -255,7 +258,11 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
             else:
                 self._send(one, BuilderMessage.GO_ON)
         while (task := self._next_task()) is not None:
-            self._begin(*task)
+            one, builder = task
+            if one.build.may_go_on():
+                self._begin(one, builder)
+            else:
+                self._set_active(one, False)
 
     def _queue(self, one: B) -> None:
         with self._lock:
@@ -271,7 +278,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
                 active = (one.builder for one in self._assigned.values() if one.is_active)
                 loads = Counter(builder for builder in active if builder is not None)
                 builder = self._choose(tasks[0][1], loads)
-                has_room = builder is not None and loads[builder] < ASSIGNED
+                has_room = builder is not None and loads[builder] < self._most_assigned
                 return (heapq.heappop(tasks)[1], builder) if has_room else None
             self._tasks = []
         for _, one in tasks:
@@ -320,6 +327,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
     def _add(self, one: B, built: BuiltBatches, slot_bytes: int) -> None:
         with self._lock:
             self._cpu_s += built.cpu_s
+            self._most_assigned = ASSIGNED
         if built.is_last:
             try:
                 chunk_of(one.build).end()
@@ -329,7 +337,9 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         one.num_added += len(built.batches)
         delivered = [Delivered(*batch) for batch in built.batches]
         built.batches.clear()  # whoever called may hold it, and must not keep what the consumer drops
-        one.build.add(Piece(delivered, slot_bytes, built.heap_bytes, built.is_due))
+        # Arrays of what was made on the builder's heap are in the slot: only the rest is made again here.
+        heap_bytes = max(0, built.heap_bytes - slot_bytes)
+        one.build.add(Piece(delivered, slot_bytes, heap_bytes, built.is_due, made_bytes=built.made_bytes))
         del delivered
         if built.is_last:
             self._end(one, None)

@@ -221,6 +221,7 @@ class BuilderOpening:
             num_processes=self.plan.num_workers,
             num_cores=self.plan.num_cores,
             memory=self._memory,
+            charge_bytes=self._context.charge_bytes,
         )
 
     def _processes(self, on_start: Callable[[BaseException | None], None] | None) -> ProcessBuilders:
@@ -269,6 +270,7 @@ class BuilderOpening:
             charge_bytes=context.charge_bytes,
             hand_over_s=context.hand_over_s,
             limit_bytes=self._limit_bytes,
+            num_builders=self.plan.num_workers,
             is_pinned=self._is_pinned,
             collate_map=collate_map_changes(),
             default_dtype=torch.get_default_dtype(),

@@ -193,6 +193,7 @@ class Session:
             closing=self._builds_end,
             heap=HeapKeeper(limit),
             charge_bytes=ahead.charge_bytes.value,
+            sample_bytes=limit,
             hand_over_s=HAND_OVER_S,
             ships_values=builder_plan.num_processes > 0,
             row_bytes=_batch_bytes(plan) // plan.samples_per_batch if builder_plan.reads else None,

@@ -2,9 +2,9 @@
 
 Whatever order chunks are built in, they leave in the order in which they came, each as a whole unless some of
 its batches are due. What fails comes behind the batches that were finished before it. What only shows when a
-batch is made is charged then; while more is held than the limit, builds are laid aside between two batches.
-The one at the head of the order goes on when what it has finished was handed out, so that there always is
-progress.
+batch is made is charged then, and before it as much is reserved as the last ones took; a build that gets no
+room is laid aside between two batches. The one at the head of the order goes on all the same when what it has
+finished was handed out, so that there always is progress.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from prefetch.work import Batches, Chunk, Piece, Task
 
 T = TypeVar("T")
 
+_FORGETS = 8
+"""What batches take is taken to fall by such a part with each, and to rise at once."""
+
 
 class ChunkBuild(Generic[T]):
     """The engine's side of a `Build`: a chunk that was handed out, and what of it waits for the consumer."""
@@ -40,6 +43,8 @@ class ChunkBuild(Generic[T]):
         """Finished, to be handed out."""
         self.ahead_bytes = 0
         """Of slots, charged for the piece to come."""
+        self.reserved_bytes = 0
+        """For what the piece to come makes, which shows only then."""
         self.num_delivered = 0
 
     @property
@@ -51,7 +56,7 @@ class ChunkBuild(Generic[T]):
         """See `Build`."""
         with self._queue.lock:
             is_dropped = self.is_finishing and self.is_cancelled
-            if self.has_room and not is_dropped:
+            if not is_dropped and self._queue.make_room(self):
                 self.is_finishing = True
                 return True
             self._queue.lay_aside(self)
@@ -61,6 +66,8 @@ class ChunkBuild(Generic[T]):
         """See `Build`."""
         with self._queue.lock:
             charged = piece.slot_bytes + piece.heap_bytes
+            if piece.batches:
+                self._queue.end_room(self, piece.made_bytes or piece.heap_bytes)
             if charged:  # views of the chunk's slots cost nothing beyond it
                 self._queue.ledger.charge(State.READY, charged)
                 self.ahead_bytes += piece.slot_bytes
@@ -84,12 +91,8 @@ class ChunkBuild(Generic[T]):
         return sum(len(piece.batches) for piece in self.pieces)
 
     @property
-    def has_room(self) -> bool:
-        """Whether it may make one batch more: the head must, if nothing of it waits to be taken."""
-        if not self._queue.ledger.is_over:
-            return True
-        if self.num_delivered + self.num_ready == self.chunk.num_batches:
-            return True  # nothing is left to make
+    def must_go_on(self) -> bool:
+        """Whether the consumer waits for a batch that is not made: nothing else would make room for it."""
         return self is self._queue.line[0] and not self.pieces
 
     @property
@@ -140,6 +143,8 @@ class ChunkQueue(Generic[T]):
         """Chunks of the line that are neither done nor laid aside."""
         self.has_held_back = False
         """Whether the depth has kept idle builders from work; reset by who reads it."""
+        self.piece_bytes = 0
+        """What making a piece takes that only shows then, by those that were made last."""
         self.leads_s: list[float] = []
         """From start to finish of chunks, since it was cleared."""
         self.is_closed = False
@@ -185,8 +190,31 @@ class ChunkQueue(Generic[T]):
         """Whether the consumer has made all that was handed out: nothing here gives credits back any more."""
         return not self.line and not self._copying
 
+    def make_room(self, build: ChunkBuild[T]) -> bool:
+        """Reserve what making the next piece takes, by the last ones; whether it may be made."""
+        self._release_room(build)
+        if build.num_delivered + build.num_ready == build.chunk.num_batches:
+            return True  # nothing is left to make
+        if not self.ledger.reserve(State.BUILDING, self.piece_bytes):
+            if not build.must_go_on:
+                return False
+            self.ledger.charge(State.BUILDING, self.piece_bytes)
+        build.reserved_bytes = self.piece_bytes
+        return True
+
+    def end_room(self, build: ChunkBuild[T], made_bytes: int) -> None:
+        """A piece is made, which took so much."""
+        self._release_room(build)
+        self.piece_bytes = max(made_bytes, self.piece_bytes - self.piece_bytes // _FORGETS)
+        self._windows.keep_free(self.piece_bytes * self._builders.num_builders)
+
+    def _release_room(self, build: ChunkBuild[T]) -> None:
+        self.ledger.release(State.BUILDING, build.reserved_bytes)
+        build.reserved_bytes = 0
+
     def lay_aside(self, build: ChunkBuild[T]) -> None:
         """A build makes no more batches until there is room."""
+        self._release_room(build)
         self.num_running -= 1
         build.is_aside = True
         self._aside.append(build)
@@ -203,7 +231,7 @@ class ChunkQueue(Generic[T]):
             return
         builds, self._aside = self._aside, deque()
         for build in builds:
-            if build.has_room:
+            if self.make_room(build):
                 build.is_aside = False
                 self.num_running += 1
                 self._builders.build(build)
@@ -256,6 +284,7 @@ class ChunkQueue(Generic[T]):
 
     def _settle(self, build: ChunkBuild[T], error: BaseException | None) -> None:
         """Credits move, and the chunk's windows lose a user."""
+        self._release_room(build)
         self.ledger.move(State.BUILDING, State.READY, build.nbytes)
         if error is None:
             self.leads_s.append(time.perf_counter() - build.began_s)

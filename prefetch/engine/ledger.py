@@ -2,8 +2,8 @@
 
 Invariant: the bytes *reserved* in states other than IN_USE never exceed `limit_bytes`. The bound is
 structural: a reservation that would break it is refused, whatever any estimate says. What nobody knows
-before it is made (what a user's function returns) is *charged* when it is there, limit or not, and
-`is_over` tells the builders to make no more. Bytes IN_USE belong to batches that the user keeps; they slow
+before it is made (what a user's function returns) is *charged* when it is there, limit or not; as much as
+the last of its kind took is reserved before. Bytes IN_USE belong to batches that the user keeps; they slow
 admission (they count for ordinary reservations) but cannot stop it: the head-of-order request is admitted
 without counting them, so keeping every batch costs memory, never a deadlock.
 """
@@ -35,14 +35,15 @@ class MemoryHeld:
     """Bytes held, by state, at one instant."""
 
     limit_bytes: int
-    """The `memory_limit`. `window + building + ready` exceeds it by one batch a builder at most, and only
-    where a function of yours makes the batches, or they hold Python objects: their size shows when they are
-    made."""
+    """The `memory_limit`. `window + building + ready` exceeds it only where a function of yours makes the
+    batches, or they hold Python objects: by what the first batch of each builder takes, later by what one
+    takes more than those before it, or where a single batch is larger than the limit."""
     window_bytes: int
     """Blocks in flight and staged, those of local shards that are only mapped included (`mapped_bytes`). Near
     the limit: shuffle windows are large for the budget."""
     building_bytes: int
-    """Slots of batches under construction. 0: builders are idle."""
+    """Of batches under construction: their slots, and what functions of yours will make by what they made
+    before. 0: builders are idle."""
     ready_bytes: int
     """Finished batches waiting. 0 while training: the loader is the bottleneck."""
     in_use_bytes: int
@@ -92,13 +93,6 @@ class Ledger:
         with self._lock:
             self._settle()
             self._add(state, nbytes)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether more is held than the limit."""
-        with self._lock:
-            self._settle()
-            return self._total > self.limit_bytes
 
     def move(self, source: State, target: State, nbytes: int) -> None:
         """Credits change state; the total stays."""

@@ -57,7 +57,8 @@ class WindowQueue:
     ) -> None:
         self._source, self._ledger, self._changed = source, ledger, options.monitor
         self._on_change = on_change
-        self._max_open, self._keep_bytes = options.max_windows, options.keep_bytes
+        self._max_open = options.max_windows
+        self._keep_bytes = self._least_kept_bytes = options.keep_bytes
         self._first_batch_alone = options.first_batch_alone
         """Whether the first batch is still to be delivered, and nothing is read ahead until then."""
         self._readers = PriorityPool(options.num_readers, "dataflow-read", initializer=options.initializer)
@@ -109,6 +110,11 @@ class WindowQueue:
         for window in self.chunks[0].needs:
             if self._open[id(window)].num_reads_left:
                 window.hurry()
+
+    def keep_free(self, nbytes: int) -> None:
+        """Leave so much credit for what builders make, but half of the limit at most."""
+        most = max(self._least_kept_bytes, self._ledger.limit_bytes // 2)
+        self._keep_bytes = min(max(self._least_kept_bytes, nbytes), most)
 
     def leave(self, chunk: Chunk[Any]) -> None:
         """A chunk needs its windows no more."""

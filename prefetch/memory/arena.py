@@ -37,6 +37,8 @@ from prefetch.addresses import array_interface
 from prefetch.memory.lifetimes import DeathWatch
 
 _HUGE = 2 << 20
+_TRIMS_IN_LIMIT = 8
+"""What the C library keeps of freed memory is looked at whenever such a part of the limit was made."""
 
 Register = Callable[[int, int], Callable[[], object]]
 """Page-locks a range for CUDA; gives what unlocks it, written in C: it is called where the last view dies."""
@@ -254,7 +256,7 @@ class HeapKeeper:
     """
 
     def __init__(self, limit_bytes: int, trim: Callable[[int], None] = trim_heap) -> None:
-        self._share, self._trim = limit_bytes // 2, trim
+        self._share, self._trim = limit_bytes // _TRIMS_IN_LIMIT, trim
         self._lock = threading.Lock()  # guards _made
         self._made = 0
 

@@ -67,7 +67,7 @@ def must_go_on(error: BaseException) -> bool:
     """
     if isinstance(error, KeyboardInterrupt):
         in_main = threading.current_thread() is threading.main_thread()
-        return in_main and signal.getsignal(signal.SIGINT) is not interrupt_worker
+        return in_main and signal.getsignal(signal.SIGINT) not in (interrupt_worker, signal.SIG_IGN)
     return isinstance(error, GeneratorExit)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -26,7 +28,28 @@ def _no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pythons_that_do_not_tell_have_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys, "_is_gil_enabled", raising=False)
     assert has_lock()
-    assert threading.get_ident() in frames_of_threads()
+    gate = threading.Event()
+    other = threading.Thread(target=gate.wait, args=(TIMEOUT_S,))
+    other.start()
+    assert other.ident in frames_of_threads()
+    gate.set()
+    other.join()
+
+
+def test_to_look_at_frames_keeps_nothing_that_they_hold() -> None:
+    class Held:
+        pass
+
+    def look() -> weakref.ref[Held]:
+        held, frames = Held(), frames_of_threads()
+        assert frames is not None
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert look()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("_no_lock")

@@ -65,6 +65,7 @@ class HandFedLoop(BuilderLoop):
             charge_bytes=charge_bytes,
             hand_over_s=HAND_OVER_S,
             limit_bytes=1 << 28,
+            num_builders=1,
             is_pinned=False,
             collate_map={},
             default_dtype=torch.float32,

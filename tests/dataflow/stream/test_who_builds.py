@@ -333,14 +333,15 @@ class DueChunk:
 
     num_batches = 2
 
-    def __init__(self, *, fails: bool) -> None:
-        self._fails = fails
+    def __init__(self, *, fails: bool, heap_bytes: int = 0) -> None:
+        self._fails, self._heap_bytes = fails, heap_bytes
 
     def begin(self) -> list[Any]:
         return []
 
     def finish(self) -> Iterator[Piece[Delivered]]:
-        yield Piece([Delivered(0, 0, {"x": torch.zeros(2)}, 2)], is_due=True)
+        batch = Delivered(0, 0, {"x": torch.zeros(2)}, 2)
+        yield Piece([batch], heap_bytes=self._heap_bytes, is_due=True)
         if self._fails:
             raise ValueError("second")
         yield Piece([Delivered(0, 1, {"x": torch.zeros(2)}, 2)])
@@ -362,12 +363,20 @@ def test_a_trial_goes_beyond_batches_that_are_due_which_come_before_what_fails(*
     chunk: Any
     owner: Any
     chunk, owner = DueChunk(fails=fails), TrialOwner()
-    pieces = auto._TriedChunk(chunk, owner, counts=False).finish()
+    pieces = auto._TriedChunk(chunk, owner, counts=False, most_bytes=100).finish()
     numbers = [batch.number for batch in next(pieces).batches]
     assert len(owner.results) == (not fails)
     with pytest.raises(ValueError, match="second") if fails else nullcontext():
         numbers += [batch.number for piece in pieces for batch in piece.batches]
     assert numbers == ([0] if fails else [0, 1])
+
+
+def test_a_trial_takes_no_more_together_than_may_be_made_before_it_is_charged() -> None:
+    chunk: Any = DueChunk(fails=False, heap_bytes=100)
+    owner: Any = TrialOwner()
+    pieces = auto._TriedChunk(chunk, owner, counts=False, most_bytes=100).finish()
+    assert [batch.number for batch in next(pieces).batches] == [0]
+    assert len(owner.results) == 1  # what comes next is asked for, and charged, as ever
 
 
 def test_a_loader_that_is_closed_in_its_trial_leaves_nothing(tar: Made, at_once: None) -> None:

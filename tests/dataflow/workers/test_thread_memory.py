@@ -146,9 +146,9 @@ def test_a_heap_is_trimmed_only_where_it_keeps_more_than_asked() -> None:
     trim_heap(0, library=object())  # of a C library that cannot tell, or cannot trim
 
 
-def test_a_heap_is_looked_at_whenever_half_the_limit_was_made_on_it() -> None:
+def test_a_heap_is_looked_at_whenever_an_eighth_of_the_limit_was_made_on_it() -> None:
     looks: list[int] = []
-    keeper = HeapKeeper(120, looks.append)
+    keeper = HeapKeeper(480, looks.append)
     for _ in range(4):
         keeper.made(30)
     assert looks == [60, 60]

@@ -158,16 +158,17 @@ def test_a_build_is_laid_aside_while_too_much_is_held_and_handed_out_again() -> 
     windows = [FakeWindow(FakeChunk("a"), FakeChunk("b", num_batches=3, heap=[60, 60, 60]))]
     with running(windows, limit=100, builders=builders) as engine:
         first, second = builders.receive(), builders.receive()
-        assert not make(second)  # 120 bytes are held, and it is not at the head
+        assert not make(second)  # 60 bytes are held, as many would be made, and it is not at the head
         assert not builders.has_work
         make(first)
         first.end()
-        assert next_names(engine) == ["a.0"]
-        assert [next_names(engine) for _ in range(2)] == [["b.0"], ["b.1"]]
-        again = builders.receive()
+        assert [next_names(engine) for _ in range(2)] == [["a.0"], ["b.0"]]
+        again = builders.receive()  # it is at the head, and the consumer has all that was made
         assert again is second
-        assert make(again)
-        again.end()
+        assert not make(again)
+        assert next_names(engine) == ["b.1"]
+        assert make(builders.receive())
+        second.end()
         assert next_names(engine) == ["b.2"]
         assert outcomes(engine) == []
         assert_nothing_held(engine)

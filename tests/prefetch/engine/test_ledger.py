@@ -50,7 +50,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.charge(state, nbytes)
         self.charged += nbytes
         self.taken(True, True, state, nbytes)
-        assert self.ledger.is_over is (self.total() > LIMIT)
+        assert self.ledger.reserve(state, 0) is (self.total() <= LIMIT)
 
     @rule(source=STATES, share=st.floats(0, 1))
     def deliver(self, source: State, share: float) -> None:
