@@ -6,6 +6,7 @@ and waits for the answer: what an error is to say of a sample, and whether that 
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import pickle
@@ -16,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data._utils import collate
 
+from dataflow.batch.at_work import row_at
 from dataflow.batch.builder import BatchBuilder, BuildContext, Postprocessing
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.columns import ChunkRows
@@ -31,6 +34,7 @@ from dataflow.processes.batch_writer import BatchWriter
 from dataflow.processes.generators import seed_by_key
 from dataflow.processes.payload import pack, read_packed
 from dataflow.processes.shipped import ShippedChunk, shipped_rows
+from prefetch.engine.pool import place_of
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards
@@ -116,7 +120,7 @@ class CrossedError:
 def run(start: WorkerStart) -> None:
     """A builder process, from its start to its end."""
     try:
-        begin(start)
+        begin(start, _standing_at)
         torch.set_num_threads(1)
         _BuilderProcess(start).serve()
     except (KeyboardInterrupt, BrokenPipeError):
@@ -313,6 +317,18 @@ def _next_piece(build: _Build) -> Piece[tuple[Any, ...]]:
         if new:
             return Piece(new, slot_bytes, piece.heap_bytes, piece.is_due, made_bytes=piece.made_bytes)
     raise AssertionError("a chunk has fewer batches than planned")
+
+
+def _standing_at(frame: FrameType | None) -> str:
+    """Of a stack of a builder process: the place, and the numbers of the chunk and of its row, if it has one.
+
+    Which sample that is the training process knows.
+    """
+    place, at, loop = place_of(frame), row_at(frame), frame
+    while loop is not None and loop.f_code is not BuilderLoop.serve.__code__:
+        loop = loop.f_back
+    chunk = -1 if loop is None else loop.f_locals["self"]._chunk
+    return json.dumps([place, chunk, -1 if at is None else at[1]])
 
 
 class _BuilderProcess(BuilderLoop):

@@ -7,11 +7,12 @@ replaced by one that works in a region of its own; the pages of the dead one's g
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.batch.at_work import sample_text
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.output import staged_outputs
 from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResponse, BuilderResult, run
@@ -28,12 +30,14 @@ from dataflow.processes.payload import MESSAGE_HEAD, PackedObject, pack, unpack,
 from dataflow.processes.server import BUILDER_MAIN, server_needs, start_context
 from dataflow.processes.shipped import ShippedChunk, ship
 from prefetch.engine.builders import Build
+from prefetch.engine.pool import place_in
 from prefetch.errors import EngineClosedError
 from prefetch.memory.device import register_pinned
 from prefetch.memory.guards import FileGuards
 from prefetch.work import Task
 from prefetch.workers.pool import WorkerDiedError, WorkerPool
 from prefetch.workers.shared_arena import Region, SharedFile
+from prefetch.workers.worker_start import ABOUT
 from sharding.errors import SampleError
 
 _INPUTS_IN_LIMIT = 8
@@ -123,16 +127,31 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
     def places(self) -> list[str]:
         """See `Builders`."""
         with self._lock:
-            busy = {one.builder for one in self._assigned.values() if one.is_active}
+            builds = dict(sorted(self._assigned.items()))
+        busy = dict.fromkeys(
+            one.builder for one in builds.values() if one.is_active and one.builder is not None
+        )
         if self._pool is None:
             return []
-        pids = {n: self._pool.known_pid(n) for n in busy if n is not None}
+        pids = {n: self._pool.known_pid(n) for n in busy}
         return [
-            f"in builder process {n} (pid {pid})"
+            f"in builder process {n} (pid {pid}){'' if at else self._standing(n, builds)}"
             if pid
             else f"in builder process {n}, which has not started: the server that it comes from is importing"
-            for n, pid in pids.items()
+            for at, (n, pid) in enumerate(pids.items())
         ]
+
+    def _standing(self, process: int, builds: Mapping[int, _ProcessBuild]) -> str:
+        """Function, line and sample that a process is at, in words; "" where it does not say so in time."""
+        assert self._pool is not None
+        _, is_told, told = self._pool.about(process).rpartition(ABOUT)
+        if not is_told:  # it runs code that lets no other run
+            place = place_in(told)
+            return f", {place}" if place else ""
+        place, chunk, row = json.loads(told)
+        one = builds.get(chunk)
+        sample = "" if one is None or row < 0 else sample_text(chunk_of(one.build).rows, row)
+        return f", {place}{sample}" if place else sample
 
     def _wake(self) -> None:
         self._is_asked.set()

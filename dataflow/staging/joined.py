@@ -219,6 +219,10 @@ class JoinedWindow(StagedWindow):
         window, own_row = (self._own, row) if partner is None else partner.find(row)
         return window.sample_error(own_row, reason, column, stage)
 
+    def name_at_once(self, row: int) -> tuple[str, str]:
+        """See `StagedWindow.name_at_once`."""
+        return self._own.name_at_once(row)
+
     def _stored(self, ordinal: int) -> memoryview | None:
         return self._own._stored(ordinal)
 

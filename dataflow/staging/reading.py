@@ -34,6 +34,8 @@ class ReadWindow(StagedWindow):
         num_readers: threads that will read.
     """
 
+    holds_blocks = True
+
     def __init__(
         self,
         source: Source,

@@ -28,6 +28,7 @@ from sharding.blocks import Block, Columns, Spans
 from sharding.cached_property import cached_property
 from sharding.errors import DataflowError, SampleError, ShardReadError
 from sharding.order.keyed import uniform
+from sharding.urls import is_local
 
 
 class NotLocatableError(DataflowError):
@@ -95,6 +96,8 @@ class StagedWindow(ABC):
 
     mapped: ClassVar[bool] = False
     """Whether values lie in mapped files."""
+    holds_blocks: ClassVar[bool] = False
+    """Whether the stored bytes of its blocks are in memory."""
     nbytes: int
     """Bytes held from admission to close, at most."""
 
@@ -252,6 +255,13 @@ class StagedWindow(ABC):
         offset = None if offsets is None else int(offsets[in_block])
         reason = reason if column is None else f"column {column!r}: {reason}"
         return SampleError(block.shard.url, reason, offset, key, stage)
+
+    def name_at_once(self, row: int) -> tuple[str, str]:
+        """Key and shard of a row, without waiting for a remote store: then it is its number in the shard."""
+        ordinal, in_block = self.samples.find(row)
+        block = self.samples.blocks[ordinal]
+        keys = self._names_of(ordinal)[0] if self.holds_blocks or is_local(block.shard.url) else None
+        return str(block.first_in_shard + in_block) if keys is None else keys[in_block], block.shard.url
 
     def _names_of(self, ordinal: int) -> tuple[Sequence[str] | None, NDArray[np.int64] | None]:
         """Keys of a block's samples, and their bytes; None: they have none, or these cannot be had.

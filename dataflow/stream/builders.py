@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dataflow.batch.at_work import sample_at
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import Delivered
 from dataflow.batch.transforms import releases_gil
@@ -198,7 +199,7 @@ class BuilderOpening:
             self._opened_actors = self._actors()
             return self._opened_actors
         num_threads = min(1, plan.num_workers) if copies else plan.num_workers
-        return ThreadBuilders(num_threads, copies=copies, initializer=one_torch_thread)
+        return ThreadBuilders(num_threads, copies=copies, initializer=one_torch_thread, about=sample_at)
 
     @property
     def choice(self) -> WorkerChoice:
@@ -215,7 +216,7 @@ class BuilderOpening:
         from dataflow.processes.auto import AutoBuilders
 
         return AutoBuilders(
-            ThreadBuilders(self.plan.num_threads, initializer=one_torch_thread),
+            ThreadBuilders(self.plan.num_threads, initializer=one_torch_thread, about=sample_at),
             self._processes,
             self._context.postprocessing.functions,
             num_processes=self.plan.num_workers,

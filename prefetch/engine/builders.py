@@ -8,9 +8,10 @@ them, each build that was handed out must come to its `end`, or nobody would eve
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 from prefetch.engine.pool import PriorityPool
@@ -126,12 +127,18 @@ class ThreadBuilders(PriorityPool, Generic[T]):
         num_threads: of them; 0: the consumer builds, when it asks for a batch.
         copies: made elsewhere, for chunks that say so.
         initializer: runs first in each.
+        about: what there is to say of a thread that is at work, by its innermost frame.
     """
 
     def __init__(
-        self, num_threads: int, *, copies: Copies | None = None, initializer: Task | None = None
+        self,
+        num_threads: int,
+        *,
+        copies: Copies | None = None,
+        initializer: Task | None = None,
+        about: Callable[[FrameType], str] = lambda _: "",
     ) -> None:
-        super().__init__(num_threads, "dataflow-build", initializer=initializer)
+        super().__init__(num_threads, "dataflow-build", initializer=initializer, about=about)
         self.num_builders, self._copies = num_threads, copies
         self._counting = threading.Lock()  # guards the parts left and the error of each build
 

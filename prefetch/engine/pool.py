@@ -23,9 +23,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
+import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -45,7 +47,14 @@ _OURS = tuple(
 class PriorityPool:
     """`num_threads` threads over one heap of tasks. `submit` and `close` are thread-safe."""
 
-    def __init__(self, num_threads: int, name: str, *, initializer: Task | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        name: str,
+        *,
+        initializer: Task | None = None,
+        about: Callable[[FrameType], str] = lambda _: "",
+    ) -> None:
         self._ready = Monitor()  # guards _heap and _closed
         self._heap: list[tuple[int, int, Task]] = []
         self._count = itertools.count()
@@ -54,7 +63,7 @@ class PriorityPool:
         self._busy_s, self._cpu_s, self._num_tasks = 0.0, 0.0, 0
         self._began: dict[int, tuple[float, float]] = {}
         """Of tasks that run: by thread, the time and the thread's processor time when they began."""
-        self._initializer = initializer
+        self._initializer, self._about = initializer, about
         self._threads = [
             UnlistedThread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
         ]
@@ -106,10 +115,13 @@ class PriorityPool:
         return [thread.ident for thread in self._threads if thread.ident is not None]
 
     def places(self) -> list[str]:
-        """Where the code of each running task stands, in words: in what it calls, the task itself aside."""
+        """Where the code of each running task stands, in words: in what it calls, the task itself aside.
+
+        What `about` has to say of the innermost frame comes behind.
+        """
         frames = frames_of_threads()
-        places = (_place(frames.get(ident)) for ident in self.idents)
-        return [place for place in places if place]
+        known = [frame for ident in self.idents if (frame := frames.get(ident)) is not None]
+        return [place + self._about(frame) for frame in known if (place := place_of(frame))]
 
     @property
     def runs_here(self) -> bool:
@@ -148,7 +160,20 @@ class PriorityPool:
             del task  # a finished task must not keep its buffers alive while the thread waits
 
 
-def _place(frame: FrameType | None) -> str:
+def place_in(stacks: str) -> str:
+    """As `place_of`, of stacks that `faulthandler` wrote: the first in which our code calls another's."""
+    for stack in re.split(r"^(?:Current thread|Thread) ", stacks, flags=re.MULTILINE):
+        called = ""
+        for file, line, name in re.findall(r'^ *File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE):
+            if file.startswith(_OURS):
+                if called:
+                    return called
+                break
+            called = f"in {name} ({file}, line {line})"
+    return ""
+
+
+def place_of(frame: FrameType | None) -> str:
     """The frame that our own code called, or its innermost; "": the thread waits for a task."""
     called = frame
     while frame is not None and not frame.f_code.co_filename.startswith(_OURS):

@@ -45,6 +45,7 @@ from prefetch.workers.fork_server import (
 )
 from prefetch.workers.shared_arena import Header, SharedFile
 from prefetch.workers.worker_start import (
+    ABOUT,
     STACKS_SIGNAL,
     Descriptor,
     WorkerStart,
@@ -57,6 +58,8 @@ STOP_S = 5.0
 _KILL_S = 2.0
 _STACKS_S = 2.0
 """A worker begins to write its stacks within this time."""
+_ANSWER_S = 0.5
+"""The training thread waits no longer for what a worker says of where it stands."""
 _QUIET_S = 0.25
 """Stacks have arrived when nothing more came for this long."""
 _PIPE_BYTES = 1 << 20
@@ -171,6 +174,7 @@ class WorkerPool:
         """Whether what this process does with its objects cannot be seen by the workers."""
         self._closing = threading.RLock()  # held until all have ended; a finaliser may run meanwhile
         self._using = threading.RLock()  # guards the pipes' parent ends while they are in use
+        self._asking = threading.Lock()  # guards that of the stacks, also while another thread waits
         self._closed = False
         self.processes: list[process.BaseProcess] = []
         self._tasks: list[connection.Connection] = []
@@ -406,6 +410,24 @@ class WorkerPool:
                 texts.append(f"worker {worker} (pid {pid or 'not known'}):\n{text}")
         return "\n".join(texts)
 
+    def about(self, worker: int) -> str:
+        """Its stacks, and what a worker says of them, if it can within `_ANSWER_S`. Any thread."""
+        pid, words = self.known_pid(worker), self._file.header.words
+        if pid is None or not words[Header.WORKERS + worker]:
+            return ""
+        deadline, text = time.monotonic() + _ANSWER_S, b""
+        with self._asking:
+            if self._closed:
+                return ""
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, STACKS_SIGNAL)
+            while ABOUT.encode() not in text or not text.endswith(b"\n"):
+                rest_s = deadline - time.monotonic()
+                if rest_s <= 0 or not select.select([self._stacks], [], [], rest_s)[0]:
+                    break
+                text += os.read(self._stacks, 1 << 16)
+        return text.decode(errors="replace")
+
     def _read_stacks(self, first_s: float) -> str:
         text, patience_s = b"", first_s
         while select.select([self._stacks], [], [], patience_s)[0]:
@@ -468,8 +490,9 @@ class WorkerPool:
         if self._server is not None:
             given_up = [child.give_up() for child in self.processes if isinstance(child, ServerProcess)]
             stop_using(self._server, stands_still=any(given_up))
-        for fd in (*self._own_ends, self._responses_writer, self._stacks_writer):
-            os.close(fd)
+        with self._asking:  # for `_ANSWER_S` at most
+            for fd in (*self._own_ends, self._responses_writer, self._stacks_writer):
+                os.close(fd)
         for reader in self._asked_for.values():
             reader.close()
         for child in self.processes:

@@ -10,15 +10,20 @@ import faulthandler
 import os
 import signal
 import struct
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import connection, reduction
+from types import FrameType
 from typing import Any
 
 from prefetch.memory.interrupts import interrupt_worker
 from prefetch.workers.fork_server import end_with_parent, let_interrupt, release_server
 from prefetch.workers.shared_arena import Header
 
+ABOUT = "about: "
+"""What a worker has to say of itself behind its stacks begins so."""
 STACKS_SIGNAL = signal.SIGUSR2
 """A worker that gets it writes its stacks."""
 
@@ -86,8 +91,14 @@ def stdio_descriptors() -> tuple[Descriptor, ...]:
     return Descriptor(1), Descriptor(2)
 
 
-def begin(start: WorkerStart) -> None:
-    """First thing in a worker: it ends with its parent, writes where it writes, and tells its stacks."""
+def begin(start: WorkerStart, about: Callable[[FrameType | None], str] | None = None) -> None:
+    """First thing in a worker: it ends with its parent, writes where it writes, and tells its stacks.
+
+    Args:
+        start: of this worker.
+        about: told its frame when it is asked for its stacks, what it has to say of it: a line behind them,
+            as soon as the interpreter runs.
+    """
     if start.watched:
         end_with_parent()
     release_server()
@@ -97,7 +108,15 @@ def begin(start: WorkerStart) -> None:
     if start.environment is not None:
         os.environ.clear()
         os.environ.update(start.environment)
-    faulthandler.register(STACKS_SIGNAL, file=start.stacks.fd, all_threads=True, chain=False)
+    if about is not None:
+        tell = about
+
+        def answer(_: int, frame: FrameType | None) -> None:
+            with suppress(OSError):  # nobody reads any more
+                os.write(start.stacks.fd, f"{ABOUT}{tell(frame)}\n".encode())
+
+        signal.signal(STACKS_SIGNAL, answer)
+    faulthandler.register(STACKS_SIGNAL, file=start.stacks.fd, all_threads=True, chain=about is not None)
     header = Header(start.memory.fd)
     header.set(header.WORKERS + start.worker, 1)
     signal.signal(signal.SIGINT, interrupt_worker if start.interruptible else signal.SIG_IGN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -207,6 +208,32 @@ def test_a_batch_is_handed_over_while_the_next_of_its_chunk_is_built(
         gates["go_on"].open()
         after = [batch["cls"].tolist() for batch in loop]
     assert before + after == [[i, i + 1] for i in range(0, 20, 2)]
+
+
+@pytest.mark.parametrize("workers", ["process", "thread"])
+def test_a_wait_names_function_line_and_sample_whoever_builds(
+    tmp_path: Path, gates: dict[str, Gate], workers: str
+) -> None:
+    dataset = gated_dataset(tmp_path, gates)
+    loader = DataLoader(dataset, 20, num_workers=1, workers=workers, timeout=TIMEOUT_S)
+    next_reason: list[str] = []
+
+    def wait() -> None:
+        with loader:
+            next(iter(loader))
+
+    consumer = threading.Thread(target=wait)
+    consumer.start()
+    try:
+        gates["arrived"].wait()
+        next_reason += session_of(loader).engine._builders.places()
+    finally:
+        gates["go_on"].open()
+        consumer.join(TIMEOUT_S)
+    (place,) = next_reason
+    said = r"in (gated|Gate\.wait) \(.*\.py, line \d+\), at sample '04' of .*/x\.tar$"
+    assert re.search(said, place), place
+    assert place.startswith("in builder process 0 (pid ") == (workers == "process")
 
 
 def test_a_process_that_dies_behind_batches_of_a_chunk_that_were_handed_over_costs_none(

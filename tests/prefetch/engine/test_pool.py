@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from prefetch.engine.pool import PriorityPool
+import prefetch.engine.pool
+from prefetch.engine.pool import PriorityPool, place_in
 
 TIMEOUT_S = 10
 
@@ -213,3 +215,16 @@ def test_an_idle_thread_keeps_nothing_of_its_last_task_alive() -> None:
     assert died.wait(TIMEOUT_S)
     assert watch() is None
     pool.close()
+
+
+def test_stacks_of_a_process_that_answers_nothing_tell_the_place() -> None:
+    ours = Path(prefetch.engine.pool.__file__).parents[2] / "dataflow" / "x.py"
+    frames = [
+        'File "/usr/c.py", line 3 in wait',
+        'File "/home/me.py", line 7 in slow',
+        f'File "{ours}", line 9 in _apply',
+    ]
+    stacks = 'Thread 0x1 (most recent call first):\n  File "/usr/t.py", line 1 in run\n\n'
+    stacks += "Current thread 0x2 (most recent call first):\n" + "\n".join(f"  {frame}" for frame in frames)
+    assert place_in(stacks) == "in slow (/home/me.py, line 7)"
+    assert place_in(stacks.rpartition("\n")[0]) == place_in("") == ""
