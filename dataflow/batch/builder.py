@@ -355,14 +355,14 @@ class BatchBuilder:
                 return {}, 0
             if steps.collate:
                 place = partial(self._place, "collate_fn=", number, row, kept, samples)
-                result = _called(steps.collate, samples, place)
+                result = called(steps.collate, samples, place)
             else:
                 result, kept = self._collate(samples, kept, row, skipped)
                 if not len(kept):
                     return {}, 0
         if steps.batch_transform:
             place = partial(self._place, "batch_transform=", number, row, kept, result)
-            result = _called(steps.batch_transform, result, place)
+            result = called(steps.batch_transform, result, place)
         if steps.mark_repeats:
             _checked_dict(result, steps)[REPEAT] = torch.from_numpy(self._repeats(number, kept))
         if steps.marks_kept:
@@ -507,7 +507,7 @@ NO_ROWS = ChunkRows(0, list)
 """Those of a chunk that is finished: windows and slots are free to go."""
 
 
-def _called(function: BatchFn, argument: Any, place: Callable[[], str]) -> Any:
+def called(function: BatchFn, argument: Any, place: Callable[[], str]) -> Any:
     """What a user's function of batches returns; what it raises is told the place.
 
     A `StopIteration` of it would seem to be the loader's end, a `SystemExit` the program's.

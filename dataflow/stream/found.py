@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dataflow.batch.builder import REPEAT
+from dataflow.batch.builder import REPEAT, called
 from dataflow.batch.delivered import Delivered, Remark
 from dataflow.batch.found import NO_SAMPLES, FoundSamples, Lists
 from dataflow.batch.samples import GatherSamples
@@ -248,13 +248,8 @@ class FoundSession(Session):
         return super().resize(memory_limit) or self._exchange is not None
 
     def _transformed(self, transform: Callable[[Any], Any], batch: Any, number: int) -> Any:
-        try:
-            return transform(batch)
-        except StopIteration as error:  # it would seem to be the loader's end
-            raise RuntimeError("batch_transform raised StopIteration") from error
-        except Exception as error:
-            error.add_note(f"in batch_transform= of batch {number} of epoch {self._order.epoch}")
-            raise
+        place = f"in batch_transform= of batch {number} of epoch {self._order.epoch}"
+        return called(transform, batch, lambda: place)
 
     def _lacking(self, positions: list[int]) -> tuple[SampleError, ...]:
         """The errors of samples that a batch lacks, each once, though it may lack several pieces of it."""

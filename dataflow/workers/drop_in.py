@@ -19,6 +19,7 @@ from dataflow.processes.choice import WorkerChoice
 from dataflow.workers.fetching import DropInState, MainIterator, WorkerLoader
 from dataflow.workers.iterator import WorkerIterator
 from dataflow.workers.processes import begin_to_start
+from dataflow.workers.samplers import parts
 from dataflow.workers.state import progress_from
 
 if TYPE_CHECKING:
@@ -116,8 +117,9 @@ class DropInEngine:
         if not isinstance(epoch, Integral) or epoch < 0:
             raise ValueError(f"epoch must be an integer >= 0, got {epoch!r}")
         self._state.set_epoch(int(epoch), self._loader)
-        parts: list[Any] = [self._loader.sampler, self._loader.batch_sampler, self._loader.dataset]
-        for part in parts:
+        loader: Any = self._loader
+        own = [loader.sampler, *parts(loader._index_sampler), loader.dataset]
+        for part in {id(part): part for part in own}.values():
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
 

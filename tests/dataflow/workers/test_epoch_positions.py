@@ -44,6 +44,8 @@ def make_map(**options: Any) -> Any:
         options["sampler"] = DistributedSampler(range(64), 1, 0, seed=3)
     elif options.get("sampler") == "replacement":
         options["sampler"] = RandomSampler(range(64), replacement=True, generator=seeded())
+    elif options.get("batch_sampler") == "distributed":
+        options["batch_sampler"] = BatchSampler(DistributedSampler(range(64), 1, 0, seed=3), 8, False)
     elif options.get("batch_sampler"):
         options["batch_sampler"] = BatchSampler(RandomSampler(range(64), generator=seeded()), 8, False)
     else:
@@ -68,6 +70,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "map-style, processes": lambda: make_map(**PROCESSES),
     "a sampler of its own generator": lambda: make_map(sampler="replacement"),
     "a batch sampler": lambda: make_map(batch_sampler=True, **THREADS),
+    "a batch sampler of a distributed one": lambda: make_map(batch_sampler="distributed"),
     "a distributed sampler": lambda: make_map(sampler="distributed"),
     "the sampler's own set_epoch": lambda: make_by_its_sampler(**THREADS),
 }
@@ -105,6 +108,7 @@ def test_an_epoch_that_is_named_is_whole_after_a_state_of_the_last_batch_before(
     make: Callable[[], Any],
 ) -> None:
     whole, states = epochs_of(make, range(3))
+    assert whole[0] != whole[1] != whole[2], "each epoch has an order of its own"
     last = states[len(whole[0]) - 1]
     assert epochs_of(make, [1, 2], last)[0] == whole[1:]
 
