@@ -49,10 +49,25 @@ class Uninterrupted:
         self._signal = arguments
 
 
-def interrupt_worker(*_: object) -> None:
-    """What a Ctrl-C does in worker processes: it is raised once. A second one would strike while they end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
+class WorkerInterrupts:
+    """What a Ctrl-C does in a worker process: it is raised once. A second one would strike while it ends.
+
+    Args:
+        are_heard: whether it does anything.
+    """
+
+    here: WorkerInterrupts | None = None
+    """Of this process; None: it is no worker."""
+
+    def __init__(self, *, are_heard: bool) -> None:
+        self.has_come = False
+        WorkerInterrupts.here = self
+        signal.signal(signal.SIGINT, self._raise if are_heard else signal.SIG_IGN)
+
+    def _raise(self, *_: object) -> None:
+        self.has_come = True
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
 
 PROGRAM_ENDS = KeyboardInterrupt, SystemExit
@@ -62,12 +77,12 @@ PROGRAM_ENDS = KeyboardInterrupt, SystemExit
 def must_go_on(error: BaseException) -> bool:
     """Whether what a user's function has raised is a Ctrl-C, or ends a generator, and no error of its own.
 
-    A Ctrl-C is raised in the main thread only, in our worker processes by `interrupt_worker` alone. Anything
-    else, such as what a library in another language raises where it panics, is an error like any.
+    A Ctrl-C is raised in the main thread only, and worker processes know of it. Anything else, such as what a
+    library in another language raises where it panics, is an error like any.
     """
     if isinstance(error, KeyboardInterrupt):
-        in_main = threading.current_thread() is threading.main_thread()
-        return in_main and signal.getsignal(signal.SIGINT) not in (interrupt_worker, signal.SIG_IGN)
+        in_main, worker = threading.current_thread() is threading.main_thread(), WorkerInterrupts.here
+        return in_main and (worker is None or worker.has_come)
     return isinstance(error, GeneratorExit)
 
 

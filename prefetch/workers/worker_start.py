@@ -18,7 +18,7 @@ from multiprocessing import connection, reduction
 from types import FrameType
 from typing import Any
 
-from prefetch.memory.interrupts import interrupt_worker
+from prefetch.memory.interrupts import WorkerInterrupts
 from prefetch.workers.fork_server import end_with_parent, let_interrupt, release_server
 from prefetch.workers.shared_arena import Header
 
@@ -119,5 +119,5 @@ def begin(start: WorkerStart, about: Callable[[FrameType | None], str] | None = 
     faulthandler.register(STACKS_SIGNAL, file=start.stacks.fd, all_threads=True, chain=about is not None)
     header = Header(start.memory.fd)
     header.set(header.WORKERS + start.worker, 1)
-    signal.signal(signal.SIGINT, interrupt_worker if start.interruptible else signal.SIG_IGN)
+    WorkerInterrupts(are_heard=start.interruptible)
     let_interrupt()
