@@ -252,7 +252,6 @@ class Fsdp2Model(ModelWrapper):
         self._layers: list[str] = []
         self._listed = 0
         self._held: Agreement | None = None
-        self._held: Agreement | None = None
         """Whom to tell of each layer, where that is done; with the hooks that do it and the names."""
         self._hooks: list[RemovableHandle] = []
         self._names: list[str] = []
