@@ -25,7 +25,7 @@ from typing_extensions import TypeVar
 
 from dataflow.batch.samples import samples_of, transform_reason
 from dataflow.batch.transforms import fingerprint_of, transformed_together
-from dataflow.limits import Cache
+from dataflow.limits import Cache, told_of_memory
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
 from dataflow.outputs.output import Output, staged_outputs
 from dataflow.outputs.resolve import resolve_outputs
@@ -362,7 +362,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         A view, like all that follow: it reads nothing, and shares catalog and settings with this dataset.
         Samples keep their order, so indices may neither fall nor repeat. Raises `ValueError` if they do.
         """
-        return self._view(picked(self.selection, indices))
+        with told_of_memory(f"pick among {len(self):,} samples", "take a slice without a step, or fewer"):
+            return self._view(picked(self.selection, indices))
 
     def take(self, n: int) -> ShardedDataset[S]:
         """The first n samples, or all if there are fewer."""
@@ -382,7 +383,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         """
         # A part that is split again draws anew, or its parts would be skewed.
         drawn = mix_key(seed, self._num_splits) if self._num_splits else seed
-        parts = split_selection(self.selection, self.catalog, fractions, by=by, seed=drawn)
+        with told_of_memory(f"split {len(self):,} samples", 'split whole shards: by="shard"'):
+            parts = split_selection(self.selection, self.catalog, fractions, by=by, seed=drawn)
         views = {name: self._view(selection) for name, selection in parts.items()}
         for view in views.values():
             view._num_splits += 1
@@ -484,7 +486,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         if ((samples < -total) | (samples >= total)).any():
             raise IndexError(f"sample index out of range: {indices} in a dataset of {total}")
         blocks, rows = self.selection.locate(np.where(samples < 0, samples + total, samples))
-        columns, values = self._build(blocks, rows)
+        with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
+            columns, values = self._build(blocks, rows)
         if columns.bad:
             raise columns.bad[min(columns.bad)]
         columns.warn_once(self._told)

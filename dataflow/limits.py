@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from prefetch.errors import MemoryLimitError
 from sharding.plan.window_size import DEFAULT_LIMIT
 
 
@@ -22,6 +25,16 @@ def memory_limit_bytes(limit: int | str | None, local_world_size: int, window_by
     if limit <= 0:
         raise ValueError(f"memory_limit must be > 0 bytes, got {limit}")
     return int(limit)
+
+
+@contextmanager
+def told_of_memory(task: str, cure: str) -> Iterator[None]:
+    """A lack of memory inside, in words: what of, and what to do. Raises `MemoryLimitError` for it."""
+    try:
+        yield
+    except MemoryError as error:
+        reason = str(error) or "it gave no reason"
+        raise MemoryLimitError(f"the system has no memory to {task}: {reason}; {cure}") from error
 
 
 def parse_bytes(text: str) -> int:

@@ -13,6 +13,7 @@ import copy
 import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -25,7 +26,7 @@ from dataflow.batch.builder import REPEAT
 from dataflow.batch.delivered import UNTRAINED
 from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
-from dataflow.limits import memory_limit_bytes
+from dataflow.limits import memory_limit_bytes, told_of_memory
 from dataflow.mixture import Mixture
 from dataflow.processes.choice import ChoiceMemory
 from dataflow.stats import LoaderStats
@@ -54,7 +55,7 @@ from prefetch.memory.lifetimes import Finalizer
 from sharding.catalog.table import BlockTable
 from sharding.errors import DataflowError
 from sharding.lengths.found_plan import UNKNOWN, FoundPlan, FoundPlanner
-from sharding.lengths.unit_plan import UnitPlan
+from sharding.lengths.unit_plan import UnitPlan, UnitPlanner
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
@@ -105,16 +106,12 @@ class StreamLoader:
         self._mixed: Mixture | None = None
         """The mixture as it goes on since `set_weights`, or as a state says."""
         self._num_weights_taken = 0
-        self._planner = (
-            make_planner(
-                settings.batching,
-                dataset,
-                megabatch_bytes(settings.memory_limit, self.memory_limit).value,
-                found=are_found(settings, dataset),
-            )
-            if settings.batching
-            else None
-        )
+        self._planner: UnitPlanner | FoundPlanner | None = None
+        if settings.batching:
+            megabatch = megabatch_bytes(settings.memory_limit, self.memory_limit).value
+            with self._planning():
+                found = are_found(settings, dataset)
+                self._planner = make_planner(settings.batching, dataset, megabatch, found=found)
         self._mix_by(*self._resolve_shuffle())
         self._pause: ReadPause | None = None
         self._finalizer: Finalizer | None = None
@@ -255,18 +252,16 @@ class StreamLoader:
 
     def epoch_plan(self, epoch: int, start: int) -> RankPlan:
         """The plan of this rank for an epoch, from a position on."""
-        try:
+        with self._planning():
             plan = self._plan.epoch(epoch, start)
-        except MemoryError as error:
-            samples = sum(map(len, self.dataset.sources))
-            raise MemoryLimitError(
-                f"the system has no memory to plan an epoch of {samples:,} samples: "
-                f"{error or 'it gave no reason'}; take fewer at a time (dataset.subset), or another shuffle= "
-                "or batching="
-            ) from error
         if isinstance(plan, UnitPlan | FoundPlan):
             self._length_plan = plan
         return plan
+
+    def _planning(self) -> AbstractContextManager[None]:
+        samples = sum(map(len, self.dataset.sources))
+        cure = "take fewer at a time (dataset.subset), or another shuffle= or batching="
+        return told_of_memory(f"plan an epoch of {samples:,} samples", cure)
 
     def _check_batch_fits(self) -> None:
         rows = self._plan.samples_per_batch * sum(output.row_bytes for output in self.dataset.outputs)
@@ -549,7 +544,8 @@ class StreamLoader:
                     "torch.distributed is not initialised: do that before the first batch, or give lengths="
                 )
             return FoundSession(self._plan, options, epoch, start, exchange=exchange, record=self._record)
-        return Session(self._plan, options, epoch, start)
+        with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
+            return Session(self._plan, options, epoch, start)
 
     def _record(self, order: Order, first: int, lengths: NDArray[np.int64]) -> None:
         """Keep the lengths of samples that were found, from a position of an order on."""

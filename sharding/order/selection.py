@@ -120,7 +120,10 @@ class Selection:
         for block in np.flatnonzero(end > begin).tolist():
             first = int(self._start[block])
             all_of_it = self._is_whole(block) and end[block] - begin[block] == self.num_samples[block]
-            rows[block] = None if all_of_it else self.rows(block)[begin[block] - first : end[block] - first]
+            own = slice(int(begin[block]) - first, int(end[block]) - first)
+            whole = self._first_byte[block] == _NO_BITS  # of which the rows asked for alone are listed
+            some = np.arange(own.start, own.stop) if whole else self.rows(block)[own]
+            rows[block] = None if all_of_it else some
         return Selection(self._total, rows)
 
     def at(self, positions: Ints) -> Selection:

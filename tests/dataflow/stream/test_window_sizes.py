@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from datasets_kit import edited
 
 import dataflow.limits
 import dataflow.staging.stager
-from dataflow import DataLoader, Mixture, ShardedDataset, Shuffle
+from dataflow import DataLoader, Mixture, Packed, ShardedDataset, Shuffle
+from prefetch.errors import MemoryLimitError
 
 BLOCK, LENGTH = 4096, 31
 NUM_BLOCKS, NUM_SHARDS = 100, 4
@@ -161,3 +163,34 @@ def test_more_shards_than_can_be_mapped_are_read(
         found = np.sort(np.concatenate(numbers(loader)))
         assert loader.stats().mapped_bytes == 0
     assert len({*found.tolist()}) == len(found)
+
+
+@pytest.mark.skipif(
+    Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1",
+    reason="this kernel promises any memory and kills who uses it",
+)
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (
+            lambda data: DataLoader(data, 4, batching=Packed(128, "tokens")),
+            "plan an epoch of 1,099,511,627,776",
+        ),
+        (lambda data: DataLoader(Mixture([data, data]), 4), "plan an epoch of 2,199,023,255,552 samples"),
+        (lambda data: data.subset(slice(0, None, 2)), "pick among 1,099,511,627,776 samples"),
+        (lambda data: data[1 << 39], "find samples in their blocks"),
+        (lambda data: next(iter(DataLoader(data, 4, shuffle=True))), "find samples in their blocks"),
+        (lambda data: next(iter(DataLoader(data, 4, Shuffle("full")))), "find samples in their blocks"),
+    ],
+)
+def test_what_of_2_to_the_40_samples_cannot_be_held_is_told_in_words(
+    tmp_path: Path, use: Any, says: str
+) -> None:
+    (tmp_path / "x.bin").touch()
+    os.truncate(tmp_path / "x.bin", (1 << 41) + 2)  # takes no space
+    data = ShardedDataset(
+        str(tmp_path / "x.bin"), format="tokens", dtype="uint16", length=1, block_bytes=1 << 40
+    )
+    assert len(data) == 1 << 40
+    with pytest.raises(MemoryLimitError, match=f"the system has no memory to {says}.*; "):
+        use(data)
