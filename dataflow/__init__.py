@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from sharding.errors import (
         CorruptShardError as CorruptShardError,
         DataflowError,
+        OldCatalogError as OldCatalogError,
         SampleError as SampleError,
         ShardChangedError as ShardChangedError,
         ShardError as ShardError,
@@ -81,6 +82,7 @@ _MODULES = {
     "MissingImageSupportError": "dataflow.decode.image",
     "MissingMediaSupportError": "dataflow.decode.media",
     "MissingTextSupportError": "dataflow.text.tokenizer",
+    "OldCatalogError": "sharding.errors",
     "Optional": "dataflow.outputs.optional",  # not `typing.Optional`, which a star import would hide
     "PackedRows": "dataflow.batch.packed",
     "PreferencePairs": "dataflow.text.pairs",

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from dataflow.batch.samples import samples_of, transform_reason
 from dataflow.batch.transforms import fingerprint_of, transformed_together
 from dataflow.limits import Cache, told_of_memory
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
-from dataflow.outputs.output import Output, staged_outputs
+from dataflow.outputs.output import Output, columns_read, staged_outputs
 from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
 from dataflow.sources.joins import JoinReport, JoinSide, columns_beside, match
@@ -47,9 +48,10 @@ from prefetch.memory.mapping import Mappings
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Hosts, Retrier
 from prefetch.store.retries import RetryPolicy
-from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
+from sharding.blocks import DEFAULT_BLOCK_BYTES, ColumnSpec, Format
 from sharding.cached_property import cached_property
 from sharding.catalog.build import is_catalog
+from sharding.catalog.schema import DatasetSchema
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import SampleError
 from sharding.formats.arrow.columns import TabularFormat
@@ -191,9 +193,12 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
         self._codec = self.catalog.codec() if isinstance(format, str) else format
-        self.outputs: tuple[Output, ...] = resolve_outputs(
-            self.catalog.schema, columns, decode, codec=self._codec, cameras=robot.cameras if robot else {}
+        cameras = robot.cameras if robot else {}
+        self._resolve: Callable[..., tuple[Output, ...]] | None = partial(
+            resolve_outputs, columns=columns, decode=decode, codec=self._codec, cameras=cameras
         )
+        self.outputs = self._resolve(self.catalog.schema, check=self.catalog.schema.check)
+        self.catalog = self.catalog.reading(columns_read(self.outputs))
         self._all_columns = columns is None
         self.selection = Selection.whole(self.catalog.blocks.num_samples)
         """The samples this dataset consists of: all of the catalog's, or fewer in a view."""
@@ -210,8 +215,11 @@ class ShardedDataset(Sharded, Dataset[S]):
         self._windows: OrderedDict[int, StagedWindow] = OrderedDict()
 
     @property
-    def schema(self) -> Mapping[str, Any]:
-        """Column name -> `ColumnSpec`, of the shards (not of `columns=`)."""
+    def schema(self) -> DatasetSchema:
+        """Column name -> `ColumnSpec`, of all shards (not of `columns=`).
+
+        `schema.conflicts` has the columns that shards have in types that do not go together.
+        """
         return self.catalog.schema
 
     @property
@@ -457,10 +465,30 @@ class ShardedDataset(Sharded, Dataset[S]):
         view.joins, view.outputs = (*self.joins, join), (*self.outputs, *outputs)
         return view
 
+    def stored_specs(self, output: Output) -> dict[str, ColumnSpec]:
+        """The stored columns that a column is made of; none where these are joined, or keep their types."""
+        if not self._codec.widens or output not in self._own_outputs:
+            return {}
+        return {name: self.schema.stored(name) for name in output.sources if name in self.schema}
+
+    def delivering(self, names: Sequence[str], types: Mapping[str, ColumnSpec]) -> ShardedDataset[S]:
+        """Columns in this order, which are made of stored ones in wider types."""
+        if not types and names == [output.name for output in self.outputs]:
+            return self
+        view = self._view(self.selection)
+        outputs = {output.name: output for output in self.outputs}
+        if types and self._resolve is not None:
+            view.catalog = self.catalog.reading(self.catalog.columns, {**self.catalog.types, **types})
+            own = {output.name for output in self._own_outputs}
+            resolved = self._resolve(view.catalog.schema)
+            outputs |= {output.name: output for output in resolved if output.name in own}
+        view.outputs = tuple(outputs[name] for name in names)
+        return view
+
     def _view(self, selection: Selection) -> ShardedDataset[S]:
         view = object.__new__(type(self))
         view.__setstate__(self.__getstate__())
-        view.selection = selection
+        view.selection, view._resolve = selection, self._resolve
         return view
 
     # ---- random access ------------------------------------------------------------------------------
@@ -587,8 +615,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         return arena
 
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes: everything but threads' own readers and the kept blocks."""
-        state = self.__dict__.copy()
+        """For worker processes: all but threads' own readers, the kept blocks, and how outputs were made."""
+        state = {**self.__dict__, "_resolve": None}
         for name in ("_local", "_lock", "_windows"):
             del state[name]
         return state

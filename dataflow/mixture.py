@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
 from functools import lru_cache
@@ -23,6 +24,8 @@ from dataflow.dataset import ShardedDataset
 from dataflow.outputs.output import Output
 from dataflow.shard_order import Sharded
 from prefetch.core.executor import executor
+from sharding.blocks import ColumnSpec
+from sharding.catalog.widening import common_spec, is_alike
 from sharding.errors import DataflowError
 from sharding.lengths.unit_plan import epoch_lengths
 from sharding.mixture.interleaving import Counts, Interleaving, MixtureSpec, Stop
@@ -93,8 +96,8 @@ class Mixture(Sharded):
         named = [name for name, rule in rules.items() if rule is not None]
         if len(named) > 1:
             raise ValueError(f"a mixture has one rule for its shares, got {' and '.join(named)}")
-        self.sources: tuple[ShardedDataset, ...] = tuple(s for m in self.members for s in _sources(m))
-        """The datasets, those of nested mixtures in their place."""
+        self.sources = _in_common_types([source for member in self.members for source in _sources(member)])
+        """The datasets, those of nested mixtures in their place, columns in one order and in one type."""
         sizes = [len(source) for source in self.sources]
         if weights is not None:
             schedule = {0: weights}
@@ -322,6 +325,32 @@ def _parts(member: Member, counts: Counts) -> Sequence[Fraction]:
     if spec.counts != counts:
         raise ValueError(f"a nested mixture has shares of what the outer one has: give it shares={counts!r}")
     return spec.steps[0][1]
+
+
+def _in_common_types(sources: Sequence[ShardedDataset]) -> tuple[ShardedDataset, ...]:
+    """The sources with their columns in the order of the first, in types that hold the values of all.
+
+    Those that are of other columns or types all the same come as they are: `_common_outputs` says why.
+    """
+    names = [output.name for output in sources[0].outputs]
+    if any({output.name for output in source.outputs} != {*names} for source in sources):
+        return tuple(sources)
+    delivered = [{output.name: output for output in source.outputs} for source in sources]
+    types: list[dict[str, ColumnSpec]] = [{} for _ in sources]
+    for name in names:
+        outputs = [own[name] for own in delivered]
+        if all(output == outputs[0] for output in outputs):
+            continue
+        specs = [source.stored_specs(output) for source, output in zip(sources, outputs, strict=True)]
+        common = common_spec([spec for own in specs for spec in own.values()]) if all(specs) else None
+        if common is None:
+            continue
+        # Errors of values that it cannot hold name a shard that has it.
+        has = [any(is_alike(spec, common) for spec in own.values()) for own in specs]
+        common = replace(common, note=sources[has.index(True) if any(has) else 0].catalog.shard(0).url)
+        for own, wider in zip(types, specs, strict=True):
+            own.update(dict.fromkeys(wider, common))
+    return tuple(source.delivering(names, own) for source, own in zip(sources, types, strict=True))
 
 
 def _common_outputs(sources: Sequence[ShardedDataset]) -> tuple[Output, ...]:

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from sharding.errors import CorruptShardError
 
-MISSING, NULL_INSIDE, PATH_ONLY = -1, -2, -3
+MISSING, NULL_INSIDE, PATH_ONLY, ABSENT = -1, -2, -3, -4
 """What says, in place of a length, that a sample has no value; or a list with a null for which its elements'
-type has no value; or only the path of a file, without its bytes. Nobody can use the latter two."""
+type has no value; or only the path of a file, without its bytes. Nobody can use the latter two. Of numbers
+alone: the sample has no value, as its shard has no such column, for which NaN stands only where asked for."""
 
 DEFAULT_BLOCK_BYTES = 2 << 20
 """Bytes a block aims at where the format has no unit of its own."""
@@ -53,7 +54,10 @@ class ColumnSpec:
     kind: str
     """"fixed": every value has `dtype` and `shape`. "bytes": byte strings. "text": UTF-8 strings.
     "list": variable-length runs of `dtype` elements. "json": nested values, each as its JSON text (UTF-8).
-    "bytes_list": lists of byte strings, each list as one piece (`sharding.byte_lists`)."""
+    "bytes_list": lists of byte strings, each list as one piece (`sharding.byte_lists`).
+
+    Of single shards also: "null": no value anywhere, of a type that says no more. "null_list": lists that are
+    empty or hold nulls. "other": of a type that nothing delivers. "unreadable": not even that is known."""
     dtype: str = "uint8"
     """numpy dtype name of an element ("uint8" for bytes, text and JSON)."""
     shape: tuple[int, ...] = ()
@@ -72,6 +76,10 @@ class ColumnSpec:
     an item. "": nothing but what is stored."""
     is_part: bool = False
     """Whether it is a part of another column, and delivered only where it is named."""
+    is_index: bool = False
+    """Whether it is an index that pandas wrote, which is delivered only where it is named, too."""
+    note: str = ""
+    """Of "other", what tables call its type; of "unreadable", why; of a type for `decode_as`, who has it."""
 
     @property
     def feature_type(self) -> str:
@@ -194,6 +202,8 @@ class Format(ABC):
     columns_are_extensions = False
     """Whether a column is the file extension of its values, which tells how to decode them. A sample, and a
     whole shard, may then lack a column that others have."""
+    widens = False
+    """Whether `decode_as` brings columns to other types, and a shard may lack a column that others have."""
     token_column = ""
     """Column of fixed size that holds token ids, delivered as int64 whatever they are stored as; "": none."""
 
@@ -256,6 +266,13 @@ class Format(ABC):
         columns (tar). Releases the GIL in the heavy parts; thread-safe.
         """
 
+    def decode_as(self, block: Block, data: memoryview, specs: Mapping[str, ColumnSpec | None]) -> Columns:
+        """As `decode`, with columns of these types, which other shards have; None: of their own.
+
+        Raises `ShardError` for a value that the type of the others cannot hold.
+        """
+        return self.decode(block, data, list(specs))
+
     def keys(self, block: Block, data: memoryview) -> list[str]:
         """What names each sample in messages: its key where it has one, else its number in the shard."""
         return [str(block.first_in_shard + i) for i in range(block.num_samples)]
@@ -284,5 +301,10 @@ def spec_text(spec: ColumnSpec) -> str:
     if spec.kind == "fixed":
         shape = f"[{', '.join(map(str, spec.shape))}]" if spec.shape else ""
         return f"{spec.dtype}{shape}{unit}"
-    what = {"list": f"list of {spec.dtype}{unit}", "bytes_list": "list of bytes"}.get(spec.kind, spec.kind)
+    what = {
+        "list": f"list of {spec.dtype}{unit}",
+        "bytes_list": "list of bytes",
+        "null_list": "list of nulls",
+        "other": spec.note,
+    }.get(spec.kind, spec.kind)
     return f"{what} ({spec.feature_type})" if spec.feature else what

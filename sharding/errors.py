@@ -95,5 +95,9 @@ class CorruptShardError(ShardError):
     """The bytes of a shard break the rules of its format."""
 
 
+class OldCatalogError(CorruptShardError):
+    """A catalog is of another version."""
+
+
 class SampleError(ShardError):
     """One sample cannot be decoded, transformed or collated."""

@@ -195,6 +195,12 @@ def staged_outputs(outputs: Sequence[Output]) -> list[StagedOutput]:
     return [staged for output in outputs for staged in output.staged]
 
 
+def columns_read(outputs: Sequence[Output]) -> list[str]:
+    """The stored columns that several are made of."""
+    names = (name for staged in staged_outputs(outputs) for name in staged.sources)
+    return [name for name in dict.fromkeys(names) if name != "__url__"]
+
+
 def split_rows(out: NDArray[Any], sizes: Sequence[int]) -> list[Tensor]:
     """One view of memory a batch. numpy slices it: `Tensor.split` would give up the GIL in the middle."""
     if len(sizes) == 1:

@@ -59,10 +59,12 @@ def resolve_outputs(
     *,
     codec: Format,
     cameras: Mapping[str, Camera] = MappingProxyType({}),
+    check: Callable[[Sequence[str]], None] | None = None,
 ) -> tuple[Output, ...]:
     """Decide each output column from the dataset's schema and the user's `columns=` and `decode=`.
 
     `cameras`: columns whose frames lie in files of their own, at the times that the schema's columns tell.
+    `check`: raises for stored columns that cannot be delivered, when it is known which are needed.
 
     Raises `ValueError` for a column that does not exist, a decoder that does not fit, and content
     that is never decoded unless asked for (pickles).
@@ -70,6 +72,9 @@ def resolve_outputs(
     own = schema
     schema = {**schema, **dict.fromkeys(cameras, ColumnSpec("bytes"))}
     chosen = _chosen(schema, columns)
+    needed = [source for sources, _ in chosen.values() for source in sources]
+    if check is not None:
+        check([*needed, *(MOMENT_COLUMNS if cameras.keys() & {*needed} else ())])
     rules = decode if isinstance(decode, Mapping) else {}
     unknown = sorted(set(rules) - set(chosen) - set(schema))
     if unknown:
@@ -119,7 +124,7 @@ def _chosen(
         raise ValueError(f"columns must be a list or a mapping, got the string {columns!r}")
     if columns is None:
         named: dict[str, tuple[str, ...]] = {
-            name: (name,) for name, spec in schema.items() if not spec.is_part
+            name: (name,) for name, spec in schema.items() if not spec.is_part and not spec.is_index
         }
     elif isinstance(columns, Mapping):
         named = {k: (v,) if isinstance(v, str) else tuple(v) for k, v in columns.items()}

@@ -29,7 +29,7 @@ from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow
 from prefetch.memory.arena import Arena
 from sharding.catalog.table import Catalog
-from sharding.formats.arrow.columns import TabularFormat, flattened
+from sharding.formats.arrow.columns import TabularFormat
 from sharding.order.selection import Selection
 from sharding.plan.partners import (
     NO_PARTNER,
@@ -106,6 +106,7 @@ class JoinSide:
 
     def _check(self) -> None:
         names, codec = self.catalog.schema, self.source.format
+        names.check([self.on])
         spec = names.get(self.on)
         if spec is None and not (codec.has_keys and self.on == "__key__"):
             raise ValueError(
@@ -117,7 +118,7 @@ class JoinSide:
 
     def _column(self, number: int) -> pa.Array:
         """The keys of a block that is a table."""
-        table = flattened(read_table(self.source, number, [self.on]))
+        table = read_table(self.source, number, [self.on])
         column = table.column(self.on).take(pa.array(self.selection.rows(number)))
         try:
             return comparable(column)

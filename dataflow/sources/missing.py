@@ -38,17 +38,25 @@ def _first_of_all(catalog: Catalog, codec: Format, column: str) -> Missing:
     """What indexing found."""
     number, which = catalog.missing[column]
     shard = catalog.shard(number).url
+    if not which:
+        return shard, None, _no_column(codec, column)
     if not codec.has_keys:
         return shard, None, f"{which} are null"
-    if not which:
-        return shard, None, f"no sample has a member {column!r}, which samples of other shards have"
     return shard, which, f"the sample has no member '{which}.{column}', which other samples have"
+
+
+def _no_column(codec: Format, column: str) -> str:
+    if codec.columns_are_extensions:
+        return f"no sample has a member {column!r}, which samples of other shards have"
+    return "the shard has no such column, which other shards have"
 
 
 def _first_selected(catalog: Catalog, codec: Format, selection: Selection, column: str) -> Missing | None:
     """What the indexes of the blocks in question tell for certain."""
     for number in np.flatnonzero(selection.num_samples).tolist():
         block = catalog.block(number)
+        if not codec.columns_are_extensions and column not in catalog.schemas[catalog.schema_of(block)]:
+            return block.shard.url, None, _no_column(codec, column)
         num_missing = codec.num_missing(block, column)
         if not num_missing:
             continue

@@ -29,12 +29,11 @@ from sharding.catalog.build import (
     find_catalog,
     is_catalog,
     unfinished_text,
-    unlisted_columns,
 )
 from sharding.catalog.expand import LooksUp, expand, found_again
 from sharding.catalog.storage import exists
 from sharding.catalog.table import Catalog
-from sharding.errors import ShardChangedError, ShardReadError
+from sharding.errors import OldCatalogError, ShardChangedError, ShardReadError
 from sharding.formats import resolve_format
 from sharding.hub.names import is_pinned
 from sharding.redaction import identity_of
@@ -127,7 +126,7 @@ class Opening:
         if self.catalog is None:
             catalog = find_catalog(urls, codec, self.block_bytes)
         else:
-            catalog = load_catalog(path, options, retrier) if is_there(path, options, retrier) else None
+            catalog = _kept(path, options, retrier)
         same = (list(map(identity_of, urls)), codec.name, codec.options())
         if (
             catalog is None
@@ -151,7 +150,7 @@ class Opening:
     def _checked(self, catalog: Catalog, retrier: Retrier, rebuild: Callable[[], Catalog] | None) -> Catalog:
         """The catalog if its shards are as indexed; says so if not, and indexes again where it may."""
         if all(map(is_pinned, catalog.urls)):  # what a commit holds never changes
-            return self._with_all_columns(catalog, rebuild)
+            return catalog
         local = all(map(is_local, catalog.urls))
         shards = range(catalog.num_shards) if local or rebuild else _some(catalog.num_shards)
         if local:
@@ -162,23 +161,11 @@ class Opening:
                     catalog, self.storage_options, pool.map, fresh=False, retry=retrier, shards=shards
                 )
         if not changed:
-            return self._with_all_columns(catalog, rebuild)
+            return catalog
         text = changes_text(changed, len(shards))
         if rebuild is None:
             raise ShardChangedError(changed[0].url, f"{text}; index the dataset again: dataflow index")
         warnings.warn(f"{text}; indexing again", stacklevel=5)
-        return rebuild()
-
-    def _with_all_columns(self, catalog: Catalog, rebuild: Callable[[], Catalog] | None) -> Catalog:
-        """The catalog, or a new one if an earlier release made it, which could not deliver some columns."""
-        unlisted = unlisted_columns(catalog)
-        if not unlisted:
-            return catalog
-        text = f"the catalog is of an earlier release and leaves out column {unlisted[0]!r}"
-        if rebuild is None:
-            warnings.warn(f"{text}; index the dataset again for it: dataflow index", stacklevel=6)
-            return catalog
-        warnings.warn(f"{text}; indexing again", stacklevel=6)
         return rebuild()
 
 
@@ -200,6 +187,17 @@ def is_there(url: str, options: Mapping[str, Any], retrier: Retrier) -> bool:
 def load_catalog(url: str, options: Mapping[str, Any], retrier: Retrier) -> Catalog:
     """A saved catalog."""
     return retrier(lambda: Catalog.load(url, options), url)
+
+
+def _kept(path: str, options: Mapping[str, Any], retrier: Retrier) -> Catalog | None:
+    """The catalog that was saved there; None where there is none, or it is of another version."""
+    if not is_there(path, options, retrier):
+        return None
+    try:
+        return load_catalog(path, options, retrier)
+    except OldCatalogError as error:
+        warnings.warn(f"{error.shard}: {error.reason.partition(';')[0]}; indexing again", stacklevel=6)
+        return None
 
 
 def save_catalog(catalog: Catalog, url: str, options: Mapping[str, Any], retrier: Retrier) -> None:

@@ -6,7 +6,7 @@ out. One on the members of tar's samples is decided by the catalog.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -16,12 +16,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dataflow.staging.source import Source
+from sharding.blocks import Block
 from sharding.catalog.predicate import (
     Predicate,
     blocks_that_may_match,
     member_schema,
     member_table,
 )
+from sharding.catalog.reading import ColumnReader
+from sharding.catalog.schema import NO_SCHEMA
+from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.order.selection import Selection
 
@@ -60,14 +64,18 @@ def _ascending(indices: NDArray[np.int64], total: int) -> NDArray[np.int64]:
 
 
 def read_table(source: Source, number: int, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a block of a tabular source; only their bytes are read."""
-    codec, block = source.format, source.catalog.block(number)
-    assert isinstance(codec, TabularFormat)
-    data = np.empty(block.length, np.uint8)  # pages that hold none of the columns stay untouched
-    for offset, length in codec.select(block, columns):
+    """Some columns of a block of a tabular source, as `ColumnReader.table`; only their bytes are read."""
+    reader, block = ColumnReader(source.catalog, source.format, columns), source.catalog.block(number)
+    return reader.table(block, _bytes_of(source, block, reader.ranges(block)))
+
+
+def _bytes_of(source: Source, block: Block, ranges: Iterable[tuple[int, int]]) -> memoryview:
+    """A block of which some ranges are read; pages that hold none of these stay untouched."""
+    data = np.empty(block.length, np.uint8)
+    for offset, length in ranges:
         at = offset - block.offset
         source.reader.read_into(block.shard, offset, data[at : at + length])
-    return codec.table(block, data.data, columns)
+    return data.data
 
 
 def matching(source: Source, selection: Selection, expression: Any) -> Selection:
@@ -80,20 +88,46 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
             f"format {codec.name!r} has no columns to filter by; Parquet, Arrow, JSONL and tar have"
         )
 
+    others = _schemas(catalog, codec)
+
     @lru_cache(maxsize=64)
-    def predicate(footer: bytes) -> Predicate:
-        return Predicate(expression, codec.schema(footer))
+    def bound(schema: pa.Schema) -> Predicate:
+        return Predicate(expression, schema, others)
+
+    def predicate_of(block: Block) -> Predicate:
+        return bound(codec.schema(bytes(block.footer)).remove_metadata())
 
     def matches(number: int) -> NDArray[np.bool_]:
-        condition = predicate(bytes(catalog.block(number).footer))
-        return condition.holds(read_table(source, number, condition.columns))
+        block = catalog.block(number)
+        condition = predicate_of(block)
+        stored = condition.stored_columns
+        if not stored:
+            return condition.holds(pa.table({"": pa.nulls(block.num_samples)}))
+        data = _bytes_of(source, block, codec.select(block, stored))
+        return condition.holds(codec.table(block, data, stored))
 
-    predicate(bytes(catalog.block(0).footer))  # a condition that does not fit is an error before any read
-    left = selection.of_blocks(blocks_that_may_match(catalog, expression))
+    # A condition that does not fit is an error before any read.
+    try:
+        first = predicate_of(catalog.block(0))
+    except ValueError:
+        catalog.schema.check(name for name in catalog.schema.conflicts if name in str(expression))
+        raise
+    catalog.schema.check(first.named)
+    left = selection.of_blocks(blocks_that_may_match(catalog, expression, predicate_of))
     blocks = np.flatnonzero(left.num_samples).tolist()
     with ThreadPoolExecutor(_FILTER_THREADS, thread_name_prefix="dataflow-filter") as pool:
         masks = dict(zip(blocks, pool.map(matches, blocks), strict=True))
     return left.where(lambda block, rows: masks[block][rows])
+
+
+def _schemas(catalog: Catalog, codec: TabularFormat) -> list[pa.Schema]:
+    """That of the first shard of each schema of the catalog, where there are several."""
+    if len(catalog.schemas) < 2:
+        return []
+    _, shards = np.unique(catalog.shard_schemas, return_index=True)
+    with_blocks = (shard for shard in sorted(shards) if catalog.shard_schemas[shard] != NO_SCHEMA)
+    firsts = (int(catalog.first_block[shard]) for shard in with_blocks)
+    return [codec.schema(bytes(catalog.block(first).footer)) for first in firsts]
 
 
 def _with_members(source: Source, selection: Selection, expression: Any) -> Selection:

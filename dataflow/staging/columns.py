@@ -15,7 +15,7 @@ from dataflow.decode.values import LACKING, BadRows
 from dataflow.decode.video import Video
 from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena
-from sharding.blocks import MISSING, NULL_INSIDE, PATH_ONLY, Column, Masked, Spans
+from sharding.blocks import ABSENT, MISSING, NULL_INSIDE, PATH_ONLY, Column, Masked, Spans
 from sharding.cached_property import cached_property
 
 Array = NDArray[Any]
@@ -23,6 +23,7 @@ ALIGN = 512
 """Where a window puts blocks and values side by side, each begins at a multiple of this."""
 REASONS = {
     MISSING: LACKING,
+    ABSENT: LACKING,
     NULL_INSIDE: "a list with a null inside, for which its type has no value: write floats, or fill it",
     PATH_ONLY: (
         "only the path of a file is stored, not its bytes; datasets puts them in by "
@@ -69,6 +70,7 @@ class StagedArray:
         """Fill what a part of each row (all of it, or one of several columns) lacks, or note it."""
         is_missing = lacks == MISSING
         if self.fill is not None:
+            is_missing |= lacks == ABSENT
             self.values[first : first + len(lacks)][part][is_missing] = self.fill[part]
         elif self.values.dtype.kind != "f":
             is_missing = np.zeros_like(is_missing)
@@ -183,7 +185,9 @@ class StagedMoments(StagedSpans):
     def put(self, first: int, columns: Sequence[Column]) -> None:
         """Stage the moments of one block's rows."""
         for own, column in zip(self.moments, columns, strict=True):
-            values = np.asarray(column)
+            values = column.values.copy() if isinstance(column, Masked) else np.asarray(column)
+            if isinstance(column, Masked):
+                values[column.lacks != 0] = -1  # no episode
             own[first : first + len(values)] = values.reshape(len(values))
 
 

@@ -125,8 +125,7 @@ class ReadWindow(StagedWindow):
 
     def _decode(self, ordinal: int, block: Block, data: memoryview) -> None:
         self._data[ordinal] = data
-        names = None if self.source.all_columns else self.source.columns
-        columns = self.source.format.decode(block, data, names)
+        columns = self.source.column_reader.decode(block, data)
         for output in self.source.outputs:
             for name in output.sources:
                 if name in columns and not output.takes(columns[name]):

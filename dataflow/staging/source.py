@@ -20,6 +20,7 @@ from prefetch.memory.mapping import Mappings
 from prefetch.store.reader import NO_FAULTS, Awaited, ReadStats, StoreReader
 from sharding.blocks import Block, Format, Shard
 from sharding.cached_property import cached_property
+from sharding.catalog.reading import ColumnReader
 from sharding.catalog.table import Catalog
 from sharding.plan.partners import PartnerTable
 
@@ -195,6 +196,11 @@ class Source:
         """Dataset columns that the outputs need, "__url__" aside."""
         names = [s for output in self.outputs for s in output.sources if s != "__url__"]
         return list(dict.fromkeys(names))
+
+    @cached_property
+    def column_reader(self) -> ColumnReader:
+        """Decodes those columns of whole blocks."""
+        return ColumnReader(self.catalog, self.format, self.columns, with_all=self.all_columns)
 
     @property
     def first_number(self) -> int:

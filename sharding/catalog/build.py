@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
-import pyarrow as pa
 
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format, Shard, ShardScan
 from sharding.catalog.file import VERSION, arrow_rows, kept_folder
-from sharding.catalog.schema import merge_schemas
+from sharding.catalog.schema import group_schemas
 from sharding.catalog.storage import (
     check_shard,
     exists,
@@ -38,8 +37,6 @@ from sharding.catalog.table import Catalog
 from sharding.compression import HEAD_BYTES, compression_in, misnamed
 from sharding.errors import CorruptShardError, DataflowError, ShardError, ShardReadError
 from sharding.formats import ENTRIES, FormatEntry, catalog_options, may_be_empty, sibling
-from sharding.formats.arrow.columns import TabularFormat
-from sharding.formats.arrow.schema import specs_of
 from sharding.printable import printable_name
 from sharding.redaction import identity_of
 from sharding.urls import file_name, is_chain, is_http, is_local
@@ -121,7 +118,7 @@ def build_catalog(
 
     Raises:
         ShardReadError: a shard is missing, forbidden or failing; a note counts the others.
-        CorruptShardError: a shard is empty, breaks its format, or has other columns than another one.
+        CorruptShardError: a shard is empty or breaks its format.
         DataflowError: there is not one sample in all shards.
         ValueError: no shard is given, or an option of the format cannot be kept.
     """
@@ -155,30 +152,36 @@ def build_catalog(
         raise DataflowError(
             f"the dataset is empty: no samples in {len(urls)} shards such as {urls[0]}{other}"
         )
-    schemas = (
-        (shard.url, scan.schema) for shard, scan in zip(shards, scans, strict=True) if scan.num_samples.any()
+    schemas, groups = group_schemas(
+        (scan.schema if scan.num_samples.any() else None for scan in scans),
+        together=codec.columns_are_extensions,
     )
-    schema = merge_schemas(schemas, may_lack=codec.columns_are_extensions)
     catalog = Catalog(
         codec.name,
         options,
         block_bytes,
-        schema,
-        rows=arrow_rows(shards, scans),
+        schemas,
+        rows=arrow_rows(shards, scans, groups),
         unfinished={number: scan.unfinished for number, scan in enumerate(scans) if scan.unfinished},
-        missing=_missing(schema, scans),
+        missing=_missing(scans),
     )
     return catalog.signed_by(urls)
 
 
-def _missing(columns: Iterable[str], scans: Sequence[ShardScan]) -> dict[str, tuple[int, str]]:
-    """Where the first sample lies that lacks each of these columns, as `Catalog.missing` has it."""
-    first = {}
-    for name in columns:
-        for number, scan in enumerate(scans):
-            if name in scan.missing or (name not in scan.schema and scan.num_samples.any()):
-                first[name] = (number, scan.missing.get(name, ""))
-                break
+def _missing(scans: Sequence[ShardScan]) -> dict[str, tuple[int, str]]:
+    """Where the first sample lies that lacks each column that any lacks, as `Catalog.missing` has it."""
+    first: dict[str, tuple[int, str]] = {}
+    names = {name for scan in scans if scan.num_samples.any() for name in scan.schema}
+    known: dict[frozenset[str], frozenset[str]] = {}
+    for number, scan in enumerate(scans):
+        for name, what in scan.missing.items():
+            first.setdefault(name, (number, what))
+        if scan.num_samples.any():
+            own = frozenset(scan.schema)
+            if own not in known:  # of each set of columns once
+                known[own] = frozenset(names - own)
+                for name in known[own]:
+                    first.setdefault(name, (number, ""))
     return first
 
 
@@ -291,20 +294,6 @@ def changes(
         return None if what is None else ShardChange(identity_of(place.url), what)
 
     return [one for one in map(change, zip(numbers, places, strict=True)) if one is not None]
-
-
-def unlisted_columns(catalog: Catalog) -> list[str]:
-    """Columns that the catalog, of an earlier release, does not list, or does not know the feature of."""
-    first = catalog.block(0) if catalog.num_blocks else None
-    try:
-        codec = catalog.codec()
-        if first is None or not isinstance(codec, TabularFormat):
-            return []
-        specs = specs_of(codec.schema(bytes(first.footer)), first.shard.url)
-    except (pa.ArrowException, OSError, ValueError, CorruptShardError):
-        return []  # a format of the user's, or a footer that decoding will complain of
-    known = catalog.schema
-    return [name for name, spec in specs.items() if name not in known or known[name].feature != spec.feature]
 
 
 def changes_text(shard_changes: Sequence[ShardChange], num_shards: int) -> str:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from sharding.blocks import Shard, ShardScan
 from sharding.catalog.storage import open_url, store_errors
-from sharding.errors import CorruptShardError
+from sharding.errors import CorruptShardError, OldCatalogError
 from sharding.redaction import identity_of
 from sharding.urls import is_http, is_local, local_path
 from sharding.write.file import PRIVATE_FILE, private_folder, user_folder
@@ -43,6 +43,7 @@ COLUMNS = pa.schema(
         ("size", pa.int64()),
         ("version", pa.large_string()),
         ("footer", pa.large_binary()),
+        ("schema", pa.int32()),
         ("blocks", pa.large_list(BLOCK_TYPE)),
     ]
 )
@@ -54,8 +55,8 @@ BlobCrcs = tuple[NDArray[np.uint32], NDArray[np.uint32]]
 """Of the footers [num_shards], and of the indexes [num_blocks]."""
 
 
-def arrow_rows(shards: Sequence[Shard], scans: Sequence[ShardScan]) -> pa.Table:
-    """One row a shard, from what indexing found."""
+def arrow_rows(shards: Sequence[Shard], scans: Sequence[ShardScan], groups: NDArray[np.int32]) -> pa.Table:
+    """One row a shard, from what indexing found; `groups`: which of the catalog's schemas is each shard's."""
     per_scan = [(scan.offset, scan.length, scan.nbytes, scan.num_samples) for scan in scans]
     counts = [
         pa.array(np.concatenate(one).astype(np.int64, copy=False)) for one in zip(*per_scan, strict=True)
@@ -70,6 +71,7 @@ def arrow_rows(shards: Sequence[Shard], scans: Sequence[ShardScan]) -> pa.Table:
         pa.array([shard.size for shard in shards], pa.int64()),
         pa.array([shard.version for shard in shards], pa.large_string()),
         pa.array([scan.footer for scan in scans], pa.large_binary()),
+        pa.array(groups, pa.int32()),
         pa.LargeListArray.from_arrays(pa.array(ends), blocks),
     ]
     return pa.Table.from_arrays(columns, schema=COLUMNS)
@@ -136,7 +138,7 @@ def _checksum(rows: pa.Table, facts: Mapping[str, Any]) -> int:
             crc = zlib.crc32(memoryview(texts.buffers()[2])[offsets[0] : offsets[-1]], crc)
     blocks = rows.column("blocks").chunk(0)
     numbers = [blocks.offsets, *map(blocks.values.field, _COUNTS)]
-    for name in ("size", CHECKSUMS.name, *BLOB_CRCS.names):
+    for name in ("size", "schema", CHECKSUMS.name, *BLOB_CRCS.names):
         if name in rows.column_names:
             column = rows.column(name).chunk(0)
             numbers.append(column.values if pa.types.is_large_list(column.type) else column)
@@ -163,7 +165,8 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
 
     Raises:
         ShardReadError: the file cannot be read.
-        CorruptShardError: it is no catalog, is damaged, or is of another version.
+        OldCatalogError: it is of another version.
+        CorruptShardError: it is no catalog, or is damaged.
     """
     source = _source(url, options)
     try:
@@ -176,7 +179,7 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
     schemas = (pa.schema([*COLUMNS, *BLOB_CRCS]), pa.schema([*COLUMNS, CHECKSUMS, *BLOB_CRCS]))
     if version != VERSION or not any(map(table.schema.equals, schemas)):
         reason = f"is a catalog of version {version}, and this release reads {VERSION}; {_CURE}"
-        raise CorruptShardError(url, reason)
+        raise OldCatalogError(url, reason)
     try:
         table.validate(full=True)  # Offsets that lead outside a buffer would crash, not raise.
         table = table.combine_chunks()

@@ -8,7 +8,7 @@ which the condition is null is left out. Samples of tar are rows, too: of each m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from sharding.blocks import Block, Format
 from sharding.catalog.table import Catalog
-from sharding.formats.arrow.columns import TabularFormat
-from sharding.formats.arrow.schema import leaves
+from sharding.formats.arrow.columns import TabularFormat, flattened
+from sharding.formats.arrow.schema import is_list, leaves
 
 _UNFIT = (pa.ArrowException, KeyError, TypeError, ValueError)
 
@@ -26,28 +26,57 @@ _UNFIT = (pa.ArrowException, KeyError, TypeError, ValueError)
 class Predicate:
     """An expression bound to the columns of a shard.
 
+    A field of a struct is `field("outer", "inner")`, or `field("outer.inner")` as it is delivered. A column
+    that the shard lacks and others have is null; nulls without a type have that of others.
+
+    Args:
+        expression: pyarrow's.
+        schema: of the shard.
+        others: of other shards.
+
     Raises `ValueError` for what is no condition on these columns.
     """
 
-    def __init__(self, expression: Any, schema: pa.Schema) -> None:
-        self._expression, self._schema = expression, schema
+    def __init__(self, expression: Any, schema: pa.Schema, others: Sequence[pa.Schema] = ()) -> None:
+        self._expression = expression
+        whole = _filled_fields(list(schema), [list(other) for other in others])
+        parts = _named_parts(whole, str(expression))
+        bound = pa.schema([*whole, *(field.with_name(name) for name, field in parts)])
         try:
-            kind = _evaluated(expression, schema.empty_table()).type
+            kind = _evaluated(expression, bound.empty_table()).type
         except _UNFIT as error:
-            raise ValueError(f"{expression} does not fit the columns {schema.names}: {error}") from error
+            raise ValueError(_misfit(expression, bound, error)) from error
         if kind != pa.bool_():
             raise ValueError(f"a filter must be true or false; {expression} is of type {kind}")
-        needed = [name for name in schema.names if self._needs(name)]
-        if not needed:
+        self._fields = pa.schema([bound.field(i) for i in range(len(bound)) if self._needs(bound, i)])
+        if not self._fields.names:
             raise ValueError(f"a filter must look at a column, and {expression} does not")
-        self._fields = pa.schema([schema.field(name) for name in needed])
-        self.fields = needed
-        """Likewise, structs whole."""
-        self.columns = [name for name, _ in leaves(self._fields)]
-        """Columns the condition looks at, structs flattened."""
+        try:
+            # Some conditions fail only where there is a row.
+            row = [pa.nulls(1, field.type) for field in self._fields]
+            _evaluated(expression, pa.table(row, schema=self._fields))
+        except _UNFIT as error:
+            raise ValueError(_misfit(expression, bound, error)) from error
+        self.fields = self._fields.names
+        """Columns the condition looks at, structs whole."""
+        of_parts = {name for name, _ in parts}
+        self.columns = [
+            name
+            for field in self._fields
+            for name, _ in ([(field.name, field)] if field.name in of_parts else leaves([field]))
+        ]
+        """Likewise, structs flattened."""
+        stored = [name for name, _ in leaves(schema)]
+        self.stored_columns = [name for name in self.columns if name in stored]
+        """Those that the shard has."""
+        self.named = [name for name in self.columns if name in self.fields or stored.count(name) < 2]
+        """Those whose name must mean one column; what is named as a field of a struct does."""
+        own = {field.name: field.type for field in schema}
+        self.is_of_shard = all(own.get(field.name) == field.type for field in self._fields)
+        """Whether it looks only at columns that the shard has whole, by their names there."""
 
-    def _needs(self, name: str) -> bool:
-        rest = pa.schema([field for field in self._schema if field.name != name])
+    def _needs(self, bound: pa.Schema, number: int) -> bool:
+        rest = pa.schema([bound.field(i) for i in range(len(bound)) if i != number])
         try:
             _evaluated(self._expression, rest.empty_table())
         except _UNFIT:
@@ -55,10 +84,63 @@ class Predicate:
         return False
 
     def holds(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Which rows match, bool [rows]."""
-        table = table.select(self._fields.names).cast(self._fields)  # dictionaries become plain strings
-        mask: NDArray[np.bool_] = _evaluated(self._expression, table).fill_null(False).to_numpy()
+        """Which rows match, bool [rows], of a table with the `stored_columns` (structs whole)."""
+        mask: NDArray[np.bool_] = _evaluated(self._expression, self._bound(table)).fill_null(False).to_numpy()
         return mask
+
+    def _bound(self, table: pa.Table) -> pa.Table:
+        """The columns that are looked at; dictionaries become plain values."""
+        flat, columns = flattened(table), {}
+        for field in self._fields:
+            of = table if field.name in table.column_names else flat
+            there = field.name in of.column_names
+            column = of.column(field.name) if there else pa.nulls(table.num_rows, field.type)
+            columns[field.name] = column.cast(field.type)
+        return pa.table(columns)
+
+
+def _filled_fields(own: Sequence[pa.Field], others: Sequence[Sequence[pa.Field]]) -> list[pa.Field]:
+    """The fields with types for what is null, and with fields that are only in others."""
+    by_name: dict[str, list[pa.DataType]] = {}
+    for field in (field for fields in others for field in fields):
+        by_name.setdefault(field.name, []).append(field.type)
+    names = {field.name for field in own}
+    lacking = [
+        pa.field(name, _filled(kinds[0], kinds)) for name, kinds in by_name.items() if name not in names
+    ]
+    kept = [pa.field(field.name, _filled(field.type, by_name.get(field.name, []))) for field in own]
+    return [*kept, *lacking]
+
+
+def _filled(own: pa.DataType, others: Sequence[pa.DataType]) -> pa.DataType:
+    if pa.types.is_null(own):
+        known = next((kind for kind in others if not pa.types.is_null(kind)), own)
+        return known if pa.types.is_null(known) else _filled(known, others)
+    if pa.types.is_struct(own):
+        return pa.struct(_filled_fields(list(own), [list(one) for one in others if pa.types.is_struct(one)]))
+    if is_list(own) and pa.types.is_null(own.value_type):
+        lists = (kind for kind in others if is_list(kind) and not pa.types.is_null(kind.value_type))
+        return next(lists, own)
+    return own
+
+
+def _named_parts(fields: Sequence[pa.Field], text: str) -> list[tuple[str, pa.Field]]:
+    """Fields of structs that an expression names as they are delivered: "outer.inner"."""
+    whole = {field.name for field in fields}
+    nested = [field for field in fields if pa.types.is_struct(field.type)]
+    return [(name, field) for name, field in leaves(nested) if name in text and name not in whole]
+
+
+def _misfit(expression: Any, schema: pa.Schema, error: Exception) -> str:
+    text = f"{expression} does not fit the columns {schema.names}"
+    if "timezone" not in str(error):
+        return f"{text}: {error}"
+    times = [one for one in schema if pa.types.is_timestamp(one.type) and one.name in str(expression)]
+    which = ", ".join(
+        f"{one.name!r} has times {'with' if one.type.tz else 'without'} a zone" for one in times
+    )
+    cure = "compare it with datetime(..., tzinfo=timezone.utc) or datetime(...), as the column is"
+    return f"{text}: a time with a zone and one without cannot be compared; {which}; {cure}"
 
 
 def member_schema(columns: Iterable[str]) -> pa.Schema:
@@ -91,17 +173,22 @@ def _evaluated(expression: Any, table: pa.Table) -> pa.ChunkedArray:
     return scanner.to_table().column("holds")
 
 
-def blocks_that_may_match(catalog: Catalog, expression: Any) -> NDArray[np.bool_]:
-    """Blocks whose statistics do not rule the condition out, bool [blocks]: all, where there are none."""
+def blocks_that_may_match(
+    catalog: Catalog, expression: Any, predicate_of: Callable[[Block], Predicate]
+) -> NDArray[np.bool_]:
+    """Blocks whose statistics do not rule the condition out, bool [blocks]: all, where there are none.
+
+    Statistics are those of columns as the shard has them, under the names that they have there.
+    """
     may = np.ones(catalog.num_blocks, bool)
     codec = catalog.codec()
     if not isinstance(codec, TabularFormat):
         return may
     for shard in range(catalog.num_shards):
         first, last = (int(n) for n in catalog.first_block[shard : shard + 2])
-        if first == last:
+        if first == last or not predicate_of(block := catalog.block(first)).is_of_shard:
             continue
-        groups = codec.matching_groups(bytes(catalog.block(first).footer), expression)
+        groups = codec.matching_groups(bytes(block.footer), expression)
         if groups is not None:
             may[first:last] = np.isin(_group_numbers(catalog, first, last), groups)
     return may

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,15 @@ from sharding.catalog.file import (
     with_checksums,
     write_table,
 )
-from sharding.catalog.schema import schema_from_json, schema_to_json
+from sharding.catalog.growth import Growth
+from sharding.catalog.schema import (
+    NO_SCHEMA,
+    DatasetSchema,
+    Schema,
+    merge_schemas,
+    schema_from_json,
+    schema_to_json,
+)
 from sharding.formats import ENTRIES, resolve_format
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.hub.names import is_pinned
@@ -71,8 +79,8 @@ class Catalog:
     """What the format was made with ("dtype", "length", "allow_unfinished"), for `codec`."""
     block_bytes: int
     """Bytes a block aimed at."""
-    schema: Mapping[str, ColumnSpec]
-    """Column name -> spec, true of every shard."""
+    schemas: Sequence[Schema]
+    """The distinct schemas of shards; the rows say which is each shard's."""
     _: KW_ONLY
     rows: pa.Table
     """One row a shard, as saved (`file.COLUMNS`); the arrays of `blocks` are views of it."""
@@ -81,12 +89,47 @@ class Catalog:
     missing: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """Of columns that some samples lack, as far as indexing learned it: number of the first shard with such a
     sample, and what `ShardScan.missing` says of it; "": all samples of the shard."""
+    types: Mapping[str, ColumnSpec] = field(default_factory=dict)
+    """Types of columns that are wider than the shards ask for: those of a mixture. Never saved."""
+    columns: Sequence[str] = ()
+    """Columns that are read, for which `blocks` counts what they take in their common types. Never saved."""
     signed_urls: Mapping[str, str] = field(default_factory=dict, repr=False)
     """By shard, its URL with password and signature, where it has any. Never saved."""
     url: str = ""
     """The file it was loaded from; "": it was built in this process."""
     blob_crcs: BlobCrcs | None = field(default=None, repr=False)
     """Checksums that the footers and indexes of a loaded catalog must have."""
+
+    @cached_property
+    def schema(self) -> DatasetSchema:
+        """Column name -> spec, true of every shard; where shards contradict each other, its `conflicts`."""
+        numbers, shards = np.unique(self.shard_schemas, return_index=True)
+        urls = self.rows.column("url")
+        groups = [
+            (urls[shard].as_py(), self.schemas[number])
+            for shard, number in sorted(zip(shards.tolist(), numbers.tolist(), strict=True))
+            if number != NO_SCHEMA
+        ]
+        codec = self._codec
+        merged = merge_schemas(
+            groups,
+            widens=codec is not None and codec.widens,
+            may_lack=codec is not None and codec.columns_are_extensions,
+        )
+        return merged if not self.types else replace(merged, specs={**merged.specs, **self.types})
+
+    @cached_property
+    def shard_schemas(self) -> NDArray[np.int32]:
+        """[num_shards] which of `schemas` is each shard's; `NO_SCHEMA`: it has no samples."""
+        return numpy_view(self.rows.column("schema").chunk(0))
+
+    def schema_of(self, block: Block) -> int:
+        """Which of `schemas` is a block's."""
+        return int(self.shard_schemas[self.blocks.shard[block.number]])
+
+    def reading(self, columns: Iterable[str], types: Mapping[str, ColumnSpec] | None = None) -> Catalog:
+        """The catalog of which these columns are read, some of them in wider types."""
+        return replace(self, columns=tuple(columns), types=self.types if types is None else types)
 
     @cached_property
     def blocks(self) -> BlockTable:
@@ -101,10 +144,25 @@ class Catalog:
             shard=shard,
             offset=numpy_view(table.field("offset")),
             length=numpy_view(table.field("length")),
-            nbytes=numpy_view(table.field("nbytes")),
+            nbytes=self._widened_bytes(shard, numpy_view(table.field("nbytes")), num_samples),
             num_samples=num_samples,
             first_sample=first_sample,
         )
+
+    def _widened_bytes(
+        self, shard: NDArray[np.int32], nbytes: NDArray[np.int64], num_samples: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Bytes of decoded blocks with what it takes to bring the columns that are read to their types."""
+        merged = self.schema if self.columns else {}
+        growth = [Growth.of(own, merged, self.columns) for own in self.schemas]
+        if not any(growth):
+            return nbytes
+        number = self.shard_schemas[shard]
+        each, times = (np.array([*column, 0]) for column in zip(*growth, strict=True))  # 0: of `NO_SCHEMA`
+        widened: NDArray[np.int64] = np.ceil(nbytes * (1.0 + times[number])).astype(np.int64)
+        widened += each[number] * num_samples
+        widened.flags.writeable = False
+        return widened
 
     @cached_property
     def first_block(self) -> NDArray[np.int64]:
@@ -269,7 +327,7 @@ class Catalog:
             "format": self.format,
             "options": dict(self.options),
             "block_bytes": self.block_bytes,
-            "schema": schema_to_json(self.schema),
+            "schemas": list(map(schema_to_json, self.schemas)),
             "unfinished": {str(number): how for number, how in self.unfinished.items()},
             "missing": dict(self.missing),
         }
@@ -283,18 +341,19 @@ class Catalog:
 
         Raises:
             ShardReadError: the file cannot be read.
-            CorruptShardError: it is no catalog, is damaged, or of another version.
+            OldCatalogError: it is of another version.
+            CorruptShardError: it is no catalog, or is damaged.
         """
         rows, facts, crcs = read_table(url, storage_options)
         try:
-            schema = schema_from_json(facts["schema"])
+            schemas = tuple(map(schema_from_json, facts["schemas"]))
             unfinished = {int(number): str(how) for number, how in facts["unfinished"].items()}
             missing = {name: (int(place[0]), str(place[1])) for name, place in facts["missing"].items()}
             catalog = cls(
                 facts["format"],
                 facts["options"],
                 facts["block_bytes"],
-                schema,
+                schemas,
                 rows=rows,
                 unfinished=unfinished,
                 missing=missing,
@@ -339,6 +398,11 @@ class Catalog:
         named = [*self.unfinished, *(number for number, _ in self.missing.values())]
         if any(not 0 <= number < self.num_shards for number in named):
             raise ValueError("it names a shard that is none of its shards")
+        with_samples = np.zeros(self.num_shards, np.bool_)
+        with_samples[table.shard[table.num_samples > 0]] = True
+        least = np.where(with_samples, 0, NO_SCHEMA)
+        if ((self.shard_schemas < least) | (self.shard_schemas >= len(self.schemas))).any():
+            raise ValueError("a shard has none of its schemas")
         if self.checksums is not None and len(self.checksums) != self.num_blocks:
             raise ValueError("it has not one checksum a block")
         if self.blob_crcs is None or tuple(map(len, self.blob_crcs)) != (self.num_shards, self.num_blocks):
@@ -351,7 +415,7 @@ class Catalog:
         for name, value in self.options.items() if self.format in ENTRIES else ():
             if type(value) is not kinds[name]:
                 raise TypeError(f"option {name} is {value!r}")
-        lists = any(spec.kind == "bytes_list" for spec in self.schema.values())
+        lists = any(spec.kind == "bytes_list" for own in self.schemas for spec in own.values())
         if lists and self._codec is not None and not isinstance(self._codec, TabularFormat):
             raise ValueError(f"format {self.format!r} has no lists of bytes")
         if self._codec is not None and dict(self.options) != self._codec.options():

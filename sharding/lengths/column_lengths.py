@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from sharding.blocks import MISSING, Block, Column, Format, Masked, Spans
 from sharding.catalog.build import Map, OpenShard
+from sharding.catalog.reading import ColumnReader
 from sharding.catalog.storage import open_shard, open_url, store_errors
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError
@@ -81,11 +82,14 @@ def column_lengths(
     spec = catalog.schema.get(column)
     if spec is None:
         raise ValueError(f"no column {column!r} to take lengths from; there are {listed(catalog.schema)}")
+    catalog.schema.check([column])
     if spec.kind == "fixed" and spec.shape:
-        return np.full(catalog.num_samples, spec.shape[0], np.int32)
+        lengths = np.full(catalog.num_samples, spec.shape[0], np.int32)
+        return np.where(_has_column(catalog, column), lengths, MISSING)
     if spec.kind == "fixed" and np.dtype(spec.dtype).kind not in "iu":
         raise ValueError(f"column {column!r} holds {spec.dtype} numbers; lengths must be integers")
     codec, itemsize = catalog.codec(), np.dtype(spec.dtype).itemsize
+    reader = ColumnReader(catalog, codec, [column])
 
     def of_shard(number: int) -> list[NDArray[np.integer]]:
         first, last = catalog.first_block[number : number + 2].tolist()
@@ -95,7 +99,7 @@ def column_lengths(
             return indexed
         fs, path = places[number]
         with open_shard(blocks[0].shard, fs, path) as file:
-            return [_decoded(codec, b, _column_bytes(codec, b, column, file), column) for b in blocks]
+            return [_decoded(reader, b, _column_bytes(reader, b, file), column) for b in blocks]
 
     # fsspec keeps one filesystem a thread: this one's serves them all.
     places = [(None, "") if is_local(url) else open_url(url, storage_options) for url in catalog.locations]
@@ -109,10 +113,17 @@ def _indexed(codec: Format, block: Block, column: str, itemsize: int) -> NDArray
     return None if sizes is None else np.where(sizes < 0, MISSING, sizes // itemsize)
 
 
-def _column_bytes(codec: Format, block: Block, column: str, file: Any) -> memoryview:
+def _has_column(catalog: Catalog, column: str) -> NDArray[np.bool_]:
+    """[num_samples] whether a sample's shard has a column."""
+    has = np.array([column in own for own in catalog.schemas])
+    table = catalog.blocks
+    return np.repeat(has[catalog.shard_schemas[table.shard]], table.num_samples)
+
+
+def _column_bytes(reader: ColumnReader, block: Block, file: Any) -> memoryview:
     """The block with at least the bytes of its column in place; the others are zero pages never touched."""
     data = np.zeros(block.length, np.uint8)
-    for offset, length in codec.select(block, [column]):
+    for offset, length in reader.ranges(block):
         with store_errors(block.shard.url):
             file.seek(offset)
             read = file.read(length)
@@ -123,8 +134,8 @@ def _column_bytes(codec: Format, block: Block, column: str, file: Any) -> memory
     return data.data
 
 
-def _decoded(codec: Format, block: Block, data: memoryview, column: str) -> NDArray[np.integer]:
-    values: Column = codec.decode(block, data, [column])[column]
+def _decoded(reader: ColumnReader, block: Block, data: memoryview, column: str) -> NDArray[np.integer]:
+    values: Column = reader.decode(block, data)[column]
     if isinstance(values, Spans):
         return np.maximum(values.lengths, MISSING)
     lacks = values.lacks if isinstance(values, Masked) else np.zeros(len(values), np.int8)

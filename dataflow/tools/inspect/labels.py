@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
-from sharding.formats.arrow.columns import TabularFormat, flattened
+from dataflow.sources.views import read_table
+from sharding.formats.arrow.columns import TabularFormat
 
 _USUAL_LABELS = ("label", "labels", "cls", "class", "target", "y")
 
@@ -37,9 +38,10 @@ def labels_of(dataset: ShardedDataset, name: str | None) -> tuple[NDArray[Any] |
         return None, "not read" + (f"; --label {usual} reads them" if usual else "")
     if name not in dataset.schema:
         raise ValueError(f"there is no column {name!r}; there are {', '.join(dataset.schema)}")
+    dataset.schema.check([name])
     codec = dataset.catalog.codec()
     if isinstance(codec, TabularFormat):
-        values = _table_column(dataset, codec, name)
+        values = _table_column(dataset, name)
     else:
         values = _loaded_column(dataset, name)
     if values.ndim != 1 or values.dtype.kind not in "biufUSO":
@@ -50,18 +52,12 @@ def labels_of(dataset: ShardedDataset, name: str | None) -> tuple[NDArray[Any] |
     return codes.astype(np.int64), f"column {name}, {len(distinct):,} values"
 
 
-def _table_column(dataset: ShardedDataset, codec: TabularFormat, name: str) -> NDArray[Any]:
+def _table_column(dataset: ShardedDataset, name: str) -> NDArray[Any]:
     """One column of all shards; of the others no more than lies between."""
-    parts = []
-    with closing(dataset.new_reader()) as reader:
-        for block in map(dataset.catalog.block, range(dataset.catalog.num_blocks)):
-            data = np.empty(block.length, np.uint8)
-            for offset, length in codec.select(block, [name]):
-                at = offset - block.offset
-                reader.read_into(block.shard, offset, data[at : at + length])
-            table = flattened(codec.table(block, data.data, [name]))
-            parts.append(table.column(name).to_numpy())
-    return np.concatenate(parts)
+    source = dataset.source()
+    with closing(source.reader):
+        tables = [read_table(source, number, [name]) for number in range(dataset.catalog.num_blocks)]
+    return np.concatenate([table.column(name).to_numpy() for table in tables])
 
 
 def _loaded_column(dataset: ShardedDataset, name: str) -> NDArray[Any]:

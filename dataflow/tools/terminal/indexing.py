@@ -27,7 +27,6 @@ from sharding.catalog.build import (
     default_catalog_path,
     is_catalog,
     unfinished_text,
-    unlisted_columns,
 )
 from sharding.catalog.expand import LooksUp, found_again
 from sharding.catalog.table import Catalog
@@ -165,7 +164,6 @@ def _stale(catalog: Catalog, target: CatalogTarget, retrier: Retrier) -> Iterato
     yield from (f"{file_name(url)}: no longer among the shards" for url in lost)
     if old_urls == new_urls and catalog.urls != urls:
         yield "the shards come in another order"
-    yield from (f"column {name!r}: not listed by an earlier release" for name in unlisted_columns(catalog))
     with retrier.pool(_CHECK_THREADS, "dataflow-index") as pool:
         for change in changes(catalog, target.storage_options, pool.map, retry=retrier):
             if change.url in new_urls:
@@ -207,7 +205,15 @@ def _parts(catalog: Catalog, path: str) -> Iterator[Part]:
         ("checksums", "CRC-32 of each block" if catalog.checksums is not None else ""),
         ("samples", f"{catalog.num_samples:,}, {sample} each on average"),
         ("passed over", f"{passed_over:,} files: hidden, or without an extension" if passed_over else ""),
-        *(("column", f"{name}: {_spec_text(spec)}") for name, spec in catalog.schema.items()),
+        *(
+            ("column", f"{name}: {_spec_text(spec)}")
+            for name, spec in catalog.schema.items()
+            if name not in catalog.schema.conflicts
+        ),
+        *(
+            ("conflict", f"{without_secrets(file_name(one.shard))}: {without_secrets(one.reason)}")
+            for one in catalog.schema.conflicts.values()
+        ),
     ]
     yield Table((), [(name, text) for name, text in facts if text])
     yield Sentence(f"saved    {without_secrets(path)}", whole=True)

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from sharding.blocks import MISSING, NULL_INSIDE, PATH_ONLY, Block, Column, Columns, Format, Masked, Spans
+from sharding.blocks import (
+    MISSING,
+    NULL_INSIDE,
+    PATH_ONLY,
+    Block,
+    Column,
+    Columns,
+    ColumnSpec,
+    Format,
+    Masked,
+    Spans,
+    spec_text,
+)
 from sharding.byte_lists import ByteLists, list_heads
 from sharding.errors import ShardError
 from sharding.formats.arrow.features import named_columns
 from sharding.formats.arrow.json_types import JSON_TEXT
 from sharding.formats.arrow.schema import (
     dtype_of,
+    element_type,
     is_bytes,
     is_list_view,
     is_text,
@@ -49,8 +63,14 @@ class _FallingOffsetsError(Exception):
     """Offsets that do not rise, so that some may point outside the buffer they belong to."""
 
 
+class _UnfitValueError(Exception):
+    """A value that the type of other shards cannot hold."""
+
+
 class TabularFormat(Format):
     """A format whose blocks are Arrow tables: their columns can be looked at by expressions."""
+
+    widens = True
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """Decode the wanted columns in the calling thread, without the GIL.
@@ -59,7 +79,18 @@ class TabularFormat(Format):
             CorruptShardError: a column is not there, or the block is broken or not what was indexed.
             ShardError: see `columns_of`.
         """
-        return columns_of(self.table(block, data, columns), columns, block)
+        if columns is not None and not columns:
+            return {}
+        return columns_of(self.unchecked_table(block, data, columns), columns, block)
+
+    def decode_as(self, block: Block, data: memoryview, specs: Mapping[str, ColumnSpec | None]) -> Columns:
+        """See `Format.decode_as`; raises as `decode` does, too."""
+        columns = list(specs)
+        return columns_of(self.unchecked_table(block, data, columns), columns, block, specs)
+
+    def unchecked_table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
+        """As `table`, of which `columns_of` checks what it uses."""
+        return self.table(block, data, columns)
 
     @abstractmethod
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
@@ -77,25 +108,46 @@ class TabularFormat(Format):
         return None
 
 
-def columns_of(table: pa.Table, columns: Sequence[str] | None, block: Block) -> Columns:
+def columns_of(
+    table: pa.Table,
+    columns: Sequence[str] | None,
+    block: Block,
+    specs: Mapping[str, ColumnSpec | None] = MappingProxyType({}),
+) -> Columns:
     """Give the table's columns as arrays and spans, mostly views of the table's own buffers.
 
     Args:
         table: one row per sample; structs are flattened to "struct.leaf".
         columns: names wanted, None for all.
         block: the place named in errors.
+        specs: types to which columns are brought, where these are not their own.
 
     Raises:
         CorruptShardError: a wanted column is not there, or its offsets point outside its buffers.
-        ShardError: the column's type cannot be delivered (decimal, interval, list of byte strings, ...).
+        ShardError: the column's type cannot be delivered (decimal, interval, list of byte strings, ...), or a
+            value is none of the type that it is brought to.
     """
     flat, known = flattened(table), [column.name for column in named_columns(table.schema)]
     check_columns(columns, known, block)
     stored = set(flat.column_names)
     return {
-        name: _column(name, flat.column(name), block) if name in stored else _media_spans(name, flat, block)
+        name: _column(name, flat.column(name), block, specs.get(name))
+        if name in stored
+        else _media_spans(name, flat, block)
         for name in (known if columns is None else columns)
     }
+
+
+def missing_column(spec: ColumnSpec, num_rows: int, reason: int = MISSING) -> Column:
+    """A column of this type without any value; `reason`: what says so of numbers."""
+    if spec.kind != "fixed":
+        spans = ByteLists if spec.kind == "bytes_list" else Spans
+        of_none = np.full(num_rows, MISSING, np.int64)
+        return spans(np.empty(0, spec.dtype), np.zeros(num_rows, np.int64), of_none)
+    values = np.zeros((num_rows, *spec.shape), spec.dtype)
+    if values.dtype.kind == "f":
+        values.fill(np.nan)
+    return Masked(values, np.full(num_rows, reason, np.int8))
 
 
 def check_columns(columns: Sequence[str] | None, of_shard: Sequence[str], block: Block) -> None:
@@ -168,26 +220,36 @@ def _is_offset_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _column(name: str, column: pa.ChunkedArray, block: Block) -> Column:
-    spec = spec_of(column.type)
-    if spec is None:
+def _column(name: str, column: pa.ChunkedArray, block: Block, wanted: ColumnSpec | None = None) -> Column:
+    own = spec_of(column.type)
+    spec = wanted or own
+    if own is None or spec is None:
         reason = f"column {name!r} of type {column.type} has no array form; pass columns= without it"
         if pa.types.is_nested(column.type):
             reason = f"{reason} (it holds {unlike_json(column.type)}, which has no JSON form either)"
         raise ShardError(block.shard.url, reason, block.offset, stage="decode")
     array = column
+    element = element_type(spec) if spec.kind in ("fixed", "list") and wanted else None
     try:
-        if spec.kind == "json" and column.type != JSON_TEXT:
+        if own.kind == "null" and wanted:
+            return missing_column(wanted, len(column))
+        if spec.kind in ("json", "null_list") and column.type != JSON_TEXT:
             return _json_spans(column)
         array = _one_array(column)
         if spec.kind == "fixed":
-            values, lacks = _fixed(array)
+            values, lacks = _fixed(array, element)
             # A tensor type and fixed-size lists of lists lie in memory alike.
             values = values.reshape(len(array), *spec.shape)
             return values if lacks is None else Masked(values, lacks)
         if spec.kind == "bytes_list":
             return _byte_list_spans(array)
-        return _list_spans(array) if spec.kind == "list" else _byte_spans(array)  # JSON text as well
+        return _list_spans(array, element) if spec.kind == "list" else _byte_spans(array)  # JSON text as well
+    except _UnfitValueError as error:
+        reason = (
+            f"column {name!r} is {spec_text(own)} here, of which a value is no {spec_text(spec)} ({error})"
+        )
+        cure = f"as {spec.note} has others; leave it out by columns=, or write it as one type in all shards"
+        raise ShardError(block.shard.url, f"{reason}, {cure}", block.offset, stage="decode") from error
     except (pa.ArrowInvalid, pa.ArrowIndexError, _FallingOffsetsError) as error:
         raise block.corrupt(f"column {name!r} ({array.type}) is broken: {error}") from error
 
@@ -204,13 +266,18 @@ def _media_spans(name: str, flat: pa.Table, block: Block) -> Spans:
 Lacks = NDArray[np.int8]
 
 
-def _fixed(array: pa.Array) -> tuple[NDArray[Any], Lacks | None]:
-    """Values of a fixed-width array, [n, ...], and which are not there (see `Masked`); None: all are."""
+def _fixed(array: pa.Array, element: pa.DataType | None = None) -> tuple[NDArray[Any], Lacks | None]:
+    """Values of a fixed-width array, [n, ...], and which are not there (see `Masked`); None: all are.
+
+    `element`: the type to which numbers are brought; None: they have theirs.
+    """
     array = _plain(array)
+    if element is not None and not pa.types.is_nested(array.type):
+        array = _widened(array, element)
     kind, n = array.type, len(array)
     lacks = None
     if pa.types.is_fixed_size_list(kind):
-        values, lacks = _fixed_lists(array)
+        values, lacks = _fixed_lists(array, element)
     elif n == 0:
         values = np.empty(0, dtype_of(kind) or np.uint8)
     elif pa.types.is_fixed_size_binary(kind):
@@ -231,10 +298,22 @@ def _fixed(array: pa.Array) -> tuple[NDArray[Any], Lacks | None]:
     return values, np.where(valid, 0 if lacks is None else lacks, MISSING).astype(np.int8)
 
 
-def _fixed_lists(array: pa.FixedSizeListArray) -> tuple[NDArray[Any], Lacks | None]:
+def _widened(array: pa.Array, element: pa.DataType) -> pa.Array:
+    """Numbers or times as ones of a wider type. Raises `_UnfitValueError` for one that it cannot hold."""
+    if pa.types.is_timestamp(element):
+        element = pa.timestamp(element.unit, getattr(array.type, "tz", None))
+    try:
+        return array.cast(element)
+    except pa.ArrowInvalid as error:
+        raise _UnfitValueError(str(error)) from error
+
+
+def _fixed_lists(
+    array: pa.FixedSizeListArray, element: pa.DataType | None = None
+) -> tuple[NDArray[Any], Lacks | None]:
     n, size = len(array), array.type.list_size
     # `values` ignores the slice that the array is; `flatten()` would drop the lists that are null.
-    elements, inside = _fixed(array.values.slice(array.offset * size, n * size))
+    elements, inside = _fixed(array.values.slice(array.offset * size, n * size), element)
     lacks = None
     if inside is not None and elements.dtype.kind != "f":
         lacks = np.where(inside.reshape(n, size).any(axis=1), NULL_INSIDE, 0).astype(np.int8)
@@ -318,10 +397,12 @@ def _dictionary_spans(array: pa.DictionaryArray) -> Spans:
     return Spans(entries.buffer, entries.starts[codes], _with_missing(entries.lengths[codes], valid))
 
 
-def _list_spans(array: pa.Array) -> Spans:
-    """Spans of lists over the one array of their elements."""
+def _list_spans(array: pa.Array, element: pa.DataType | None = None) -> Spans:
+    """Spans of lists over the one array of their elements; `element`: see `_fixed`."""
     array = _plain(array)
     kind, n = array.type, len(array)
+    if pa.types.is_fixed_size_list(kind):
+        return _fixed_list_spans(array, element)
     wide = pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind)
     width = np.int64 if wide else np.int32
     if is_list_view(kind):
@@ -332,8 +413,21 @@ def _list_spans(array: pa.Array) -> Spans:
         offsets = _view(array.buffers()[1], width, n + 1, array.offset).astype(np.int64) if n else _ZERO
         starts, lengths = offsets[:-1] - offsets[0], _sizes(offsets)
         elements = array.values.slice(offsets[0], offsets[-1] - offsets[0])
-    lengths = _with_missing(lengths, _valid(array))
-    values, inside = _fixed(elements)
+    return _spans_of(elements, starts, _with_missing(lengths, _valid(array)), element)
+
+
+def _fixed_list_spans(array: pa.FixedSizeListArray, element: pa.DataType | None) -> Spans:
+    n, size = len(array), array.type.list_size
+    elements = array.values.slice(array.offset * size, n * size)
+    lengths = _with_missing(np.full(n, size, np.int64), _valid(array))
+    return _spans_of(elements, np.arange(n) * size, lengths, element)
+
+
+def _spans_of(
+    elements: pa.Array, starts: NDArray[np.int64], lengths: NDArray[np.int64], element: pa.DataType | None
+) -> Spans:
+    """Spans of lists, given where they lie in the array of their elements."""
+    values, inside = _fixed(elements, element)
     if inside is not None and values.dtype.kind != "f":
         nulls_before = np.append(0, np.cumsum(inside != 0))
         first = np.where(lengths > 0, starts, 0)  # beneath nulls, a list view may begin anywhere

@@ -23,9 +23,9 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan
+from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError
-from sharding.formats.arrow.columns import TabularFormat, check_columns, check_nested, columns_of
+from sharding.formats.arrow.columns import TabularFormat, check_columns, check_nested
 from sharding.formats.arrow.features import named_columns
 from sharding.formats.arrow.messages import HEAD, LARGEST, Message, bytes_of, read_layout
 from sharding.formats.arrow.schema import (
@@ -74,7 +74,7 @@ class ArrowFileFormat(TabularFormat):
             schema = _schema_of(footer, layout.footer)
             _check_lengths(layout.batches, schema, shard)
             batches = [m for m in layout.batches if m.rows]
-            specs = specs_of(schema, shard.url, null_free=_null_free(schema, batches))
+            specs = specs_of(schema, null_free=_null_free(schema, batches))
         except BROKEN as error:
             raise CorruptShardError(shard.url, f"unreadable Arrow schema: {error}", 0) from error
         specs = with_items(specs, _mean_items(schema, batches, columns_of_kind(specs, "bytes_list")))
@@ -92,11 +92,9 @@ class ArrowFileFormat(TabularFormat):
             unfinished=layout.unfinished,
         )
 
-    def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
-        """Decode the wanted columns, see `TabularFormat.decode`: one uncompressed batch is not copied."""
-        if columns is not None and not columns:
-            return {}
-        return columns_of(self._table(block, data, columns, full=False), columns, block)
+    def unchecked_table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
+        """See `TabularFormat.unchecked_table`: one uncompressed batch is not copied."""
+        return self._table(block, data, columns, full=False)
 
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """The wanted columns as Arrow has them, structs not flattened; raises as `decode` does.

@@ -76,7 +76,7 @@ class JsonlFormat(TabularFormat):
             raise CorruptShardError(shard.url, f"{reason}; {more}", error.args[0]) from error
         schema = pa.schema([one.field(key, key) for key, one in scanner.root.children.items()])
         num_rows = sum(rows for _, _, rows, _ in runs)
-        specs = specs_of(schema, shard.url, null_free=_null_free(scanner.root, num_rows))
+        specs = specs_of(schema, null_free=_null_free(scanner.root, num_rows))
         if not compressed:
             runs = self._cut(file, runs, scanner.num_keys)
         blocks = [

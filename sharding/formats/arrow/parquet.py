@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
-from sharding.errors import CorruptShardError
+from sharding.errors import CorruptShardError, ShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns
 from sharding.formats.arrow.features import named_columns
 from sharding.formats.arrow.schema import (
@@ -83,7 +83,7 @@ class ParquetFormat(TabularFormat):
             if end > size - len(raw):
                 reason = f"row group {i} reaches to byte {end}, past the data of {size - len(raw)} bytes"
                 raise CorruptShardError(shard.url, reason, starts[i])
-        specs = specs_of(footer.schema, shard.url, null_free=_null_free(groups, footer))
+        specs = specs_of(footer.schema, null_free=_null_free(groups, footer))
         specs = with_items(
             specs, {name: _mean_items(groups, name) for name in columns_of_kind(specs, "bytes_list")}
         )
@@ -113,16 +113,11 @@ class ParquetFormat(TabularFormat):
         footer, group = _indexed(block)
         check_columns(columns, footer.names, block)
         names = leaf_names(footer.schema, footer.names if columns is None else columns)
-        file = _BlockFile(block, data)
         try:
-            with pq.ParquetFile(
-                pa.PythonFile(file, "r"),
-                metadata=footer.metadata,
-                read_dictionary=_encoded_texts(footer, group, names),
-                pre_buffer=False,  # the bytes are here: Arrow's I/O threads would only keep them longer
-            ) as reader:
-                table = reader.read_row_group(group, columns=list(names), use_threads=False)
+            table = _read_group(block, data, footer, group, names)
         except BROKEN as error:
+            if _NULL_LISTS in str(error):
+                _raise_null_lists(block, data, footer, group, names)
             raise block.corrupt(f"row group {group} cannot be decoded: {error}") from error
         if table.num_rows != block.num_samples:
             raise block.corrupt(f"row group {group} has {table.num_rows} rows, not {block.num_samples}")
@@ -153,6 +148,38 @@ class ParquetFormat(TabularFormat):
         ranges = _chunk_ranges(group)
         paths = (group.column(i).path_in_schema for i in range(group.num_columns))
         return _joined([one for one, path in zip(ranges, paths, strict=True) if _belongs(path, columns)])
+
+
+_NULL_LISTS = "Expected all lists to be of size"
+"""What pyarrow before 26 says of fixed-size lists some of which are null."""
+
+
+def _read_group(
+    block: Block, data: memoryview, footer: _ParsedFooter, group: int, names: Sequence[str]
+) -> pa.Table:
+    with pq.ParquetFile(
+        pa.PythonFile(_BlockFile(block, data), "r"),
+        metadata=footer.metadata,
+        read_dictionary=_encoded_texts(footer, group, names),
+        pre_buffer=False,  # the bytes are here: Arrow's I/O threads would only keep them longer
+    ) as reader:
+        return reader.read_row_group(group, columns=list(names), use_threads=False)
+
+
+def _raise_null_lists(
+    block: Block, data: memoryview, footer: _ParsedFooter, group: int, names: Sequence[str]
+) -> None:
+    """Raise `ShardError` for the first column that this pyarrow cannot read as it holds null lists."""
+    for name in names:
+        try:
+            _read_group(block, data, footer, group, [name])
+        except BROKEN as error:
+            if _NULL_LISTS not in str(error):
+                continue
+            what = f"column {name!r} has fixed-size lists that are null, which pyarrow {pa.__version__}"
+            cure = "install pyarrow 26 or later, or leave the column out by columns="
+            reason = f"{what} cannot read; {cure}"
+            raise ShardError(block.shard.url, reason, block.offset, stage="decode") from error
 
 
 class _BlockFile(io.RawIOBase):
@@ -307,11 +334,22 @@ def _is_encoded(chunk: Any, headers: int = 256) -> bool:
 
 def _decoded_bytes(group: Any, specs: dict[str, ColumnSpec]) -> int:
     fixed, spans = decoded_bytes(specs, group.num_rows)
-    nested, lists = (columns_of_kind(specs, kind) for kind in ("json", "bytes_list"))
-    chunks = [group.column(i) for i in range(group.num_columns)] if nested or lists else []
+    nested, lists, numbers = (columns_of_kind(specs, kind) for kind in ("json", "bytes_list", "list"))
+    chunks = [group.column(i) for i in range(group.num_columns)] if nested or lists or numbers else []
     texts = sum(_json_bytes(chunk) for chunk in chunks if _belongs(chunk.path_in_schema, nested))
     copies = sum(_decoded_text(chunk) for chunk in chunks if _belongs(chunk.path_in_schema, lists))
-    return max(int(group.total_byte_size), fixed) + spans + texts + 2 * copies
+    encoded = sum(
+        _encoded_bytes(chunk, specs[name])
+        for name in numbers
+        for chunk in chunks
+        if _belongs(chunk.path_in_schema, (name,))
+    )
+    return max(int(group.total_byte_size), fixed) + spans + texts + 2 * copies + encoded
+
+
+def _encoded_bytes(chunk: Any, spec: ColumnSpec) -> int:
+    """By how much the numbers of a column of lists are more bytes than their encoding."""
+    return max(0, int(chunk.num_values) * np.dtype(spec.dtype).itemsize - int(chunk.total_uncompressed_size))
 
 
 def _json_bytes(chunk: Any) -> int:

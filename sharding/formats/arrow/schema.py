@@ -4,11 +4,15 @@ Fixed-width numbers, times (as integers in their unit), fixed-size lists and fix
 strings are "text", byte strings "bytes", lists of numbers "list". A struct of bytes and path is "bytes", too,
 beside its leaves; lists of either are "bytes_list". Other nested types are "json" if JSON can say all that is
 in them: text, numbers, bools and nulls. Extension types count as what they store. Decimals, intervals and
-nested types of anything else (byte strings, times, unions) cannot be delivered.
+nested types of anything else (byte strings, times, unions) cannot be delivered. Nulls, and lists of them, say
+nothing of their type: other shards do (`sharding.catalog.schema`).
 """
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -18,9 +22,8 @@ import numpy as np
 import pyarrow as pa
 
 from sharding.blocks import ColumnSpec
-from sharding.errors import CorruptShardError
 from sharding.formats.arrow.features import is_media, named_columns
-from sharding.formats.arrow.json_types import JSON_TEXT, UNREADABLE
+from sharding.formats.arrow.json_types import JSON_TEXT, PROBLEM, UNREADABLE
 
 BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises of damage; the last where it fails to word its error, for text that is not UTF-8."""
@@ -30,6 +33,9 @@ SPAN_BYTES = 16
 NUMBER_BYTES = 25
 """Of a number and a comma in JSON, at most: "-2.2250738585072014e-308,"."""
 
+_INDEX_NAME = re.compile("__index_level_[0-9]+__")
+_NEVER_DECODED = ("other", "unreadable")
+_RENAME = "rename one when writing, or leave both out by columns="
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 """Arrow's names where they are not numpy's; `to_pandas_dtype` imports pandas in older releases of pyarrow."""
 
@@ -40,26 +46,52 @@ def schema_in(footer: bytes) -> pa.Schema:
     return pa.ipc.read_schema(pa.BufferReader(footer))
 
 
-def specs_of(schema: pa.Schema, url: str, *, null_free: Collection[str] = ()) -> dict[str, ColumnSpec]:
+def specs_of(schema: pa.Schema, *, null_free: Collection[str] = ()) -> dict[str, ColumnSpec]:
     """Describe the columns that `columns_of` gives for a table of this schema; what `features` adds.
 
-    Columns of a type that cannot be delivered are left out; asking for them (or for all columns) is an error
-    of `columns_of`. Columns named in `null_free` are known to hold no nulls.
-
-    Raises:
-        CorruptShardError: two columns have one name.
+    Columns of a type that cannot be delivered are "other", and those that share a name "unreadable":
+    asking for them is an error. Columns named in `null_free` are known to hold no nulls.
     """
     specs: dict[str, ColumnSpec] = {}
-    names: set[str] = set()
+    routes: dict[str, str] = {}
+    indexes = index_columns(schema)
     for name, field, feature, is_part in named_columns(schema):
-        if name in names:
-            raise CorruptShardError(url, f"two columns are named {name!r}; rename one when writing")
-        names.add(name)
-        if spec := spec_of(field.type):
-            stored = f"{name}.bytes" if is_media(field.type) else name
-            optional = spec.kind != "fixed" and field.nullable and stored not in null_free
-            specs[name] = replace(spec, optional=optional, feature=feature, is_part=is_part)
+        route = _route(name, field)
+        if name in routes:
+            reason = f"two columns are named {name!r}: {routes[name]} and {route}; {_RENAME}"
+            specs[name] = ColumnSpec("unreadable", note=reason)
+            continue
+        routes[name] = route
+        spec = spec_of(field.type) or _undelivered(field)
+        stored = f"{name}.bytes" if is_media(field.type) else name
+        optional = spec.kind not in ("fixed", *_NEVER_DECODED) and field.nullable and stored not in null_free
+        specs[name] = replace(
+            spec, optional=optional, feature=feature, is_part=is_part, is_index=name in indexes
+        )
     return specs
+
+
+def _undelivered(field: pa.Field) -> ColumnSpec:
+    if field.type == UNREADABLE:
+        return ColumnSpec("unreadable", note=(field.metadata or {}).get(PROBLEM, b"").decode())
+    return ColumnSpec("other", note=str(field.type))
+
+
+def _route(name: str, field: pa.Field) -> str:
+    """Where a column lies, in words."""
+    if field.name == name:
+        return f"the column {name!r}"
+    return f"field {field.name!r} of {name[: -len(field.name) - 1]!r}"
+
+
+def index_columns(schema: pa.Schema) -> frozenset[str]:
+    """The columns in which pandas keeps its index: by their name, or as its metadata lists them."""
+    try:
+        listed = json.loads((schema.metadata or {})[b"pandas"])["index_columns"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        listed = ()
+    names = [one for one in listed if isinstance(one, str)] if isinstance(listed, list) else []
+    return frozenset([*names, *filter(_INDEX_NAME.fullmatch, schema.names)])
 
 
 def leaf_names(schema: pa.Schema, columns: Collection[str]) -> list[str]:
@@ -84,13 +116,20 @@ def leaves(fields: Any, prefix: str = "", nullable: bool = False) -> Iterator[tu
 
 def decoded_bytes(specs: Mapping[str, ColumnSpec], rows: int) -> tuple[int, int]:
     """Bytes of the fixed-width columns, and bytes of the spans' starts and lengths, for so many rows."""
-    fixed = [np.dtype(s.dtype).itemsize * int(np.prod(s.shape)) for s in specs.values() if s.kind == "fixed"]
-    return rows * sum(fixed), rows * SPAN_BYTES * (len(specs) - len(fixed))
+    fixed = [fixed_bytes(s) for s in specs.values() if s.kind == "fixed"]
+    others = sum(spec.kind in _NEVER_DECODED for spec in specs.values())
+    return rows * sum(fixed), rows * SPAN_BYTES * (len(specs) - len(fixed) - others)
+
+
+def fixed_bytes(spec: ColumnSpec) -> int:
+    """Bytes of a value of fixed size."""
+    return np.dtype(spec.dtype).itemsize * math.prod(spec.shape)
 
 
 def columns_of_kind(specs: Mapping[str, ColumnSpec], kind: str) -> frozenset[str]:
-    """The columns whose values become JSON, or lists of byte strings in one piece."""
-    return frozenset(name for name, spec in specs.items() if spec.kind == kind)
+    """The columns whose values become JSON, as lists of nulls may, or lists of byte strings in one piece."""
+    kinds = ("json", "null_list") if kind == "json" else (kind,)
+    return frozenset(name for name, spec in specs.items() if spec.kind in kinds)
 
 
 def with_items(specs: Mapping[str, ColumnSpec], items: Mapping[str, int]) -> dict[str, ColumnSpec]:
@@ -110,7 +149,7 @@ def spec_of(kind: pa.DataType) -> ColumnSpec | None:
     if pa.types.is_nested(kind):
         return _nested_spec(kind)
     if is_text(kind) or pa.types.is_null(kind):
-        return ColumnSpec("text")
+        return ColumnSpec("text" if is_text(kind) else "null")
     if is_bytes(kind):
         return ColumnSpec("bytes")
     if pa.types.is_fixed_size_binary(kind):
@@ -133,6 +172,8 @@ def _nested_spec(kind: pa.DataType) -> ColumnSpec | None:
         dtype = dtype_of(stored)
         if dtype is not None:
             return ColumnSpec("list", dtype.name, unit=_unit_of(stored))
+        if pa.types.is_null(stored):
+            return ColumnSpec("null_list")
     return ColumnSpec("json") if unlike_json(kind) is None else None
 
 
@@ -153,10 +194,25 @@ def unlike_json(kind: pa.DataType) -> str | None:
 
 
 def _unit_of(kind: pa.DataType) -> str:
-    """What a time counts; the same with and without time zone, as the integers are."""
+    """What a time counts; the same in all time zones, as the integers are, which count from 1970 in UTC."""
     if not pa.types.is_temporal(kind):
         return ""
-    return f"timestamp[{kind.unit}]" if pa.types.is_timestamp(kind) else str(kind)
+    return str(pa.timestamp(kind.unit, "UTC") if pa.types.is_timestamp(kind) and kind.tz else kind)
+
+
+_TIMES = {
+    str(kind): kind
+    for kind in (
+        *(pa.timestamp(unit, zone) for unit in ("s", "ms", "us", "ns") for zone in (None, "UTC")),
+        *(pa.duration(unit) for unit in ("s", "ms", "us", "ns")),
+        *(pa.time32("s"), pa.time32("ms"), pa.time64("us"), pa.time64("ns"), pa.date32(), pa.date64()),
+    )
+}
+
+
+def element_type(spec: ColumnSpec) -> pa.DataType:
+    """The Arrow type of one number or time of a column of fixed size, or of lists."""
+    return _TIMES[spec.unit] if spec.unit else pa.from_numpy_dtype(np.dtype(spec.dtype))
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:
@@ -186,6 +242,18 @@ def dtype_of(kind: pa.DataType) -> np.dtype[Any] | None:
     if pa.types.is_temporal(kind) and not pa.types.is_interval(kind):
         return np.dtype(f"int{kind.bit_width}")
     return None
+
+
+def arrow_type(spec: ColumnSpec) -> pa.DataType:
+    """An Arrow type of the columns that a spec describes."""
+    if spec.kind in ("fixed", "list"):
+        kind = element_type(spec)
+        for size in reversed(spec.shape):
+            kind = pa.list_(kind, size)
+        return kind if spec.kind == "fixed" else pa.large_list(kind)
+    if spec.kind == "bytes_list":
+        return pa.large_list(pa.large_binary())
+    return pa.large_binary() if spec.kind == "bytes" else pa.large_string()
 
 
 def is_text(kind: pa.DataType) -> bool:

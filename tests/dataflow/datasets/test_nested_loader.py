@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ import pytest
 from datasets_kit import Made, by_plan, delivered, rank, shares, sort_key
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from dataflow import DataLoader, Mixture, Ragged, ShardedDataset, Shuffle
-from dataflow.tools.cli import main
-from sharding.catalog.table import Catalog
+from dataflow import DataLoader, Mixture, Ragged, Shuffle
 from sharding.errors import ShardError
 
 FORMATS = ["jsonl", "jsonl.gz", "parquet", "arrow", "arrows"]
@@ -182,45 +179,3 @@ def test_lengths_can_be_those_of_the_json_text(tmp_path):
         for row in made.samples
     ]
     assert set(batch["messages"].lengths.tolist()) <= set(lengths)
-
-
-# ---- catalogs ---------------------------------------------------------------------------------------------
-
-
-def old_catalog(made: Made, path: Path) -> str:
-    """As an earlier release would have made it: without the columns that it could not deliver."""
-    catalog = made.open().catalog
-    schema = {name: spec for name, spec in catalog.schema.items() if spec.kind != "json"}
-    replace(catalog, schema=schema).save(str(path))
-    return str(path)
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
-def test_an_old_catalog_that_is_kept_is_made_anew(tmp_path, ending):
-    made = make(tmp_path, ending)
-    path = old_catalog(made, tmp_path / "kept.catalog")
-    with pytest.warns(UserWarning, match="earlier release and leaves out column 'messages'; indexing again"):
-        dataset = made.open(catalog=path)
-    assert dataset[3] == made.samples[3]
-    assert "messages" in Catalog.load(path).schema
-    made.open(catalog=path)  # a second warning would be an error
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "arrow"])
-def test_an_old_catalog_that_is_the_source_still_serves_its_columns(tmp_path, ending):
-    made = make(tmp_path, ending)
-    path = old_catalog(made, tmp_path / "old.catalog")
-    with pytest.warns(UserWarning, match="leaves out column 'messages'; index the dataset again"):
-        dataset = ShardedDataset(path)
-    with DataLoader(dataset, 5, Shuffle("none")) as loader:
-        assert list(chain(*delivered(loader))) == [{"id": row["id"]} for row in made.samples]
-
-
-def test_the_index_command_lists_nested_columns_and_renews_an_old_catalog(tmp_path, capsys):
-    made = make(tmp_path, "parquet")
-    path = old_catalog(made, tmp_path / "old.catalog")
-    assert main(["index", made.kwargs["source"], "--output", path], standalone_mode=False) in (0, None)
-    printed = capsys.readouterr().out
-    assert "messages: json" in printed
-    assert "column 'messages': not listed by an earlier release" in printed
-    assert "messages" in Catalog.load(path).schema

@@ -34,7 +34,7 @@ from sharding.catalog.build import (
 )
 from sharding.catalog.expand import expand
 from sharding.catalog.file import arrow_rows, read_table, write_table
-from sharding.catalog.schema import merge_schemas
+from sharding.catalog.schema import group_schemas, merge_schemas
 from sharding.catalog.storage import check_shard, version_of
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, DataflowError, ShardReadError
@@ -244,7 +244,7 @@ def test_options_of_the_format_are_kept(tmp_path):
     assert isinstance(codec, TokensFormat)
     assert (codec.dtype, codec.length) == ("uint16", 4)
     with pytest.raises(ValueError, match="got 'records'"):
-        Catalog("records", {}, 1, {}, rows=catalog.rows).codec()
+        Catalog("records", {}, 1, [{}], rows=catalog.rows).codec()
 
 
 class Scaled(RecordFormat):
@@ -397,15 +397,20 @@ def spec(dtype="int32", low=0, high=9, optional=False):
 def test_another_type_names_both_shards_the_column_and_both_types(shards):
     with open(shards[2], "wb") as file:
         file.write(records(3, "aB"))
+    schema = build(shards).schema
     with pytest.raises(CorruptShardError) as caught:
-        build(shards)
+        schema.check(["a", "b"])
     assert caught.value.shard == shards[2]
-    assert caught.value.reason == f"column 'b' is float32 here but int32 in {shards[0]}"
+    cure = "leave it out by columns=, or write it as one type in all shards"
+    assert caught.value.reason == f"column 'b' is float32 here but int32 in {shards[0]}; {cure}"
+    schema.check(["a"])
 
 
-def test_element_types_of_lists_must_agree():
+def test_a_format_that_cannot_widen_must_have_one_type():
+    groups = [("one", {"x": spec()}), ("two", {"x": spec("int64")})]
     with pytest.raises(CorruptShardError, match="'x' is list of int64 here but list of int32 in one"):
-        merge_schemas([("one", {"x": spec()}), ("two", {"x": spec("int64")})], may_lack=False)
+        merge_schemas(groups, widens=False).check(["x"])
+    assert merge_schemas(groups, widens=True) == {"x": spec("int64")}
 
 
 @pytest.mark.parametrize(("first", "second"), [("ab", "a"), ("a", "ab")])
@@ -417,7 +422,7 @@ def test_a_missing_column_names_both_shards(shards, first, second):
     with pytest.raises(
         CorruptShardError, match=rf"column 'b' \(int32\) is in {has} but not in {lacks}"
     ) as caught:
-        build(shards)
+        build(shards).schema.check(["b"])
     assert caught.value.shard == shards[2]
 
 
@@ -434,12 +439,12 @@ def test_a_tar_shard_may_lack_a_column(shards):
 
 
 def test_sizes_and_optional_columns_are_united():
-    merged = merge_schemas(
-        [("one", {"x": spec(low=3)}), ("two", {"x": spec(high=12, optional=True)})], may_lack=False
-    )
-    assert merged == {"x": spec(low=0, high=12, optional=True)}
+    two = [{"x": spec(low=3)}, {"x": spec(high=12, optional=True)}]
+    groups, numbers = group_schemas(two, together=False)
+    assert (groups, numbers.tolist()) == ([{"x": spec(low=0, high=12, optional=True)}], [0, 0])
     unknown = ColumnSpec("list", "int32")
-    assert merge_schemas([("one", {"x": spec()}), ("two", {"x": unknown})], may_lack=False) == {"x": unknown}
+    assert group_schemas([{"x": spec()}, {"x": unknown}], together=False)[0] == [{"x": unknown}]
+    assert merge_schemas([("one", two[0]), ("two", two[1])], widens=True) == groups[0]
 
 
 # Saving and loading
@@ -482,7 +487,8 @@ def catalogs(draw):
         st.fixed_dictionaries({}, optional={"dtype": st.just("uint16"), "length": st.integers(1, 9)})
     )
     schema = draw(st.dictionaries(st.text(max_size=5), specs, max_size=3))
-    return Catalog("records", options, draw(counts), schema, rows=arrow_rows(shards, scans)), shards, scans
+    rows = arrow_rows(shards, scans, np.zeros(len(shards), np.int32))
+    return Catalog("records", options, draw(counts), (schema,), rows=rows), shards, scans
 
 
 @settings(deadline=None)
@@ -570,7 +576,9 @@ def test_a_local_catalog_is_mapped_and_not_read(tmp_path):
     """Blobs of 64 MiB load without memory for them."""
     scan = ShardScan(*(np.zeros(64, np.int64) for _ in range(4)), schema={}, index=[bytes(1 << 20)] * 64)
     path = str(tmp_path / "x.catalog")
-    Catalog("records", {}, 1, {}, rows=arrow_rows([Shard("s3://b/x", 0, "")], [scan])).save(path)
+    Catalog(
+        "records", {}, 1, [{}], rows=arrow_rows([Shard("s3://b/x", 0, "")], [scan], np.zeros(1, np.int32))
+    ).save(path)
     before = pa.total_allocated_bytes()
     catalog = Catalog.load(path)
     assert len(catalog.block(63).index) == 1 << 20
@@ -588,7 +596,7 @@ def test_a_damaged_catalog_says_so(shards, tmp_path, damage):
     catalog = build(shards)
     if damage == "outside":
         rows = catalog.rows.set_column(1, "size", pa.array([1, 1, 1]))
-        catalog = Catalog("records", {}, 1, {}, rows=rows)
+        catalog = Catalog("records", {}, 1, [{}], rows=rows)
     catalog.save(str(path))
     if damage == "version":
         rows, facts, _ = read_table(str(path), None)

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from sharding.blocks import NULL_INSIDE, Masked, Spans
+from sharding.blocks import NULL_INSIDE, ColumnSpec, Masked, Spans
 from sharding.errors import CorruptShardError, ShardError
 from sharding.formats.arrow.columns import columns_of
 from sharding.formats.arrow.schema import specs_of
@@ -80,7 +80,7 @@ def with_bytes(values: list) -> list:
 @given(sliced_arrays(NUMBERS, nulls=False))
 def test_fixed_width_slices_equal_pyarrow(array):
     column = converted(array)
-    spec = specs_of(pa.schema([("x", array.type)]), "s")["x"]
+    spec = specs_of(pa.schema([("x", array.type)]))["x"]
     assert isinstance(column, np.ndarray)
     assert (column.dtype, column.shape) == (np.dtype(spec.dtype), (len(array), *spec.shape))
     assert python_values(column) == array.to_pylist()
@@ -89,7 +89,7 @@ def test_fixed_width_slices_equal_pyarrow(array):
 @given(sliced_arrays(VARIABLE, nulls=True))
 def test_variable_length_slices_with_nulls_equal_pyarrow(array):
     column = converted(array)
-    spec = specs_of(pa.schema([("x", array.type)]), "s")["x"]
+    spec = specs_of(pa.schema([("x", array.type)]))["x"]
     assert isinstance(column, Spans)
     assert column.starts.dtype == column.lengths.dtype == np.int64
     assert column.buffer.dtype == spec.dtype
@@ -176,7 +176,7 @@ def test_tensors_keep_their_shape():
     tensors = np.arange(12, dtype=np.int32).reshape(2, 3, 2)
     array = pa.FixedShapeTensorArray.from_numpy_ndarray(tensors)
     np.testing.assert_array_equal(converted(array), tensors)
-    assert specs_of(pa.schema([("x", array.type)]), "s")["x"].shape == (3, 2)
+    assert specs_of(pa.schema([("x", array.type)]))["x"].shape == (3, 2)
 
 
 def test_run_length_encoded_numbers_are_decoded():
@@ -214,7 +214,7 @@ def test_nulls_of_fixed_width_are_masked(array, lacks):
     column = converted(array)
     assert isinstance(column, Masked)
     assert column.lacks.tolist() == lacks
-    spec = specs_of(pa.schema([("x", array.type)]), "s")["x"]
+    spec = specs_of(pa.schema([("x", array.type)]))["x"]
     assert (column.values.dtype, column.values.shape) == (np.dtype(spec.dtype), (len(array), *spec.shape))
     plain = [None if lack else value for value, lack in zip(column.values.tolist(), lacks, strict=True)]
     there = [value for value, lack in zip(array.to_pylist(), lacks, strict=True) if not lack]
@@ -245,7 +245,8 @@ def test_a_type_without_array_form_says_how_to_leave_it_out(array):
     with pytest.raises(ShardError, match=r"column 'x'.*pass columns= without it"):
         columns_of(table, None, arrow_block(1))
     assert list(columns_of(table, ["y"], arrow_block(1))) == ["y"]
-    assert list(specs_of(table.schema, "s")) == ["y"]
+    specs = specs_of(table.schema)
+    assert (specs["x"].kind, specs["x"].note) == ("other", str(array.type))
 
 
 def test_an_unknown_column_lists_those_there():
@@ -253,9 +254,11 @@ def test_an_unknown_column_lists_those_there():
         columns_of(pa.table({"a": [1], "b": [2]}), ["a", "z"], arrow_block(1))
 
 
-def test_two_columns_of_one_name_are_refused():
-    with pytest.raises(CorruptShardError, match="two columns are named 'a'"):
-        specs_of(pa.schema([("a", pa.int8()), ("a", pa.int8())]), "s")
+def test_two_columns_of_one_name_cannot_be_read_and_others_can():
+    specs = specs_of(pa.schema([("a", pa.int8()), ("a", pa.int8()), ("b", pa.int8())]))
+    assert specs["a"].kind == "unreadable"
+    assert "two columns are named 'a': the column 'a' and the column 'a'; rename" in specs["a"].note
+    assert specs["b"] == ColumnSpec("fixed", "int8")
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.list_(pa.int8())])

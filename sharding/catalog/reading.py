@@ -1,0 +1,96 @@
+"""Reading columns of any shard in the types of the dataset, whatever the shard itself has.
+
+A block is decoded by its own schema. Columns of another type than the dataset's are brought to that, those
+that the shard lacks are null. Where a shard has all columns in these types, nothing is done beside decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from sharding.blocks import ABSENT, Block, Columns, ColumnSpec, Format
+from sharding.catalog.schema import DatasetSchema
+from sharding.catalog.table import Catalog
+from sharding.catalog.widening import is_alike
+from sharding.formats.arrow.columns import TabularFormat, flattened, missing_column
+from sharding.formats.arrow.schema import arrow_type
+
+
+class _Own(NamedTuple):
+    """What shards of one schema have of the columns."""
+
+    present: list[str]
+    other_types: dict[str, ColumnSpec]
+    """Types of the dataset, of columns that have others."""
+    absent: dict[str, ColumnSpec]
+    """Likewise, of columns that are not there."""
+
+
+class ColumnReader:
+    """Decodes blocks. Thread-safe.
+
+    Args:
+        catalog: of the dataset.
+        codec: its format.
+        columns: names wanted.
+        with_all: whether every column was asked for: one that cannot be delivered is then an error.
+    """
+
+    def __init__(
+        self, catalog: Catalog, codec: Format, columns: Sequence[str], *, with_all: bool = False
+    ) -> None:
+        self._catalog, self._codec, self._columns = catalog, codec, columns
+        merged = catalog.schema
+        self._own = [self._of_shards(own, merged, with_all) for own in catalog.schemas]
+
+    def _of_shards(self, own: Mapping[str, ColumnSpec], merged: DatasetSchema, with_all: bool) -> _Own:
+        fills = self._codec.widens
+        present = [name for name in self._columns if name in own or name not in merged or not fills]
+        others = {
+            name: replace(merged[name], note=merged.owner(name, own[name]))
+            for name in present
+            if fills and name in own and name in merged and not is_alike(own[name], merged[name])
+        }
+        absent = {name: merged[name] for name in self._columns if name not in present}
+        if with_all:
+            present += [name for name, spec in own.items() if spec.kind == "other" and not spec.is_index]
+        return _Own(present, others, absent)
+
+    def of(self, block: Block) -> _Own:
+        """What the block has of the columns."""
+        return self._own[self._catalog.schema_of(block)]
+
+    def ranges(self, block: Block) -> list[tuple[int, int]]:
+        """Byte ranges (offset in the file, length) that hold the columns, for `decode` or `table`."""
+        present = self.of(block).present
+        return self._codec.select(block, present) if present else []
+
+    def decode(self, block: Block, data: memoryview) -> Columns:
+        """The columns as arrays and spans; raises as `Format.decode` and `Format.decode_as` do."""
+        own = self.of(block)
+        if own.other_types:
+            columns = self._codec.decode_as(block, data, {**dict.fromkeys(own.present), **own.other_types})
+        else:
+            columns = self._codec.decode(block, data, own.present) if own.present else {}
+        for name, spec in own.absent.items():
+            columns[name] = missing_column(spec, block.num_samples, ABSENT)
+        return columns
+
+    def table(self, block: Block, data: memoryview) -> pa.Table:
+        """The columns as Arrow arrays, structs flattened, of a tabular format.
+
+        Nulls of no type, and columns that are not there, have the dataset's type; others their own.
+        """
+        assert isinstance(self._codec, TabularFormat)
+        own, columns = self.of(block), {}
+        flat = flattened(self._codec.table(block, data, own.present)) if own.present else None
+        for name in self._columns:
+            array = None if flat is None or name in own.absent else flat.column(name)
+            if array is None or pa.types.is_null(array.type):
+                array = pa.nulls(block.num_samples, arrow_type(self._catalog.schema[name]))
+            columns[name] = array
+        return pa.table(columns)

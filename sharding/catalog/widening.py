@@ -1,0 +1,123 @@
+"""The one type of a column whose shards have several: the narrowest that changes no value.
+
+Nulls, and lists of them, take what others have. Integers and floats take numpy's common type, times the
+finest unit, lists of one length the type of lists of any, and lists of numbers beside other nested values
+their JSON. Where values decide (integers beside float64, int64 beside uint64, times in a finer unit) they are
+checked when they are decoded. Bools and numbers, times with and without a zone, dates and times, text and
+bytes mean unlike things: they have no common type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from sharding.blocks import ColumnSpec
+
+_UNITS = ("s", "ms", "us", "ns")
+_DATES = {"date32[day]": "int32", "date64[ms]": "int64"}
+
+
+def common_spec(specs: Sequence[ColumnSpec]) -> ColumnSpec | None:
+    """The type of a column of which each of some shards has one of these; None: they have none in common.
+
+    Sizes, and whether samples may lack it, are of all together.
+    """
+    typed = [spec for spec in specs if spec.kind not in ("null", "null_list")]
+    if {spec.kind for spec in typed} & {"other", "unreadable"}:
+        return specs[0] if all(spec.kind == "other" for spec in specs) else None
+    of_lists = len(typed) < sum(spec.kind != "null" for spec in specs)
+    merged = _common_type(typed, of_lists)
+    return None if merged is None else _with_facts(merged, specs)
+
+
+def _common_type(typed: Sequence[ColumnSpec], of_lists: bool) -> ColumnSpec | None:
+    """`of_lists`: whether others are lists of nulls."""
+    if not typed:
+        return ColumnSpec("json" if of_lists else "text")
+    kinds = {spec.kind for spec in typed}
+    if kinds == {"list", "json"} and not any(spec.unit for spec in typed):
+        return ColumnSpec("json")
+    if kinds & {"fixed", "list"}:
+        return _common_numbers(typed, kinds, of_lists)
+    if len(kinds) > 1 or (of_lists and not kinds & {"json", "bytes_list"}):
+        return None
+    return typed[0]
+
+
+def _common_numbers(typed: Sequence[ColumnSpec], kinds: set[str], of_lists: bool) -> ColumnSpec | None:
+    shapes = {spec.shape for spec in typed if spec.kind == "fixed"}
+    if kinds - {"fixed", "list"} or len(shapes) > 1:
+        return None
+    element = _common_element({(spec.dtype, spec.unit) for spec in typed})
+    if element is None:
+        return None
+    dtype, unit = element
+    if kinds == {"fixed"} and not of_lists:
+        return replace(typed[0], dtype=dtype, unit=unit)
+    if any(len(shape) != 1 for shape in shapes):
+        return None
+    return ColumnSpec("list", dtype, unit=unit)
+
+
+def _common_element(elements: Collection[tuple[str, str]]) -> tuple[str, str] | None:
+    """Type and unit of numbers that are all of these."""
+    units = {unit for _, unit in elements}
+    if units == {""}:
+        dtype = _common_dtype({dtype for dtype, _ in elements})
+        return None if dtype is None else (dtype, "")
+    if "" in units:
+        return None
+    if len(units) == 1:
+        return next(iter(elements))
+    if units <= _DATES.keys():
+        return "int64", "date64[ms]"
+    return _common_time(units)
+
+
+def _common_time(units: Collection[str]) -> tuple[str, str] | None:
+    """Of timestamps (all with a zone, or none), times of day or durations: the one with the finest unit."""
+    split = [unit.rstrip("]").partition("[")[::2] for unit in units]
+    families = {(name.rstrip("3264"), *inner.split(", ")[1:]) for name, inner in split}
+    if len(families) > 1:
+        return None
+    finest = max(units, key=lambda unit: _UNITS.index(unit.partition("[")[2].rstrip("]").split(", ")[0]))
+    return ("int32" if finest.startswith("time32") else "int64"), finest
+
+
+def _common_dtype(dtypes: Collection[str]) -> str | None:
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    kinds = {np.dtype(dtype).kind for dtype in dtypes}
+    if not kinds <= set("iuf"):
+        return None
+    if "f" in kinds:
+        # The widest of what each needs beside the widest float: int16 and uint16 both fit float32.
+        widest = np.result_type(*(dtype for dtype in dtypes if np.dtype(dtype).kind == "f"))
+        return max((np.result_type(dtype, widest) for dtype in dtypes), key=lambda kind: kind.itemsize).name
+    if kinds == {"i", "u"} and "uint64" in dtypes:
+        return "uint64"
+    return np.result_type(*sorted(dtypes)).name
+
+
+def _with_facts(merged: ColumnSpec, specs: Sequence[ColumnSpec]) -> ColumnSpec:
+    """The type with what is known of values in all shards."""
+    ranges = [spec.size_range for spec in specs if spec.kind != "null"]
+    known = [one for one in ranges if one is not None]
+    both = (min(low for low, _ in known), max(high for _, high in known)) if known else None
+    return replace(
+        merged,
+        size_range=both if len(known) == len(ranges) else None,
+        optional=any(spec.optional or spec.kind == "null" for spec in specs),
+        items=max(spec.items for spec in specs),
+        feature=next((spec.feature for spec in specs if spec.feature), ""),
+        is_part=all(spec.is_part for spec in specs),
+        is_index=all(spec.is_index for spec in specs),
+    )
+
+
+def is_alike(one: ColumnSpec, other: ColumnSpec) -> bool:
+    """Whether values of the two types are delivered alike."""
+    return (one.kind, one.dtype, one.shape, one.unit) == (other.kind, other.dtype, other.shape, other.unit)
