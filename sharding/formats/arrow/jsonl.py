@@ -11,7 +11,7 @@ Indexing takes the memory of a block, whatever the file holds, and so does decod
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import pairwise
 from typing import BinaryIO
@@ -20,13 +20,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from sharding.blocks import Block, Shard, ShardScan
+from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan
 from sharding.compression import compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
-from sharding.formats.arrow.columns import TabularFormat, check_columns
+from sharding.formats.arrow.columns import TabularFormat, check_columns, columns_of
 from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, starts_of_lines
 from sharding.formats.arrow.json_scan import LineScanner, TooManyKeysError
-from sharding.formats.arrow.json_types import Seen, problems
+from sharding.formats.arrow.json_types import JSON_TEXT, Seen, problems
 from sharding.formats.arrow.schema import BROKEN, decoded_bytes, leaves, schema_in, specs_of
 
 _FEWER_KEYS = 'write keys that are data as values: {"key": ..., "value": ...}'
@@ -126,8 +126,19 @@ class JsonlFormat(TabularFormat):
         starts: NDArray[np.int64] = block.offset + starts_of_lines(bytes(data))
         return starts
 
+    def decode_as(self, block: Block, data: memoryview, specs: Mapping[str, ColumnSpec | None]) -> Columns:
+        """See `Format.decode_as`; lists of numbers that are nested in other shards stay their own text."""
+        texts = frozenset(name for name, spec in specs.items() if spec is not None and spec.kind == "json")
+        return columns_of(self._table(block, data, list(specs), texts), list(specs), block, specs)
+
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """The wanted columns as Arrow has them, structs not flattened; raises as `decode` does."""
+        return self._table(block, data, columns, frozenset())
+
+    def _table(
+        self, block: Block, data: memoryview, columns: Sequence[str] | None, texts: frozenset[str]
+    ) -> pa.Table:
+        """`texts`: columns that are kept as text, whatever they are here."""
         footer = bytes(block.footer)
         check_columns(columns, [name for name, _ in leaves(schema_in(footer))], block)
         for name, problem in problems(schema_in(footer)).items():
@@ -136,7 +147,8 @@ class JsonlFormat(TabularFormat):
         if compression_of(block.shard.url) is not None:
             data = decompress(data, block.shard.url, limit_bytes=block.nbytes)
         try:
-            table, num_rows = _reader(footer, None if columns is None else tuple(columns)).read(data)
+            reader = _reader(footer, None if columns is None else tuple(columns), texts)
+            table, num_rows = reader.read(data)
         except LineError as fault:
             raise CorruptShardError(
                 block.shard.url, fault.reason, block.offset + fault.at, stage="decode"
@@ -147,21 +159,24 @@ class JsonlFormat(TabularFormat):
 
 
 @lru_cache(maxsize=64)
-def _reader(footer: bytes, columns: tuple[str, ...] | None) -> LineReader:
+def _reader(footer: bytes, columns: tuple[str, ...] | None, texts: frozenset[str]) -> LineReader:
     """What reads the wanted columns; msgspec compiles it once."""
-    schema = schema_in(footer)
-    return LineReader(schema if columns is None else pa.schema(_projected(list(schema), {*columns}, "")))
+    fields = list(schema_in(footer))
+    if columns is not None:
+        fields = _projected(fields, {*columns}, texts, "")
+    return LineReader(pa.schema(fields))
 
 
-def _projected(fields: Sequence[pa.Field], columns: Set[str], prefix: str) -> list[pa.Field]:
+def _projected(fields: Sequence[pa.Field], columns: Set[str], texts: Set[str], prefix: str) -> list[pa.Field]:
     """The fields in which the wanted columns lie, of structs the wanted parts only."""
     wanted = []
     for one in fields:
+        name = prefix + one.name
         if pa.types.is_struct(one.type):
-            inner = _projected(list(one.type), columns, f"{prefix}{one.name}.")
+            inner = _projected(list(one.type), columns, texts, f"{name}.")
             wanted += [one.with_type(pa.struct(inner))] if inner else []
-        elif prefix + one.name in columns:
-            wanted.append(one)
+        elif name in columns:
+            wanted.append(one.with_type(JSON_TEXT) if name in texts else one)
     return wanted
 
 

@@ -77,6 +77,38 @@ def test_batches_by_length_and_shuffled_epochs_have_each_line_once(path: Path) -
 
 def test_a_column_of_two_types_is_named_only_where_it_is_asked_for(path: Path) -> None:
     told = r"column 'label' holds text on the line at byte 0, but a number on the line at byte \d+;"
-    with pytest.raises(ShardError, match=told):
-        ShardedDataset(path)[0]
+    for columns in (["label"], ["id", "label"], None):
+        with pytest.raises(ShardError, match=told):
+            ShardedDataset(path, columns=columns)
     assert ShardedDataset(path, columns=["id"])[0]["id"] == ROWS[0]["id"]
+
+
+DEALT: dict[str, list[Any]] = {
+    "integers": [1, 2**63, 2**64 - 1, None],
+    "numbers": [0.5, 2**53, None, -1],
+    "text and nothing": [None, "a", None],
+    "empty lists": [[], [[1]], None, []],
+    "lists of numbers and others": [[1, 2.5], [1], ["a"], [{"b": None}]],
+    "lists of nulls": [[None], ["a"], []],
+}
+
+
+@pytest.mark.parametrize("kind", DEALT)
+def test_lines_mean_the_same_however_they_are_dealt_to_files(kind: str, tmp_path: Path) -> None:
+    values = DEALT[kind]
+    lines = [json.dumps({"x": value, "i": i}) + "\n" for i, value in enumerate(values)]
+    (tmp_path / "whole.jsonl").write_text("".join(lines))
+    split = [tmp_path / f"{i}.jsonl" for i in range(len(lines))]
+    for path, line in zip(split, lines, strict=True):
+        path.write_text(line)
+    got = []
+    for source in (tmp_path / "whole.jsonl", split):
+        is_number = kind in ("integers", "numbers")
+        optional = Optional(default=7, mask=True) if is_number else Optional()
+        dataset = ShardedDataset(source, columns=["x"], decode={"x": optional})
+        samples = [dataset[i] for i in range(len(values))]
+        if is_number:
+            got.append([one["x"] if one["x_mask"] else None for one in samples])
+        else:
+            got.append([one["x"] for one in samples])
+    assert repr(got) == repr([[float(v) if kind == "numbers" and v else v for v in values]] * 2)
