@@ -507,7 +507,7 @@ def test_an_absent_member_that_nobody_declared_is_an_error_of_the_loader(tmp_pat
         DataLoader(dataset.subset([1, 2, 3, 6]))
     assert len(DataLoader(dataset.subset([1, 2, 4, 5]))) == 4
     assert len(DataLoader(dataset.select(["n.cls"]))) == 40
-    with pytest.raises(SampleError, match="sample '3': column 'txt'"):
+    with pytest.raises(SampleError, match="sample '003': column 'txt'"):
         dataset[3]
     skipping = tar(tmp_path, columns=["n.cls", "txt"], on_error="skip")
     assert [row["n.cls"] for row in rows(skipping)] == [i for i in range(40) if i % 3]
