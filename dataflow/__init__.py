@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from dataflow.text.tokenize import Tokenize as Tokenize
     from dataflow.text.tokenizer import MissingTextSupportError as MissingTextSupportError
     from dataflow.timing.phases import StepInfo as StepInfo
-    from prefetch.errors import MemoryLimitError as MemoryLimitError, StallError as StallError
+    from prefetch.errors import (
+        MemoryLimitError as MemoryLimitError,
+        SampleTooLargeError as SampleTooLargeError,
+        StallError as StallError,
+    )
     from prefetch.store.retries import RetryPolicy as RetryPolicy
     from sharding.errors import (
         CorruptShardError as CorruptShardError,
@@ -90,6 +94,7 @@ _MODULES = {
     "RayClusterError": "dataflow.actors.cluster",
     "RetryPolicy": "prefetch.store.retries",
     "SampleError": "sharding.errors",
+    "SampleTooLargeError": "prefetch.errors",
     "ShardChangedError": "sharding.errors",
     "ShardError": "sharding.errors",
     "ShardReadError": "sharding.errors",

@@ -279,12 +279,12 @@ def test_memory_stays_within_its_limit_where_lists_decode_to_many_times_their_by
 def test_bytes_that_a_catalog_calls_lists_are_an_error_and_not_read_as_such(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": pa.array([b"\xff" * 64])}), tmp_path / "s.parquet")
     catalog = ShardedDataset(str(tmp_path / "s.parquet")).catalog
-    said = replace(catalog, schema={"x": replace(catalog.schema["x"], kind="bytes_list")})
+    said = replace(catalog, schemas=[{"x": replace(catalog.schema["x"], kind="bytes_list")}])
     with pytest.raises(CorruptShardError, match="column 'x' is not what the catalog says"):
         ShardedDataset(str(tmp_path / "s.parquet"), catalog=said)[0]
     url = tar(tmp_path, [[png(1)]])
     catalog = ShardedDataset(url).catalog
     lists = {name: replace(spec, kind="bytes_list") for name, spec in catalog.schema.items()}
-    replace(catalog, schema=lists).save(str(tmp_path / "s.catalog"))
+    replace(catalog, schemas=[lists]).save(str(tmp_path / "s.catalog"))
     with pytest.raises(CorruptShardError, match="format 'tar' has no lists of bytes"):
         ShardedDataset(str(tmp_path / "s.catalog"))

@@ -620,11 +620,6 @@ def test_a_flipped_size_digit_names_its_offset() -> None:
     assert error_of(bytes(content)).offset == 1536
 
 
-@pytest.mark.parametrize(("url", "says"), [("a.tar.gz", ".tar.gz"), ("a.tar.zst", ".tar.zst")])
-def test_compressed_bytes_under_a_plain_name_tell_the_right_name(url: str, says: str) -> None:
-    assert says in error_of(COMPRESS[url](simple(3))).reason
-
-
 def test_a_duplicate_extension_names_key_and_offset() -> None:
     content = tar_of([("a/x.jpg", b"1"), ("a/x.txt", b"2"), ("a/x.JPG", b"3")])
     with pytest.raises(ValueError, match="duplicate"):
