@@ -7,7 +7,7 @@ formats, and resamples what is wanted.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -39,8 +39,15 @@ class Audio:
     """Where the clip lies in its file."""
     pad: Literal["error", "zeros", "loop"] = "error"
     """What a file does that is shorter than the clip: an error, silence at its end, or it begins again."""
+    mask: bool = False
+    """Whether batches have a column `<name>_is_pad` after it, bool [batch, samples] (without `rate` a list):
+    True where a sample is padding, since the file is shorter than the clip."""
 
     def __post_init__(self) -> None:
+        if self.mask and self.seconds is None:
+            raise ValueError(
+                "Audio(mask=True) needs seconds=: without it all of a file comes, and no padding"
+            )
         for field in ("rate", "seconds", "channels"):
             value = getattr(self, field)
             if value is not None and not 0 < value < float("inf"):
@@ -74,6 +81,11 @@ class Audio:
         return self.seconds is not None and self.clip == "random"
 
     @property
+    def pads_shape(self) -> tuple[int, ...] | None:
+        """Of a mask of padding, [samples]; None where clips differ in length."""
+        return None if self.rate is None or self.seconds is None else (self._num_samples(self.rate),)
+
+    @property
     def reads_parts(self) -> bool:
         """False: files of sound are read whole."""
         return False
@@ -101,19 +113,36 @@ class Audio:
         )
         room = _Room(decoder.metadata, self.rate, self.num_channels, most_bytes)
         room.check_rate(data, decoder.metadata)
-        samples = self._clip(decoder, draws, room)
+        samples, count = self._clip(decoder, draws, room)
+        if samples.shape[1] < count:
+            samples = self._padded(samples, count, self.rate or decoder.metadata.sample_rate)
         if out is None:
             return samples
         np.copyto(out, samples)
         return out
 
+    def pads(self, data: Bytes, most_bytes: int) -> NDArray[np.bool_]:
+        """Which samples of the clip of a stored sound are padding, [samples]. Raises as `decode`."""
+        decoder = decoders().AudioDecoder(as_tensor(data), sample_rate=self.rate, num_channels=1)
+        room = _Room(decoder.metadata, self.rate, 1, most_bytes)
+        room.check_rate(data, decoder.metadata)
+        samples, count = replace(self, clip="start")._clip(decoder, None, room)
+        have: int = samples.shape[1]
+        return np.arange(count) >= have
+
+    def pads_by_index(self, read: ReadBytes, length: int) -> None:
+        """None: files of sound have no list of what they hold."""
+        return
+
     def _num_samples(self, rate: int) -> int:
         assert self.seconds is not None
         return round(self.seconds * rate)
 
-    def _clip(self, decoder: Any, draws: Draws | None, room: _Room) -> NDArray[np.float32]:
+    def _clip(self, decoder: Any, draws: Draws | None, room: _Room) -> tuple[NDArray[np.float32], int]:
+        """What a sound has of the clip, [channels, samples], and how many samples the clip should have."""
         if self.seconds is None:
-            return room.all_samples(decoder)
+            whole = room.all_samples(decoder)
+            return whole, whole.shape[1]
         stored_rate = decoder.metadata.sample_rate
         count = self._num_samples(self.rate or stored_rate)
         room.check(count)
@@ -129,13 +158,13 @@ class Audio:
                 )
             )
             if samples.shape[1] >= count:
-                return samples[:, :count]
+                return samples[:, :count], count
         whole = room.all_samples(decoder)
         have = whole.shape[1]
         if have < count:
-            return self._padded(whole, count, (self.rate or stored_rate))
+            return whole, count
         first = int(begins_at(have - count + (self.clip == "random"), self.clip, draws))
-        return whole[:, first : first + count]
+        return whole[:, first : first + count], count
 
     def _padded(self, samples: NDArray[np.float32], count: int, rate: int) -> NDArray[np.float32]:
         have = samples.shape[1]

@@ -39,6 +39,14 @@ class EpisodeVideos:
         total = sum(shard.size for shard in self.shards)
         return total * (frames + _SPARE_FRAMES) // max(1, int(self.num_frames.sum()))
 
+    def beyond(
+        self, rule: Video, episodes: NDArray[np.int64], seconds: NDArray[np.float64]
+    ) -> NDArray[np.bool_]:
+        """Which frames of the clips at n moments lie beyond their episodes: [n, frames]."""
+        known = (episodes >= 0) & (episodes < len(self.file))
+        count = self.num_frames[np.where(known, episodes, 0)]
+        return rule.beyond(seconds, count, self.fps) & known[:, None]
+
     def cut(
         self,
         rule: Video,

@@ -34,6 +34,7 @@ from dataflow.decode.media import (
 from dataflow.decode.mp4 import CLIP_TICKS, FrameIndex, ReadBytes, cut, read_index
 from dataflow.decode.values import check_fits
 
+Numbers = np.number[Any] | NDArray[np.number[Any]]
 _TICK_S = 5e-4
 """How near to a frame's time counts as it, where ticks are not known: half of Matroska's."""
 _AT_ONCE = 8
@@ -64,8 +65,15 @@ class Video:
     pad: Literal["error", "last", "loop"] = "error"
     """What a video does that is shorter than the clip: it is an error, shows its last frame on and on, or
     begins again."""
+    mask: bool = False
+    """Whether batches have a column `<name>_is_pad` after it, bool [batch, frames]: True where a frame is
+    padding, since the clip reaches beyond its video (of a LeRobot dataset, its episode)."""
 
     def __post_init__(self) -> None:
+        if self.mask and self.frames is None:
+            raise ValueError(
+                "Video(mask=True) needs frames=: without it all frames come, and none is padding"
+            )
         if self.frames is not None and self.frames < 1:
             raise ValueError(f"Video frames must be at least 1, got {self.frames}")
         if self.fps is not None and not 0 < self.fps < float("inf"):
@@ -103,6 +111,11 @@ class Video:
     def reads_parts(self) -> bool:
         """Whether a clip may need less than the whole file: not if all frames are wanted."""
         return self.frames is not None
+
+    @property
+    def pads_shape(self) -> tuple[int, ...] | None:
+        """Of a mask of padding, [frames]; None where clips differ in length."""
+        return None if self.frames is None else (self.frames,)
 
     def cut(self, read: ReadBytes, length: int, draws: Draws | None) -> Bytes:
         """What a clip needs of a video; all of what is not MP4, or not cut by us. See `MediaRule.cut`."""
@@ -166,10 +179,8 @@ class Video:
         Beyond the episode `pad` says what is seen: its first or last frame, or its other end ("loop").
         Raises `ValueError` where it does not say.
         """
-        frames = self.frames or 1
-        before = {"start": 0, "middle": (frames - 1) // 2, "end": frames - 1}[self.clip]
-        wanted = round(at_s * fps) + (np.arange(frames) - before) * (fps / (self.fps or fps))
-        if self.pad == "error" and (wanted[0] < -0.5 or wanted[-1] > count - 0.5):
+        wanted = self._wanted(np.float64(at_s), fps)
+        if self.pad == "error" and self.beyond(np.float64(at_s), np.int64(count), fps).any():
             raise ValueError(
                 f"the clip reaches beyond its episode of {count / fps:.3f} s: from {wanted[0] / fps:.3f} s "
                 f"to {wanted[-1] / fps:.3f} s; Video(pad='last') repeats the frames at its ends, "
@@ -179,13 +190,56 @@ class Video:
         moments: NDArray[np.float64] = np.floor(np.clip(inside, 0, count - 1) + 1e-3)
         return moments
 
+    def beyond(self, at_s: Numbers, count: Numbers, fps: float) -> NDArray[np.bool_]:
+        """Which frames of clips about times in episodes of `count` frames are padding: [..., frames]."""
+        wanted = self._wanted(at_s, fps)
+        return (wanted < -0.5) | (wanted > np.asarray(count)[..., None] - 0.5)
+
+    def _wanted(self, at_s: Numbers, fps: float) -> NDArray[np.float64]:
+        """Frames of clips about times, from the first of the episode, which may lack them: [..., frames]."""
+        frames = self.frames or 1
+        before = {"start": 0, "middle": (frames - 1) // 2, "end": frames - 1}[self.clip]
+        wanted: NDArray[np.float64] = np.rint(np.asarray(at_s) * fps)[..., None] + (
+            (np.arange(frames) - before) * (fps / (self.fps or fps))
+        )
+        return wanted
+
+    # ---- padding --------------------------------------------------------------------------------------
+
+    def pads(self, data: Bytes, most_bytes: int) -> NDArray[np.bool_]:
+        """Which frames of the clip of a stored video are padding, [frames]. Raises as `decode`."""
+        pads = self.pads_by_index(read_from(data), len(data))
+        if pads is not None:
+            return pads
+        decoder = decoders().VideoDecoder(as_tensor(data), num_ffmpeg_threads=1, device="cpu")
+        if self.fps is None:
+            return self._beyond_end(len(decoder))
+        shown = decoder.metadata
+        return self._beyond_end(shown.end_stream_seconds - shown.begin_stream_seconds)
+
+    def pads_by_index(self, read: ReadBytes, length: int) -> NDArray[np.bool_] | None:
+        """As `pads`, by the list of frames of an MP4; None where it must be read whole."""
+        index = read_index(read, length)
+        if index is None:
+            return None
+        begin, end = self._shown(index)
+        return self._beyond_end(len(index.shown) if self.fps is None else end - begin)
+
+    def _beyond_end(self, have: float) -> NDArray[np.bool_]:
+        """Which frames a video lacks that has so many, or so many seconds; it begins the clip."""
+        return np.arange(self.frames or 0) / (self.fps or 1) >= have
+
     # ---- which frames ---------------------------------------------------------------------------------
 
     def _frames_of(self, index: FrameIndex, draws: Draws | None) -> NDArray[np.int64]:
         if self.fps is None:
             return self._numbers(len(index.shown), draws)
+        return index.at(self._seconds(*self._shown(index), draws))
+
+    def _shown(self, index: FrameIndex) -> tuple[float, float]:
+        """From when to when a video is shown, in seconds."""
         begin = int(index.times[index.shown[0]])
-        return index.at(self._seconds(begin / index.ticks_per_s, index.end / index.ticks_per_s, draws))
+        return begin / index.ticks_per_s, index.end / index.ticks_per_s
 
     def _numbers(self, count: int, draws: Draws | None) -> NDArray[np.int64]:
         """Numbers of the clip's frames in a video of `count`."""

@@ -20,6 +20,8 @@ from prefetch.memory.arena import Arena, rounded_bytes
 from sharding.blocks import Column, Masked, Spans
 from sharding.cached_property import cached_property
 
+MASK_SUFFIX = "_mask"
+
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOutput(Output):
@@ -137,6 +139,11 @@ class MaskOutput(ArrayOutput):
     takes_bytes: ClassVar[bool] = False
 
     @property
+    def suffix(self) -> str:
+        """See `Output`."""
+        return MASK_SUFFIX
+
+    @property
     def lacking(self) -> None:
         """None: it tells of missing values."""
         return
@@ -145,7 +152,7 @@ class MaskOutput(ArrayOutput):
         """Any: the other column looks at the type."""
         return True
 
-    def stage(self, num_rows: int, arena: Arena) -> StagedPresence:
+    def stage(self, num_rows: int, arena: Arena) -> StagedArray:
         """The window's array, [num_rows, *shape]."""
         return StagedPresence(self._array(num_rows, arena))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -13,17 +13,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dataflow.decode.audio import Audio
 from dataflow.decode.crop import Draws
 from dataflow.decode.episodes import EpisodeVideos
 from dataflow.decode.media import MediaRule, MissingMediaSupportError
+from dataflow.decode.padding import PadMask
 from dataflow.decode.video import Video
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, WindowPart
-from dataflow.outputs.fixed import FixedOutput
-from dataflow.outputs.output import BuiltColumn, Output, split_list, split_rows
-from dataflow.staging.columns import StagedMoments
+from dataflow.outputs.fixed import FixedOutput, MaskOutput
+from dataflow.outputs.output import BuiltColumn, Default, Output, name_beside, split_list, split_rows
+from dataflow.staging.columns import StagedMoments, StagedPads
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
 from sharding.blocks import Column
+
+PAD_SUFFIX = "_is_pad"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,11 @@ class MediaOutput(Output):
     releases_gil: ClassVar[bool] = True
 
     rule: MediaRule
+
+    @property
+    def suffix(self) -> str:
+        """See `Output`."""
+        return PAD_SUFFIX if isinstance(self.rule, PadMask) else ""
 
     @property
     def parts_rule(self) -> MediaRule | None:
@@ -150,6 +159,49 @@ class FreeClipOutput(MediaOutput):
                 yield [columns.decoded(self.name, value, clip) for value in batch]
 
         return BuiltColumn(split=values, each=lambda row: columns.decoded(self.name, stored[row], clip))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodePadOutput(MaskOutput):
+    """Which frames of the clips of a robot's camera are padding: [batch, frames]. Moments tell, unread."""
+
+    rule: Video
+    episodes: EpisodeVideos = field(compare=False)
+
+    @property
+    def suffix(self) -> str:
+        """See `Output`."""
+        return PAD_SUFFIX
+
+    def stage(self, num_rows: int, arena: Arena) -> StagedPads:
+        """The window's array, [num_rows, frames]."""
+        return StagedPads(self._array(num_rows, arena), pads=partial(self.episodes.beyond, self.rule))
+
+
+def pads_beside(output: Output, names: Collection[str]) -> list[Output]:
+    """The column that tells which parts of an output's clips are padding, where its rule asks for it.
+
+    Of a clip that is missing all is. Raises `ValueError` if a column of the batch has its name.
+    """
+    if not isinstance(output, MediaOutput) or not isinstance(output.rule, Video | Audio):
+        return []
+    if not output.rule.mask:
+        return []
+    rule = PadMask(output.rule)
+    common: dict[str, Any] = {
+        "name": name_beside(output, PAD_SUFFIX, names),
+        "sources": output.sources,
+        "dtype": rule.dtype,
+        "rule": rule,
+    }
+    if isinstance(output, EpisodeClipOutput):
+        common.update(rule=output.rule, shape=rule.shape, source_dtype=rule.dtype)
+        return [EpisodePadOutput(**common, episodes=output.episodes)]
+    missing = output.default is not None
+    if rule.shape is None:
+        return [FreeClipOutput(**common, default=Default(None) if missing else None)]
+    default = Default(np.ones(rule.shape, np.bool_)) if missing else None
+    return [ClipOutput(**common, shape=rule.shape, default=default)]
 
 
 def decoded(

@@ -6,10 +6,8 @@ from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from dataflow.outputs.fixed import MaskOutput
-from dataflow.outputs.output import Output
-
-MASK_SUFFIX = "_mask"
+from dataflow.outputs.fixed import MASK_SUFFIX, MaskOutput
+from dataflow.outputs.output import Output, name_beside
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,6 @@ class Optional:
 
 def mask_of(output: Output, names: Collection[str]) -> MaskOutput:
     """The column that tells where another has values. `ValueError` if one of the batch has its name."""
-    name = output.name + MASK_SUFFIX
-    if name in names:
-        raise ValueError(
-            f"mask=True of column {output.name!r} adds a column {name!r}, and there is one: rename either by "
-            "columns={...}"
-        )
+    name = name_beside(output, MASK_SUFFIX, names)
     shape = (len(output.sources),) if len(output.sources) > 1 else ()
     return MaskOutput(name=name, sources=output.sources, dtype="bool", source_dtype="bool", shape=shape)

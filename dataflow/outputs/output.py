@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -120,6 +120,11 @@ class Output(StagedOutput, ABC):
     """Whether its columns are members of samples; else "a.b" is a field b of a struct."""
 
     @property
+    def suffix(self) -> str:
+        """What its name has behind that of the column which it tells about; "": it tells of itself."""
+        return ""
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one delivered row; 0, or about, where rows differ."""
         return 0
@@ -199,6 +204,17 @@ def columns_read(outputs: Sequence[Output]) -> list[str]:
     """The stored columns that several are made of."""
     names = (name for staged in staged_outputs(outputs) for name in staged.sources)
     return [name for name in dict.fromkeys(names) if name != "__url__"]
+
+
+def name_beside(output: Output, suffix: str, names: Collection[str]) -> str:
+    """The name of a column that tells about another. `ValueError` if one of the batch has it."""
+    name = output.name + suffix
+    if name in names:
+        raise ValueError(
+            f"mask=True of column {output.name!r} adds a column {name!r}, and there is one: rename either by "
+            "columns={...}"
+        )
+    return name
 
 
 def split_rows(out: NDArray[Any], sizes: Sequence[int]) -> list[Tensor]:

@@ -28,7 +28,7 @@ from dataflow.outputs.fixed import ArrayOutput, RowsOutput
 from dataflow.outputs.image_lists import FreeImageListOutput, ImageListOutput
 from dataflow.outputs.images import FreeImageOutput, ImageOutput
 from dataflow.outputs.lists import ObjectListOutput, bytes_tensor
-from dataflow.outputs.media import ClipOutput, EpisodeClipOutput, FreeClipOutput
+from dataflow.outputs.media import ClipOutput, EpisodeClipOutput, FreeClipOutput, pads_beside
 from dataflow.outputs.objects import ObjectOutput
 from dataflow.outputs.optional import Optional, mask_of
 from dataflow.outputs.output import Output
@@ -91,17 +91,19 @@ def resolve_outputs(
         if decode not in (None, "auto") and not isinstance(decode, Mapping):
             rule = decode
         if len(sources) == 1 and sources[0] in cameras:
-            outputs.append(_camera(name, cameras[sources[0]], rule, own))
+            camera = _camera(name, cameras[sources[0]], rule, own)
+            outputs += [camera, *pads_beside(camera, [*chosen])]
             continue
         specs = [schema_of(schema, source) for source in sources]
         resolve = partial(_several, name, sources) if is_list else partial(_single, name, sources[0])
         if not isinstance(rule, Optional):
-            outputs.append(resolve(specs, rule, codec))
+            output = resolve(specs, rule, codec)
+            outputs += [output, *pads_beside(output, [*chosen])]
             continue
         # What some lack no longer keeps the others from being of one length.
         output = resolve([replace(spec, optional=False) for spec in specs], rule.rule, codec)
         output = output.optional(rule.default, has_mask=rule.mask)
-        outputs.append(output)
+        outputs += [output, *pads_beside(output, [*chosen])]
         if rule.mask:
             outputs.append(mask_of(output, [*chosen]))
     return tuple(replace(output, is_member=codec.columns_are_extensions) for output in outputs)

@@ -18,8 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from dataflow.outputs.fixed import MaskOutput
-from dataflow.outputs.optional import MASK_SUFFIX
 from dataflow.outputs.output import Output
 from dataflow.sources.views import read_table
 from dataflow.staging.columns import StagedOutput, StagedSpans
@@ -271,9 +269,10 @@ def columns_beside(
             f"suffix='_other', or choose and rename columns by columns="
         )
     new_names = {name: f"{name}{suffix}" for name in clashing}
-    for mask in (output.name for output in others if isinstance(output, MaskOutput)):
-        if (column := mask.removesuffix(MASK_SUFFIX)) in clashing:
-            new_names[mask] = f"{new_names[column]}{MASK_SUFFIX}"
+    for output in others:
+        column = output.name.removesuffix(output.suffix)
+        if output.suffix and column in clashing:
+            new_names[output.name] = f"{new_names[column]}{output.suffix}"
     renamed = tuple(replace(output, name=new_names.get(output.name, output.name)) for output in others)
     every = [*names, *(output.name for output in renamed)]
     if twice := [name for name in every if every.count(name) > 1]:

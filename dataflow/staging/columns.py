@@ -184,11 +184,35 @@ class StagedMoments(StagedSpans):
 
     def put(self, first: int, columns: Sequence[Column]) -> None:
         """Stage the moments of one block's rows."""
-        for own, column in zip(self.moments, columns, strict=True):
-            values = column.values.copy() if isinstance(column, Masked) else np.asarray(column)
-            if isinstance(column, Masked):
-                values[column.lacks != 0] = -1  # no episode
-            own[first : first + len(values)] = values.reshape(len(values))
+        for own, values in zip(self.moments, _moments(columns), strict=True):
+            own[first : first + len(values)] = values
+
+
+@dataclass
+class StagedPads(StagedArray):
+    """Which frames of clips about moments are padding, bool [rows, frames]."""
+
+    _: KW_ONLY
+    pads: Callable[[NDArray[np.int64], NDArray[np.float64]], Array] = field(kw_only=True)
+    """[n] episodes, and seconds in them -> [n, frames]."""
+
+    def put(self, first: int, columns: Sequence[Column]) -> None:
+        """Stage what the moments of one block's rows tell."""
+        episodes, seconds = _moments(columns)
+        self.values[first : first + len(episodes)] = self.pads(
+            episodes.astype(np.int64), seconds.astype(np.float64)
+        )
+
+
+def _moments(columns: Sequence[Column]) -> list[Array]:
+    """Episodes, and seconds in them, of a block's rows, [n] each; -1, no episode, where one is missing."""
+    moments = []
+    for column in columns:
+        values = column.values.copy() if isinstance(column, Masked) else np.asarray(column)
+        if isinstance(column, Masked):
+            values[column.lacks != 0] = -1
+        moments.append(values.reshape(len(values)))
+    return moments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,6 +115,22 @@ def test_clips_lie_about_the_time_of_their_row(robot: Path) -> None:
         clip(19, clip="start")
 
 
+@pytest.mark.parametrize(("pad", "workers"), [("last", 0), ("loop", 0), ("loop", 1)])
+def test_frames_beyond_the_ends_of_an_episode_are_told_by_a_mask(robot: Path, pad: Any, workers: int) -> None:
+    clip = Video(frames=3, clip="middle", fps=10, pad=pad, mask=True)
+    columns = ["index", "episode_index", CAMERA]
+    dataset = ShardedDataset(robot, format="lerobot", columns=columns, decode={CAMERA: clip})
+    starts = np.cumsum([0, *LENGTHS])
+    with DataLoader(dataset, batch_size=32, shuffle=True, seed=1, num_workers=workers) as loader:
+        for batch in loader:
+            assert list(batch) == [*columns, f"{CAMERA}_is_pad"]
+            at = batch["index"][:, None].numpy() + np.array([-3, 0, 3])
+            episode = batch["episode_index"].numpy()
+            beyond = (at < starts[episode][:, None]) | (at >= starts[episode + 1][:, None])
+            assert batch[f"{CAMERA}_is_pad"].numpy().tolist() == beyond.tolist()
+    assert dataset[18][f"{CAMERA}_is_pad"].tolist() == [False, False, True]
+
+
 def test_builder_processes_and_single_samples_give_the_same_frames(robot: Path) -> None:
     dataset = ShardedDataset(
         robot, format="lerobot", columns=["index", CAMERA], decode={CAMERA: Image(size=32)}

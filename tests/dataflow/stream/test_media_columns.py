@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from http_kit import RangeServer, serving, slowstore
 from media_kit import first_sample, numbers_of, sound, video
 from programs_kit import run_script
 
-from dataflow import Audio, DataLoader, SampleError, ShardedDataset, Video
+from dataflow import Audio, DataLoader, Optional, SampleError, ShardedDataset, Video
 
 CLIP = Video(frames=4, fps=15, size=64)
 
@@ -207,3 +208,90 @@ def test_draws_of_sound_are_those_of_its_sample(tar: Path) -> None:
     firsts = {first_sample(sample["flac"]) for sample in (dataset[i] for i in range(8))}
     assert len(firsts) > 4
     assert np.all([0 <= first <= 12000 for first in firsts])
+
+
+# ---- which parts are padding ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> dict[str, Path]:
+    """Clips of 3, 4 and 60 frames, 250, 500 and 1,000 ms of sound: as tar and as Parquet."""
+    videos = [video(3), video(4, "mkv"), video(60), video(3, "mkv")]
+    sounds = [sound(samples, "flac") for samples in (4000, 8000, 16000, 4000)]
+    members = [(f"{i}.{kind}", data) for i in range(4) for kind, data in (("v", videos[i]), ("s", sounds[i]))]
+    write_tar(tmp_path / "uneven.tar", members)
+    pq.write_table(pa.table({"v": videos, "s": sounds}), tmp_path / "uneven.parquet")
+    return {"tar": tmp_path / "uneven.tar", "parquet": tmp_path / "uneven.parquet"}
+
+
+VIDEO_PADS = [[False] * 3 + [True] * 2, [False] * 4 + [True], [False] * 5, [False] * 3 + [True] * 2]
+SOUND_PADS = [2000, 0, 0, 2000]
+"""Samples of padding at the end of 6,000."""
+
+
+def pads_of(source: Any, video_pad: Any = "last", sound_pad: Any = "zeros", **settings: Any) -> None:
+    rules = {
+        "v": Video(frames=5, size=32, pad=video_pad, mask=True),
+        "s": Audio(rate=16000, seconds=0.375, pad=sound_pad, mask=True),
+    }
+    dataset = ShardedDataset(source, decode=rules, columns=["v", "s"])
+    with DataLoader(dataset, batch_size=4, **settings) as loader:
+        (batch,) = loader
+    assert list(batch) == ["v", "v_is_pad", "s", "s_is_pad"]
+    assert (batch["v_is_pad"].dtype, batch["s_is_pad"].shape) == (torch.bool, (4, 6000))
+    assert batch["v_is_pad"].tolist() == VIDEO_PADS
+    assert batch["s_is_pad"].sum(1).tolist() == SOUND_PADS
+    assert batch["s_is_pad"][0, 4000:].all()
+    assert dataset[1]["v_is_pad"].tolist() == VIDEO_PADS[1]
+
+
+@pytest.mark.parametrize(("form", "workers"), [("tar", 0), ("parquet", 0), ("tar", 1)])
+def test_padding_of_short_clips_is_told_by_a_mask(uneven: dict[str, Path], form: str, workers: int) -> None:
+    pads_of(uneven[form], "loop", "loop", num_workers=workers)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_padding_is_the_same_where_only_parts_of_a_video_are_read(
+    uneven: dict[str, Path], remote: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataflow.staging.reading._LEAST_CUT_BYTES", 0)
+    with serving(RangeServer(uneven["tar"].parent)) if remote else nullcontext() as server:
+        pads_of(f"{server.url}/uneven.tar" if server else uneven["tar"])
+
+
+def test_a_clip_that_is_missing_is_padding_and_one_that_is_bad_is_named_itself(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"v": [video(3), None]}), tmp_path / "gaps.parquet")
+
+    def opened(**rule: Any) -> ShardedDataset[Any]:
+        clip = Optional(Video(frames=5, size=32, mask=True, **rule), mask=True)
+        return ShardedDataset(tmp_path / "gaps.parquet", decode={"v": clip})
+
+    (batch,) = DataLoader(opened(pad="last"), batch_size=2)
+    assert list(batch) == ["v", "v_is_pad", "v_mask"]
+    assert batch["v_is_pad"].tolist() == [VIDEO_PADS[0], [True] * 5]
+    assert batch["v_mask"].tolist() == [True, False]
+    with pytest.raises(SampleError, match=r"column 'v': .*too short for a clip of 5 frames"):
+        opened()[0]
+    with pytest.raises(ValueError, match="needs frames="):
+        Video(mask=True)
+    with pytest.raises(ValueError, match="needs seconds="):
+        Audio(mask=True)
+
+
+def test_a_mask_of_padding_is_called_after_its_column(uneven: dict[str, Path]) -> None:
+    rules = {"v": Video(frames=5, size=32, pad="last", mask=True)}
+    tar = ShardedDataset(uneven["tar"], decode=rules, columns=["__key__", "v"])
+    joined = tar.join(tar, on="__key__", suffix="_other")
+    assert {"v_is_pad", "v_other", "v_other_is_pad"} < {*joined[0]}
+    with pytest.raises(ValueError, match="adds a column 'v_is_pad', and there is one"):
+        ShardedDataset(uneven["tar"], decode=rules, columns={"v": "v", "v_is_pad": "s"})
+
+
+def test_clips_of_their_own_sizes_have_a_mask_of_padding_too(uneven: dict[str, Path]) -> None:
+    rules = {
+        "v": Video(frames=5, fps=30, pad="last", mask=True),
+        "s": Audio(seconds=0.375, pad="zeros", mask=True),
+    }
+    (batch,) = DataLoader(ShardedDataset(uneven["tar"], decode=rules), batch_size=4)
+    assert batch["v_is_pad"].tolist() == VIDEO_PADS
+    assert [int(pads.sum()) for pads in batch["s_is_pad"]] == SOUND_PADS
