@@ -176,6 +176,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
                 self._listen()
             except Exception as error:  # nobody can tell what processes have
                 self._fail(error)
+        self._end_builders()  # here, too: after a time-out nobody waits for us
 
     def _opened(self, packed: PackedObject, context: BaseContext | None) -> WorkerPool:
         return WorkerPool(

@@ -167,9 +167,16 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         self._thread: PriorityPool
 
     def _start(self, run: Task, initializer: Task | None) -> None:
-        """Start the thread that hands out: it runs `run`, and `initializer` first."""
+        """Start the thread that hands out: it runs `run`, and `initializer` first; then it ends."""
         self._thread = PriorityPool(1, "dataflow-hand-out", initializer=initializer)
-        self._thread.submit(0, run)
+
+        def run_to_the_end() -> None:
+            try:
+                run()
+            finally:
+                self._thread.stop()  # after a time-out nobody closes it
+
+        self._thread.submit(0, run_to_the_end)
 
     # ---- of an heir ---------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets_kit import make_ints_tar
+from threads_kit import threads_left
 
 from dataflow import DataLoader, StallError
 from dataflow.workers.fetching import WorkerLoader
@@ -62,6 +63,8 @@ def test_that_of_a_loader_over_shards_holds_too(tmp_path: Path) -> None:
     stalled = pytest.raises(StallError, match="has not started: the server that it comes from")
     with DataLoader(dataset, 4, num_workers=2, timeout=0.5) as loader, stalled:
         next(iter(loader))
+    assert threads_left("dataflow-hand-out") == [], "nobody waits for it, and it ends"
+    assert not fork_server.server_pids()
 
 
 def test_who_asks_for_the_id_of_a_process_waits_for_a_bounded_time() -> None:

@@ -276,7 +276,8 @@ _kept: list[Any] = []
 
 def keeps_a_loader(index: int) -> tuple[int, ...]:
     loader = DataLoader(Does(same), None, num_workers=2, persistent_workers=True)
-    assert next(iter(loader)) == 0
+    iterator = iter(loader)
+    assert [next(iterator), next(iterator)] == [0, 1]  # each of a process, which is there then
     _kept.append(loader)
     return loader.stats().worker_pids
 
