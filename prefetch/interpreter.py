@@ -6,6 +6,7 @@ here first.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -28,7 +29,14 @@ def frames_of_threads() -> dict[int, FrameType]:
     A frame that another thread leaves while it is looked at may end the process there. The caller's own frame
     is left out: it refers to the result, and all that the frames hold would stay until the next collection.
     """
-    frames = sys._current_frames() if has_lock() else {}
+    # Python 3.11 holds a lock there that a collection of garbage may want, and would wait for (gh-106883).
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        frames = sys._current_frames() if has_lock() else {}
+    finally:
+        if was_enabled:
+            gc.enable()
     frames.pop(threading.get_ident(), None)
     return frames
 
