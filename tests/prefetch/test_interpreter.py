@@ -52,6 +52,21 @@ def test_to_look_at_frames_keeps_nothing_that_they_hold() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_while_frames_are_taken(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    """A collection there may wait for a lock that its own thread holds (Python 3.11)."""
+    seen: list[bool] = []
+    monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or {})
+    if not enabled:
+        gc.disable()
+    try:
+        frames_of_threads()
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+    assert seen == [False]
+
+
 @pytest.mark.usefixtures("_no_lock")
 def test_without_the_lock_nobody_looks_at_frames_of_threads_that_run() -> None:
     assert not has_lock()
