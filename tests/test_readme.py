@@ -199,7 +199,11 @@ def test_links_lead_to_files(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_dotted_module_names_written_as_code_can_be_imported(page: Path) -> None:
     for name in set(re.findall(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)[`(]", page.read_text("utf-8"))):
-        assert resolve(name) is not None
+        try:
+            assert resolve(name) is not None
+        except ImportError as error:  # of a package that an extra installs: its own tests import it
+            if "pip install 'dataflow-loader[" not in str(error):
+                raise
 
 
 def test_pages_named_in_docstrings_and_messages_exist() -> None:

@@ -51,6 +51,7 @@ from sharding.formats.arrow.schema import (
     is_text,
     schema_in,
     spec_of,
+    specs_of,
     unlike_json,
 )
 
@@ -124,12 +125,14 @@ def columns_of(
 
     Raises:
         CorruptShardError: a wanted column is not there, or its offsets point outside its buffers.
-        ShardError: the column's type cannot be delivered (decimal, interval, list of byte strings, ...), or a
-            value is none of the type that it is brought to.
+        ShardError: the column's type cannot be delivered (decimal, interval, list of byte strings, ...), a
+            value is none of the type that it is brought to, or two columns have a wanted name.
     """
     flat, known = flattened(table), [column.name for column in named_columns(table.schema)]
     check_columns(columns, known, block)
     stored = set(flat.column_names)
+    if len(stored) < flat.num_columns:
+        _check_routes(table.schema, known if columns is None else columns, block)
     return {
         name: _column(name, flat.column(name), block, specs.get(name))
         if name in stored
@@ -155,6 +158,14 @@ def check_columns(columns: Sequence[str] | None, of_shard: Sequence[str], block:
     for name in columns or ():
         if name not in of_shard:
             raise block.corrupt(f"no column {name!r}; the shard has {', '.join(of_shard) or 'no columns'}")
+
+
+def _check_routes(schema: pa.Schema, columns: Sequence[str], block: Block) -> None:
+    """Raise `ShardError` for the first of the columns whose name is that of two."""
+    specs = specs_of(schema)
+    for name in columns:
+        if specs[name].kind == "unreadable":
+            raise ShardError(block.shard.url, specs[name].note, block.offset, stage="decode")
 
 
 def flattened(table: pa.Table) -> pa.Table:

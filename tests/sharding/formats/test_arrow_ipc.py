@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from sharding.blocks import Spans
-from sharding.errors import CorruptShardError, SampleError
+from sharding.errors import CorruptShardError, SampleError, ShardError
 from sharding.formats.arrow.ipc import ArrowFileFormat, ArrowStreamFormat
 from tests.formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 
@@ -381,13 +381,25 @@ def test_feather_version_1_is_named():
     assert "Feather version 1" in scan_error(b"FEA1" + bytes(100) + b"FEA1").reason
 
 
+def test_of_two_columns_that_share_a_name_neither_is_decoded_and_both_are_named():
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array([1]), pa.array([{"b": 2}]), pa.array([3])], ["a.b", "a", "c"]
+    )
+    block, data = first_block(written([batch], "file"))
+    with pytest.raises(
+        ShardError, match=r"two columns are named 'a.b': the column 'a.b' and field 'b' of 'a'"
+    ):
+        ArrowFileFormat().decode(block, data, None)
+    assert ArrowFileFormat().decode(block, data, ["c"])["c"] == [3]
+
+
 @settings(max_examples=150)
 @given(st.data())
 def test_damaged_headers_raise_nothing_but_our_errors(data):
     content = bytearray(written(mixed_batches(4, 4), "stream"))
     at = data.draw(st.integers(0, len(content) - 1))
     content[at] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(CorruptShardError, SampleError):
+    with contextlib.suppress(ShardError):
         shard, fmt = shard_of(content, URL), ArrowFileFormat()
         for block in blocks_of(fmt.scan(io.BytesIO(content), shard, block_bytes=1), shard):
             for column in fmt.decode(
