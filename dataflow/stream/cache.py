@@ -13,8 +13,6 @@ from dataflow.staging.source import SourceCache
 from dataflow.stream.next_use import NextUse, SourceUse
 from dataflow.stream.plan import StreamPlan
 from prefetch.cache.block_cache import NO_CACHE, BlockCache, CacheStats
-from prefetch.cache.eviction import MemoryTier
-from prefetch.memory.arena import Arena
 from sharding.mixture.windows import source_seed
 from sharding.order.order import Order
 from sharding.order.selection import SelectedOrder
@@ -28,18 +26,9 @@ from sharding.urls import is_local
 class OpenCaches:
     """The caches of one loader: one for each different `Cache` of its sources."""
 
-    def __init__(
-        self,
-        datasets: Sequence[ShardedDataset],
-        plan: StreamPlan,
-        place: Topology,
-        arena: Arena,
-        *,
-        in_memory: bool = True,
-    ) -> None:
+    def __init__(self, datasets: Sequence[ShardedDataset], plan: StreamPlan, place: Topology) -> None:
         self._of_source: dict[tuple[int, int], SourceCache] = {}
         self._open: list[BlockCache] = []
-        self._memory: list[MemoryTier] = []
         read = {
             (number, at): one
             for number, dataset in enumerate(datasets)
@@ -51,11 +40,7 @@ class OpenCaches:
             assert cache is not None
             numbers = [number for number in uses if read[number].cache == cache]
             future = NextUse([uses[number] for number in numbers])
-            memory = None
-            if cache.memory_bytes and in_memory:
-                memory = MemoryTier(cache.memory_bytes, arena.lease, future.of_names)
-                self._memory.append(memory)
-            blocks = BlockCache(cache.folder, cache.limit_bytes, future, memory=memory)
+            blocks = BlockCache(cache.folder, cache.limit_bytes, future)
             self._open.append(blocks)
             self._of_source.update(
                 (number, SourceCache(uses[number].begins, blocks.read_into)) for number in numbers
@@ -78,20 +63,6 @@ class OpenCaches:
         """When no thread reads any more. Idempotent."""
         for blocks in self._open:
             blocks.close()
-        for memory in self._memory:
-            memory.clear()
-
-
-def memory_for_caches(datasets: Sequence[ShardedDataset], memory_limit: int) -> int:
-    """Bytes of `memory_limit` that caches take. `ValueError` if that is more than half of it."""
-    caches = {_cache_of(one) for dataset in datasets for one in dataset.datasets_read}
-    nbytes = sum(cache.memory_bytes for cache in caches if cache)
-    if nbytes > memory_limit // 2:
-        raise ValueError(
-            f"the caches keep {nbytes:,} bytes in memory, more than half of memory_limit={memory_limit:,}: "
-            "lower Cache(memory=...) or raise memory_limit"
-        )
-    return nbytes
 
 
 def _cache_of(dataset: ShardedDataset) -> Cache | None:

@@ -534,7 +534,6 @@ class StreamLoader:
             skipped=SkippedAhead(self._skipped),
             pause=self.read_pause,
             choices=self._choices,
-            caches_in_memory=memory_limit == self.memory_limit,
         )
         if isinstance(self._planner, FoundPlanner):
             exchange = self._lengths.exchange

@@ -85,12 +85,6 @@ class NextUse:
         """When each block of a folder is needed, and whether it is one of ours."""
         return self._of(stored.marks, stored.offsets, just_read=False)
 
-    def of_names(self, names: Sequence[str]) -> NDArray[np.float64]:
-        """When each of these blocks is needed; infinity for others."""
-        parts = [name.split("-") for name in names]
-        marks = np.array([mark_of(part[0]) for part in parts], np.uint64)
-        return self._of(marks, np.array([int(part[1]) for part in parts], np.int64), just_read=False)[0]
-
     def of_entry(self, entry: Entry) -> float:
         """When a block that was just read is needed again."""
         mark, offset = np.array([mark_of(entry.tag)], np.uint64), np.array([entry.offset])

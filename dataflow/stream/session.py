@@ -26,7 +26,7 @@ from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
 from dataflow.stats import SessionStats
 from dataflow.stream.builders import BuilderOpening, BuilderPlan, plan_builders
-from dataflow.stream.cache import OpenCaches, memory_for_caches
+from dataflow.stream.cache import OpenCaches
 from dataflow.stream.deliveries import SkippedAhead
 from dataflow.stream.joined_reads import kept_bytes
 from dataflow.stream.plan import StreamPlan
@@ -71,8 +71,6 @@ class SessionOptions:
     """Asks remote reads to wait; outlives the session."""
     choices: ChoiceMemory
     """What was decided about who builds."""
-    caches_in_memory: bool
-    """Whether caches may keep blocks in memory, as they say."""
 
 
 class Session:
@@ -99,8 +97,6 @@ class Session:
         )
         kept = kept_bytes(plan, limit)
         self._kept_bytes = sum(kept.values())
-        if options.caches_in_memory:
-            self._kept_bytes += memory_for_caches(dataset.sources, limit)
         self.ledger = Ledger(limit - self._kept_bytes)
         on_cuda = device.type == "cuda"
         pinned = settings.is_pinned
@@ -124,9 +120,7 @@ class Session:
                 now=self._now,
             )
         self.guards = FileGuards()
-        self.caches = OpenCaches(
-            dataset.sources, plan, options.topology, self.arena, in_memory=options.caches_in_memory
-        )
+        self.caches = OpenCaches(dataset.sources, plan, options.topology)
         self.sources = _open_sources(
             dataset,
             ahead.mapped_bytes.value,

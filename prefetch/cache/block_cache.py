@@ -1,9 +1,9 @@
-"""Blocks of remote shards, from memory, from a folder, or from the store: each fetched once for a machine.
+"""Blocks of remote shards, from a folder or from the store: each fetched once for a machine.
 
-A block that is in no tier is claimed first (`prefetch.cache.claims`); whoever has the claim fetches it, puts
-it into the folder and gives the claim up, and the others who want it find it there. If the one who fetches
-dies, the next one gets the claim. If it was merely stopped, the others fetch for themselves after a while: a
-claim saves a request and is never needed for the right bytes.
+A block that is not in the folder is claimed first (`prefetch.cache.claims`); whoever has the claim fetches
+it, puts it into the folder and gives the claim up, and the others who want it find it there. If the one who
+fetches dies, the next one gets the claim. If it was merely stopped, the others fetch for themselves after a
+while: a claim saves a request and is never needed for the right bytes.
 
 The cache can fail in any way without failing a read: the first time it cannot be used, is full or has damaged
 blocks there is a warning that says so, and what it cannot give comes from the store.
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from prefetch.cache.claims import Claim, Claims
 from prefetch.cache.entry import DamagedEntryError, Entry, read_entry
-from prefetch.cache.eviction import MemoryTier
 from prefetch.cache.folder import VERSION, CacheFolder, Stored, prepare
 from prefetch.errors import ReaderClosedError
 from sharding.blocks import Shard
@@ -45,8 +44,6 @@ class CacheStats:
     misses: int = 0
     """Blocks fetched from the store. In a second epoch 0, if the limit holds everything."""
     hit_bytes: int = 0
-    memory_hit_bytes: int = 0
-    """Of `hit_bytes`, those that came from the memory tier."""
     miss_bytes: int = 0
     waited: int = 0
     """Of `hits`, blocks that another rank or job fetched meanwhile."""
@@ -85,26 +82,19 @@ class Future(Protocol):
 
 
 class BlockCache:
-    """The tiers above one loader's stores. Thread-safe. It never raises for its own troubles.
+    """The folder above one loader's stores. Thread-safe. It never raises for its own troubles.
 
     Args:
         path: the folder.
         limit_bytes: of the blocks in it.
-        memory: the tier above; None: none.
         future: of the blocks.
         patience_s: how long to wait for another process's fetch.
     """
 
     def __init__(
-        self,
-        path: str,
-        limit_bytes: int,
-        future: Future,
-        *,
-        memory: MemoryTier | None = None,
-        patience_s: float = _PATIENCE_S,
+        self, path: str, limit_bytes: int, future: Future, *, patience_s: float = _PATIENCE_S
     ) -> None:
-        self._path, self._future, self._memory, self._patience_s = path, future, memory, patience_s
+        self._path, self._future, self._patience_s = path, future, patience_s
         self._root = f"{path}/{VERSION}"
         self._lock = threading.Lock()  # guards what is below
         self._counts = NO_CACHE
@@ -149,21 +139,16 @@ class BlockCache:
             self._count(misses=1, miss_bytes=out.nbytes)
             return
         entry = Entry.of(shard, offset, out.nbytes)
-        if self._memory is not None and self._memory.read(entry.name, out):
-            self._count(hits=1, hit_bytes=out.nbytes, memory_hit_bytes=out.nbytes)
-            return
         if self._from_folder(entry, out, checksum):
             self._count(hits=1, hit_bytes=out.nbytes)
-        else:
-            with self._claimed(entry) as claim:
-                if claim is not None and self._from_folder(entry, out, checksum):
-                    self._count(hits=1, hit_bytes=out.nbytes, waited=1)
-                else:
-                    fetch()
-                    self._count(misses=1, miss_bytes=out.nbytes)
-                    self._publish(entry, out, checksum)
-        if self._memory is not None:
-            self._memory.keep(entry.name, out, self._future.of_entry(entry))
+            return
+        with self._claimed(entry) as claim:
+            if claim is not None and self._from_folder(entry, out, checksum):
+                self._count(hits=1, hit_bytes=out.nbytes, waited=1)
+            else:
+                fetch()
+                self._count(misses=1, miss_bytes=out.nbytes)
+                self._publish(entry, out, checksum)
 
     def stats(self) -> CacheStats:
         """The counts so far."""

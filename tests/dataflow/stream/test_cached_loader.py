@@ -180,21 +180,6 @@ def test_other_orders_are_cached_too(server: Server, tmp_path: Path, kind: Any) 
     assert asked == 0 or kind == "full"  # samples of 1 kB are too small for files of their own
 
 
-def test_memory_of_the_cache_is_a_part_of_the_limit(server: Server, tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "cache", memory="64MB")
-    dataset = open_dataset(server.url, tmp_path, cache)
-    with DataLoader(dataset, 32, SHUFFLE, memory_limit="256MB") as loader:
-        firsts(loader)
-        firsts(loader)
-        assert loader.stats().memory.limit_bytes == 256_000_000 - 64_000_000
-        assert loader.stats().cache.memory_hit_bytes > 0
-    with (
-        DataLoader(dataset, 32, SHUFFLE, memory_limit="100MB") as loader,
-        pytest.raises(ValueError, match="more than half of memory_limit"),
-    ):
-        firsts(loader)
-
-
 def test_local_shards_are_not_cached(shards: Path, tmp_path: Path) -> None:
     dataset = ShardedDataset(
         str(shards / "*.bin"),
@@ -251,7 +236,6 @@ def test_ranks_of_a_machine_read_through_one_broker_and_go_on_when_it_ends(
     [
         ({"limit": 0}, "limit must be > 0"),
         ({"limit": "much"}, "a size must be like"),
-        ({"memory": -1}, "memory must be >= 0"),
     ],
 )
 def test_sizes_are_checked(arguments: dict[str, Any], message: str) -> None:

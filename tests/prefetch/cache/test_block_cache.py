@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from prefetch.cache.block_cache import BlockCache
 from prefetch.cache.entry import Entry, mark_of
-from prefetch.cache.eviction import MemoryTier
 from prefetch.cache.folder import VERSION, Stored
 from prefetch.errors import ReaderClosedError
 from sharding.blocks import Shard
@@ -45,9 +44,6 @@ class Sooner:
     def of_entry(self, entry: Entry) -> float:
         return float(entry.offset)
 
-    def of_names(self, names: list[str]) -> NDArray[np.float64]:
-        return np.array([float(name.split("-")[1]) for name in names])
-
 
 Open = Callable[..., BlockCache]
 
@@ -56,9 +52,8 @@ Open = Callable[..., BlockCache]
 def opened(tmp_path: Path) -> Iterator[Open]:
     with ExitStack() as stack:
 
-        def make(path: Path = tmp_path / "cache", limit: int = 1 << 30, memory: int = 0) -> BlockCache:
-            tier = MemoryTier(memory, lambda n: np.empty(n, np.uint8), Sooner().of_names) if memory else None
-            cache = BlockCache(str(path), limit, Sooner(), memory=tier)
+        def make(path: Path = tmp_path / "cache", limit: int = 1 << 30) -> BlockCache:
+            cache = BlockCache(str(path), limit, Sooner())
             stack.callback(cache.close)
             stack.callback(cache.end)
             return cache
@@ -297,24 +292,3 @@ def test_a_block_that_cannot_be_read_is_warned_about(opened: Open, tmp_path: Pat
     block.mkdir()
     with pytest.warns(RuntimeWarning, match="cannot be read: Is a directory"):
         assert store.read(cache) == content(0)
-
-
-# ---- memory ------------------------------------------------------------------------------------------------
-
-
-def test_the_memory_tier_is_asked_first_and_keeps_to_its_size(opened: Open, tmp_path: Path) -> None:
-    store, cache = Store(), opened(memory=2 * NBYTES)
-    for _ in range(2):
-        for offset in (2, 1, 0):
-            assert store.read(cache, offset) == content(offset)
-    assert store.fetched == [2, 1, 0]
-    stats = cache.stats()
-    assert (stats.hits, stats.memory_hit_bytes) == (3, 2 * NBYTES)  # 0 and 1: 2 is needed later
-
-
-def test_a_block_in_memory_outlives_the_folder(opened: Open, tmp_path: Path) -> None:
-    store, cache = Store(), opened(memory=NBYTES)
-    store.read(cache)
-    only_block(tmp_path / "cache").unlink()
-    assert store.read(cache) == content(0)
-    assert store.fetched == [0]
