@@ -142,7 +142,7 @@ class StepLoop:
                 batch, step.share.batches[index] = step.share.batches[index], None
             # DDP looks at the switch in the forward and in the backward pass: it is set before both.
             self.model.sync(is_last and syncs)
-            if step.plan.replays and index >= min(step.plan.counts):
+            if self.model.holds_always or (step.plan.replays and index >= min(step.plan.counts)):
                 self.model.hold_together(self.agreement)
             self.microbatch = microbatch = Microbatch(
                 step=step,

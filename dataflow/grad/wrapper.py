@@ -40,6 +40,8 @@ class ModelWrapper:
     """Global ranks that the gradients are averaged over; None in a single process."""
     group: dist.ProcessGroup | None = None
     """Where gradients travel; None if there is no single one."""
+    holds_always = False
+    """Whether `hold_together` is wanted in every microbatch, not only in those that some rank replays."""
 
     def __init__(self, model: nn.Module) -> None:
         self.inner = model
@@ -65,7 +67,7 @@ class ModelWrapper:
         """The microbatches that follow in this step have weight zero."""
 
     def hold_together(self, agreement: Agreement) -> None:
-        """Some rank replays the microbatches that follow in this step: let none run other layers."""
+        """Let no rank run other layers in the microbatch that follows."""
 
     def forward_ended(self) -> None:
         """The forward pass of a microbatch has been, its backward pass not yet."""
@@ -235,6 +237,10 @@ class Fsdp2Model(ModelWrapper):
     A collective does not tell which layer it is for: where two ranks run different ones of the same size,
     each gets half of one and half of the other, without an error. So what ran is compared. FSDP2 lists it
     itself, to know what to gather in the backward pass.
+
+    Of different sizes gloo's own thread ends the process, which nobody can catch. So with gloo, and where
+    TORCH_DISTRIBUTED_DEBUG=DETAIL asks for it, layers are compared before they are gathered: one exchange of
+    a number for each, beside which gloo's gathering of the layer itself takes far longer.
     """
 
     kind = "FSDP2"
@@ -248,6 +254,7 @@ class Fsdp2Model(ModelWrapper):
         self.ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
         self.num_shards = int(mesh.shape[-1])
         """Ranks among which a parameter is dealt: the first ones, and again those that follow."""
+        self.holds_always = len(self.ranks) > 1 and (_is_gloo(mesh) or _is_debugged())
         self._parameters = dict(model.named_parameters())
         self._layers: list[str] = []
         self._listed = 0
@@ -273,12 +280,9 @@ class Fsdp2Model(ModelWrapper):
         self._fsdp.set_is_last_backward(on)
 
     def hold_together(self, agreement: Agreement) -> None:
-        """Before a layer is gathered, ranks tell each other which: a replay is of our making, not the user's.
-
-        Gloo ends a process that gathers a layer of another size than its peers do, so later is too late.
-        """
-        if self._held is None:
-            self._held = agreement
+        """Before a layer is gathered in this forward pass, ranks tell each other which."""
+        self._held = agreement
+        if not self._hooks:
             modules = self.inner.named_modules()
             units = [(name, one) for name, one in modules if isinstance(cast(Any, one), FSDPModule)]
             self._names = [PASS_ENDS, *(name or _ROOT for name, _ in units)]
@@ -289,7 +293,8 @@ class Fsdp2Model(ModelWrapper):
 
     def _tell(self, at: int, *_: Any) -> None:
         """The layer with this number comes next here; 0: none."""
-        assert self._held is not None
+        if self._held is None or torch.compiler.is_compiling():  # of a recomputation, or in one graph
+            return
         told = [self._names[int(row[0])] for row in self._held.offer([at])()]
         if error := differing_layers([[*self._layers, name] for name in told], self._held.ranks):
             raise error
@@ -305,8 +310,8 @@ class Fsdp2Model(ModelWrapper):
 
     def forward_ended(self) -> None:
         """List what ran; after the last backward pass FSDP2 forgets it."""
-        if self._held is not None:
-            self._tell(0)
+        self._tell(0)
+        self._held = None
         order = self._order()
         self._layers += [*map(_name_of, order[self._listed :]), PASS_ENDS]
         self._listed = len(order)
@@ -363,6 +368,18 @@ class Fsdp2Model(ModelWrapper):
 
 
 _ROOT = "the model itself"
+
+
+def _is_debugged() -> bool:
+    """Whether PyTorch was asked to compare collectives before they run."""
+    torch_dist: Any = dist
+    return bool(torch_dist.get_debug_level() == torch_dist.DebugLevel.DETAIL)
+
+
+def _is_gloo(mesh: Any) -> bool:
+    """Whether gloo gathers parameters; groups of several backends have one a device."""
+    backend: Any = mesh.get_group(mesh.ndim - 1)._get_backend(torch.device(mesh.device_type))
+    return bool(backend.name() == "gloo")
 
 
 def _name_of(unit: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from ranks_kit import RankSet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from dataflow import GradSchedule
-from dataflow.grad import strategies
+from dataflow.grad import strategies, wrapper
 from dataflow.grad.agreement import DisagreementError, differing_layers
 
 two, three = RankSet(2), RankSet(3)
@@ -267,13 +269,15 @@ class Sum(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.one, self.two, self.always = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.large = nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4))
         for layer in list(self.children()) if units else ():
             fully_shard(layer)
         fully_shard(self)
 
     def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
         for name in way.split():
-            x = getattr(self, name)(x)
+            layer = getattr(self, name.removesuffix("*"))
+            x = checkpoint(layer, x, use_reentrant=False) if name.endswith("*") else layer(x)
         return x
 
 
@@ -291,6 +295,43 @@ def said_of(ways: tuple[str, str], *, units: bool = True, timeout_s: float = 20,
     except DisagreementError as error:
         return f"{error}; {''.join(getattr(error, '__notes__', []))}"
     return "nothing"
+
+
+@two.add
+def layers_of_any_size_that_differ() -> dict[str, str]:
+    return {
+        "another size": said_of(("one", "large")),
+        "the larger one": said_of(("always large", "always two")),
+        "one size": said_of(("one", "two"), skip_nonfinite=False),
+        "more": said_of(("one", "one large")),
+        "none": said_of(("large", "")),
+        "recomputed": said_of(("large* one*", "large* one*")),
+        "asked for": said_where_asked_for(),
+    }
+
+
+def said_where_asked_for() -> str:
+    """As with NCCL, where TORCH_DISTRIBUTED_DEBUG=DETAIL was set."""
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with patch.object(wrapper, "_is_gloo", return_value=False):
+            return said_of(("one", "large"))
+    finally:
+        dist.set_debug_level(level)
+
+
+def test_with_gloo_other_layers_are_named_before_they_are_gathered_whatever_their_size() -> None:
+    where = "ranks disagree on the layers that run in microbatch 2 of this window"
+    for said in two.results(layers_of_any_size_that_differ):
+        assert said.pop("recomputed") == "nothing"
+        assert all("use DistributedDataParallel(" in each for each in said.values())
+        for name in ("another size", "asked for"):
+            assert said[name].startswith(f"{where}: 'one' on rank 0; 'large' on rank 1")
+        assert said["the larger one"].startswith(f"{where}: 'large' on rank 0; 'two' on rank 1")
+        assert said["one size"].startswith(f"{where}: 'one' on rank 0; 'two' on rank 1")
+        assert said["more"].startswith(f"{where}: 'none' on rank 0; 'large' on rank 1")
+        assert said["none"].startswith(f"{where}: 'large' on rank 0; 'none' on rank 1")
 
 
 def test_ranks_that_run_other_layers_under_fsdp2_are_told_before_the_optimizer_steps() -> None:
@@ -367,7 +408,13 @@ def test_a_replay_that_takes_another_way_is_named_before_a_layer_is_gathered() -
 
 @two.add
 def layers_that_differ() -> dict[str, str]:
+    """Without telling each other of each layer, as with NCCL."""
     scaler = torch.amp.GradScaler("cpu")
+    with patch.object(wrapper, "_is_gloo", return_value=False):
+        return what_is_compared_in_the_end(scaler)
+
+
+def what_is_compared_in_the_end(scaler: Any) -> dict[str, str]:
     return {
         "layers": said_of(("always one", "always two")),
         "order": said_of(("one two", "two one")),
