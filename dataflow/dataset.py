@@ -39,7 +39,7 @@ from dataflow.sources.views import matching, picked
 from dataflow.staging.joined import JoinedWindow, PartnerRows
 from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import PartnerSource, Source
-from dataflow.staging.window import StagedWindow
+from dataflow.staging.window import StagedRows, StagedWindow
 from prefetch.control.pause import ReadPause
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuards
@@ -531,7 +531,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             raise as_exception(failure)
         return made
 
-    def _transformed(self, sample: dict[str, Any], window: StagedWindow, row: int) -> Any:
+    def _transformed(self, sample: dict[str, Any], window: StagedRows, row: int) -> Any:
         """What `transform` makes of the sample in a row of a window."""
         assert self.transform is not None
         try:

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from dataflow import DataLoader, Mixture, ShardedDataset
 from dataflow.batch.builder import BuildContext, Postprocessing
 from dataflow.batch.chunk import BatchChunk
-from dataflow.staging.stager import BlockWindows, Stager
+from dataflow.staging.stager import Stager
 from dataflow.staging.window import StagedWindow
 from dataflow.stream.length_aware import make_planner
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.stream import Stream
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards
+from sharding.order.epoch_order import Windows
 
 _MEMORY = 1 << 28
 
@@ -29,7 +30,7 @@ class _NotedStager(Stager):
 
     numbers: list[int]
 
-    def stage(self, units: BlockWindows, number: int, indices: NDArray[np.int64] | None) -> StagedWindow:
+    def stage(self, units: Windows, number: int, indices: NDArray[np.int64] | None) -> StagedWindow:
         self.numbers.append(number)
         return super().stage(units, number, indices)
 

@@ -432,7 +432,7 @@ def _nothing() -> None:
 
 def _window_names(one: _ActorBuild) -> frozenset[tuple[int, int]]:
     windows = chunk_of(one.build).needs
-    return frozenset((window.source.number, window.samples.blocks[0].number) for window in windows)
+    return frozenset((window.source_number, window.samples.blocks[0].number) for window in windows)
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -99,7 +99,7 @@ def _read_plan_part(part: WindowPart, chunk_rows: NDArray[np.int64]) -> ReadPlan
     ordinals = np.searchsorted(first_row, part.rows, side="right") - 1
     used, own = np.unique(ordinals, return_inverse=True)
     return ReadPlanPart(
-        source=window.source.number,
+        source=window.source_number,
         epoch=window.source_epoch,
         blocks=window.numbers[used],
         ordinals=own,

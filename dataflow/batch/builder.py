@@ -42,7 +42,7 @@ from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, r
 from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.outputs.objects import described
 from dataflow.outputs.output import BuiltColumn, Output, make_copies
-from dataflow.staging.window import StagedWindow
+from dataflow.staging.window import StagedRows
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards
@@ -388,7 +388,7 @@ class BatchBuilder:
         columns = self.columns
         assert columns is not None
         given = samples_of(batch, outputs, len(kept))
-        of_samples = [transforms[window.source.number] for window, _ in origins]
+        of_samples = [transforms[window.source_number] for window, _ in origins]
         together, failure = transformed_together(given, of_samples)
         for at, (index, (window, row)) in enumerate(zip(kept, origins, strict=True)):
             raise_if_closing(self.context.closing)
@@ -401,7 +401,7 @@ class BatchBuilder:
                 self._leave_out(columns.bad[chunk_row], columns.bad[chunk_row].__cause__, skipped)
                 continue
             if not reason:
-                if mask := trains_nothing(transforms[window.source.number][0], made):
+                if mask := trains_nothing(transforms[window.source_number][0], made):
                     columns.remark(chunk_row, mask, UNTRAINED)
                 samples.append(made)
                 transformed.append(index)
@@ -419,7 +419,7 @@ class BatchBuilder:
         return samples, np.array(transformed, np.int64)
 
     def _one(
-        self, given: BatchSamples, at: int, window: StagedWindow, row: int, chunk_row: int
+        self, given: BatchSamples, at: int, window: StagedRows, row: int, chunk_row: int
     ) -> tuple[Any, str, BaseException | None]:
         """The outcome of the transform of one sample, which is decoded here; `_BAD` if it cannot be.
 
@@ -490,9 +490,9 @@ class BatchBuilder:
         batch = f"batch {number} of epoch {self.plan.epoch}"
         return f"in {name} of {batch}, samples {samples}; it was given {described(argument)}"
 
-    def _apply(self, sample: dict[str, Any], window: StagedWindow, row: int, chunk_row: int) -> Any:
+    def _apply(self, sample: dict[str, Any], window: StagedRows, row: int, chunk_row: int) -> Any:
         steps = self.context.postprocessing
-        transform, wants_rng = steps.transforms[window.source.number]
+        transform, wants_rng = steps.transforms[window.source_number]
         if transform is None:
             return sample
         self._seed_globals(chunk_row, of_batch=False)

@@ -29,7 +29,7 @@ from prefetch.work import Piece
 from sharding.cached_property import cached_property
 from sharding.errors import ShardReadError
 from sharding.plan.batch_rows import BatchRows
-from sharding.plan.plan import RankPlan
+from sharding.plan.plan import EpochPlan, RankPlan
 
 
 class BatchChunk:
@@ -211,7 +211,8 @@ def _rows_in_batches(
     take slices. Where a batch has the same share of whole lanes each time, not even positions are needed:
     a lane's samples lie one after another in the window's mixed rows, and each batch takes the next few.
     """
-    core = plan.batch_plan.batches_within(*plan.order.window_core(number))
+    assert isinstance(plan, EpochPlan)  # of other plans, all batches are looked up
+    core = plan.batches_inside(number)
     num_rows = len(core) * plan.batch_plan.batch_size
     rows = arena.lease(8 * num_rows)[: 8 * num_rows].view(np.int64)
     whole = plan.batch_plan.whole_lanes(core.start)

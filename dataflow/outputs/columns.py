@@ -20,7 +20,7 @@ from dataflow.decode.crop import DRAWS, Draws
 from dataflow.decode.values import LACKING, check_fits
 from dataflow.outputs.held_bytes import Ranges
 from dataflow.staging.columns import REASONS, StagedArray, StagedSpans
-from dataflow.staging.window import StagedWindow
+from dataflow.staging.window import StagedRows
 from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.errors import EngineClosedError, MemoryLimitError, SampleTooLargeError
@@ -40,7 +40,7 @@ StoredValue = tuple[NDArray[np.uint8], int]
 class WindowPart:
     """The rows of a chunk that come from one window."""
 
-    window: StagedWindow
+    window: StagedRows
     rows: NDArray[np.int64]
     """[n] rows of the window."""
     chunk_rows: slice | NDArray[np.int64]
@@ -126,11 +126,11 @@ class ChunkRows:
             self._bytes[column, missing_bytes] = known
         return known
 
-    def find(self, row: int) -> tuple[StagedWindow, int]:
+    def find(self, row: int) -> tuple[StagedRows, int]:
         """The window that a row of the chunk comes from, and its row there."""
         return self.find_all(np.array([row]))[0]
 
-    def find_all(self, rows: NDArray[np.int64]) -> list[tuple[StagedWindow, int]]:
+    def find_all(self, rows: NDArray[np.int64]) -> list[tuple[StagedRows, int]]:
         """Of rows of the chunk, as `find`."""
         part_of, window_row = self._by_row
         owners = [self.parts[number].window for number in part_of[rows].tolist()]
@@ -184,12 +184,12 @@ class Randomness:
     seed: int
     epoch: int
 
-    def epoch_of(self, window: StagedWindow) -> int:
+    def epoch_of(self, window: StagedRows) -> int:
         """The epoch that counts for samples of a window: a sample may come twice in one of a mixture."""
         return self.epoch if window.source_epoch is None else window.source_epoch
 
     def draws(
-        self, window: StagedWindow, rows: NDArray[np.int64], item: NDArray[np.int64] | None = None
+        self, window: StagedRows, rows: NDArray[np.int64], item: NDArray[np.int64] | None = None
     ) -> Draws:
         """[n, DRAWS] of the samples in n rows of a window, each a function of (seed, epoch, sample).
 
@@ -197,11 +197,11 @@ class Randomness:
         """
         return uniform(self.seed, self.epoch_of(window), window.samples.numbers(rows), DRAWS, item)
 
-    def key(self, window: StagedWindow, row: int, *, of_batch: bool) -> int:
+    def key(self, window: StagedRows, row: int, *, of_batch: bool) -> int:
         """What a sample, or the batch that begins with it, seeds generators with."""
         return mix_key(self.seed, self.epoch_of(window), GLOBALS, window.samples.number(row), of_batch)
 
-    def generator(self, window: StagedWindow, row: int) -> np.random.Generator:
+    def generator(self, window: StagedRows, row: int) -> np.random.Generator:
         """A sample's own random numbers: Philox keyed by (seed, epoch, sample)."""
         key = [self.seed & (1 << 64) - 1, self.epoch_of(window)]
         return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, window.samples.number(row)]))

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +16,7 @@ from numpy.typing import NDArray
 from dataflow.batch.builder import ChunkPlan
 from dataflow.outputs.columns import ChunkRows, WindowPart
 from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
-from dataflow.staging.window import StagedWindow, WindowSamples
+from dataflow.staging.window import StagedRows
 from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.memory.arena import Arena
@@ -132,7 +130,7 @@ def _sources(rows: ChunkRows) -> list[ShippedSource]:
     parts: dict[tuple[int, int | None], list[NDArray[np.int64]]] = {}
     every = np.arange(rows.num_rows)
     for part in rows.parts:
-        key = part.window.source.number, part.window.source_epoch
+        key = part.window.source_number, part.window.source_epoch
         parts.setdefault(key, []).append(every[part.chunk_rows])
     return [
         ShippedSource(number=number, epoch=epoch, rows=np.sort(np.concatenate(own)))
@@ -144,24 +142,23 @@ SampleErrorOf = Callable[[int, str, str | None, str], SampleError]
 """Row of the chunk, reason, column, stage -> the error, which names shard, offset and key."""
 
 
-class _ShippedSamples(WindowSamples):
-    """Which samples the rows of a chunk are."""
+@dataclass(frozen=True, eq=False)
+class _ShippedNumbers:
+    """Implements `RowNumbers`: `of_rows` has the number of each row of the chunk."""
 
-    def __init__(self, numbers: NDArray[np.int64]) -> None:
-        super().__init__(0, ())
-        self._numbers = numbers
+    of_rows: NDArray[np.int64]
 
     def number(self, row: int) -> int:
-        """Number of a row in the dataset."""
-        return int(self._numbers[row])
+        """See `RowNumbers.number`."""
+        return int(self.of_rows[row])
 
     def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of rows in the dataset, int64 [n]."""
-        return self._numbers[rows]
+        """See `RowNumbers.numbers`."""
+        return self.of_rows[rows]
 
 
-class ShippedWindow(StagedWindow):
-    """What crossed, as a window whose rows are those of the chunk; another process asks for its errors."""
+class ShippedRows(StagedRows):
+    """What crossed: the values of a chunk's rows. Another process is asked for the errors of its samples."""
 
     def __init__(
         self,
@@ -170,23 +167,17 @@ class ShippedWindow(StagedWindow):
         staged: dict[str, StagedArray | StagedSpans],
         error_of: SampleErrorOf,
     ) -> None:
-        of_source = cast("Any", SimpleNamespace(number=source.number))
-        super().__init__(of_source, cast("Any", None), _ShippedSamples(numbers), source.rows)
-        self.source_epoch, self.staged, self._error_of = source.epoch, staged, error_of
-
-    def reads(self) -> Sequence[Callable[[], None]]:
-        """None: all of it is there."""
-        return ()
+        super().__init__(source.number, _ShippedNumbers(numbers), source.epoch)
+        self.staged, self._error_of = staged, error_of
 
     def sample_error(self, row: int, reason: str, column: str | None, stage: str = "decode") -> SampleError:
-        """As `StagedWindow.sample_error`."""
+        """See `StagedRows.sample_error`."""
         return self._error_of(row, reason, column, stage)
 
-    def _release(self) -> None:
-        return
-
-    def _stored(self, ordinal: int) -> memoryview | None:
-        return None
+    def name_at_once(self, row: int) -> tuple[str, str]:
+        """See `StagedRows.name_at_once`."""
+        error = self._error_of(row, "", None, "decode")
+        return error.key or "", error.shard
 
 
 def shipped_rows(chunk: ShippedChunk, memory: NDArray[np.uint8], error_of: SampleErrorOf) -> ChunkRows:
@@ -208,7 +199,7 @@ def shipped_rows(chunk: ShippedChunk, memory: NDArray[np.uint8], error_of: Sampl
         staged[name] = StagedSpans(starts + (address + column.offset), lengths, [memory])
     parts = []
     for source in chunk.sources:
-        window = ShippedWindow(source, chunk.numbers, staged, error_of)
+        window = ShippedRows(source, chunk.numbers, staged, error_of)
         rows: slice | NDArray[np.int64] = source.rows
         if len(source.rows) == num_rows:
             rows = slice(0, num_rows)

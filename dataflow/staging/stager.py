@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,32 +25,16 @@ from prefetch.core.executor import executor
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
 from sharding.blocks import Block
-from sharding.mixture.windows import MixtureWindows
+from sharding.order.epoch_order import EpochOrder, SourceWindow, Windows
 from sharding.order.keyed import keyed_orders
 from sharding.order.order import Order
 from sharding.order.selection import SelectedOrder
-from sharding.plan.plan import Windows
 
 _FULL_WINDOW_SAMPLES = 4096
 _MOST_MAPPED = 1 << 13
 """Shards of a window that is mapped: the system allows 65,530 mappings, and several windows are open."""
 _PLAN_BYTES = 16
 """What planning a window takes for each of its samples."""
-
-
-class BlockWindows(Windows, Protocol):
-    """What the stream needs of an order: `Order`, `MixtureWindows`, or `FullWindows` of a full shuffle."""
-
-    def window_length(self, window: int) -> int:
-        """Samples in a window."""
-
-    def window_blocks(self, window: int) -> NDArray[np.int64]:
-        """Blocks of a window in read order."""
-
-    def window_samples(
-        self, window: int, indices: NDArray[np.int64] | None = None
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Block ordinal and row in the block of each index, or of those given."""
 
 
 class FullWindows:
@@ -96,6 +79,10 @@ class FullWindows:
         ordinal = np.searchsorted(np.unique(blocks), blocks).astype(np.int32)
         return (ordinal, row) if indices is None else (ordinal[indices], row[indices])
 
+    def source_window(self, window: int) -> SourceWindow:
+        """The window itself: mixtures have no full shuffle."""
+        return SourceWindow(0, None, self, window)
+
 
 class Stager:
     """Makes the windows of a stream. Used by one thread at a time.
@@ -128,14 +115,14 @@ class Stager:
             for source in sources
         ]
 
-    def units(self, order: Order) -> BlockWindows:
+    def units(self, order: EpochOrder) -> Windows:
         """The windows to stage of an epoch's order."""
         if isinstance(order, SelectedOrder) and order.shuffle.kind == "full":
             size = max(1, min(_FULL_WINDOW_SAMPLES, self._full_window_bytes // self._full_sample_bytes()))
             return FullWindows(order, size)
         return order
 
-    def check_fits(self, units: BlockWindows, number: int) -> None:
+    def check_fits(self, units: Windows, number: int) -> None:
         """Raise `MemoryLimitError` where the samples of a window are too many to list them within the limit.
 
         A few kilobytes of a compressed shard may hold any number of samples.
@@ -143,11 +130,8 @@ class Stager:
         num_samples = units.window_length(number)
         if num_samples * _PLAN_BYTES <= self._limit_bytes:
             return
-        source, own = self._sources[0], number
-        if isinstance(units, MixtureWindows):
-            at, epoch, own = units.source_of(number)
-            source, units = self._sources[at], units.order_of(at, epoch)
-        blocks = units.window_blocks(own)
+        own = units.source_window(number)
+        source, blocks = self._sources[own.source], own.windows.window_blocks(own.number)
         largest = source.catalog.block(int(blocks[source.catalog.blocks.num_samples[blocks].argmax()]))
         raise MemoryLimitError(
             f"the next shuffle window has {num_samples:,} samples, {largest.num_samples:,} of them in one "
@@ -166,26 +150,22 @@ class Stager:
             return values + ALIGN * len(source.columns)
         return 1 + int((table.length + table.nbytes)[used].mean())
 
-    def stage(self, units: BlockWindows, number: int, indices: NDArray[np.int64] | None) -> StagedWindow:
+    def stage(self, units: Windows, number: int, indices: NDArray[np.int64] | None) -> StagedWindow:
         """A window of which only the rows at some indices are needed; None for all."""
-        if isinstance(units, MixtureWindows):
-            at, epoch, own = units.source_of(number)
-            window = self._joined(self._sources[at], units.order_of(at, epoch), own, indices)
-            window.source_epoch = epoch
-        else:
-            window = self._joined(self._sources[0], units, number, indices)
-        window.seed = self._seed
+        own = units.source_window(number)
+        window = self._joined(self._sources[own.source], own.windows, own.number, indices)
+        window.seed, window.source_epoch = self._seed, own.epoch
         return window
 
     def _joined(
-        self, source: Source, units: BlockWindows, number: int, indices: NDArray[np.int64] | None
+        self, source: Source, units: Windows, number: int, indices: NDArray[np.int64] | None
     ) -> StagedWindow:
         """A window of a source, with what is joined to it."""
         window, partners = self._staged(source, units, number, indices), self._partners[source.number]
         return joined(window, source, partners) if partners else window
 
     def _staged(
-        self, source: Source, units: BlockWindows, number: int, indices: NDArray[np.int64] | None
+        self, source: Source, units: Windows, number: int, indices: NDArray[np.int64] | None
     ) -> StagedWindow:
         if source.cache is not None and isinstance(units, Order):
             source.cache.begins(units.epoch, number)

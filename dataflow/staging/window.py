@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,12 +69,12 @@ class WindowSamples:
         return ordinal, row - int(self.first_row[ordinal])
 
     def number(self, row: int) -> int:
-        """Number of a row in the dataset; no two sources of a mixture share one."""
+        """See `RowNumbers.number`."""
         ordinal, in_block = self.find(row)
         return self._first_number + self.blocks[ordinal].first_sample + in_block
 
     def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of rows in the dataset, as `number`, int64 [n]."""
+        """See `RowNumbers.numbers`."""
         ordinal = np.searchsorted(self.first_row, rows, side="right") - 1
         in_block = rows - self.first_row[ordinal] if self._row_in_block is None else self._row_in_block[rows]
         return self._first_samples[ordinal] + in_block
@@ -84,7 +84,83 @@ class WindowSamples:
         return np.array([block.first_sample for block in self.blocks], np.int64) + self._first_number
 
 
-class StagedWindow(ABC):
+class RowNumbers(Protocol):
+    """Which samples the rows of a window are, by number."""
+
+    def number(self, row: int) -> int:
+        """Number of a row in the dataset; no two sources of a mixture share one."""
+        ...
+
+    def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers of rows in the dataset, as `number`, int64 [n]."""
+        ...
+
+
+class StagedRows(ABC):
+    """Staged columns by row, and which samples the rows are: all that building batches needs of a window.
+
+    Args:
+        source_number: which of a mixture's sources the samples are of.
+        samples: which samples the rows are.
+        source_epoch: epoch of its own that a mixture's source is in; None: the loader's.
+    """
+
+    def __init__(self, source_number: int, samples: RowNumbers, source_epoch: int | None = None) -> None:
+        self.source_number, self.source_epoch = source_number, source_epoch
+        self.samples = samples
+        self.staged: dict[str, StagedArray | StagedSpans] = {}
+
+    @property
+    def may_load(self) -> bool:
+        """Whether values may be touched where they lie; else only the kernel may copy them."""
+        return True
+
+    def buffer_of(
+        self,
+        spans: StagedSpans,
+        rows: NDArray[np.int64],
+        column: str,
+        owners: NDArray[np.int64] | None = None,
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Memory that may be read and holds the rows' values, and the start of each in it.
+
+        `owners`: [n] rows of the window, where `spans` are not by row: whose values those of `rows` are.
+        """
+        have = rows[spans.lengths[rows] >= 0]
+        addresses, lengths = spans.addresses[have], spans.lengths[have]
+        if not len(have):
+            return np.empty(0, np.uint8), np.zeros(len(rows), np.int64)
+        base, end = int(addresses.min()), int((addresses + lengths).max())
+        # Blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
+        return memory_at(base, end - base), spans.addresses[rows] - base
+
+    @contextmanager
+    def values_of(
+        self,
+        spans: StagedSpans,
+        rows: NDArray[np.int64],
+        column: str,
+        owners: NDArray[np.int64] | None = None,
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+        """As `buffer_of`, of memory that may be read inside only."""
+        yield self.buffer_of(spans, rows, column, owners)
+
+    @abstractmethod
+    def sample_error(self, row: int, reason: str, column: str | None, stage: str = "decode") -> SampleError:
+        """An error that names the shard, offset and key of a row, and the column if it is about one."""
+
+    @abstractmethod
+    def name_at_once(self, row: int) -> tuple[str, str]:
+        """Key and shard of a row, without waiting for a remote store: then it is its number in the shard."""
+
+    def truncated(self, row: int, column: str) -> ShardReadError:
+        """The error of a row whose bytes are gone: its file was cut while the window was open."""
+        where = self.sample_error(row, "its bytes are gone", column, stage="read")
+        reason = f"truncated while it was read: {where.reason}"
+        return ShardReadError(where.shard, reason, where.offset, where.key, stage="read")
+
+
+class StagedWindow(StagedRows):
     """The blocks of one window for one rank. Implements `prefetch.work.StreamWindow`.
 
     Reads run on reader threads and touch disjoint rows, so they need no lock.
@@ -98,19 +174,18 @@ class StagedWindow(ABC):
     """Whether values lie in mapped files."""
     holds_blocks: ClassVar[bool] = False
     """Whether the stored bytes of its blocks are in memory."""
+    samples: WindowSamples
     nbytes: int
     """Bytes held from admission to close, at most."""
 
     def __init__(self, source: Source, arena: Arena, samples: WindowSamples, rows: NDArray[np.int64]) -> None:
-        self.source, self.arena, self.samples, self.rows = source, arena, samples, rows
+        super().__init__(source.number, samples)
+        self.source, self.arena, self.rows = source, arena, rows
         self.seed = self.epoch = 0
         """What is read of a value that need not be read whole is a function of both, and of the sample."""
-        self.source_epoch: int | None = None
-        """Epoch of its own that a mixture's source is in; None: the loader's."""
         self.chunk_list: list[Any] = []
         self.in_batches: tuple[int, NDArray[np.int64]] | None = None
         """The first batch that lies in it alone, and the rows of all such batches; once asked for."""
-        self.staged: dict[str, StagedArray | StagedSpans] = {}
         self._names: tuple[int, Sequence[str] | None, NDArray[np.int64] | None] | None = None
         """Of a block, by its ordinal, what `_names_of` tells."""
         self._awaited: Awaited = Future()
@@ -169,43 +244,6 @@ class StagedWindow(ABC):
             np.frombuffer(value, np.uint8), np.zeros(num_rows, np.int64), np.full(num_rows, length, np.int64)
         )
 
-    # ---- for the builder --------------------------------------------------------------------------------
-
-    @property
-    def may_load(self) -> bool:
-        """Whether values may be touched where they lie; else only the kernel may copy them."""
-        return True
-
-    def buffer_of(
-        self,
-        spans: StagedSpans,
-        rows: NDArray[np.int64],
-        column: str,
-        owners: NDArray[np.int64] | None = None,
-    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Memory that may be read and holds the rows' values, and the start of each in it.
-
-        `owners`: [n] rows of the window, where `spans` are not by row: whose values those of `rows` are.
-        """
-        have = rows[spans.lengths[rows] >= 0]
-        addresses, lengths = spans.addresses[have], spans.lengths[have]
-        if not len(have):
-            return np.empty(0, np.uint8), np.zeros(len(rows), np.int64)
-        base, end = int(addresses.min()), int((addresses + lengths).max())
-        # Blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
-        return memory_at(base, end - base), spans.addresses[rows] - base
-
-    @contextmanager
-    def values_of(
-        self,
-        spans: StagedSpans,
-        rows: NDArray[np.int64],
-        column: str,
-        owners: NDArray[np.int64] | None = None,
-    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-        """As `buffer_of`, of memory that may be read inside only."""
-        yield self.buffer_of(spans, rows, column, owners)
-
     def draws(self, rows: NDArray[np.int64]) -> Draws:
         """[n, DRAWS] random numbers of the samples in n rows, each a function of (seed, epoch, sample)."""
         epoch = self.epoch if self.source_epoch is None else self.source_epoch
@@ -240,14 +278,8 @@ class StagedWindow(ABC):
 
     # ---- telling where a row came from ----------------------------------------------------------------
 
-    def truncated(self, row: int, column: str) -> ShardReadError:
-        """The error of a row whose bytes are gone: its file was cut while the window was open."""
-        where = self.sample_error(row, "its bytes are gone", column, stage="read")
-        reason = f"truncated while it was read: {where.reason}"
-        return ShardReadError(where.shard, reason, where.offset, where.key, stage="read")
-
     def sample_error(self, row: int, reason: str, column: str | None, stage: str = "decode") -> SampleError:
-        """An error that names the shard, offset and key of a row, and the column if it is about one."""
+        """See `StagedRows.sample_error`."""
         ordinal, in_block = self.samples.find(row)
         block = self.samples.blocks[ordinal]
         keys, offsets = self._names_of(ordinal)
@@ -257,7 +289,7 @@ class StagedWindow(ABC):
         return SampleError(block.shard.url, reason, offset, key, stage)
 
     def name_at_once(self, row: int) -> tuple[str, str]:
-        """Key and shard of a row, without waiting for a remote store: then it is its number in the shard."""
+        """See `StagedRows.name_at_once`."""
         ordinal, in_block = self.samples.find(row)
         block = self.samples.blocks[ordinal]
         keys = self._names_of(ordinal)[0] if self.holds_blocks or is_local(block.shard.url) else None

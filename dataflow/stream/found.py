@@ -43,12 +43,12 @@ from sharding.lengths.found_plan import (
     finders,
     items_of,
 )
-from sharding.order.order import Order
+from sharding.order.epoch_order import EpochOrder
 
 _GATHERED_SAMPLES = 128
 """Made and gathered at a time."""
 
-Record = Callable[[Order, int, NDArray[np.int64]], None]
+Record = Callable[[EpochOrder, int, NDArray[np.int64]], None]
 """Notes the lengths of the samples from a position of an order on."""
 
 

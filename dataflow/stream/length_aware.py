@@ -34,7 +34,7 @@ from sharding.lengths.found_plan import FoundPlanner
 from sharding.lengths.kept import KeptLengths, LengthsFile
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
-from sharding.order.order import Order
+from sharding.order.epoch_order import EpochOrder
 from sharding.printable import listed
 from sharding.topology.topology import Topology
 
@@ -248,7 +248,7 @@ class SampleLengths:
         return self._told(planner)
 
     def noted(
-        self, planner: FoundPlanner, order: Order, first: int, lengths: NDArray[np.int64]
+        self, planner: FoundPlanner, order: EpochOrder, first: int, lengths: NDArray[np.int64]
     ) -> FoundPlanner:
         """Keep the lengths of samples from a position of an order on; the planner that knows them, too."""
         if self._kept is not None:

@@ -56,7 +56,7 @@ from sharding.catalog.table import BlockTable
 from sharding.errors import DataflowError
 from sharding.lengths.found_plan import UNKNOWN, FoundPlan, FoundPlanner
 from sharding.lengths.unit_plan import UnitPlan, UnitPlanner
-from sharding.order.order import Order
+from sharding.order.epoch_order import EpochOrder
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
 from sharding.plan.placement import seat_of
@@ -546,7 +546,7 @@ class StreamLoader:
         with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
             return Session(self._plan, options, epoch, start)
 
-    def _record(self, order: Order, first: int, lengths: NDArray[np.int64]) -> None:
+    def _record(self, order: EpochOrder, first: int, lengths: NDArray[np.int64]) -> None:
         """Keep the lengths of samples that were found, from a position of an order on."""
         if isinstance(self._planner, FoundPlanner):
             self._plan_by(self._lengths.noted(self._planner, order, first, lengths))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from sharding.lengths.found_plan import FoundPlanner
 from sharding.lengths.unit_plan import SequencePlace, UnitPlanner
 from sharding.mixture.token_turns import TokenEpochs
 from sharding.mixture.windows import MixturePlan, MixtureWindows
+from sharding.order.epoch_order import EpochOrder
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
@@ -94,16 +95,15 @@ class StreamPlan:
             return self.token_epochs.epoch(epoch).num_samples
         return self.dataset.num_samples(epoch)
 
-    def windows_of(self, epoch: int) -> Order | MixtureWindows:
+    def windows_of(self, epoch: int) -> EpochOrder:
         """The order of an epoch. Both the loop and what reads ahead ask for it, one after the other."""
         kept = self._orders.get(epoch)
         if kept is not None:
             return kept
-        windows: Order | MixtureWindows
         if self.token_epochs is not None and isinstance(self.dataset, Mixture):
             turns = self.token_epochs.epoch(epoch)
             return self.dataset.windows(epoch, self.shuffle, seed=self.seed, interleaving=turns)
-        windows = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
+        windows: EpochOrder = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
         if isinstance(windows, Order):  # which never changes: any thread may use it
             for old in [*self._orders][: 1 - _ORDERS_KEPT]:
                 self._orders.pop(old, None)
@@ -114,7 +114,7 @@ class StreamPlan:
         """What a state at a position of an epoch keeps of batches by length; None: there are none."""
         if self.planner is None:
             return None
-        return self.planner.state(cast(Order, self.windows_of(epoch)), position)
+        return self.planner.state(self.windows_of(epoch), position)
 
     def with_weights(
         self, epoch: int, position: int, weights: Sequence[Fraction]
@@ -147,11 +147,12 @@ class StreamPlan:
                 "known any more; load a state of before, or make another loader"
             )
 
-    def _mixed(self, epoch: int) -> tuple[Mixture, Any, UnitPlanner | FoundPlanner | None]:
-        """The mixture, an epoch's order, of which planners ask what they ask an `Order`, and the planner."""
-        mixture = self.dataset
+    def _mixed(self, epoch: int) -> tuple[Mixture, MixtureWindows, UnitPlanner | FoundPlanner | None]:
+        """The mixture, an epoch's order, and the planner."""
+        mixture, order = self.dataset, self.windows_of(epoch)
         assert isinstance(mixture, Mixture)
-        return mixture, self.windows_of(epoch), self.planner
+        assert isinstance(order, MixtureWindows)
+        return mixture, order, self.planner
 
     # ---- states ---------------------------------------------------------------------------------------
 
@@ -239,10 +240,10 @@ class StreamPlan:
             "start": start,
         }
         if self.planner is not None:
-            # A mixture's windows are asked what an `Order` is asked.
-            return self.planner.plan(cast(Order, windows), **dealing)
+            return self.planner.plan(windows, **dealing)
         if isinstance(windows, MixtureWindows):
             return MixturePlan(windows, **dealing)
+        assert isinstance(windows, Order)
         return EpochPlan(windows, **dealing)
 
 

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.chunk import BatchChunk
-from dataflow.staging.stager import BlockWindows, Stager
+from dataflow.staging.stager import Stager
 from dataflow.staging.window import StagedWindow
 from dataflow.stream.plan import StreamPlan
 from prefetch.memory.copies import Copies
-from sharding.order.order import Order
+from sharding.order.epoch_order import Windows
 from sharding.plan.batch_rows import BatchRows
-from sharding.plan.plan import EpochPlan, RankPlan
+from sharding.plan.plan import RankPlan
 
 _LOCATED_SAMPLES = 1 << 14
 """Samples located at a time, so that the cost of a call vanishes."""
@@ -103,7 +103,7 @@ class Stream:
                 return BatchRows.inside(first, sizes, number)
         return None
 
-    def _locate(self, plan: RankPlan, units: BlockWindows, first: int, last: int) -> BatchRows:
+    def _locate(self, plan: RankPlan, units: Windows, first: int, last: int) -> BatchRows:
         """The batches from `first` on, looked up, up to `last` at most."""
         last = min(last, first + self._batches_per_lookup, plan.num_batches)
         if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
@@ -130,15 +130,13 @@ class Stream:
             self._next_chunk = min(2 * self._next_chunk, self._batches_per_chunk)
 
     def _open(
-        self, plan: RankPlan, units: BlockWindows, number: int, indices: NDArray[np.int64] | None
+        self, plan: RankPlan, units: Windows, number: int, indices: NDArray[np.int64] | None
     ) -> _DealtWindow:
         """Stage a window for the indices given, or else for all that this rank's batches take of it."""
         self._stager.check_fits(units, number)
         if indices is None:
             indices = plan.own_indices(number, units)
-        core = range(0)
-        if isinstance(units, Order) and isinstance(plan, EpochPlan):
-            core = plan.batch_plan.batches_within(*units.window_core(number))
+        core = plan.batches_inside(number)
         if indices is None:
             return _DealtWindow(self._stager.stage(units, number, None), units.window_length(number), core)
         left = len(indices)

@@ -37,10 +37,10 @@ from sharding.lengths.units import (
     Units,
     megabatch_bounds,
 )
-from sharding.order.order import Order
+from sharding.order.epoch_order import EpochOrder, Windows
 from sharding.order.windows import windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
-from sharding.plan.plan import RankPlan, Windows
+from sharding.plan.plan import RankPlan
 
 LEFT_OUT = -1
 """The length of a sample that could not be made, and is in no unit."""
@@ -171,7 +171,7 @@ class FoundPlan(RankPlan):
     Raises `ValueError` where an argument is out of range.
     """
 
-    def __init__(self, order: Order, places: FoundPlaces, **dealing: Unpack[Dealing]) -> None:
+    def __init__(self, order: EpochOrder, places: FoundPlaces, **dealing: Unpack[Dealing]) -> None:
         if dealing["batch_size"] != 1 and not places.batching.rows_are_units:
             raise ValueError("the batching makes whole batches: leave batch_size out")
         self._dealing: Dealing = dealing
@@ -315,7 +315,7 @@ class SharePlan(RankPlan):
 
     def __init__(
         self,
-        order: Order,
+        order: EpochOrder,
         bounds: NDArray[np.int64],
         counts: NDArray[np.int64],
         own: Callable[[int], NDArray[np.int64]],
@@ -398,7 +398,7 @@ class FoundPlanner:
         """A copy knows what was found so far, and goes on by itself."""
         return {**self.__dict__, "_places": dict(self._places)}
 
-    def places(self, order: Order, unit: int) -> FoundPlaces:
+    def places(self, order: EpochOrder, unit: int) -> FoundPlaces:
         """What is known of an order of the dataset's samples, from a unit on; kept for the last epochs.
 
         An epoch that was gone on with from a state is known from there on only.
@@ -413,7 +413,7 @@ class FoundPlanner:
             self._places.pop(key, None)
         return self._places.setdefault((name, places.begin), places)
 
-    def _new_places(self, order: Order, unit: int) -> FoundPlaces:
+    def _new_places(self, order: EpochOrder, unit: int) -> FoundPlaces:
         key_of = units_key(order.seed, order.epoch, order.shuffle.kind != "none")
         place, begin = self._place, BEGIN
         if place.epoch == order.epoch and (
@@ -434,13 +434,13 @@ class FoundPlanner:
                 places.add(later, lengths[slice(*places.bounds[later : later + 2])])
         return places
 
-    def of_epoch(self, order: Order) -> NDArray[np.integer]:
+    def of_epoch(self, order: EpochOrder) -> NDArray[np.integer]:
         """The lengths at the positions of an epoch, where all are known; 0 where the order is not."""
         assert self.lengths is not None
         is_since = self._is_known_since and order.epoch == self._place.epoch
         return epoch_lengths(order, self.lengths, self._place.position if is_since else 0)
 
-    def plan(self, order: Order, **dealing: Unpack[Dealing]) -> FoundPlan:
+    def plan(self, order: EpochOrder, **dealing: Unpack[Dealing]) -> FoundPlan:
         """One rank's batches of an epoch."""
         return FoundPlan(order, self.places(order, dealing.get("start", 0)), **dealing)
 
@@ -459,13 +459,13 @@ class FoundPlanner:
         """What must agree for a number of units to mean the same ones, as JSON types."""
         return self.batching.to_json() | {"found": self.key}
 
-    def place(self, order: Order, position: int) -> SequencePlace:
+    def place(self, order: EpochOrder, position: int) -> SequencePlace:
         """The megabatch that a unit is in: from there on samples and units must be known."""
         places = self.places(order, position)
         megabatch, unit = places.at(position)
         return SequencePlace(order.epoch, int(places.bounds[megabatch]), unit)
 
-    def change_after(self, order: Order, position: int) -> int:
+    def change_after(self, order: EpochOrder, position: int) -> int:
         """As `UnitPlanner.change_after`: all megabatches are closed."""
         places = self.places(order, position)
         megabatch, unit = places.at(position)
@@ -473,7 +473,7 @@ class FoundPlanner:
             return int(places.bounds[-1])
         return int(places.bounds[megabatch + (position > unit)])
 
-    def state(self, order: Order, position: int) -> dict[str, object]:
+    def state(self, order: EpochOrder, position: int) -> dict[str, object]:
         """What a state keeps beside the units that are done: the mark, and the megabatch to find again."""
         return self.mark | self.place(order, position).to_json()
 

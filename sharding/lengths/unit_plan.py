@@ -34,11 +34,11 @@ from sharding.lengths.units import (
     joined,
     megabatch_bounds,
 )
+from sharding.order.epoch_order import EpochOrder, Windows
 from sharding.order.keyed import mix_key
-from sharding.order.order import Order
 from sharding.order.windows import ranges, windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
-from sharding.plan.plan import RankPlan, Windows
+from sharding.plan.plan import RankPlan
 
 _UNITS = 0x756E6974
 """Purpose of a key: the order of the units in a megabatch."""
@@ -49,7 +49,7 @@ _KEPT_COUNTS = 1024
 """16 KiB each, if no sample is cut into more than 255 pieces."""
 
 
-def epoch_lengths(order: Order, lengths: NDArray[np.integer], begin: int = 0) -> NDArray[np.integer]:
+def epoch_lengths(order: EpochOrder, lengths: NDArray[np.integer], begin: int = 0) -> NDArray[np.integer]:
     """The lengths at the positions of an epoch, [num_samples], from those of the samples in file order.
 
     Before `begin`, from which on the order is known, they are 0.
@@ -255,7 +255,7 @@ class UnitPlan(RankPlan):
     Raises `ValueError` where an argument is out of range.
     """
 
-    def __init__(self, order: Order, sequence: UnitSequence, **dealing: Unpack[Dealing]) -> None:
+    def __init__(self, order: EpochOrder, sequence: UnitSequence, **dealing: Unpack[Dealing]) -> None:
         if dealing["batch_size"] != 1 and not sequence.batching.rows_are_units:
             raise ValueError("the batching makes whole batches: leave batch_size out")
         start = dealing.get("start", 0)
@@ -362,7 +362,7 @@ class UnitPlanner:
         """A copy finds units by itself."""
         return {**self.__dict__, "_sequences": ()}
 
-    def sequence(self, order: Order) -> UnitSequence:
+    def sequence(self, order: EpochOrder) -> UnitSequence:
         """The units of an order of the dataset's samples; those of the last epochs are kept."""
         key = order.seed, order.epoch, order.shuffle
         for other, sequence in self._sequences:
@@ -393,11 +393,11 @@ class UnitPlanner:
         most = self.batching.max_samples or len(self.lengths)
         return max(1, min(int(self.batching.max_tokens / mean), most))
 
-    def plan(self, order: Order, **dealing: Unpack[Dealing]) -> UnitPlan:
+    def plan(self, order: EpochOrder, **dealing: Unpack[Dealing]) -> UnitPlan:
         """One rank's batches of an epoch."""
         return UnitPlan(order, self.sequence(order), **dealing)
 
-    def place(self, order: Order, position: int) -> SequencePlace:
+    def place(self, order: EpochOrder, position: int) -> SequencePlace:
         """From where on samples and units must be known for what comes from a unit on."""
         sequence = self.sequence(order)
         begin, close = sequence.begin, sequence.closes_at
@@ -407,7 +407,7 @@ class UnitPlanner:
                 begin = SequencePlace(order.epoch, close, unit)
         return replace(begin, epoch=order.epoch)
 
-    def change_after(self, order: Order, position: int) -> int:
+    def change_after(self, order: EpochOrder, position: int) -> int:
         """The first sample, after a unit, from which on the order may change: no unit before has one of them.
 
         What a megabatch is begun with follows from the one before, which is closed: all of its units are
@@ -425,7 +425,7 @@ class UnitPlanner:
             return end
         return int(bounds[min(megabatch + 2, len(bounds) - 1)])
 
-    def state(self, order: Order, position: int) -> dict[str, object]:
+    def state(self, order: EpochOrder, position: int) -> dict[str, object]:
         """As `FoundPlanner.state`: the mark, and from where on units must be known, if not all."""
         place = self.place(order, position)
         return self.mark | place.to_json() if place.position else self.mark

@@ -16,18 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Unpack, cast
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sharding.mixture.interleaving import Interleaving
+from sharding.order.epoch_order import SourceWindow, Windows
 from sharding.order.keyed import mix_key
 from sharding.order.order import Order, most_windows
 from sharding.order.shuffle import Shuffle
 from sharding.order.windows import windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
-from sharding.plan.plan import RankPlan, Windows
+from sharding.plan.plan import RankPlan
 
 _KEPT_ORDERS = 2
 """Orders kept a source: the source epoch that ends and the one that begins."""
@@ -153,6 +154,11 @@ class MixtureWindows:
         epoch, source = divmod(key, len(self._sizes))
         return source, epoch, own
 
+    def source_window(self, window: int) -> SourceWindow:
+        """See `Windows.source_window`."""
+        source, epoch, own = self.source_of(window)
+        return SourceWindow(source, epoch, self.order_of(source, epoch), own)
+
     def window_length(self, window: int) -> int:
         """Samples of a window, of which some may come in the epoch before or after this one."""
         order, own = self._own_order(window)
@@ -273,7 +279,7 @@ class MixturePlan(RankPlan):
         batch_plan = MixtureBatchPlan(
             windows=order, num_items=order.num_samples, num_lanes=order.num_lanes, **dealing
         )
-        super().__init__(cast(Order, order), batch_plan)  # it is asked what an `Order` is asked
+        super().__init__(order, batch_plan)
         self._takes, self._window_positions = batch_plan.takes, order.window_positions
 
     def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:

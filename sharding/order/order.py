@@ -21,6 +21,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from sharding.order.epoch_order import SourceWindow
 from sharding.order.keyed import (
     BLOCK_ORDER,
     FULL_ORDER,
@@ -179,6 +180,10 @@ class Order:
         ordinal, row = self._mixed(window, cells)
         indices = indices - table.cell_index[cells[0]]
         return ordinal[indices], row[indices]
+
+    def source_window(self, window: int) -> SourceWindow:
+        """The window itself: there is one source."""
+        return SourceWindow(0, None, self, window)
 
     def whole_window(
         self,

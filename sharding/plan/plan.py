@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Protocol, Unpack, cast
+from typing import Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sharding.order.epoch_order import EpochOrder, Windows
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import BatchPlan, Dealing
@@ -21,22 +22,6 @@ from sharding.plan.batch_plan import BatchPlan, Dealing
 _OPTIONAL = {"batching", "sources", "weights"}
 STATE_VERSION = 3
 """The order of version 1 had no lanes; in that of version 2 all epochs began with small windows."""
-
-
-class Windows(Protocol):
-    """Where the positions of an order lie."""
-
-    def window_span(self, window: int) -> tuple[int, int]:
-        """First position of the window, and the one after its last."""
-        ...
-
-    def window_positions(self, window: int) -> NDArray[np.int64]:
-        """The position of each index of the window; -1: not in this epoch."""
-        ...
-
-    def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Window and index of each position."""
-        ...
 
 
 class RankPlan(ABC):
@@ -49,7 +34,7 @@ class RankPlan(ABC):
         batch_plan: which items each batch takes.
     """
 
-    def __init__(self, order: Order, batch_plan: BatchPlan) -> None:
+    def __init__(self, order: EpochOrder, batch_plan: BatchPlan) -> None:
         self.order, self.batch_plan = order, batch_plan
 
     def positions(self, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -75,6 +60,10 @@ class RankPlan(ABC):
         Padding, which comes back to the epoch's first windows, is left out. `windows` is the order unless
         given.
         """
+
+    def batches_inside(self, window: int) -> range:
+        """Full batches, over all ranks, that lie in a window of the order alone, as far as this is known."""
+        return range(0)
 
     @property
     def start(self) -> int:
@@ -121,6 +110,8 @@ class EpochPlan(RankPlan):
         dealing: see `BatchPlan`; `start` is the global position of the first sample to deliver.
     """
 
+    order: Order
+
     def __init__(self, order: Order, **dealing: Unpack[Dealing]) -> None:
         super().__init__(order, BatchPlan(num_items=order.num_samples, num_lanes=order.num_lanes, **dealing))
 
@@ -132,6 +123,12 @@ class EpochPlan(RankPlan):
             return None
         numbers, indices = windows.locate(positions)
         return np.sort(indices[numbers == window])
+
+    def batches_inside(self, window: int) -> range:
+        """See `RankPlan.batches_inside`; the windows that a full shuffle is cut into are not the order's."""
+        if self.order.shuffle.kind == "full":
+            return range(0)
+        return self.batch_plan.batches_within(*self.order.window_core(window))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -306,6 +306,15 @@ def samples_at(windows: MixtureWindows, positions: np.ndarray[Any, Any]) -> list
     return found
 
 
+def test_a_window_of_a_mixture_is_a_window_of_one_of_its_sources() -> None:
+    windows = windows_of(MixtureSpec.weighted(SIZES, [0.5, 0.3, 0.2], stop="all"), epoch=1)
+    for number in np.unique(windows.locate(np.arange(windows.num_samples))[0]).tolist():
+        own = windows.source_window(number)
+        assert (own.source, own.epoch, own.number) == windows.source_of(number)
+        assert own.windows.window_blocks(own.number).tolist() == windows.window_blocks(number).tolist()
+        assert own.windows.source_window(own.number) == (0, None, own.windows, own.number)
+
+
 MIXES = [
     MixtureSpec.weighted(SIZES, [0.5, 0.3, 0.2], stop="all"),
     MixtureSpec.weighted(SIZES, {0: [1, 1, 0], 20: [0, 1, 2]}, stop="first", run_length=3),
