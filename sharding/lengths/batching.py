@@ -103,6 +103,10 @@ class BatchedColumns:
         """How many elements of samples of these lengths are delivered."""
         return lengths
 
+    def num_pieces(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """How many pieces samples of these lengths become, whichever units they are in, [n]."""
+        return np.ones_like(lengths)
+
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
     ) -> Units:
@@ -160,6 +164,11 @@ class Packed(BatchedColumns):
     def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
         """See `BatchedColumns`."""
         return np.minimum(lengths, self.length) if self.overlong == "truncate" else lengths
+
+    def num_pieces(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """See `BatchedColumns`; samples of length 0 are in no row."""
+        pieces: NDArray[np.integer] = -(-self.delivered(lengths).astype(np.int64) // self.length)
+        return pieces
 
     def cut(
         self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True

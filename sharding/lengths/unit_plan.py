@@ -302,26 +302,35 @@ class UnitPlan(RankPlan):
 
     @cached_property
     def _own_counts(self) -> Callable[[int], NDArray[np.unsignedinteger]]:
-        """How many pieces of each position of a megabatch are this rank's.
+        """How many pieces of each position of a megabatch are this rank's; where all are, none is planned.
 
         Kept of many megabatches: windows lie side by side, and that of a small source spans a hundred.
         """
         return lru_cache(_KEPT_COUNTS)(self._count_own)
 
     def _count_own(self, megabatch: int) -> NDArray[np.unsignedinteger]:
-        first, end = self.sequence.bounds[megabatch : megabatch + 2].tolist()
-        parts = [self._own_pieces(megabatch).position]
-        if end < len(self.sequence.lengths):  # pieces may be carried to the megabatch that follows
-            parts.append(self._own_pieces(megabatch + 1).position)
-        positions = np.concatenate(parts)
-        positions = positions[(positions >= first) & (positions < end)]
-        counts = np.bincount(positions - first, minlength=end - first)
+        sequence = self.sequence
+        first, end = sequence.bounds[megabatch : megabatch + 2].tolist()
+        touched = [megabatch]
+        if end < len(sequence.lengths):  # pieces may be carried to the megabatch that follows
+            touched.append(megabatch + 1)
+        own = [self._own_units(m) for m in touched]
+        if all(units is None for units in own):  # wherever each piece goes: nothing is planned
+            counts = sequence.batching.num_pieces(sequence.lengths[first:end])
+        else:
+            parts = [self._pieces(m, units).position for m, units in zip(touched, own, strict=True)]
+            positions = np.concatenate(parts)
+            positions = positions[(positions >= first) & (positions < end)]
+            counts = np.bincount(positions - first, minlength=end - first)
         return counts.astype(np.min_scalar_type(counts.max(initial=0)))
 
-    def _own_pieces(self, megabatch: int) -> Pieces:
-        """Pieces of a megabatch that this rank's batches take; padding left out."""
+    def _own_units(self, megabatch: int) -> NDArray[np.int64] | None:
+        """Units of a megabatch that this rank's batches take, padding left out; None: all, and not none."""
         first, end = self.sequence.first_unit[megabatch : megabatch + 2].tolist()
-        units = self.batch_plan.own_items(first, end)
+        return self.batch_plan.own_items(first, end) if first < end else np.empty(0, np.int64)
+
+    def _pieces(self, megabatch: int, units: NDArray[np.int64] | None) -> Pieces:
+        first, end = self.sequence.first_unit[megabatch : megabatch + 2].tolist()
         return self.sequence.take(np.arange(first, end) if units is None else units)[0]
 
 

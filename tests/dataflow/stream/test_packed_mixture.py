@@ -213,6 +213,30 @@ def test_who_builds_makes_no_difference(abc: list[ShardedDataset], workers: str)
             assert delivered(loader) == expected(loader)
 
 
+@pytest.mark.parametrize("name", ["split", "buckets"])
+def test_a_first_batch_plans_each_sample_of_the_epoch_once_whatever_the_weights(
+    abc: list[ShardedDataset], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window of a source that comes rarely spans the whole epoch, and so all that is planned."""
+    batching = BATCHINGS[name]
+    cut, planned = type(batching).cut, list[int]()
+
+    def counted(self: Any, lengths: Any, *args: Any) -> Any:
+        planned.append(len(lengths))
+        return cut(self, lengths, *args)
+
+    def num_planned(*repeats: int) -> int:
+        planned.clear()
+        with loader_of(Mixture(abc[:2], repeats=repeats), batching, shuffle=True) as loader:
+            plan = stream_of(loader).epoch_plan(0, 0)
+            for window in {*plan.order.locate(np.arange(42))[0].tolist()}:  # one of each source
+                plan.own_indices(window)
+        return sum(planned)
+
+    of_839, of_840 = num_planned(20, 1), num_planned(14, 14)
+    assert of_839 <= 1.2 * of_840 <= 1.5 * 840
+
+
 def test_every_source_comes_as_often_as_its_share_says(abc: list[ShardedDataset]) -> None:
     with loader_of(Mixture(abc, repeats=[1, 3, 2]), Packed(24, window=16)) as loader:
         found = tokens_of(Packed(24), delivered(loader))

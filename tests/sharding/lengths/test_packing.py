@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from sharding.errors import DataflowError
 from sharding.lengths.cutting import best_fit_rows, pack, pieces_of
-from sharding.lengths.units import NO_PIECES, Pieces
+from sharding.lengths.units import NO_PIECES, Pieces, stable_order
 
 capacities = st.integers(1, 40)
 documents = st.lists(st.integers(0, 90), max_size=60) | st.lists(st.integers(0, 30), min_size=20, max_size=60)
@@ -170,6 +170,12 @@ def test_the_key_orders_rows_and_changes_nothing_else():
     assert rows_of(one) != rows_of(other)
     assert sorted(rows_of(one)) == sorted(rows_of(other))
     assert rows_of(one) == rows_of(pack(lengths, 64, "split", 1))
+
+
+@given(st.lists(st.sampled_from([0, 1, 2, 255, 256, 65_535, 65_536, 1 << 31]) | st.integers(0, 1 << 20)))
+def test_equal_keys_stay_in_order_whether_they_have_sixteen_bits_or_more(keys):
+    key = np.array(keys, np.int64)
+    assert stable_order(key).tolist() == np.argsort(key, kind="stable").tolist()
 
 
 def test_no_samples_make_no_rows():
