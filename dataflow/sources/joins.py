@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dataflow.outputs.output import Output
-from dataflow.sources.views import read_table
 from dataflow.staging.columns import StagedOutput, StagedSpans
 from dataflow.staging.mapped import MappedWindow, can_map_windows
 from dataflow.staging.reading import ReadWindow, SparseWindow
@@ -116,7 +115,7 @@ class JoinSide:
 
     def _column(self, number: int) -> pa.Array:
         """The keys of a block that is a table."""
-        table = read_table(self.source, number, [self.on])
+        table = self.source.read_table(self.catalog.block(number), [self.on])
         column = table.column(self.on).take(pa.array(self.selection.rows(number)))
         try:
             return comparable(column)

@@ -6,7 +6,6 @@ out. One on the members of tar's samples is decided by the catalog.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -23,7 +22,7 @@ from sharding.catalog.predicate import (
     member_schema,
     member_table,
 )
-from sharding.catalog.reading import ColumnReader
+from sharding.catalog.reading import read_block
 from sharding.catalog.schema import NO_SCHEMA
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
@@ -63,21 +62,6 @@ def _ascending(indices: NDArray[np.int64], total: int) -> NDArray[np.int64]:
     return indices
 
 
-def read_table(source: Source, number: int, columns: Sequence[str]) -> pa.Table:
-    """Some columns of a block of a tabular source, as `ColumnReader.table`; only their bytes are read."""
-    reader, block = ColumnReader(source.catalog, source.format, columns), source.catalog.block(number)
-    return reader.table(block, _bytes_of(source, block, reader.ranges(block)))
-
-
-def _bytes_of(source: Source, block: Block, ranges: Iterable[tuple[int, int]]) -> memoryview:
-    """A block of which some ranges are read; pages that hold none of these stay untouched."""
-    data = np.empty(block.length, np.uint8)
-    for offset, length in ranges:
-        at = offset - block.offset
-        source.reader.read_into(block.shard, offset, data[at : at + length])
-    return data.data
-
-
 def matching(source: Source, selection: Selection, expression: Any) -> Selection:
     """The samples for which a pyarrow expression is true."""
     codec, catalog = source.format, source.catalog
@@ -103,7 +87,7 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
         stored = condition.stored_columns
         if not stored:
             return condition.holds(pa.table({"": pa.nulls(block.num_samples)}))
-        data = _bytes_of(source, block, codec.select(block, stored))
+        data = read_block(block, source.reader.read_into, codec.select(block, stored))
         return condition.holds(codec.table(block, data, stored))
 
     # A condition that does not fit is an error before any read.

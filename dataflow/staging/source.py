@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from dataflow.decode.mp4 import FrameIndex, ReadBytes, read_index
@@ -201,6 +202,11 @@ class Source:
     def column_reader(self) -> ColumnReader:
         """Decodes those columns of whole blocks."""
         return ColumnReader(self.catalog, self.format, self.columns, with_all=self.all_columns)
+
+    def read_table(self, block: Block, columns: Sequence[str]) -> pa.Table:
+        """Some columns of a block of a tabular format, as `ColumnReader.table`; only their bytes are read."""
+        reader = ColumnReader(self.catalog, self.format, columns)
+        return reader.table(block, reader.read(block, self.reader.read_into))
 
     @property
     def first_number(self) -> int:

@@ -26,6 +26,7 @@ from prefetch.memory.arena import Arena
 from prefetch.store.reader import Awaited
 from sharding.blocks import Block, Columns, Spans
 from sharding.cached_property import cached_property
+from sharding.catalog.reading import read_block
 from sharding.errors import DataflowError, SampleError, ShardReadError
 from sharding.order.keyed import uniform
 from sharding.urls import is_local
@@ -316,9 +317,6 @@ class StagedWindow(StagedRows):
 
     def _stored(self, ordinal: int) -> memoryview | None:
         """The stored bytes of a block, if they can be had: read anew, as a row is bad, maybe by its page."""
-        block = self.samples.blocks[ordinal]
-        data = np.empty(block.length, np.uint8)
         with suppress(DataflowError):
-            self.source.reader.read_into(block.shard, block.offset, data)
-            return data.data
+            return read_block(self.samples.blocks[ordinal], self.source.reader.read_into)
         return None

@@ -1,4 +1,4 @@
-"""Reading columns of any shard in the types of the dataset, whatever the shard itself has.
+"""Reading columns of any shard in the types of the dataset, whatever the shard itself has: their bytes alone.
 
 A block is decoded by its own schema. Columns of another type than the dataset's are brought to that, those
 that the shard lacks are null. Where a shard has all columns in these types, nothing is done beside decoding.
@@ -6,18 +6,37 @@ that the shard lacks are null. Where a shard has all columns in these types, not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from sharding.blocks import ABSENT, Block, Columns, ColumnSpec, Format
+from sharding.blocks import ABSENT, Block, Columns, ColumnSpec, Format, Shard
 from sharding.catalog.schema import DatasetSchema
 from sharding.catalog.table import Catalog
 from sharding.catalog.widening import is_alike
 from sharding.formats.arrow.columns import TabularFormat, flattened, missing_column
 from sharding.formats.arrow.schema import arrow_type
+
+ReadInto = Callable[[Shard, int, NDArray[np.uint8]], object]
+"""Fills an array with a shard's bytes from an offset on."""
+
+
+def read_block(
+    block: Block, read_into: ReadInto, ranges: Iterable[tuple[int, int]] | None = None
+) -> memoryview:
+    """The stored bytes of a block, of which some ranges (offset in the file, length) are read; None: all.
+
+    Pages that hold none of them are never touched, so what is not read takes no memory.
+    """
+    data = np.empty(block.length, np.uint8)
+    for offset, length in [(block.offset, block.length)] if ranges is None else ranges:
+        at = offset - block.offset
+        read_into(block.shard, offset, data[at : at + length])
+    return data.data
 
 
 class _Own(NamedTuple):
@@ -64,10 +83,10 @@ class ColumnReader:
         """What the block has of the columns."""
         return self._own[self._catalog.schema_of(block)]
 
-    def ranges(self, block: Block) -> list[tuple[int, int]]:
-        """Byte ranges (offset in the file, length) that hold the columns, for `decode` or `table`."""
+    def read(self, block: Block, read_into: ReadInto) -> memoryview:
+        """The stored bytes of the block, for `decode` or `table`; no others than the columns' are read."""
         present = self.of(block).present
-        return self._codec.select(block, present) if present else []
+        return read_block(block, read_into, self._codec.select(block, present) if present else [])
 
     def decode(self, block: Block, data: memoryview) -> Columns:
         """The columns as arrays and spans; raises as `Format.decode` and `Format.decode_as` do."""

@@ -13,12 +13,13 @@ memory: 4 bytes a sample, 8 where one has 2**31 elements or more.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.blocks import MISSING, Block, Column, Format, Masked, Spans
+from sharding.blocks import MISSING, Block, Column, Format, Masked, Shard, Spans
 from sharding.catalog.build import Map, OpenShard
 from sharding.catalog.reading import ColumnReader
 from sharding.catalog.storage import open_shard, open_url, store_errors
@@ -99,7 +100,11 @@ def column_lengths(
             return indexed
         fs, path = places[number]
         with open_shard(blocks[0].shard, fs, path) as file:
-            return [_decoded(reader, b, _column_bytes(reader, b, file), column) for b in blocks]
+            read_into = partial(_read_into, file)
+            return [
+                _decoded(block, reader.decode(block, reader.read(block, read_into))[column])
+                for block in blocks
+            ]
 
     # fsspec keeps one filesystem a thread: this one's serves them all.
     places = [(None, "") if is_local(url) else open_url(url, storage_options) for url in catalog.locations]
@@ -120,22 +125,18 @@ def _has_column(catalog: Catalog, column: str) -> NDArray[np.bool_]:
     return np.repeat(has[catalog.shard_schemas[table.shard]], table.num_samples)
 
 
-def _column_bytes(reader: ColumnReader, block: Block, file: Any) -> memoryview:
-    """The block with at least the bytes of its column in place; the others are zero pages never touched."""
-    data = np.zeros(block.length, np.uint8)
-    for offset, length in reader.ranges(block):
-        with store_errors(block.shard.url):
-            file.seek(offset)
-            read = file.read(length)
-        if len(read) != length:
-            reason = f"truncated: wanted {length} bytes, got {len(read)}"
-            raise CorruptShardError(block.shard.url, reason, offset, stage="read")
-        data[offset - block.offset :][:length] = np.frombuffer(read, np.uint8)
-    return data.data
+def _read_into(file: BinaryIO, shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
+    """Fill `out` with a file's bytes from `offset`."""
+    with store_errors(shard.url):
+        file.seek(offset)
+        read = file.read(len(out))
+    if len(read) != len(out):
+        reason = f"truncated: wanted {len(out)} bytes, got {len(read)}"
+        raise CorruptShardError(shard.url, reason, offset, stage="read")
+    out[:] = np.frombuffer(read, np.uint8)
 
 
-def _decoded(reader: ColumnReader, block: Block, data: memoryview, column: str) -> NDArray[np.integer]:
-    values: Column = reader.decode(block, data)[column]
+def _decoded(block: Block, values: Column) -> NDArray[np.integer]:
     if isinstance(values, Spans):
         return np.maximum(values.lengths, MISSING)
     lacks = values.lacks if isinstance(values, Masked) else np.zeros(len(values), np.int8)

@@ -22,6 +22,7 @@ from prefetch.control.pause import ReadPause
 from prefetch.memory.guards import FileGuards
 from prefetch.store.reader import Awaited, StoreReader
 from sharding.blocks import Block, Shard
+from sharding.catalog.reading import read_block
 from sharding.urls import is_local
 
 _THREADS = 16
@@ -98,8 +99,7 @@ def _read_all(
     """Read every block; ((url, offset), bytes) of those that are kept."""
 
     def read(block: Block) -> tuple[tuple[str, int], Any]:
-        data = np.empty(block.length, np.uint8)
-        reader.read_into(block.shard, block.offset, data)
+        data = read_block(block, reader.read_into)
         return (block.shard.url, block.offset), data if keep else None
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-bench") as pool:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
-from dataflow.sources.views import read_table
 from sharding.formats.arrow.columns import TabularFormat
 
 _USUAL_LABELS = ("label", "labels", "cls", "class", "target", "y")
@@ -54,9 +53,9 @@ def labels_of(dataset: ShardedDataset, name: str | None) -> tuple[NDArray[Any] |
 
 def _table_column(dataset: ShardedDataset, name: str) -> NDArray[Any]:
     """One column of all shards; of the others no more than lies between."""
-    source = dataset.source()
+    source, catalog = dataset.source(), dataset.catalog
     with closing(source.reader):
-        tables = [read_table(source, number, [name]) for number in range(dataset.catalog.num_blocks)]
+        tables = [source.read_table(catalog.block(at), [name]) for at in range(catalog.num_blocks)]
     return np.concatenate([table.column(name).to_numpy() for table in tables])
 
 

@@ -29,6 +29,7 @@ from sharding.catalog.build import (
     unfinished_text,
 )
 from sharding.catalog.expand import LooksUp, found_again
+from sharding.catalog.reading import read_block
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError
 from sharding.formats import FORMATS, resolve_format
@@ -178,10 +179,7 @@ def checksums_of(catalog: Catalog, storage_options: Mapping[str, Any] | None = N
     reader = StoreReader(storage_options)
 
     def checksum(number: int) -> int:
-        block = catalog.block(number)
-        data = np.empty(block.length, np.uint8)
-        reader.read_into(block.shard, block.offset, data)
-        return zlib.crc32(data.data)
+        return zlib.crc32(read_block(catalog.block(number), reader.read_into))
 
     with ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="dataflow-index") as pool:
         try:
