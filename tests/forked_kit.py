@@ -39,11 +39,18 @@ class Child:
         self.pid = 0
 
 
+def fork() -> int:
+    """`os.fork`, without the warning of Python 3.12 and later that this process has threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
 @contextmanager
 def forked(work: Callable[[Callable[[], None]], object]) -> Iterator[Child]:
     """Run `work(stop)` in a fork of this process; `stop()` returns when it may go on. Killed at the end."""
     (ready, told), (goes, going) = os.pipe(), os.pipe()
-    pid = os.fork()
+    pid = fork()
     if not pid:
         signal.alarm(60)
 
@@ -70,9 +77,7 @@ def forked(work: Callable[[Callable[[], None]], object]) -> Iterator[Child]:
 
 def exit_code_in_child(work: Callable[[], None]) -> int:
     """0 if `work` returns in a fork of this process, 1 if it raises, -14 if it hangs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads and fork
-        pid = os.fork()
+    pid = fork()
     if not pid:
         signal.alarm(60)
         code = 1

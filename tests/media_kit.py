@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dataflow.decode.media import decoders
+
 try:
+    decoders()
     from torchcodec.encoders import AudioEncoder, VideoEncoder
 except (ImportError, RuntimeError, OSError) as error:
     reason = f"torchcodec, or FFmpeg's shared libraries: {str(error).splitlines()[0]}"

@@ -135,6 +135,9 @@ def decoders() -> ModuleType:
     """`torchcodec.decoders`. Raises `MissingMediaSupportError` where it cannot be loaded."""
     try:
         import torchcodec.decoders
+
+        if getattr(torchcodec, "ffmpeg_major_version", 0) is None:  # 0.17 fails at the first clip
+            raise RuntimeError("no version of FFmpeg is found")
     except (ImportError, RuntimeError, OSError) as error:
         # torchcodec lists all it tried to load, for every version of FFmpeg, in hundreds of lines.
         what = str(error).splitlines()[0] if str(error) else type(error).__name__

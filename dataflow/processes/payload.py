@@ -280,7 +280,7 @@ def pack(
 def _packed(packer: _Packer, file: io.BytesIO, *, by_value: bool) -> PackedObject:
     packer.reducers.clear()  # no cycle may keep the parts: they hold memory of the arena
     return PackedObject(
-        meta=file.getbuffer(),
+        meta=file.getvalue(),  # not a view: a file that ends before its views cannot close
         parts=packer.parts,
         spans=b"".join(_SPAN.pack(*span) for span in packer.spans),
         meta_offset=-(-packer.end // _ALIGN) * _ALIGN,

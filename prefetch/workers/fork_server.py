@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing import (
@@ -55,6 +56,14 @@ def interrupts_held() -> Iterator[None]:
             yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Fork inside: interrupts are held, and Python (3.12 and later) does not warn of our threads."""
+    with interrupts_held(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        yield
 
 
 def let_interrupt() -> None:
@@ -260,8 +269,13 @@ def _has_ended(pid: int) -> bool:
 
 
 def _after_fork() -> None:
-    """The servers are the parent's, and must not live on for our sake."""
+    """The servers are the parent's, and must not live on for our sake; nor is its tracker a child of ours.
+
+    Python 3.13.5 waits for the tracker at the end of any process, and complains that it is no child.
+    """
     global _lock, _current
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._pid = None
     _lock = threading.RLock()
     for server in _servers:
         server.let_go()
@@ -314,7 +328,7 @@ class _Popen(popen_forkserver.Popen):
 
     sentinel: int
     _pid: int | None = None
-    _asked: tuple[Server, io.BytesIO] | None = None
+    _asked: tuple[Server, bytes] | None = None
     """Who is to fork the process, and its description, until it has."""
 
     def __init__(self, process_obj: Any) -> None:
@@ -340,16 +354,17 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             set_spawning_popen(None)
+        description = buffer.getvalue()
         try:
-            self._ask(server, buffer)
+            self._ask(server, description)
         except (ConnectionError, EOFError, ChildProcessError):
             pass  # a Ctrl-C in what follows is told alone, not with this
         else:
             return
         server.replace()
-        self._ask(server, buffer)
+        self._ask(server, description)
 
-    def _ask(self, server: Server, description: io.BytesIO) -> None:
+    def _ask(self, server: Server, description: bytes) -> None:
         try:
             # Asked and not told what for, a worker would say so with a traceback, and a server that is not
             # asked by who has called end with one.
@@ -359,7 +374,7 @@ class _Popen(popen_forkserver.Popen):
                 self.finalizer = util.Finalize(self, util.close_fds, own_ends)  # type: ignore[attr-defined]
                 _make_room(writer, description)  # who is to read it may not be there for long
                 with open(writer, "wb", closefd=True) as file:
-                    file.write(description.getbuffer())
+                    file.write(description)
                 self._asked = server, description
         except BaseException:
             self.close()
@@ -399,7 +414,7 @@ class _Popen(popen_forkserver.Popen):
             else:
                 self._asked, server.has_forked = None, True
 
-    def _ask_another(self, server: Server, description: io.BytesIO) -> None:
+    def _ask_another(self, server: Server, description: bytes) -> None:
         self.close()
         self._asked, self.returncode = None, -signal.SIGKILL  # in case that nobody can be asked
         server.replace()
@@ -421,11 +436,11 @@ class _Popen(popen_forkserver.Popen):
         return self.returncode
 
 
-def _make_room(pipe: int, content: io.BytesIO) -> None:
+def _make_room(pipe: int, content: bytes) -> None:
     """Let a pipe hold all of this, if it may."""
     with contextlib.suppress(OSError):
-        if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < content.getbuffer().nbytes:
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, content.getbuffer().nbytes)
+        if fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) < len(content):
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(content))
 
 
 def release_server() -> None:

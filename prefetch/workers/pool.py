@@ -40,7 +40,7 @@ from prefetch.workers.fork_server import (
     ServerNeeds,
     ServerProcess,
     begin_to_use,
-    interrupts_held,
+    forking,
     stop_using,
 )
 from prefetch.workers.shared_arena import Header, SharedFile
@@ -249,7 +249,7 @@ class WorkerPool:
         closing: contextlib.AbstractContextManager[object] = reader
         if self._server is not None:
             self._asked_for[worker], closing = reader, contextlib.nullcontext()
-        with closing, interrupts_held() if forks else contextlib.nullcontext():
+        with closing, forking() if forks else contextlib.nullcontext():
             child.start()
         self.processes[worker:] = [child, *self.processes[worker + 1 :]]
         self._listen_to(worker)

@@ -138,7 +138,7 @@ class KeptLengths:
                 data = io.BytesIO()
                 np.save(data, own, allow_pickle=False)
                 file = NewFile(of.path, overwrite=True)
-                file.write(data.getbuffer())
+                file.write(data.getvalue())
                 file.commit()
         except OSError as error:
             so = "they are found again by the next start. See that this user may write there"

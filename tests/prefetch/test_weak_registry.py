@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 
 import pytest
+from forked_kit import fork
 from threads_kit import python_calls
 
 from prefetch.weak_registry import WeakRegistry
@@ -95,7 +96,7 @@ def test_a_forked_child_has_those_that_lived() -> None:
     kept, dropped = Member(), [Member()]
     registry.add(kept)
     registry.add(dropped[0])
-    if (child := os.fork()) == 0:
+    if (child := fork()) == 0:
         dropped.clear()
         os._exit(list(registry) != [kept])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

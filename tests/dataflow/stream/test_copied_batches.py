@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked_kit import fork
 from stream_kit import session_of
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
@@ -103,7 +104,7 @@ def test_a_forked_child_is_told_to_make_its_own_loader_in_the_middle_of_a_chunk(
     with DataLoader(opened(tokens), 2) as loader:
         loop = iter(loader)
         next(loop)
-        child = os.fork()
+        child = fork()
         if child == 0:
             try:
                 next(loop)

@@ -203,6 +203,15 @@ def test_missing_torchcodec_is_an_error_at_opening(tar: Path, monkeypatch: pytes
         ShardedDataset(tar, decode={"mp4": CLIP})
 
 
+def test_a_torchcodec_that_finds_no_ffmpeg_is_an_error_at_opening(
+    tar: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version 0.17 can be imported all the same: without this, every sample would be a broken one."""
+    monkeypatch.setattr("torchcodec.ffmpeg_major_version", None)
+    with pytest.raises(ImportError, match=r"no version of FFmpeg is found.*install ffmpeg"):
+        ShardedDataset(tar, decode={"mp4": CLIP})
+
+
 def test_draws_of_sound_are_those_of_its_sample(tar: Path) -> None:
     dataset = ShardedDataset(tar, decode={"flac": Audio(rate=16000, seconds=0.25)}, columns=["flac"])
     firsts = {first_sample(sample["flac"]) for sample in (dataset[i] for i in range(8))}

@@ -146,13 +146,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 from dataflow import DataLoader, GradSchedule
-dist.init_process_group("gloo")
-model = DistributedDataParallel(nn.Linear(4, 1))
-sched = GradSchedule([torch.ones(2, 4)] * 6, model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
-for batch in sched:
-    sched.backward(model(batch).sum() * sched.scale())
-    sched.step()
-dist.destroy_process_group()
+
+def main():  # so that no global keeps the model beyond its group: "The end of a program" in the guide
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    sched = GradSchedule([torch.ones(2, 4)] * 6, model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    for batch in sched:
+        sched.backward(model(batch).sum() * sched.scale())
+        sched.step()
+    dist.destroy_process_group()
+
+main()
 """
 
 

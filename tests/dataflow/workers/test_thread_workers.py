@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import re
 import signal
 import sys
 import threading
@@ -459,7 +460,7 @@ def test_each_thread_is_told_who_it_is() -> None:
     assert {info.worker_method for info in infos} == {"thread"}
     assert len({info.seed - info.id for info in infos}) == 1
     assert all(info.dataset is dataset for info in infos)
-    assert "worker_method='thread'" in repr(infos[0])
+    assert re.search("worker_method='?thread", repr(infos[0]))  # torch before 2.13 quotes no text
     with pytest.raises(AttributeError):
         infos[0].id = 7
 

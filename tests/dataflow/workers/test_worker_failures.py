@@ -846,6 +846,7 @@ KILLED = """
 import os, signal, sys
 import psutil
 from dataflow import DataLoader
+from forked_kit import fork
 from worker_kit import Does, _gate_at
 
 folder, method = sys.argv[1:]
@@ -864,7 +865,7 @@ def main():
         iter(DataLoader(Does(item, 2), None, num_workers=2, multiprocessing_context=context))
         for _ in range(2)
     ]
-    if method != "forkserver" and os.fork() == 0:  # a child that lives on, with copies of all descriptors
+    if method != "forkserver" and fork() == 0:  # a child that lives on, with copies of all descriptors
         _gate_at(folder + "/bystander").open(os.getpid())
         signal.pause()
     processes = [process for iterator in iterators for process in iterator.runners.processes]

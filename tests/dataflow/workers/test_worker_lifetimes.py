@@ -379,6 +379,7 @@ FORKED = """
 import gc, os, sys
 import torch
 from dataflow import DataLoader
+from forked_kit import fork
 from worker_kit import Does, ended
 
 def row(index):
@@ -393,7 +394,7 @@ pids = [process.pid for process in iterator.runners.processes]
 rounds, what = int(sys.argv[1]), sys.argv[2]
 gc.freeze()
 for round in range(rounds):
-    child = os.fork()
+    child = fork()
     if child == 0:
         break
     assert os.waitpid(child, 0)[1] == 0, "the child has failed"
@@ -438,6 +439,7 @@ ENDS = """
 import ctypes, gc, os, select, sys, threading
 import torch
 from dataflow import DataLoader
+from forked_kit import fork
 from worker_kit import Does
 
 def row(index):
@@ -448,7 +450,7 @@ context = None if method == "default" else method
 gc.freeze()  # the children need not look through torch at their end
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: whoever is orphaned becomes our child
 for _ in range(rounds):
-    child = os.fork()
+    child = fork()
     if child == 0:
         break
     watched = os.pidfd_open(child)

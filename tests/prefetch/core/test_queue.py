@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked_kit import fork
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
@@ -240,7 +241,7 @@ def test_a_closed_queue_keeps_nothing_and_answers(opened: Open) -> None:
 
 def test_closing_in_a_forked_child_waits_for_no_thread(opened: Open) -> None:
     queue = opened(2)
-    child = os.fork()
+    child = fork()
     if child == 0:
         queue.close()
         os._exit(7)

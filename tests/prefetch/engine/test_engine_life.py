@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+from forked_kit import fork
 
 from prefetch.engine.engine import Engine
 from prefetch.work import Piece
@@ -245,11 +246,3 @@ def test_after_a_fork_the_child_is_told_to_make_its_own_loader_and_can_close_thi
         gate.open()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert outcomes(engine) == ["a.0"]
-
-
-def fork() -> int:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
-        return os.fork()

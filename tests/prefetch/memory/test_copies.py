@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked_kit import fork
 
 from prefetch.core.compile import LIBRARY
 from prefetch.core.compiled import CompiledExecutor
@@ -144,7 +145,7 @@ def test_a_closed_queue_is_told_to_who_asks(bench: Bench) -> None:
 
 
 def test_a_forked_child_is_told_to_make_its_own_loader(bench: Bench) -> None:
-    chunk, child = bench.submit(2), os.fork()
+    chunk, child = bench.submit(2), fork()
     if child == 0:
         try:
             chunk.take()

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from forked_kit import limited
+from forked_kit import fork, limited
 
 from dataflow import DataLoader
 from prefetch.memory.guards import FileGuard, FileGuards
@@ -206,7 +206,7 @@ def test_a_forked_child_does_not_keep_a_lease_that_was_ended(path: Path) -> None
     guards = FileGuards()
     assert take(guards, path)
     reading, writing = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:
         os.close(writing)
         os.read(reading, 1)
@@ -224,7 +224,7 @@ def test_a_forked_child_leaves_its_parents_leases_alone(path: Path) -> None:
     assert ending
     assert staying
     with guards.loading():
-        child = os.fork()
+        child = fork()
         if child == 0:
             with watchdog_of_child():
                 descriptors = [name for name in os.listdir("/proc/self/fd") if leads_to(name, path)]
@@ -262,7 +262,7 @@ def test_a_child_forked_while_the_leases_are_locked_ends(path: Path) -> None:
     holder = threading.Thread(target=hold)
     holder.start()
     assert held.wait(TIMEOUT_S)
-    child = os.fork()
+    child = fork()
     if child == 0:
         with watchdog_of_child():
             guard.let_go()
