@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_in
 from dataflow.processes.batch_writer import collate_map_changes
 from dataflow.processes.choice import WorkerChoice
 from dataflow.processes.payload import array_bytes
-from dataflow.workers.samplers import sampler_epoch
+from dataflow.workers.samplers import from_chain, sampler_epoch
 from dataflow.workers.state import EpochProgress, WorkerProgress
 from dataflow.workers.worker import Worker, WorkerJob, WorkerLimits, WorkerState, has_state
 from prefetch.weak_registry import WeakRegistry
@@ -105,6 +105,7 @@ class DropInState:
     def load(self, progress: EpochProgress, loader: WorkerLoader) -> None:
         """Let the next loop go on where a state says."""
         self.progress, self._epoch_at_load = progress, sampler_epoch(loader._index_sampler)
+        progress.restore_between(loader)
 
     def set_epoch(self, epoch: int, loader: WorkerLoader) -> None:
         """Let the next loop run this epoch: a loaded place in it is kept, one in another epoch is left."""
@@ -157,13 +158,21 @@ class FetchIterator(_BaseDataLoaderIter):
         self._resumed = resumed
         """The loaded state that this goes on from, until it has begun."""
         self._progress = loader._drop_in.progress = before.begun(loader)
-        super().__init__(loader)
+        sampler, chain = self._progress.sampler, self._progress.chain
+        once = bool(resumed and resumed.complete and resumed.persistent and self._begins_sampler_twice)
+        sampler.begin(loader._index_sampler)
+        with from_chain(None if once or (resumed and not resumed.complete) else chain):
+            super().__init__(loader)  # begins the sampler, and draws the seed of workers
+            if self._begins_sampler_twice and not once:
+                sampler.begin(loader._index_sampler)
+                self._sampler_iter = iter(self._index_sampler)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         self._meter = loader._drop_in.meter
         self._delivered_bytes = 0
         self._base_seed = self._progress.seeded(loader, int(self._base_seed), resumed)
-        if self._begins_sampler_twice:
-            self._sampler_iter = iter(self._index_sampler)
+        if once:  # as workers do that begin another epoch
+            with from_chain(chain):
+                self._sampler_iter = sampler.begun_again(self._index_sampler)
         self._begin_sampler(loader)
 
     def _begin_sampler(self, loader: WorkerLoader) -> None:

@@ -200,6 +200,7 @@ class WorkerIterator(FetchIterator):
         assert loader._drop_in.progress.loaded is None, "a loaded state needs new workers"
         self._raise_if_failed()
         self._progress = loader._drop_in.progress = self._progress.begun_with_same_workers(loader)
+        self._progress.sampler.begin(self._index_sampler)
         super()._reset(loader, first_iter)
         self._begin_sampler(loader)
         self._epochs.append(sampler_epoch(self._index_sampler) or 0)

@@ -2,7 +2,9 @@
 
 A state does not hold indices. It holds what the sampler drew them from: a seed, the state of a generator, a
 `DistributedSampler`'s epoch, or the sampler's own state where it has one. Resuming draws the same order again
-and leaves out what was handed out, without touching the dataset.
+and leaves out what was handed out, without touching the dataset. Generators that a sampler holds under any
+name are found. Where it draws from something else, another order comes: a checksum of what was handed out
+tells so, with a warning.
 
 In the same way the indices of the next epoch are predicted where `prefetch_across_epochs=True` asks for it,
 so that persistent workers have work before anybody asks for that epoch: from copies of what decides them.
@@ -16,17 +18,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import marshal
 import math
+import pickle
+import random
+import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader as TorchDataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -46,6 +55,8 @@ _CONSTANT_SAMPLERS = {
     )
 }
 """Those whose length is the same in every epoch."""
+_TAKE_A_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
+"""Those of torch's that draw from their `generator`, or else from torch's global one."""
 _DRAWN_AT_ONCE = {SequentialSampler, SubsetRandomSampler, WeightedRandomSampler}
 """Beside `RandomSampler` and `DistributedSampler`, those of torch's that draw all indices when they begin."""
 
@@ -54,17 +65,32 @@ class SamplerProgress:
     """The place of one epoch in a sampler's order.
 
     `marks` is the part of a state about that: {} where the epoch begins.
+
+    Args:
+        marks: of a state that was taken inside the epoch.
+        is_restored: the sampler was set to a state of its own that was taken between two epochs.
     """
 
-    def __init__(self, marks: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, marks: Mapping[str, Any] | None = None, *, is_restored: bool = False) -> None:
         self.marks: Mapping[str, Any] = marks or {}
+        self._is_restored = is_restored
         self._own: dict[str, Any] = {}
         """What decides the order of this epoch."""
+        self._sources: _Sources | None = None
+        """What the sampler may draw from, where that has to be told."""
+        self._checksums: dict[int, int] | None = None
+        """Of the indices up to each batch, from the last that was handed out on."""
         self._stateful: Any = None
         """The sampler, or its iterator, that tells its own state."""
         self._state: Any = None
         """That state where the batches handed out so far end."""
         self._state_name = "state"
+
+    def begin(self, sampler: Any) -> None:
+        """Note where generators stand: the next `iter(sampler)` is that of this epoch, and may draw."""
+        self._sources = _sources_of(sampler)
+        if self._sources is not None:
+            self._own["begun"] = self._sources.states()
 
     def iterator(
         self, sampler: Any, skip: int, chain: torch.Generator | None, begun: Iterator[Any] | None = None
@@ -98,14 +124,17 @@ class SamplerProgress:
     ) -> tuple[Iterator[Any], int]:
         """The iterator, and how many batches are left out already."""
         core, marks = _core(sampler), self.marks
-        if "state" in marks or has_state(sampler) or has_state(core):
-            self._stateful = sampler if has_state(sampler) else core
-            if "state" in marks and has_state(self._stateful):
-                self._stateful.load_state_dict(marks["state"])
+        stateful = stateful_part(sampler)
+        if "state" in marks or stateful is not None:
+            self._stateful = core if stateful is None else stateful
+            if "state" in marks and stateful is not None:
+                stateful.load_state_dict(marks["state"])
             iterator: Any = iter(sampler) if begun is None else begun
             self._state = self._stateful.state_dict()
+            if self._is_restored:
+                iterator = _NotEmpty(iterator, sampler)
             return iterator, skip if "state" in marks else 0
-        iterator = iter(sampler) if begun is None else begun
+        iterator = self._begun_by_marks(sampler) if begun is None else begun
         if has_state(iterator):
             self._stateful, self._state_name = iterator, "iterator"
             if "iterator" in marks:
@@ -121,52 +150,270 @@ class SamplerProgress:
             # The sampler draws its seed when it is first asked: drawn here instead, it can be told.
             self._own["seed"] = seed = int(marks["seed"]) if "seed" in marks else draw_seed(chain)
             return _batched(sampler, _random_copy(core, torch.Generator().manual_seed(seed))), 0
-        return _Once(iterator, partial(self._note_random, _generator_of(sampler), chain)), 0
+        assert self._sources is not None
+        self._own["draws"] = marks["draws"] if "draws" in marks else self._sources.states()
+        self._checksums = None if num_readable(sampler) else {}
+        return _Redrawn(_Once(iterator, partial(self._note_draws, chain)), self, skip), 0
 
-    def _note_random(
-        self, generator: torch.Generator | None, chain: torch.Generator | None, step: Callable[[], Any]
-    ) -> Any:
-        """Take the first element of another sampler, from where the generators stood that it draws from."""
-        before, marks = None, self.marks
-        if generator is not None:
-            if "generator" in marks:
-                generator.set_state(marks["generator"])
-            self._own["generator"] = generator.get_state()
-        else:
-            if "random" in marks or chain is not None:
-                before = random_state()
-            if "random" in marks:
-                set_random_state(marks["random"])
-            elif chain is not None:
-                torch.set_rng_state(chain.get_state())
-            self._own["random"] = random_state()
-        try:
+    def begun_again(self, sampler: Any) -> Iterator[Any]:
+        """`iter(sampler)` once more, as if the one before had not been."""
+        if self._sources is not None:
+            self._sources.set(self._own["begun"])
+        return iter(sampler)
+
+    def _begun_by_marks(self, sampler: Any) -> Iterator[Any]:
+        """`iter(sampler)`, from where generators stood when the epoch began."""
+        if self._sources is None:
+            self.begin(sampler)
+        sources, begun = self._sources, self.marks.get("begun", self.marks.get("draws"))
+        if sources is None or begun is None:
+            return iter(sampler)
+        self._own["begun"] = begun
+        with sources.set_to(begun):
+            return iter(sampler)
+
+    def _note_draws(self, chain: torch.Generator | None, step: Callable[[], Any]) -> Any:
+        """Take the first element of a sampler, from where what it draws from stood then."""
+        sources, marks = self._sources, self.marks
+        assert sources is not None
+        if "draws" in marks:
+            with sources.set_to(marks["draws"]):
+                return step()
+        with from_chain(chain if sources.with_global else None):
+            self._own["draws"] = sources.states()
             return step()
-        finally:
-            if before is not None:
-                if "random" not in marks and chain is not None:
-                    chain.set_state(torch.get_rng_state())
-                set_random_state(before)
+
+    def drawn(self, number: int, index: Any, before: int) -> int:
+        """The checksum of indices up to this batch; `before`: up to the one before."""
+        if self._checksums is None:
+            return 0
+        try:
+            checksum = zlib.crc32(_bytes_of(index), before)
+        except Exception:  # of what cannot be written as bytes, there is none
+            self._checksums = None
+            return 0
+        self._checksums[number] = checksum
+        return checksum
+
+    def reached(self, sampled: int, checksum: int) -> None:
+        """So many batches were drawn again, with this checksum: those that are left out come next."""
+        expected = self.marks.get("order", checksum)
+        if self._checksums is not None and (checksum != expected or sampled < 0):
+            _warn_of_other_order()
+        if self._sources is not None and "now" in self.marks:
+            self._sources.set(self.marks["now"])
 
     def sampled(self) -> Any:
         """The sampler's state after the index just taken; None without one."""
         return self._stateful.state_dict() if self._stateful is not None else None
 
-    def delivered(self, state: Any) -> None:
-        """The batch was handed out that `sampled` gave this state for."""
+    def delivered(self, state: Any, batches: int) -> None:
+        """The batch was handed out that `sampled` gave this state for; `batches` were, without a gap."""
         if state is not None:
             self._state = state
+        while self._checksums and (number := next(iter(self._checksums))) < batches - 1:
+            del self._checksums[number]
 
     @property
     def has_state(self) -> bool:
         """Whether the sampler tells its own state."""
         return self._state is not None
 
-    def own_marks(self, *, now: bool) -> dict[str, Any]:
+    def own_marks(self, batches: int, *, now: bool) -> dict[str, Any]:
         """The `marks` to go on from here. `now`: nothing was sampled beyond what was handed out."""
         if now and self._stateful is not None:
             self._state = copy.deepcopy(self._stateful.state_dict())
-        return {**self._own, **({self._state_name: self._state} if self._state is not None else {})}
+        marks = dict(self._own)
+        if now and "draws" in marks and self._sources is not None:
+            # Others may have drawn from these, too.
+            marks["now"] = [*self._sources.states()[:-1], marks["draws"][-1]]
+        for name in ("begun", "now"):
+            if name in marks and ("draws" not in marks or _same(marks[name], marks["draws"])):
+                del marks[name]
+        if (checksum := (self._checksums or {}).get(batches - 1)) is not None:
+            marks["order"] = checksum
+        return {**marks, **({self._state_name: self._state} if self._state is not None else {})}
+
+
+def marks_between(sampler: Any) -> dict[str, Any]:
+    """What a state between two epochs says about a sampler, for `restore_between`."""
+    if (stateful := stateful_part(sampler)) is not None:
+        return {"state": copy.deepcopy(stateful.state_dict())}
+    sources = _sources_of(sampler)
+    return {"draws": [*sources.states()[:-1], None]} if sources is not None and sources.held else {}
+
+
+def restore_between(sampler: Any, marks: Mapping[str, Any]) -> None:
+    """Set a sampler, or the generators that it holds, to where they stood between two epochs."""
+    stateful, sources = stateful_part(sampler), _sources_of(sampler)
+    if "state" in marks and stateful is not None:
+        stateful.load_state_dict(copy.deepcopy(marks["state"]))
+    elif "draws" in marks and sources is not None:
+        sources.set(marks["draws"])
+
+
+def stateful_part(sampler: Any) -> Any:
+    """The sampler, or what it takes its indices from, where that tells its own state; else None."""
+    core = _core(sampler)
+    return sampler if has_state(sampler) else core if has_state(core) else None
+
+
+_Generators = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+
+class _Sources:
+    """What a sampler may draw from: generators that it holds, and, where it may, the three global ones."""
+
+    def __init__(self, held: list[Any], *, with_global: bool) -> None:
+        self.held, self.with_global = held, with_global
+
+    def states(self) -> list[Any]:
+        """Of each that is held; at the end those of the global ones, or None."""
+        return [*map(_state_of, self.held), random_state() if self.with_global else None]
+
+    def set(self, states: list[Any]) -> None:
+        """Set those that are held to where they stood, for a sampler that holds as many."""
+        if len(states) == len(self.held) + 1:
+            for generator, state in zip(self.held, states, strict=False):
+                _set_state(generator, state)
+
+    @contextlib.contextmanager
+    def set_to(self, states: list[Any]) -> Iterator[None]:
+        """Set all of them; the global ones, which are the training code's, for as long only."""
+        self.set(states)
+        if not self.with_global or states[-1] is None:
+            yield
+            return
+        before = random_state()
+        set_random_state(states[-1])
+        try:
+            yield
+        finally:
+            set_random_state(before)
+
+
+def _sources_of(sampler: Any) -> _Sources | None:
+    """None for those of torch's whose order follows from an epoch or a seed that is told."""
+    core = _core(sampler)
+    if type(core) is SequentialSampler or _is_distributed(core):
+        return None
+    if type(core) is RandomSampler and core.generator is None:
+        return None
+    held: dict[int, Any] = {}
+    seen: set[int] = set()
+    left = list(parts(sampler))
+    while left and len(seen) < _MAX_PARTS:
+        part = left.pop(0)
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        values = list(getattr(part, "__dict__", {}).values())
+        left += [value for value in values if isinstance(value, Sampler)]
+        held |= {id(value): value for value in values if _has_places(value)}
+    is_torchs = type(core) in _TAKE_A_GENERATOR and core.generator is not None
+    return _Sources(list(held.values()), with_global=not is_torchs)
+
+
+def _has_places(value: Any) -> bool:
+    return isinstance(value, _Generators) and not isinstance(value, random.SystemRandom)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
+@contextlib.contextmanager
+def from_chain(chain: torch.Generator | None) -> Iterator[None]:
+    """What is drawn from torch's global generator comes from this one, if there is one."""
+    if chain is None:
+        yield
+        return
+    before = torch.get_rng_state()
+    torch.set_rng_state(chain.get_state())
+    try:
+        yield
+    finally:
+        chain.set_state(torch.get_rng_state())
+        torch.set_rng_state(before)
+
+
+def _same(state: Any, other: Any) -> bool:
+    return pickle.dumps(state) == pickle.dumps(other)
+
+
+def _bytes_of(index: Any) -> bytes:
+    """Equal for equal indices: by `marshal`, which takes numbers, text, lists, tuples and arrays."""
+    try:
+        return marshal.dumps(index, 2)
+    except ValueError:
+        return pickle.dumps(index)
+
+
+def _warn_of_other_order() -> None:
+    warnings.warn(
+        "the sampler gives another order than the one that this state was taken in: samples of this epoch "
+        "may come twice, or not at all. It has no state, and draws from what it does not hold, or from "
+        "generators that others draw from, too: give it state_dict and load_state_dict, or a generator of "
+        "its own that is seeded for each epoch",
+        stacklevel=2,
+    )
+
+
+class _Redrawn(Iterator[Any]):
+    """A sampler's items, those that are left out as well; tells of each, and of the end of these."""
+
+    def __init__(self, items: Iterator[Any], progress: SamplerProgress, skip: int) -> None:
+        self._items, self._progress, self._skip = items, progress, skip
+        self._number = self._checksum = 0
+
+    def __next__(self) -> Any:
+        number = self._number
+        try:
+            index = next(self._items)
+        except StopIteration:
+            if number < self._skip:
+                self._progress.reached(-1, self._checksum)
+            raise
+        self._number += 1
+        self._checksum = self._progress.drawn(number, index, self._checksum)
+        if self._number == self._skip:
+            self._progress.reached(number, self._checksum)
+        return index
+
+
+class _NotEmpty(Iterator[Any]):
+    """A sampler's items; it is begun again where it had nothing more.
+
+    The state of one that has just ended may be a place in the epoch that ended, or one before the next.
+    """
+
+    def __init__(self, items: Iterator[Any], sampler: Any) -> None:
+        self._items, self._sampler = items, sampler
+
+    def __next__(self) -> Any:
+        sampler, self._sampler = self._sampler, None
+        try:
+            return next(self._items)
+        except StopIteration:
+            if sampler is None:
+                raise
+            self._items = iter(sampler)
+            return next(self._items)
 
 
 class _Once(Iterator[Any]):
@@ -260,9 +507,9 @@ def draw_seed(generator: torch.Generator | None) -> int:
 def draws_globally(sampler: Any) -> bool:
     """Whether the order of each epoch may come from torch's global generator."""
     core = _core(sampler)
-    return (
-        type(core) is not SequentialSampler and not _is_distributed(core) and _generator_of(sampler) is None
-    )
+    if type(core) in _TAKE_A_GENERATOR:
+        return core.generator is None
+    return type(core) is not SequentialSampler and not _is_distributed(core)
 
 
 def parts(sampler: Any) -> Iterator[Any]:
@@ -293,11 +540,6 @@ def epochs_kept(sampler: Any) -> Iterator[None]:
     finally:
         for part, epoch in epochs:
             part.set_epoch(epoch)
-
-
-def _generator_of(sampler: Any) -> torch.Generator | None:
-    generators = (getattr(part, "generator", None) for part in parts(sampler))
-    return next((generator for generator in generators if isinstance(generator, torch.Generator)), None)
 
 
 def _is_distributed(sampler: Any) -> bool:

@@ -31,6 +31,8 @@ from dataflow.workers.samplers import (
     epochs_kept,
     identity,
     is_iterable,
+    marks_between,
+    restore_between,
 )
 from dataflow.workers.worker import WorkerState
 
@@ -161,14 +163,32 @@ class EpochProgress:
                 persistent=False,
                 ahead=set(self.ahead),
                 turn=0,
-                sampler=SamplerProgress(copy.deepcopy(self.sampler.marks)),
+                sampler=SamplerProgress(
+                    {} if self.complete else copy.deepcopy(self.sampler.marks),
+                    is_restored=self.complete and "state" in self.sampler.marks,
+                ),
                 workers={number: replace(worker) for number, worker in self.workers.items()},
                 loaded=None,
             )
-            if self.generator is not None and loader.generator is not None:
-                loader.generator.set_state(self.generator)
+            if not self.complete:
+                self.restore_generator(loader)
         progress.generator = loader.generator.get_state() if loader.generator is not None else None
         return progress
+
+    def restore_generator(self, loader: TorchDataLoader[Any]) -> None:
+        """Set the loader's generator to where it stood when the epoch began, or between two epochs."""
+        if self.generator is not None and loader.generator is not None:
+            loader.generator.set_state(self.generator)
+
+    def restore_between(self, loader: TorchDataLoader[Any]) -> None:
+        """Set what a loaded state between two epochs tells of the loader's generator and sampler.
+
+        When it is loaded: who seeds a generator for each epoch does so after that.
+        """
+        if self.complete:
+            self.restore_generator(loader)
+            if not is_iterable(loader):
+                restore_between(loader._index_sampler, self.sampler.marks)
 
     def begun_with_same_workers(self, loader: TorchDataLoader[Any]) -> EpochProgress:
         """The epoch after this one, of persistent workers, which go on with the seed that they have."""
@@ -183,10 +203,8 @@ class EpochProgress:
         if resumed and (resumed.persistent or not resumed.complete):
             drawn = resumed.base_seed
             self.turn = resumed.turn + resumed.complete
-            if resumed.complete and loader.generator is not None and resumed.generator is not None:
-                loader.generator.set_state(resumed.generator)
-        elif self.chain is not None:
-            drawn = draw_seed(self.chain)
+            if resumed.complete:
+                self.restore_generator(loader)
         self.base_seed = drawn
         self.num_workers = resumed.workers_for(loader.num_workers) if resumed else loader.num_workers
         return drawn
@@ -249,7 +267,7 @@ class EpochProgress:
             progress.state, progress.since = state, 0
         if random is not None:
             progress.random = random
-        self.sampler.delivered(sampled)
+        self.sampler.delivered(sampled, self.batches)
         self.next_worker = (worker + 1) % len(self.workers)
 
     def end(self) -> None:
@@ -280,7 +298,10 @@ class EpochProgress:
             generator = loader.generator.get_state() if loader.generator is not None else None
         if self._draws_globally(loader):
             chain = torch.get_rng_state() if self.chain is None else self.chain.get_state()
-        marks = self.sampler.own_marks(now=self.look is not None)
+        if self.complete:
+            marks = {} if is_iterable(loader) else marks_between(loader._index_sampler)
+        else:
+            marks = self.sampler.own_marks(self.batches, now=self.look is not None)
         if self.look is not None:
             for worker, state in zip(self.workers.values(), self.look(), strict=False):
                 if state is not None:
@@ -299,7 +320,7 @@ class EpochProgress:
             "turn": self.turn,
             "num_lanes": self.num_workers,
             "next_lane": 0 if self.complete else self.next_worker,
-            "sampler": {} if self.complete else {name: encoded(mark) for name, mark in marks.items()},
+            "sampler": {name: encoded(mark) for name, mark in marks.items()},
             "lanes": [worker.to_json() for worker in self._workers_to_tell(loader)],
         }
 
@@ -366,7 +387,7 @@ def _checked_progress(state: Mapping[str, Any]) -> EpochProgress:
     if any(type(number) is not int or number <= batches for number in ahead):
         raise ValueError(f"the state is damaged: batches {ahead} were delivered ahead of {batches}")
     complete, sampler = _checked(state, "complete", bool), _checked(state, "sampler", dict)
-    if complete and (batches or next_worker or ahead or sampler):
+    if complete and (batches or next_worker or ahead or sampler.keys() - {"draws", "state"}):
         raise ValueError("the state is damaged: it is of no epoch, and has a place in one")
     for name in sampler.keys() & {"seed", "epoch"}:
         _count(sampler, name)

@@ -5,15 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets_kit import make_ints_tar
-from torch.utils.data import BatchSampler, DataLoader as TorchDataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader as TorchDataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from dataflow import DataLoader
 from dataflow.state_checksum import checked_fields, with_checksum
@@ -264,3 +273,271 @@ def test_persistent_workers_see_what_is_changed_by_name_between_epochs(tmp_path:
 def test_only_persistent_workers_in_order_can_begin_the_next_epoch(others: Any) -> None:
     with pytest.raises(ValueError, match="needs persistent_workers=True and in_order=True"):
         DataLoader(range(4), prefetch_across_epochs=True, **others)
+
+
+# ---- samplers at every position -----------------------------------------------------------------------
+
+ITEMS = 6
+
+
+class Drawing(torch.utils.data.Sampler[int]):
+    """Draws all indices in `iter`, or each one when it is asked for."""
+
+    def __init__(self, generator: Any, *, at_once: bool = True) -> None:
+        self.whatever_name, self._at_once = generator, at_once
+
+    def _indices(self, count: int) -> list[int]:
+        generator = self.whatever_name
+        if isinstance(generator, torch.Generator):
+            return torch.randint(ITEMS, (count,), generator=generator).tolist()
+        if isinstance(generator, random.Random):
+            return generator.choices(range(ITEMS), k=count)
+        if isinstance(generator, np.random.Generator):
+            return generator.integers(ITEMS, size=count).tolist()
+        return [int(index) for index in generator(count)]
+
+    def __iter__(self) -> Iterator[int]:
+        if self._at_once:
+            return iter(self._indices(ITEMS))
+        return (self._indices(1)[0] for _ in range(ITEMS))
+
+    def __len__(self) -> int:
+        return ITEMS
+
+
+class DrawingBatches(Drawing):
+    """The same in batches of three."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._at_once:
+            return iter([self._indices(3) for _ in range(3)])
+        return (self._indices(3) for _ in range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+class MixedBatches(BatchSampler):
+    """Those of another sampler in a random order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = list(super().__iter__())
+        generator: Any = getattr(self.sampler, "generator", None)
+        return iter([batches[at] for at in torch.randperm(len(batches), generator=generator)])
+
+
+class Stateful(Drawing):
+    """Tells where it is; after its last index that is the beginning of the next epoch, or the end of this."""
+
+    def __init__(self, *, ends: bool) -> None:
+        super().__init__(random.Random(4))
+        self._ends, self._at, self._order = ends, 0, None
+
+    def __iter__(self) -> Iterator[int]:
+        self._order = self._order or self._indices(ITEMS)
+        while self._at < ITEMS:
+            self._at += 1
+            yield self._order[self._at - 1]
+            if self._at == ITEMS and not self._ends:
+                self._at, self._order = 0, None
+                return
+        self._at, self._order = 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"random": self.whatever_name.getstate(), "at": self._at, "order": self._order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.whatever_name.setstate(state["random"])
+        self._at, self._order = state["at"], state["order"]
+
+
+def single(sampler: Any, **options: Any) -> dict[str, Any]:
+    return {"sampler": sampler, "batch_size": 3, **options}
+
+
+def of_batches(sampler: Any, **options: Any) -> dict[str, Any]:
+    return {"batch_sampler": sampler, **options}
+
+
+def shared(make: Callable[[torch.Generator], dict[str, Any]]) -> dict[str, Any]:
+    """The loader's own generator is the sampler's, too."""
+    generator = seeded()
+    return {**make(generator), "generator": generator}
+
+
+def weights() -> list[float]:
+    return [1.0 + number for number in range(ITEMS)]
+
+
+def globally(count: int) -> Any:
+    return torch.randint(ITEMS, (count,))
+
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "random": lambda: single(RandomSampler(range(ITEMS))),
+    "random, own generator": lambda: single(RandomSampler(range(ITEMS), generator=seeded())),
+    "replacement": lambda: single(RandomSampler(range(ITEMS), True, 40), batch_size=15),
+    "replacement, own": lambda: single(
+        RandomSampler(range(ITEMS), True, 40, generator=seeded()), batch_size=15
+    ),
+    "several rounds, own": lambda: single(
+        RandomSampler(range(ITEMS), False, 14, generator=seeded()), batch_size=4
+    ),
+    "weighted": lambda: single(WeightedRandomSampler(weights(), ITEMS)),
+    "weighted, own": lambda: single(WeightedRandomSampler(weights(), ITEMS, generator=seeded())),
+    "subset": lambda: single(SubsetRandomSampler(range(ITEMS))),
+    "subset, own": lambda: single(SubsetRandomSampler(range(ITEMS), generator=seeded())),
+    "batches of random": lambda: of_batches(
+        BatchSampler(RandomSampler(range(ITEMS), generator=seeded()), 3, False)
+    ),
+    "batches of weighted": lambda: of_batches(
+        BatchSampler(WeightedRandomSampler(weights(), ITEMS, generator=seeded()), 4, True)
+    ),
+    "distributed": lambda: single(DistributedSampler(range(2 * ITEMS), 2, 1, seed=3)),
+    "drawn by iter": lambda: single(Drawing(seeded())),
+    "drawn by iter, shared": lambda: shared(lambda generator: single(Drawing(generator))),
+    "drawn by iter, no batches": lambda: {"sampler": Drawing(seeded()), "batch_size": None},
+    "drawn one by one": lambda: single(Drawing(seeded(), at_once=False)),
+    "drawn one by one, shared": lambda: shared(lambda one: single(Drawing(one, at_once=False))),
+    "batches drawn by iter": lambda: of_batches(DrawingBatches(seeded())),
+    "batches drawn by iter, shared": lambda: shared(lambda one: of_batches(DrawingBatches(one))),
+    "batches drawn one by one": lambda: of_batches(DrawingBatches(seeded(), at_once=False)),
+    "batches mixed": lambda: of_batches(
+        MixedBatches(RandomSampler(range(ITEMS), generator=seeded()), 3, False)
+    ),
+    "batches mixed globally": lambda: of_batches(MixedBatches(RandomSampler(range(ITEMS)), 3, False)),
+    "numpy's generator": lambda: of_batches(DrawingBatches(np.random.default_rng(3))),
+    "random's, one by one": lambda: single(Drawing(random.Random(3), at_once=False)),
+    "the global one": lambda: of_batches(DrawingBatches(globally)),
+    "with a state": lambda: single(Stateful(ends=False)),
+    "with a state that ends": lambda: single(Stateful(ends=True)),
+}
+
+
+def loops(kind: Any, options: dict[str, Any], first: int = 0, state: str | None = None, **more: Any) -> Any:
+    """The batches of two epochs from `first` on, and the states: before, after each batch, and behind."""
+    loader = kind(range(2 * ITEMS), **options, **more)
+    if state is not None:
+        loader.load_state_dict(json.loads(state))
+    seen: list[list[Any]] = []
+    states: list[list[str]] = []
+    for epoch in range(first, 2):
+        if isinstance(options.get("sampler"), DistributedSampler):
+            options["sampler"].set_epoch(epoch)
+        state_now = getattr(loader, "state_dict", dict)
+        seen.append([])
+        states.append([json.dumps(state_now())])
+        for batch in loader:
+            seen[-1].append(torch.as_tensor(batch).tolist())
+            states[-1].append(json.dumps(state_now()))
+        states[-1].append(json.dumps(state_now()))
+    return seen, states
+
+
+@pytest.mark.filterwarnings("ignore:this loop had no batch")
+@pytest.mark.parametrize("workers", [{}, THREADS], ids=["no workers", "threads"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_sampler_goes_on_at_every_position_as_torchs_loader_without_a_break(
+    name: str, workers: Any
+) -> None:
+    make, num_workers = SAMPLERS[name], {"num_workers": workers.get("num_workers", 0)}
+    torch.manual_seed(1)
+    expected, _ = loops(TorchDataLoader, make(), **num_workers)
+    torch.manual_seed(1)
+    seen, states = loops(DataLoader, make(), **workers)
+    assert seen == expected
+    for epoch, of_epoch in enumerate(states):
+        for at, state in enumerate(of_epoch):
+            torch.manual_seed(9)  # another process, where everything is made anew
+            is_behind = at > len(expected[epoch])
+            rest, _ = loops(DataLoader, make(), epoch + is_behind, state, **workers)
+            left = [expected[epoch][at:]] * (not is_behind) + expected[epoch + 1 :]
+            assert rest == left, (epoch, at)
+
+
+def test_persistent_workers_begin_a_sampler_once_after_a_state_between_two_epochs() -> None:
+    for make in (SAMPLERS["batches drawn by iter"], SAMPLERS["batches drawn by iter, shared"]):
+        more = {**THREADS, "persistent_workers": True}
+        seen, states = loops(DataLoader, make(), **more)
+        assert loops(DataLoader, make(), 1, states[0][-1], **more)[0] == seen[1:]
+
+
+def hidden() -> dict[str, Any]:
+    """Draws from a generator that no attribute holds."""
+    generator = seeded()
+    return of_batches(DrawingBatches(lambda count: torch.randint(ITEMS, (count,), generator=generator)))
+
+
+@pytest.mark.parametrize("workers", [{}, THREADS, {**THREADS, "in_order": False}])
+def test_an_order_that_cannot_be_drawn_again_is_warned_of_once(workers: Any) -> None:
+    _, states = loops(DataLoader, hidden(), **workers)
+    for state in states[0][1:3]:
+        with pytest.warns(UserWarning, match="another order than the one that this state") as caught:
+            rest, _ = loops(DataLoader, hidden(), 0, state, **workers)
+        assert len(rest[0]) < 3
+        assert len(caught) == 1
+
+
+class Shrinking(Drawing):
+    """Has fewer indices each time that it is begun."""
+
+    def __init__(self) -> None:
+        self._left = ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        self._left -= 2
+        return iter(range(self._left))
+
+
+def test_a_sampler_that_ends_before_the_place_of_a_state_is_warned_of() -> None:
+    options = single(Shrinking())
+    _, states = loops(DataLoader, options)
+    options["sampler"]._left = 2
+    with pytest.warns(UserWarning, match="another order than the one that this state"):
+        list(resumed(options, states[0][2]))
+
+
+def resumed(options: dict[str, Any], state: str) -> DataLoader:
+    loader = DataLoader(range(2 * ITEMS), **options)
+    loader.load_state_dict(json.loads(state))
+    return loader
+
+
+def test_who_seeds_a_generator_for_each_epoch_does_so_after_a_resume_too() -> None:
+    def epochs(first: int, state: str | None = None) -> Any:
+        options = shared(lambda generator: of_batches(DrawingBatches(generator)))
+        loader = DataLoader(range(2 * ITEMS), **options) if state is None else resumed(options, state)
+        for epoch in range(first, 3):
+            options["generator"].manual_seed(epoch)
+            yield [batch.tolist() for batch in loader], json.dumps(loader.state_dict())
+
+    whole = list(epochs(0))
+    rest = list(epochs(2, whole[1][1]))
+    assert [batches for batches, _ in rest] == [whole[2][0]]
+
+
+def test_a_dataset_that_draws_from_the_samplers_generator_goes_on_as_it_would_have() -> None:
+    def make() -> Any:
+        generator = seeded()
+        data = Noisy(generator)
+        return DataLoader(data, 3, sampler=Drawing(generator))
+
+    def drawn(loader: Any) -> list[Any]:
+        return [batch.tolist() for batch in loader]
+
+    first = make()
+    iterator = iter(first)
+    next(iterator)
+    state = json.loads(json.dumps(first.state_dict()))
+    expected = [*drawn(iterator), *drawn(first)]
+    again = make()
+    again.load_state_dict(state)
+    assert [*drawn(again), *drawn(again)] == expected
+
+
+class Noisy(torch.utils.data.Dataset[int]):
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def __getitem__(self, index: int) -> int:
+        return 1000 * index + int(torch.randint(1000, (1,), generator=self._generator))
