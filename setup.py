@@ -21,8 +21,9 @@ from setuptools.build_meta import (
 )
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
-from prefetch.core.compile import LIBRARY, SOURCES, compile_core, compilers_on_path, pure
+from prefetch.core.compile import LIBRARY, SOURCES, NoCompilerError, compile_core, compilers_on_path
 
 __all__ = [
     "build_editable",
@@ -42,7 +43,7 @@ MACHINES = ("x86_64", "aarch64")
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
     """A C compiler, where none is on PATH."""
-    if pure() or compilers_on_path():
+    if compilers_on_path():
         return []
     return [f"ziglang>=0.13; platform_machine == '{machine}'" for machine in MACHINES]
 
@@ -56,26 +57,28 @@ class CompileCore(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
 
+    def run(self) -> None:
+        if self.inplace:  # where nothing compiles, no older library stays in a checkout
+            LIBRARY.unlink(missing_ok=True)
+        super().run()
+
     def build_extension(self, ext: Extension) -> None:
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        compile_core(library)
-
-    def copy_extensions_to_source(self) -> None:
-        # Where nothing was compiled, setuptools would leave an older library in a checkout.
-        LIBRARY.unlink(missing_ok=True)
-        super().copy_extensions_to_source()
+        try:
+            compile_core(library)
+        except NoCompilerError as error:
+            raise CompileError(str(error)) from None
 
 
 class CoreWheel(bdist_wheel):
-    """A wheel for every Python, and for one platform if it has a library."""
+    """A wheel for every Python of one platform."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        library = self.get_finalized_command("build_ext").get_ext_fullpath(CORE)
-        return "py3", "none", super().get_tag()[2] if os.path.exists(library) else "any"
+        return "py3", "none", super().get_tag()[2]
 
 
 if __name__ == "__main__":
     sources = [f"prefetch/core/{source.name}" for source in SOURCES]
-    core = Extension(CORE, sources, depends=["prefetch/core/core.h"], optional=True)
+    core = Extension(CORE, sources, depends=["prefetch/core/core.h"])
     setup(ext_modules=[core], cmdclass={"build_ext": CompileCore, "bdist_wheel": CoreWheel})

@@ -1,4 +1,4 @@
-"""How fast chunks are copied and windows mixed: by the compiled executor, by numpy's, by torch's own gather.
+"""How fast chunks are copied and windows mixed: by the compiled core, by torch's own gather, by numpy.
 
     python -m benchmarks.executors --json benchmarks/results/executors.json
 
@@ -6,7 +6,8 @@ One thread copies values that lie anywhere in 64 MiB of memory into one slot of 
 W1-raw and W3 do, turns 20 columns into rows, as staging of W3 does, mixes the samples of windows of eight
 lanes, and takes turns of mixtures by tokens. Rows a second of processor time, the ways in turns, medians.
 torch has no gather for values of different lengths and none that widens: there it is `index_select` over
-values of one length, and numpy widens tiles that stay in the cache.
+values of one length, and numpy widens tiles that stay in the cache. numpy stacks columns, and mixes as
+`sharding.order.keyed` defines it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,9 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.report import save_figures
-from prefetch.core.by_numpy import NumpyExecutor
-from prefetch.core.compiled import CompiledExecutor
-from prefetch.core.executor import Executor
+from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
-from sharding.mixture.token_turns import take_turns
-from sharding.order.keyed import keyed_orders
+from sharding.order.keyed import KeyedOrders, keyed_orders
 
 CASES = {
     "W4 record": (3072, 64, ""),
@@ -68,21 +67,23 @@ def by_torch(
     return copy
 
 
-def interleaving(executor: Executor, rows: int) -> Callable[[], object]:
+def interleaving(rows: int) -> dict[str, Callable[[], object]]:
     columns = [np.random.default_rng(i).random(rows, np.float32) for i in range(20)]
     out = np.zeros((rows, 20), np.float32)
-    return lambda: executor.interleave(columns, out)
+    return {
+        "compiled": lambda: executor().interleave(columns, out),
+        "numpy": lambda: np.stack(columns, axis=-1, out=out),
+    }
 
 
-def mixing(executor: Executor, samples: int) -> Callable[[], object]:
+def mixing(mix: KeyedOrders, samples: int) -> Callable[[], object]:
     sizes, out = np.full(_LANES, samples), np.zeros(_LANES * samples, np.int64)
-    mix = executor.keyed_orders or keyed_orders
     return lambda: mix(sizes, range(_LANES), out)
 
 
-def turning(executor: Executor, num_sources: int) -> Callable[[], object]:
+def turning(num_sources: int) -> Callable[[], object]:
     """Turns of sources whose samples have 1 to 4,000 elements, in shares 1, 2, 3 ..."""
-    take = executor.token_turns or take_turns
+    take = executor().token_turns
     lengths = np.random.default_rng(0).integers(1, 4000, num_sources * _TURNS)
     shares, out = np.arange(1, num_sources + 1), np.zeros(_TURNS, np.uint16)
 
@@ -93,7 +94,7 @@ def turning(executor: Executor, num_sources: int) -> Callable[[], object]:
     return run
 
 
-def ways(executors: Sequence[Executor]) -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:
+def ways() -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:
     """Each case's rows, and what makes its copies."""
     rng = np.random.default_rng(0)
     memory = rng.integers(0, 256, 64 << 20, np.uint8)
@@ -107,14 +108,20 @@ def ways(executors: Sequence[Executor]) -> dict[str, tuple[int, dict[str, Callab
             name=name, base=memory.ctypes.data, step=step, index=places, each=each, out=out, widen=widen
         )
         plan = BuildPlan(num_rows=rows, columns=[column])
-        runs: dict[str, Callable[[], object]] = {e.name: lambda e=e, p=plan: e.run(p) for e in executors}
-        found[name] = rows, {**runs, "torch": by_torch(memory, places, step, each, widen, out)}
+        found[name] = (
+            rows,
+            {
+                "compiled": partial(executor().run, plan),
+                "torch": by_torch(memory, places, step, each, widen, out),
+            },
+        )
     rows = 1 << 16
-    found["W3 columns"] = rows, {e.name: interleaving(e, rows) for e in executors}
+    found["W3 columns"] = rows, interleaving(rows)
     for name, samples in WINDOWS.items():
-        found[name] = _LANES * samples, {e.name: mixing(e, samples) for e in executors}
+        mixes: dict[str, KeyedOrders] = {"compiled": executor().keyed_orders, "numpy": keyed_orders}
+        found[name] = _LANES * samples, {by: mixing(mix, samples) for by, mix in mixes.items()}
     for name, number in TURNS.items():
-        found[name] = _TURNS, {e.name: turning(e, number) for e in executors}
+        found[name] = _TURNS, {"compiled": turning(number)}
     return found
 
 
@@ -127,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = []
-    for case, (count, made) in ways([CompiledExecutor(), NumpyExecutor()]).items():
+    for case, (count, made) in ways().items():
         took: dict[str, list[float]] = {way: [] for way in made}
         for _ in range(asked.repeats + 1):  # the first one is to warm up
             for way, copy in made.items():

@@ -1,4 +1,4 @@
-"""How long it takes to resize a decoded image: our executor, Pillow, OpenCV and torch, in processor time.
+"""How long it takes to resize a decoded image: our core, Pillow, OpenCV and torch, in processor time.
 
     python -m benchmarks.resize --json benchmarks/results/resize.json
 
@@ -25,9 +25,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from benchmarks.report import save_figures
-from prefetch.core.by_numpy import NumpyExecutor
-from prefetch.core.compiled import CompiledExecutor
-from prefetch.core.executor import Executor
+from prefetch.core.executor import executor
 from prefetch.core.images import CropBox, Filter, ImageForm
 
 HEIGHT, WIDTH, SIZE = 403, 468, 224
@@ -47,10 +45,10 @@ def picture() -> Pixels:
     return np.clip(128 + 90 * np.sin((x + 2 * y + 40 * c) / 23) + noise, 0, 255).astype(np.uint8)
 
 
-def ours(executor: Executor, pixels: Pixels, kind: Filter, *, antialias: bool) -> Callable[[], Pixels]:
-    """By an executor."""
+def ours(pixels: Pixels, kind: Filter, *, antialias: bool) -> Callable[[], Pixels]:
+    """By the compiled core."""
     form = ImageForm(height=SIZE, width=SIZE, filter=kind, antialias=antialias)
-    out, resizer = np.empty(form.shape, np.uint8), executor.resizer(form)
+    out, resizer = np.empty(form.shape, np.uint8), executor().resizer(form)
     crop = CropBox(0, 0, HEIGHT, WIDTH, within=(0, 0, HEIGHT, WIDTH))
 
     def resize() -> Pixels:
@@ -93,8 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pixels, rows = picture(), []
     for case, (kind, antialias) in CASES.items():
         runs = theirs(pixels, kind, antialias=antialias)
-        for executor in (CompiledExecutor(), NumpyExecutor()):
-            runs[executor.name] = ours(executor, pixels, kind, antialias=antialias)
+        runs["compiled"] = ours(pixels, kind, antialias=antialias)
         took: dict[str, list[float]] = {way: [] for way in runs}
         for _ in range(asked.repeats + 1):  # the first one is to warm up
             for way, resize in runs.items():

@@ -36,7 +36,7 @@ from sharding.mixture.shares import (
     integer_shares,
     temperature_weights,
 )
-from sharding.mixture.token_turns import TokenEpochs, take_turns
+from sharding.mixture.token_turns import TokenEpochs
 from sharding.mixture.windows import MixtureWindows, source_seed
 from sharding.order.selection import SelectedOrder
 from sharding.order.shuffle import Shuffle
@@ -246,7 +246,7 @@ class Mixture(Sharded):
             return epoch_lengths(self._order(source, epoch, shuffle.resolved(), seed), parts[source])
 
         kept = lru_cache(2 * len(self.sources))(in_order)
-        return TokenEpochs(self.spec, kept, starts=starts, take=executor().token_turns or take_turns)
+        return TokenEpochs(self.spec, kept, starts=starts, take=executor().token_turns)
 
     def _order(self, source: int, epoch: int, shuffle: Shuffle, seed: int) -> SelectedOrder:
         own = source_seed(seed, source)

@@ -26,7 +26,6 @@ from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
 from sharding.blocks import Block
 from sharding.order.epoch_order import EpochOrder, SourceWindow, Windows
-from sharding.order.keyed import keyed_orders
 from sharding.order.order import Order
 from sharding.order.selection import SelectedOrder
 
@@ -175,7 +174,7 @@ class Stager:
             # Recycled memory: first touches cost more than the mixing.
             rows = self._arena.lease(nbytes)[:nbytes].view(np.int64)
             num_samples = source.catalog.blocks.num_samples
-            blocks = units.whole_window(number, num_samples, rows, executor().keyed_orders or keyed_orders)
+            blocks = units.whole_window(number, num_samples, rows, executor().keyed_orders)
             return self._stage_blocks(source, blocks, rows, None, True)
         blocks = units.window_blocks(number)
         ordinal, row = units.window_samples(number, indices)

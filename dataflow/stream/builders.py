@@ -21,7 +21,6 @@ from dataflow.staging.source import Traffic
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.settings import StreamSettings
 from dataflow.torch_threads import one_torch_thread
-from prefetch.core.executor import executor
 from prefetch.engine.builders import Builders, ThreadBuilders
 from prefetch.engine.ledger import Ledger
 from prefetch.memory.copies import Copies
@@ -73,9 +72,7 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, place: Topology) -
     """Who builds the batches of a plan on this rank."""
     local_ranks = place.local_world_size
     dataset, workers, number = plan.dataset, settings.workers, settings.num_workers
-    # Without a queue builders make batches that are copies alone, too, in chunks of their size.
-    has_queue = executor().open_queue is not None
-    copies_only = has_queue and not settings.collate_fn and not plan.planner and _are_copies(dataset)
+    copies_only = not settings.collate_fn and not plan.planner and _are_copies(dataset)
     cores = max(1, allowed_cores() // max(1, local_ranks))
     each = f"{cores} cores for this rank" if local_ranks > 1 else f"{cores} cores"
     if number == 0:

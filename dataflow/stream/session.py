@@ -40,7 +40,6 @@ from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import Inflight
 from prefetch.control.pause import ReadPause
 from prefetch.core.executor import executor
-from prefetch.core.queue import CopyQueue
 from prefetch.engine.engine import Engine
 from prefetch.engine.ledger import Ledger, State
 from prefetch.engine.stats import ConsumerWait, EngineOptions
@@ -175,8 +174,8 @@ class Session:
             explain=self._what_reads_wait_for,
         )
         copies = None
-        if builder_plan.copies_only and (open_queue := executor().open_queue) is not None:
-            copies = self._open_copies(partial(open_queue, builder_plan.num_workers), engine_options, ahead)
+        if builder_plan.copies_only:
+            copies = self._open_copies(builder_plan.num_workers, engine_options, ahead)
         context = BuildContext(
             outputs=plan.dataset.outputs,
             seed=plan.seed,
@@ -214,11 +213,9 @@ class Session:
                 epoch=epoch,
             )
 
-    def _open_copies(
-        self, open_queue: Callable[..., CopyQueue], options: EngineOptions, ahead: ReadAhead
-    ) -> Copies:
+    def _open_copies(self, num_threads: int, options: EngineOptions, ahead: ReadAhead) -> Copies:
         """Copies by threads that never take the interpreter lock."""
-        queue = open_queue(wake_at=ahead.jobs_ready.value // 2)
+        queue = executor().open_queue(num_threads, wake_at=ahead.jobs_ready.value // 2)
         self.guards.settle_loads = queue.settle
         new_wait = partial(ConsumerWait, options=options)
         return Copies(

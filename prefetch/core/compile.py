@@ -2,9 +2,8 @@
 
 The library is plain C without Python.h and is loaded by ctypes: one file serves every Python. It is compiled
 for the least processor of its kind; faster variants of its loops are chosen when it is loaded, and where a
-compiler or a C library cannot do that, `CORE_PLAIN` leaves them out. Where nothing compiles it there is no
-library, and numpy does its work. `setup.py` imports this module before anything is installed: it needs the
-standard library only.
+compiler or a C library cannot do that, `CORE_PLAIN` leaves them out. `setup.py` imports this module before
+anything is installed: it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -26,19 +25,12 @@ SOURCES = tuple(FOLDER / f"{name}.c" for name in ("core", "order", "pages", "que
 HEADER, LIBRARY = FOLDER / "core.h", FOLDER / "libcore.so"
 FLAGS = (
     *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"),
-    "-ffp-contract=off",  # fractions are those of numpy's executor, to the bit
+    "-ffp-contract=off",  # fractions are those of Python and numpy, to the bit
 )
 PLAIN = ("-DCORE_PLAIN",)
-PURE = "DATAFLOW_PURE"
-"""Set to 1 where the package is installed, nothing is compiled."""
 ZIG = (sys.executable, "-m", "ziglang", "cc")
 _COMPILE_S = 300.0
 """zig takes 10 s, most of it for a run-time library of its own; an emulated processor ten times as long."""
-
-
-def pure() -> bool:
-    """Whether no library is wanted."""
-    return os.environ.get(PURE, "0") not in ("", "0")
 
 
 def compilers_on_path() -> list[tuple[str, ...]]:
@@ -49,18 +41,28 @@ def compilers_on_path() -> list[tuple[str, ...]]:
     ]
 
 
-def compile_core(library: Path = LIBRARY) -> bool:
-    """Make the library and say by which compiler, or that none works; an older library does not stay then."""
-    for command in [] if pure() else _commands():
-        if reason := _reason_against(library, command):
-            print(f"dataflow: {shlex.join(command)}: {reason}", flush=True)
-        else:
+class NoCompilerError(Exception):
+    """Nothing here compiles the library."""
+
+
+def compile_core(library: Path = LIBRARY) -> None:
+    """Make the library and say by which compiler.
+
+    Raises `NoCompilerError` that names each compiler that was tried; an older library does not stay then.
+    """
+    reasons = ""
+    for command in _commands():
+        reason = _reason_against(library, command)
+        if not reason:
             print(f"dataflow: {library.name} is compiled by {shlex.join(command)}", flush=True)
-            return True
+            return
+        reasons += f"\n{shlex.join(command)}: {reason}"
     library.unlink(missing_ok=True)
-    why = f"{PURE} is set" if pure() else "no C compiler works here (gcc, clang or `pip install ziglang`)"
-    print(f"dataflow: {library.name} is not compiled, numpy does its work: {why}", flush=True)
-    return False
+    raise NoCompilerError(
+        f"dataflow: no C compiler works here, so {library.name} is not compiled, which all loaders need. "
+        "Install gcc or clang (`apt install gcc`, `dnf install gcc`, `conda install gcc`), name one by the "
+        f"environment variable CC, or `pip install ziglang`; then install again.{reasons}"
+    )
 
 
 def contract_version() -> int:
@@ -119,4 +121,7 @@ def _reason_against(library: Path, command: tuple[str, ...]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(not compile_core())
+    try:
+        compile_core()
+    except NoCompilerError as error:
+        sys.exit(str(error))

@@ -99,7 +99,7 @@ CORE_API int64_t core_bring(const core_range *ranges, int64_t n, int64_t *status
    memory for it. */
 CORE_API int64_t core_keyed_orders(const int64_t *sizes, const uint64_t *keys, int64_t count, int64_t *out);
 
-/* Turns of sources by the lengths of their samples, as `take_turns` of `sharding.mixture.token_turns` says: at most
+/* Turns of sources by the lengths of their samples, as `TakeTurns` of `sharding.mixture.token_turns` says: at most
    `most`, fewer where the known lengths of a source end. Changes `owed` and `upcoming`; gives the number of turns. */
 CORE_API int64_t core_token_turns(const int64_t *shares, int64_t *owed, const int64_t *lengths, int64_t *upcoming,
                                   const int64_t *end, int64_t sources, uint16_t *out, int64_t most);

@@ -1,65 +1,94 @@
-"""Which executor runs the plans of this process."""
+"""The executor of this process: `libcore.so`, called by ctypes."""
 
 from __future__ import annotations
 
-import logging
-import os
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.by_numpy import NumpyExecutor
 from prefetch.core.compile import LIBRARY
-from prefetch.core.compiled import CompiledExecutor
-from prefetch.core.images import ImageForm, Resizer
-from prefetch.core.plan import BuildPlan
-from prefetch.core.queue import CopyQueue
+from prefetch.core.images import CropBox, ImageForm
+from prefetch.core.plan import BuildPlan, PlanColumn
+from prefetch.core.queue import CopyQueue, address_of, column_table
+from sharding.cached_property import cached_property
 
-VARIABLE = "DATAFLOW_EXECUTOR"
-"""Environment variable: `compiled` or `numpy`; else the compiled one is taken where there is one."""
-_log = logging.getLogger(__name__)
+VERSION = 5
+"""Of the contract in core.h."""
+_WIDTHS = (1, 2, 4, 8)
+_CURE = (
+    "Compile it with `python -m prefetch.core.compile`, where there is a C compiler: gcc, clang or that of "
+    "`pip install ziglang`"
+)
+
+_FUNCTIONS = {
+    "core_version": ":i",
+    "core_run": "piiip:i",
+    "core_interleave": "piiip:",
+    "core_resize": "pp:i",
+    "core_bring": "pip:i",
+    "core_keyed_orders": "ppip:i",
+    "core_token_turns": "pppppipi:i",
+    "core_queue_bytes": ":i",
+    "core_open": "pii:i",
+    "core_submit": "pp:",
+    "core_give": "ppii:i",
+    "core_take_back": "p:p",
+    "core_take": "ppp:i",
+    "core_work": "ppip:i",
+    "core_settle": "p:",
+    "core_count": "pp:",
+    "core_stop": "p:",
+    "core_close": "p:",
+}
+"""Arguments and result: pointers and int64."""
+_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "": None}
 
 
-class OpenQueue(Protocol):
-    """Makes a `CopyQueue`, with its arguments."""
+class Executor:
+    """What `core.h` declares, in the caller's thread and without the interpreter lock. Thread-safe.
 
-    def __call__(self, num_threads: int, *, wake_at: int = 1) -> CopyQueue:
-        """A queue of `num_threads` threads that wakes who waits when `wake_at` jobs are done."""
-        ...
+    Raises `ImportError` where the library is missing, or is not of this version.
+    """
 
+    def __init__(self, path: Path = LIBRARY) -> None:
+        self._library = _loaded(ctypes.CDLL, path)
+        self._holding = _loaded(ctypes.PyDLL, path)
+        """For calls that do not wait: to let the interpreter go for them may cost a switch."""
 
-_Ints = NDArray[np.int64]
-TokenTurnsCall = Callable[[_Ints, _Ints, _Ints, _Ints, _Ints, NDArray[np.uint16]], int]
-
-
-class Executor(Protocol):
-    """Runs plans, in the caller's thread. Thread-safe."""
-
-    name: str
-
-    @property
-    def keyed_orders(self) -> Callable[[NDArray[np.int64], Sequence[int], NDArray[np.int64]], None] | None:
-        """What `sharding.order.keyed.keyed_orders` does, without the interpreter lock; None: nothing does."""
-        ...
-
-    @property
-    def token_turns(self) -> TokenTurnsCall | None:
-        """What `sharding.mixture.token_turns.take_turns` does, without the lock; None: nothing does."""
-        ...
+    @cached_property
+    def copies_by_kernel(self) -> bool:
+        """Whether values that must not be touched can be read: some containers forbid `process_vm_readv`."""
+        probe, out = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
+        index = np.array([address_of(probe)])
+        column = PlanColumn(name="probe", index=index, each=8, out=out, may_load=False)
+        return not self.run(BuildPlan(num_rows=1, columns=[column])).any()
 
     def run(self, plan: BuildPlan) -> NDArray[np.uint8]:
-        """Make all copies, without the interpreter lock.
+        """Make all copies.
 
         Returns uint8 [rows]: 0, or 1 + the number of the first column whose value could not be read (255 for
         columns behind that). What is in `out` for such a value is arbitrary.
         """
-        ...
+        table = column_table(plan.columns)
+        status = np.empty(plan.num_rows, np.uint8)
+        self._library.core_run(address_of(table), len(table), 0, plan.num_rows, address_of(status))
+        return status
+
+    def resizer(self, form: ImageForm) -> Resizer:
+        """What makes results of decoded images."""
+        return Resizer(self._library.core_resize, form)
+
+    def open_queue(self, num_threads: int, *, wake_at: int = 1) -> CopyQueue:
+        """A queue of `num_threads` threads that wakes who waits when `wake_at` jobs are done."""
+        return CopyQueue(self._library, self._holding, num_threads, wake_at)
 
     def bring(self, ranges: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Check mapped files, and wait for pages of them, without the interpreter lock.
+        """Check mapped files, and wait for pages of them.
 
         Args:
             ranges: int64 [n, 6], as `prefetch.core.pages` says.
@@ -67,38 +96,135 @@ class Executor(Protocol):
         Returns int64 [n]: 0; -1 where the file is not what it was, or cannot be looked at; else the number of
         the error (`errno`) of what cannot be read.
         """
-        ...
+        status = np.empty(len(ranges), np.int64)
+        self._library.core_bring(address_of(ranges), len(ranges), address_of(status))
+        return status
+
+    def keyed_orders(self, sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]) -> None:
+        """What `sharding.order.keyed.keyed_orders` does."""
+        numbers = np.array(keys, np.uint64)
+        if len(numbers) != len(sizes) or int(sizes.sum()) != len(out):
+            raise ValueError(f"{len(numbers)} keys and {len(out)} places for sizes {sizes.tolist()}")
+        if self._library.core_keyed_orders(
+            address_of(sizes), address_of(numbers), len(numbers), address_of(out)
+        ):
+            raise MemoryError(f"no memory to order {len(out):,} samples")
+
+    def token_turns(
+        self,
+        shares: NDArray[np.int64],
+        owed: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        upcoming: NDArray[np.int64],
+        end: NDArray[np.int64],
+        out: NDArray[np.uint16],
+    ) -> int:
+        """What `sharding.mixture.token_turns.TakeTurns` says."""
+        tables = map(address_of, (shares, owed, lengths, upcoming, end))
+        return int(self._library.core_token_turns(*tables, len(shares), address_of(out), len(out)))
 
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """Let columns of one shape and dtype become the last dimension of `out`, which is C-contiguous."""
-        ...
+        width = out.itemsize
+        if width not in _WIDTHS or any(column.dtype != out.dtype for column in columns):
+            np.stack(columns, axis=-1, out=out)
+            return
+        arrays = [np.require(column, requirements=["C", "A"]) for column in columns]
+        addresses = np.array([address_of(array) for array in arrays], np.int64)
+        self._library.core_interleave(
+            address_of(addresses), len(arrays), arrays[0].size, width, address_of(out)
+        )
 
-    def resizer(self, form: ImageForm) -> Resizer:
-        """What makes results of decoded images, the same by every executor."""
-        ...
 
-    @property
-    def open_queue(self) -> OpenQueue | None:
-        """Starts threads that run plans without the interpreter; None: it has none."""
-        ...
+class _Form(ctypes.Structure):
+    """`core_form`."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in ("channels", "height", "width", "filter", "antialias", "planar")
+        ),
+        ("numbers", ctypes.c_void_p),
+    )
+
+
+class _Image(ctypes.Structure):
+    """`core_image`."""
+
+    _fields_ = (
+        ("pixels", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("top", "left", "height", "width")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("least_row", "past_row", "least_column", "past_column", "flip")
+        ),
+        ("out", ctypes.c_void_p),
+    )
+
+
+class Resizer:
+    """Makes results of one form of decoded images. Thread-safe.
+
+    Args:
+        resize: `core_resize`.
+        form: of results.
+    """
+
+    def __init__(self, resize: Any, form: ImageForm) -> None:
+        numbers = form.numbers
+        self._resize, self._form = resize, form
+        self._table = _Form(
+            form.channels,
+            form.height,
+            form.width,
+            form.filter,
+            form.antialias,
+            form.planar,
+            None if numbers is None else address_of(numbers),
+        )
+
+    def __call__(self, pixels: NDArray[np.uint8], crop: CropBox, out: NDArray[np.uint8 | np.float32]) -> None:
+        """Resize a part of an image into `out`, C-contiguous, of the form's shape and dtype.
+
+        `pixels`, uint8 [h, w, channels]: only rows may lie apart.
+        """
+        top, left, bottom, right = crop.within
+        image = _Image(
+            address_of(pixels),
+            pixels.strides[0],
+            crop.top,
+            crop.left,
+            crop.height,
+            crop.width,
+            top,
+            bottom,
+            left,
+            right,
+            crop.flip,
+            address_of(out),
+        )
+        if self._resize(ctypes.byref(image), ctypes.byref(self._table)):
+            raise MemoryError(f"no memory to resize to {self._form.shape}")
 
 
 @cache
 def executor() -> Executor:
-    """The executor of this process: the compiled one where it can be loaded.
+    """The one executor of this process. Raises as `Executor`."""
+    return Executor()
 
-    Raises `OSError` where it was asked for and cannot, `ValueError` for another name.
-    """
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted not in ("", "compiled", "numpy"):
-        raise ValueError(f"{VARIABLE} must be compiled or numpy, got {wanted!r}")
-    if wanted == "numpy":
-        return NumpyExecutor()
+
+def _loaded(load: Callable[[str], Any], path: Path) -> Any:
+    """The library with its functions' types, if it is of this version."""
     try:
-        return CompiledExecutor()
-    except OSError as error:
-        if wanted:
-            raise
-        reason = error if LIBRARY.exists() else "it was not built: install again where there is a C compiler"
-        _log.warning("batches are built by slower code, without the compiled core: %s", reason)
-        return NumpyExecutor()
+        library = load(str(path))
+        found = library.core_version()
+    except (OSError, AttributeError) as error:
+        raise ImportError(f"the compiled core cannot be loaded: {error}. {_CURE}") from error
+    if found != VERSION:
+        raise ImportError(f"the compiled core {path} is of version {found}, not {VERSION}. {_CURE}")
+    for name, types in _FUNCTIONS.items():
+        arguments, result = types.split(":")
+        function = getattr(library, name)
+        function.argtypes, function.restype = [_TYPES[kind] for kind in arguments], _TYPES[result]
+    return library

@@ -1,4 +1,4 @@
-"""Ranges of mapped files as a table, and how they are checked and brought in without compiled code.
+"""Ranges of mapped files as a table, and calls of the C library about pages.
 
 A range is six numbers (`core_range` of core.h): the address of the file's path, zero-terminated; its size
 and modification time in nanoseconds, when it was indexed; the address and bytes of the pages, 0 bytes where
@@ -8,15 +8,10 @@ none are wanted; and flags.
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
-import os
 from enum import IntFlag
 from functools import cache
 from typing import Any
-
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ, Linux 5.14; Python has no name for it yet."""
 
 
 class RangeFlag(IntFlag):
@@ -52,26 +47,3 @@ def has_pages(address: int, nbytes: int) -> bool:
     """Whether all pages of a range are there."""
     resident = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     return _quick_calls().mincore(address, nbytes, resident) == 0 and b"\0" not in bytes(resident)
-
-
-def bring_range(path: int, size: int, modified_ns: int, address: int, nbytes: int, flags: int) -> int:
-    """What `core_bring` does with one range; gives its status."""
-    if flags & RangeFlag.CHECK and not _is_unchanged(ctypes.string_at(path), size, modified_ns):
-        return -1
-    if not nbytes or (flags & RangeFlag.KEPT and has_pages(address, nbytes)):
-        return 0
-    madvise = memory_calls().madvise
-    if flags & RangeFlag.AHEAD:
-        madvise(address, nbytes, mmap.MADV_WILLNEED)
-    if madvise(address, nbytes, _POPULATE_READ) == 0:
-        return 0
-    number = ctypes.get_errno()
-    return 0 if number == errno.EINVAL else number  # an older kernel: they come when they are copied
-
-
-def _is_unchanged(path: bytes, size: int, modified_ns: int) -> bool:
-    try:
-        now = os.stat(path)
-    except OSError:
-        return False
-    return (now.st_size, now.st_mtime_ns) == (size, modified_ns)

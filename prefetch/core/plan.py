@@ -1,4 +1,4 @@
-"""Build plans: what has to be copied from where to where, as a table that any executor can run.
+"""Build plans: what has to be copied from where to where, as a table that compiled code runs.
 
 A plan holds addresses, lengths and operations, and nothing that has to be called: planning, windows, leases,
 policies and errors stay with whoever makes it. Whoever runs it tells of each row whether its values could be

@@ -1,8 +1,8 @@
 """Local shards, mapped: the page cache is the staging buffer.
 
 A block that is mapped costs no memory of its own and no copy: its pages are the kernel's. They are brought in
-by an executor (`MADV_POPULATE_READ`, which waits for the disk and reports what it cannot read) and copied
-straight to their final place by an executor of `prefetch.core`. Only while we hold a guard on the file
+by the executor (`MADV_POPULATE_READ`, which waits for the disk and reports what it cannot read) and copied
+straight to their final place by the same one (`prefetch.core`). Only while we hold a guard on the file
 (`prefetch.memory.guards`) may the mapping be touched otherwise: a load from a page behind the end of a
 truncated file is SIGBUS, which ends the process, while the kernel's copy fails with EFAULT, an error like any
 other.
@@ -26,7 +26,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.by_numpy import copies_by_kernel
 from prefetch.core.executor import executor
 from prefetch.core.pages import RangeFlag, has_pages, memory_calls
 from prefetch.memory.guards import FileGuard, FileGuards
@@ -54,7 +53,7 @@ _FAILED = ctypes.c_void_p(-1).value
 @cache
 def can_map(url: str) -> bool:
     """Whether shards like this one can be mapped and copied from safely."""
-    return is_local(url) and copies_by_kernel()
+    return is_local(url) and executor().copies_by_kernel
 
 
 def touch_pages(memory: NDArray[np.uint8]) -> None:

@@ -30,50 +30,24 @@ Ints = NDArray[np.int64]
 SourceLengths = Callable[[int, int], NDArray[np.integer]]
 """(source, epoch of its own) -> lengths of its samples in the order of that epoch."""
 TakeTurns = Callable[[Ints, Ints, Ints, Ints, Ints, NDArray[np.uint16]], int]
-"""See `take_turns`."""
+"""Takes turns until `out` is full, or the known lengths of a source with a share have come to their end.
+
+Args, in this order:
+    shares: [sources] whole numbers >= 0, one of them positive.
+    owed: [sources] what each source is behind, in elements times the sum of shares; changed.
+    lengths: [n] of samples of all sources.
+    upcoming: [sources] where the length of each source's next sample lies in `lengths`; changed.
+    end: [sources] where its known lengths end.
+    out: [turns] gets the sources.
+
+Returns how many turns were taken. O(sources) a turn: compiled code (`prefetch.core`) does it.
+"""
 
 _CHUNK = 1 << 16
 _KNOWN = 1 << 22
 """Lengths to come of all sources together, at most: 32 MiB."""
 _KEPT_TABLES = 32
 _KEPT_EPOCHS = 2
-
-
-def take_turns(
-    shares: Ints, owed: Ints, lengths: Ints, upcoming: Ints, end: Ints, out: NDArray[np.uint16]
-) -> int:
-    """Take turns until `out` is full, or the known lengths of a source with a share have come to their end.
-
-    Args:
-        shares: [sources] whole numbers >= 0, one of them positive.
-        owed: [sources] what each source is behind, in elements times the sum of shares; changed.
-        lengths: [n] of samples of all sources.
-        upcoming: [sources] where the length of each source's next sample lies in `lengths`; changed.
-        end: [sources] where its known lengths end.
-        out: [turns] gets the sources.
-
-    Returns how many turns were taken. O(sources) a turn, in Python: the compiled core does the same.
-    """
-    total, used = int(shares.sum()), np.flatnonzero(shares).tolist()
-    share, behind = shares.tolist(), owed.tolist()
-    queues = [lengths[at:stop][::-1].tolist() for at, stop in zip(upcoming, end, strict=True)]
-    turns = list[int]()
-    while len(turns) < len(out) and all(queues[source] for source in used):
-        best, soonest = -1, 0
-        for source in used:
-            if behind[source] < 0:
-                continue
-            left = total * queues[source][-1] - behind[source]
-            if best < 0 or left * share[best] < soonest * share[source]:
-                best, soonest = source, left
-        length = queues[best].pop()
-        for source in used:
-            behind[source] += share[source] * length
-        behind[best] -= total * length
-        turns.append(best)
-    out[: len(turns)], owed[:] = turns, behind
-    upcoming[:] = end - [*map(len, queues)]
-    return len(turns)
 
 
 class TokenTurns:
@@ -134,8 +108,8 @@ class TokenEpochs:
     Args:
         spec: with `counts` "tokens".
         lengths: what is delivered of each sample.
+        take: takes turns.
         starts: {epoch: samples that each source gave before it}, of epochs that need not be counted to.
-        take: `take_turns`, or what does the same.
 
     Raises `ValueError` where a source with a share has no tokens.
     """
@@ -145,8 +119,8 @@ class TokenEpochs:
         spec: MixtureSpec,
         lengths: SourceLengths,
         *,
+        take: TakeTurns,
         starts: Mapping[int, Sequence[int]] | None = None,
-        take: TakeTurns = take_turns,
     ) -> None:
         self.spec, self._lengths, self._take = spec, lengths, take
         begun = {spec.base.epoch: spec.base.first} if spec.base else {0: (0,) * len(spec.sizes)}

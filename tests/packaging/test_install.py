@@ -1,4 +1,4 @@
-"""How the package is installed: with a compiler, without one, and where none is wanted.
+"""How the package is installed: with a compiler, and without one.
 
 Copies of this tree are built and installed without a network. zig itself (100 MB) is not fetched: a program
 in its place shows how it is called.
@@ -25,6 +25,7 @@ from prefetch.core.compile import (
     LIBRARY,
     PLAIN,
     SOURCES,
+    NoCompilerError,
     compile_core,
     compilers_on_path,
     contract_version,
@@ -77,29 +78,33 @@ def folder_in(tmp_path: Path, name: str) -> Path:
     return tmp_path / name
 
 
-def run(command: Iterable[object], folder: Path, variables: Mapping[str, str]) -> str:
-    """What a program prints that ends well."""
+def run(command: Iterable[object], folder: Path, variables: Mapping[str, str], *, fails: bool = False) -> str:
+    """What a program prints that ends well, or not."""
     done = subprocess.run(
         [*map(str, command)],
         cwd=folder,
-        env={**os.environ, "DATAFLOW_PURE": "0", **variables},
+        env={**os.environ, **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=WAIT_S,
     )
-    assert done.returncode == 0, done.stdout
+    assert (done.returncode != 0) == fails, done.stdout
     return done.stdout
 
 
 def built(tree: Path, hook: str, variables: Mapping[str, str]) -> tuple[Path, str]:
     """The wheel that a hook of the backend makes, as pip would call it, and what was printed."""
     wheels = folder_in(tree.parent, "wheels")
-    call = f"import sys; sys.path.insert(0, '.'); import setup; setup.{hook}(sys.argv[1])"
-    printed = run([sys.executable, "-c", call, wheels], tree, variables)
+    printed = run(call_of(hook, wheels), tree, variables)
     [wheel] = wheels.iterdir()
     return wheel, printed
+
+
+def call_of(hook: str, wheels: Path) -> list[object]:
+    call = f"import sys; sys.path.insert(0, '.'); import setup; setup.{hook}(sys.argv[1])"
+    return [sys.executable, "-c", call, wheels]
 
 
 def names_in(wheel: Path) -> list[str]:
@@ -132,7 +137,8 @@ def test_pip_installs_a_library_that_loads(tree: Path, tmp_path: Path) -> None:
     run([*pip, "--no-build-isolation", "--no-compile", "--target", tmp_path / "site", "."], tree, {})
     assert version_of(tmp_path / "site" / CORE) == contract_version()
     assert exported(tmp_path / "site" / CORE) == declared()
-    assert (tmp_path / "site" / "prefetch" / "core" / "core.h").exists()  # to compile it again, there
+    there = {path.name for path in (tmp_path / "site" / CORE).parent.iterdir()}
+    assert {path.name for path in (*SOURCES, HEADER)} <= there  # to compile it again, there
 
 
 @pytest.mark.full
@@ -154,29 +160,19 @@ def test_an_editable_install_puts_the_library_into_the_checkout(tree: Path) -> N
 
 
 @needs_setuptools
-def test_where_no_compiler_works_a_wheel_without_a_library_is_made_and_says_so(
-    tree: Path, no_compilers: dict[str, str]
+@pytest.mark.parametrize("hook", ["build_wheel", "build_editable"])
+def test_where_no_compiler_works_installing_fails_with_what_to_install(
+    tree: Path, no_compilers: dict[str, str], hook: str
 ) -> None:
-    wheel, printed = built(tree, "build_wheel", no_compilers)
-    assert wheel.name.endswith("-py3-none-any.whl")
-    assert CORE not in names_in(wheel)
-    assert "no zig" in printed
-    assert "dataflow: libcore.so is not compiled, numpy does its work: no C compiler works here" in printed
-
-
-@needs_setuptools
-def test_where_no_compiler_works_an_editable_install_leaves_no_older_library(
-    tree: Path, no_compilers: dict[str, str]
-) -> None:
-    built(tree, "build_editable", no_compilers)
-    assert not (tree / CORE).exists()
-
-
-@needs_setuptools
-def test_nothing_is_compiled_where_pure_python_is_asked_for(tree: Path) -> None:
-    wheel, printed = built(tree, "build_wheel", {"DATAFLOW_PURE": "1"})
-    assert CORE not in names_in(wheel)
-    assert "DATAFLOW_PURE is set" in printed
+    wheels = folder_in(tree.parent, "wheels")
+    printed = run(call_of(hook, wheels), tree, no_compilers, fails=True)
+    said = "error: dataflow: no C compiler works here, so libcore.so is not compiled, which all loaders need"
+    assert printed.count(said) == 1
+    assert "Install gcc or clang" in printed
+    assert "-m ziglang cc" in printed
+    assert "no zig" in printed  # what it said
+    assert [*wheels.iterdir()] == []
+    assert (tree / CORE).exists() == (hook == "build_wheel")  # of a checkout that is used, nothing old stays
 
 
 @pytest.mark.full
@@ -216,7 +212,6 @@ def test_a_source_distribution_has_all_that_an_install_from_it_needs(tree: Path)
     ("on_path", "variables", "asked"),
     [
         ([], {}, {"ziglang"}),
-        ([], {"DATAFLOW_PURE": "1"}, set()),
         (["clang"], {}, set()),
         ([], {"CC": "gone"}, {"ziglang"}),
     ],
@@ -249,28 +244,22 @@ def test_only_what_the_header_declares_is_exported_and_nothing_is_warned_of(
     flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", f"{' '.join(compilers_on_path()[0])} -Werror {flags}")
-    monkeypatch.delenv("DATAFLOW_PURE", raising=False)
     monkeypatch.setattr(core_compile, "compilers_on_path", lambda: compilers_on_path()[:1])
-    assert compile_core(tmp_path / "libcore.so")
+    compile_core(tmp_path / "libcore.so")
     assert exported(tmp_path / "libcore.so") == declared() >= {"core_run", "core_version"}
     assert [path.name for path in tmp_path.iterdir()] == ["libcore.so"]
 
 
 @needs_compiler
 @pytest.mark.full
-def test_a_library_of_another_contract_is_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_library_of_another_contract_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_compile, "contract_version", lambda: contract_version() + 1)
-    monkeypatch.delenv("DATAFLOW_PURE", raising=False)
     (tmp_path / "libcore.so").write_bytes(b"stale")
-    assert not compile_core(tmp_path / "libcore.so")
+    with pytest.raises(NoCompilerError, match="core_version gives"):
+        compile_core(tmp_path / "libcore.so")
     assert list(tmp_path.iterdir()) == []
-    assert "core_version gives" in capsys.readouterr().out
 
 
 def test_the_library_of_this_checkout_is_not_older_than_its_source() -> None:
-    if not LIBRARY.exists():
-        pytest.skip("there is none: numpy does its work")
     newest = max(source.stat().st_mtime for source in (*SOURCES, HEADER))
     assert LIBRARY.stat().st_mtime >= newest, "run `python -m prefetch.core.compile`"

@@ -13,12 +13,9 @@ from forked_kit import fork
 from stream_kit import session_of
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
-from prefetch.core.compile import LIBRARY
-from prefetch.core.executor import executor
 from sharding.errors import SampleError, ShardReadError
 
 TIMEOUT_S = 30
-pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="the compiled core was not built")
 
 
 @pytest.fixture
@@ -58,9 +55,6 @@ def test_batches_before_a_bad_sample_are_delivered_and_its_error_comes_in_its_pl
 
 
 @pytest.mark.reads_here
-@pytest.mark.skipif(
-    executor().open_queue is None, reason="batches are made by chunks without the compiled core"
-)
 @pytest.mark.parametrize("taken", [1, 2, 5])
 def test_a_file_cut_between_two_batches_of_a_chunk_names_the_first_row_that_is_gone(
     tokens: Path, taken: int

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from prefetch.core.compile import LIBRARY
-from prefetch.core.compiled import CompiledExecutor
+from prefetch.core.executor import executor
 from sharding.order.keyed import KeyedOrders, keyed_orders
 from tests.plain_order import plain_keyed_order
 
@@ -20,12 +19,6 @@ def orders(mix: KeyedOrders, sizes: list[int], keys: list[int]) -> list[int]:
     return list(out.tolist())
 
 
-def compiled() -> KeyedOrders:
-    if not LIBRARY.exists():
-        pytest.skip("the compiled core was not built")
-    return CompiledExecutor().keyed_orders
-
-
 @given(st.lists(st.tuples(st.integers(0, 70), U64), max_size=5))
 def test_orders_side_by_side_are_those_of_the_definition(cells: list[tuple[int, int]]) -> None:
     sizes, keys = [size for size, _ in cells], [key for _, key in cells]
@@ -33,10 +26,10 @@ def test_orders_side_by_side_are_those_of_the_definition(cells: list[tuple[int, 
     for size, key in cells:
         expected.extend(len(expected) + np.array(plain_keyed_order(size, key), np.int64))
     assert orders(keyed_orders, sizes, keys) == expected
-    assert orders(compiled(), sizes, keys) == expected
+    assert orders(executor().keyed_orders, sizes, keys) == expected
 
 
 @pytest.mark.parametrize("sizes", [[(1 << 14) + 1], [9000, 9000], [1 << 16, 0, 3], [100_003]])
 def test_large_orders_are_the_same_by_both(sizes: list[int]) -> None:
     keys = [7 + i for i in range(len(sizes))]
-    assert orders(compiled(), sizes, keys) == orders(keyed_orders, sizes, keys)
+    assert orders(executor().keyed_orders, sizes, keys) == orders(keyed_orders, sizes, keys)

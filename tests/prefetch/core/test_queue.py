@@ -16,13 +16,12 @@ from forked_kit import fork
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from prefetch.core.compile import LIBRARY
-from prefetch.core.compiled import CompiledExecutor
+from prefetch.core.executor import executor
 from prefetch.core.plan import COLUMN_ALIGN, JobPlan, PlanColumn
 from prefetch.core.queue import CopyQueue, JobAnswer, SubmittedPlan
-from tests.prefetch.core.test_executors import BASE, CONTENT, PAGE, by_the_loop, columns, int64
+from tests.plain_core import copied
+from tests.prefetch.core.test_executor import BASE, CONTENT, PAGE, columns, int64
 
-pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="the compiled core was not built")
 TIMEOUT_S = 30
 Open = Callable[[int], CopyQueue]
 
@@ -33,7 +32,7 @@ def opened() -> Iterator[Open]:
     queues = []
 
     def open_queue(num_threads: int) -> CopyQueue:
-        queues.append(CompiledExecutor().open_queue(num_threads))
+        queues.append(executor().open_queue(num_threads))
         return queues[-1]
 
     yield open_queue
@@ -75,14 +74,14 @@ def value(start: int, each: int = 8) -> bytes:
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), num_threads=st.sampled_from([0, 1, 3]))
 def test_jobs_hold_what_the_plain_loop_copies(data: st.DataObject, num_threads: int) -> None:
-    queue, plans, whole = CompiledExecutor().open_queue(num_threads), [], []
+    queue, plans, whole = executor().open_queue(num_threads), [], []
     for number in range(data.draw(st.integers(1, 3))):
         num_rows = data.draw(st.sampled_from([1, 2, 7, 64, 65]))
         placed = [c for c in data.draw(st.lists(columns(num_rows), max_size=3)) if follows(c)]
         cuts = data.draw(st.sets(st.integers(1, num_rows), max_size=4)) | {num_rows}
         unplaced = [PlanColumn(**{**vars(column), "out": None, "places": column.places}) for column in placed]
         plans.append(queue.submit(JobPlan(number=number, columns=unplaced, ends=int64(sorted(cuts)))))
-        whole.append([np.frombuffer(by_the_loop(column), np.uint8) for column in placed])
+        whole.append([copied(column) for column in placed])
         for _ in range(data.draw(st.integers(0, 3))):
             lend(queue, plans[-1].plan.slot_bytes)
     for submitted, expected in zip(plans, whole, strict=True):
@@ -149,7 +148,7 @@ def test_threads_that_sleep_are_woken_by_as_many_slots_as_they_have_jobs_for(
     num_jobs: int, wake_at: int
 ) -> None:
     """The test takes no job before all are over, so nobody but the threads makes them."""
-    queue = CompiledExecutor().open_queue(1, wake_at=wake_at)
+    queue = executor().open_queue(1, wake_at=wake_at)
     starts = [8 * job for job in range(num_jobs)]
     ends = np.arange(1, num_jobs + 1, dtype=np.int64)
     submitted = queue.submit(JobPlan(number=0, columns=[rows_column(starts)], ends=ends))
@@ -260,7 +259,7 @@ def copying_threads() -> set[str]:
 
 def test_threads_of_a_queue_take_no_signals_and_end_with_it() -> None:
     before = copying_threads()
-    queue = CompiledExecutor().open_queue(3)
+    queue = executor().open_queue(3)
     own = copying_threads() - before
     assert len(own) == queue.num_threads == 3
     for task in own:

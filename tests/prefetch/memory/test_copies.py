@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 from forked_kit import fork
 
-from prefetch.core.compile import LIBRARY
-from prefetch.core.compiled import CompiledExecutor
+from prefetch.core.executor import executor
 from prefetch.core.plan import JobPlan, PlanColumn
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.copies import ChunkCopies, Copies
 
-pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="the compiled core was not built")
 CONTENT = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
 SLOT = rounded_bytes(1)
 
@@ -60,7 +58,7 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    arena, ledger, queue = Arena(limit_bytes=1 << 30), Ledger(), CompiledExecutor().open_queue(0)
+    arena, ledger, queue = Arena(limit_bytes=1 << 30), Ledger(), executor().open_queue(0)
     made: Any = {"charge": ledger.charged.append, "give_back": ledger.back.append}
     copies = Copies(queue, arena, lambda _: NoWait(), job_bytes=8, batches_per_job=1, most_slots=3, **made)
     yield Bench(arena, ledger, copies)

@@ -20,10 +20,7 @@ from numpy.typing import NDArray
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.decode.values import BadRows, parse_ints
 from dataflow.staging import places
-from prefetch.core.by_numpy import NumpyExecutor, copies_by_kernel
-from prefetch.core.compile import LIBRARY
-from prefetch.core.compiled import CompiledExecutor
-from prefetch.core.executor import Executor, executor
+from prefetch.core.executor import executor
 from prefetch.core.pages import RangeFlag
 from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.memory.guards import FileGuards
@@ -37,7 +34,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 CONTENT = np.random.default_rng(0).integers(0, 256, 8 * PAGE + 100, np.uint8).tobytes()
 
 pytestmark = pytest.mark.skipif(
-    not copies_by_kernel(), reason="process_vm_readv is missing or forbidden here"
+    not executor().copies_by_kernel, reason="process_vm_readv is missing or forbidden here"
 )
 
 
@@ -94,11 +91,11 @@ def test_a_shard_is_unmapped_when_the_last_reference_dies_and_holds_no_descripto
     assert mapped_files() == 0
 
 
-def test_a_truncated_shard_is_an_error_not_a_signal(shard: Shard, used: Executor) -> None:
+def test_a_truncated_shard_is_an_error_not_a_signal(shard: Shard) -> None:
     mapped = MappedShard(shard)
     os.truncate(shard.url, 2 * PAGE)
     cut, checked = mapped.entry(PAGE, 4 * PAGE, RangeFlag.AHEAD), mapped.entry(0, PAGE, RangeFlag.CHECK)
-    assert used.bring(np.array([cut, checked])).tolist() == [errno.EFAULT, -1]
+    assert executor().bring(np.array([cut, checked])).tolist() == [errno.EFAULT, -1]
     failure = mapped.failure(errno.EFAULT, PAGE)
     assert "truncated" in str(failure)
     assert (failure.shard, failure.offset) == (shard.url, PAGE)
@@ -106,22 +103,12 @@ def test_a_truncated_shard_is_an_error_not_a_signal(shard: Shard, used: Executor
         mapped.check()
 
 
-@pytest.fixture(params=[CompiledExecutor, NumpyExecutor])
-def used(request: pytest.FixtureRequest) -> Executor:
-    if request.param is CompiledExecutor and not LIBRARY.exists():
-        pytest.skip("the compiled core was not built")
-    made: Executor = request.param()
-    return made
-
-
-def test_a_cut_file_is_told_as_changed_before_what_it_lacks(shard: Shard, used: Executor) -> None:
+def test_a_cut_file_is_told_as_changed_before_what_it_lacks(shard: Shard) -> None:
     mappings = Mappings()
     mappings.hold([(shard, 0, PAGE)])
     os.truncate(shard.url, 2 * PAGE)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("prefetch.memory.mapping.executor", lambda: used)
-        with pytest.raises(ShardChangedError, match="size"):
-            mappings.hold([(shard, 4 * PAGE, PAGE), (shard, 0, PAGE)])
+    with pytest.raises(ShardChangedError, match="size"):
+        mappings.hold([(shard, 4 * PAGE, PAGE), (shard, 0, PAGE)])
 
 
 def test_pages_that_cannot_be_read_are_an_error_that_names_their_block(
@@ -134,18 +121,18 @@ def test_pages_that_cannot_be_read_are_an_error_that_names_their_block(
     assert (caught.value.shard, caught.value.offset) == (shard.url, PAGE)
 
 
-def test_files_are_checked_and_pages_brought_in(shard: Shard, used: Executor) -> None:
+def test_files_are_checked_and_pages_brought_in(shard: Shard) -> None:
     mapped = MappedShard(shard)
     assert resident_kb() == 0
     mine = mapped.entry(0, 0, RangeFlag.CHECK), mapped.entry(PAGE + 5, 2 * PAGE, 0)
-    assert used.bring(np.array([mapped.entry(0, len(CONTENT), RangeFlag.KEPT)])).tolist() == [0]
+    assert executor().bring(np.array([mapped.entry(0, len(CONTENT), RangeFlag.KEPT)])).tolist() == [0]
     assert resident_kb() == 0  # the page cache has them, and that is enough
-    assert used.bring(np.array(mine)).tolist() == [0, 0]
+    assert executor().bring(np.array(mine)).tolist() == [0, 0]
     assert resident_kb() >= (3 * PAGE if knows_the_advice() else 0) // 1024  # some bring their neighbours
     os.utime(shard.url, ns=(7, 7))
-    assert used.bring(np.array(mine)).tolist() == [-1, 0]
+    assert executor().bring(np.array(mine)).tolist() == [-1, 0]
     os.unlink(shard.url)
-    assert used.bring(np.array(mine)).tolist() == [-1, 0]
+    assert executor().bring(np.array(mine)).tolist() == [-1, 0]
 
 
 def test_a_file_whose_version_is_no_time_is_compared_by_its_size(shard: Shard) -> None:

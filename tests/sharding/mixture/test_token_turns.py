@@ -11,33 +11,22 @@ import pytest
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 
-from prefetch.core.compile import LIBRARY
-from prefetch.core.compiled import CompiledExecutor
+from prefetch.core.executor import executor
 from sharding.mixture import token_turns
 from sharding.mixture.interleaving import MixtureSpec
-from sharding.mixture.token_turns import TakeTurns, TokenEpochs, TokenTurns, take_turns
+from sharding.mixture.token_turns import TokenEpochs, TokenTurns
 
-TAKES = [
-    pytest.param(lambda: take_turns, id="python"),
-    pytest.param(
-        lambda: CompiledExecutor().token_turns,
-        id="compiled",
-        marks=pytest.mark.skipif(not LIBRARY.exists(), reason="no compiled core"),
-    ),
-]
 SHARES = st.lists(st.integers(0, 40), min_size=1, max_size=20).filter(any)
 
 
-def turns_of(
-    take: TakeTurns, shares: Sequence[int], lengths: Sequence[Sequence[int]], most: int
-) -> list[int]:
+def turns_of(shares: Sequence[int], lengths: Sequence[Sequence[int]], most: int) -> list[int]:
     """Turns until a source has no more samples."""
     ends = np.cumsum([len(own) for own in lengths])
     upcoming = ends - [len(own) for own in lengths]
     flat = np.array([length for own in lengths for length in own], np.int64)
     out = np.empty(most, np.uint16)
     owed = np.zeros(len(shares), np.int64)
-    return out[: take(np.array(shares), owed, flat, upcoming, ends, out)].tolist()
+    return out[: executor().token_turns(np.array(shares), owed, flat, upcoming, ends, out)].tolist()
 
 
 def by_the_loop(shares: Sequence[int], lengths: Sequence[Sequence[int]]) -> list[int]:
@@ -71,13 +60,12 @@ def worst_deviation(shares: Sequence[int], lengths: Sequence[Sequence[int]], tur
     return float(np.abs(tokens - ideal).max())
 
 
-@pytest.mark.parametrize("take", TAKES)
 @given(shares=SHARES, seed=st.integers(0, 999), longest=st.sampled_from([1, 9, 1 << 33]))
-def test_turns_are_those_of_the_ideal_mixture(take: Any, shares: list[int], seed: int, longest: int) -> None:
+def test_turns_are_those_of_the_ideal_mixture(shares: list[int], seed: int, longest: int) -> None:
     lengths = lengths_for(shares, seed, longest)
     expected = by_the_loop(shares, lengths)
-    assert turns_of(take(), shares, lengths, 2000) == expected
-    assert turns_of(take(), shares, lengths, len(expected) // 2) == expected[: len(expected) // 2]
+    assert turns_of(shares, lengths, 2000) == expected
+    assert turns_of(shares, lengths, len(expected) // 2) == expected[: len(expected) // 2]
 
 
 @given(shares=SHARES, seed=st.integers(0, 999), longest=st.sampled_from([1, 3, 50]))
@@ -85,7 +73,7 @@ def test_every_prefix_is_within_the_longest_sample_of_every_share(
     shares: list[int], seed: int, longest: int
 ) -> None:
     lengths = lengths_for(shares, seed, longest)
-    turns = turns_of(take_turns, shares, lengths, 2000)
+    turns = turns_of(shares, lengths, 2000)
     assert worst_deviation(shares, lengths, turns) <= max(max(own) for own in lengths) + 1e-9
 
 
@@ -97,14 +85,12 @@ def test_usual_rules_would_break_the_bound_that_holds_here() -> None:
     ]
     by_virtual_time = [source for _, source in sorted(middles)]
     assert worst_deviation(shares, lengths, by_virtual_time) > 3 * 4
-    assert worst_deviation(shares, lengths, turns_of(take_turns, shares, lengths, 300)) <= 4
+    assert worst_deviation(shares, lengths, turns_of(shares, lengths, 300)) <= 4
 
 
 def test_a_share_that_no_other_has_takes_all_turns_and_empty_samples_do_no_harm() -> None:
-    assert turns_of(take_turns, [0, 3], [[], [2, 0, 5]], 10) == [1, 1, 1]
-    assert turns_of(take_turns, [1, 1], [[0, 0, 4, 4], [4, 0, 4]], 10) == by_the_loop(
-        [1, 1], [[0, 0, 4, 4], [4, 0, 4]]
-    )
+    assert turns_of([0, 3], [[], [2, 0, 5]], 10) == [1, 1, 1]
+    assert turns_of([1, 1], [[0, 0, 4, 4], [4, 0, 4]], 10) == by_the_loop([1, 1], [[0, 0, 4, 4], [4, 0, 4]])
 
 
 @given(seed=st.integers(0, 99), num=st.integers(1, 5), count=st.integers(1, 60))
@@ -137,7 +123,7 @@ def lengths_of(source: int, epoch: int) -> NDArray[np.int64]:
 
 def epochs_of(weights: Any, stop: Any = "first", **options: Any) -> TokenEpochs:
     spec = MixtureSpec.weighted(SIZES, weights, stop=stop, counts="tokens")
-    return TokenEpochs(spec, lengths_of, **options)
+    return TokenEpochs(spec, lengths_of, take=executor().token_turns, **options)
 
 
 def epochs_by_the_loop(shares: Sequence[int], stop: str, num_epochs: int) -> list[list[tuple[int, int]]]:
@@ -186,7 +172,7 @@ def test_an_epoch_begins_where_a_state_says_without_those_before(stop: str) -> N
         asked.append((source, epoch))
         return lengths_of(source, epoch)
 
-    resumed = TokenEpochs(whole.spec, noted, starts={2: whole.first(2)})
+    resumed = TokenEpochs(whole.spec, noted, take=executor().token_turns, starts={2: whole.first(2)})
     assert positions_of(resumed, 2) == positions_of(whole, 2)
     assert all(epoch >= whole.first(2)[source] // SIZES[source] for source, epoch in asked)
     assert positions_of(resumed, 3) == positions_of(whole, 3)
@@ -205,7 +191,7 @@ def test_a_schedule_begins_the_sequence_anew_at_each_step() -> None:
 
 def test_a_source_without_tokens_cannot_have_a_share_of_them() -> None:
     spec = MixtureSpec.weighted((3, 3), [1, 1], counts="tokens")
-    epochs = TokenEpochs(spec, lambda source, epoch: np.full(3, 1 - source))
+    epochs = TokenEpochs(spec, lambda source, epoch: np.full(3, 1 - source), take=executor().token_turns)
     with pytest.raises(ValueError, match="source 1 of the mixture has no tokens"):
         epochs.epoch(0)
 

@@ -1,11 +1,11 @@
-"""Executors of build plans, against a plain loop over the rows, and against each other."""
+"""The executor of build plans, against a plain loop over the rows."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,60 +17,19 @@ from numpy.typing import NDArray
 from pairs_kit import in_pairs
 
 from dataflow import DataLoader, ShardedDataset
-from prefetch.core import by_numpy
-from prefetch.core.by_numpy import NumpyExecutor, copies_by_kernel, process_vm_readv
-from prefetch.core.compile import LIBRARY
-from prefetch.core.compiled import CompiledExecutor
-from prefetch.core.executor import VARIABLE, Executor, executor
+from prefetch.core.executor import Executor, executor
 from prefetch.core.plan import WIDENED, BuildPlan, PlanColumn
 from tests.datasets_kit import MAKERS, rows_of
+from tests.plain_core import copied, use_plain_core
 
 PAGE = mmap.PAGESIZE
 CONTENT = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
 BASE = CONTENT.ctypes.data
 
 
-def short(pid: int, local: int, one: int, remote: int, count: int, flags: int) -> int:
-    """Copies only a part of what it is asked for, as a call beyond 2 GiB may."""
-    size = ctypes.c_int64.from_address(local + 8)
-    wanted, size.value = size.value, max(1, size.value // 2)
-    try:
-        return int(process_vm_readv(pid, local, one, remote, count, flags))
-    finally:
-        size.value = wanted
-
-
-def forbidden(*_: int) -> int:
-    return -1
-
-
-MAKE: dict[str, Callable[[], Executor]] = {
-    "compiled": CompiledExecutor,
-    "numpy": NumpyExecutor,
-    "numpy, no call": lambda: NumpyExecutor(None),
-    "numpy, forbidden": lambda: NumpyExecutor(forbidden),
-    "numpy, short": lambda: NumpyExecutor(short),
-}
-
-
-def made(name: str) -> Executor:
-    if name == "compiled" and not LIBRARY.exists():
-        pytest.skip("the compiled core was not built")
-    if name in ("numpy", "numpy, short") and not copies_by_kernel():
-        pytest.skip("this system lets no process use process_vm_readv on itself")
-    return MAKE[name]()
-
-
-@pytest.fixture(params=MAKE)
-def any_executor(request: pytest.FixtureRequest) -> Executor:
-    return made(request.param)
-
-
-@pytest.fixture(params=["compiled", "numpy"])
-def a_careful_executor(request: pytest.FixtureRequest) -> Executor:
-    if not copies_by_kernel():
-        pytest.skip("this system lets no process use process_vm_readv on itself")
-    return made(request.param)
+needs_the_kernels_copies = pytest.mark.skipif(
+    not executor().copies_by_kernel, reason="this system lets no process use process_vm_readv on itself"
+)
 
 
 def int64(values: Any) -> NDArray[np.int64]:
@@ -100,20 +59,6 @@ def ragged(spans: list[tuple[int, int]], *, gap: int = 0, may_load: bool = True)
     )
 
 
-def by_the_loop(column: PlanColumn) -> bytes:
-    """What `out` holds in the end."""
-    out = column.out.reshape(-1).view(np.uint8).copy()
-    for row, index in enumerate(column.index.tolist()):
-        start = column.base + column.step * index - BASE
-        nbytes = column.each if column.lengths is None else int(column.lengths[row])
-        value = CONTENT[start : start + nbytes]
-        if column.widen:
-            value = value.copy().view(column.widen).astype(np.int64).view(np.uint8)
-        place = row * column.row_bytes if column.places is None else int(column.places[row])
-        out[place : place + len(value)] = value
-    return out.tobytes()
-
-
 @st.composite
 def columns(draw: st.DrawFn, num_rows: int) -> PlanColumn:
     """Any column of so many rows."""
@@ -137,39 +82,32 @@ def columns(draw: st.DrawFn, num_rows: int) -> PlanColumn:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), num_rows=st.sampled_from([0, 1, 2, 63, 64, 65, 130]))
-def test_every_executor_copies_as_the_plain_loop(data: st.DataObject, num_rows: int) -> None:
+def test_plans_are_copied_as_by_the_plain_loop(data: st.DataObject, num_rows: int) -> None:
     plan_columns = data.draw(st.lists(columns(num_rows), max_size=4))
-    expected = [by_the_loop(column) for column in plan_columns]
-    plan = BuildPlan(num_rows=num_rows, columns=plan_columns)
-    names = ["numpy"] * copies_by_kernel() + ["compiled"] * LIBRARY.exists()
-    for name in names:
-        for column in plan_columns:
-            column.out.reshape(-1).view(np.uint8)[:] = 0xA5
-        status = made(name).run(plan)
-        assert status.tolist() == [0] * num_rows
-        assert [column.out.tobytes() for column in plan_columns] == expected
+    expected = [copied(column).tobytes() for column in plan_columns]
+    status = executor().run(BuildPlan(num_rows=num_rows, columns=plan_columns))
+    assert status.tolist() == [0] * num_rows
+    assert [column.out.tobytes() for column in plan_columns] == expected
 
 
 @pytest.mark.parametrize("num_rows", [1, 64, 1024, 1025, 3000])
-def test_more_rows_than_one_call_copies(any_executor: Executor, num_rows: int) -> None:
+def test_more_rows_than_one_call_copies(num_rows: int) -> None:
     rng = np.random.default_rng(2)
     starts = rng.integers(0, len(CONTENT) - 100, num_rows).tolist()
     lengths = rng.integers(0, 100, num_rows).tolist()
     plan_columns = [ragged([*zip(starts, lengths, strict=True)]), fixed(starts, 17)]
-    expected = [by_the_loop(column) for column in plan_columns]
-    assert not any_executor.run(BuildPlan(num_rows=num_rows, columns=plan_columns)).any()
+    expected = [copied(column).tobytes() for column in plan_columns]
+    assert not executor().run(BuildPlan(num_rows=num_rows, columns=plan_columns)).any()
     assert [column.out.tobytes() for column in plan_columns] == expected
 
 
-def test_values_larger_than_all_scratch_memory(any_executor: Executor) -> None:
+def test_values_larger_than_all_scratch_memory() -> None:
     starts = [0, 5, 300_000]
     plan_columns = [fixed(starts, 400_002, widen=widen) for widen in WIDENED if widen[-2:] != "32"]
     plan_columns += [ragged([(start, 400_001) for start in starts], gap=1)]
-    expected = [by_the_loop(column) for column in plan_columns]
-    if any_executor.name == "compiled":
-        plan_columns += [fixed(starts, 400_004, widen="int32", may_load=False)]
-        expected += [by_the_loop(plan_columns[-1])]
-    assert not any_executor.run(BuildPlan(num_rows=3, columns=plan_columns)).any()
+    plan_columns += [fixed(starts, 400_004, widen="int32", may_load=False)]
+    expected = [copied(column).tobytes() for column in plan_columns]
+    assert not executor().run(BuildPlan(num_rows=3, columns=plan_columns)).any()
     assert [column.out.tobytes() for column in plan_columns] == expected
 
 
@@ -188,17 +126,18 @@ def cut(tmp_path: Path) -> Callable[[int], int]:
     return cut_to
 
 
+@needs_the_kernels_copies
 @pytest.mark.parametrize("pages", [0, 1, 2, 3])
 @pytest.mark.parametrize("widen", ["", "uint16"])
 def test_every_row_behind_the_end_of_a_cut_file_is_told_and_none_is_touched(
-    a_careful_executor: Executor, cut: Callable[[int], int], pages: int, widen: str
+    cut: Callable[[int], int], pages: int, widen: str
 ) -> None:
     base, each = cut(pages), 64
     starts = int64([2 * PAGE + 64, 0, PAGE - 64, PAGE, PAGE + 500, 2 * PAGE - 32, 3 * PAGE - 64])
     other = np.zeros(len(starts), np.int64) + BASE
     first = np.zeros((len(starts), each), np.uint8)
     second = np.zeros(len(starts) * (each * 4 if widen else each), np.uint8)
-    status = a_careful_executor.run(
+    status = executor().run(
         BuildPlan(
             num_rows=len(starts),
             columns=[
@@ -223,29 +162,26 @@ def test_every_row_behind_the_end_of_a_cut_file_is_told_and_none_is_touched(
         assert second.reshape(len(starts), -1)[row].tolist() == whole.tolist()
 
 
-def test_a_row_tells_the_first_column_that_is_lost(
-    a_careful_executor: Executor, cut: Callable[[int], int]
-) -> None:
+@needs_the_kernels_copies
+def test_a_row_tells_the_first_column_that_is_lost(cut: Callable[[int], int]) -> None:
     base = cut(1)
     index = {"a": int64([0, PAGE, 0]) + base, "b": int64([PAGE, PAGE, 0]) + base}
     made_columns = [
         PlanColumn(name=name, index=own, each=8, out=np.zeros(24, np.uint8), may_load=False)
         for name, own in index.items()
     ]
-    assert a_careful_executor.run(BuildPlan(num_rows=3, columns=made_columns)).tolist() == [2, 1, 0]
+    assert executor().run(BuildPlan(num_rows=3, columns=made_columns)).tolist() == [2, 1, 0]
 
 
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     in_pairs(["uint8", "float16", "float32", "int64", "complex128", "bool"], [(0,), (1,), (1000,), (70, 3)]),
 )
-def test_columns_become_the_last_dimension(
-    any_executor: Executor, dtype: str, shape: tuple[int, ...]
-) -> None:
+def test_columns_become_the_last_dimension(dtype: str, shape: tuple[int, ...]) -> None:
     many = [np.random.default_rng(i).integers(0, 2, shape).astype(dtype) for i in range(5)]
     many[2] = np.repeat(many[2], 2, axis=0)[::2]  # not contiguous
     out = np.zeros((*shape, 5), dtype)
-    any_executor.interleave(many, out)
+    executor().interleave(many, out)
     assert (out == np.stack(many, axis=-1)).all()
 
 
@@ -270,41 +206,24 @@ def test_a_plan_that_writes_outside_its_destination_cannot_be_made() -> None:
         BuildPlan(num_rows=3, columns=[column])
 
 
-@pytest.fixture
-def executor_is(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Executor]]:
-    """Choose the executor of this process."""
-
-    def choose(name: str) -> Executor:
-        monkeypatch.setenv(VARIABLE, name)
-        executor.cache_clear()
-        return executor()
-
-    yield choose
-    executor.cache_clear()
-
-
+@pytest.mark.here
 @pytest.mark.parametrize("maker", MAKERS)
-def test_loaders_deliver_the_same_by_either_executor(
-    tmp_path: Path, executor_is: Callable[[str], Executor], maker: str
+def test_loaders_deliver_the_same_without_compiled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maker: str
 ) -> None:
-    data, epochs = MAKERS[maker](tmp_path, 60), {}
-    for name in ("numpy", "compiled"):
-        if name == "compiled" and not LIBRARY.exists():
-            pytest.skip("the compiled core was not built")
-        assert executor_is(name).name == name
+    data = MAKERS[maker](tmp_path, 60)
+
+    def epoch() -> list[Any]:
         with DataLoader(data.open(), 7, shuffle=True) as loader:
-            epochs[name] = [row for batch in loader for row in rows_of(batch)]
-    assert repr(epochs["numpy"]) == repr(epochs["compiled"])
+            return [row for batch in loader for row in rows_of(batch)]
+
+    expected = epoch()
+    use_plain_core(monkeypatch)
+    assert repr(epoch()) == repr(expected)
 
 
-@pytest.mark.parametrize("name", ["numpy", "compiled"])
 @pytest.mark.parametrize("dtype", [*WIDENED, "int64", "uint64"])
-def test_tokens_of_every_integer_type_are_delivered_as_int64(
-    tmp_path: Path, executor_is: Callable[[str], Executor], dtype: str, name: str
-) -> None:
-    if name == "compiled" and not LIBRARY.exists():
-        pytest.skip("the compiled core was not built")
-    executor_is(name)
+def test_tokens_of_every_integer_type_are_delivered_as_int64(tmp_path: Path, dtype: str) -> None:
     tokens = np.arange(-40, 60).astype(dtype) if dtype[0] == "i" else np.arange(100).astype(dtype)
     np.save(tmp_path / "tokens.npy", tokens)
     dataset = ShardedDataset(str(tmp_path / "tokens.npy"), format="tokens", length=9)
@@ -314,12 +233,30 @@ def test_tokens_of_every_integer_type_are_delivered_as_int64(
     assert rows.tolist() == [tokens[at : at + 10].tolist() for at in range(0, 99, 9)]
 
 
-def test_an_executor_that_is_not_there_is_said(executor_is: Callable[[str], Executor]) -> None:
-    with pytest.raises(ValueError, match="DATAFLOW_EXECUTOR must be compiled or numpy, got 'fast'"):
-        executor_is("fast")
-    with pytest.raises(OSError, match=r"libcore\.so|no_such"):
-        CompiledExecutor(Path("no_such.so"))
+# ---- a core that is not there ------------------------------------------------------------------------------
+
+CURE = "`python -m prefetch.core.compile`, where there is a C compiler: gcc, clang"
 
 
-def test_a_call_that_the_c_library_lacks_is_none() -> None:
-    assert by_numpy._usable(object()) is None
+def test_a_library_that_cannot_be_used_is_an_error_that_names_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ImportError, match=rf"libcore\.so: cannot open shared object file.*{CURE}"):
+        Executor(tmp_path / "libcore.so")
+    with pytest.raises(ImportError, match=f"undefined symbol: core_version.*{CURE}"):
+        Executor(Path("libc.so.6"))
+    monkeypatch.setattr("prefetch.core.executor.VERSION", 1)
+    with pytest.raises(ImportError, match=rf"libcore\.so is of version \d+, not 1\..*{CURE}"):
+        Executor()
+
+
+@pytest.mark.here
+@pytest.mark.parametrize("maker", ["tar", "parquet", "tokens.npy"])
+def test_a_loader_without_it_fails_at_once_and_leaves_out_no_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maker: str
+) -> None:
+    data = MAKERS[maker](tmp_path)
+    monkeypatch.setattr("prefetch.core.executor.Executor", partial(Executor, tmp_path / "libcore.so"))
+    executor.cache_clear()
+    with DataLoader(data.open(on_error="skip"), 4) as loader, pytest.raises(ImportError, match=CURE):
+        next(iter(loader))
