@@ -17,13 +17,16 @@ def array_interface(address: int, nbytes: int) -> dict[str, Any]:
 
 
 class _Memory:
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.__array_interface__ = array_interface(address, nbytes)
+        self._owner = owner
 
 
-def memory_at(address: int, nbytes: int) -> NDArray[np.uint8]:
-    """Memory that others keep alive, writable uint8 [nbytes].
+def memory_at(address: int, nbytes: int, owner: object = None) -> NDArray[np.uint8]:
+    """Memory that lives as long as `owner`, writable uint8 [nbytes].
 
-    Not by a ctypes array: each length would be a type of its own, which is never freed.
+    The array keeps the owner: whoever shows the variables of a traceback reads it when all else is closed.
+    None: others keep the memory, and the array goes nowhere. Not by a ctypes array: each length would be a
+    type of its own, which is never freed.
     """
-    return np.asarray(_Memory(address, nbytes))
+    return np.asarray(_Memory(address, nbytes, owner))

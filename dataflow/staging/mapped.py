@@ -214,6 +214,9 @@ class MappedWindow(StagedWindow):
         if not is_loaded:
             yield self.buffer_of(spans, rows, column, owners)
 
+    def _mapped_shards(self) -> Sequence[object]:
+        return self._shards
+
     def verify(self) -> None:
         """Raise `ShardChangedError` if a shard was written in place since it was indexed."""
         for mapped in set(self._shards):

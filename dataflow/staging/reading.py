@@ -118,7 +118,8 @@ class ReadWindow(StagedWindow):
             with source.mappings.loading():
                 if mapped.guard is None or not mapped.guard.held:
                     return False
-                self._decode(ordinal, block, memory_at(mapped.address + block.offset, block.length).data)
+                data = memory_at(mapped.address + block.offset, block.length, mapped)
+                self._decode(ordinal, block, data.data)
                 return True
         finally:
             source.mappings.leave([(mapped, block.offset, block.length)])

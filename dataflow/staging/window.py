@@ -133,7 +133,11 @@ class StagedRows(ABC):
             return np.empty(0, np.uint8), np.zeros(len(rows), np.int64)
         base, end = int(addresses.min()), int((addresses + lengths).max())
         # Blocks lie apart in memory: the view spans them all, but only the rows' own bytes are read.
-        return memory_at(base, end - base), spans.addresses[rows] - base
+        return memory_at(base, end - base, (spans.keep, self._mapped_shards())), spans.addresses[rows] - base
+
+    def _mapped_shards(self) -> Sequence[object]:
+        """What keeps values alive that are no memory of ours."""
+        return ()
 
     @contextmanager
     def values_of(

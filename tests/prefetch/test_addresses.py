@@ -35,6 +35,20 @@ def test_an_array_keeps_the_object_alive_that_gave_the_interface() -> None:
     assert died() is None
 
 
+def test_memory_at_an_address_keeps_its_owner_as_long_as_a_view_of_it() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.memory = np.arange(8, dtype=np.uint8)
+
+    owner = Owner()
+    died = weakref.ref(owner)
+    view = memory_at(owner.memory.ctypes.data, 8, owner)[2:].view(np.int16)
+    del owner
+    assert died() is not None
+    del view
+    assert died() is None
+
+
 def test_no_length_makes_a_type_of_its_own() -> None:
     owner = np.zeros(64, np.uint8)
     before = len(ctypes.Array.__subclasses__())

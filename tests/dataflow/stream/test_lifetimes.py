@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import threading
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 from datasets_kit import (
@@ -37,7 +39,7 @@ from programs_kit import run_script
 from stream_kit import session_of, stream_of
 from threads_kit import our_threads, threads_left
 
-from dataflow import DataLoader, ShardedDataset, Shuffle
+from dataflow import DataLoader, SampleError, ShardedDataset, Shuffle
 
 
 def descriptors() -> dict[str, str]:
@@ -85,6 +87,56 @@ def test_one_row_of_a_batch_keeps_that_row(tmp_path: Path) -> None:
         for _ in range(3):
             list(loader)
     assert [row.tolist() for row in rows] == [s["tokens"][2:] for s in made.samples[1::4]]
+
+
+def is_mapped(array: np.ndarray[Any, Any]) -> bool:
+    """Whether both ends of an array may be read: a process that reads elsewhere is ended."""
+    begin = array.__array_interface__["data"][0]
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    bounds = [(int(first, 16), int(last, 16)) for first, last in ranges]
+    return all(any(a <= at < b for a, b in bounds) for at in (begin, begin + max(0, array.nbytes - 1)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, None], ids=["in next", "a process", "the default"])
+def test_arrays_of_a_loader_that_was_closed_and_collected_are_intact(
+    tmp_path: Path, num_workers: int | None
+) -> None:
+    made = make_tokens_bin(tmp_path)
+    loader = DataLoader(made.open(), 4, shuffle=False, memory_limit="200kB", num_workers=num_workers)
+    held = [batch["tokens"].numpy()[:, 1:] for batch in loader]
+    died = weakref.ref(loader)
+    loader.close()
+    del loader
+    gc.collect()
+    assert died() is None
+    assert all(is_mapped(array) for array in held)
+    rows = [row for array in held for row in array.tolist()]
+    assert rows == [sample["tokens"][1:] for sample in made.samples]
+
+
+@pytest.mark.parametrize("store", ["file", "memory"])
+def test_what_a_traceback_shows_of_a_closed_loader_is_still_there(tmp_path: Path, store: str) -> None:
+    """Who shows the variables of an error's innermost function reads arrays over stored bytes."""
+    damaged = b"\xff\xd8 this is no picture"
+    write_tar(tmp_path / "a.tar", [("7.jpg", damaged)])
+    if store == "memory":
+        fsspec.filesystem("memory").pipe_file(f"{tmp_path}/a.tar", (tmp_path / "a.tar").read_bytes())
+    url = f"{store}://{tmp_path}/a.tar"
+
+    def innermost() -> Any:
+        with DataLoader(ShardedDataset(url), 1, num_workers=0) as loader, pytest.raises(SampleError) as error:
+            list(loader)
+        causes = [error.value, error.value.__cause__, error.value.__context__]
+        frames = [frame for cause in causes if cause for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        held = [value for frame in frames for value in frame.f_locals.values()]
+        return [value for value in held if isinstance(value, np.ndarray) and bytes(value) == damaged]
+
+    shown = innermost()
+    gc.collect()
+    assert shown
+    for array in shown:
+        assert is_mapped(array)
+        assert bytes(array) == damaged
 
 
 @pytest.mark.here
