@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import Lab, lab, on_hosts, set_rates, why_not
+from benchmarks.lab.network import Lab, lab, on_hosts, set_rates, why_not
 from benchmarks.report import save_figures
 
 HOSTS = 4

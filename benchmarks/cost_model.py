@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import distributed
 
-from benchmarks.lab import Lab, lab, on_hosts, why_not
+from benchmarks.lab.network import Lab, lab, on_hosts, why_not
 from benchmarks.report import save_figures
 from dataflow.tools.plan.cluster import Cluster, Link, Round
 from dataflow.tools.plan.collectives import all_reduces

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import REPOSITORY
-from benchmarks.lab import NUMBER, TCP, Lab, lab, why_not
+from benchmarks.lab.network import NUMBER, TCP, Lab, lab, why_not
 from benchmarks.report import save_figures
 from benchmarks.slow_server import call_command, make_shards, serving
 

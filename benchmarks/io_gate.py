@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.lab import Lab, lab, on_hosts, why_not
+from benchmarks.lab.network import Lab, lab, on_hosts, why_not
 from benchmarks.report import save_figures
 from benchmarks.slow_server import LENGTH, make_shards, serving
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lab import Lab, lab, on_hosts, set_rates, why_not
+from benchmarks.lab.network import Lab, lab, on_hosts, set_rates, why_not
 from benchmarks.report import save_figures
 from benchmarks.storage_ceiling import SIZE, ceiling, ours
 from benchmarks.tars import write_tar

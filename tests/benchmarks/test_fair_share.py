@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("psutil")
 
 from benchmarks.fair_share import at_time, figures, jain, longest_gap
-from benchmarks.lab import TRIAL, lab, why_not
+from benchmarks.lab.network import TRIAL, lab, why_not
 from benchmarks.storage_fio import median_interval, told
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import controller, cost_model, io_gate
+from benchmarks.lab.stations import is_station, takers_of
 from dataflow.tools.plan.cluster import Cluster, Link
 from dataflow.tools.plan.collectives import all_reduces
+from sharding.plan.window_size import resolve_windows
 
 
 def test_each_way_gets_the_windows_of_its_turns_but_for_the_first_of_each_and_the_first_turns() -> None:
@@ -65,3 +67,15 @@ def test_the_controller_is_compared_with_the_best_fixed_mode_and_in_each_spell()
     }
     assert [spell["last_mode"] for spell in told["controller"]["spells"]] == ["all-reduce", "int8"]
     assert told["all-reduce"]["spells"][1]["mean_ms"] == 4000
+
+
+def test_a_station_is_a_function_of_ours_whose_body_is_more_than_a_line() -> None:
+    assert is_station(resolve_windows.__code__)
+    assert not is_station(Link.__init__.__code__)
+    assert not is_station(pytest.approx.__code__)
+
+
+def test_who_takes_a_parameter_is_counted_by_function_and_folder() -> None:
+    assert takers_of("no such parameter") == {"functions": 0, "folders": 0}
+    told = takers_of("shard")
+    assert 1 < told["folders"] < told["functions"]

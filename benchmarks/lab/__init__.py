@@ -1,0 +1,1 @@
+"""Instruments: the network lab, and what a batch passes on its way."""

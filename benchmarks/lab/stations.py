@@ -1,0 +1,180 @@
+"""Through how many functions does a batch come? `python -m benchmarks.lab.stations --json FILE`.
+
+Every call in every thread of this process is traced: from `DataLoader(...)` to the first batch (`first`), and
+from one batch to another of the same epoch once the loader runs (`steady`). Told are the different functions
+of the packages that ran, and their files. Functions whose body is one line are left out, as are generated
+ones. What builder processes do is not seen. `source`: how many functions take a parameter of that name, and
+in how many folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import simplejpeg
+
+from benchmarks.harness import REPOSITORY
+from benchmarks.report import save_figures
+from benchmarks.tars import write_tar
+from dataflow import DataLoader, Image, ShardedDataset
+
+PACKAGES = ("sharding", "prefetch", "dataflow")
+SAMPLES, BATCH, WARM, STEADY = 2048, 32, 12, 8
+"""Samples of a case, those of a batch, batches before the steady part, batches of that part."""
+
+
+class CallTrace:
+    """The functions of the packages that are called while it is `on`, by threads begun inside `tracing`."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._seen: set[CodeType] = set()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Trace this thread, and threads that begin inside."""
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+        if self.on and event == "call":
+            self._seen.add(frame.f_code)
+
+    def taken(self) -> set[tuple[str, str]]:
+        """File and name of each function since the last call."""
+        seen, self._seen = self._seen, set()
+        return {(file_of(code), code.co_qualname) for code in seen if is_station(code)}
+
+
+def file_of(code: CodeType) -> str:
+    """The file of a function, relative to the repository; "" outside of it."""
+    path = Path(code.co_filename)
+    return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else ""
+
+
+def is_station(code: CodeType) -> bool:
+    """Whether it is one of ours, and its body more than a line."""
+    if file_of(code).partition("/")[0] not in PACKAGES or code.co_name.startswith("<"):
+        return False
+    return len({line for _, _, line in code.co_lines() if line} - {code.co_firstlineno}) > 1
+
+
+def tar_of_jpegs(folder: Path) -> None:
+    """Images of 64 x 48 pixels, and a number."""
+    pixels = np.random.default_rng(0).integers(0, 255, (48, 64, 3), np.uint8)
+    jpeg = simplejpeg.encode_jpeg(pixels)
+    samples = ((f"{at:05}", {"jpg": jpeg, "cls": b"%d" % (at % 10)}) for at in range(SAMPLES))
+    write_tar(folder / "a.tar", samples)
+
+
+def decoded_images(folder: Path) -> DataLoader:
+    """Images resized to 32 x 32, in threads."""
+    dataset = ShardedDataset(str(folder / "a.tar"), decode={"jpg": Image(size=32), "cls": int})
+    return DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=0)
+
+
+def parquet(folder: Path) -> None:
+    """Rows of a number and a text."""
+    table = pa.table({"x": np.arange(SAMPLES), "text": [f"row {at}" for at in range(SAMPLES)]})
+    pq.write_table(table, folder / "a.parquet", row_group_size=256)
+
+
+def transformed_rows(folder: Path) -> DataLoader:
+    """A function of the user's for each, in threads."""
+    dataset = ShardedDataset(str(folder / "a.parquet"), transform=with_length)
+    return DataLoader(dataset, batch_size=BATCH, shuffle=True, num_workers=0)
+
+
+def with_length(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's function."""
+    return {"x": sample["x"], "length": len(sample["text"])}
+
+
+CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path], DataLoader]]] = {
+    "JPEGs of a local tar": (tar_of_jpegs, decoded_images),
+    "Parquet rows, transform": (parquet, transformed_rows),
+}
+
+
+def stations(write: Callable[[Path], None], make: Callable[[Path], DataLoader]) -> dict[str, Any]:
+    """What is told of one case: by part, functions, files, and the names."""
+    trace, parts = CallTrace(), {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder)
+        for _ in make(folder):  # the catalog is kept, and what is imported late is there
+            pass
+        with trace.tracing():
+            trace.on = True
+            with make(folder) as loader:
+                batches = iter(loader)
+                next(batches)
+                parts["first"] = trace.taken()
+                for _ in range(WARM):
+                    next(batches)
+                trace.taken()
+                for _ in range(STEADY):
+                    next(batches)
+                trace.on = False
+                parts["steady"] = trace.taken()
+    return {part: figures(found) for part, found in parts.items()}
+
+
+def figures(found: set[tuple[str, str]]) -> dict[str, Any]:
+    """Their number, that of their files, and their names by file."""
+    by_file: dict[str, list[str]] = {}
+    for file, name in sorted(found):
+        by_file.setdefault(file, []).append(name)
+    return {"functions": len(found), "files": len(by_file), "names": by_file}
+
+
+def takers_of(parameter: str) -> dict[str, int]:
+    """How many functions of the packages take a parameter of this name, and in how many folders they lie."""
+    paths = [
+        path
+        for package in PACKAGES
+        for path in sorted((REPOSITORY / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and parameter
+        in [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    ]
+    return {"functions": len(paths), "folders": len({path.parent for path in paths})}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="file to which the figures and all names are written")
+    parser.add_argument("--names", action="store_true", help="print the functions, too")
+    arguments = parser.parse_args()
+    told = {name: stations(*case) for name, case in CASES.items()}
+    source = takers_of("source")
+    for name, parts in told.items():
+        for part, found in parts.items():
+            print(f"{name}, {part}: {found['functions']} functions in {found['files']} files")
+            for file, names in found["names"].items() if arguments.names else ():
+                print(f"  {file}: {', '.join(names)}")
+    print(f"`source` is taken by {source['functions']} functions in {source['folders']} folders")
+    if arguments.json:
+        save_figures(arguments.json, stations=told, source=source)
+
+
+if __name__ == "__main__":
+    main()
