@@ -370,7 +370,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         A view, like all that follow: it reads nothing, and shares catalog and settings with this dataset.
         Samples keep their order, so indices may neither fall nor repeat. Raises `ValueError` if they do.
         """
-        with told_of_memory(f"pick among {len(self):,} samples", "take a slice without a step, or fewer"):
+        with told_of_memory(
+            f"pick among {len(self):,} samples", "take a slice without a step, or fewer", [self.catalog]
+        ):
             return self._view(picked(self.selection, indices))
 
     def take(self, n: int) -> ShardedDataset[S]:
@@ -391,7 +393,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         """
         # A part that is split again draws anew, or its parts would be skewed.
         drawn = mix_key(seed, self._num_splits) if self._num_splits else seed
-        with told_of_memory(f"split {len(self):,} samples", 'split whole shards: by="shard"'):
+        with told_of_memory(f"split {len(self):,} samples", 'split whole shards: by="shard"', [self.catalog]):
             parts = split_selection(self.selection, self.catalog, fractions, by=by, seed=drawn)
         views = {name: self._view(selection) for name, selection in parts.items()}
         for view in views.values():

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from prefetch.errors import MemoryLimitError
 from sharding.plan.window_size import DEFAULT_LIMIT
+
+if TYPE_CHECKING:  # at run time it would bring pyarrow into loaders without shards
+    from sharding.catalog.table import Catalog
 
 
 def memory_limit_bytes(limit: int | str | None, local_world_size: int, window_bytes: int = 0) -> int:
@@ -28,13 +34,27 @@ def memory_limit_bytes(limit: int | str | None, local_world_size: int, window_by
 
 
 @contextmanager
-def told_of_memory(task: str, cure: str) -> Iterator[None]:
-    """A lack of memory inside, in words: what of, and what to do. Raises `MemoryLimitError` for it."""
+def told_of_memory(task: str, cure: str, catalogs: Iterable[Catalog] = ()) -> Iterator[None]:
+    """A lack of memory inside, in words: what of, and what to do. Raises `MemoryLimitError` for it.
+
+    `catalogs`: those that say how many samples there are; the shard that has most is named.
+    """
     try:
         yield
     except MemoryError as error:
         reason = str(error) or "it gave no reason"
-        raise MemoryLimitError(f"the system has no memory to {task}: {reason}; {cure}") from error
+        claims = "".join(f"; {most_samples(catalog)}" for catalog in [*catalogs][:1])
+        raise MemoryLimitError(f"the system has no memory to {task}: {reason}{claims}; {cure}") from error
+
+
+def most_samples(catalog: Catalog) -> str:
+    """The shard with most samples, as its catalog says, in words."""
+    table = catalog.blocks
+    in_shards = np.bincount(table.shard, table.num_samples, minlength=catalog.num_shards)
+    shard = int(in_shards.argmax())
+    in_block = int(table.num_samples[table.shard == shard].max(initial=0))
+    url = catalog.shard(shard).url
+    return f"the catalog says that {url} has {int(in_shards[shard]):,} samples, {in_block:,} in a block"
 
 
 def parse_bytes(text: str) -> int:

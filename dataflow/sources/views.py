@@ -26,7 +26,7 @@ from sharding.catalog.reading import read_block
 from sharding.catalog.schema import NO_SCHEMA
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
-from sharding.order.selection import Selection
+from sharding.order.selection import MOST_DRAWN, Selection
 
 _FILTER_THREADS = 16
 _SAMPLES_AT_ONCE = 1 << 20
@@ -41,6 +41,8 @@ def picked(selection: Selection, indices: Any) -> Selection:
             raise ValueError(f"samples keep their order, so a slice must ascend; got {indices}")
         if step == 1:
             return selection.between(start, max(start, stop))
+        if len(range(start, stop, step)) > MOST_DRAWN:
+            raise MemoryError(f"at most {MOST_DRAWN:,} are picked one by one")
         return selection.at(np.arange(start, stop, step))
     chosen = np.asarray(indices)
     if chosen.dtype == bool:

@@ -261,7 +261,8 @@ class StreamLoader:
     def _planning(self) -> AbstractContextManager[None]:
         samples = sum(map(len, self.dataset.sources))
         cure = "take fewer at a time (dataset.subset), or another shuffle= or batching="
-        return told_of_memory(f"plan an epoch of {samples:,} samples", cure)
+        catalogs = (source.catalog for source in self.dataset.sources)
+        return told_of_memory(f"plan an epoch of {samples:,} samples", cure, catalogs)
 
     def _check_batch_fits(self) -> None:
         rows = self._plan.samples_per_batch * sum(output.row_bytes for output in self.dataset.outputs)

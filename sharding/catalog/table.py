@@ -39,6 +39,7 @@ from sharding.catalog.schema import (
     schema_from_json,
     schema_to_json,
 )
+from sharding.errors import CorruptShardError
 from sharding.formats import ENTRIES, resolve_format
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.hub.names import is_pinned
@@ -47,6 +48,8 @@ from sharding.urls import file_name
 
 _MOST_SAMPLES = 1 << 48
 """Samples of a dataset, at most."""
+MOST_IN_BLOCK = 1 << 28
+"""Samples of a block that is read: what tells where they lie takes 8 bytes each."""
 _MOST_BYTES = 1 << 60
 """Of all blocks together: sums stay far from the end of an int64."""
 
@@ -214,7 +217,8 @@ class Catalog:
         """One block with its shard, index and footer; about 20 microseconds, no copy of the blobs.
 
         The first time, 0.1 ms, blobs of a loaded catalog are compared with their checksums, and the index
-        with the block's numbers: `CorruptShardError`, naming the catalog, where they do not fit.
+        with the block's numbers: `CorruptShardError`, naming the catalog, where they do not fit; one that
+        names the shard where the block has more samples than `MOST_IN_BLOCK`.
         """
         if not 0 <= number < self.num_blocks:
             raise IndexError(f"block must be in [0, {self.num_blocks}), got {number}")
@@ -222,6 +226,14 @@ class Catalog:
         shard = int(table.shard[number])
         first = int(self.first_block[shard])
         first_sample = int(table.first_sample[number])
+        if table.num_samples[number] > MOST_IN_BLOCK:
+            raise CorruptShardError(
+                self.shard(shard).url,
+                f"the catalog says that a block has {table.num_samples[number]:,} samples, and at most "
+                f"{MOST_IN_BLOCK:,} can be looked up in one; index the shards again, with smaller blocks",
+                int(table.offset[number]),
+                stage="plan",
+            )
         block = Block(
             shard=self.shard(shard),
             offset=int(table.offset[number]),

@@ -18,8 +18,18 @@ from sharding.cached_property import cached_property
 from sharding.order.order import Order
 from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Shuffle
 
+MOST_LISTED = 1 << 28
+"""Samples of a block, at most, that are listed one by one: 2 GiB of row numbers."""
+MOST_DRAWN = 1 << 33
+"""Samples, at most, that are picked or split one by one: some minutes, and 1 GiB of bits a view."""
 _NO_BITS = -1
 Ints = NDArray[np.int64]
+
+
+def check_listed(num_samples: int) -> None:
+    """Raise `MemoryError` for a block of more samples than may be listed, before anything is reserved."""
+    if num_samples > MOST_LISTED:
+        raise MemoryError(f"a block of {num_samples:,} samples, and at most {MOST_LISTED:,} are listed")
 
 
 class Selection:
@@ -41,6 +51,7 @@ class Selection:
             self.num_samples[block] = size if own is None else len(own)
             if own is None or len(own) in (0, size):
                 continue
+            check_listed(size)
             mask = np.zeros(size, bool)
             mask[own] = True
             pieces.append(np.packbits(mask))
@@ -82,6 +93,7 @@ class Selection:
 
     def rows(self, block: int) -> Ints:
         """Kept rows of a block, int64 [n] ascending."""
+        check_listed(int(self.num_samples[block]))
         if self._first_byte[block] == _NO_BITS:
             return np.arange(self.num_samples[block])
         first, size = int(self._first_byte[block]), int(self._total[block])
@@ -121,9 +133,12 @@ class Selection:
             first = int(self._start[block])
             all_of_it = self._is_whole(block) and end[block] - begin[block] == self.num_samples[block]
             own = slice(int(begin[block]) - first, int(end[block]) - first)
-            whole = self._first_byte[block] == _NO_BITS  # of which the rows asked for alone are listed
-            some = np.arange(own.start, own.stop) if whole else self.rows(block)[own]
-            rows[block] = None if all_of_it else some
+            if all_of_it:
+                rows[block] = None
+            elif self._first_byte[block] == _NO_BITS:  # the rows asked for alone are listed
+                rows[block] = np.arange(own.start, own.stop)
+            else:
+                rows[block] = self.rows(block)[own]
         return Selection(self._total, rows)
 
     def at(self, positions: Ints) -> Selection:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from sharding.catalog.table import Catalog
 from sharding.order.keyed import mix_key, splitmix64
-from sharding.order.selection import Selection
+from sharding.order.selection import MOST_DRAWN, Selection
 from sharding.urls import file_name
 
 By = Literal["hash", "shard"]
@@ -37,7 +37,8 @@ def split_selection(
         by: "hash" decides sample by sample, "shard" gives all samples of a shard to one part.
         seed: another seed is another split.
 
-    Raises `ValueError` for fractions or `by` that break these rules.
+    Raises `ValueError` for fractions or `by` that break these rules, `MemoryError` for more samples than are
+    drawn one by one (`MOST_DRAWN`).
     """
     if by not in get_args(By):
         raise ValueError(f"by must be one of {', '.join(get_args(By))}, got {by!r}")
@@ -46,20 +47,34 @@ def split_selection(
     bounds = [min(1.0, bound) for bound in accumulate(fractions.values(), initial=0.0)]
     if sum(fractions.values()) > 1 - 1e-9:
         bounds[-1] = 1.0  # 0.7 + 0.2 + 0.1 is less than 1 in floating point
-    draws = lru_cache(1)(lambda shard: _shard_key(catalog, shard, seed))
     table = catalog.blocks
+    if by == "shard":  # no sample is looked at
+        keys = np.array([_shard_key(catalog, shard, seed) for shard in range(catalog.num_shards)], np.uint64)
+        of_shard = _draws(np.full(len(keys), -1), keys)[table.shard]
+        return {
+            name: selection.of_blocks((bounds[i] <= of_shard) & (of_shard < bounds[i + 1]))
+            for i, name in enumerate(fractions)
+        }
+    if len(selection) > MOST_DRAWN:
+        raise MemoryError(f"at most {MOST_DRAWN:,} are drawn one by one")
+    draws = lru_cache(1)(lambda shard: _shard_key(catalog, shard, seed))
     first_in_shard = table.first_sample - table.first_sample[catalog.first_block[table.shard]]
 
     def part(low: float, high: float) -> Selection:
         def keep(block: int, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-            key = draws(int(table.shard[block]))
-            counted = rows + int(first_in_shard[block]) if by == "hash" else np.full(len(rows), -1)
-            draw = (splitmix64(counted.astype(np.uint64) ^ np.uint64(key)) >> np.uint64(11)) * 2.0**-53
+            key = np.uint64(draws(int(table.shard[block])))
+            draw = _draws(rows + int(first_in_shard[block]), key)
             return np.asarray((low <= draw) & (draw < high))
 
         return selection.where(keep)
 
     return {name: part(bounds[i], bounds[i + 1]) for i, name in enumerate(fractions)}
+
+
+def _draws(numbers: NDArray[np.int64], key: np.uint64 | NDArray[np.uint64]) -> NDArray[np.float64]:
+    """A number in [0, 1) for each, float64 [n]."""
+    bits = splitmix64(numbers.astype(np.uint64) ^ key) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
 
 
 def _shard_key(catalog: Catalog, shard: int, seed: int) -> int:

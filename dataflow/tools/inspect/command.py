@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
+from dataflow.limits import told_of_memory
 from dataflow.tools.inspect.figures import Figures, Inspected, figures_of
 from dataflow.tools.inspect.labels import labels_of
 from dataflow.tools.inspect.quality import distinct_per_batch
@@ -22,6 +23,7 @@ from dataflow.tools.terminal.report import Drawing, Page, Table, bytes_text, opt
 from sharding.catalog.table import Catalog
 from sharding.order.keyed import keyed_order
 from sharding.order.order import Order
+from sharding.order.selection import check_listed
 from sharding.order.shuffle import Shuffle
 from sharding.plan.plan import EpochPlan
 from sharding.plan.window_size import resolve_windows
@@ -95,6 +97,8 @@ def inspect_dataset(dataset: ShardedDataset, settings: InspectSettings) -> Inspe
 
     def measured(shuffle: Shuffle) -> Inspected:
         plans, most = _plans(catalog, shuffle, topology.world_size, settings), settings.max_samples
+        with told_of_memory("list the samples of a window", "write shards with smaller blocks", [catalog]):
+            check_listed(int(plans[0].order.table.window_lengths.max(initial=0)))
         return figures_of(plans, nodes, table, targets, labels=labels, located=located, max_samples=most)
 
     return Inspection(

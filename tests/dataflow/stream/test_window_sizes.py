@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.utils.data
 from datasets_kit import edited
 
 import dataflow.limits
 import dataflow.staging.stager
 from dataflow import DataLoader, Mixture, Packed, ShardedDataset, Shuffle
+from dataflow.tools.inspect.command import inspect_dataset
+from dataflow.tools.inspect.settings import InspectSettings
 from prefetch.errors import MemoryLimitError
+from sharding.errors import DataflowError
 
 BLOCK, LENGTH = 4096, 31
 NUM_BLOCKS, NUM_SHARDS = 100, 4
@@ -165,32 +171,82 @@ def test_more_shards_than_can_be_mapped_are_read(
     assert len({*found.tolist()}) == len(found)
 
 
-@pytest.mark.skipif(
+@pytest.fixture(scope="module")
+def trillion(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of 2**41 bytes, which takes no space."""
+    path = tmp_path_factory.mktemp("trillion") / "x.bin"
+    path.touch()
+    os.truncate(path, (1 << 41) + 2)
+    return str(path)
+
+
+def of_a_trillion(path: str, block_bytes: int = 1 << 40, **options: Any) -> ShardedDataset:
+    given = {"format": "tokens", "dtype": "uint16", "length": 1, "block_bytes": block_bytes}
+    data = ShardedDataset(path, **given, **options)
+    assert len(data) == 1 << 40
+    return data
+
+
+@pytest.fixture
+def watchdog() -> Iterator[None]:
+    """Ends the test where it does not end by itself."""
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+IN_A_BLOCK = r"x.bin, byte \d+: the catalog says that a block has 549,755,813,888 samples, and at most"
+CLAIM = r".*the catalog says that \S*x.bin has 1,099,511,627,776 samples, 549,755,813,888 in a block; "
+LENGTHS = pytest.mark.skipif(
     Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "1",
     reason="this kernel promises any memory and kills who uses it",
 )
+
+
+def looped(data: Any, *args: Any, **options: Any) -> object:
+    with DataLoader(data, *args, **options) as loader:
+        return next(iter(loader))
+
+
+@pytest.mark.usefixtures("watchdog")
 @pytest.mark.parametrize(
     ("use", "says"),
     [
-        (
+        pytest.param(
             lambda data: DataLoader(data, 4, batching=Packed(128, "tokens")),
-            "plan an epoch of 1,099,511,627,776",
+            f"no memory to plan an epoch of 1,099,511,627,776 samples{CLAIM}",
+            marks=LENGTHS,
         ),
-        (lambda data: DataLoader(Mixture([data, data]), 4), "plan an epoch of 2,199,023,255,552 samples"),
-        (lambda data: data.subset(slice(0, None, 2)), "pick among 1,099,511,627,776 samples"),
-        (lambda data: data[1 << 39], "find samples in their blocks"),
-        (lambda data: next(iter(DataLoader(data, 4, shuffle=True))), "find samples in their blocks"),
-        (lambda data: next(iter(DataLoader(data, 4, Shuffle("full")))), "find samples in their blocks"),
+        pytest.param(
+            lambda data: DataLoader(Mixture([data, data]), 4),
+            f"no memory to plan an epoch of 2,199,023,255,552 samples{CLAIM}",
+            marks=LENGTHS,
+        ),
+        (lambda data: data.subset(slice(0, None, 2)), f"pick among 1,099,511,627,776 samples{CLAIM}"),
+        (lambda data: data.take(10), f"pick among 1,099,511,627,776 samples{CLAIM}"),
+        (lambda data: data.split({"a": 0.9, "b": 0.1}), f"split 1,099,511,627,776 samples{CLAIM}"),
+        (lambda data: data[1 << 39], IN_A_BLOCK),
+        (lambda data: looped(data, 4), IN_A_BLOCK),
+        (lambda data: looped(data, 4, shuffle=True), IN_A_BLOCK),
+        (lambda data: looped(data, 4, Shuffle("full")), IN_A_BLOCK),
+        (lambda data: next(iter(torch.utils.data.DataLoader(data, 4))), IN_A_BLOCK),
+        (lambda data: inspect_dataset(data, InspectSettings(batch_size=4)), IN_A_BLOCK),
     ],
 )
-def test_what_of_2_to_the_40_samples_cannot_be_held_is_told_in_words(
-    tmp_path: Path, use: Any, says: str
+def test_what_of_2_to_the_40_samples_cannot_be_held_is_told_with_shard_and_claim(
+    trillion: str, use: Any, says: str
 ) -> None:
-    (tmp_path / "x.bin").touch()
-    os.truncate(tmp_path / "x.bin", (1 << 41) + 2)  # takes no space
-    data = ShardedDataset(
-        str(tmp_path / "x.bin"), format="tokens", dtype="uint16", length=1, block_bytes=1 << 40
-    )
-    assert len(data) == 1 << 40
-    with pytest.raises(MemoryLimitError, match=f"the system has no memory to {says}.*; "):
-        use(data)
+    with pytest.raises(DataflowError, match=says):
+        use(of_a_trillion(trillion))
+
+
+@pytest.mark.usefixtures("watchdog")
+def test_views_of_2_to_the_40_samples_list_none_that_they_keep_with_their_block(trillion: str) -> None:
+    data = of_a_trillion(trillion, 1 << 30)
+    assert len(data.skip(1 << 39)) == 1 << 39
+    parts = data.split({"a": 0.9, "b": 0.1}, by="shard")
+    assert sorted(map(len, parts.values())) == [0, len(data)]
+    with pytest.raises(
+        MemoryLimitError, match=r"split .*at most 8,589,934,592 .*x.bin has 1,099.*by=\"shard\""
+    ):
+        data.split({"a": 0.9, "b": 0.1})

@@ -36,7 +36,7 @@ from sharding.catalog.expand import expand
 from sharding.catalog.file import arrow_rows, read_table, write_table
 from sharding.catalog.schema import group_schemas, merge_schemas
 from sharding.catalog.storage import check_shard, version_of
-from sharding.catalog.table import Catalog
+from sharding.catalog.table import MOST_IN_BLOCK, Catalog
 from sharding.errors import CorruptShardError, DataflowError, ShardReadError
 from sharding.formats import resolve_format
 from sharding.formats.tokens import TokensFormat
@@ -450,6 +450,7 @@ def test_sizes_and_optional_columns_are_united():
 # Saving and loading
 
 counts = st.integers(0, 2**40)
+in_a_block = st.integers(0, MOST_IN_BLOCK)
 blobs = st.binary(max_size=9)
 
 
@@ -468,7 +469,7 @@ def catalogs(draw):
                 offset=first,
                 length=np.array([high for _, high in ranges], np.int64) - first,
                 nbytes=np.array(draw(st.lists(counts, min_size=n, max_size=n)), np.int64),
-                num_samples=np.array(draw(st.lists(counts, min_size=n, max_size=n)), np.int64),
+                num_samples=np.array(draw(st.lists(in_a_block, min_size=n, max_size=n)), np.int64),
                 schema={},
                 index=draw(st.lists(blobs, min_size=n, max_size=n)) if with_index else None,
                 footer=draw(blobs),
