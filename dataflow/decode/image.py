@@ -223,38 +223,32 @@ _TORCHVISION: dict[str, Any] = {"antialias": True, "mean": IMAGENET_MEAN, "std":
 
 def decode_images(
     spec: Image,
-    buffer: NDArray[np.uint8],
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    out: NDArray[Any],
+    images: Sequence[NDArray[np.uint8]],
+    out: Sequence[NDArray[Any]] | NDArray[Any],
     draws: Draws | None,
     *,
-    name: Callable[[int], str],
     remark: Callable[[int, str], None] = lambda i, text: None,
 ) -> Failures:
-    """Decode n images lying in `buffer` into the rows of `out`. Thread-safe; releases the GIL.
+    """Decode n images, each into its place in `out`. Thread-safe; releases the GIL.
 
     Args:
         spec: what is wanted, with a size.
-        buffer: uint8 [bytes]; image i is `buffer[starts[i] : starts[i] + lengths[i]]`.
-        starts: int64 [n].
-        lengths: int64 [n]; -1 where the sample has no image, which is a failure.
-        out: C-contiguous [n, *spec.shape] of `spec.dtype`, overwritten.
+        images: the encoded bytes of each, [n].
+        out: where each goes, overwritten: [n], each C-contiguous `spec.shape` of `spec.dtype`.
         draws: random numbers, see `dataflow.decode.crop.Draws`; None will do where `spec.random` is False.
-        name: tells the key of image i, for errors.
         remark: is told what is odd about image i, which is decoded all the same.
 
     Returns:
-        (i, SampleError) for each image that could not be decoded, in order; its row of `out` is zero.
+        (i, SampleError) for each image that could not be decoded, in order; it is zero in `out`. Whose
+        it is, the caller adds.
 
     Raises:
         ValueError: `out` has another shape, dtype or memory layout; draws are missing.
         MissingImageSupportError: the extra `image` is not installed.
     """
     codec, wanted = _codec(), spec.height_width
-    _check_out(spec, out, len(starts))
-    images = [buffer[start : start + max(length, 0)] for start, length in zip(starts, lengths, strict=True)]
-    sizes, failed = _sizes(images, name, spec.max_pixels)
+    _check_out(spec, out, len(images))
+    sizes, failed = _sizes(images, spec.max_pixels)
     boxes: list[list[float]] = spec.boxes(sizes, draws).tolist()
     flips: list[bool] = spec.flips(len(images), draws).tolist()
     how = codec.Decoding(gray=spec.mode == "L", fast=spec.dct == "fast", strict=spec.strict)
@@ -270,9 +264,9 @@ def decode_images(
                 if odd:
                     remark(i, odd)
         except Exception as error:
-            failed[i] = _failure(error, name(i))
+            failed[i] = _failure(error)
         if i in failed:
-            out[i] = 0
+            out[i][...] = 0
     return sorted(failed.items())
 
 
@@ -326,13 +320,10 @@ def decode_image(
         MissingImageSupportError: the extra `image` is not installed.
     """
     encoded = np.frombuffer(data, np.uint8)
-    starts, lengths = np.zeros(1, np.int64), np.array([len(encoded)])
     if spec.size is None:
         spec = of_own_size(spec, encoded)
     image = np.empty(spec.shape, spec.dtype) if out is None else out
-    failures = decode_images(
-        spec, encoded, starts, lengths, image[None], draws, name=lambda _: "", remark=remark
-    )
+    failures = decode_images(spec, [encoded], [image], draws, remark=remark)
     if failures:
         raise failures[0][1]
     return image
@@ -343,14 +334,14 @@ def of_own_size(spec: Image, data: NDArray[np.uint8]) -> Image:
 
     Raises `SampleError` for what is no image, or too large, and `MissingImageSupportError`.
     """
-    sizes, failed = _sizes([data], lambda _: "", spec.max_pixels)
+    sizes, failed = _sizes([data], spec.max_pixels)
     if failed:
         raise failed[0]
     return replace(spec, size=(int(sizes[0, 0]), int(sizes[0, 1])))
 
 
 def _sizes(
-    images: list[NDArray[np.uint8]], name: Callable[[int], str], max_pixels: float
+    images: Sequence[NDArray[np.uint8]], max_pixels: float
 ) -> tuple[NDArray[np.int64], dict[int, Exception]]:
     codec, sizes, failed = _codec(), np.ones((len(images), 2), np.int64), dict[int, Exception]()
     for i, data in enumerate(images):
@@ -364,23 +355,27 @@ def _sizes(
                 raise ValueError(f"{height} x {width} pixels are more than max_pixels={max_pixels}")
             sizes[i] = height, width
         except Exception as error:
-            failed[i] = _failure(error, name(i))
+            failed[i] = _failure(error)
     return sizes, failed
 
 
-def _failure(error: Exception, key: str) -> SampleError:
+def _failure(error: Exception) -> SampleError:
     # A traceback holds its frames' locals: views that would keep the whole buffer alive.
-    failure = SampleError("", f"cannot decode the image: {error}", key=key, stage="decode")
+    failure = SampleError("", f"cannot decode the image: {error}", stage="decode")
     failure.__cause__ = error.with_traceback(None)
     return failure
 
 
-def _check_out(spec: Image, out: NDArray[Any], n: int) -> None:
-    if out.shape != (n, *spec.shape) or out.dtype != spec.dtype or not out.flags.c_contiguous:
-        raise ValueError(
-            f"out must be C-contiguous {spec.dtype} {(n, *spec.shape)}, got {out.dtype} {out.shape} "
-            f"with strides {out.strides}"
-        )
+def _check_out(spec: Image, out: Sequence[NDArray[Any]] | NDArray[Any], n: int) -> None:
+    shape, dtype = spec.shape, spec.dtype
+    if len(out) != n:
+        raise ValueError(f"out must be C-contiguous {dtype} {shape} for each of {n} images, got {len(out)}")
+    for own in out:
+        if own.shape != shape or own.dtype != dtype or not own.flags.c_contiguous:
+            raise ValueError(
+                f"out must be C-contiguous {dtype} {shape} for each image, got {own.dtype} {own.shape} "
+                f"with strides {own.strides}"
+            )
 
 
 def _required(draws: Draws | None) -> Draws:

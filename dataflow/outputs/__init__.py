@@ -1,6 +1,6 @@
 """What becomes of a column: one class for each kind of value, from staged bytes to the value in a batch.
 
 In: staged windows, the rows of a chunk. Out: values of each batch, in slots of the arena. Read `output`
-first, then one of its kinds: `fixed`, `ragged`, `images`, `lists`, `media`, `objects`. `resolve` makes them
-of `columns=` and `decode=`; `optional` says what a sample may lack.
+first, then one of its kinds: `fixed`, `ragged`, or `decoded` with `images`, `media`, `objects`. `resolve`
+makes them of `columns=` and `decode=`; `optional` says what a sample may lack.
 """

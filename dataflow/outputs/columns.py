@@ -261,12 +261,6 @@ class ChunkColumns:
         self.slots.add(slot.__array_interface__["data"][0], size)
         return slot[:nbytes]
 
-    def fixed_slot(self, dtype: str, shape: tuple[int, ...]) -> Array:
-        """A slot for a value of this shape in each row, [rows, *shape]."""
-        rows = self.rows.num_rows
-        nbytes = rows * int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        return self.slot(nbytes).view(dtype).reshape(rows, *shape)
-
     # ---- where values lie ---------------------------------------------------------------------------------
 
     def pieces(self, column: str, default: Array | None) -> NDArray[np.int64]:

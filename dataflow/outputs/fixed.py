@@ -28,6 +28,7 @@ class FixedOutput(Output):
     """What all columns of fixed-size rows have in common."""
 
     is_view: ClassVar[bool] = True
+    is_fixed: ClassVar[bool] = True
 
     @cached_property
     def row_bytes(self) -> int:
@@ -45,24 +46,9 @@ class FixedOutput(Output):
 
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """See `Output`. Without a default a mask tells of rows of 0, or of NaN where numbers are floats."""
-        if default is None:
-            default = self._unknown
-            if default == 0 and not has_mask:
-                raise ValueError(
-                    f"column {self.name!r} is delivered as a tensor, which has no place for None: "
-                    "Optional(default=...) puts a value there, Optional(mask=True) tells where one is missing"
-                )
-        row = stored_array(self.name, default, self._stored_dtype)
-        try:
-            row = np.ascontiguousarray(np.broadcast_to(row, self.shape))
-        except ValueError:
-            raise _misfit(self.name, default, f"of shape {list(self.shape)}") from None
-        return replace(self, default=Default(row.reshape(self.shape)))
-
-    @property
-    def _unknown(self) -> float:
-        """What stands for a missing number where a mask tells."""
-        return math.nan if np.dtype(self._stored_dtype).kind == "f" else 0
+        dtype = self._stored_dtype
+        unknown = math.nan if np.dtype(dtype).kind == "f" else 0
+        return replace(self, default=default_row(self, default, unknown, dtype, has_mask=has_mask))
 
     @property
     def _stored_dtype(self) -> str:
@@ -183,6 +169,27 @@ class RowsOutput(FixedOutput):
             may_load=columns.may_load,
         )
         return BuiltColumn(copies=copies, views=self._views)
+
+
+def default_row(output: Output, default: Any, unknown: float, dtype: str, *, has_mask: bool) -> Default:
+    """What stands for a missing row of a tensor: the default, or `unknown` where a mask tells.
+
+    Raises `ValueError` for a default that is no value of this type and the output's shape, or for none where
+    nothing else tells.
+    """
+    if default is None:
+        default = unknown
+        if default == 0 and not has_mask:
+            raise ValueError(
+                f"column {output.name!r} is delivered as a tensor, which has no place for None: "
+                "Optional(default=...) puts a value there, Optional(mask=True) tells where one is missing"
+            )
+    row = stored_array(output.name, default, dtype)
+    try:
+        row = np.ascontiguousarray(np.broadcast_to(row, output.shape))
+    except ValueError:
+        raise _misfit(output.name, default, f"of shape {list(output.shape)}") from None
+    return Default(row.reshape(output.shape))
 
 
 def stored_array(name: str, value: Any, dtype: str) -> NDArray[Any]:

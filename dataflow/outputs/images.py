@@ -1,224 +1,169 @@
-"""Columns of encoded images: decoded straight into their rows of the slot, in parts that run in parallel."""
+"""Columns of encoded images: how they are decoded, and how those of a batch share a slot."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dataflow.decode.crop import Draws
 from dataflow.decode.image import Image, decode_image, decode_images, of_own_size
-from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
-from dataflow.outputs.fixed import FixedOutput
-from dataflow.outputs.output import BuiltColumn, Output, split_list, split_rows
+from dataflow.outputs.columns import ChunkColumns
+from dataflow.outputs.decoded import Bytes, DecodedOutput, Failures, Remark
+from dataflow.outputs.output import BuiltColumn, split_list
 from prefetch.memory.arena import rounded_bytes
 
 _LEAST_PART, _MOST_PART = 8, 32
 """Images decoded by one task: their Python costs as much for 8 as for 16."""
+_NO_SLOT = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageOutput(FixedOutput):
-    """Images of one size: a tensor [batch, *image.shape]."""
+class ImageOutput(DecodedOutput):
+    """Images of one size, or each of its own."""
 
-    kind: ClassVar[str] = "image"
-    is_decoded: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, str, str, str]] = ("image", "images", "image lists", "lists of images")
+    instead: ClassVar[str] = "None in a list of images; Image(size=...) has room for one"
     releases_gil: ClassVar[bool] = True
-    missing_cure: ClassVar[str] = "Optional(Image(...), mask=True)"
 
     image: Image
 
     @property
-    def _unknown(self) -> float:
-        return 0
+    def is_sized(self) -> bool:
+        """See `DecodedOutput`."""
+        return self.image.size is not None
 
     @property
-    def list_length(self) -> int | None:
-        """None: images are no lists."""
-        return None
+    def is_random(self) -> bool:
+        """See `DecodedOutput`."""
+        return self.image.random
+
+    @property
+    def one_shape_cure(self) -> str:
+        """See `Output`."""
+        return "" if self.is_sized or self.is_list else "Image(size=...)} makes them one size"
+
+    @property
+    def missing_cure(self) -> str:
+        """See `Output`."""
+        if self.is_list:
+            return super().missing_cure
+        return "Optional(Image(...), mask=True)" if self.is_sized else "Optional(Image(...))"
 
     def description(self) -> str:
         """Kind, dtype, shape and settings."""
         return f"{super().description()} {self.image}"
 
-    def build(self, columns: ChunkColumns) -> BuiltColumn:
-        """Images decoded in parts of a few."""
-        columns.note_missing(self.name, self.lacking)
-        out = columns.fixed_slot(self.dtype, self.shape)
-        tasks: list[Callable[[], None]] = []
-        most = part_size(columns.rows.num_rows)
-        for part in columns.rows.parts:
-            for start in range(0, len(part.rows), most):
-                few = part.between(start, start + most)
-                decode = partial(self._decode, columns, few)
-                tasks.append(partial(_fill, columns, few, out, decode))
-        return BuiltColumn(split=partial(split_rows, out), decodes=tasks)
+    def part_size(self, num_values: int) -> int:
+        """Images that a task decodes: two tasks a core, so that all share a batch and end together."""
+        shared = num_values // (2 * len(os.sched_getaffinity(0)))
+        return min(max(shared, _LEAST_PART), _MOST_PART)
 
-    def _decode(self, columns: ChunkColumns, part: WindowPart, out: NDArray[Any]) -> None:
-        """Decode the images of a part into `out`, and note those that cannot be."""
-        spans, rows = part.spans(self.name), part.rows
-        have = np.flatnonzero(spans.lengths[rows] >= 0)
-        target = out
-        if len(have) < len(rows):
-            if self.default is not None:
-                out[spans.lengths[rows] < 0] = self.default.value
-            rows, target = rows[have], np.empty_like(out[have])
-        draws = columns.randomness.draws(part.window, rows) if self.image.random else None
+    def decode_few(
+        self,
+        columns: ChunkColumns,
+        encoded: Sequence[Bytes],
+        out: Sequence[NDArray[Any]],
+        draws: Draws | None,
+        remark: Remark,
+    ) -> Failures:
+        """See `DecodedOutput`."""
+        return decode_images(self.image, encoded, out, draws, remark=remark)
 
-        def remark(index: int, text: str) -> None:
-            columns.remark(part.chunk_row(int(have[index])), self.name, text)
-
-        with part.window.values_of(spans, rows, self.name) as (buffer, starts):
-            failures = decode_images(
-                self.image, buffer, starts, spans.lengths[rows], target, draws, name=str, remark=remark
-            )
-        for index, error in failures:
-            columns.note_bad(part.chunk_row(int(have[index])), self.name, error)
-        if target is not out:
-            out[have] = target
-
-
-@dataclass(frozen=True, kw_only=True)
-class FreeImageOutput(Output):
-    """Images of their own sizes: a list of tensors a batch, with None where one is missing."""
-
-    kind: ClassVar[str] = "images"
-    is_decoded: ClassVar[bool] = True
-    releases_gil: ClassVar[bool] = True
-    one_shape_cure: ClassVar[str] = "Image(size=...)} makes them one size"
-    missing_cure: ClassVar[str] = "Optional(Image(...))"
-
-    image: Image
-
-    def optional(self, default: Any, *, has_mask: bool) -> Self:
-        """See `Output`. A missing image is None."""
-        return self._without_default(default, "None in a list of images; Image(size=...) has room for one")
-
-    def description(self) -> str:
-        """Kind, dtype and settings."""
-        return f"{super().description()} {self.image}"
-
-    def batch_bytes(self, rows: ChunkRows) -> int:
-        """0: how large a batch's slot is, the images' headers say."""
-        return 0
-
-    def build(self, columns: ChunkColumns) -> BuiltColumn:
+    def build_free(self, columns: ChunkColumns) -> BuiltColumn:
         """Images decoded batch by batch. Those of a batch share a slot."""
-        columns.note_missing(self.name, self.lacking)
-        stored = columns.stored_values(self.name)
-        first, specs = 0, list[Image | None]()
+        images = _ImagesOfOwnSize(self, columns)
+        return BuiltColumn(split=images.values, ahead=images.ahead, each=images.each)
 
-        def spec_of(data: NDArray[np.uint8], row: int) -> Image:
-            return sized(self.image, data, columns)
 
-        def ahead(size: int) -> int:
-            nonlocal first, specs
-            batch = stored[first : first + size]
-            first += size
-            specs = [columns.decoded(self.name, value, spec_of) for value in batch]
-            return rounded_bytes(image_bytes(specs))
+class _ImagesOfOwnSize:
+    """The images of a chunk, whose headers say how large a batch's slot is."""
 
-        def each(row: int) -> Tensor | None:
-            image: Tensor | None = columns.decoded(
-                self.name, stored[row], partial(decode_alone, columns, self.name, self.image)
-            )
-            return image
+    def __init__(self, output: ImageOutput, columns: ChunkColumns) -> None:
+        self._output, self._columns, self._stored = output, columns, output.stored(columns)
+        self._num_sized = 0
+        """Rows whose headers were read."""
+        self._specs = deque[Image | None]()
+        """The sizes of the batch's images to come; None of a bad one."""
+        self._slot_bytes = 0
+        self._slot = _NO_SLOT
+        """Where they go."""
 
-        def values(sizes: Sequence[int]) -> Iterator[Any]:
-            for batch in split_list(stored, sizes):
-                yield self._decode(columns, batch, specs)
+    def ahead(self, size: int) -> int:
+        """Read the headers of the next batch's images; gives the bytes of its slot."""
+        output, first = self._output, self._num_sized
+        self._num_sized += size
+        for stored in self._stored[first : self._num_sized]:
+            specs = output.made(self._columns, stored, _Sizes(output, self._columns).sized)
+            if output.is_list:
+                self._specs += specs
+            elif stored is not None:
+                self._specs.append(specs)
+        self._slot_bytes = sum(map(_bytes_of, self._specs))
+        return rounded_bytes(self._slot_bytes)
 
-        return BuiltColumn(split=values, ahead=ahead, each=each)
+    def values(self, sizes: Sequence[int]) -> Iterator[list[Any]]:
+        """The images of each batch, whose headers were read before."""
+        for batch in split_list(self._stored, sizes):
+            yield self._decode(batch)  # no name for it here: its slot is given back when it dies
 
-    def _decode(
-        self, columns: ChunkColumns, batch: Sequence[StoredValue | None], specs: Sequence[Image | None]
-    ) -> list[Tensor | None]:
-        """The images of a batch."""
-        slot = columns.slot_of_batch(image_bytes(specs)).view(self.dtype)
-        used, images = 0, list[Tensor | None]()
-        for value, spec in zip(batch, specs, strict=True):
-            if spec is None:
-                images.append(None)
-                continue
-            out = slot[used : used + math.prod(spec.shape)].reshape(spec.shape)
-            used += out.size
-            decode = partial(decode_into, out, columns, self.name, spec, np.zeros(1, np.int64))
-            images.append(columns.decoded(self.name, value, decode))
+    def each(self, row: int) -> Any:
+        """The images of a row, decoded into memory of their own."""
+        sizes = _Sizes(self._output, self._columns)
+
+        def decode(data: Bytes, row: int, number: int = 0) -> Tensor:
+            spec = sizes.sized(data, row, number)
+            return self._decoded(spec, np.empty(spec.shape, spec.dtype), data, row, number)
+
+        return self._output.made(self._columns, self._stored[row], decode)
+
+    def _decode(self, batch: Sequence[Any]) -> list[Any]:
+        self._slot = self._columns.slot_of_batch(self._slot_bytes)
+        images = [self._output.made(self._columns, stored, self._next) for stored in batch]
+        self._slot = _NO_SLOT
         return images
 
+    def _next(self, data: Bytes, row: int, number: int = 0) -> Tensor | None:
+        spec = self._specs.popleft()
+        if spec is None:
+            return None
+        nbytes = _bytes_of(spec)
+        own, self._slot = self._slot[:nbytes], self._slot[nbytes:]
+        return self._decoded(spec, own.view(spec.dtype).reshape(spec.shape), data, row, number)
 
-def part_size(num_images: int) -> int:
-    """Images that one task decodes: two tasks a core, so that all of them share a batch and end together."""
-    shared = num_images // (2 * len(os.sched_getaffinity(0)))
-    return min(max(shared, _LEAST_PART), _MOST_PART)
+    def _decoded(self, spec: Image, out: NDArray[Any], data: Bytes, row: int, number: int) -> Tensor:
+        columns, name = self._columns, self._output.name
+        draws = self._output.draws(columns, row, number)
 
+        def remark(_: int, text: str) -> None:
+            columns.remark(row, name, text)
 
-def decode_into(
-    out: NDArray[Any],
-    columns: ChunkColumns,
-    column: str,
-    spec: Image,
-    item: NDArray[np.int64],
-    data: NDArray[np.uint8],
-    row: int,
-) -> Tensor:
-    """Decode an image of a row of the chunk; `item`: which of its sample's it is, int64 [1]."""
-    draws = None
-    if spec.random:
-        window, window_row = columns.rows.find(row)
-        draws = columns.randomness.draws(window, np.array([window_row]), item)
-
-    def remark(_: int, text: str) -> None:
-        columns.remark(row, column, text)
-
-    return torch.from_numpy(decode_image(spec, data, draws, out=out, remark=remark))
+        return torch.from_numpy(decode_image(spec, data, draws, out=out, remark=remark))
 
 
-def sized(image: Image, data: NDArray[np.uint8], columns: ChunkColumns, used_bytes: int = 0) -> Image:
-    """An image's own size. Raises `MemoryLimitError` if its sample, with `used_bytes` more, cannot fit."""
-    spec = of_own_size(image, data)
-    columns.check_fits(used_bytes + image_bytes([spec]))
-    return spec
+class _Sizes:
+    """The sizes of one sample's images, which have to fit together."""
+
+    def __init__(self, output: ImageOutput, columns: ChunkColumns) -> None:
+        self._image, self._columns, self._used_bytes = output.image, columns, 0
+
+    def sized(self, data: Bytes, row: int, number: int = 0) -> Image:
+        """An image's own size. Raises `MemoryLimitError` if its sample cannot fit."""
+        spec = of_own_size(self._image, data)
+        used_bytes = self._used_bytes + _bytes_of(spec)
+        self._columns.check_fits(used_bytes)
+        self._used_bytes = used_bytes
+        return spec
 
 
-def decode_alone(
-    columns: ChunkColumns,
-    column: str,
-    image: Image,
-    data: NDArray[np.uint8],
-    row: int,
-    number: int = 0,
-    used_bytes: int = 0,
-) -> Tensor:
-    """Decode an image of its own size into memory of its own."""
-    spec = sized(image, data, columns, used_bytes)
-    out = np.empty(spec.shape, spec.dtype)
-    return decode_into(out, columns, column, spec, np.array([number]), data, row)
-
-
-def _fill(
-    columns: ChunkColumns,
-    part: WindowPart,
-    out: NDArray[Any],
-    write: Callable[[NDArray[Any]], None],
-) -> None:
-    """Let `write` fill the rows of a part: in place where they follow one another, else through a copy."""
-    if isinstance(part.chunk_rows, slice):
-        write(out[part.chunk_rows])
-        return
-    nbytes = len(part.rows) * (out.nbytes // max(1, len(out)))
-    own = columns.arena.lease(nbytes or 1)[:nbytes].view(out.dtype).reshape(len(part.rows), *out.shape[1:])
-    write(own)
-    out[part.chunk_rows] = own
-
-
-def image_bytes(specs: Sequence[Image | None]) -> int:
-    """Bytes of images with sizes, those that are None left out."""
-    return sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs if spec is not None)
+def _bytes_of(spec: Image | None) -> int:
+    """Bytes of an image with a size."""
+    return 0 if spec is None else math.prod(spec.shape) * np.dtype(spec.dtype).itemsize

@@ -1,12 +1,12 @@
-"""Columns of sound and video: clips of one size straight into the slot, others as lists of tensors."""
+"""Columns of sound and video: how clips are decoded, clips of a robot's camera, and what is padding."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,22 +19,25 @@ from dataflow.decode.episodes import EpisodeVideos
 from dataflow.decode.media import MediaRule, MissingMediaSupportError
 from dataflow.decode.padding import PadMask
 from dataflow.decode.video import Video
-from dataflow.outputs.columns import ChunkColumns, ChunkRows, WindowPart
-from dataflow.outputs.fixed import FixedOutput, MaskOutput
-from dataflow.outputs.output import BuiltColumn, Default, Output, name_beside, split_list, split_rows
+from dataflow.outputs.columns import ChunkColumns
+from dataflow.outputs.decoded import Bytes, DecodedOutput, Failures, Remark
+from dataflow.outputs.fixed import MaskOutput
+from dataflow.outputs.output import Default, Output, name_beside
 from dataflow.staging.columns import StagedMoments, StagedPads
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
 from sharding.blocks import Column
+from sharding.errors import SampleError
 
 PAD_SUFFIX = "_is_pad"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MediaOutput(Output):
-    """What all columns of sound and video have in common."""
+class ClipOutput(DecodedOutput):
+    """Clips of sound or video, of one shape or each of its own."""
 
-    is_decoded: ClassVar[bool] = True
+    kinds: ClassVar[tuple[str, str, str, str]] = ("clip", "clips", "clip lists", "lists of clips")
+    instead: ClassVar[str] = "None in a list of clips"
     releases_gil: ClassVar[bool] = True
 
     rule: MediaRule
@@ -49,48 +52,52 @@ class MediaOutput(Output):
         """The rule, where it may cut values."""
         return self.rule if self.rule.reads_parts else None
 
+    @property
+    def is_sized(self) -> bool:
+        """See `DecodedOutput`."""
+        return self.rule.shape is not None
+
+    @property
+    def is_random(self) -> bool:
+        """See `DecodedOutput`."""
+        return self.rule.random
+
     def description(self) -> str:
         """Kind, dtype and rule; the shape, where all have the same."""
         return f"{super().description()} {self.rule}"
 
+    def decode_few(
+        self,
+        columns: ChunkColumns,
+        encoded: Sequence[Bytes],
+        out: Sequence[NDArray[Any]],
+        draws: Draws | None,
+        remark: Remark,
+    ) -> Failures:
+        """See `DecodedOutput`. A clip is a task of its own: it takes longer than to hand it out."""
+        failures = list[tuple[int, Exception]]()
+        for index, data in enumerate(encoded):
+            own = out[index].reshape(self.rule.shape or ())  # of one frame, cameras deliver the frame
+            try:
+                self.rule.decode(data, draws, own, most_bytes=columns.sample_bytes)
+            except MissingMediaSupportError:
+                raise
+            except Exception as error:
+                own[...] = 0
+                failures.append((index, _failure(error)))
+        return failures
 
-@dataclass(frozen=True, kw_only=True)
-class ClipOutput(MediaOutput, FixedOutput):
-    """Clips of one shape: a tensor [batch, *rule.shape]."""
-
-    kind: ClassVar[str] = "clip"
-
-    @property
-    def _unknown(self) -> float:
-        return 0
-
-    def build(self, columns: ChunkColumns) -> BuiltColumn:
-        """Clips decoded one by one, each a task of its own: it takes longer than to hand it out."""
-        columns.note_missing(self.name, self.lacking)
-        out = columns.fixed_slot(self.dtype, self.shape)
-        tasks: list[Callable[[], None]] = []
-        for part in columns.rows.parts:
-            rows = np.arange(columns.rows.num_rows)[part.chunk_rows]
-            for index, row in enumerate(rows.tolist()):
-                tasks.append(partial(self._decode, columns, part.between(index, index + 1), row, out[row]))
-        return BuiltColumn(split=partial(split_rows, out), decodes=tasks)
-
-    def _decode(self, columns: ChunkColumns, part: WindowPart, row: int, out: NDArray[Any]) -> None:
-        """Decode a clip into its row of the slot, or note why it cannot be."""
-        if self.shape != self.rule.shape:
-            out = out[None]
-        spans = part.spans(self.name)
-        length = int(spans.lengths[part.rows[0]])
-        if length < 0:
-            if self.default is not None:
-                out[...] = self.default.value
-            return  # else noted
-        draws = columns.randomness.draws(part.window, part.rows) if self.rule.random else None
-        with part.window.values_of(spans, part.rows, self.name) as (buffer, starts):
-            start = int(starts[0])
-            data = buffer[start : start + length]
-            if decoded(columns, self.name, row, self.rule, data, draws, out) is None:
-                out[...] = 0
+    def decode(self, columns: ChunkColumns, data: Bytes, row: int, number: int = 0) -> Tensor | None:
+        """See `DecodedOutput`; None where it fails, which is noted."""
+        draws = self.draws(columns, row, number)
+        try:
+            clip = self.rule.decode(data, draws, None, most_bytes=columns.sample_bytes)
+        except MissingMediaSupportError:
+            raise
+        except Exception as error:
+            columns.note_bad(row, self.name, _failure(error))
+            return None
+        return torch.from_numpy(np.ascontiguousarray(clip))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,40 +135,6 @@ class EpisodeClipOutput(ClipOutput):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreeClipOutput(MediaOutput):
-    """Clips of which each has its own shape: a list of tensors a batch, whatever their shapes are."""
-
-    kind: ClassVar[str] = "clips"
-
-    def optional(self, default: Any, *, has_mask: bool) -> Self:
-        """See `Output`. A missing clip is None."""
-        return self._without_default(default, "None in a list of clips")
-
-    def batch_bytes(self, rows: ChunkRows) -> int:
-        """0: clips live outside the arena."""
-        return 0
-
-    def build(self, columns: ChunkColumns) -> BuiltColumn:
-        """Clips decoded one by one, when their batch is asked for."""
-        columns.note_missing(self.name, self.lacking)
-        stored = columns.stored_values(self.name)
-
-        def clip(data: NDArray[np.uint8], row: int) -> Tensor | None:
-            draws = None
-            if self.rule.random:
-                window, window_row = columns.rows.find(row)
-                draws = columns.randomness.draws(window, np.array([window_row]))
-            made = decoded(columns, self.name, row, self.rule, data, draws, None)
-            return None if made is None else torch.from_numpy(np.ascontiguousarray(made))
-
-        def values(sizes: Sequence[int]) -> Iterator[list[Tensor | None]]:
-            for batch in split_list(stored, sizes):
-                yield [columns.decoded(self.name, value, clip) for value in batch]
-
-        return BuiltColumn(split=values, each=lambda row: columns.decoded(self.name, stored[row], clip))
-
-
-@dataclass(frozen=True, kw_only=True)
 class EpisodePadOutput(MaskOutput):
     """Which frames of the clips of a robot's camera are padding: [batch, frames]. Moments tell, unread."""
 
@@ -183,7 +156,7 @@ def pads_beside(output: Output, names: Collection[str]) -> list[Output]:
 
     Of a clip that is missing all is. Raises `ValueError` if a column of the batch has its name.
     """
-    if not isinstance(output, MediaOutput) or not isinstance(output.rule, Video | Audio):
+    if not isinstance(output, ClipOutput) or not isinstance(output.rule, Video | Audio):
         return []
     if not output.rule.mask:
         return []
@@ -197,33 +170,16 @@ def pads_beside(output: Output, names: Collection[str]) -> list[Output]:
     if isinstance(output, EpisodeClipOutput):
         common.update(rule=output.rule, shape=rule.shape, source_dtype=rule.dtype)
         return [EpisodePadOutput(**common, episodes=output.episodes)]
+    default = Default(None if rule.shape is None else np.ones(rule.shape, np.bool_))
     missing = output.default is not None
-    if rule.shape is None:
-        return [FreeClipOutput(**common, default=Default(None) if missing else None)]
-    default = Default(np.ones(rule.shape, np.bool_)) if missing else None
-    return [ClipOutput(**common, shape=rule.shape, default=default)]
+    return [ClipOutput(**common, shape=rule.shape or (), default=default if missing else None)]
 
 
-def decoded(
-    columns: ChunkColumns,
-    name: str,
-    row: int,
-    rule: MediaRule,
-    data: NDArray[np.uint8],
-    draws: Draws | None,
-    out: NDArray[Any] | None,
-) -> NDArray[Any] | None:
-    """The clip of a row; None where there is none, which is noted. Raises where torchcodec is missing."""
-    try:
-        return rule.decode(data, draws, out, most_bytes=columns.sample_bytes)
-    except MissingMediaSupportError:
-        raise
-    except MemoryLimitError as error:
-        columns.note_bad(row, name, error)
-        return None
-    except Exception as error:
-        columns.note_bad(row, name, _reason(error))
-        return None
+def _failure(error: Exception) -> Exception:
+    """What is wrong with a clip, without the traceback, whose frames hold the stored bytes."""
+    if isinstance(error, MemoryLimitError):
+        return error
+    return SampleError("", _reason(error), stage="decode")
 
 
 def _reason(error: Exception) -> str:

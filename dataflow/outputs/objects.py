@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dataflow.decode.values import CONVERTERS
-from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue
+from dataflow.outputs.columns import ChunkColumns, StoredValue
+from dataflow.outputs.decoded import Bytes, DecodedOutput
 from dataflow.outputs.output import BuiltColumn, Default, Output, split_list
 
 _NAMED = 20
@@ -20,17 +21,20 @@ _NAMED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectOutput(Output):
+class ObjectOutput(DecodedOutput):
     """A list of objects a batch, or one tensor of arrays that are all of one shape. Arrays become tensors."""
 
-    kind: ClassVar[str] = "objects"
-    is_decoded: ClassVar[bool] = True
-    missing_cure: ClassVar[str] = "Optional()"
+    kinds: ClassVar[tuple[str, str, str, str]] = ("", "objects", "", "lists of objects")
 
     convert: Callable[[bytes], Any]
     """The bytes of one value -> a Python object."""
     is_stacked: bool = False
     """Whether arrays of a batch, which are all of one shape, become one tensor."""
+
+    @property
+    def missing_cure(self) -> str:
+        """See `Output`."""
+        return super().missing_cure if self.is_list else "Optional()"
 
     def description(self) -> str:
         """Kind, dtype and function."""
@@ -39,29 +43,26 @@ class ObjectOutput(Output):
 
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """See `Output`. A missing object is None, unless there is a default, and objects are not stacked."""
+        if self.is_list:
+            return super().optional(default, has_mask=has_mask)
         return replace(self, default=Default(default), is_stacked=False)
 
-    def batch_bytes(self, rows: ChunkRows) -> int:
-        """0: objects live outside the arena."""
-        return 0
+    def decode(self, columns: ChunkColumns, data: Bytes, row: int, number: int = 0) -> Any:
+        """See `DecodedOutput`. Items of lists stay what the function makes of them."""
+        made = self.convert(data.tobytes())
+        return made if self.is_list else as_tensor(made)
 
-    def build(self, columns: ChunkColumns) -> BuiltColumn:
-        """Objects made one by one, when their batch is asked for."""
-        stored = columns.stored_values(self.name)
+    def build_free(self, columns: ChunkColumns) -> BuiltColumn:
+        """See `DecodedOutput`."""
+        if not self.is_stacked:
+            return super().build_free(columns)
+        stored, decode = self.stored(columns), partial(self.decode, columns)
 
-        def values(sizes: Sequence[int]) -> Iterator[Any]:
+        def values(sizes: Sequence[int]) -> Iterator[Tensor | list[Any]]:
             for batch in split_list(stored, sizes):
-                objects = [self._object(columns, value) for value in batch]
-                yield self._stacked(columns, batch, objects) if self.is_stacked else objects
+                yield self._stacked(columns, batch, [self.made(columns, value, decode) for value in batch])
 
-        columns.note_missing(self.name, self.lacking)
-        each = None if self.is_stacked else lambda row: self._object(columns, stored[row])
-        return BuiltColumn(split=values, each=each)
-
-    def _object(self, columns: ChunkColumns, value: StoredValue | None) -> Any:
-        if value is None:  # a copy, because transforms change what they are given
-            return None if self.default is None else copy.deepcopy(self.default.value)
-        return columns.decoded(self.name, value, lambda data, row: as_tensor(self.convert(data.tobytes())))
+        return BuiltColumn(split=values)
 
     def _stacked(
         self, columns: ChunkColumns, batch: Sequence[StoredValue | None], objects: list[Any]
@@ -82,6 +83,11 @@ class ObjectOutput(Output):
 def is_text(output: Output) -> bool:
     """Whether a column is delivered as `str`."""
     return isinstance(output, ObjectOutput) and output.convert is CONVERTERS["text"]
+
+
+def bytes_tensor(data: bytes) -> Tensor:
+    """A byte string as uint8 [n]."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def as_tensor(value: Any) -> Any:

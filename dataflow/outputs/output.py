@@ -99,25 +99,42 @@ class Default:
 class Output(StagedOutput, ABC):
     """One column of the batches."""
 
-    kind: ClassVar[str]
-    """What messages call it."""
-    is_view: ClassVar[bool] = False
-    """Whether a batch's value is a view of the chunk's slot, so that nothing is made batch by batch."""
     is_copied: ClassVar[bool] = False
     """Whether values are views of copies of what was stored, and `build` gives `copies` and `views`."""
     is_decoded: ClassVar[bool] = False
     """Whether values are decoded when a batch is built, not copied as they were staged."""
     releases_gil: ClassVar[bool] = False
     """Whether decoding runs without the lock of the interpreter, but for moments."""
-    one_shape_cure: ClassVar[str] = ""
-    """What in `decode=` gives all its values one shape, and what it does; "" where nothing does."""
-    missing_cure: ClassVar[str] = "Optional(default=...)"
-    """What in `decode=` lets values be missing."""
 
     default: Default | None = None
     """What stands for a missing value; None: a sample without one is a bad sample."""
     is_member: bool = field(default=False, compare=False)
     """Whether its columns are members of samples; else "a.b" is a field b of a struct."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """What messages call it."""
+
+    @property
+    def is_view(self) -> bool:
+        """Whether a batch's value is a view of the chunk's slot, so that nothing is made batch by batch."""
+        return False
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether every row takes `row_bytes`."""
+        return False
+
+    @property
+    def one_shape_cure(self) -> str:
+        """What in `decode=` gives all its values one shape, and what it does; "" where nothing does."""
+        return ""
+
+    @property
+    def missing_cure(self) -> str:
+        """What in `decode=` lets values be missing."""
+        return "Optional(default=...)"
 
     @property
     def suffix(self) -> str:

@@ -21,15 +21,13 @@ import numpy as np
 from dataflow.decode.audio import Audio
 from dataflow.decode.episodes import MOMENT_COLUMNS, Camera
 from dataflow.decode.image import Image
-from dataflow.decode.media import MediaRule, decoders
+from dataflow.decode.media import decoders
 from dataflow.decode.values import CONVERTERS, parse_floats, parse_ints
 from dataflow.decode.video import Video
 from dataflow.outputs.fixed import ArrayOutput, RowsOutput
-from dataflow.outputs.image_lists import FreeImageListOutput, ImageListOutput
-from dataflow.outputs.images import FreeImageOutput, ImageOutput
-from dataflow.outputs.lists import ObjectListOutput, bytes_tensor
-from dataflow.outputs.media import ClipOutput, EpisodeClipOutput, FreeClipOutput, pads_beside
-from dataflow.outputs.objects import ObjectOutput
+from dataflow.outputs.images import ImageOutput
+from dataflow.outputs.media import ClipOutput, EpisodeClipOutput, pads_beside
+from dataflow.outputs.objects import ObjectOutput, bytes_tensor
 from dataflow.outputs.optional import Optional, mask_of
 from dataflow.outputs.output import Output
 from dataflow.outputs.ragged import Pad, PaddedOutput, RaggedOutput
@@ -186,10 +184,10 @@ def _single(name: str, source: str, specs: list[ColumnSpec], rule: object, codec
     if spec.kind == "bytes_list":
         return _list_of(name, sources, rule, items=max(1, spec.items))
     if isinstance(rule, Image):
-        return _image(name, source, rule)
+        return _image(name, sources, rule)
     if isinstance(rule, Audio | Video):
         decoders()  # raises where they are missing: now, not at the first batch
-        return _clip(name, source, rule)
+        return ClipOutput(name=name, sources=sources, dtype=rule.dtype, shape=rule.shape or (), rule=rule)
     if isinstance(rule, Pad):
         return PaddedOutput(name=name, sources=sources, dtype=spec.dtype, source_dtype=spec.dtype, pad=rule)
     if rule is None or rule in ("bytes", "raw", "list"):
@@ -201,7 +199,7 @@ def _single(name: str, source: str, specs: list[ColumnSpec], rule: object, codec
         dtype = "int64" if rule == "int" else "float64"
         return ArrayOutput(name=name, sources=sources, dtype=dtype, source_dtype=dtype, parse=parse)
     if rule == "image":
-        return _image(name, source, Image())
+        return _image(name, sources, Image())
     others = "None, Image(...), Video(...), Audio(...), Pad(...), Optional(...), a function of bytes"
     convert = _converter(name, rule, others, ("float", "int"))
     is_stacked = rule == "npy" and spec.size_range is not None and len({*spec.size_range}) == 1
@@ -219,19 +217,16 @@ def _converter(name: str, rule: object, others: str, names: Sequence[str] = ()) 
 
 def _list_of(name: str, sources: tuple[str, ...], rule: object, *, items: int = 0) -> Output:
     """What becomes of lists of byte strings: the rule is for each. `items`: of a stored list, about."""
-    what: dict[str, Any] = {"name": name, "sources": sources, "is_joined": not items}
+    what: dict[str, Any] = {"is_list": True, "is_joined": not items, "mean_items": items or len(sources)}
     if rule == "image":
         rule = Image()
     if isinstance(rule, Image):
-        if rule.size is None:
-            return FreeImageListOutput(**what, dtype=rule.dtype, image=rule)
-        what.update(dtype=rule.dtype, shape=rule.shape, image=rule, mean_items=items or len(sources))
-        return ImageListOutput(**what)
+        return _image(name, sources, rule, **what)
     if rule is None or rule in ("bytes", "raw", "list"):
         rule = bytes_tensor
     if not callable(rule):
         rule = _converter(name, rule, "None, Image(...), a function of bytes")
-    return ObjectListOutput(**what, convert=rule)
+    return ObjectOutput(name=name, sources=sources, **what, convert=rule)
 
 
 def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
@@ -311,12 +306,6 @@ def _raw(name: str, source: str, spec: ColumnSpec) -> Output:
     return RaggedOutput(name=name, sources=(source,), dtype=spec.dtype, source_dtype=spec.dtype)
 
 
-def _clip(name: str, source: str, rule: MediaRule) -> Output:
-    if rule.shape is None:
-        return FreeClipOutput(name=name, sources=(source,), dtype=rule.dtype, rule=rule)
-    return ClipOutput(name=name, sources=(source,), dtype=rule.dtype, shape=rule.shape, rule=rule)
-
-
 def _camera(name: str, camera: Camera, rule: object, schema: Mapping[str, ColumnSpec]) -> Output:
     """The frame at a row's time, or a clip about it."""
     if rule in (None, "auto", "image"):
@@ -348,7 +337,6 @@ def _camera(name: str, camera: Camera, rule: object, schema: Mapping[str, Column
     )
 
 
-def _image(name: str, source: str, image: Image) -> Output:
-    if image.size is None:
-        return FreeImageOutput(name=name, sources=(source,), dtype=image.dtype, image=image)
-    return ImageOutput(name=name, sources=(source,), dtype=image.dtype, shape=image.shape, image=image)
+def _image(name: str, sources: tuple[str, ...], image: Image, **what: Any) -> Output:
+    shape = () if image.size is None else image.shape
+    return ImageOutput(name=name, sources=sources, dtype=image.dtype, shape=shape, image=image, **what)

@@ -20,7 +20,6 @@ from dataflow.batch.delivered import Delivered
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import machine_memory
 from dataflow.mixture import Mixture
-from dataflow.outputs.fixed import FixedOutput
 from dataflow.processes.choice import ChoiceMemory
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
@@ -406,7 +405,7 @@ def _batch_bytes(plan: StreamPlan) -> int:
     """Bytes of one batch, from the catalog: exact for fixed rows, the mean for ragged ones."""
     dataset = plan.dataset
     fixed = sum(output.row_bytes for output in dataset.outputs)
-    ragged = not all(isinstance(output, FixedOutput) for output in dataset.outputs)
+    ragged = not all(output.is_fixed for output in dataset.outputs)
     mean = max(map(_mean_bytes, dataset.sources)) if ragged else 0
     laid = 0
     batching = plan.planner.batching if plan.planner else None
