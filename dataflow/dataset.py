@@ -12,8 +12,6 @@ import inspect
 import logging
 import operator
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -24,10 +22,11 @@ import numpy as np
 from torch.utils.data import Dataset
 from typing_extensions import TypeVar
 
-from dataflow.batch.samples import samples_of, transform_reason
+from dataflow.batch.random_access import RandomAccess
+from dataflow.batch.samples import transform_reason
 from dataflow.batch.transforms import fingerprint_of, transformed_together
 from dataflow.limits import Cache, told_of_memory
-from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
+from dataflow.outputs.columns import Randomness
 from dataflow.outputs.output import Output, columns_read, staged_outputs
 from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
@@ -36,12 +35,9 @@ from dataflow.sources.lerobot import open_lerobot
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import Opening
 from dataflow.sources.views import matching, picked
-from dataflow.staging.joined import JoinedWindow, PartnerRows
-from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import PartnerSource, Source
-from dataflow.staging.window import StagedRows, StagedWindow
+from dataflow.staging.window import StagedRows
 from prefetch.control.pause import ReadPause
-from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.interrupts import as_exception, must_go_on
 from prefetch.memory.mapping import Mappings
@@ -60,13 +56,12 @@ from sharding.hub.names import is_hub, is_pinned, parse_name
 from sharding.order.keyed import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
-from sharding.plan.partners import PartnerTable, blocks_of
+from sharding.plan.partners import PartnerTable
 from sharding.plan.split import By, split_selection
 from sharding.printable import listed, printable
 from sharding.urls import is_local, local_path
 
 _log = logging.getLogger("dataflow")
-_KEPT_BLOCKS = 4
 
 OnError = str | Callable[[SampleError], bool]
 
@@ -209,10 +204,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         self._num_splits = 0
         self.seed = 0
         self.epoch = 0
-        self._local = threading.local()
+        self._access = RandomAccess()
         self._told = set[str]()
-        self._lock = threading.Lock()  # guards _windows
-        self._windows: OrderedDict[int, StagedWindow] = OrderedDict()
 
     @property
     def schema(self) -> DatasetSchema:
@@ -240,23 +233,30 @@ class ShardedDataset(Sharded, Dataset[S]):
         keep_mapped_bytes: int = 0,
         guards: FileGuards | None = None,
         pause: ReadPause | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> Source:
-        """What the loader reads with; a new reader each, so nothing is shared between loaders."""
+        """What the loader reads with; a new reader each, so nothing is shared between loaders.
+
+        `is_awaited`: whether the caller waits for each read, as for single samples: nothing is mapped, and
+        what a long read waits for is said.
+        """
         partners = []
         for join in self.joins_used:
-            other = join.other.source(keep_mapped_bytes, guards, pause)
+            other = join.other.source(keep_mapped_bytes, guards, pause, is_awaited=is_awaited)
             used = staged_outputs([output for output in self.outputs if output.name in join.names])
             partners.append(PartnerSource(source=replace(other, outputs=used), table=join.partners))
         return Source(
             catalog=self.catalog,
             format=self._codec,
-            reader=self.new_reader(pause),
+            reader=self.new_reader(pause, _warn_of_wait if is_awaited else None),
             outputs=staged_outputs(self._own_outputs),
             mappings=Mappings(keep_mapped_bytes, guards),
             pause=pause,
             all_columns=self._all_columns,
             partners=partners,
             reads_whole=self._is_joined or bool(partners),
+            may_map=not is_awaited,
         )
 
     @property
@@ -275,7 +275,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         """Whether single values can be read, and not whole blocks only."""
         source = self.source()
         with closing(source.reader):
-            return source.locates(self.catalog.block(int(np.flatnonzero(self.selection.num_samples)[0])))
+            return source.locates(np.flatnonzero(self.selection.num_samples)[:1])
 
     @property
     def datasets_read(self) -> tuple[ShardedDataset[Any], ...]:
@@ -517,7 +517,13 @@ class ShardedDataset(Sharded, Dataset[S]):
             raise IndexError(f"sample index out of range: {indices} in a dataset of {total}")
         blocks, rows = self.selection.locate(np.where(samples < 0, samples + total, samples))
         with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
-            columns, values = self._build(blocks, rows)
+            columns, values = self._access.build(
+                partial(self.source, is_awaited=True),
+                self.outputs,
+                blocks,
+                rows,
+                Randomness(self.seed, self.epoch),
+            )
         if columns.bad:
             raise columns.bad[min(columns.bad)]
         columns.warn_once(self._told)
@@ -547,85 +553,15 @@ class ShardedDataset(Sharded, Dataset[S]):
             reason = transform_reason(error, [output.name for output in self.outputs])
             raise window.sample_error(row, reason, None, stage="transform") from error
 
-    def _build(self, blocks: Any, rows: Any) -> tuple[ChunkColumns, list[dict[str, Any]]]:
-        """Stage the blocks in this thread, and build the columns of the rows as a batch would."""
-        arena, parts = self._arena(), []
-        for at, (block, row) in enumerate(zip(blocks.tolist(), rows.tolist(), strict=True)):
-            window, first = self._window(arena, block, row)
-            parts.append(WindowPart(window, np.array([first], np.int64), slice(at, at + 1)))
-        columns = ChunkColumns(
-            ChunkRows(len(parts), lambda: parts),
-            arena,
-            Randomness(self.seed, self.epoch),
-            may_load=True,
-            closing=threading.Event(),
-        )
-        batch = {output.name: output.build(columns).whole(columns) for output in self.outputs}
-        samples = samples_of(batch, self.outputs, len(parts))
-        return columns, [samples[at] for at in range(len(parts))]
-
-    def _window(self, arena: Arena, block: int, row: int) -> tuple[StagedWindow, int]:
-        """A staged window that holds one row of a block, and the row in it."""
-        window, first = self._own_window(arena, block, row)
-        if not self.joins_used:
-            return window, first
-        sample, partners = int(self.catalog.blocks.first_sample[block]) + row, []
-        for join in self.joins_used:
-            number, table = join.partners.of(np.array([sample])), join.other.catalog.blocks
-            of_other = int(blocks_of(table, number)[0])
-            in_block = int(number[0] - table.first_sample[of_other])
-            other, at = join.other._window(arena, of_other, in_block)
-            partners.append(PartnerRows.of_window(other, np.array([first]), np.array([at])))
-        joined = JoinedWindow(window, partners)
-        joined.put_together()
-        return joined, first
-
-    def _own_window(self, arena: Arena, block: int, row: int) -> tuple[StagedWindow, int]:
-        """As `_window`, of its own columns."""
-        source = self._source()
-        if source.format.locate(self.catalog.block(block), source.columns) is not None:
-            blocks, rows = [self.catalog.block(block)], np.zeros(1, np.int64)
-            sparse = SparseWindow(source, arena, blocks, rows, rows_in_block=[np.array([row])])
-            sparse.seed, sparse.epoch = self.seed, self.epoch
-            _stage(sparse)
-            return sparse, 0
-        with self._lock:
-            window = self._windows.get(block)
-            if window is not None:
-                self._windows.move_to_end(block)
-        if window is None:
-            window = ReadWindow(source, arena, [self.catalog.block(block)], np.zeros(0, np.int64))
-            _stage(window)
-            with self._lock:
-                self._windows[block] = window
-                while len(self._windows) > _KEPT_BLOCKS:
-                    self._windows.popitem(last=False)
-        return window.with_clips(source, np.array([row])), row
-
-    def _source(self) -> Source:
-        if getattr(self._local, "pid", None) != os.getpid():
-            # Who reads single samples waits right here: nobody else would say for what.
-            reader = self.new_reader(say=lambda line: _log.warning("%s", printable(line)))
-            self._local.pid, self._local.source = os.getpid(), replace(self.source(), reader=reader)
-        source: Source = self._local.source
-        return source
-
-    def _arena(self) -> Arena:
-        if getattr(self._local, "arena_pid", None) != os.getpid():
-            self._local.arena_pid, self._local.arena = os.getpid(), Arena(limit_bytes=64 << 20)
-        arena: Arena = self._local.arena
-        return arena
-
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes: all but threads' own readers, the kept blocks, and how outputs were made."""
-        state = {**self.__dict__, "_resolve": None}
-        for name in ("_local", "_lock", "_windows"):
-            del state[name]
-        return state
+        """For worker processes: all but what is open, and how outputs were made."""
+        return {name: value for name, value in self.__dict__.items() if name != "_access"} | {
+            "_resolve": None
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._local, self._lock, self._windows = threading.local(), threading.Lock(), OrderedDict()
+        self._access = RandomAccess()
 
     def __repr__(self) -> str:
         of = "" if self.selection.is_whole else f"of {self.catalog.num_samples:,} "
@@ -634,6 +570,11 @@ class ShardedDataset(Sharded, Dataset[S]):
             f"{self.catalog.format}, columns {listed(o.name for o in self.outputs)}"
             f"{''.join(f', joined to {join.other!r}' for join in self.joins)})"
         )
+
+
+def _warn_of_wait(line: str) -> None:
+    """Tell whoever waits for a sample: nobody else would say for what."""
+    _log.warning("%s", printable(line))
 
 
 def _check_joinable(own: ShardedDataset[Any], other: object) -> None:
@@ -656,8 +597,3 @@ def _not_negative(n: int) -> int:
     if n < 0:
         raise ValueError(f"a number of samples must be >= 0, got {n}")
     return n
-
-
-def _stage(window: StagedWindow) -> None:
-    for read in window.reads():
-        read()

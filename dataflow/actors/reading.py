@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -22,12 +21,10 @@ from numpy.typing import NDArray
 
 from dataflow.actors.cluster import RayClusterError
 from dataflow.batch.builder import ChunkPlan
-from dataflow.outputs.columns import ChunkRows, WindowPart
-from dataflow.staging.mapped import MappedWindow, can_map_windows
+from dataflow.outputs.columns import ChunkRows
 from dataflow.staging.planned import PlannedWindow
-from dataflow.staging.reading import ReadWindow, SparseWindow
-from dataflow.staging.source import Source, Traffic
-from dataflow.staging.window import StagedWindow
+from dataflow.staging.rows import OpenRows, RowReader, WindowPart
+from dataflow.staging.source import Traffic
 from prefetch.engine.pool import PriorityPool
 from prefetch.memory.arena import Arena
 from prefetch.store.reader import NO_FAULTS, ReadStats
@@ -109,35 +106,27 @@ def _read_plan_part(part: WindowPart, chunk_rows: NDArray[np.int64]) -> ReadPlan
     )
 
 
-class _CachedBlock:
-    """A block that is decoded, or will be once its reads have ended."""
-
-    def __init__(self, window: ReadWindow, reads: list[Future[None]]) -> None:
-        self.window, self.reads = window, reads
-
-
 class ChunkReads:
     """A chunk whose reads have begun."""
 
     def __init__(self, chunk: ReadPlan, num_rows: int) -> None:
         self._chunk, self._num_rows = chunk, num_rows
-        self.parts: list[WindowPart] = []
+        self.opened: list[OpenRows] = []
         self.reads: list[Future[None]] = []
-        self.own: list[StagedWindow] = []
-        """Windows that serve no other chunk."""
 
     def rows(self) -> ChunkRows:
         """The rows, once all are read. Raises what reading them raised."""
         for read in self.reads:
             read.result()
-        return ChunkRows(self._num_rows, lambda: self.parts, self._chunk.plan.cut)
+        parts = [part for rows in self.opened for part in rows.parts]
+        return ChunkRows(self._num_rows, lambda: parts, self._chunk.plan.cut)
 
     def close(self, *, is_built: bool) -> None:
         """Let go of the windows. Raises `ShardChangedError` if what was built may be of changed bytes."""
-        for window in self.own:
-            if is_built:
+        for rows in self.opened:
+            for window in rows.windows if is_built else ():
                 window.verify()
-            window.close()
+            rows.close()
 
 
 class BlockReader:
@@ -160,14 +149,11 @@ class BlockReader:
         ]
         if any(source.clips for source in self._sources):
             raise RayClusterError("builders on other machines do not read the videos of a LeRobot dataset")
-        self._is_mapped = [can_map_windows(source) for source in self._sources]
-        self._arena, self._keep_bytes = arena, keep_bytes
+        self._reader = RowReader(arena, keep_bytes=keep_bytes, keep_blocks=1)
         self._threads = PriorityPool(_READERS, "dataflow-read")
-        self._lock = threading.Lock()  # guards the blocks and the faults
+        self._lock = threading.Lock()  # guards the faults
         self._faults = NO_FAULTS
         """Those that were told."""
-        self._kept: OrderedDict[tuple[int, int | None, int], _CachedBlock] = OrderedDict()
-        self._kept_bytes = 0
 
     def take_counts(self) -> ReadCounts:
         """What was read since the last call, and what went wrong with it."""
@@ -194,19 +180,20 @@ class BlockReader:
         """Begin to read the rows of a chunk."""
         reading = ChunkReads(chunk, int(chunk.plan.sizes.sum()))
         for part in chunk.parts:
-            source = self._sources[part.source]
-            blocks = [source.catalog.block(number) for number in part.blocks.tolist()]
-            # A shard may be compressed among others that are not.
-            if not all(map(source.locates, blocks)) or (part.whole and source.catalog.checksums is not None):
-                self._read_blocks(reading, part)
-            elif self._is_mapped[part.source]:
-                self._read_values(reading, chunk.plan.epoch, part, self._mapped(source, part))
-            else:
-                rows_in_block = [
-                    np.unique(part.rows[part.ordinals == ordinal]) for ordinal in range(len(blocks))
-                ]
-                window = SparseWindow(source, self._arena, blocks, part.rows, rows_in_block=rows_in_block)
-                self._read_values(reading, chunk.plan.epoch, part, (window, _compact(part, rows_in_block)))
+            rows = self._reader.open(
+                self._sources[part.source],
+                part.blocks,
+                part.ordinals,
+                part.rows,
+                part.chunk_rows,
+                share="few",
+                is_checked=part.whole,
+                seed=self._seed,
+                epoch=chunk.plan.epoch,
+                source_epoch=part.epoch,
+            )
+            reading.opened.append(rows)
+            reading.reads.extend(map(self._begun, rows.reads()))
         return reading
 
     def _begun(self, read: Task) -> Future[None]:
@@ -215,54 +202,6 @@ class BlockReader:
         self._threads.submit(0, partial(_settle, future, read))
         return future
 
-    def _mapped(self, source: Source, part: ReadPlanPart) -> tuple[StagedWindow, NDArray[np.int64]]:
-        """A window of local files, of which only the pages wanted are touched, and its rows."""
-        counts = source.catalog.blocks.num_samples[part.blocks]
-        rows = (np.cumsum(counts) - counts)[part.ordinals] + part.rows
-        return MappedWindow(source, self._arena, part.blocks, rows, needed=np.unique(rows), whole=False), rows
-
-    def _read_values(
-        self,
-        reading: ChunkReads,
-        epoch: int,
-        part: ReadPlanPart,
-        windowed: tuple[StagedWindow, NDArray[np.int64]],
-    ) -> None:
-        window, rows = windowed
-        window.seed, window.epoch = self._seed, epoch
-        window.source_epoch = part.epoch
-        reading.own.append(window)
-        reading.reads.extend(map(self._begun, window.reads()))
-        reading.parts.append(WindowPart(window, rows, part.chunk_rows))
-
-    def _read_blocks(self, reading: ChunkReads, part: ReadPlanPart) -> None:
-        for ordinal, number in enumerate(part.blocks.tolist()):
-            block = self._block(part.source, part.epoch, number)
-            own = np.flatnonzero(part.ordinals == ordinal)
-            reading.reads.extend(block.reads)
-            reading.parts.append(WindowPart(block.window, part.rows[own], part.chunk_rows[own]))
-
-    def _block(self, source: int, epoch: int | None, number: int) -> _CachedBlock:
-        """A block, read at most once as long as it is kept."""
-        key = (source, epoch, number)
-        with self._lock:
-            block = self._kept.pop(key, None)
-            if block is None:
-                block = self._opened(source, epoch, number)
-                self._kept_bytes += block.window.nbytes
-            self._kept[key] = block
-            while self._kept_bytes > self._keep_bytes and len(self._kept) > 1:
-                self._kept_bytes -= self._kept.popitem(last=False)[1].window.nbytes
-        return block
-
-    def _opened(self, source: int, epoch: int | None, number: int) -> _CachedBlock:
-        """A block whose reads have begun; its memory goes when nobody refers to it."""
-        of = self._sources[source]
-        rows = np.zeros(0, np.int64)
-        window = ReadWindow(of, self._arena, [of.catalog.block(number)], rows, num_readers=1)
-        window.source_epoch = epoch
-        return _CachedBlock(window, [*map(self._begun, window.reads())])
-
 
 def _settle(future: Future[None], read: Task) -> None:
     try:
@@ -270,14 +209,3 @@ def _settle(future: Future[None], read: Task) -> None:
         future.set_result(None)
     except BaseException as error:  # told to whoever waits for it
         future.set_exception(error)
-
-
-def _compact(part: ReadPlanPart, rows_in_block: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The rows of a window that has those rows of its blocks alone."""
-    counts = np.array([len(rows) for rows in rows_in_block], np.int64)
-    starts = np.cumsum(counts) - counts
-    rows = np.empty(len(part.rows), np.int64)
-    for ordinal, own in enumerate(rows_in_block):
-        mine = part.ordinals == ordinal
-        rows[mine] = starts[ordinal] + np.searchsorted(own, part.rows[mine])
-    return rows

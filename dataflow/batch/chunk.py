@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from dataflow.batch.builder import NO_ROWS, BatchBuilder, BuildContext, ChunkPlan
 from dataflow.batch.delivered import Delivered, LazyBatches, job_ends, largest_job
 from dataflow.batch.packed import batch_bytes
-from dataflow.outputs.columns import ChunkRows, WindowPart
+from dataflow.outputs.columns import ChunkRows
 from dataflow.outputs.output import Output, staged_outputs
 from dataflow.staging.columns import StagedOutput
+from dataflow.staging.rows import WindowPart
 from dataflow.staging.window import StagedWindow
 from prefetch.core.plan import JobPlan
 from prefetch.memory.arena import Arena, rounded_bytes

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from dataflow.decode.crop import DRAWS, Draws
 from dataflow.decode.values import LACKING, check_fits
 from dataflow.outputs.held_bytes import Ranges
-from dataflow.staging.columns import REASONS, StagedArray, StagedSpans
+from dataflow.staging.columns import REASONS
+from dataflow.staging.rows import WindowPart
 from dataflow.staging.window import StagedRows
 from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
@@ -34,43 +35,6 @@ from sharding.order.keyed import GLOBALS, mix_key, uniform
 Array = NDArray[Any]
 StoredValue = tuple[NDArray[np.uint8], int]
 """The stored bytes of a value, and the row of the chunk that it is of."""
-
-
-@dataclass(frozen=True)
-class WindowPart:
-    """The rows of a chunk that come from one window."""
-
-    window: StagedRows
-    rows: NDArray[np.int64]
-    """[n] rows of the window."""
-    chunk_rows: slice | NDArray[np.int64]
-    """The rows of the chunk that they fill, ascending; a slice where they follow one another."""
-
-    def chunk_row(self, index: int) -> int:
-        """The row of the chunk that `rows[index]` fills."""
-        if isinstance(self.chunk_rows, slice):
-            return int(self.chunk_rows.start) + index
-        return int(self.chunk_rows[index])
-
-    def between(self, start: int, stop: int) -> WindowPart:
-        """Its rows [start, stop), or up to its last."""
-        if isinstance(self.chunk_rows, slice):
-            first = self.chunk_rows.start
-            taken = slice(first + start, min(first + stop, self.chunk_rows.stop))
-            return WindowPart(self.window, self.rows[start:stop], taken)
-        return WindowPart(self.window, self.rows[start:stop], self.chunk_rows[start:stop])
-
-    def array(self, column: str) -> Array:
-        """A column of the window that was staged as an array, [window rows, *shape]."""
-        staged = self.window.staged[column]
-        assert isinstance(staged, StagedArray)
-        return staged.values
-
-    def spans(self, column: str) -> StagedSpans:
-        """A column of the window whose values stay where they were read."""
-        staged = self.window.staged[column]
-        assert isinstance(staged, StagedSpans)
-        return staged
 
 
 @dataclass(frozen=True)

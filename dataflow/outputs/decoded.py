@@ -23,11 +23,12 @@ import torch
 from numpy.typing import NDArray
 
 from dataflow.decode.crop import Draws
-from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue, WindowPart
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue
 from dataflow.outputs.fixed import default_row
 from dataflow.outputs.output import BuiltColumn, Output, split_list, split_rows
 from dataflow.ragged import Ragged
 from dataflow.staging.columns import REASONS, StagedOutput, StagedSpans
+from dataflow.staging.rows import WindowPart
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import rounded_bytes
 from prefetch.memory.interrupts import must_go_on

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.builder import ChunkPlan
-from dataflow.outputs.columns import ChunkRows, WindowPart
+from dataflow.outputs.columns import ChunkRows
 from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
+from dataflow.staging.rows import WindowPart
 from dataflow.staging.window import StagedRows
 from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn

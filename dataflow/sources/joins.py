@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 
 from dataflow.outputs.output import Output
 from dataflow.staging.columns import StagedOutput, StagedSpans
-from dataflow.staging.mapped import MappedWindow, can_map_windows
-from dataflow.staging.reading import ReadWindow, SparseWindow
+from dataflow.staging.rows import open_rows
 from dataflow.staging.source import Source
-from dataflow.staging.window import NotLocatableError, StagedWindow
 from prefetch.memory.arena import Arena
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
@@ -43,7 +41,6 @@ _KEY_THREADS = 16
 _ARENA_BYTES = 64 << 20
 _NAMED = 5
 """Samples that are named of those without a partner."""
-_NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +121,11 @@ class JoinSide:
 
     def _values(self, number: int) -> pa.Array:
         """The keys of a block whose values are bytes."""
-        rows = self.selection.rows(number)
-        window, rows = self._window(number, rows)
+        output = StagedOutput(name=self.on, sources=(self.on,))
+        source = replace(self.source, outputs=(output,), all_columns=False)
+        arena, blocks = Arena(limit_bytes=_ARENA_BYTES), np.array([number])
+        window = open_rows(source, arena, blocks, self.selection.rows(number), share="few")
+        rows = window.rows
         for read in window.reads():
             read()
         spans = window.staged[self.on]
@@ -139,18 +139,6 @@ class JoinSide:
         is_missing = spans.lengths[rows] < 0
         window.close()
         return pc.if_else(pa.array(~is_missing), keys, None) if is_missing.any() else keys
-
-    def _window(self, number: int, rows: NDArray[np.int64]) -> tuple[StagedWindow, NDArray[np.int64]]:
-        """A window that holds some rows of a block, reading as little else as it can, and the rows in it."""
-        output = StagedOutput(name=self.on, sources=(self.on,))
-        source = replace(self.source, outputs=(output,), all_columns=False, _locates={})
-        arena, blocks = Arena(limit_bytes=_ARENA_BYTES), [self.catalog.block(number)]
-        with suppress(NotLocatableError):
-            if can_map_windows(source):
-                numbers = np.array([number])
-                return MappedWindow(source, arena, numbers, _NO_ROWS, needed=rows, whole=False), rows
-            return SparseWindow(source, arena, blocks, _NO_ROWS, rows_in_block=[rows]), np.arange(len(rows))
-        return ReadWindow(source, arena, blocks, _NO_ROWS), rows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -7,95 +7,65 @@ found from the table of partners (`sharding.plan.partners`), for the rows that t
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
-from dataflow.staging.mapped import MappedWindow, can_map_windows
-from dataflow.staging.reading import ReadWindow, SparseWindow
-from dataflow.staging.source import PartnerSource, Source
-from dataflow.staging.window import NotLocatableError, StagedWindow
+from dataflow.staging.rows import OpenRows, RowReader, WindowPart
+from dataflow.staging.source import PartnerSource
+from dataflow.staging.window import Share, StagedRows, StagedWindow
 from prefetch.memory.arena import Arena
+from prefetch.work import Task
 from sharding.errors import SampleError
 from sharding.plan.partners import blocks_of
 
-Task = Callable[[], None]
-_NO_ROWS = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class PartnerPart:
-    """Partners that one window holds."""
-
-    window: StagedWindow
-    used: NDArray[np.int64]
-    """[n] rows of the joined window that have their partner here, ascending."""
-    row: NDArray[np.int64]
-    """[n] row of each partner in its window."""
-
 
 class PartnerRows:
-    """The partners of a window's rows, of one other dataset.
+    """The partners of a window's rows, of one other dataset: parts fill rows of the joined window.
 
     Args:
-        parts: window by window.
-        reads: bring these windows into reach.
-        nbytes: that they hold, of those that nobody else has credits for.
-        release: drops them.
+        opened: where they lie.
+        outputs: the columns that they bring along.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[PartnerPart],
-        *,
-        reads: Callable[[], Sequence[Task]],
-        nbytes: int,
-        release: Callable[[], None],
-    ) -> None:
-        self.parts, self.reads, self.release = parts, reads, release
-        self.outputs = parts[0].window.source.outputs
-        self.nbytes = nbytes + sum(part.used.nbytes + part.row.nbytes for part in parts)
+    def __init__(self, opened: OpenRows, outputs: Sequence[StagedOutput]) -> None:
+        self.opened, self.outputs = opened, outputs
+        self.nbytes = opened.nbytes + sum(part.rows.nbytes + _filled(part).nbytes for part in opened.parts)
 
-    @classmethod
-    def of_window(cls, window: StagedWindow, used: NDArray[np.int64], row: NDArray[np.int64]) -> PartnerRows:
-        """All in one window that serves nobody else."""
-        part = PartnerPart(window, used, row)
-        return cls([part], reads=window.reads, nbytes=window.nbytes, release=window.close)
-
-    def find(self, row: int) -> tuple[StagedWindow, int]:
+    def find(self, row: int) -> tuple[StagedRows, int]:
         """The window that holds the partner of a row, and its row there."""
-        for part in self.parts:
-            at = int(np.searchsorted(part.used, row))
-            if at < len(part.used) and part.used[at] == row:
-                return part.window, int(part.row[at])
+        for part in self.opened.parts:
+            at = int(np.searchsorted(_filled(part), row))
+            if at < len(part.rows) and _filled(part)[at] == row:
+                return part.window, int(part.rows[at])
         raise KeyError(row)
 
     def staged(self, output: StagedOutput, num_rows: int, arena: Arena) -> StagedArray | StagedSpans:
         """A column by rows of the joined window; rows not used have any value."""
-        first = self.parts[0].window.staged[output.name]
+        parts = self.opened.parts
+        first = parts[0].window.staged[output.name]
         if isinstance(first, StagedSpans):
-            at = self.parts[0].row[0]
+            at = parts[0].rows[0]
             column = StagedSpans(np.full(num_rows, first.addresses[at]), np.full(num_rows, first.lengths[at]))
-            for part in self.parts:
-                have = part.window.staged[output.name]
-                assert isinstance(have, StagedSpans)
-                column.addresses[part.used] = have.addresses[part.row]
-                column.lengths[part.used] = have.lengths[part.row]
+            for part in parts:
+                have = part.spans(output.name)
+                column.addresses[part.chunk_rows] = have.addresses[part.rows]
+                column.lengths[part.chunk_rows] = have.lengths[part.rows]
                 column.keep += have.keep
             return column
         numbers = output.stage(num_rows, arena)
         assert isinstance(numbers, StagedArray)
-        for part in self.parts:
+        for part in parts:
             values = part.window.staged[output.name]
             assert isinstance(values, StagedArray)
-            numbers.values[part.used] = values.values[part.row]
-            numbers.bad.update((int(part.used[at]), reason) for at, reason in values.bad_among(part.row))
+            numbers.values[part.chunk_rows] = values.values[part.rows]
+            numbers.bad.update((part.chunk_row(at), reason) for at, reason in values.bad_among(part.rows))
         return numbers
 
 
@@ -121,13 +91,13 @@ class JoinedWindow(StagedWindow):
 
     @property
     def _windows(self) -> list[StagedWindow]:
-        return [self._own, *(part.window for rows in self._partners for part in rows.parts)]
+        return [self._own, *(window for rows in self._partners for window in rows.opened.windows)]
 
     # ---- the engine's window ------------------------------------------------------------------------
 
     def reads(self) -> Sequence[Task]:
         """Those of all its windows; the last one that ends puts their columns side by side."""
-        tasks = [*self._own.reads(), *(task for rows in self._partners for task in rows.reads())]
+        tasks = [*self._own.reads(), *(task for rows in self._partners for task in rows.opened.reads())]
         self._tasks_left = len(tasks)
         return [partial(self._read, task) for task in tasks]
 
@@ -137,9 +107,16 @@ class JoinedWindow(StagedWindow):
             self._tasks_left -= 1
             is_last = self._tasks_left == 0
         if is_last:
-            self.put_together()
+            self._put_together()
 
-    def put_together(self) -> None:
+    def read_partners(self) -> None:
+        """Read what it has of other datasets in this thread, where its own window has been read."""
+        for rows in self._partners:
+            for task in rows.opened.reads():
+                task()
+        self._put_together()
+
+    def _put_together(self) -> None:
         """Stage the columns of all its windows, which have been read, side by side."""
         self.staged.update(self._own.staged)
         for rows in self._partners:
@@ -159,7 +136,7 @@ class JoinedWindow(StagedWindow):
     def _release(self) -> None:
         self._own.close()
         for rows in self._partners:
-            rows.release()
+            rows.opened.close()
 
     # ---- for the builder --------------------------------------------------------------------------------
 
@@ -194,7 +171,7 @@ class JoinedWindow(StagedWindow):
 
     def _located(
         self, spans: StagedSpans, rows: NDArray[np.int64], column: str, owners: NDArray[np.int64] | None
-    ) -> tuple[StagedWindow, StagedSpans, NDArray[np.int64], NDArray[np.int64] | None]:
+    ) -> tuple[StagedRows, StagedSpans, NDArray[np.int64], NDArray[np.int64] | None]:
         """Who tells how the values of some rows may be touched, and what to ask for.
 
         Mapped ones, which are all in one window, by that; what was read is memory like any other.
@@ -202,20 +179,19 @@ class JoinedWindow(StagedWindow):
         partner = self._partner_of.get(column)
         if partner is None:
             return self._own, spans, rows, owners
-        part = partner.parts[0]
+        part = partner.opened.parts[0]
         if not part.window.mapped:
             return part.window, spans, rows, owners
         if owners is not None:  # `spans` are not by row
-            return part.window, spans, rows, part.row[np.searchsorted(part.used, owners)]
-        have = part.window.staged[column]
-        assert isinstance(have, StagedSpans)
-        return part.window, have, part.row[np.searchsorted(part.used, rows)], None
+            return part.window, spans, rows, part.rows[np.searchsorted(_filled(part), owners)]
+        return part.window, part.spans(column), part.rows[np.searchsorted(_filled(part), rows)], None
 
     # ---- telling where a row came from ----------------------------------------------------------------
 
     def sample_error(self, row: int, reason: str, column: str | None, stage: str = "decode") -> SampleError:
         """An error that names the sample of the dataset that the column is of."""
         partner = self._partner_of.get(column) if column is not None else None
+        window: StagedRows
         window, own_row = (self._own, row) if partner is None else partner.find(row)
         return window.sample_error(own_row, reason, column, stage)
 
@@ -227,137 +203,49 @@ class JoinedWindow(StagedWindow):
         return self._own._stored(ordinal)
 
 
-class _SharedBlock:
-    """A block of another dataset that several windows need. Whoever needs it first reads it."""
-
-    def __init__(self, window: ReadWindow) -> None:
-        self.window = window
-        self.num_users = 0
-        self._reading = threading.Lock()  # held while it is read
-        self._is_read = False
-
-    def read(self) -> None:
-        """Read it, or wait until another thread has."""
-        with self._reading:
-            if not self._is_read:
-                for task in self.window.reads():
-                    task()
-                self._is_read = True
-
-
-class _SharedBlocks:
-    """Blocks that can be decoded as a whole only, each read once for all windows that need it meanwhile.
+class PartnerStager:
+    """Finds and opens what windows need of another dataset. Thread-safe.
 
     Args:
-        source: of the other dataset.
-        arena: where they lie.
-        keeps: whether they stay, for all windows to come: they have credits then.
+        partner: the dataset, and which of its samples belongs to each of the windows'.
+        arena: where values lie.
+        num_readers: threads that will read a window.
+        keep_blocks: of those that can be decoded as a whole only, so many stay for windows to come.
     """
 
-    def __init__(self, source: Source, arena: Arena, *, keeps: bool) -> None:
-        self._source, self._arena, self._keeps = source, arena, keeps
-        self._lock = threading.Lock()  # guards _blocks and their numbers of users
-        self._blocks: dict[int, _SharedBlock] = {}
-
-    def rows_for(
-        self, used: NDArray[np.int64], block: NDArray[np.int64], in_block: NDArray[np.int64]
-    ) -> PartnerRows:
-        """The partners of some rows, [n] ascending, in the block and row of each."""
-        numbers, ordinal = np.unique(block, return_inverse=True)
-        shared = self._take(numbers.tolist())
-        by_block = np.argsort(ordinal, kind="stable")
-        cuts = np.cumsum(np.bincount(ordinal))[:-1]
-        parts = [
-            PartnerPart(one.window, used[own], in_block[own])
-            for one, own in zip(shared, np.split(by_block, cuts), strict=True)
-        ]
-        return PartnerRows(
-            parts,
-            reads=lambda: [one.read for one in shared],
-            nbytes=0 if self._keeps else sum(one.window.nbytes for one in shared),
-            release=partial(self._give_back, numbers.tolist()),
+    def __init__(
+        self, partner: PartnerSource, arena: Arena, *, num_readers: int = 1, keep_blocks: int = 0
+    ) -> None:
+        self._table, self._source = partner.table, partner.source
+        keep_bytes = math.inf if partner.keeps else 0
+        self._reader = RowReader(
+            arena, num_readers=num_readers, keep_bytes=keep_bytes, keep_blocks=keep_blocks
         )
-
-    def _take(self, numbers: Sequence[int]) -> list[_SharedBlock]:
-        with self._lock:
-            for number in numbers:
-                if number not in self._blocks:
-                    blocks = [self._source.catalog.block(number)]
-                    window = ReadWindow(self._source, self._arena, blocks, _NO_ROWS)
-                    self._blocks[number] = _SharedBlock(window)
-                self._blocks[number].num_users += 1
-            return [self._blocks[number] for number in numbers]
-
-    def _give_back(self, numbers: Sequence[int]) -> None:
-        with self._lock:
-            for number in numbers:
-                self._blocks[number].num_users -= 1
-            if self._keeps:
-                return
-            unused = [self._blocks.pop(n).window for n in numbers if not self._blocks[n].num_users]
-        for window in unused:
-            window.close()
-
-
-class PartnerStager:
-    """Finds and stages what windows need of another dataset. Used by one thread at a time."""
-
-    def __init__(self, partner: PartnerSource, arena: Arena, *, num_readers: int) -> None:
-        self._partner, self._arena, self._num_readers = partner, arena, num_readers
-        self._maps = can_map_windows(partner.source)
-        self._shared = _SharedBlocks(partner.source, arena, keeps=partner.keeps)
 
     def rows_for(self, used: NDArray[np.int64], samples: NDArray[np.int64]) -> PartnerRows:
         """The partners of some rows of a window, [n] ascending, which are these samples."""
-        source = self._partner.source
-        table, numbers = source.catalog.blocks, self._partner.table.of(samples)
+        table, numbers = self._source.catalog.blocks, self._table.of(samples)
         block = blocks_of(table, numbers)
-        if not source.locates(source.catalog.block(int(block[0]))):
-            return self._shared.rows_for(used, block, numbers - table.first_sample[block])
         is_used = np.zeros(len(table.num_samples), np.bool_)
         is_used[block] = True
-        blocks = np.flatnonzero(is_used)
-        counts, first = table.num_samples[blocks], np.zeros(len(is_used), np.int64)
-        first[blocks] = np.cumsum(counts) - counts - table.first_sample[blocks]
-        row = numbers + first[block]
-        is_sparse = 2 * len(numbers) < int(counts.sum())
-        with suppress(NotLocatableError):  # as of shards of which some are compressed
-            if self._maps:
-                needed = np.unique(row) if is_sparse else None
-                return PartnerRows.of_window(self._mapped(blocks, needed), used, row)
-            if is_sparse:
-                different = np.unique(numbers)
-                window = self._sparse(different, blocks)
-                return PartnerRows.of_window(window, used, np.searchsorted(different, numbers))
-        every = [source.catalog.block(number) for number in blocks.tolist()]
-        whole = ReadWindow(source, self._arena, every, _NO_ROWS, num_readers=self._num_readers)
-        return PartnerRows.of_window(whole, used, row)
-
-    def _mapped(self, blocks: NDArray[np.int64], needed: NDArray[np.int64] | None) -> MappedWindow:
-        return MappedWindow(
-            self._partner.source,
-            self._arena,
-            blocks,
-            _NO_ROWS,
-            needed=needed,
-            whole=needed is None,
-            num_readers=self._num_readers,
-        )
-
-    def _sparse(self, numbers: NDArray[np.int64], blocks: NDArray[np.int64]) -> SparseWindow:
-        """Some samples' values alone."""
-        source = self._partner.source
-        first = source.catalog.blocks.first_sample[blocks]
-        parts = np.split(numbers, np.searchsorted(numbers, first)[1:])
-        rows_in_block = [part - start for part, start in zip(parts, first.tolist(), strict=True)]
-        every = [source.catalog.block(number) for number in blocks.tolist()]
-        return SparseWindow(source, self._arena, every, _NO_ROWS, rows_in_block=rows_in_block)
+        blocks, ordinal = np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[block]
+        few = 2 * len(numbers) < int(table.num_samples[blocks].sum())
+        row = numbers - table.first_sample[block]
+        share: Share = "few" if few else "many"
+        opened = self._reader.open(self._source, blocks, ordinal, row, used, share=share)
+        return PartnerRows(opened, self._source.outputs)
 
 
-def joined(own: StagedWindow, source: Source, stagers: Sequence[PartnerStager]) -> JoinedWindow:
-    """A window, and the partners of the rows that its indices take."""
+def joined(own: StagedWindow, rows: NDArray[np.int64], stagers: Sequence[PartnerStager]) -> JoinedWindow:
+    """A window, and the partners of some of its rows; -1 is none."""
     is_used = np.zeros(own.samples.num_rows, np.bool_)
-    is_used[own.rows[own.rows >= 0]] = True
+    is_used[rows[rows >= 0]] = True
     used = np.flatnonzero(is_used)
-    samples = own.samples.numbers(used) - source.first_number
+    samples = own.samples.numbers(used) - own.source.first_number
     return JoinedWindow(own, [stager.rows_for(used, samples) for stager in stagers])
+
+
+def _filled(part: WindowPart) -> NDArray[np.int64]:
+    """[n] rows of the joined window that a part fills, ascending."""
+    assert isinstance(part.chunk_rows, np.ndarray)
+    return part.chunk_rows

@@ -21,26 +21,14 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import ALIGN, StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.source import Source
-from dataflow.staging.window import NotLocatableError, StagedWindow, WindowSamples
+from dataflow.staging.window import NotLocatableError, Share, StagedWindow, WindowSamples
 from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuard
-from prefetch.memory.mapping import MappedShard, can_map, will_need
+from prefetch.memory.mapping import MappedShard, will_need
 from sharding.blocks import Spans
 from sharding.cached_property import cached_property
-
-
-def can_map_windows(source: Source) -> bool:
-    """Whether this dataset's windows may be mapped: local files whose values lie in the stored bytes.
-
-    Blocks with checksums are read, because all their bytes must be seen before any is used; and so are values
-    of which parts will do.
-    """
-    if source.catalog.checksums is not None or source.parts:
-        return False
-    first = int(np.flatnonzero(source.catalog.blocks.num_samples)[0])
-    return can_map(source.catalog.shard(0).url) and source.locates(source.catalog.block(first))
 
 
 class MappedWindow(StagedWindow):
@@ -49,8 +37,8 @@ class MappedWindow(StagedWindow):
     Args:
         numbers: [b] numbers of the blocks, in read order.
         rows: as for `StagedWindow`.
-        needed: rows that this rank takes; None for all.
-        whole: whether all pages are waited for; else only those of the rows needed are asked for.
+        share: how many of the rows are taken; where few are, only their pages are asked for, else all are
+            waited for.
         num_readers: threads that map the blocks.
 
     Raises `NotLocatableError` where the format cannot tell where values lie.
@@ -65,8 +53,7 @@ class MappedWindow(StagedWindow):
         numbers: NDArray[np.int64],
         rows: NDArray[np.int64],
         *,
-        needed: NDArray[np.int64] | None,
-        whole: bool = True,
+        share: Share,
         num_readers: int = 1,
     ) -> None:
         places = source.places.of_blocks(numbers)
@@ -74,7 +61,7 @@ class MappedWindow(StagedWindow):
             raise NotLocatableError(f"format {source.format.name} cannot tell where values lie")
         blocks = places.blocks
         super().__init__(source, arena, WindowSamples(source.first_number, blocks), rows)
-        self._needed, self._whole, self._places = needed, whole, places
+        self._share, self._whole, self._places = share, share != "few", places
         self._shards: list[MappedShard | None] = [None] * len(blocks)
         self._lock = threading.Lock()  # guards _tasks_left
         self._tasks_left = min(num_readers, len(blocks))
@@ -106,7 +93,8 @@ class MappedWindow(StagedWindow):
 
     def _stage_rest(self) -> None:
         """Stage what the whole window needs at once, in the thread that mapped the last block."""
-        rows = np.arange(self.samples.num_rows) if self._needed is None else self._needed
+        rows = np.arange(self.samples.num_rows) if self._share == "all" else self.rows[self.rows >= 0]
+        rows = rows if self._whole else np.unique(rows)
         samples = self._places.samples()
         for output in self.source.outputs:
             if output.stays_in_place:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from dataflow.staging.source import Source
 from dataflow.staging.window import StagedWindow, WindowSamples
 from prefetch.memory.arena import Arena
-from sharding.blocks import Block
 
 
 class PlannedWindow(StagedWindow):
@@ -24,13 +23,13 @@ class PlannedWindow(StagedWindow):
         self,
         source: Source,
         arena: Arena,
-        blocks: Sequence[Block],
+        numbers: NDArray[np.int64],
         rows: NDArray[np.int64],
         *,
         whole: bool,
     ) -> None:
-        super().__init__(source, arena, WindowSamples(source.first_number, blocks), rows)
-        self.numbers = np.array([block.number for block in blocks], np.int64)
+        super().__init__(source, arena, WindowSamples(source.first_number, source.blocks(numbers)), rows)
+        self.numbers = numbers
         """[b] of the blocks, in read order."""
         self.whole = whole
         """Whether its blocks are read whole, so that they can be held to their checksums."""

@@ -29,7 +29,7 @@ class ReadWindow(StagedWindow):
     """A window that reads whole blocks.
 
     Args:
-        blocks: [b] the blocks to stage, in read order.
+        numbers: [b] numbers of the blocks to stage, in read order.
         rows: as for `StagedWindow`.
         num_readers: threads that will read.
     """
@@ -40,15 +40,16 @@ class ReadWindow(StagedWindow):
         self,
         source: Source,
         arena: Arena,
-        blocks: Sequence[Block],
+        numbers: NDArray[np.int64],
         rows: NDArray[np.int64],
         *,
         num_readers: int = 1,
     ) -> None:
+        blocks = source.blocks(numbers)
         super().__init__(source, arena, WindowSamples(source.first_number, blocks), rows)
         self._data: list[memoryview | None] = [None] * len(blocks)
         self._region: NDArray[np.uint8] | None = None
-        self._in_region = bool(blocks) and all(map(source.locates, blocks))
+        self._in_region = bool(blocks) and source.locates(numbers)
         self._keeps_blocks = self._in_region or any(output.stays_in_place for output in source.outputs)
         columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
         self._clip_rows = np.unique(rows[rows >= 0]) if source.clips else np.zeros(0, np.int64)
@@ -156,10 +157,11 @@ _LEAST_CUT_BYTES = 256 << 10
 class SparseWindow(StagedWindow):
     """A window that reads only the values of the rows asked for: random access and `Shuffle("full")` use it.
 
+    Its own rows are those alone, block by block, each once.
+
     Args:
-        blocks: [b] the blocks that hold them, in read order.
-        rows: as for `StagedWindow`.
-        rows_in_block: per block the rows of the block to read, ascending.
+        numbers: [b] numbers of the blocks that hold them, in read order.
+        rows: [k] the rows asked for, counting the samples of all blocks through; -1 for none.
 
     Raises `NotLocatableError` where the format cannot tell where values lie.
     """
@@ -168,12 +170,15 @@ class SparseWindow(StagedWindow):
         self,
         source: Source,
         arena: Arena,
-        blocks: Sequence[Block],
+        numbers: NDArray[np.int64],
         rows: NDArray[np.int64],
-        *,
-        rows_in_block: Sequence[NDArray[np.int64]],
     ) -> None:
-        super().__init__(source, arena, WindowSamples(source.first_number, blocks, rows_in_block), rows)
+        blocks, wanted = source.blocks(numbers), np.unique(rows[rows >= 0])
+        first = np.cumsum([0, *(block.num_samples for block in blocks[:-1])])
+        by_block = np.split(wanted, np.searchsorted(wanted, first[1:]))
+        rows_in_block = [own - start for own, start in zip(by_block, first.tolist(), strict=True)]
+        own_rows = np.where(rows < 0, -1, np.searchsorted(wanted, rows))
+        super().__init__(source, arena, WindowSamples(source.first_number, blocks, rows_in_block), own_rows)
         self._region: NDArray[np.uint8] | None = None
         self._spans = [self._locate(block, own) for block, own in zip(blocks, rows_in_block, strict=True)]
         self._parts = [

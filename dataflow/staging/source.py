@@ -17,7 +17,7 @@ from dataflow.staging.columns import StagedOutput
 from dataflow.staging.places import ValuePlaces
 from prefetch.control.gate import ReadGate
 from prefetch.control.pause import ReadPause
-from prefetch.memory.mapping import Mappings
+from prefetch.memory.mapping import Mappings, can_map
 from prefetch.store.reader import NO_FAULTS, Awaited, ReadStats, StoreReader
 from sharding.blocks import Block, Format, Shard
 from sharding.cached_property import cached_property
@@ -114,7 +114,9 @@ class Source:
     """Datasets that are joined to it."""
     reads_whole: bool = False
     """Whether values are read whole where parts would do: what joined samples draw is not known then."""
-    _locates: dict[str, bool] = field(default_factory=dict, compare=False)
+    may_map: bool = True
+    """Whether local files are mapped where that saves a copy."""
+    _locates: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def places(self) -> ValuePlaces:
@@ -213,13 +215,30 @@ class Source:
         """What its samples are numbered from: their random numbers depend on no other source's size."""
         return self.number << _SOURCE_SHIFT
 
-    def locates(self, block: Block) -> bool:
-        """Whether values of this block's shard lie in the stored bytes: not so in compressed shards."""
-        locates = self._locates.get(block.shard.url)
-        if locates is None:
-            locates = self.format.locate(block, self.columns) is not None
-            self._locates[block.shard.url] = locates
-        return locates
+    def locates(self, blocks: NDArray[np.int64]) -> bool:
+        """Whether values of all these blocks lie in the stored bytes: not so in compressed shards."""
+        shards, first = np.unique(self.catalog.blocks.shard[blocks], return_index=True)
+        for shard, number in zip(shards.tolist(), blocks[first].tolist(), strict=True):
+            if shard not in self._locates:
+                spans = self.format.locate(self.catalog.block(number), self.columns)
+                self._locates[shard] = spans is not None
+        return all(map(self._locates.__getitem__, shards.tolist()))
+
+    @cached_property
+    def maps(self) -> bool:
+        """Whether windows may be mapped: local files whose values lie in the stored bytes.
+
+        Blocks with checksums are read, because all their bytes must be seen before any is used; and so are
+        values of which parts will do.
+        """
+        if not self.may_map or self.catalog.checksums is not None or self.parts:
+            return False
+        first = np.flatnonzero(self.catalog.blocks.num_samples)[:1]
+        return can_map(self.catalog.shard(0).url) and self.locates(first)
+
+    def blocks(self, numbers: NDArray[np.int64]) -> list[Block]:
+        """The blocks of these numbers."""
+        return [self.catalog.block(number) for number in numbers.tolist()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,12 @@
-"""From a window of an order to a staged one: which blocks it needs, which of their rows, and how it is read.
+"""From a window of an order to a staged one: which blocks it needs, and which of their rows.
 
-Windows of local files whose values lie in the stored bytes are mapped; of a full shuffle, which takes few
-samples of many blocks, only the values wanted are read, where the format can tell where they lie; all other
-windows are read in whole blocks. Where builders read by themselves, windows are only planned.
+Of a full shuffle's windows, few samples of many blocks are wanted; of all others, most of each. What is made
+of that, `open_rows` says. Where builders read by themselves, windows are only planned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
 
 import numpy as np
@@ -16,22 +14,18 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import ALIGN
 from dataflow.staging.joined import PartnerStager, joined
-from dataflow.staging.mapped import MappedWindow, can_map_windows
 from dataflow.staging.planned import PlannedWindow
-from dataflow.staging.reading import ReadWindow, SparseWindow
+from dataflow.staging.rows import counted_through, open_rows
 from dataflow.staging.source import Source
-from dataflow.staging.window import NotLocatableError, StagedWindow
+from dataflow.staging.window import Share, StagedWindow
 from prefetch.core.executor import executor
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
-from sharding.blocks import Block
 from sharding.order.epoch_order import EpochOrder, SourceWindow, Windows
 from sharding.order.order import Order
 from sharding.order.selection import SelectedOrder
 
 _FULL_WINDOW_SAMPLES = 4096
-_MOST_MAPPED = 1 << 13
-"""Shards of a window that is mapped: the system allows 65,530 mappings, and several windows are open."""
 _PLAN_BYTES = 16
 """What planning a window takes for each of its samples."""
 
@@ -108,7 +102,6 @@ class Stager:
         self._sources, self._arena, self._limit_bytes, self._reads = sources, arena, limit_bytes, reads
         self._seed = seed
         self._num_readers, self._full_window_bytes = num_readers, limit_bytes // 8
-        self._mapped = [can_map_windows(source) for source in sources]
         self._partners = [
             [PartnerStager(partner, arena, num_readers=num_readers) for partner in source.partners]
             for source in sources
@@ -144,7 +137,7 @@ class Stager:
         source = self._sources[0]
         table = source.catalog.blocks
         used = np.flatnonzero(table.num_samples)
-        if source.locates(source.catalog.block(int(used[0]))):
+        if source.locates(used[:1]):
             values = int(table.nbytes.sum()) // int(table.num_samples.sum())
             return values + ALIGN * len(source.columns)
         return 1 + int((table.length + table.nbytes)[used].mean())
@@ -161,91 +154,32 @@ class Stager:
     ) -> StagedWindow:
         """A window of a source, with what is joined to it."""
         window, partners = self._staged(source, units, number, indices), self._partners[source.number]
-        return joined(window, source, partners) if partners else window
+        return joined(window, window.rows, partners) if partners else window
 
     def _staged(
         self, source: Source, units: Windows, number: int, indices: NDArray[np.int64] | None
     ) -> StagedWindow:
+        """A window of a source, without what is joined to it."""
         if source.cache is not None and isinstance(units, Order):
             source.cache.begins(units.epoch, number)
-        by_value = self._reads and not self._mapped[source.number] and bool(source.parts)
-        if not by_value and indices is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
+        if indices is None and isinstance(units, SelectedOrder) and units.selection.is_whole:
             nbytes = 8 * units.window_length(number)
             # Recycled memory: first touches cost more than the mixing.
             rows = self._arena.lease(nbytes)[:nbytes].view(np.int64)
             num_samples = source.catalog.blocks.num_samples
             blocks = units.whole_window(number, num_samples, rows, executor().keyed_orders)
-            return self._stage_blocks(source, blocks, rows, None, True)
-        blocks = units.window_blocks(number)
+            return self._opened(source, blocks, rows, "all")
         ordinal, row = units.window_samples(number, indices)
-        if indices is None:
-            indices = np.arange(len(row))
-        whole = not isinstance(units, FullWindows)
-        if by_value or (self._reads and not whole and not self._mapped[source.number]):
-            window = self._stage_sparse(source, blocks, ordinal, row, indices, units.window_length(number))
-            if window is not None:
-                return window
-        used = np.zeros(len(blocks), bool)
-        used[ordinal] = True
-        counts = np.where(used, source.catalog.blocks.num_samples[blocks], 0)
-        needed = (np.cumsum(counts) - counts)[ordinal]
-        needed += row
-        rows = np.full(units.window_length(number), -1)
-        rows[indices] = needed
-        return self._stage_blocks(source, blocks[used], rows, needed, whole)
+        blocks, wanted = counted_through(source, units.window_blocks(number), ordinal, row)
+        rows = wanted
+        if indices is not None:
+            rows = np.full(units.window_length(number), -1)
+            rows[indices] = wanted
+        return self._opened(source, blocks, rows, "few" if isinstance(units, FullWindows) else "many")
 
-    def _stage_blocks(
-        self,
-        source: Source,
-        blocks: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        needed: NDArray[np.int64] | None,
-        whole: bool,
+    def _opened(
+        self, source: Source, blocks: NDArray[np.int64], rows: NDArray[np.int64], share: Share
     ) -> StagedWindow:
-        """A window of whole blocks, of which only the rows `needed` are used; None for all."""
         if not self._reads:
-            return PlannedWindow(source, self._arena, _blocks(source, blocks), rows, whole=whole)
-        if self._mapped[source.number] and _num_shards(source, blocks) <= _MOST_MAPPED:
-            with suppress(NotLocatableError):
-                return MappedWindow(
-                    source,
-                    self._arena,
-                    blocks,
-                    rows,
-                    needed=needed,
-                    whole=whole,
-                    num_readers=self._num_readers,
-                )
-        return ReadWindow(source, self._arena, _blocks(source, blocks), rows, num_readers=self._num_readers)
-
-    def _stage_sparse(
-        self,
-        source: Source,
-        blocks: NDArray[np.int64],
-        ordinal: NDArray[np.int32],
-        row: NDArray[np.int64],
-        indices: NDArray[np.int64],
-        window_length: int,
-    ) -> StagedWindow | None:
-        """A window that reads only the values needed; None where the format cannot say where they lie."""
-        by_place = np.lexsort((row, ordinal))
-        rows = np.full(window_length, -1, np.int64)
-        rows[indices[by_place]] = np.arange(len(indices))
-        used, counts = np.unique(ordinal, return_counts=True)
-        rows_in_block = np.split(row[by_place], np.cumsum(counts)[:-1])
-        with suppress(NotLocatableError):
-            return SparseWindow(
-                source, self._arena, _blocks(source, blocks[used]), rows, rows_in_block=rows_in_block
-            )
-        return None
-
-
-def _num_shards(source: Source, blocks: NDArray[np.int64]) -> int:
-    """Different shards of some blocks, as many as there are blocks at most."""
-    if len(blocks) <= _MOST_MAPPED:
-        return len(blocks)
-    return len(np.unique(source.catalog.blocks.shard[blocks]))
-
-
-def _blocks(source: Source, numbers: NDArray[np.int64]) -> list[Block]:
-    return [source.catalog.block(number) for number in numbers.tolist()]
+            return PlannedWindow(source, self._arena, blocks, rows, whole=share != "few")
+        return open_rows(source, self._arena, blocks, rows, share=share, num_readers=self._num_readers)

@@ -3,7 +3,7 @@
 A window's rows are numbered block by block. Its columns are staged for all rows at once: numbers in an array,
 other values as addresses of where they lie. There are three windows: `ReadWindow` reads whole blocks,
 `SparseWindow` only the values of the rows asked for (both in `dataflow.staging.reading`), and `MappedWindow`
-maps files (`dataflow.staging.mapped`).
+maps files (`dataflow.staging.mapped`). `dataflow.staging.rows` chooses; nobody else knows which it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from sharding.catalog.reading import read_block
 from sharding.errors import DataflowError, SampleError, ShardReadError
 from sharding.order.keyed import uniform
 from sharding.urls import is_local
+
+Share = Literal["all", "many", "few"]
+"""How many rows of its blocks are wanted in a window: all, many, so that it is read whole, or few of each."""
 
 
 class NotLocatableError(DataflowError):
@@ -106,6 +109,9 @@ class StagedRows(ABC):
         source_epoch: epoch of its own that a mixture's source is in; None: the loader's.
     """
 
+    mapped: ClassVar[bool] = False
+    """Whether values lie in mapped files."""
+
     def __init__(self, source_number: int, samples: RowNumbers, source_epoch: int | None = None) -> None:
         self.source_number, self.source_epoch = source_number, source_epoch
         self.samples = samples
@@ -175,8 +181,6 @@ class StagedWindow(StagedRows):
             indices of other ranks.
     """
 
-    mapped: ClassVar[bool] = False
-    """Whether values lie in mapped files."""
     holds_blocks: ClassVar[bool] = False
     """Whether the stored bytes of its blocks are in memory."""
     samples: WindowSamples
@@ -264,15 +268,12 @@ class StagedWindow(StagedRows):
             for row, value in zip(rows.tolist(), values, strict=True):
                 staged.put_cut(row, value)
 
-    def with_clips(self, source: Source, rows: NDArray[np.int64]) -> StagedWindow:
-        """The window, and of some rows also what they need of other files, which it does not keep.
-
-        `source`: the caller's own, with its reader.
-        """
-        if not source.clips:
+    def with_clips(self, rows: NDArray[np.int64]) -> StagedWindow:
+        """The window, and of some rows also what they need of other files, which it does not keep."""
+        if not self.source.clips:
             return self
         other = copy.copy(self)
-        other.source, other.staged = source, dict(self.staged)
+        other.staged = dict(self.staged)
         for output in self.source.clips:
             staged = self.staged[output.name]
             assert isinstance(staged, StagedMoments)

@@ -87,9 +87,11 @@ class InMemory(ShardedDataset):
         keep_mapped_bytes: int = 0,
         guards: FileGuards | None = None,
         pause: ReadPause | None = None,
+        *,
+        is_awaited: bool = False,
     ) -> Source:
         """What the loader reads with: memory."""
-        source = super().source(keep_mapped_bytes, guards, pause)
+        source = super().source(keep_mapped_bytes, guards, pause, is_awaited=is_awaited)
         return source if self._kept is None else replace(source, reader=self._kept)
 
 

@@ -349,7 +349,7 @@ def test_blocks_are_decoded_once_as_long_as_they_are_kept(made: Make, keep_bytes
         chunk_rows=np.arange(2),
         whole=True,
     )
-    plan: Any = SimpleNamespace(sizes=np.array([2]), cut=None)
+    plan: Any = SimpleNamespace(sizes=np.array([2]), cut=None, epoch=0)
     numbers = []
     for _ in range(2):
         rows = reader.begin(ReadPlan(plan=plan, parts=[part])).rows()

@@ -14,10 +14,11 @@ import torch
 from datasets_kit import Make
 
 from dataflow import DataLoader, Pad
-from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness, WindowPart
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness
 from dataflow.outputs.output import BuiltColumn, Output
 from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
 from dataflow.staging.columns import StagedSpans
+from dataflow.staging.rows import WindowPart
 from prefetch.addresses import memory_at
 from prefetch.memory.arena import Arena
 

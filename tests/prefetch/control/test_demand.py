@@ -74,7 +74,7 @@ def test_a_window_that_is_waited_for_tells_the_gate_once(tmp_path: Path) -> None
     gate = gate_that_knows_its_store()
     free = gate.decision
     source = replace(dataset.source(1 << 20), gate=gate)
-    window = ReadWindow(source, Arena(limit_bytes=1 << 20), [dataset.catalog.block(0)], np.arange(1))
+    window = ReadWindow(source, Arena(limit_bytes=1 << 20), np.arange(1), np.arange(1))
     cap(gate)
     window.hurry()
     assert gate.decision == free

@@ -234,7 +234,7 @@ def test_time_goes_on_in_a_hold_in_which_nothing_stands_still() -> None:
 def test_each_wait_of_the_training_code_ends_the_hold_not_only_the_first_for_a_window(made: Make) -> None:
     hold, _ = held()
     source = replace(made("tar").open().source(1 << 20), pause=hold)
-    window = ReadWindow(source, Arena(limit_bytes=1 << 20), [source.catalog.block(0)], np.arange(1))
+    window = ReadWindow(source, Arena(limit_bytes=1 << 20), np.arange(1), np.arange(1))
     window.hurry()
     hold.begin()
     window.hurry()

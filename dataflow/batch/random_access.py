@@ -1,0 +1,107 @@
+"""Single samples of a dataset, built in the calling thread from the same windows and columns as batches are.
+
+Values are read one by one where the format tells where they lie (tar, tokens); of blocks that can be decoded
+as a whole only (Parquet, Arrow, JSON Lines), the last few stay.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.batch.samples import samples_of
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness
+from dataflow.outputs.output import Output
+from dataflow.staging.joined import PartnerStager, joined
+from dataflow.staging.rows import RowReader, WindowPart
+from dataflow.staging.source import Source
+from prefetch.memory.arena import Arena
+
+_ARENA_BYTES = 64 << 20
+_KEPT_BLOCKS = 4
+
+
+class RandomAccess:
+    """Builds single samples. Thread-safe; a process that was forked opens everything anew."""
+
+    def __init__(self) -> None:
+        self._opened: _OpenSource | None = None
+
+    def build(
+        self,
+        open_source: Callable[[], Source],
+        outputs: Sequence[Output],
+        blocks: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        randomness: Randomness,
+    ) -> tuple[ChunkColumns, list[dict[str, Any]]]:
+        """Some samples, and their columns, which have the errors of those that are bad.
+
+        Args:
+            open_source: what is read; called once a process.
+            outputs: the columns that samples have.
+            blocks: [n] the block of each sample.
+            rows: [n] its row in the block.
+            randomness: what random augmentation is a function of.
+
+        Raises what reading raises.
+        """
+        opened = self._opened
+        if opened is None or opened.pid != os.getpid():
+            # Without a lock, which another thread may have held when this process was forked; threads that
+            # come at the same time open one each.
+            opened = self._opened = _OpenSource(open_source())
+        parts = opened.parts(blocks, rows, randomness)
+        columns = ChunkColumns(
+            ChunkRows(len(rows), lambda: parts),
+            opened.arena,
+            randomness,
+            may_load=True,
+            closing=threading.Event(),
+        )
+        batch = {output.name: output.build(columns).whole(columns) for output in outputs}
+        samples = samples_of(batch, outputs, len(rows))
+        return columns, [samples[at] for at in range(len(rows))]
+
+
+class _OpenSource:
+    """A source as one process reads single samples of it. Thread-safe."""
+
+    def __init__(self, source: Source) -> None:
+        self.pid, self.arena, self._source = os.getpid(), Arena(limit_bytes=_ARENA_BYTES), source
+        self._reader = RowReader(self.arena, keep_blocks=_KEPT_BLOCKS)
+        self._stagers = [
+            PartnerStager(partner, self.arena, keep_blocks=_KEPT_BLOCKS) for partner in source.partners
+        ]
+
+    def parts(
+        self, blocks: NDArray[np.int64], rows: NDArray[np.int64], randomness: Randomness
+    ) -> list[WindowPart]:
+        """Reads some samples, and what they have in other files and datasets; where they lie then."""
+        used, ordinal = np.unique(blocks, return_inverse=True)
+        opened = self._reader.open(
+            self._source,
+            used,
+            ordinal,
+            rows,
+            np.arange(len(rows)),
+            share="few",
+            seed=randomness.seed,
+            epoch=randomness.epoch,
+        )
+        for read in opened.reads():
+            read()
+        parts = []
+        for part, window in zip(opened.parts, opened.windows, strict=True):
+            whole = window.with_clips(part.rows)
+            if self._stagers:
+                whole = beside = joined(window, part.rows, self._stagers)
+                beside.read_partners()
+            parts.append(replace(part, window=whole))
+        return parts

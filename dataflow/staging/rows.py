@@ -1,0 +1,260 @@
+"""Given a source, blocks and rows: which window. The one place that chooses how bytes come into reach.
+
+Values of local files that lie in the stored bytes are mapped. Where few rows of many blocks are wanted, or
+only parts of long values, just these are read, if the format can tell where they lie. All else is read in
+whole blocks. What is built of the rows does not show which it was.
+
+`open_rows` gives one window, as the stream needs it. A `RowReader` also shares blocks that can be decoded as
+a whole only among all who need them, so its rows may lie in several windows.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.staging.columns import StagedArray, StagedSpans
+from dataflow.staging.mapped import MappedWindow
+from dataflow.staging.reading import ReadWindow, SparseWindow
+from dataflow.staging.source import Source
+from dataflow.staging.window import NotLocatableError, Share, StagedRows, StagedWindow
+from prefetch.memory.arena import Arena
+from prefetch.work import Task
+
+Ints = NDArray[np.int64]
+
+_MOST_MAPPED = 1 << 13
+"""Shards of a window that is mapped: the system allows 65,530 mappings, and several windows are open."""
+_NO_ROWS = np.zeros(0, np.int64)
+
+
+def open_rows(
+    source: Source, arena: Arena, blocks: Ints, rows: Ints, *, share: Share, num_readers: int = 1
+) -> StagedWindow:
+    """A window that holds some rows of some blocks. Nothing is read before its `reads` are called.
+
+    Args:
+        source: what is read, and with what.
+        arena: where values lie that are not mapped.
+        blocks: [b] numbers of the blocks, in read order.
+        rows: [k] the rows asked for, counting the samples of all blocks through; -1 for none.
+        share: how many of the blocks' rows these are.
+        num_readers: threads that will read.
+
+    `rows` of the window are those of it that were asked for, [k]: its numbering is its own.
+    """
+    with suppress(NotLocatableError):  # as of shards of which some are compressed
+        if source.maps and _num_shards(source, blocks) <= _MOST_MAPPED:
+            return MappedWindow(source, arena, blocks, rows, share=share, num_readers=num_readers)
+        if share == "few" or source.parts:
+            return SparseWindow(source, arena, blocks, rows)
+    return ReadWindow(source, arena, blocks, rows, num_readers=num_readers)
+
+
+def _num_shards(source: Source, blocks: Ints) -> int:
+    """Different shards of some blocks, as many as there are blocks at most."""
+    if len(blocks) <= _MOST_MAPPED:
+        return len(blocks)
+    return len(np.unique(source.catalog.blocks.shard[blocks]))
+
+
+def counted_through(
+    source: Source, blocks: Ints, ordinal: NDArray[np.integer], row: Ints
+) -> tuple[Ints, Ints]:
+    """Rows of blocks as `open_rows` takes them.
+
+    Args:
+        source: of the blocks.
+        blocks: [b] their numbers, in read order.
+        ordinal: [n] which of `blocks` holds each row.
+        row: [n] the row in it.
+
+    Returns the blocks that hold any, in the same order, and [n] the rows, counting samples of these through.
+    """
+    is_used = np.zeros(len(blocks), np.bool_)
+    is_used[ordinal] = True
+    counts = np.where(is_used, source.catalog.blocks.num_samples[blocks], 0)
+    rows = (np.cumsum(counts) - counts)[ordinal]
+    rows += row
+    return blocks[is_used], rows
+
+
+@dataclass(frozen=True)
+class WindowPart:
+    """The rows of a chunk that come from one window."""
+
+    window: StagedRows
+    rows: Ints
+    """[n] rows of the window."""
+    chunk_rows: slice | Ints
+    """The rows of the chunk that they fill, ascending; a slice where they follow one another."""
+
+    def chunk_row(self, index: int) -> int:
+        """The row of the chunk that `rows[index]` fills."""
+        if isinstance(self.chunk_rows, slice):
+            return int(self.chunk_rows.start) + index
+        return int(self.chunk_rows[index])
+
+    def between(self, start: int, stop: int) -> WindowPart:
+        """Its rows [start, stop), or up to its last."""
+        if isinstance(self.chunk_rows, slice):
+            first = self.chunk_rows.start
+            taken = slice(first + start, min(first + stop, self.chunk_rows.stop))
+            return WindowPart(self.window, self.rows[start:stop], taken)
+        return WindowPart(self.window, self.rows[start:stop], self.chunk_rows[start:stop])
+
+    def array(self, column: str) -> NDArray[Any]:
+        """A column of the window that was staged as an array, [window rows, *shape]."""
+        staged = self.window.staged[column]
+        assert isinstance(staged, StagedArray)
+        return staged.values
+
+    def spans(self, column: str) -> StagedSpans:
+        """A column of the window whose values stay where they were read."""
+        staged = self.window.staged[column]
+        assert isinstance(staged, StagedSpans)
+        return staged
+
+
+class OpenRows:
+    """Rows that were asked for, in one window or in several.
+
+    Args:
+        parts: window by window.
+        windows: those of the parts.
+        reads: bring the windows into reach.
+        nbytes: that they hold, of those that nobody else has credits for.
+        is_alone: whether the windows serve nobody else.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[WindowPart],
+        windows: Sequence[StagedWindow],
+        reads: Callable[[], Sequence[Task]],
+        *,
+        nbytes: int,
+        is_alone: bool,
+    ) -> None:
+        self.parts, self.windows, self.reads = parts, windows, reads
+        self.nbytes, self._is_alone = nbytes, is_alone
+
+    def close(self) -> None:
+        """Let go of the windows. Idempotent."""
+        if self._is_alone:
+            for window in self.windows:
+                window.close()
+        self.parts, self.windows, self.reads = (), (), tuple
+
+
+class _SharedBlock:
+    """A block that several need. Whoever needs it first reads it."""
+
+    def __init__(self, window: ReadWindow) -> None:
+        self.window = window
+        self._reading = threading.Lock()  # held while it is read
+        self._is_read = False
+
+    def read(self) -> None:
+        """Read it, or wait until another thread has."""
+        with self._reading:
+            if not self._is_read:
+                for task in self.window.reads():
+                    task()
+                self._is_read = True
+
+
+class RowReader:
+    """Opens rows of sources, in whatever windows. Thread-safe.
+
+    Blocks that can be decoded as a whole only are read once for all who need them meanwhile.
+
+    Args:
+        arena: where values lie that are not mapped.
+        num_readers: threads that will read a window.
+        keep_bytes: of the whole blocks asked for last, how much stays for rows to come; infinity: all of it.
+        keep_blocks: so many of them stay, however large they are.
+    """
+
+    def __init__(
+        self, arena: Arena, *, num_readers: int = 1, keep_bytes: float = 0, keep_blocks: int = 0
+    ) -> None:
+        self._arena, self._num_readers = arena, num_readers
+        self._keep_bytes, self._keep_blocks = keep_bytes, keep_blocks
+        self._lock = threading.Lock()  # guards what follows
+        self._used: WeakValueDictionary[tuple[int, int | None, int], _SharedBlock] = WeakValueDictionary()
+        """By source, epoch and number: those that somebody has."""
+        self._kept: OrderedDict[tuple[int, int | None, int], _SharedBlock] = OrderedDict()
+        self._kept_bytes = 0
+
+    def open(
+        self,
+        source: Source,
+        blocks: Ints,
+        ordinal: NDArray[np.integer],
+        row: Ints,
+        chunk_rows: Ints,
+        *,
+        share: Share,
+        is_checked: bool = False,
+        seed: int = 0,
+        epoch: int = 0,
+        source_epoch: int | None = None,
+    ) -> OpenRows:
+        """Some rows of some blocks; nothing is read yet.
+
+        Args:
+            source: what is read, and with what.
+            blocks: [b] numbers of the blocks, each of which holds some of the rows.
+            ordinal: [n] which of `blocks` holds each row.
+            row: [n] the row in it.
+            chunk_rows: [n] ascending; the rows of what is built that they fill.
+            share: as for `open_rows`.
+            is_checked: whether blocks that have checksums are held to them: they are read whole then.
+            seed: decides, with `epoch`, which parts of values are read, where parts will do.
+            epoch: the loader's.
+            source_epoch: as `StagedRows` has it.
+        """
+        if (is_checked and source.catalog.checksums is not None) or not source.locates(blocks):
+            shared = [self._shared(source, source_epoch, number) for number in blocks.tolist()]
+            windows = [block.window for block in shared]
+            ends = np.cumsum(np.bincount(ordinal, minlength=len(blocks)))
+            owned = np.split(np.argsort(ordinal, kind="stable"), ends[:-1])
+            parts = [
+                WindowPart(window, row[own], chunk_rows[own])
+                for window, own in zip(windows, owned, strict=True)
+            ]
+            # Where all of them stay, they have credits of their own.
+            nbytes = 0 if math.isinf(self._keep_bytes) else sum(window.nbytes for window in windows)
+            return OpenRows(
+                parts, windows, lambda: [block.read for block in shared], nbytes=nbytes, is_alone=False
+            )
+        wanted = counted_through(source, blocks, ordinal, row)
+        window = open_rows(source, self._arena, *wanted, share=share, num_readers=self._num_readers)
+        window.seed, window.epoch, window.source_epoch = seed, epoch, source_epoch
+        part = WindowPart(window, window.rows, chunk_rows)
+        return OpenRows([part], [window], window.reads, nbytes=window.nbytes, is_alone=True)
+
+    def _shared(self, source: Source, source_epoch: int | None, number: int) -> _SharedBlock:
+        key = source.number, source_epoch, number
+        with self._lock:
+            block = self._used.get(key)
+            if block is None:
+                window = ReadWindow(source, self._arena, np.array([number]), _NO_ROWS)
+                window.source_epoch = source_epoch
+                block = self._used[key] = _SharedBlock(window)
+            if self._kept.pop(key, None) is None:
+                self._kept_bytes += block.window.nbytes
+            self._kept[key] = block
+            while self._kept_bytes > self._keep_bytes and len(self._kept) > self._keep_blocks:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].window.nbytes
+        return block
