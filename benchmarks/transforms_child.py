@@ -51,7 +51,7 @@ def ours(data: Data, kind: Kind, workers: int | None, workers_kind: Any = None) 
 
 
 def ours_by_default(data: Data, kind: Kind, workers: int) -> Any:
-    """No number given: a trial chooses threads or processes."""
+    """No number given: processes, with threads until they have started."""
     return ours(data, kind, None)
 
 

@@ -19,8 +19,8 @@ from dataflow.limits import memory_limit_bytes
 from dataflow.shard_order import Sharded, ShardOrder, order_given
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.timing import VARIABLE
-from dataflow.workers.drop_in import DropInEngine, checked_workers, new_state
-from dataflow.workers.fetching import WorkerLoader
+from dataflow.workers.drop_in import DropInEngine, checked_workers
+from dataflow.workers.fetching import DropInState, WorkerLoader
 from prefetch.control.depth import DepthPolicy
 from sharding.lengths.batching import Batching
 from sharding.order.shuffle import Shuffle
@@ -109,12 +109,13 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             imported (docs/guide/workers.md); if the dataset cannot be pickled, they are forked from this
             process.
         num_workers: builders of batches. None: 0 over other datasets; over shards as many as this rank has
-            cores, threads until a trial decides for processes.
-        workers: what `num_workers` counts: "process" (or None), "thread", or "auto": a trial decides.
-            With "thread", over other datasets, items are fetched by threads that all use `dataset` as it is
-            and share the global random generators with this code: what a fetch draws from those differs from
-            run to run, so it should draw from `get_worker_info().rng`. "auto" stays with processes where
-            values might differ. See docs/guide/workers.md.
+            cores: processes where functions of yours may hold the interpreter lock, with threads until they
+            have started, else threads.
+        workers: what `num_workers` counts: "process" (or None) or "thread"; over shards also "auto": the rule
+            that holds without a number. With "thread", over other datasets, items are fetched by threads that
+            all use `dataset` as it is and share the global random generators with this code: what a fetch
+            draws from those differs from run to run, so it should draw from `get_worker_info().rng`. See
+            docs/guide/workers.md.
         builders: "ray" has `num_workers` actors of a Ray cluster build batches of shards, on other machines'
             cores, of shards that they read; None: this rank's part of its CPUs (docs/guide/workers.md).
         ship_blocks: with `builders="ray"`, have this process read, and send the stored values to the actors.
@@ -245,7 +246,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             raise ValueError("prefetch_across_epochs=True needs persistent_workers=True and in_order=True")
         self.prefetch_across_epochs = prefetch_across_epochs
         self.memory_limit = memory_limit_bytes(memory_limit, 1)
-        self._drop_in = new_state(self.workers, num_workers)
+        self._drop_in = DropInState()
         super().__init__(
             dataset,  # type: ignore[arg-type]  # any object with an index or an iterator serves, as in torch
             batch_size,

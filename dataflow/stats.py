@@ -200,7 +200,7 @@ class WorkerStats:
     num_workers: int
     """Processes or threads; 0: none."""
     workers: str
-    """Who fetches: "main" (this process), "process" or "thread"; "auto" until that is decided."""
+    """Who fetches: "main" (this process), "process" or "thread"."""
     workers_reason: str
     """Why."""
     ahead_batches: int

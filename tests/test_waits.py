@@ -28,7 +28,6 @@ ENDS = {
     "dataflow.grad.strategies": GROUP,
     "dataflow.processes.builder_main": BUILDS,
     "dataflow.processes.builders.ProcessBuilders._listen": BUILDS,
-    "dataflow.processes.choice.LockCounter": "a thread of the trial for another, whose work has a deadline",
     "dataflow.text.template_bounds": "a context variable, no queue",
     "dataflow.workers.iterator.WorkerIterator._next_data": "a daemon thread where the interpreter ends",
     "dataflow.workers.process_main": BUILDS,

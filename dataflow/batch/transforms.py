@@ -37,7 +37,7 @@ class BatchTransform(Protocol):
       besides the samples, such as the hash of a tokenizer's file. A loader's state has it, and a loader with
       another one refuses the state.
     - `releases_gil`: True where nearly all of its work is done without the interpreter lock, so that threads
-      build batches, without a trial of processes.
+      build batches. Any function of yours may say so: those in `decode=`, `collate_fn`, `batch_transform`.
     """
 
     def __call__(self, sample: Sample, /) -> Any:
@@ -77,9 +77,9 @@ def fingerprint_of(transform: object) -> str:
     return mark
 
 
-def releases_gil(transform: object) -> bool:
+def releases_gil(function: object) -> bool:
     """Whether it says that threads may do its work side by side."""
-    return bool(getattr(transform, "releases_gil", False))
+    return bool(getattr(function, "releases_gil", False))
 
 
 def transformed_together(

@@ -41,6 +41,12 @@ class ObjectOutput(DecodedOutput):
         stacked = ", stacked" if self.is_stacked else ""
         return f"{super().description()} {getattr(self.convert, '__name__', '')}".rstrip() + stacked
 
+    @property
+    def function(self) -> Callable[[bytes], Any] | None:
+        """See `Output`."""
+        ours = (bytes_tensor, *CONVERTERS.values())
+        return None if any(self.convert is one for one in ours) else self.convert
+
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """See `Output`. A missing object is None, unless there is a default, and objects are not stacked."""
         if self.is_list:

@@ -142,6 +142,11 @@ class Output(StagedOutput, ABC):
         return ""
 
     @property
+    def function(self) -> Callable[[bytes], Any] | None:
+        """The user's function that makes its values; None: there is none."""
+        return None
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one delivered row; 0, or about, where rows differ."""
         return 0

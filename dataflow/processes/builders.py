@@ -159,8 +159,11 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
             self._pool.wake()
 
     def _end_builders(self) -> None:
-        if self._pool is not None:
+        if self._pool is not None and self._on_start is not None:  # others build meanwhile: nobody waits
+            self._pool.close(stop_s=0, is_early=True)
+        elif self._pool is not None:
             self._pool.close()
+        self._on_start = None
         self.file.close()
 
     # ---- the thread that hands out ------------------------------------------------------------------------

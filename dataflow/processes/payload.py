@@ -329,11 +329,7 @@ def copies(obj: Any, count: int) -> list[Any]:
 
     Raises whatever pickling raises.
     """
-    return copies_of(pack(obj), count)
-
-
-def copies_of(packed: PackedObject, count: int) -> list[Any]:
-    """`count` copies of what was packed."""
+    packed = pack(obj)
     fd = create_file(packed.nbytes)
     try:
         with mmap.mmap(fd, packed.nbytes) as memory:

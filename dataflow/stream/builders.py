@@ -16,7 +16,6 @@ from dataflow.dataset import ShardedDataset
 from dataflow.limits import allowed_cores
 from dataflow.mixture import Mixture
 from dataflow.outputs.objects import is_text
-from dataflow.processes.choice import ChoiceMemory, WorkerChoice
 from dataflow.staging.source import Traffic
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.settings import StreamSettings
@@ -28,13 +27,14 @@ from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
     from dataflow.actors.builders import RayBuilders
-    from dataflow.processes.auto import AutoBuilders
     from dataflow.processes.builder_main import BuilderJob
     from dataflow.processes.builders import ProcessBuilders
+    from dataflow.processes.threads_first import ThreadsFirstBuilders
 
 
 _FEW_CORES = 4
-"""So many threads decode beside a training without a trial: they take the lock for a few percent each."""
+"""So many threads decode beside a training: each takes the lock between two values, a few percent of the
+time. Sixteen took a third of a training's rate, processes a tenth (docs/notes/benchmarks.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,12 @@ class BuilderPlan:
     """Who builds."""
 
     workers: str
-    """"main" (the consumer), "thread", "process", "ray", or "auto": threads, until a trial decides."""
+    """"main" (the consumer), "thread", "process" or "ray"."""
     num_workers: int
     """0: the consumer."""
     reason: str
     num_threads: int = 0
-    """Threads that build until a trial decides; more than `num_workers` where decoders let go of the lock."""
-    num_cores: int = 1
-    """That this rank may use."""
+    """Threads that build until processes have started; 0: batches wait for these."""
     copies_only: bool = False
     """Whether batches are copies, which compiled code makes."""
     reads: bool = False
@@ -59,8 +57,8 @@ class BuilderPlan:
 
     @property
     def num_processes(self) -> int:
-        """Builders that are processes, or may become such."""
-        return self.num_workers if self.workers in ("process", "auto", "ray") else 0
+        """Builders that are processes, of this machine or another."""
+        return self.num_workers if self.workers in ("process", "ray") else 0
 
     @property
     def is_local(self) -> bool:
@@ -98,16 +96,15 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, place: Topology) -
     if workers == "thread":
         text = f'workers="thread", {f"num_workers={number}" if number else each}'
         return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
-    if not _may_hold_lock(dataset, settings, cores):
-        text = f"decoders and transforms, if there are any, release the interpreter lock; {each}"
-        return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
-    return BuilderPlan(
-        workers="auto",
-        num_workers=number or cores,
-        reason=each,
-        num_threads=number or threads,
-        num_cores=cores,
-    )
+    if why := _why_processes(dataset, settings, cores):
+        return BuilderPlan(
+            workers="process",
+            num_workers=number or cores,
+            reason=f"{why}; {each}",
+            num_threads=number or threads,
+        )
+    text = f"no function of yours may hold the interpreter lock; {each}"
+    return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
 
 
 def _plan_actors(settings: StreamSettings, num_ranks: int) -> BuilderPlan:
@@ -131,15 +128,18 @@ def _are_copies(dataset: ShardedDataset | Mixture) -> bool:
     return not any(transforms) and all(output.is_copied for output in dataset.outputs)
 
 
-def _may_hold_lock(dataset: ShardedDataset | Mixture, settings: StreamSettings, cores: int) -> bool:
+def _why_processes(dataset: ShardedDataset | Mixture, settings: StreamSettings, cores: int) -> str | None:
+    """Why builders are better processes; None: threads serve as well."""
+    outputs = dataset.outputs
     functions = [settings.collate_fn, dataset.batch_transform, *(one.transform for one in dataset.sources)]
-    if any(one and not releases_gil(one) for one in functions):
-        return True
+    functions += [output.function for output in outputs]
+    if any(function is not None and not releases_gil(function) for function in functions):
+        return "functions of yours may hold the interpreter lock"
     # To decode text takes a microsecond a value: less than to hand it over from a process.
-    decoded = [output for output in dataset.outputs if output.is_decoded and not is_text(output)]
-    if cores > _FEW_CORES:  # what decoders do between values adds up
-        return bool(decoded)
-    return not all(output.releases_gil for output in decoded)
+    decoded = any(one.is_decoded and one.function is None and not is_text(one) for one in outputs)
+    if decoded and cores > _FEW_CORES:
+        return f"decoders in more than {_FEW_CORES} threads would keep the interpreter lock from the training"
+    return None
 
 
 def warm_up(plan: BuilderPlan) -> None:
@@ -147,7 +147,7 @@ def warm_up(plan: BuilderPlan) -> None:
     if plan.num_processes and plan.is_local:
         from dataflow.processes.server import warm_up_for_builders
 
-        warm_up_for_builders(is_needed=plan.workers == "process")
+        warm_up_for_builders(is_needed=not plan.num_threads)
 
 
 class BuilderOpening:
@@ -158,7 +158,6 @@ class BuilderOpening:
         context: what they build with.
         ledger: of the session.
         traffic: of the session.
-        memory: what the loader's sessions have decided.
         limit_bytes: of the session.
         is_pinned: whether slots are page-locked.
         datasets: of the stream.
@@ -172,54 +171,52 @@ class BuilderOpening:
         *,
         ledger: Ledger,
         traffic: Traffic,
-        memory: ChoiceMemory,
         limit_bytes: int,
         is_pinned: bool,
         datasets: Sequence[ShardedDataset],
         max_restarts: int,
     ) -> None:
         self._datasets, self._traffic = datasets, traffic
-        self.plan, self._context, self._ledger, self._memory = plan, context, ledger, memory
-        self._opened: AutoBuilders | None = None
+        self.plan, self._context, self._ledger = plan, context, ledger
+        self._opened: ThreadsFirstBuilders | None = None
         self._opened_actors: RayBuilders | None = None
         self._limit_bytes, self._is_pinned, self._max_restarts = limit_bytes, is_pinned, max_restarts
 
     def builders(self, copies: Copies | None) -> Builders[Delivered]:
         """The builders; `copies`: who makes batches that are copies alone."""
         plan = self.plan
-        if plan.workers == "auto" and not self._memory.must_be_processes:
-            self._opened = self._auto()
+        if plan.workers == "process":
+            if not plan.num_threads:
+                return self._processes(None)
+            self._opened = self._threads_first()
             return self._opened
-        if plan.workers in ("process", "auto"):
-            return self._processes(None)
         if plan.workers == "ray":
             self._opened_actors = self._actors()
             return self._opened_actors
-        num_threads = min(1, plan.num_workers) if copies else plan.num_workers
-        return ThreadBuilders(num_threads, copies=copies, initializer=one_torch_thread, about=sample_at)
+        return self._threads(min(1, plan.num_workers) if copies else plan.num_workers, copies)
 
     @property
-    def choice(self) -> WorkerChoice:
+    def choice(self) -> tuple[str, str]:
         """Who builds now, and why."""
         if self._opened is not None:
             return self._opened.choice
         if self._opened_actors is not None:
-            return WorkerChoice("ray", f"{self.plan.reason}: {self._opened_actors.num_begun} are there")
-        if self.plan.workers == "auto" and self._memory.choice is not None:
-            return self._memory.choice
-        return WorkerChoice(self.plan.workers, self.plan.reason)
+            return "ray", f"{self.plan.reason}: {self._opened_actors.num_begun} are there"
+        return self.plan.workers, self.plan.reason
 
-    def _auto(self) -> AutoBuilders:
-        from dataflow.processes.auto import AutoBuilders
+    def _threads(self, number: int, copies: Copies | None = None) -> ThreadBuilders[Delivered]:
+        return ThreadBuilders(number, copies=copies, initializer=one_torch_thread, about=sample_at)
 
-        return AutoBuilders(
-            ThreadBuilders(self.plan.num_threads, initializer=one_torch_thread, about=sample_at),
+    def _threads_first(self) -> ThreadsFirstBuilders:
+        from dataflow.processes.threads_first import ThreadsFirstBuilders
+
+        context = self._context
+        return ThreadsFirstBuilders(
+            self._threads(self.plan.num_threads),
             self._processes,
-            self._context.postprocessing.functions,
+            (*context.postprocessing.functions, *(output.function for output in context.outputs)),
             num_processes=self.plan.num_workers,
-            num_cores=self.plan.num_cores,
-            memory=self._memory,
-            charge_bytes=self._context.charge_bytes,
+            reason=self.plan.reason,
         )
 
     def _processes(self, on_start: Callable[[BaseException | None], None] | None) -> ProcessBuilders:

@@ -28,7 +28,6 @@ from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes, told_of_memory
 from dataflow.mixture import Mixture
-from dataflow.processes.choice import ChoiceMemory
 from dataflow.stats import LoaderStats
 from dataflow.stream.builders import BuilderPlan, plan_builders, warm_up
 from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
@@ -121,7 +120,6 @@ class StreamLoader:
         self._deliveries = Deliveries()
         self._loops = LoopQueue(dataset)
         self.sessions = LoopSessions()
-        self._choices = ChoiceMemory()
         self._last_good = LastGood()
         self._plan = self._stream_plan()
         if self._topology.world_size == 1 or _is_distributed():  # else that may come before the first batch
@@ -534,7 +532,6 @@ class StreamLoader:
             memory_limit=memory_limit,
             skipped=SkippedAhead(self._skipped),
             pause=self.read_pause,
-            choices=self._choices,
         )
         if isinstance(self._planner, FoundPlanner):
             exchange = self._lengths.exchange

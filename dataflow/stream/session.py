@@ -20,7 +20,6 @@ from dataflow.batch.delivered import Delivered
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import machine_memory
 from dataflow.mixture import Mixture
-from dataflow.processes.choice import ChoiceMemory
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
 from dataflow.stats import SessionStats
@@ -67,8 +66,6 @@ class SessionOptions:
     """Decides about bad samples."""
     pause: ReadPause | None
     """Asks remote reads to wait; outlives the session."""
-    choices: ChoiceMemory
-    """What was decided about who builds."""
 
 
 class Session:
@@ -197,7 +194,6 @@ class Session:
             context,
             ledger=ledger,
             traffic=self.traffic,
-            memory=options.choices,
             limit_bytes=limit,
             is_pinned=is_pinned,
             datasets=plan.dataset.sources,
@@ -276,7 +272,7 @@ class Session:
 
     def stats(self) -> SessionStats:
         """A snapshot; cheap, any thread."""
-        choice, reads = self._opening.choice, self._opening.plan.reads
+        (workers, reason), reads = self._opening.choice, self._opening.plan.reads
         return SessionStats(
             engine=self.engine.stats(),
             read_bytes=self.traffic.read_bytes,
@@ -284,8 +280,8 @@ class Session:
             in_flight=self.gate.decision if self.gate else _ACTORS_READ if reads else _NO_GATE,
             faults=sum((source.reader.stats() for source in self._sources_read), self.traffic.faults),
             cache=self.caches.stats(),
-            workers=choice.value,
-            workers_reason=choice.reason,
+            workers=workers,
+            workers_reason=reason,
             num_workers=self._opening.plan.num_workers,
         )
 

@@ -53,7 +53,8 @@ class StreamSettings:
     """Builders of batches on this rank, all sources together. 0: batches are built when they are asked for,
     by who asks; blocks are read ahead all the same. None: as many as this rank has cores."""
     workers: Literal["process", "thread", "auto"] | None = None
-    """What builders are. "process"; "thread"; "auto": threads, until a trial tells which is better. None:
+    """What builders are. "process"; "thread"; "auto": processes where functions may hold the interpreter
+    lock, with threads until they have started, else threads (docs/guide/workers.md has the rule). None:
     "process" where `num_workers` is given, else "auto". Batches that are copies alone are made by threads of
     compiled code all the same, which hold no lock."""
     max_worker_restarts: int = 3

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from dataflow.processes.choice import WorkerChoice
-from dataflow.workers.fetching import DropInState, MainIterator, WorkerLoader
+from dataflow.workers.fetching import MainIterator, WorkerLoader
 from dataflow.workers.iterator import WorkerIterator
 from dataflow.workers.processes import begin_to_start
 from dataflow.workers.samplers import parts
@@ -31,10 +30,12 @@ def checked_workers(workers: Any, num_workers: int, context: Any) -> str:
 
     A context whose `Process` is a thread, such as that of MONAI's `ThreadDataLoader`, asks for threads.
     """
-    if workers not in (None, "process", "thread", "auto"):
-        raise ValueError(f'workers must be "process", "thread" or "auto", got {workers!r}')
-    if workers in ("thread", "auto") and num_workers == 0:
-        raise ValueError(f"workers={workers!r} needs num_workers > 0")
+    if workers not in (None, "process", "thread"):
+        raise ValueError(
+            f'over datasets that are not sharded workers must be "process" or "thread", got {workers!r}'
+        )
+    if workers == "thread" and num_workers == 0:
+        raise ValueError('workers="thread" needs num_workers > 0')
     if num_workers and _starts_threads(context):
         if workers == "process":
             raise ValueError(
@@ -49,16 +50,6 @@ def checked_workers(workers: Any, num_workers: int, context: Any) -> str:
 def _starts_threads(context: Any) -> bool:
     kind = getattr(context, "Process", None)
     return isinstance(kind, type) and issubclass(kind, threading.Thread)
-
-
-def new_state(workers: str, num_workers: int) -> DropInState:
-    """What the loops of a new loader begin with."""
-    choice = WorkerChoice(workers, f"workers={workers!r}")
-    if num_workers == 0:
-        choice = WorkerChoice("main", "num_workers=0")
-    elif workers == "auto":
-        choice = WorkerChoice("auto", "the first loop decides")
-    return DropInState(choice)
 
 
 class DropInEngine:
@@ -139,7 +130,7 @@ class DropInEngine:
         iterator = state.latest() if state.latest else None
         runners = iterator.runners if iterator is not None else None
         ahead, ready = iterator.num_ahead if iterator is not None else (0, 0)
-        elapsed_s = meter.elapsed_s
+        elapsed_s, num_workers, workers = meter.elapsed_s, self._loader.num_workers, self._loader.workers
         return WorkerStats(
             batches=meter.batches,
             delivered_bytes=meter.bytes,
@@ -147,9 +138,9 @@ class DropInEngine:
             starved_s=meter.starved_s,
             stall_share=meter.starved_s / elapsed_s if elapsed_s else 0.0,
             first_batch_s=meter.first_batch_s,
-            num_workers=self._loader.num_workers,
-            workers=state.choice.value,
-            workers_reason=state.choice.reason,
+            num_workers=num_workers,
+            workers=workers if num_workers else "main",
+            workers_reason=f"workers={workers!r}" if num_workers else "num_workers=0",
             ahead_batches=ahead,
             ready_batches=ready,
             shared_bytes=runners.shared_bytes if runners else 0,

@@ -22,7 +22,6 @@ from torch.utils.data._utils import pin_memory as torch_pin, worker as torch_wor
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from dataflow.processes.batch_writer import collate_map_changes
-from dataflow.processes.choice import WorkerChoice
 from dataflow.processes.payload import array_bytes
 from dataflow.workers.samplers import from_chain, sampler_epoch
 from dataflow.workers.state import EpochProgress, WorkerProgress
@@ -37,7 +36,7 @@ class WorkerLoader(TorchDataLoader[Any]):
     """
 
     workers: str
-    """"process", "thread" or "auto"."""
+    """"process" or "thread"."""
     memory_limit: int
     """Bytes."""
     snapshot_every_n_steps: int
@@ -85,9 +84,7 @@ class DeliveryMeter:
 class DropInState:
     """What the loops over one loader share. A copy begins an own epoch, or where a loaded state says."""
 
-    def __init__(self, choice: WorkerChoice) -> None:
-        self.choice = choice
-        """Which kind of workers serves, and why."""
+    def __init__(self) -> None:
         self.start = ("", "")
         """How the workers of the loop begun last were started, and why so."""
         self.meter = DeliveryMeter()

@@ -44,7 +44,6 @@ def of_this_thread(otherwise: Any) -> Any:
         return otherwise
     if sys._getframe(2).f_code is collate.collate_tensor_fn.__code__:
         return None  # torch asks whether to collate into shared memory, which threads do not need
-    _own.asked = True
     return info
 
 
@@ -72,12 +71,7 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 def become(info: Any) -> None:
     """What `get_worker_info` answers in the calling thread from now on."""
-    _own.info, _own.asked = info, False
-
-
-def was_asked() -> bool:
-    """Whether anybody has asked in the calling thread since `become`."""
-    return bool(_own.asked)
+    _own.info = info
 
 
 class Generators:

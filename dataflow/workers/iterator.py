@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import threading
 import time
 from collections import Counter
@@ -25,9 +24,6 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import pin_memory as torch_pin
 
-from dataflow.processes.choice import WorkerChoice, decide
-from dataflow.processes.payload import copies
-from dataflow.workers.auto import observe
 from dataflow.workers.fetching import FetchIterator, RoundRobin, WorkerLoader
 from dataflow.workers.process_main import ProcessResponse
 from dataflow.workers.processes import ProcessRunners, start_processes
@@ -108,24 +104,12 @@ class WorkerIterator(FetchIterator):
         self._resumed = None
 
     def _start(self, loader: WorkerLoader, job: WorkerJob) -> Runners:
-        if loader._drop_in.choice.value == "auto":
-            loader._drop_in.choice = self._chosen(job)
-        if loader._drop_in.choice.value == "process":
+        if loader.workers == "process":
             return start_processes(loader, job, pin=self._pin_memory)
         if not needs_own_datasets(job):
-            # Nobody has said that the dataset may be used by several threads.
-            datasets = copies(job.dataset, self._num_workers) if loader.workers == "auto" else None
-            return ItemThreads(job, datasets)
+            return ItemThreads(job)
         fetched = {n: self._resumed_worker(n).batches - self._num_skipped(n) for n in job.states}
         return BatchThreads(job, fetched)
-
-    def _chosen(self, job: WorkerJob) -> WorkerChoice:
-        first = list(itertools.islice(self._sampler_iter, 1))
-        self._sampler_iter = itertools.chain(first, self._sampler_iter)
-        if not first:
-            return WorkerChoice("process", "there was no batch to try")
-        times = observe(job, first[0], self._timeout)
-        return decide(times, num_workers=self._num_workers, num_cores=len(os.sched_getaffinity(0)))
 
     def close(self) -> None:
         """End the workers; what was handed out stays valid. Idempotent."""

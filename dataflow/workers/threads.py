@@ -151,10 +151,10 @@ class _Batch:
 
 
 class _ItemFetcher:
-    """One thread's view: its dataset, its `WorkerInfo`, its generators."""
+    """One thread's view: its `WorkerInfo`, its generators."""
 
-    def __init__(self, job: WorkerJob, number: int, dataset: Any) -> None:
-        self._job, self._number = job, number
+    def __init__(self, job: WorkerJob, number: int) -> None:
+        self._job, self._number, dataset = job, number, job.dataset
         self.error = partial(wrapped_error, number, in_thread=True)
         self.rng = Generators()
         self._info = worker_info(job, number, dataset, self.rng)
@@ -195,16 +195,13 @@ def by_item(job: WorkerJob) -> bool:
 
 
 class ItemThreads(ThreadRunners):
-    """Threads over a map-style dataset, which all use, or one each of `datasets`."""
+    """Threads over a map-style dataset, which all use."""
 
     shares_work = True
 
-    def __init__(self, job: WorkerJob, datasets: Sequence[Any] | None = None) -> None:
-        super().__init__(job, copied=datasets is not None)
-        self._fetchers = [
-            _ItemFetcher(job, number, datasets[number] if datasets else job.dataset)
-            for number in range(job.num_runners)
-        ]
+    def __init__(self, job: WorkerJob) -> None:
+        super().__init__(job, copied=False)
+        self._fetchers = [_ItemFetcher(job, number) for number in range(job.num_runners)]
         for number, fetcher in enumerate(self._fetchers):
             self._threads.submit(number, fetcher.begin)
 

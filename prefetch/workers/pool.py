@@ -175,6 +175,7 @@ class WorkerPool:
         self._closing = threading.RLock()  # held until all have ended; a finaliser may run meanwhile
         self._using = threading.RLock()  # guards the pipes' parent ends while they are in use
         self._asking = threading.Lock()  # guards that of the stacks, also while another thread waits
+        self._waking = threading.RLock()  # held while a wait is ended from elsewhere, and as ends are closed
         self._closed = False
         self.processes: list[process.BaseProcess] = []
         self._tasks: list[connection.Connection] = []
@@ -348,8 +349,11 @@ class WorkerPool:
 
     def wake(self) -> None:
         """Let a wait end, or the next one; any thread may."""
-        if not self._closed:
-            os.eventfd_write(self._woken, 1)
+        if self._closed:  # as in a forked child, where nobody would release the lock
+            return
+        with self._waking:
+            if not self._closed:
+                os.eventfd_write(self._woken, 1)
 
     def wait(self, timeout_s: float | None) -> list[tuple[int, ...]]:
         """Wait for responses; [] when none came in time, or `wake` was called.
@@ -438,20 +442,21 @@ class WorkerPool:
             patience_s = _QUIET_S
         return text.decode(errors="replace")
 
-    def close(self, *, stop_s: float | None = None) -> None:
+    def close(self, *, stop_s: float | None = None, is_early: bool = False) -> None:
         """End all workers: by request, then by signal.
 
         Idempotent, thread-safe: whoever comes second waits, too. Does nothing in a forked child.
 
         Args:
             stop_s: time that they have to finish what they are doing; None: that of the pool.
+            is_early: nobody has waited for them, so a server that has not forked them is not at fault.
         """
         if self._owner != os.getpid():
             return  # a thread of the parent may have held the lock at the fork
         with self._closing:
             if not self._closed:
                 self._closed = True
-                self._end(self._stop_s if stop_s is None else stop_s)
+                self._end(self._stop_s if stop_s is None else stop_s, is_early=is_early)
 
     def wait_for_end(self) -> None:
         """If a thread is closing it, wait until that is done."""
@@ -459,7 +464,7 @@ class WorkerPool:
             with self._closing:
                 pass
 
-    def _end(self, stop_s: float) -> None:
+    def _end(self, stop_s: float, *, is_early: bool) -> None:
         self._file.header.set(self._file.header.STOP, 1)
         try:
             for tasks in self._tasks:
@@ -472,7 +477,7 @@ class WorkerPool:
             self._join(_KILL_S, process.BaseProcess.kill)
             # A thread that waits for responses has been woken by the end of the workers.
             if self._using.acquire(timeout=_KILL_S):
-                self._close_ends()
+                self._close_ends(is_early=is_early)
                 self._using.release()
 
     def _join(self, seconds: float, first: Callable[[process.BaseProcess], None] | None) -> None:
@@ -486,11 +491,11 @@ class WorkerPool:
         for child in alive:
             child.join(max(0.0, deadline - time.monotonic()))
 
-    def _close_ends(self) -> None:
+    def _close_ends(self, *, is_early: bool) -> None:
         if self._server is not None:
             given_up = [child.give_up() for child in self.processes if isinstance(child, ServerProcess)]
-            stop_using(self._server, stands_still=any(given_up))
-        with self._asking:  # for `_ANSWER_S` at most
+            stop_using(self._server, stands_still=any(given_up) and not is_early)
+        with self._asking, self._waking:  # for `_ANSWER_S` at most
             for fd in (*self._own_ends, self._responses_writer, self._stacks_writer):
                 os.close(fd)
         for reader in self._asked_for.values():

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from datasets_kit import Made, make_parquet, make_tar
-from stream_kit import session_of, stream_of
+from stream_kit import stream_of
+from threads_kit import threads_left
 
 from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, Topology
-from dataflow.batch.delivered import Delivered
-from dataflow.processes import auto
-from dataflow.processes.auto import AutoBuilders
+from dataflow.processes.builders import ProcessBuilders
+from dataflow.processes.threads_first import ThreadsFirstBuilders
 from dataflow.stream import builders
-from prefetch.work import Piece
 
-_EPOCHS_AHEAD = 16
+TIMEOUT_S = 60
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -51,11 +47,11 @@ def content(batch: dict[str, Any]) -> tuple[list[int], list[float]]:
 @pytest.mark.parametrize(
     ("options", "workers", "number"),
     [
-        ({}, "auto", CORES),
+        ({}, "process", CORES),
         ({"num_workers": 0}, "main", 0),
         ({"num_workers": 2}, "process", 2),
         ({"num_workers": 2, "workers": "thread"}, "thread", 2),
-        ({"num_workers": 2, "workers": "auto"}, "auto", 2),
+        ({"num_workers": 2, "workers": "auto"}, "process", 2),
         ({"workers": "process"}, "process", CORES),
         ({"workers": "thread"}, "thread", CORES),
     ],
@@ -79,19 +75,8 @@ def test_cores_are_shared_out_among_the_ranks_of_a_machine(
         assert DataLoader(tar.open(transform=dict), 2, topology=place).num_workers == number
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 8 worker processes")
-def test_a_trial_knows_the_cores_whatever_the_number_of_workers(
-    tar: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(builders, "allowed_cores", lambda: 2)
-    for options, threads, number in (({}, 2, 2), ({"num_workers": 8}, 8, 8)):
-        loader = DataLoader(tar.open(transform=dict), 2, workers="auto", **options)
-        plan = stream_of(loader).builder_plan
-        assert (plan.num_threads, plan.num_workers, plan.num_cores) == (threads, number, 2)
-
-
 @pytest.mark.here
-def test_without_functions_of_the_user_threads_build_and_nothing_is_tried(tmp_path: Path) -> None:
+def test_without_functions_of_the_user_threads_build(tmp_path: Path) -> None:
     with DataLoader(make_tar(tmp_path).open(columns=["cls"]), 4, shuffle=True) as loader:
         list(loader)
         stats = loader.stats()
@@ -100,15 +85,78 @@ def test_without_functions_of_the_user_threads_build_and_nothing_is_tried(tmp_pa
     assert stats.num_workers == loader.num_workers
 
 
+# ---- the rule ---------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    return value
+
+
+class Unlocked:
+    """A function that says that it does its work without the interpreter lock."""
+
+    releases_gil = True
+
+    def __call__(self, value: Any) -> Any:
+        return value
+
+
+def _loader(dataset: ShardedDataset, **options: Any) -> DataLoader[Any, Any]:
+    return DataLoader(dataset, 4, **options)
+
+
+IMAGES = {"bin": Image(size=8)}
+
+
 @pytest.mark.here
-@pytest.mark.parametrize(("cores", "workers"), [(2, "thread"), (4, "thread"), (5, "auto"), (16, "auto")])
-def test_decoders_that_let_go_of_the_lock_are_tried_where_many_threads_would_decode(
-    tar: Made, monkeypatch: pytest.MonkeyPatch, cores: int, workers: str
+@pytest.mark.parametrize(
+    ("dataset", "loader", "workers"),
+    [
+        pytest.param({"transform": plain}, {}, "process", id="a transform"),
+        pytest.param({}, {"collate_fn": plain}, "process", id="a collate_fn"),
+        pytest.param({"batch_transform": plain}, {}, "process", id="a batch_transform"),
+        pytest.param({"decode": {"bin": plain}}, {}, "process", id="a decoder of the user's"),
+        pytest.param({"transform": Unlocked()}, {}, "thread", id="a transform that needs no lock"),
+        pytest.param({}, {"collate_fn": Unlocked()}, "thread", id="such a collate_fn"),
+        pytest.param({"decode": {"bin": Unlocked()}}, {}, "thread", id="such a decoder"),
+        pytest.param({"transform": Unlocked()}, {"collate_fn": plain}, "process", id="one of two"),
+        pytest.param({"decode": IMAGES}, {}, "thread", id="a decoder of ours"),
+        pytest.param({"decode": {"bin": "json"}}, {}, "thread", id="one that holds the lock"),
+    ],
+)
+def test_up_to_four_cores_functions_of_the_user_are_what_processes_are_for(
+    tar: Made,
+    monkeypatch: pytest.MonkeyPatch,
+    dataset: dict[str, Any],
+    loader: dict[str, Any],
+    workers: str,
 ) -> None:
-    monkeypatch.setattr(builders, "allowed_cores", lambda: cores)
-    images = tar.open(columns=["cls", "bin"], decode={"bin": Image(size=8)})
-    assert DataLoader(images, 4).workers == workers
-    assert DataLoader(tar.open(columns=["cls", "txt"]), 4).workers == "thread"
+    monkeypatch.setattr(builders, "allowed_cores", lambda: 4)
+    made = _loader(tar.open(columns=["cls", "bin"], **dataset), **loader)
+    plan = stream_of(made).builder_plan
+    extra = dataset.get("decode") is IMAGES  # decoders take the lock between values
+    assert made.workers == plan.workers == workers
+    assert plan.num_workers == 4 + extra
+    assert plan.num_threads == (4 if workers == "process" else 0)
+
+
+@pytest.mark.here
+@pytest.mark.parametrize(
+    ("dataset", "workers"),
+    [
+        ({"columns": ["bin"], "decode": IMAGES}, "process"),
+        ({"columns": ["bin"], "decode": IMAGES, "transform": Unlocked()}, "process"),
+        ({"columns": ["bin"], "decode": {"bin": "json"}}, "process"),
+        ({"columns": ["bin"], "decode": {"bin": Unlocked()}}, "thread"),
+        ({"columns": ["cls"], "transform": Unlocked()}, "thread"),
+        ({"columns": ["cls", "txt"]}, "thread"),
+    ],
+)
+def test_on_more_than_four_cores_processes_decode_too(
+    tar: Made, monkeypatch: pytest.MonkeyPatch, dataset: dict[str, Any], workers: str
+) -> None:
+    monkeypatch.setattr(builders, "allowed_cores", lambda: 5)
+    assert _loader(tar.open(**dataset)).workers == workers
 
 
 # ---- in the consumer --------------------------------------------------------------------------------------
@@ -162,85 +210,86 @@ def test_an_interrupt_in_a_transform_of_the_consumer_ends_the_loop_and_the_next_
         assert sum(len(batch["cls"]) for batch in loader) == len(dataset)
 
 
-# ---- the trial --------------------------------------------------------------------------------------------
+# ---- threads first ----------------------------------------------------------------------------------------
+
+EPOCHS_AHEAD = 16
+"""So many epochs may have been begun by threads before processes were there."""
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial as soon as the first chunk was built."""
-    monkeypatch.setattr(auto, "TRIAL_AFTER_S", 0.0)
+def settled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when it is known who builds from now on."""
+    event, settle = threading.Event(), ThreadsFirstBuilders._settle
+
+    def settle_and_tell(own: ThreadsFirstBuilders, workers: str, reason: str) -> None:
+        settle(own, workers, reason)
+        event.set()
+
+    monkeypatch.setattr(ThreadsFirstBuilders, "_settle", settle_and_tell)
+    return event
 
 
-def auto_of(loader: DataLoader[Any, Any]) -> AutoBuilders:
-    found = session_of(loader).engine._builders
-    assert isinstance(found, AutoBuilders)
-    return found
+def epochs_around(loader: DataLoader[Any, Any], settled: threading.Event) -> list[list[Any]]:
+    """An epoch by threads, and so many later that nothing is left of what they had begun."""
+    epochs = [[*loader]]
+    assert settled.wait(TIMEOUT_S), loader.stats().workers_reason
+    return [*epochs, *([*loader] for _ in range(EPOCHS_AHEAD))]
 
 
-def epochs_until(loader: DataLoader[Any, Any], workers: str, most: int = 2000) -> list[list[Any]]:
-    """Epochs until somebody else builds, and so many more that what was ahead is delivered."""
-    epochs = []
-    for _ in range(most):
-        epochs.append([*loader])
-        if loader.stats().workers == workers:
-            return [*epochs, *([*loader] for _ in range(_EPOCHS_AHEAD))]
-    raise AssertionError(loader.stats().workers_reason)
+def pids_of(epoch: list[Any]) -> set[int]:
+    return {int(pid) for batch in epoch for pid in batch["pid"]}
 
 
-def burnt(sample: dict[str, Any], *, rng: np.random.Generator) -> dict[str, Any]:
-    """Holds the lock for a while."""
-    until = time.thread_time() + 0.002
-    while time.thread_time() < until:
-        pass
-    return marked(sample, rng=rng)
-
-
-def test_a_transform_that_holds_the_lock_moves_to_processes_between_two_batches(
-    tar: Made, at_once: None
+def test_functions_of_the_user_move_to_processes_between_two_batches(
+    tar: Made, settled: threading.Event
 ) -> None:
-    dataset = tar.open(transform=burnt)
-    with DataLoader(dataset, 3, shuffle=True, num_workers=2, workers="auto") as loader:
-        epochs = epochs_until(loader, "process")
+    with DataLoader(tar.open(transform=marked), 3, shuffle=True) as loader:
+        epochs = epochs_around(loader, settled)
         stats = loader.stats()
-    pids = [{int(pid) for batch in epoch for pid in batch["pid"]} for epoch in epochs]
-    assert pids[0] == {os.getpid()}
-    assert os.getpid() not in pids[-1]
-    assert "the interpreter lock is held for" in stats.workers_reason
+    assert pids_of(epochs[0]) == {os.getpid()}
+    assert os.getpid() not in pids_of(epochs[-1])
+    assert (stats.workers, stats.num_workers) == ("process", CORES)
+    assert stats.workers_reason.startswith("functions of yours may hold the interpreter lock")
     with DataLoader(tar.open(transform=marked), 3, shuffle=True, num_workers=0) as loader:
         assert [[content(b) for b in epoch] for epoch in epochs] == [
             [content(b) for b in loader] for _ in epochs
         ]
 
 
-@pytest.mark.full
-def test_what_was_decided_holds_for_later_loops(tar: Made, at_once: None) -> None:
-    with DataLoader(tar.open(transform=burnt), 3, num_workers=2, workers="auto") as loader:
-        epochs_until(loader, "process")
-        loader.close()
-        epochs = epochs_until(loader, "process")
-        assert "interpreter lock" in loader.stats().workers_reason
-    assert {int(pid) for batch in epochs[-1] for pid in batch["pid"]} - {os.getpid()}
+def test_a_decoder_of_the_users_moves_to_processes_too(tar: Made, settled: threading.Event) -> None:
+    dataset = tar.open(columns={"pid": "bin"}, decode={"pid": lambda data: os.getpid()})
+    with DataLoader(dataset, 3) as loader:
+        epochs = epochs_around(loader, settled)
+    assert pids_of(epochs[0]) == {os.getpid()}
+    assert os.getpid() not in pids_of(epochs[-1])
 
 
-def slept(sample: dict[str, Any]) -> dict[str, Any]:
-    """Waits, and holds nothing."""
-    threading.Event().wait(0.001)
-    return sample
+def test_each_run_of_the_engine_begins_with_threads(tar: Made, settled: threading.Event) -> None:
+    with DataLoader(tar.open(transform=marked), 3) as loader:
+        for _ in range(2):
+            epochs = epochs_around(loader, settled)
+            assert pids_of(epochs[0]) == {os.getpid()}
+            assert os.getpid() not in pids_of(epochs[-1])
+            loader.close()
+            settled.clear()
 
 
-def test_a_transform_that_holds_no_lock_stays_in_threads(
-    tar: Made, at_once: None, monkeypatch: pytest.MonkeyPatch
+def test_an_epoch_that_ends_before_processes_are_there_was_built_by_threads(
+    tar: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where other things keep the cores busy, a thread that waits for a core seems to wait for the lock."""
-    locked_s = AutoBuilders.locked_s
-    monkeypatch.setattr(AutoBuilders, "locked_s", lambda builders, work: min(1e-4, locked_s(builders, work)))
-    with DataLoader(tar.open(transform=slept, columns=["cls"]), 3, num_workers=2, workers="auto") as loader:
-        for _ in range(200):
-            list(loader)
-            if "until" not in (reason := loader.stats().workers_reason):
-                break
-    assert loader.stats().workers == "thread", reason
-    assert "as fast, and nothing has to cross" in reason
+    opened, may_open = ProcessBuilders._opened, threading.Event()
+
+    def gated(own: ProcessBuilders, *arguments: Any) -> Any:
+        assert may_open.wait(TIMEOUT_S)
+        return opened(own, *arguments)
+
+    monkeypatch.setattr(ProcessBuilders, "_opened", gated)
+    with DataLoader(tar.open(transform=marked), 3) as loader:
+        assert pids_of([*loader]) == pids_of([*loader]) == {os.getpid()}
+        stats = loader.stats()
+        may_open.set()
+    assert stats.workers == "thread"
+    assert stats.workers_reason.startswith(f"until {CORES} processes have started: functions of yours")
 
 
 class Counting:
@@ -254,140 +303,95 @@ class Counting:
         return {"cls": sample["cls"]}
 
 
-def decided(dataset: Any) -> tuple[str, str]:
-    with DataLoader(dataset, 3, num_workers=2, workers="auto") as loader:
-        for _ in range(1000):
-            list(loader)
-            stats = loader.stats()
-            if auto_of(loader)._memory.choice is not None:
-                return stats.workers, stats.workers_reason
-    raise AssertionError(stats.workers_reason)
+def _locked(sample: dict[str, Any], *, lock: Any) -> dict[str, Any]:
+    with lock:
+        return {"cls": sample["cls"]}
 
 
-def test_a_transform_that_remembers_stays_in_threads(tar: Made, at_once: None) -> None:
-    workers, reason = decided(tar.open(transform=Counting()))
-    assert workers == "thread"
-    assert "changes what it holds" in reason
+def _with_lock(samples: list[Any]) -> Any:
+    return {"cls": [sample["cls"] for sample in samples], "lock": threading.Lock()}
 
 
-def test_a_transform_that_cannot_be_sent_stays_in_threads(tar: Made, at_once: None) -> None:
-    lock = threading.Lock()
-
-    def locked(sample: dict[str, Any]) -> dict[str, Any]:
-        with lock:
-            return {"cls": sample["cls"]}
-
-    workers, reason = decided(tar.open(transform=locked))
-    assert workers == "thread"
-    assert "cannot be sent to processes" in reason
-
-
-@pytest.mark.full
-def test_a_transform_that_draws_from_global_generators_goes_to_processes_and_stays_there(
-    tar: Made, at_once: None
+@pytest.mark.parametrize(
+    ("transform", "collate", "reason"),
+    [
+        (Counting(), None, "changes what it holds"),
+        (partial(_locked, lock=threading.Lock()), None, "cannot be sent to processes"),
+        (None, _with_lock, "batches cannot be sent from processes"),
+    ],
+)
+def test_what_processes_would_lack_stays_in_threads_with_a_reason(
+    tar: Made, settled: threading.Event, transform: Any, collate: Any, reason: str
 ) -> None:
-    def drawn(sample: dict[str, Any]) -> dict[str, Any]:
-        return {"cls": sample["cls"], "draw": random.random(), "pid": os.getpid()}
+    with DataLoader(tar.open(transform=transform, columns=["cls"]), 3, collate_fn=collate) as loader:
+        epochs = epochs_around(loader, settled)
+        stats = loader.stats()
+    assert stats.workers == "thread"
+    assert reason in stats.workers_reason
+    assert "functions of yours may hold" in stats.workers_reason
+    assert {sum(len(batch["cls"]) for batch in epoch) for epoch in epochs} == {len(loader.dataset)}
 
-    with DataLoader(tar.open(transform=drawn), 3, num_workers=2, workers="auto") as loader:
-        epochs_until(loader, "process")
-        assert "global generators" in loader.stats().workers_reason
-        loader.close()
-        assert {int(pid) for batch in loader for pid in batch["pid"]}.isdisjoint({os.getpid()})
+
+def _refused(*_: object, **__: object) -> None:
+    raise OSError("no room")
 
 
+class Unloadable:
+    """A transform that can be sent, and not be made again from what was sent."""
+
+    def __init__(self, here: int = 0) -> None:
+        if here != os.getpid():
+            raise RuntimeError("not here")
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[int]]:
+        return Unloadable, (os.getpid(),)
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {"cls": sample["cls"]}
+
+
+@pytest.mark.parametrize("fails", ["to be opened", "to be ready"])
 def test_processes_that_cannot_start_leave_the_work_to_threads(
-    tar: Made, at_once: None, monkeypatch: pytest.MonkeyPatch
+    tar: Made, settled: threading.Event, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise OSError("no room")
+    transform: Any = Unloadable(os.getpid()) if fails == "to be ready" else dict
+    if fails == "to be opened":
+        monkeypatch.setattr(builders.BuilderOpening, "_processes", _refused)
+    with DataLoader(tar.open(transform=transform, columns=["cls"]), 3) as loader:
+        epochs = epochs_around(loader, settled)
+        stats = loader.stats()
+    assert {sum(len(batch["cls"]) for batch in epoch) for epoch in epochs} == {len(loader.dataset)}
+    assert stats.workers == "thread"
+    why = "not here" if fails == "to be ready" else "no room"
+    assert stats.workers_reason.startswith(f"processes could not be started: {why}")
 
-    monkeypatch.setattr(builders.BuilderOpening, "_processes", refused)
-    with DataLoader(tar.open(transform=burnt), 3, num_workers=2, workers="auto") as loader:
-        for _ in range(200):
-            assert sum(len(batch["cls"]) for batch in loader) == len(loader.dataset)
-            if "no room" in loader.stats().workers_reason:
-                break
-    assert loader.stats().workers == "thread"
-    assert "processes would be better (" in loader.stats().workers_reason
 
-
-def test_an_error_in_the_tried_chunk_is_told_and_the_trial_is_made_later(tar: Made, at_once: None) -> None:
-    fails = iter([*[False] * 9, True])
+def test_an_error_in_the_first_chunk_is_told_and_the_next_loop_goes_on(tar: Made) -> None:
+    fails = iter([True])
 
     def failing(sample: dict[str, Any]) -> dict[str, Any]:
         if next(fails, False):
             raise ValueError("once")
         return {"cls": sample["cls"]}
 
-    with DataLoader(tar.open(transform=failing), 3, num_workers=2, workers="auto") as loader:
+    with DataLoader(tar.open(transform=failing), 3) as loader:
         with pytest.raises(SampleError, match="once"):
-            list(chain.from_iterable(loader for _ in range(20)))
+            list(loader)
         assert sum(len(batch["cls"]) for batch in loader) == len(loader.dataset)
 
 
-class DueChunk:
-    """Its first batch is due; then it has one more, or fails."""
-
-    num_batches = 2
-
-    def __init__(self, *, fails: bool, heap_bytes: int = 0) -> None:
-        self._fails, self._heap_bytes = fails, heap_bytes
-
-    def begin(self) -> list[Any]:
-        return []
-
-    def finish(self) -> Iterator[Piece[Delivered]]:
-        batch = Delivered(0, 0, {"x": torch.zeros(2)}, 2)
-        yield Piece([batch], heap_bytes=self._heap_bytes, is_due=True)
-        if self._fails:
-            raise ValueError("second")
-        yield Piece([Delivered(0, 1, {"x": torch.zeros(2)}, 2)])
-
-
-class TrialOwner:
-    """Notes what was measured."""
-
-    functions = None
-
-    def __init__(self) -> None:
-        self.results: list[Any] = []
-        self.go_on = self.results.append
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_trial_goes_beyond_batches_that_are_due_which_come_before_what_fails(*, fails: bool) -> None:
-    """Or one slow batch would stand for what is charged together."""
-    chunk: Any
-    owner: Any
-    chunk, owner = DueChunk(fails=fails), TrialOwner()
-    pieces = auto._TriedChunk(chunk, owner, counts=False, most_bytes=100).finish()
-    numbers = [batch.number for batch in next(pieces).batches]
-    assert len(owner.results) == (not fails)
-    with pytest.raises(ValueError, match="second") if fails else nullcontext():
-        numbers += [batch.number for piece in pieces for batch in piece.batches]
-    assert numbers == ([0] if fails else [0, 1])
-
-
-def test_a_trial_takes_no_more_together_than_may_be_made_before_it_is_charged() -> None:
-    chunk: Any = DueChunk(fails=False, heap_bytes=100)
-    owner: Any = TrialOwner()
-    pieces = auto._TriedChunk(chunk, owner, counts=False, most_bytes=100).finish()
-    assert [batch.number for batch in next(pieces).batches] == [0]
-    assert len(owner.results) == 1  # what comes next is asked for, and charged, as ever
-
-
-def test_a_loader_that_is_closed_in_its_trial_leaves_nothing(tar: Made, at_once: None) -> None:
+def test_a_loader_that_is_closed_while_processes_start_leaves_nothing(tar: Made) -> None:
     for taken in range(6):
-        with DataLoader(tar.open(transform=burnt), 2, num_workers=2, workers="auto") as loader:
+        with DataLoader(tar.open(transform=marked), 2) as loader:
             list(islice(loader, taken))
-        assert not any("dataflow-trial" in thread.name for thread in threading.enumerate())
+        assert threads_left(("dataflow-start", "dataflow-hand-out", "dataflow-build")) == []
 
 
-@pytest.mark.full
-def test_sources_of_a_mixture_are_tried_together(tmp_path: Path, at_once: None) -> None:
+def test_functions_of_all_sources_of_a_mixture_move_together(
+    tmp_path: Path, settled: threading.Event
+) -> None:
     made = make_tar(tmp_path)
-    sources: list[ShardedDataset] = [made.open(transform=burnt), made.open(transform=burnt)]
-    with DataLoader(Mixture(sources, stop="first"), 3, num_workers=2, workers="auto") as loader:
-        epochs = epochs_until(loader, "process")
-    assert {int(pid) for batch in epochs[-1] for pid in batch["pid"]} - {os.getpid()}
+    sources: list[ShardedDataset] = [made.open(transform=marked), made.open(transform=marked)]
+    with DataLoader(Mixture(sources, stop="first"), 3) as loader:
+        epochs = epochs_around(loader, settled)
+    assert os.getpid() not in pids_of(epochs[-1])

@@ -174,7 +174,7 @@ def test_without_the_library_the_error_names_the_extra(
         Tokenize(tokenizer)
 
 
-def test_threads_build_what_the_tokenizer_makes_without_a_trial_of_processes(
+def test_threads_build_what_the_tokenizer_makes_as_it_needs_no_interpreter_lock(
     tokenizer: Path, texts: Path
 ) -> None:
     for batching in None, Packed(64, "input_ids"):
@@ -182,4 +182,4 @@ def test_threads_build_what_the_tokenizer_makes_without_a_trial_of_processes(
         with DataLoader(dataset, 2, batching=batching) as loader:
             list(loader)
             assert loader.stats().workers == "thread"
-            assert "release the interpreter lock" in loader.stats().workers_reason
+            assert loader.stats().workers_reason.startswith("no function of yours may hold")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from datasets_kit import make_ints_tar
 from threads_kit import threads_left
 
 from dataflow import DataLoader, StallError
+from dataflow.processes.builders import ProcessBuilders
 from dataflow.workers.fetching import WorkerLoader
 from dataflow.workers.worker import WorkerLimits
 from prefetch.workers import fork_server, pool
@@ -65,6 +68,31 @@ def test_that_of_a_loader_over_shards_holds_too(tmp_path: Path) -> None:
         next(iter(loader))
     assert threads_left("dataflow-hand-out") == [], "nobody waits for it, and it ends"
     assert not fork_server.server_pids()
+
+
+@pytest.mark.here
+@pytest.mark.usefixtures("server_stands_still")
+def test_closing_waits_for_no_process_while_threads_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(pool.WorkerPool.__init__.__kwdefaults__, "stop_s", 60)
+    opened, are_asked_for = ProcessBuilders._opened, threading.Event()
+
+    def told(own: ProcessBuilders, *arguments: Any) -> pool.WorkerPool:
+        try:
+            return opened(own, *arguments)
+        finally:
+            are_asked_for.set()
+
+    monkeypatch.setattr(ProcessBuilders, "_opened", told)
+    loader = DataLoader(make_ints_tar(tmp_path).open(transform=dict), 2)
+    assert sum(len(batch["cls"]) for batch in loader) == len(loader.dataset)
+    assert are_asked_for.wait(20)
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < 5
+    assert threads_left("dataflow-hand-out") == []
+    assert fork_server.server_pids(), "it may only be slow: nobody has waited for it"
 
 
 def test_who_asks_for_the_id_of_a_process_waits_for_a_bounded_time() -> None:

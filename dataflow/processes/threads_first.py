@@ -1,0 +1,272 @@
+"""Builders that are threads until processes have started, which takes from milliseconds to seconds.
+
+No batch waits for a process. When threads have built the first chunk, and there is more to do than they are
+at, processes start; chunks go to them from when all are ready. What threads have begun stays with them, and
+nothing moves back. An epoch that is over before that was built by threads.
+
+Threads keep the work where processes would give other batches, or none: if a function cannot be sent, if
+what it holds is not the same before and after the first chunk (each process would change a copy of its own),
+if its batches cannot be sent, or if processes do not start.
+
+Until processes are ready, few chunks are built at a time: functions that hold the interpreter lock only share
+its time, so the first batch would wait for the other chunks, and the processes for all that was begun.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dataflow.batch.delivered import Delivered
+from dataflow.processes.builders import ProcessBuilders
+from dataflow.processes.payload import pack
+from dataflow.processes.server import start_context
+from dataflow.torch_threads import one_torch_thread
+from prefetch.engine.builders import Build, Builders, ThreadBuilders
+from prefetch.engine.pool import PriorityPool
+from prefetch.engine.stats import StageStats
+from prefetch.work import Chunk, Piece
+
+_MOST_BEGUN = 2
+"""Chunks that threads are at, until processes are ready."""
+_COMPARED_BYTES = 64 << 20
+"""Of what functions hold; where it is more, arrays are left out."""
+
+OpenProcesses = Callable[[Callable[[BaseException | None], None]], ProcessBuilders]
+"""Opens processes; it is given what hears that they are ready for work, or why they are not."""
+
+
+class ThreadsFirstBuilders(Builders[Delivered]):
+    """`Builders` that are threads at first, then processes.
+
+    Args:
+        threads: that begin.
+        open_processes: see `OpenProcesses`.
+        functions: the user's, which builders call.
+        num_processes: that will build.
+        reason: why they are better.
+    """
+
+    def __init__(
+        self,
+        threads: ThreadBuilders[Delivered],
+        open_processes: OpenProcesses,
+        functions: Sequence[Any],
+        *,
+        num_processes: int,
+        reason: str,
+    ) -> None:
+        self._threads, self._open_processes, self._functions = threads, open_processes, functions
+        self.num_builders, self._num_processes, self._reason = threads.num_builders, num_processes, reason
+        self.choice = "thread", f"until {num_processes} processes have started: {reason}"
+        """Who builds what is new, and why."""
+        self._lock = threading.RLock()  # guards what follows
+        self._is_settled = False
+        """Whether that stays so."""
+        self._num_running = 0
+        """Chunks that threads are at, until then."""
+        self._waiting: list[Build[Delivered]] = []
+        """Those that nobody is at, until then."""
+        self._has_seen_batch = self._has_built = False
+        """Whether threads have built a batch, and a chunk."""
+        self._is_starting = self._are_ready = self._is_stopped = False
+        self._processes: ProcessBuilders | None = None
+        self._starter = PriorityPool(1, "dataflow-start", initializer=one_torch_thread)
+        """Nobody waits while processes are opened."""
+        self._content = b""
+        """Of the functions, before they were called."""
+        try:
+            self._content = content_of(functions)
+        except Exception as error:
+            self._keep_threads(f"functions of yours cannot be sent to processes: {error}")
+
+    # ---- builds -------------------------------------------------------------------------------------------
+
+    def build(self, build: Build[Delivered]) -> None:
+        """See `Builders`."""
+        with self._lock:
+            self._waiting.append(build)
+            self._build_waiting()
+
+    def _build_waiting(self) -> None:
+        """Have built what waits, as far as it may be. Under the lock."""
+        if self._is_settled:
+            waiting, self._waiting = self._waiting, []
+            for build in waiting:
+                self._builders_of(build).build(build)
+            return
+        while self._waiting and self._num_running < _MOST_BEGUN:
+            build = min(self._waiting, key=lambda build: build.number)
+            self._waiting.remove(build)
+            self._num_running += 1
+            self._threads.build(_WatchedBuild(build, self))
+        if self._waiting and self._has_built and not self._is_starting:
+            self._is_starting = True
+            self._starter.submit(0, self._start)
+
+    def _builders_of(self, build: Build[Delivered]) -> Builders[Delivered]:
+        """Who builds a chunk: what was laid aside stays where it is."""
+        processes = self._processes
+        if processes is None or not self._are_ready:
+            return self._threads
+        return processes if build.progress is None or processes.has(build) else self._threads
+
+    def look_at(self, piece: Piece[Delivered]) -> None:
+        """Look at the first batch that threads have built: whether a process could hand it over."""
+        with self._lock:
+            if self._has_seen_batch or not piece.batches:
+                return
+            self._has_seen_batch = True
+        try:
+            pack(next(iter(piece.batches)).batch)
+        except Exception as error:
+            self._keep_threads(f"batches cannot be sent from processes: {error}")
+
+    def has_left(self, *, is_built: bool) -> None:
+        """Threads are no longer at a chunk; `is_built`: they have built all of it."""
+        with self._lock:
+            self._num_running -= 1
+            self._has_built = self._has_built or is_built
+            self._build_waiting()
+
+    # ---- the start of processes ---------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        try:
+            is_same = content_of(self._functions) == self._content
+        except Exception:  # it was sendable before
+            is_same = False
+        self._content = b""
+        if not is_same:
+            self._keep_threads(
+                "a function of yours changes what it holds, and each process would have its own"
+            )
+            return
+        try:
+            processes = self._open_processes(
+                lambda error: self._starter.submit(0, partial(self._have_started, error))
+            )
+        except Exception as error:
+            self._have_started(error)
+            return
+        with self._lock:
+            self._processes = processes
+            if self._is_stopped:
+                processes.stop()
+
+    def _have_started(self, error: BaseException | None) -> None:
+        """Processes are ready for work, or will not be."""
+        if error is None:
+            self._settle("process", self._reason)
+            return
+        self._keep_threads(f"processes could not be started: {error}")
+        if self._processes is not None:
+            self._processes.stop()
+
+    def _keep_threads(self, why: str) -> None:
+        self._settle("thread", f"{why} ({self._reason})")
+
+    def _settle(self, workers: str, reason: str) -> None:
+        with self._lock:
+            if self._is_settled:
+                return
+            self.choice, self._is_settled = (workers, reason), True
+            if workers == "process":
+                self.num_builders, self._are_ready = self._num_processes, True
+            self._starter.stop()
+            self._build_waiting()
+
+    # ---- as other builders --------------------------------------------------------------------------------
+
+    def places(self) -> list[str]:
+        """See `Builders`."""
+        return [*self._threads.places(), *(self._processes.places() if self._processes else ())]
+
+    def stats(self) -> StageStats:
+        """See `Builders`."""
+        stats = self._threads.stats()
+        if self._processes is None or not self._are_ready:
+            return stats
+        return self._processes.stats().with_past(stats)
+
+    @property
+    def runs_here(self) -> bool:
+        """See `Builders`."""
+        here = self._threads.runs_here or self._starter.runs_here
+        return here or (self._processes is not None and self._processes.runs_here)
+
+    def stop(self) -> None:
+        """See `Builders`."""
+        with self._lock:
+            self._is_stopped = True
+            self._waiting.clear()
+            self._starter.stop()
+            if self._processes is not None:
+                self._processes.stop()
+        self._threads.stop()
+
+    def close(self) -> object:
+        """See `Builders`."""
+        self.stop()
+        self._threads.close()
+        self._starter.close()
+        if self._processes is not None:
+            self._processes.close()
+        return None
+
+
+class _WatchedBuild:
+    """A build that threads are at, until they leave it."""
+
+    def __init__(self, build: Build[Delivered], owner: ThreadsFirstBuilders) -> None:
+        self._build, self._owner = build, owner
+        self.chunk: Chunk[Delivered] = build.chunk
+        self.number = build.number
+
+    @property
+    def progress(self) -> Any:
+        """See `Build`."""
+        return self._build.progress
+
+    @progress.setter
+    def progress(self, progress: Any) -> None:
+        self._build.progress = progress
+
+    @property
+    def is_cancelled(self) -> bool:
+        """See `Build`."""
+        return self._build.is_cancelled
+
+    def may_go_on(self) -> bool:
+        """See `Build`."""
+        if self._build.may_go_on():
+            return True
+        self._owner.has_left(is_built=False)
+        return False
+
+    def add(self, piece: Piece[Delivered]) -> None:
+        """See `Build`."""
+        self._owner.look_at(piece)
+        self._build.add(piece)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """See `Build`."""
+        self._build.end(error)
+        self._owner.has_left(is_built=error is None)
+
+
+def content_of(functions: Sequence[Any]) -> bytes:
+    """All that processes would be sent of functions; of much, all but its arrays.
+
+    What lies in memory that processes share is left out: all see the same. Raises what pickling raises.
+    """
+    packed = pack(functions, by_value=start_context(None) is None, share=True)
+    if packed.nbytes > _COMPARED_BYTES:
+        return bytes(packed.meta)
+    content = np.zeros(packed.nbytes, np.uint8)
+    packed.copy_to(content.ctypes.data)
+    return content.tobytes()
