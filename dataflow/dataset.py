@@ -22,9 +22,8 @@ import numpy as np
 from torch.utils.data import Dataset
 from typing_extensions import TypeVar
 
-from dataflow.batch.random_access import RandomAccess
-from dataflow.batch.samples import transform_reason
-from dataflow.batch.transforms import fingerprint_of, transformed_together
+from dataflow.batch.random_access import RandomAccess, transformed
+from dataflow.batch.transforms import fingerprint_of
 from dataflow.limits import Cache, told_of_memory
 from dataflow.outputs.columns import Randomness
 from dataflow.outputs.output import Output, columns_read, staged_outputs
@@ -36,10 +35,8 @@ from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import Opening
 from dataflow.sources.views import matching, picked
 from dataflow.staging.source import PartnerSource, Source
-from dataflow.staging.window import StagedRows
 from prefetch.control.pause import ReadPause
 from prefetch.memory.guards import FileGuards
-from prefetch.memory.interrupts import as_exception, must_go_on
 from prefetch.memory.mapping import Mappings
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Hosts, Retrier
@@ -529,29 +526,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         columns.warn_once(self._told)
         if self.transform is None:
             return values  # type: ignore[return-value]
-        origins = columns.rows.find_all(np.arange(len(values)))
-        transforms = [(self.transform, self.transform_wants_rng)] * len(values)
-        together, failure = transformed_together(values, transforms)
-        if failure is None and len(together) == len(values):
-            return [together[at] for at in range(len(values))]
-        made = [self._transformed(value, *origin) for value, origin in zip(values, origins, strict=True)]
-        if failure is not None:
-            raise as_exception(failure)
-        return made
-
-    def _transformed(self, sample: dict[str, Any], window: StagedRows, row: int) -> Any:
-        """What `transform` makes of the sample in a row of a window."""
-        assert self.transform is not None
-        try:
-            if self.transform_wants_rng:
-                rng = Randomness(self.seed, self.epoch).generator(window, row)
-                return self.transform(sample, rng=rng)
-            return self.transform(sample)
-        except BaseException as error:
-            if must_go_on(error):
-                raise
-            reason = transform_reason(error, [output.name for output in self.outputs])
-            raise window.sample_error(row, reason, None, stage="transform") from error
+        return transformed(values, columns, self.transform, wants_rng=self.transform_wants_rng)
 
     def __getstate__(self) -> dict[str, Any]:
         """For worker processes: all but what is open, and how outputs were made."""

@@ -10,19 +10,23 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batch.samples import samples_of
+from dataflow.batch.samples import samples_of, transform_reason
+from dataflow.batch.transforms import transformed_together
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness
 from dataflow.outputs.output import Output
 from dataflow.staging.joined import PartnerStager, joined
 from dataflow.staging.rows import RowReader, WindowPart
 from dataflow.staging.source import Source
+from dataflow.staging.window import StagedRows
 from prefetch.memory.arena import Arena
+from prefetch.memory.interrupts import as_exception, must_go_on
 
+S = TypeVar("S")
 _ARENA_BYTES = 64 << 20
 _KEPT_BLOCKS = 4
 
@@ -105,3 +109,32 @@ class _OpenSource:
                 beside.read_partners()
             parts.append(replace(part, window=whole))
         return parts
+
+
+def transformed(
+    samples: list[dict[str, Any]], columns: ChunkColumns, transform: Callable[..., S], *, wants_rng: bool
+) -> list[S]:
+    """What a transform makes of samples that `RandomAccess.build` gave with their columns.
+
+    Raises `SampleError` for one that it fails with.
+    """
+    names, origins = [*samples[0]], columns.rows.find_all(np.arange(len(samples)))
+    together, failure = transformed_together(samples, [(transform, wants_rng)] * len(samples))
+    if failure is None and len(together) == len(samples):
+        return [together[at] for at in range(len(samples))]
+
+    def one(sample: dict[str, Any], window: StagedRows, row: int) -> S:
+        try:
+            if wants_rng:
+                return transform(sample, rng=columns.randomness.generator(window, row))
+            return transform(sample)
+        except BaseException as error:
+            if must_go_on(error):
+                raise
+            reason = transform_reason(error, names)
+            raise window.sample_error(row, reason, None, stage="transform") from error
+
+    made = [one(sample, *origin) for sample, origin in zip(samples, origins, strict=True)]
+    if failure is not None:
+        raise as_exception(failure)
+    return made
