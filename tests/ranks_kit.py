@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+from torch.torch_version import TorchVersion
+
 from dataflow.testing import ranks, run_ranks
 
 # What most test modules import takes each rank up to 0.3 s of a core, unless the fork server has it.
@@ -16,6 +19,7 @@ ranks._PRELOADED.extend(
     ]
 )
 fast_ranks = functools.partial(run_ranks, start_method="forkserver")
+OLD_TORCH = TorchVersion(torch.__version__) < (2, 13)
 F = TypeVar("F", bound=Callable[[], Any])
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from builders_kit import in_full
 from grad_kit import go_on_in_mode
-from ranks_kit import RankSet
+from ranks_kit import OLD_TORCH, RankSet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -195,7 +195,8 @@ def wait_for_gradients_of_a_rank_that_hangs(kind: str) -> tuple[str, tuple[int, 
     return "nothing", (), 0.0
 
 
-HANGS = (("ddp",), ("fsdp",), ("by node",))
+HANGS = (("ddp",), ("fsdp",), ("by node",))[OLD_TORCH:]
+"""DDP of an older torch does not ask for the time-out that the group has now."""
 
 
 @pytest.mark.parametrize("case", HANGS)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from branches_kit import Branches, Run, Trained, as_large_batches, in_windows, wrapped
-from ranks_kit import RankSet
+from ranks_kit import OLD_TORCH, RankSet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -334,6 +334,9 @@ def test_with_gloo_other_layers_are_named_before_they_are_gathered_whatever_thei
         assert said["none"].startswith(f"{where}: 'large' on rank 0; 'none' on rank 1")
 
 
+@pytest.mark.skipif(
+    OLD_TORCH, reason="backward passes of an older torch mix gathering and reducing, and hang"
+)
 def test_ranks_that_run_other_layers_under_fsdp2_are_told_before_the_optimizer_steps() -> None:
     where = "ranks disagree on the layers that run in microbatch 2 of this window"
     for said in two.results(layers_that_differ):
@@ -409,6 +412,8 @@ def test_a_replay_that_takes_another_way_is_named_before_a_layer_is_gathered() -
 @two.add
 def layers_that_differ() -> dict[str, str]:
     """Without telling each other of each layer, as with NCCL."""
+    if OLD_TORCH:
+        return {}
     scaler = torch.amp.GradScaler("cpu")
     with patch.object(wrapper, "_is_gloo", return_value=False):
         return what_is_compared_in_the_end(scaler)

@@ -401,6 +401,38 @@ def test_a_process_that_cannot_be_replaced_ends_the_loop_with_the_reason(
             read_epochs(loader, loop, 1000)
 
 
+def test_who_wakes_processes_that_are_ending_writes_to_no_file_that_was_opened_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The descriptor is not closed between the look at whether it is and the writing."""
+    dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
+    with in_processes(dataset, 2, count=1) as loader:
+        next(iter(loader))
+        pool = builders_of(loader)._pool
+        write, close, is_closed = os.eventfd_write, os.close, threading.Event()
+        closing = threading.Thread(target=pool.close)
+
+        def closes(fd: int) -> None:
+            if fd == pool._woken:
+                is_closed.set()
+            close(fd)
+
+        def writes(fd: int, value: int) -> None:
+            monkeypatch.setattr(os, "eventfd_write", write)
+            monkeypatch.setattr(os, "close", closes)
+            closing.start()
+            for process in pool.processes:
+                process.join(TIMEOUT_S)
+            assert not is_closed.wait(0.1)
+            write(fd, value)
+
+        monkeypatch.setattr(os, "eventfd_write", writes)
+        pool.wake()
+        closing.join(TIMEOUT_S)
+        assert is_closed.is_set()
+        monkeypatch.undo()
+
+
 @pytest.mark.full
 def test_more_deaths_than_may_be_replaced_are_an_error(tmp_path: Path) -> None:
     dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
