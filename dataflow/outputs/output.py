@@ -102,7 +102,7 @@ class Output(StagedOutput, ABC):
     is_copied: ClassVar[bool] = False
     """Whether values are views of copies of what was stored, and `build` gives `copies` and `views`."""
     is_decoded: ClassVar[bool] = False
-    """Whether values are decoded when a batch is built, not copied as they were staged."""
+    """Whether values are decoded one by one when a batch is built, not copied as they were staged."""
     releases_gil: ClassVar[bool] = False
     """Whether decoding runs without the lock of the interpreter, but for moments."""
 

@@ -116,7 +116,6 @@ class PaddedOutput(RaggedOutput):
     kind: ClassVar[str] = "pad"
     is_view: ClassVar[bool] = False
     is_copied: ClassVar[bool] = False
-    is_decoded: ClassVar[bool] = True
     one_shape_cure: ClassVar[str] = ""
 
     pad: Pad

@@ -16,7 +16,7 @@ from datasets_kit import Made, make_parquet, make_tar
 from stream_kit import stream_of
 from threads_kit import threads_left
 
-from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, Topology
+from dataflow import DataLoader, Image, Mixture, Pad, SampleError, ShardedDataset, Topology
 from dataflow.processes.builders import ProcessBuilders
 from dataflow.processes.threads_first import ThreadsFirstBuilders
 from dataflow.stream import builders
@@ -157,6 +157,12 @@ def test_on_more_than_four_cores_processes_decode_too(
 ) -> None:
     monkeypatch.setattr(builders, "allowed_cores", lambda: 5)
     assert _loader(tar.open(**dataset)).workers == workers
+
+
+@pytest.mark.here
+def test_padding_is_no_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builders, "allowed_cores", lambda: 5)
+    assert _loader(make_parquet(tmp_path).open(columns=["lst"], decode={"lst": Pad()})).workers == "thread"
 
 
 # ---- in the consumer --------------------------------------------------------------------------------------
