@@ -15,7 +15,7 @@ import torch.utils.data
 from datasets_kit import edited
 
 import dataflow.limits
-import dataflow.staging.stager
+import dataflow.staging.rows
 from dataflow import DataLoader, Mixture, Packed, ShardedDataset, Shuffle
 from dataflow.tools.inspect.command import inspect_dataset
 from dataflow.tools.inspect.settings import InspectSettings
@@ -164,7 +164,7 @@ def test_a_small_machine_has_a_limit_that_holds_the_windows_of_the_order(
 def test_more_shards_than_can_be_mapped_are_read(
     sorted_shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataflow.staging.stager, "_MOST_MAPPED", NUM_SHARDS - 1)
+    monkeypatch.setattr(dataflow.staging.rows, "_MOST_MAPPED", NUM_SHARDS - 1)
     with DataLoader(opened(sorted_shards), 50, shuffle=True) as loader:
         found = np.sort(np.concatenate(numbers(loader)))
         assert loader.stats().mapped_bytes == 0
