@@ -334,7 +334,8 @@ class Fsdp2Model(ModelWrapper):
         for unit in self._units():
             unit._post_forward_indices.clear()
             for parameter in unit.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(parameter):  # torch 2.15: the gradient below
+                # A field before torch 2.15, which gives the gradient below that name.
+                if "unsharded_accumulated_grad" in vars(parameter):
                     parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None

@@ -65,7 +65,7 @@ class ThreadsFirstBuilders(Builders[Delivered]):
         self.choice = "thread", f"until {num_processes} processes have started: {reason}"
         """Who builds what is new, and why."""
         self._lock = threading.RLock()  # guards what follows
-        self._is_settled = False
+        self._is_decided = False
         """Whether that stays so."""
         self._num_running = 0
         """Chunks that threads are at, until then."""
@@ -94,7 +94,7 @@ class ThreadsFirstBuilders(Builders[Delivered]):
 
     def _build_waiting(self) -> None:
         """Have built what waits, as far as it may be. Under the lock."""
-        if self._is_settled:
+        if self._is_decided:
             waiting, self._waiting = self._waiting, []
             for build in waiting:
                 self._builders_of(build).build(build)
@@ -109,7 +109,7 @@ class ThreadsFirstBuilders(Builders[Delivered]):
             self._starter.submit(0, self._start)
 
     def _builders_of(self, build: Build[Delivered]) -> Builders[Delivered]:
-        """Who builds a chunk: what was laid aside stays where it is."""
+        """Who builds a chunk: a suspended one stays with whom it is."""
         processes = self._processes
         if processes is None or not self._are_ready:
             return self._threads
@@ -161,20 +161,20 @@ class ThreadsFirstBuilders(Builders[Delivered]):
     def _have_started(self, error: BaseException | None) -> None:
         """Processes are ready for work, or will not be."""
         if error is None:
-            self._settle("process", self._reason)
+            self._decide("process", self._reason)
             return
         self._keep_threads(f"processes could not be started: {error}")
         if self._processes is not None:
             self._processes.stop()
 
     def _keep_threads(self, why: str) -> None:
-        self._settle("thread", f"{why} ({self._reason})")
+        self._decide("thread", f"{why} ({self._reason})")
 
-    def _settle(self, workers: str, reason: str) -> None:
+    def _decide(self, workers: str, reason: str) -> None:
         with self._lock:
-            if self._is_settled:
+            if self._is_decided:
                 return
-            self.choice, self._is_settled = (workers, reason), True
+            self.choice, self._is_decided = (workers, reason), True
             if workers == "process":
                 self.num_builders, self._are_ready = self._num_processes, True
             self._starter.stop()

@@ -88,8 +88,8 @@ class FakeStart:
 
 def builders_of(threads: FakeBuilders, start: FakeStart, *functions: Any) -> ThreadsFirstBuilders:
     class Watched(ThreadsFirstBuilders):
-        def _settle(self, workers: str, reason: str) -> None:
-            super()._settle(workers, reason)
+        def _decide(self, workers: str, reason: str) -> None:
+            super()._decide(workers, reason)
             start.is_done.set()
 
     return Watched(cast(Any, threads), start.open, functions, num_processes=16, reason="they hold the lock")

@@ -225,13 +225,13 @@ EPOCHS_AHEAD = 16
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when it is known who builds from now on."""
-    event, settle = threading.Event(), ThreadsFirstBuilders._settle
+    event, decide = threading.Event(), ThreadsFirstBuilders._decide
 
-    def settle_and_tell(own: ThreadsFirstBuilders, workers: str, reason: str) -> None:
-        settle(own, workers, reason)
+    def decide_and_tell(own: ThreadsFirstBuilders, workers: str, reason: str) -> None:
+        decide(own, workers, reason)
         event.set()
 
-    monkeypatch.setattr(ThreadsFirstBuilders, "_settle", settle_and_tell)
+    monkeypatch.setattr(ThreadsFirstBuilders, "_decide", decide_and_tell)
     return event
 
 
