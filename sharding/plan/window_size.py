@@ -3,10 +3,12 @@
 More blocks mix better; the bytes of a window are memory, and the read-ahead. A dataset that fits into 256 MiB
 and a quarter of the memory limit is one window, which mixes like a full shuffle. Of larger ones a window is
 about 128 MiB: 64 blocks of the usual size, which hold each of ten sorted labels alike enough that a batch of
-256 tells no difference from chance (`benchmarks.label_mixing`). It has never fewer than 8 blocks while a
-quarter of the memory limit holds them (two windows are open at a time, and batches need the rest). The
-choice is a function of the block table and of the limit the user gave, never of the machine: ranks of unlike
-machines must agree on the order.
+256 tells no difference from chance (`benchmarks.label_mixing`). Blocks of more than 2 MiB would need far
+more memory for that, and rows from 128 MiB of columns are gathered a tenth slower than from 64: windows of
+such blocks shrink to 64 MiB, which those of 4 MiB and more have. A window has never fewer than 8 blocks
+while a quarter of the memory limit holds them (two windows are open at a time, and batches need the rest).
+The choice is a function of the block table and of the limit the user gave, never of the machine: ranks of
+unlike machines must agree on the order.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ if TYPE_CHECKING:
 ONE_WINDOW_BYTES = 256 << 20
 """A dataset of no more is one window."""
 WINDOW_BYTES = 128 << 20
-"""What a window of a larger one aims at."""
+"""What a window of a larger one aims at, of blocks of at most `USUAL_BLOCK_BYTES`."""
+USUAL_BLOCK_BYTES = 2 << 20
 READ_BYTES = 64 << 20
-"""The same where windows mix nothing, and say only what is read together."""
+"""The same of blocks twice as large and more, and where windows mix nothing: it is read together."""
 DEFAULT_LIMIT = 1 << 30
 """The memory limit assumed where none is given, whatever the machine has."""
 _MIN_BLOCKS = 8
@@ -72,7 +75,7 @@ def choose_window_blocks(
         return WindowSize(1, "the dataset has no samples", 0)
     mean, allowed = max(1, total // num_blocks), (memory_limit or DEFAULT_LIMIT) // _SHARE_OF_LIMIT
     mixes = kind == "window"
-    aim, one = (WINDOW_BYTES, ONE_WINDOW_BYTES) if mixes else (READ_BYTES, READ_BYTES)
+    aim, one = (_aim(mean), ONE_WINDOW_BYTES) if mixes else (READ_BYTES, READ_BYTES)
     blocks = f"blocks of {_mib(mean)} on average"
     if total <= min(one, allowed):
         return WindowSize(
@@ -145,6 +148,11 @@ def window_bytes(shuffle: Shuffle, tables: Sequence[BlockTable]) -> int:
         blocks = min(len(sizes), shuffle.of_source(number).window_blocks or len(sizes))
         total += int(sizes.sum()) * blocks // max(1, len(sizes))
     return total
+
+
+def _aim(mean: int) -> int:
+    """Bytes of a window that mixes blocks of this many bytes."""
+    return max(READ_BYTES, WINDOW_BYTES * USUAL_BLOCK_BYTES // max(mean, USUAL_BLOCK_BYTES))
 
 
 def _mib(count: int) -> str:

@@ -55,7 +55,15 @@ def test_the_window_is_as_large_as_its_reason_says(block, num_blocks, limit, blo
 
 def test_decoded_bytes_count_where_they_are_more():
     table = table_of([MIB] * 100, nbytes=[4 * MIB] * 100)
-    assert choose_window_blocks(table).window_blocks == 34  # of three windows
+    assert choose_window_blocks(table).window_blocks == 17  # of six windows
+
+
+@pytest.mark.parametrize(
+    ("block_kib", "window_mib"), [(64, 128), (1024, 128), (2048, 128), (3072, 84), (4096, 64), (8192, 64)]
+)
+def test_windows_of_large_blocks_are_smaller(block_kib, window_mib):
+    table = table_of([block_kib << 10] * 20_000)
+    assert choose_window_blocks(table).window_blocks * block_kib / 1024 == pytest.approx(window_mib, abs=3)
 
 
 def test_blocks_without_samples_do_not_count():
