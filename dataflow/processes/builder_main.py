@@ -34,14 +34,19 @@ from dataflow.processes.batch_writer import BatchWriter
 from dataflow.processes.generators import seed_by_key
 from dataflow.processes.payload import pack, read_packed
 from dataflow.processes.shipped import ShippedChunk, shipped_rows
+from dataflow.staging.window import FileParts
 from prefetch.engine.pool import place_of
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards
+from prefetch.memory.open_files import OpenFiles, StaleFileError
 from prefetch.work import Piece
 from prefetch.workers.shared_arena import Header, Region
 from prefetch.workers.worker_start import WorkerStart, begin
 from sharding.errors import SampleError
+
+_READ_IN_LIMIT = 8
+"""Free memory for values that are read from files is kept up to this part of a process's limit."""
 
 
 class BuilderMessage:
@@ -51,9 +56,12 @@ class BuilderMessage:
 
 
 class BuilderResult:
-    """Kinds of responses: batches, an error that ends a chunk, a question, the process's own beginning."""
+    """Kinds of responses: batches, an error that ends a chunk, a question, the process's own beginning.
 
-    BATCHES, ERROR, QUESTION, READY = range(4)
+    And that it cannot read files of the training process, so that a chunk must be sent with its values.
+    """
+
+    BATCHES, ERROR, QUESTION, READY, STALE = range(5)
 
 
 class BuilderResponse(NamedTuple):
@@ -233,6 +241,9 @@ class BuilderLoop(ABC):
                 self._go_on(self._builds[self._chunk])
             except EngineClosedError:
                 return
+            except StaleFileError as error:
+                self._builds.pop(self._chunk, None)
+                self._respond(BuilderResult.STALE, str(error))
             except Exception as error:
                 self._builds.pop(self._chunk, None)
                 self._release(is_built=False)
@@ -343,6 +354,9 @@ class _BuilderProcess(BuilderLoop):
         self._inputs = mmap.mmap(start.memory.fd, start.region_bytes, offset=self._inputs_offset)
         """The training process's own region, behind those of the first builders."""
         self._writer = BatchWriter(self._region)
+        self._files = OpenFiles()
+        self._read_values = Arena(limit_bytes=start.region_limit // _READ_IN_LIMIT)
+        """For values that lie in files."""
         self.open(self._read_job, self._region.arena)
 
     def _read_job(self) -> BuilderJob:
@@ -379,7 +393,12 @@ class _BuilderProcess(BuilderLoop):
         memory: NDArray[np.uint8] = np.frombuffer(
             self._inputs, np.uint8, nbytes, offset - self._inputs_offset
         )
-        return shipped_rows(chunk, memory, self._error_of)
+        return shipped_rows(chunk, memory, self._error_of, self._read)
+
+    def _read(self, parts: FileParts, nbytes: NDArray[np.int64]) -> NDArray[np.uint8]:
+        values = self._read_values.lease(int(nbytes.sum()) or 1)
+        self._files.read(parts.files, parts.numbers, parts.offsets, nbytes, values)
+        return values
 
 
 def never(error: SampleError) -> bool:

@@ -90,6 +90,8 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         self._on_start, self._num_starting = on_start, num_builders
         self._started: set[int] = set()
         """Processes that have said that they are there."""
+        self._reads_files = True
+        """Whether processes read what lies in files that are open here; not once one of them could not."""
         context = start_context(None)
         try:
             packed = pack(job, by_value=context is None, share=True)
@@ -233,7 +235,11 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
             if one.memory is None:  # else a process has had it, and died
                 with self._guards.loading():
                     one.shipped, one.memory = ship(
-                        chunk.plan, chunk.rows, staged_outputs(self._job.outputs), self._region.arena
+                        chunk.plan,
+                        chunk.rows,
+                        staged_outputs(self._job.outputs),
+                        self._region.arena,
+                        by_file=self._reads_files,
                     )
         except BaseException as error:
             self._end(one, error)
@@ -271,6 +277,13 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
                 self._note_busy()
             if obj is not None or not self._num_starting:
                 self._all_started(None if obj is None else obj.restored())
+        elif one is not None and one.builder == process and response.kind == BuilderResult.STALE:
+            _log.info(
+                "builder process %d cannot read files of this one (%s): it is sent values", process, obj
+            )
+            self._reads_files = False
+            one.shipped = one.memory = None
+            self._lose(one, None)
         elif one is not None and one.builder == process:
             self._take_response(one, response.kind, obj, nbytes)
 

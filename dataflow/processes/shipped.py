@@ -1,8 +1,9 @@
 """A chunk as it crosses to another process: its plan, and the stored values of its rows, one after the other.
 
-The values are copied into memory that both processes map, by the same executor that makes batches, so the
-way there costs a copy and no interpreter lock. On the other side they are the staged columns of one window a
-source, whose rows are the chunk's.
+Values that lie in files which the training process has open stay there: the other process reads them itself,
+from the same open files (`prefetch.memory.open_files`). All others are copied into memory that both
+processes map, by the same executor that makes batches, so the way there costs a copy and no interpreter lock.
+On the other side they are the staged columns of one window a source, whose rows are the chunk's.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from dataflow.batch.builder import ChunkPlan
 from dataflow.outputs.columns import ChunkRows
 from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.rows import WindowPart
-from dataflow.staging.window import StagedRows
+from dataflow.staging.window import FileParts, StagedRows
 from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.memory.arena import Arena
+from prefetch.memory.open_files import MOST_OPEN, OpenFile
 from sharding.errors import SampleError
 
 _ALIGN = 64
@@ -40,6 +42,8 @@ class ShippedColumn:
     """[rows] bytes, or those of every row; -1 where the sample lacks it."""
     bad: Mapping[int, str] = field(default_factory=dict)
     """Row of the chunk -> why its value could not be parsed."""
+    files: FileParts | None = None
+    """Where the values lie instead, one after the other as here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +69,25 @@ class ShippedChunk:
 
 
 def ship(
-    plan: ChunkPlan, rows: ChunkRows, outputs: Sequence[StagedOutput], arena: Arena
+    plan: ChunkPlan, rows: ChunkRows, outputs: Sequence[StagedOutput], arena: Arena, *, by_file: bool = False
 ) -> tuple[ShippedChunk, NDArray[np.uint8]]:
     """A chunk whose windows are staged, and its memory: a lease of `arena`.
 
-    Inside `FileGuards.loading`. Raises `ShardReadError` for a value whose bytes are gone.
+    `by_file`: whether the other process can read files that this one has open. Inside `FileGuards.loading`.
+    Raises `ShardReadError` for a value whose bytes are gone.
     """
-    columns = {output.name: _staged(rows, output) for output in outputs}
+    in_files = {
+        output.name: _in_files(rows, output.name) for output in outputs if by_file and output.stays_in_place
+    }
+    shipped = {
+        name: ShippedColumn(offset=0, nbytes=0, lengths=rows.collected(_lengths(name)), files=files)
+        for name, files in in_files.items()
+        if files is not None
+    }
+    columns = {output.name: _staged(rows, output) for output in outputs if output.name not in shipped}
     sizes = [-(-plan_column.nbytes // _ALIGN) * _ALIGN for plan_column, _ in columns.values()]
     memory, used = arena.lease(sum(sizes) or 1), 0
-    copies, shipped = [], {}
+    copies = []
     for (name, (plan_column, column)), nbytes in zip(columns.items(), sizes, strict=True):
         own = memory[used : used + plan_column.nbytes]
         copies.append(replace(plan_column, out=own))
@@ -95,6 +108,23 @@ def ship(
     for part in rows.parts:
         numbers[part.chunk_rows] = part.window.samples.numbers(part.rows)
     return ShippedChunk(plan=plan, columns=shipped, sources=_sources(rows), numbers=numbers), memory
+
+
+def _lengths(column: str) -> Callable[[WindowPart], NDArray[np.int64]]:
+    return lambda part: part.spans(column).lengths
+
+
+def _in_files(rows: ChunkRows, column: str) -> FileParts | None:
+    """Where the values of a column lie in files, row by row of the chunk, if all of them do."""
+    files: list[OpenFile] = []
+    numbers, offsets = np.empty((2, rows.num_rows), np.int64)
+    for part in rows.parts:
+        own = part.window.in_files(column, part.rows)
+        if own is None or len(files) + len(own.files) > MOST_OPEN:
+            return None
+        numbers[part.chunk_rows], offsets[part.chunk_rows] = own.numbers + len(files), own.offsets
+        files += own.files
+    return FileParts(files, numbers, offsets)
 
 
 def _lengths_of(plan_column: PlanColumn, column: StagedSpans) -> NDArray[np.int64] | int:
@@ -181,10 +211,19 @@ class ShippedRows(StagedRows):
         return error.key or "", error.shard
 
 
-def shipped_rows(chunk: ShippedChunk, memory: NDArray[np.uint8], error_of: SampleErrorOf) -> ChunkRows:
-    """The rows of a chunk that crossed, of which `memory` has the values."""
+def shipped_rows(
+    chunk: ShippedChunk,
+    memory: NDArray[np.uint8],
+    error_of: SampleErrorOf,
+    read: Callable[[FileParts, NDArray[np.int64]], NDArray[np.uint8]] | None = None,
+) -> ChunkRows:
+    """The rows of a chunk that crossed, of which `memory` has the values.
+
+    `read`: brings values that lie in files, of so many bytes each, one after the other; needed where it was
+    shipped with `by_file`.
+    """
     staged: dict[str, StagedArray | StagedSpans] = {}
-    address, num_rows = memory.__array_interface__["data"][0], len(chunk.numbers)
+    num_rows = len(chunk.numbers)
     for name, column in chunk.columns.items():
         if column.lengths is None:
             assert column.shape is not None
@@ -193,11 +232,14 @@ def shipped_rows(chunk: ShippedChunk, memory: NDArray[np.uint8], error_of: Sampl
             continue
         lengths = column.lengths
         if isinstance(lengths, int):
-            starts, lengths = np.arange(num_rows) * lengths, np.full(num_rows, lengths)
-        else:
-            nbytes = np.maximum(lengths, 0)
-            starts = np.cumsum(nbytes) - nbytes
-        staged[name] = StagedSpans(starts + (address + column.offset), lengths, [memory])
+            lengths = np.full(num_rows, lengths)
+        nbytes = np.maximum(lengths, 0)
+        values = memory[column.offset :]
+        if column.files is not None:
+            assert read is not None
+            values = read(column.files, nbytes)
+        starts = np.cumsum(nbytes) - nbytes + values.__array_interface__["data"][0]
+        staged[name] = StagedSpans(starts, lengths, [values])
     parts = []
     for source in chunk.sources:
         window = ShippedRows(source, chunk.numbers, staged, error_of)

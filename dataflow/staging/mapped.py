@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import ALIGN, StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.source import Source
-from dataflow.staging.window import NotLocatableError, Share, StagedWindow, WindowSamples
+from dataflow.staging.window import FileParts, NotLocatableError, Share, StagedWindow, WindowSamples
 from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuard
 from prefetch.memory.mapping import MappedShard, will_need
+from prefetch.memory.open_files import MOST_OPEN, OpenFile
 from sharding.blocks import Spans
 from sharding.cached_property import cached_property
 
@@ -150,6 +151,20 @@ class MappedWindow(StagedWindow):
     @cached_property
     def _guards(self) -> set[FileGuard | None]:
         return {shard.guard for shard in self._shards if shard is not None}
+
+    def in_files(self, column: str, rows: NDArray[np.int64]) -> FileParts | None:
+        """See `StagedRows.in_files`: while all its files are guarded, which keeps them open."""
+        spans = self.staged[column]
+        if column == "__url__" or not isinstance(spans, StagedSpans) or not self.may_load:
+            return None
+        ordinals = self.samples.ordinals(rows)
+        used, numbers = np.unique(ordinals, return_inverse=True)
+        if len(used) > MOST_OPEN:
+            return None
+        shards = [self._shards[ordinal] for ordinal in used.tolist()]
+        files = [OpenFile.of(shard.guard.descriptor) for shard in shards if shard and shard.guard]
+        bases = np.array([shard.address for shard in shards if shard is not None], np.int64)
+        return FileParts(files, numbers, spans.addresses[rows] - bases[numbers])
 
     @property
     def may_load(self) -> bool:

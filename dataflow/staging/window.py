@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from dataflow.staging.columns import StagedArray, StagedMoments, StagedSpans
 from dataflow.staging.source import Source
 from prefetch.addresses import memory_at
 from prefetch.memory.arena import Arena
+from prefetch.memory.open_files import OpenFile
 from prefetch.store.reader import Awaited
 from sharding.blocks import Block, Columns, Spans
 from sharding.cached_property import cached_property
@@ -77,15 +78,29 @@ class WindowSamples:
         ordinal, in_block = self.find(row)
         return self._first_number + self.blocks[ordinal].first_sample + in_block
 
+    def ordinals(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n] the ordinal of the block that holds each of n rows."""
+        return np.searchsorted(self.first_row, rows, side="right") - 1
+
     def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `RowNumbers.numbers`."""
-        ordinal = np.searchsorted(self.first_row, rows, side="right") - 1
+        ordinal = self.ordinals(rows)
         in_block = rows - self.first_row[ordinal] if self._row_in_block is None else self._row_in_block[rows]
         return self._first_samples[ordinal] + in_block
 
     @cached_property
     def _first_samples(self) -> NDArray[np.int64]:
         return np.array([block.first_sample for block in self.blocks], np.int64) + self._first_number
+
+
+class FileParts(NamedTuple):
+    """Values that lie in files which this process has open."""
+
+    files: Sequence[OpenFile]
+    numbers: NDArray[np.int64]
+    """[n] which of `files` has each value."""
+    offsets: NDArray[np.int64]
+    """[n] bytes of the file before it."""
 
 
 class RowNumbers(Protocol):
@@ -116,6 +131,13 @@ class StagedRows(ABC):
         self.source_number, self.source_epoch = source_number, source_epoch
         self.samples = samples
         self.staged: dict[str, StagedArray | StagedSpans] = {}
+
+    def in_files(self, column: str, rows: NDArray[np.int64]) -> FileParts | None:
+        """Where values of a column that stays in place lie in open files; None where they lie in memory.
+
+        To be asked inside `FileGuards.loading`.
+        """
+        return None
 
     @property
     def may_load(self) -> bool:

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 5 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 6 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -91,6 +91,15 @@ typedef struct {
 /* Check files, and wait until the pages of all ranges are in this process. status[i] becomes 0, -1 where the file is
    not what it was or cannot be looked at, else the `errno` of what cannot be read. Gives how many are not 0. */
 CORE_API int64_t core_bring(const core_range *ranges, int64_t n, int64_t *status);
+
+/* A part of an open file. */
+typedef struct {
+    int64_t descriptor, offset, nbytes;
+    uint8_t *out;
+} core_part;
+
+/* Read parts of files, one after the other. Gives how many came whole before the first that did not. */
+CORE_API int64_t core_read(const core_part *parts, int64_t n);
 
 /* ---- orders --------------------------------------------------------------------------------------------------- */
 

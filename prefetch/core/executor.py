@@ -17,7 +17,7 @@ from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.core.queue import CopyQueue, address_of, column_table
 from sharding.cached_property import cached_property
 
-VERSION = 5
+VERSION = 6
 """Of the contract in core.h."""
 _WIDTHS = (1, 2, 4, 8)
 _CURE = (
@@ -31,6 +31,7 @@ _FUNCTIONS = {
     "core_interleave": "piiip:",
     "core_resize": "pp:i",
     "core_bring": "pip:i",
+    "core_read": "pi:i",
     "core_keyed_orders": "ppip:i",
     "core_token_turns": "pppppipi:i",
     "core_queue_bytes": ":i",
@@ -99,6 +100,14 @@ class Executor:
         status = np.empty(len(ranges), np.int64)
         self._library.core_bring(address_of(ranges), len(ranges), address_of(status))
         return status
+
+    def read(self, parts: NDArray[np.int64]) -> int:
+        """Read parts of open files: descriptor, offset, bytes and address of each, int64 [n, 4].
+
+        Returns how many came whole before the first that did not: its file is shorter, or cannot be read.
+        """
+        whole: int = self._library.core_read(address_of(parts), len(parts))
+        return whole
 
     def keyed_orders(self, sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]) -> None:
         """What `sharding.order.keyed.keyed_orders` does."""

@@ -1,4 +1,4 @@
-/* Pages of mapped files; see core.h. */
+/* Pages of mapped files, and parts of open ones; see core.h. */
 #define _GNU_SOURCE
 #include "core.h"
 #include <errno.h>
@@ -48,4 +48,19 @@ int64_t core_bring(const core_range *ranges, int64_t n, int64_t *status) {
         bad += status[i] != 0;
     }
     return bad;
+}
+
+int64_t core_read(const core_part *parts, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        int64_t done = 0;
+        while (done < parts[i].nbytes) {
+            ssize_t got = pread((int)parts[i].descriptor, parts[i].out + done, (size_t)(parts[i].nbytes - done),
+                                (off_t)(parts[i].offset + done));
+            if (got > 0)
+                done += got;
+            else if (got == 0 || errno != EINTR)
+                return i;
+        }
+    }
+    return n;
 }

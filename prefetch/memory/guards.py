@@ -54,6 +54,11 @@ class FileGuard:
         """What loads from the file; when it has died, the guard is of no use."""
 
     @property
+    def descriptor(self) -> int:
+        """Of the file, open; -1 once the guard has ended. To be asked inside `FileGuards.loading`."""
+        return self._descriptor
+
+    @property
     def is_wanted(self) -> bool:
         """Whether somebody waits for its end."""
         return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK

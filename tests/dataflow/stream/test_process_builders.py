@@ -28,9 +28,12 @@ from stream_kit import session_of
 from worker_kit import Gate
 
 from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
+from dataflow.processes import builders, shipped
 from dataflow.processes.builders import ProcessBuilders
 from dataflow.processes.hand_out import RemoteBuild, RemoteBuilders
+from dataflow.processes.shipped import ShippedChunk
 from dataflow.stream import session
+from prefetch.memory.open_files import OpenFile
 from prefetch.workers.pool import WorkerDiedError, WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
@@ -68,6 +71,52 @@ def test_every_format_gives_the_batches_that_threads_build(made: Make, name: str
         whole = [batch["n"].tolist() for _ in range(2) for batch in loader]
     with in_processes(dataset, 3, True, seed=5) as loader:
         assert [batch["n"].tolist() for _ in range(2) for batch in loader] == whole
+
+
+def shipped_by(monkeypatch: pytest.MonkeyPatch) -> list[ShippedChunk]:
+    """The chunks that are shipped from now on."""
+    chunks: list[ShippedChunk] = []
+
+    def shipping(*arguments: Any, **options: Any) -> Any:
+        chunk, memory = shipped.ship(*arguments, **options)
+        chunks.append(chunk)
+        return chunk, memory
+
+    monkeypatch.setattr(builders, "ship", shipping)
+    return chunks
+
+
+def is_by_file(chunks: list[ShippedChunk], column: str) -> set[bool]:
+    return {chunk.columns[column].files is not None for chunk in chunks}
+
+
+def test_processes_read_values_of_local_tars_from_the_files_that_are_open_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = make_tar(tmp_path).open(transform=lambda sample: {"n": repr(sorted(sample.items()))})
+    with DataLoader(dataset, 3, shuffle=True, seed=5) as loader:
+        whole = [batch["n"] for batch in loader]
+    chunks = shipped_by(monkeypatch)
+    with in_processes(dataset, 3, True, seed=5) as loader:
+        assert [batch["n"] for batch in loader] == whole
+    assert chunks
+    assert is_by_file(chunks, "bin") == {True}
+
+
+def test_where_they_cannot_read_these_files_they_are_sent_the_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = make_tar(tmp_path).open(transform=lambda sample: {"n": repr(sorted(sample.items()))})
+    with DataLoader(dataset, 3, shuffle=True, seed=5) as loader:
+        whole = [batch["n"] for _ in range(2) for batch in loader]
+    chunks = shipped_by(monkeypatch)
+    monkeypatch.setattr(OpenFile, "of", lambda fd: OpenFile(os.getpid(), fd, -1, -1))
+    with in_processes(dataset, 3, True, seed=5) as loader:
+        first = [batch["n"] for batch in loader]
+        num_first = len(chunks)
+        assert first + [batch["n"] for batch in loader] == whole
+    assert is_by_file(chunks[:num_first], "bin") == {True, False}
+    assert is_by_file(chunks[num_first:], "bin") == {False}
 
 
 def test_what_exec_has_defined_is_sent(tmp_path: Path) -> None:

@@ -602,6 +602,25 @@ static void try_bring(void) {
     munmap(memory, (size_t)size), close(descriptor), unlink(path);
 }
 
+static void try_read(void) {
+    char path[] = "read-XXXXXX";
+    int descriptor = mkstemp(path);
+    int64_t size = 1 + below(1 << 16), whole = 0;
+    uint8_t *content = allocated(size), *out = allocated(4 * size);
+    for (int64_t i = 0; i < size; i++) content[i] = (uint8_t)below(256);
+    CHECK(descriptor >= 0 && write(descriptor, content, (size_t)size) == size, "%s", path);
+    core_part parts[4];
+    for (int64_t i = 0; i < 4; i++) {
+        int64_t offset = below(size), nbytes = below(size - offset + 1) + (one_in(8) ? size : 0);
+        parts[i] = (core_part){descriptor, offset, nbytes > size ? size : nbytes, out + i * size};
+    }
+    while (whole < 4 && parts[whole].offset + parts[whole].nbytes <= size) whole++;
+    CHECK(core_read(parts, 4) == whole, "not %ld whole ones", (long)whole);
+    for (int64_t i = 0; i < whole; i++)
+        CHECK(!memcmp(parts[i].out, content + parts[i].offset, (size_t)parts[i].nbytes), "part %ld", (long)i);
+    close(descriptor), unlink(path), free(content), free(out);
+}
+
 int main(int argc, char **argv) {
     CHECK(argc == 4, "driver SEED PLANS honest|short|broken");
     CHECK(core_version() == CORE_VERSION, "core_version");
@@ -616,6 +635,7 @@ int main(int argc, char **argv) {
         try_orders();
         try_turns();
         try_bring();
+        try_read();
     }
     printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld, \"resized\": %ld, \"ordered\": %ld}\n", num_rows,
            num_lost, num_widened, num_short, num_resized, num_ordered);
