@@ -17,15 +17,24 @@ if TYPE_CHECKING:  # at run time it would bring pyarrow into loaders without sha
     from sharding.catalog.table import Catalog
 
 
-def memory_limit_bytes(limit: int | str | None, local_world_size: int, window_bytes: int = 0) -> int:
+def memory_limit_bytes(
+    limit: int | str | None, local_world_size: int, window_bytes: int = 0, building_bytes: int = 0
+) -> int:
     """The limit in bytes; without one 1 GiB, or an eighth of the machine's memory per rank if less.
 
-    `window_bytes`: of the windows that mix. Their size is part of the order, so a small machine cannot make
-    them smaller: without a limit they have four times as much as they need, up to half of the machine.
+    Args:
+        limit: as the user gave it.
+        local_world_size: ranks of this machine.
+        window_bytes: of the windows that mix. Their size is part of the order, so a small machine cannot
+            make them smaller: without a limit they have four times as much as they need, up to half of it.
+        building_bytes: of batches that keep all builders at work. Where there are many, 1 GiB has no room for
+            them beside four windows (sixteen processes were idle half of the time): without a limit they have
+            it, up to that eighth.
     """
     if limit is None:
         share = machine_memory() // max(1, local_world_size)
-        return max(64 << 20, min(DEFAULT_LIMIT, max(share // 8, min(4 * window_bytes, share // 2))))
+        most = max(DEFAULT_LIMIT, min(share // 8, 4 * window_bytes + building_bytes))
+        return max(64 << 20, min(most, max(share // 8, min(4 * window_bytes, share // 2))))
     if isinstance(limit, str):
         return parse_bytes(limit)
     if limit <= 0:

@@ -125,8 +125,8 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             asks for it, over map-style datasets with torch's samplers and over iterable ones. They may then
             not see what the training code changes between epochs in a place that they look up by name (a
             file, shared memory, a manager). Over shards reading goes on across epochs anyway.
-        memory_limit: bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of
-            the machine's memory per local rank, whichever is less, but what the windows of a shuffle need.
+        memory_limit: bytes, or text such as "2GB", that the loader may hold; None: an eighth of
+            the machine's memory per local rank, but at most 1 GiB or what windows and many builders need.
         seed, topology, device, tail, depth, max_worker_restarts, batching, mark_repeats: over shards only;
             see `StreamSettings`.
 

@@ -44,7 +44,13 @@ from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.read_ahead import megabatch_bytes
-from dataflow.stream.session import Session, SessionOptions, datasets_read, is_all_local
+from dataflow.stream.session import (
+    Session,
+    SessionOptions,
+    building_bytes,
+    datasets_read,
+    is_all_local,
+)
 from dataflow.stream.settings import StreamSettings
 from dataflow.topology_exchange import detect_topology
 from prefetch.control.depth import Decision
@@ -92,7 +98,7 @@ class StreamLoader:
         """Why the launcher's variables alone do not tell this rank's place."""
         self._alone = settings.topology is None and not _is_distributed()
         """Whether the place was found before torch.distributed was there to ask."""
-        self._window_bytes = 0
+        self._window_bytes = self._building_bytes = 0
         self._take_place(settings.topology or self._first_place())
         check_batching(settings, dataset)
         for source in dataset.sources:
@@ -121,7 +127,7 @@ class StreamLoader:
         self._loops = LoopQueue(dataset)
         self.sessions = LoopSessions()
         self._last_good = LastGood()
-        self._plan = self._stream_plan()
+        self._plan_stream()
         if self._topology.world_size == 1 or _is_distributed():  # else that may come before the first batch
             self._meet()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
@@ -166,14 +172,14 @@ class StreamLoader:
 
     def _take_limit(self) -> None:
         given, ranks = self.settings.memory_limit, self._topology.local_world_size
-        self.memory_limit = memory_limit_bytes(given, ranks, self._window_bytes)
+        self.memory_limit = memory_limit_bytes(given, ranks, self._window_bytes, self._building_bytes)
 
     def _settle(self) -> None:
         """Find this rank's place again, if torch.distributed came up after the loader was made."""
         if self._alone and _is_distributed():
             self._alone, self._unplaced = False, None
             self._take_place(detect_topology())
-            self._plan = self._stream_plan()
+            self._plan_stream()
         if self._unplaced is not None:
             raise self._unplaced
         self._meet()
@@ -191,7 +197,7 @@ class StreamLoader:
     def _plan_by(self, planner: FoundPlanner) -> None:
         if planner is not self._planner:
             self._planner = planner
-            self._plan = self._stream_plan()
+            self._plan_stream()
 
     def _measure(self, source: ShardedDataset) -> SampleLengths:
         """Make all samples of a source whose lengths are not known yet, on all ranks, each its part."""
@@ -233,9 +239,10 @@ class StreamLoader:
     def _block_tables(self) -> list[BlockTable]:
         return [source.kept_blocks for source in self.dataset.sources]
 
-    def _stream_plan(self) -> StreamPlan:
+    def _plan_stream(self) -> None:
+        """Plan the stream as settings and place are now, with a limit that has room for its builders."""
         place = self._topology
-        return StreamPlan(
+        self._plan = StreamPlan(
             dataset=self.dataset if self._mixed is None else self._mixed,
             shuffle=self.shuffle,
             seed=self.seed,
@@ -247,6 +254,9 @@ class StreamLoader:
             planner=self._planner,
             mixture_starts=self._mixture_starts,
         )
+        if self.settings.memory_limit is None:
+            self._building_bytes = building_bytes(self._plan, self.builder_plan)
+            self._take_limit()
 
     def epoch_plan(self, epoch: int, start: int) -> RankPlan:
         """The plan of this rank for an epoch, from a position on."""
@@ -382,7 +392,7 @@ class StreamLoader:
         number, weights = self.dataset.weights_set
         self._mixed, self._planner = self._plan.with_weights(epoch, position, weights)
         self._num_weights_taken = number
-        self._plan = self._stream_plan()
+        self._plan_stream()
         self.sessions.drop_idle(-1, 0)  # wherever it stands: it reads the next epoch in other shares
 
     def _serve(self, loop: EpochLoop, frame: LoopFrame, epoch: int, *, restarted: bool) -> Session:
@@ -519,7 +529,7 @@ class StreamLoader:
         if isinstance(self.dataset, Mixture) and self.dataset.weights_set is not None:
             self._num_weights_taken = self.dataset.weights_set[0]  # the state's weights hold
         self._skipped.count = skipped
-        self._plan = self._stream_plan()
+        self._plan_stream()
         self._loops.resume(loaded.epoch, loaded.position)
 
     # ---- engine -------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def choose_read_ahead(
         jobs_ready=ready,
         depth=_at_least(
             depth or _default_depth(is_local, memory_limit),
-            max(3, 2 * max(num_processes, num_finders) + 1) * chunk.value,
+            chunks_ahead(max(num_processes, num_finders)) * chunk.value,
         ),
         output_bytes=Decision(output_bytes, "three chunks, in at most a quarter of the limit; at least one"),
         mapped_bytes=Decision(
@@ -159,6 +159,11 @@ def choose_read_ahead(
         ),
         in_flight_bytes=start_in_flight(num_nodes),
     )
+
+
+def chunks_ahead(num_builders: int) -> int:
+    """Chunks that are under way or ready: two of each builder, and the one that is consumed."""
+    return max(3, 2 * num_builders + 1)
 
 
 def megabatch_bytes(user_limit: object, memory_limit: int) -> Decision:

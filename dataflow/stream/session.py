@@ -28,7 +28,13 @@ from dataflow.stream.cache import OpenCaches
 from dataflow.stream.deliveries import SkippedAhead
 from dataflow.stream.joined_reads import kept_bytes
 from dataflow.stream.plan import StreamPlan
-from dataflow.stream.read_ahead import HAND_OVER_S, ReadAhead, choose_read_ahead
+from dataflow.stream.read_ahead import (
+    CHUNK_BYTES,
+    HAND_OVER_S,
+    ReadAhead,
+    choose_read_ahead,
+    chunks_ahead,
+)
 from dataflow.stream.settings import StreamSettings
 from dataflow.stream.stream import Stream
 from dataflow.torch_threads import one_torch_thread, setting_kept
@@ -395,6 +401,19 @@ def _open_sources(
         return replace(source, number=number, traffic=traffic, gate=gate, cache=cache, partners=partners)
 
     return [shared(source, number, 0) for number, source in enumerate(opened)]
+
+
+def building_bytes(plan: StreamPlan, builders: BuilderPlan) -> int:
+    """Bytes of batches that keep all builders of a plan at work, about; 0 where threads of the core copy.
+
+    As many chunks as are held ready beside them, each with the stored values that processes are given.
+    """
+    if builders.copies_only or not builders.num_workers:
+        return 0
+    batch = _batch_bytes(plan)
+    if builders.num_processes:
+        batch += plan.samples_per_batch * max(map(_mean_bytes, plan.dataset.sources))
+    return chunks_ahead(builders.num_workers) * max(batch, CHUNK_BYTES)
 
 
 def _batch_bytes(plan: StreamPlan) -> int:

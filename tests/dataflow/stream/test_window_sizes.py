@@ -161,6 +161,34 @@ def test_a_small_machine_has_a_limit_that_holds_the_windows_of_the_order(
         assert loader.stats().memory.limit_bytes == 64 << 20
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 16 worker processes")
+@pytest.mark.parametrize(
+    ("workers", "machine_gib", "limit"),
+    [
+        # 33 batches of eight samples, 8 MiB each decoded and 1 MiB stored, and four windows of all there is
+        ({"num_workers": 16, "workers": "process"}, 128, 33 * 8 * (9 << 20) + 4 * (65 << 20)),
+        ({"num_workers": 16, "workers": "process"}, 16, 2 << 30),
+        ({"num_workers": 2, "workers": "process"}, 128, 1 << 30),
+        ({"num_workers": 16, "workers": "process", "memory_limit": "300MB"}, 128, 300_000_000),
+    ],
+)
+def test_without_a_limit_there_is_memory_for_two_batches_of_each_builder_up_to_an_eighth_of_the_machine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: dict[str, Any],
+    machine_gib: int,
+    limit: int,
+) -> None:
+    monkeypatch.setattr(dataflow.limits, "machine_memory", lambda: machine_gib << 30)
+    path = tmp_path / "zeros.bin"
+    path.touch()
+    with path.open("r+b") as file:
+        file.truncate(65 << 20)
+    tokens = ShardedDataset(str(path), format="tokens", dtype="uint8", length=(1 << 20) - 1, transform=dict)
+    with DataLoader(tokens, 8, shuffle=True, **workers) as loader:
+        assert loader.memory_limit == pytest.approx(limit, rel=0.05)
+
+
 def test_more_shards_than_can_be_mapped_are_read(
     sorted_shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
