@@ -16,9 +16,9 @@ from torch.utils.data import DistributedSampler
 
 _NOT_READ = (
     "a loader over shards is iterated over (and measured) itself, not through its sampler or in another "
-    "loader. With Accelerate, use dataflow.accelerate.prepare_loader(accelerator, loader), and to go on "
-    "inside an epoch accelerator.load_state or load_state_dict. The Trainer of transformers skips batches "
-    "after dataflow.integrations.transformers.resume(trainer)"
+    "loader. With Accelerate, use dataflow.integrations.accelerate.prepare_loader(accelerator, loader), and "
+    "to go on inside an epoch accelerator.load_state or load_state_dict. The Trainer of transformers skips "
+    "batches after dataflow.integrations.transformers.resume(trainer)"
 )
 
 

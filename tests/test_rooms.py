@@ -129,7 +129,7 @@ MAY_USE: dict[str, set[str]] = {
     },
     "dataflow.workers": {"dataflow.processes", "prefetch.memory", "prefetch.workers", *LEAVES},
     "dataflow.text": {"dataflow.batch"},
-    "dataflow.integrations": {"dataflow.shard_order"},
+    "dataflow.integrations": {"dataflow.loader", "dataflow.shard_order"},
     "dataflow.timing": {"sharding.topology", *LEAVES},
     "dataflow.grad.strategies": {"prefetch.workers", "sharding.topology"},
     "dataflow.grad.adapt": {"dataflow.grad.strategies", "dataflow.timing", "prefetch.control", *LEAVES},

@@ -22,6 +22,7 @@ except ImportError as error:
         "pip install 'dataflow-loader[transformers]'"
     ) from error
 
+from dataflow.integrations.accelerate import ADDED
 from dataflow.shard_order import ShardOrder
 
 _WITHOUT_STATE = (
@@ -29,8 +30,6 @@ _WITHOUT_STATE = (
     "dataflow.integrations.transformers.resume(trainer), or is resumed without it; "
     "TrainingArguments(ignore_data_skip=True) begins the epoch anew"
 )
-_ADDED = ("_iterator_finished", "iteration")
-"""What loaders that were prepared for Accelerate add to the state."""
 
 
 def resume(trainer: Any) -> KeepPlace:
@@ -40,8 +39,9 @@ def resume(trainer: Any) -> KeepPlace:
         dataflow.integrations.transformers.resume(trainer)
         trainer.train(resume_from_checkpoint=True)
 
-    The loader may be prepared (`dataflow.accelerate.prepare_loader`) or not. Other loaders stay Trainer's own
-    matter. With `TrainingArguments(ignore_data_skip=True)` nothing is loaded, and the epoch begins anew.
+    The loader may be prepared (`dataflow.integrations.accelerate.prepare_loader`) or not. Other loaders stay
+    Trainer's own matter. With `TrainingArguments(ignore_data_skip=True)` nothing is loaded, and the epoch
+    begins anew.
 
     Args:
         trainer: a `transformers.Trainer`, before `train`. A second call changes nothing.
@@ -161,7 +161,7 @@ class KeepPlace(TrainerCallback, ExportableState):  # type: ignore[misc]
     def _place(self) -> dict[str, Any] | None:
         if self._loader is None:
             return None
-        return {name: value for name, value in self._loader.state_dict().items() if name not in _ADDED}
+        return {name: value for name, value in self._loader.state_dict().items() if name not in ADDED}
 
 
 def _length(loader: Any) -> int | None:

@@ -26,7 +26,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, skip_f
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 
-from dataflow.accelerate import prepare_loader
+from dataflow.integrations.accelerate import prepare_loader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -194,7 +194,7 @@ def test_a_loader_over_shards_keeps_its_order_and_resumes_in_a_later_epoch(tmp_p
 
 def test_prepare_refuses_to_take_a_loader_over_shards_apart(tmp_path: Path) -> None:
     prepared = accelerator().prepare(DataLoader(make_shards(tmp_path), 4))
-    with pytest.raises(TypeError, match=r"dataflow\.accelerate\.prepare_loader"):
+    with pytest.raises(TypeError, match=r"dataflow\.integrations\.accelerate\.prepare_loader"):
         next(iter(prepared))
 
 

@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from dataflow.accelerate import prepare_loader
+from dataflow.integrations.accelerate import prepare_loader
 from dataflow.integrations.transformers import resume as keep_place
 
 pytestmark = pytest.mark.filterwarnings("ignore")

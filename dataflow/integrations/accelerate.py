@@ -25,7 +25,8 @@ _REPLACED = ("dataset", "_dataset_kind", "sampler", "batch_sampler", "batch_size
 _FINISHED = "_iterator_finished"
 """Accelerate's mark in a state: the last batch of the epoch is out."""
 _ITERATION = "iteration"
-_ADDED = frozenset((_FINISHED, _ITERATION))
+ADDED = frozenset((_FINISHED, _ITERATION))
+"""What prepared loaders add to the state."""
 
 
 def prepare_loader(
@@ -92,9 +93,9 @@ class _Keeping:
         self.dl_state_dict = {**self.base_dataloader.state_dict(), **marks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if not isinstance(state, Mapping) or not state.keys() >= _ADDED:
+        if not isinstance(state, Mapping) or not state.keys() >= ADDED:
             raise ValueError(f"not a state of a prepared DataLoader: {str(state)[:200]}")
-        self.base_dataloader.load_state_dict({k: v for k, v in state.items() if k not in _ADDED})
+        self.base_dataloader.load_state_dict({k: v for k, v in state.items() if k not in ADDED})
         self.iteration = state[_ITERATION]
         self.dl_state_dict = dict(state)
 
