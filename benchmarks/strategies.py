@@ -47,7 +47,7 @@ from dataflow.grad.strategies import (
     PowerSGD,
     TopK,
 )
-from dataflow.grad.strategies.strategy import PassiveStrategy, StrategyContext
+from dataflow.grad.strategies.strategy import Strategy, StrategyContext
 from dataflow.testing import run_ranks
 from dataflow.tools.demo.data import write_corpus
 from dataflow.tools.demo.train import ByteTransformer, next_byte_loss
@@ -122,7 +122,7 @@ def _run(text: Tensor, held_out: Tensor, setup: Setup, arm: str, seed: int) -> d
         optimizer = torch.optim.SGD(ddp.parameters(), setup.lr, 0.9)
     else:
         optimizer = torch.optim.AdamW(ddp.parameters(), setup.lr)
-    strategy = _arms(setup.steps)[arm]() or PassiveStrategy(REFERENCE)
+    strategy = _arms(setup.steps)[arm]() or Strategy(REFERENCE)
     rank = dist.get_rank()
     parameters = dict(model.named_parameters())
     group = dist.new_group()

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from dataflow.decode.image import Image, MissingImageSupportError as MissingImageSupportError
     from dataflow.decode.media import MissingMediaSupportError as MissingMediaSupportError
     from dataflow.decode.video import Video as Video
-    from dataflow.grad.agreement import DisagreementError as DisagreementError
-    from dataflow.grad.lost import RankLostError as RankLostError
+    from dataflow.grad.agreement import DisagreementError as DisagreementError, RankLostError as RankLostError
     from dataflow.grad.schedule import GradSchedule
     from dataflow.limits import Cache
     from dataflow.loader import DataLoader
@@ -90,7 +89,7 @@ _MODULES = {
     "Optional": "dataflow.outputs.optional",  # not `typing.Optional`, which a star import would hide
     "PackedRows": "dataflow.batch.packed",
     "PreferencePairs": "dataflow.text.pairs",
-    "RankLostError": "dataflow.grad.lost",
+    "RankLostError": "dataflow.grad.agreement",
     "RayClusterError": "dataflow.actors.cluster",
     "RetryPolicy": "prefetch.store.retries",
     "SampleError": "sharding.errors",

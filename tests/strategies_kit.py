@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dataflow.grad.strategies.strategy import PassiveStrategy, StrategyContext
+from dataflow.grad.strategies.strategy import Strategy, StrategyContext
 from sharding.topology.topology import Topology
 
 BUCKET_MB = 0.001
@@ -74,7 +74,7 @@ class Loop:
             model.load_state_dict(saved["model"])
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)  # copies rank 0's parameters
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr, momentum)
-        self.strategy = PassiveStrategy("ddp") if strategy is None else strategy
+        self.strategy = Strategy("ddp") if strategy is None else strategy
         self.by_ddp, self.calls, self.per_backward = strategy is None, 0, 0
         self.strategy.setup(context_of(self.ddp, self.optimizer, topology))
         if self.strategy.hooks_gradients:

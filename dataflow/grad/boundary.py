@@ -9,17 +9,16 @@ running average move. A step that is skipped is skipped on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dataflow.grad.agreement import Agreement
-from dataflow.grad.settings import ScheduleSettings
+from dataflow.grad.step import ScheduleSettings
 from dataflow.grad.strategies.strategy import Strategy
 from dataflow.grad.wrapper import Fsdp2Model, ModelWrapper
 
@@ -123,7 +122,8 @@ class Boundary:
         if not skipped:
             for scheduler in self.schedulers:
                 scheduler.step()
-            self._average()
+            if self.ema is not None:
+                getattr(self.ema, "update_parameters", self.ema)(self.model.inner)
         return Outcome(value, skipped, lr, self._layers)
 
     def drop_gradients(self) -> None:
@@ -187,12 +187,6 @@ class Boundary:
 
     def _scale_now(self) -> float:
         return 1.0 if self.scaler is None else float(self.scaler.get_scale())
-
-    def _average(self) -> None:
-        if self.ema is None:
-            return
-        update: Callable[[nn.Module], Any] = getattr(self.ema, "update_parameters", self.ema)
-        update(self.model.inner)
 
 
 def _entries(parameter: torch.Tensor) -> torch.Tensor:

@@ -14,15 +14,12 @@ import torch
 
 from dataflow.grad.adapt.control import Control
 from dataflow.grad.adapt.io_gate import IoGate
-from dataflow.grad.agreement import Agreement
+from dataflow.grad.agreement import Deadline
 from dataflow.grad.boundary import Boundary, Outcome
 from dataflow.grad.lookahead import LookAhead
-from dataflow.grad.lost import Deadline
 from dataflow.grad.negotiation import Negotiation
-from dataflow.grad.settings import ScheduleSettings
-from dataflow.grad.state import Position
-from dataflow.grad.step import Microbatch, Replay, Step
-from dataflow.grad.wrapper import ModelWrapper, copied_buffers, mixes_batches
+from dataflow.grad.step import Microbatch, Position, Replay, Step
+from dataflow.grad.wrapper import copied_buffers, mixes_batches
 from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
 from dataflow.timing.steps import StepRecorder
 
@@ -34,27 +31,25 @@ class StepLoop:
 
     Args:
         loader: whose batches are run.
-        settings: the schedule's.
+        boundary: ends steps; knows the model, the strategy, the settings, and the other ranks.
         accumulate: microbatches a rank of a full step.
-        model, boundary, agreement, phases: what is run, ends steps, asks other ranks, counts seconds.
+        phases: counts seconds.
         gate, control: where reads are held back, and where something may change.
     """
 
     def __init__(
         self,
         loader: Any,
-        *,
-        settings: ScheduleSettings,
-        accumulate: int,
-        model: ModelWrapper,
         boundary: Boundary,
-        agreement: Agreement,
+        *,
+        accumulate: int,
         phases: PhaseLedger,
         gate: IoGate | None,
         control: Control | None,
     ) -> None:
-        self.model, self.boundary, self.strategy = model, boundary, boundary.strategy
-        self.agreement, self.phases, self._gate, self._control = agreement, phases, gate, control
+        self.boundary, self.phases, self._gate, self._control = boundary, phases, gate, control
+        self.model, self.strategy, self.agreement = boundary.model, boundary.strategy, boundary.agreement
+        model, agreement, settings = boundary.model, boundary.agreement, boundary.settings
         device = next((p.device for p in model.inner.parameters()), torch.device("cpu"))
         self.look, self.replay = LookAhead(loader, accumulate, settings.weigh), Replay()
         self._negotiation = Negotiation(

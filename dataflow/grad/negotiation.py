@@ -17,9 +17,18 @@ from torch.serialization import default_restore_location
 from dataflow.grad.adapt.control import Control
 from dataflow.grad.agreement import Agreement
 from dataflow.grad.lookahead import LookAhead, Share
-from dataflow.grad.settings import MICROBATCHES, ScheduleSettings
-from dataflow.grad.state import Position
-from dataflow.grad.step import Replay, Step, StepPlan, UnevenRanksError, plan_step, scales, summed
+from dataflow.grad.step import (
+    MICROBATCHES,
+    Position,
+    Replay,
+    ScheduleSettings,
+    Step,
+    StepPlan,
+    UnevenRanksError,
+    plan_step,
+    scales,
+    summed,
+)
 
 _COLUMNS = (
     "epoch's batches",

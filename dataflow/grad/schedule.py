@@ -8,32 +8,53 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 
 from dataflow.grad.adapt.control import Control
 from dataflow.grad.adapt.controller import Mode
 from dataflow.grad.adapt.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
 from dataflow.grad.adapt.knobs import Adapt, knob_set, with_options
 from dataflow.grad.adapt.strategy_switch import StrategySwitch
-from dataflow.grad.agreement import Agreement
+from dataflow.grad.agreement import Agreement, give_private_back, private_group
 from dataflow.grad.boundary import Boundary, check_boundary
 from dataflow.grad.loop import StepLoop
-from dataflow.grad.settings import MICROBATCHES, Partial, ScheduleSettings, Uneven, Weight
-from dataflow.grad.state import Position, check_same_windows
-from dataflow.grad.step import Step
-from dataflow.grad.strategies.all_reduce import AllReduce
-from dataflow.grad.strategies.strategy import Strategy
-from dataflow.grad.strategy_setup import check_strategy, set_up
-from dataflow.grad.wrapper import DdpModel, check_hooks, check_optimizer, wrapper_of
+from dataflow.grad.step import (
+    MICROBATCHES,
+    Partial,
+    Position,
+    ScheduleSettings,
+    Step,
+    Uneven,
+    Weight,
+    check_same_windows,
+)
+from dataflow.grad.strategies.all_reduce import AllReduce, Delayed
+from dataflow.grad.strategies.strategy import Strategy, StrategyContext
+from dataflow.grad.wrapper import (
+    DdpModel,
+    ModelWrapper,
+    check_hooks,
+    check_optimizer,
+    sparse_layer,
+    trainable,
+    wrapper_of,
+)
 from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
 from dataflow.timing.report import Report, report_of, write_trace
+from dataflow.topology_exchange import detect_topology
+from prefetch.weak_registry import WeakRegistry
 from sharding.topology.topology import Topology
+
+_IN_USE: WeakRegistry[Strategy] = WeakRegistry()
+"""Strategies of schedules that are not closed: a strategy knows one model only."""
 
 
 class GradSchedule:
@@ -120,7 +141,7 @@ class GradSchedule:
         wrapper = wrapper_of(model)
         check_hooks(wrapper)
         check_optimizer(wrapper, optimizer)
-        check_strategy(self.strategy, wrapper)
+        _check_strategy(self.strategy, wrapper)
         self.phases = ledger or PhaseLedger()
         self._scaler = scaler
         self._agreement = Agreement(wrapper.ranks, timeout_s, lambda: wrapper.layers)
@@ -144,10 +165,7 @@ class GradSchedule:
         self._gate = None if pause is None or policy is None else IoGate(pause, policy, self.phases)
         self._loop = StepLoop(
             loader,
-            settings=self._settings,
-            accumulate=self.window_size,
-            model=wrapper,
-            boundary=Boundary(
+            Boundary(
                 model=wrapper,
                 optimizer=optimizer,
                 strategy=self.strategy,
@@ -157,7 +175,7 @@ class GradSchedule:
                 schedulers=schedulers,
                 ema=ema,
             ),
-            agreement=self._agreement,
+            accumulate=self.window_size,
             phases=self.phases,
             gate=self._gate,
             control=self._control,
@@ -166,7 +184,7 @@ class GradSchedule:
         self._implied: str | None = None
         self.last: StepInfo | None = None
         """What `step` returned last at a boundary."""
-        self._end_strategy = set_up(
+        self._end_strategy = _set_up(
             self.strategy,
             wrapper,
             optimizer,
@@ -382,3 +400,71 @@ class GradSchedule:
         self.close()
         if explained is not error and explained is not None:
             raise explained from error
+
+
+# ---- setting a strategy up ------------------------------------------------------------------------------
+
+
+def _check_strategy(strategy: Strategy, model: ModelWrapper) -> None:
+    """`ValueError` if the strategy has nothing to hook into, or cannot send what the model makes."""
+    if strategy in _IN_USE:
+        raise ValueError(
+            f"this {strategy.name} belongs to another GradSchedule: make one for each, or close that schedule"
+        )
+    if strategy.hooks_gradients and not isinstance(model, DdpModel):
+        raise ValueError(f"{strategy.name} needs DistributedDataParallel's hook, got a {model.kind} model")
+    sparse = sparse_layer(model.inner)
+    if sparse is not None and (strategy.hooks_gradients or isinstance(strategy, Delayed)):
+        raise ValueError(
+            f"{strategy.name} needs dense gradients, and {sparse!r} makes sparse ones: make it with "
+            "sparse=False, or leave the reduction to AllReduce()"
+        )
+
+
+def _set_up(
+    strategy: Strategy,
+    model: ModelWrapper,
+    optimizer: torch.optim.Optimizer,
+    agreement: Agreement,
+    *,
+    timeout_s: float,
+    topology: Topology | None,
+    on_bucket: Callable[[], None],
+) -> Callable[[], None]:
+    """Set the strategy up on all ranks; `on_bucket` is called before each bucket. Returns what ends it."""
+    group = None
+    if agreement.world_size > 1 and type(strategy) is not AllReduce:
+        # With the backend of the gradients: host memory is not where they are under NCCL.
+        backend = dist.get_backend(model.group) if model.group is not None else "gloo"
+        group = private_group(agreement.ranks, timeout_s, backend)
+    strategy.setup(
+        StrategyContext(
+            model=model.inner,
+            optimizer=optimizer,
+            parameters=trainable(model.inner),
+            group=group,
+            rank=agreement.rank,
+            world_size=agreement.world_size,
+            topology=topology or detect_topology(),
+            timeout_s=timeout_s,
+        )
+    )
+    _IN_USE.add(strategy)
+
+    def reduced(bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        on_bucket()
+        return strategy.reduce(bucket)
+
+    if strategy.hooks_gradients and isinstance(model, DdpModel):
+        # DDP compares annotations with its classes, and ours are strings: a lambda has none.
+        model.ddp.register_comm_hook(None, lambda _, bucket: reduced(bucket))
+
+    def end() -> None:
+        nonlocal group
+        strategy.close()
+        _IN_USE.discard(strategy)
+        if not agreement.lost:
+            give_private_back(group)
+        group = None
+
+    return end

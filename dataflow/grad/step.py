@@ -10,15 +10,134 @@ mean over ranks divides out again. So a step's gradient is that of one large bat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dataflow.grad.lookahead import Share
-from dataflow.grad.settings import Partial, Uneven
+
+Uneven = Literal["pad", "min", "error"]
+Partial = Literal["keep", "drop"]
+Weight = float | Callable[[Any], Any]
+"""Of one microbatch: a constant, or a function of the batch."""
+
+MICROBATCHES = "microbatches"
+"""The weight that every step has: 1 a microbatch."""
+_VERSION = 1
+_ENTRIES = (
+    *("window", "step", "order", "left_out", "totals", "accumulate", "global_batch", "world_size"),
+    *("lr", "scale", "loader", "strategy"),
+)
+"""What every state of a schedule has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+    """As in `GradSchedule`; `ValueError` for values that cannot be meant."""
+
+    accumulate: int | None
+    global_batch: int | None
+    weights: Mapping[str, Weight]
+    uneven: Uneven
+    partial: Partial
+    max_norm: float | None
+    skip_nonfinite: bool
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("uneven", self.uneven, Uneven), ("partial", self.partial, Partial)):
+            if value not in get_args(choices):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
+        if self.accumulate is not None and self.global_batch is not None:
+            raise ValueError("accumulate and global_batch both say how large a window is: give one of them")
+        if self.accumulate is not None and (type(self.accumulate) is not int or self.accumulate < 1):
+            raise ValueError(f"accumulate must be an integer >= 1, got {self.accumulate!r}")
+        if self.global_batch is not None and type(self.global_batch) is not int:
+            raise ValueError(f"global_batch must be an integer >= 1, got {self.global_batch!r}")
+        if not isinstance(self.weights, Mapping) or any(type(name) is not str for name in self.weights):
+            raise ValueError(
+                f'weights must be names with weights, such as {{"samples": len}}, got {self.weights!r}'
+            )
+        object.__setattr__(self, "weights", dict(self.weights))
+        if MICROBATCHES in self.weights:
+            raise ValueError(f"{MICROBATCHES!r} is a weight that is there always: choose another name")
+        for name, weight in self.weights.items():
+            if not callable(weight):
+                checked_weight(name, weight)
+        if self.max_norm is not None and not (isinstance(self.max_norm, Real) and self.max_norm > 0):
+            raise ValueError(f"max_norm must be > 0, got {self.max_norm!r}; for no clipping, leave it out")
+        if not (isinstance(self.timeout_s, Real) and self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+            raise ValueError(f"timeout_s must be > 0 seconds, and finite, got {self.timeout_s!r}")
+
+    def window_size(self, loader: Any, world_size: int) -> int:
+        """Microbatches a rank and full window."""
+        if self.global_batch is None:
+            return self.accumulate or 1
+        size = getattr(loader, "batch_size", None)
+        if not isinstance(size, int):
+            raise ValueError("global_batch needs a loader with a batch_size: give accumulate instead")
+        return accumulate_for(self.global_batch, batch_size=size, world_size=world_size)
+
+    def weigh(self, batch: Any) -> dict[str, float]:
+        """All weights of a batch."""
+        return {
+            name: checked_weight(name, weight(batch) if callable(weight) else weight)
+            for name, weight in self.weights.items()
+        }
+
+    @property
+    def constant_weights(self) -> bool:
+        """No weight depends on the batch."""
+        return not any(callable(weight) for weight in self.weights.values())
+
+    def compared(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        return {
+            "uneven": self.uneven,
+            "partial": self.partial,
+            "max_norm": self.max_norm,
+            "skip_nonfinite": self.skip_nonfinite,
+            "weights": {
+                name: "a function" if callable(weight) else float(weight)
+                for name, weight in sorted(self.weights.items())
+            },
+        }
+
+
+def checked_weight(name: str, value: object) -> float:
+    """A weight as a finite number >= 0, or `ValueError`."""
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("text is no number")
+        number = float(value)  # type: ignore[arg-type]  # a 0-dimensional tensor is a number too
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"weight {name!r} of a batch must be a number, got {value!r}") from error
+    if not 0 <= number < math.inf:
+        raise ValueError(f"weight {name!r} of a batch must be finite and >= 0, got {number}")
+    return number
+
+
+def accumulate_for(global_batch: int, *, batch_size: int, world_size: int) -> int:
+    """Microbatches a rank and window that make `global_batch` samples a step.
+
+    Raises `ValueError` where they do not divide.
+    """
+    at_once = batch_size * world_size
+    if global_batch < 1 or global_batch % at_once:
+        near = max(1, global_batch // at_once) * at_once
+        raise ValueError(
+            f"global_batch={global_batch} is not a multiple of batch_size * ranks = {batch_size} * "
+            f"{world_size} = {at_once}; take {near}, or another batch_size"
+        )
+    return global_batch // at_once
+
+
+# ---- what all ranks decide on ---------------------------------------------------------------------------
 
 
 class UnevenRanksError(ValueError):
@@ -214,3 +333,72 @@ class Replay:
     def batch(self, instead: Any) -> Any:
         """The batch to run again; where none is good `instead`, whose step is skipped anyway."""
         return self._good[0] if self.available() and self._good else instead
+
+
+# ---- where a run stands ---------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Position:
+    """Equal on all ranks, but for `left_out`."""
+
+    window: int = 0
+    """Windows that have ended."""
+    step: int = 0
+    """Optimizer steps taken."""
+    order: int = 0
+    """Checksum of every window's passes, syncs and layers: ranks that differ issued other collectives."""
+    left_out: int = 0
+    """Microbatches of this rank that were not run, because of uneven="min" or partial="drop"."""
+    totals: dict[str, float] = field(default_factory=dict)
+    """Each weight summed over all windows and ranks."""
+
+    @classmethod
+    def start(cls, weights: Iterable[str]) -> Position:
+        """Of a run that begins."""
+        return cls(totals=dict.fromkeys([*weights, MICROBATCHES], 0.0))
+
+    def step_ended(
+        self, plan: StepPlan, totals: Mapping[str, float], *, syncs: bool, skipped: bool, layers: int = 0
+    ) -> None:
+        """One more window. `layers`: a checksum of those that ran, where their collectives are the ranks'."""
+        self.order = zlib.crc32(
+            repr((self.window, plan.forwards, syncs, skipped, layers)).encode(), self.order
+        )
+        self.window += 1
+        self.step += not skipped
+        for name, total in totals.items():
+            self.totals[name] += total
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON value."""
+        return {"version": _VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any], weights: Iterable[str]) -> Position:
+        """From `to_json()`; `ValueError` if it is something else. Weights that are new begin at 0."""
+        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+            raise ValueError(f"a GradSchedule state of version {_VERSION} is needed, got {state!r:.80}")
+        missing = [name for name in _ENTRIES if name not in state]
+        strategy = state.get("strategy")
+        if not missing and not (isinstance(strategy, Mapping) and {"key", "state"} <= set(strategy)):
+            missing = ["key and state of the strategy"]
+        if missing:
+            raise ValueError(f"the state of a GradSchedule is not whole: it lacks {', '.join(missing)}")
+        counts = {name: state[name] for name in ("window", "step", "order", "left_out")}
+        return cls(**counts, totals={**cls.start(weights).totals, **state["totals"]})
+
+
+def check_same_windows(
+    state: Mapping[str, Any], *, accumulate: int, global_batch: int | None, strategy: str
+) -> None:
+    """`ValueError` if the windows of the state and of this run are not the same."""
+    here: dict[str, Any] = {"global_batch": global_batch, "strategy": strategy}
+    there: dict[str, Any] = {"global_batch": state["global_batch"], "strategy": state["strategy"]["key"]}
+    if global_batch is None:  # else it follows the number of ranks
+        here["accumulate"], there["accumulate"] = accumulate, state["accumulate"]
+    for name, value in here.items():
+        if there[name] != value:
+            raise ValueError(
+                f"the state was taken with {name}={there[name]!r}, this run has {name}={value!r}"
+            )

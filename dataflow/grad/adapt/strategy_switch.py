@@ -19,7 +19,7 @@ from dataflow.grad.strategies.local_sgd import LocalStrategy
 from dataflow.grad.strategies.strategy import Strategy, StrategyContext
 
 
-class StrategySwitch:
+class StrategySwitch(Strategy):
     """One of several strategies at a time. Args: the strategies; the first is in use at first."""
 
     def __init__(self, options: Sequence[Strategy]) -> None:

@@ -1,19 +1,20 @@
-"""One all-reduce a bucket: DDP's own (or FSDP2's reduce-scatter), the same in a hook, and one in 16 bits."""
+"""One all-reduce: DDP's own (or FSDP2's reduce-scatter), the same in a hook, in 16 bits, one step late."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from dataflow.grad.strategies.strategy import PassiveStrategy, StrategyContext
-from dataflow.grad.strategies.wire import all_reduce_bytes
+from dataflow.grad.strategies.strategy import OrderedComm, Strategy, StrategyContext, all_reduce_bytes
 
 
-class AllReduce(PassiveStrategy):
+class AllReduce(Strategy):
     """Leave gradients to DDP or FSDP2: no hook of our own, no state."""
 
     name = key = "all-reduce"
@@ -41,7 +42,7 @@ class AllReduce(PassiveStrategy):
         return self._bytes_sent
 
 
-class AllReduceHook(PassiveStrategy):
+class AllReduceHook(Strategy):
     """The plain all-reduce as a hook, where DDP's hook must be able to become another one's."""
 
     hooks_gradients = True
@@ -58,7 +59,7 @@ class AllReduceHook(PassiveStrategy):
 _HALF_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
 
-class Half(PassiveStrategy):
+class Half(Strategy):
     """All-reduce in 16 bits, by PyTorch's hooks: half the bytes.
 
     The mean is rounded to 11 (fp16) or 8 (bf16) significant bits, and fp16 overflows above 65504. DDP refuses
@@ -86,3 +87,81 @@ class Half(PassiveStrategy):
         self.wire.count_all_reduce(2 * bucket.buffer().numel())
         future: Future[Tensor] = self._hook(group, bucket)
         return future
+
+
+class Delayed(Strategy):
+    """All-reduce whose updates are one step late: gradients travel while the next step computes.
+
+    Step t applies the mean gradient of step t - 1; step 0 applies none, and the last gradient of a run is
+    never applied. The whole exchange hides behind a whole step, at the price of one step of staleness: lower
+    the learning rate or the momentum if the loss starts to swing. Which parameters have a gradient on any
+    rank travels with the means: zeros in place of none would move the others by weight decay and momentum.
+    """
+
+    _comm: OrderedComm | None = None
+
+    def __init__(self) -> None:
+        super().__init__("delayed")
+
+    def setup(self, context: StrategyContext) -> None:
+        """Start the thread."""
+        super().setup(context)
+        self._comm = OrderedComm("comm-delayed")
+        self._late: dict[str, Tensor] = {}
+        self._exchange: Future[Tensor] | None = None
+
+    @torch.no_grad()
+    def before_step(self, step: int) -> None:
+        """Send this step's gradients off; put the previous step's means in their place."""
+        if self._comm is None:
+            raise RuntimeError("delayed is closed, or was never set up")
+        last_means, sent = self._means(), dict[str, Tensor]()
+        unknown = self.without_gradient()
+        for name, parameter in self.context.parameters.items():
+            sent[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = last_means.get(name)
+        first = next(iter(sent.values()))
+        has_gradient = first.new_tensor([name not in unknown for name in sent])  # goes with the first's kind
+
+        @torch.no_grad()
+        def exchange() -> Tensor:
+            self.wire.mean([*sent.values(), has_gradient])
+            named = zip(sent.items(), has_gradient.tolist(), strict=True)
+            self._late = {name: mean for (name, mean), share in named if share}
+            return first
+
+        self._exchange = self._comm.run(exchange, first)
+
+    def _means(self) -> dict[str, Tensor]:
+        """The means of the step before, when they are there."""
+        if self._exchange is not None:
+            self._exchange.wait()
+            self._exchange = None
+        return self._late
+
+    @torch.no_grad()
+    def scale_changed(self, ratio: float) -> None:
+        """The means that the next step applies came in the old scale."""
+        for mean in self._means().values():
+            mean.mul_(ratio)
+
+    def bytes_sent(self) -> int:
+        """What has arrived and what is under way."""
+        self._means()
+        return super().bytes_sent()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The means that the next step will apply."""
+        return {"late": {name: mean.clone() for name, mean in self._means().items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue."""
+        self.check_entries(state, {"late"})
+        self._means()
+        self._late = self.checked_tensors(state["late"])
+
+    def close(self) -> None:
+        """Wait for what is under way; end the thread."""
+        if self._comm is not None:
+            self._comm.close()
+            self._comm = None

@@ -22,9 +22,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812
 
-from dataflow.grad.strategies.ordered_comm import BucketStrategy
-from dataflow.grad.strategies.strategy import StrategyContext
-from dataflow.grad.strategies.wire import Wire
+from dataflow.grad.strategies.strategy import BucketStrategy, StrategyContext, Wire
 from sharding.topology.topology import Topology
 
 

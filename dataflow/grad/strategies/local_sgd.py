@@ -20,12 +20,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from dataflow.grad.strategies.hierarchical import give_back, own_group, ranks_by_node
-from dataflow.grad.strategies.strategy import PassiveStrategy, StrategyContext
-from dataflow.grad.strategies.wire import Wire
+from dataflow.grad.strategies.strategy import Strategy, StrategyContext, Wire
 
 
-class LocalStrategy(PassiveStrategy):
-    """Keeps account of whether parameters are equal on all ranks. Args: as `PassiveStrategy`."""
+class LocalStrategy(Strategy):
+    """Keeps account of whether parameters are equal on all ranks. Args: as `Strategy`."""
 
     drifted = False
     """Whether ranks have stepped by themselves since all parameters were last averaged."""

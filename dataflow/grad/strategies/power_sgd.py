@@ -18,8 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 
-from dataflow.grad.strategies.ordered_comm import BucketStrategy
-from dataflow.grad.strategies.strategy import StrategyContext
+from dataflow.grad.strategies.strategy import BucketStrategy, StrategyContext
 
 _KINDS = ("error_dict", "p_memory_dict", "q_memory_dict")
 
@@ -154,7 +153,7 @@ class PowerSGD(BucketStrategy):
             self._apart = {kind: {} for kind in _KINDS}
 
     def lr_changed(self, ratio: float) -> None:
-        """Rescale the errors, as `ErrorFeedback.lr_changed`."""
+        """Rescale the errors, as `LossyStrategy.lr_changed`."""
         if math.isfinite(ratio) and ratio > 0:
             for errors in (self._hook_state.error_dict, self._apart["error_dict"]):
                 for error in errors.values():

@@ -6,9 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from dataflow.grad.strategies.error_feedback import ErrorFeedback
-from dataflow.grad.strategies.int8 import dequantized, quantized
-from dataflow.grad.strategies.top_k import TopK, top_k
+from dataflow.grad.strategies.lossy import LossyStrategy, TopK, dequantized, quantized, top_k
 
 floats = st.floats(-1e6, 1e6, width=32)
 vectors = st.lists(floats, min_size=1, max_size=64).map(lambda v: torch.tensor(v, dtype=torch.float64))
@@ -63,32 +61,36 @@ def test_what_is_not_finite_is_not_hidden(bad):
     assert not top_k(x[0], 1)[1].isfinite().any()
 
 
+def owes(*, error_feedback=True):
+    return LossyStrategy("lossy", error_feedback=error_feedback)
+
+
 @given(whole_vectors, st.integers(1, 12))
 def test_what_was_sent_and_what_is_owed_are_all_gradients_exactly(rows, k):
     """Whole numbers, so that no sum is rounded."""
     gradients = torch.tensor(rows, dtype=torch.float64)
-    feedback, sent = ErrorFeedback(), torch.zeros(12, dtype=torch.float64)
+    feedback, sent = owes(), torch.zeros(12, dtype=torch.float64)
     for gradient in gradients:
         owed = feedback.compensated("w", gradient)
         indices, values = top_k(owed, k)
         sent[indices.long()] += values
         feedback.keep("w", owed.index_fill_(0, indices.long(), 0))
-        feedback.step_ended(skipped=False)
-    assert torch.equal(sent + feedback.state()["w"], gradients.sum(0))
+        feedback.after_step(0, skipped=False)
+    assert torch.equal(sent + feedback.residuals["w"], gradients.sum(0))
 
 
 def owing(value, **settings):
-    feedback = ErrorFeedback(**settings)
+    feedback = owes(**settings)
     feedback.keep("w", torch.tensor([value]))
-    feedback.step_ended(skipped=False)
+    feedback.after_step(0, skipped=False)
     return feedback
 
 
 def test_a_skipped_step_leaves_what_was_owed_before():
     feedback = owing(2.0)
     feedback.keep("w", torch.tensor([math.nan]))
-    feedback.step_ended(skipped=True)
-    assert feedback.state()["w"].item() == 2.0
+    feedback.after_step(0, skipped=True)
+    assert feedback.residuals["w"].item() == 2.0
 
 
 def test_two_reductions_in_one_step_owe_one_after_the_other():
@@ -103,11 +105,11 @@ def test_two_reductions_in_one_step_owe_one_after_the_other():
 def test_what_is_owed_moves_the_parameters_as_far_under_another_learning_rate(ratio, owed):
     feedback = owing(2.0)
     feedback.lr_changed(ratio)
-    assert feedback.state()["w"].item() == owed
+    assert feedback.residuals["w"].item() == owed
 
 
 def test_without_error_feedback_nothing_is_owed():
-    assert owing(2.0, enabled=False).state() == {}
+    assert owing(2.0, error_feedback=False).residuals == {}
 
 
 def test_residuals_of_half_precision_gradients_are_kept_in_float32():

@@ -23,8 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import GradSchedule
-from dataflow.grad.agreement import Agreement, DisagreementError
-from dataflow.grad.lost import RankLostError
+from dataflow.grad.agreement import Agreement, DisagreementError, RankLostError
 from dataflow.grad.step import UnevenRanksError
 from dataflow.grad.strategies import Hierarchical
 from dataflow.grad.strategies.all_reduce import AllReduce

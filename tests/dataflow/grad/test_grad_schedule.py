@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from dataflow import DataLoader, GradSchedule, ShardedDataset
 from dataflow.grad.strategies.local_sgd import DiLoCo, LocalSGD
-from dataflow.grad.strategies.strategy import PassiveStrategy
+from dataflow.grad.strategies.strategy import Strategy
 from dataflow.timing.phases import Phase, PhaseLedger
 
 
@@ -457,7 +457,7 @@ def test_a_strategy_serves_one_schedule_at_a_time() -> None:
 
 
 @dataclass
-class Planned(PassiveStrategy):
+class Planned(Strategy):
     """Equal to others with this plan, and without a hash."""
 
     plan: str

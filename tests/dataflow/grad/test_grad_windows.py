@@ -7,8 +7,15 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
-from dataflow.grad.settings import MICROBATCHES, accumulate_for, checked_weight
-from dataflow.grad.step import UnevenRanksError, plan_step, scales, summed
+from dataflow.grad.step import (
+    MICROBATCHES,
+    UnevenRanksError,
+    accumulate_for,
+    checked_weight,
+    plan_step,
+    scales,
+    summed,
+)
 
 lengths = st.lists(st.integers(0, 20), min_size=1, max_size=5)
 """Batches that each rank has in an epoch."""
