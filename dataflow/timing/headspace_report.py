@@ -1,4 +1,7 @@
-"""What a headspace measurement says: pure functions of the steps that the ranks measured.
+"""What a perfect loader would give: pure functions of steps with a loader, and with batches from memory.
+
+One verdict for all that measures both: `dataflow doctor --headspace`, of a training as it is, and
+`dataflow bench loader`, of an emulated one.
 
 Ranks go in step, so a step takes as long, and waits as long, as on the slowest of them. Waiting is the
 loader's and counts by its mean, however rare and long: of a loader over shards with a slow transform ten
@@ -9,7 +12,7 @@ a checkpoint that is written is in one of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -37,7 +40,7 @@ class StepRate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadspaceReport:
+class Headspace:
     """How much faster a training would be with a perfect loader."""
 
     gain: float
@@ -49,7 +52,9 @@ class HeadspaceReport:
     waited: float
     """Share of the live steps' time that the rank that waited most waited for the loader, in [0, 1]."""
     steps: int
-    """Measured, of either kind."""
+    """Measured with the loader, and about as many from memory."""
+    left_out: int
+    """Steps before either of them."""
     batches: int
     """That were replayed in turns."""
     ranks: int
@@ -70,35 +75,53 @@ class HeadspaceReport:
         return (
             f"as it is:         {self.live}, {self.waited:.0%} of the time waiting for the loader",
             f"a perfect loader: {self.replayed}, {self.batches} batches replayed from memory",
-            f"{self.steps} steps each, {WARM_UP} before them left out, on {self.ranks} of {self.world_size} "
-            f"ranks; all waiting counts, and of the rest the median of rounds of {ROUND}",
+            f"{self.steps} steps each, {self.left_out} before them left out, on {self.ranks} of "
+            f"{self.world_size} ranks; all waiting counts, and of the rest the median of rounds of {ROUND}",
             *self.notes,
         )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON value."""
-        return asdict(self)
+        return {"verdict": self.verdict, **asdict(self)}
 
 
-def headspace_of(records: Sequence[HeadspaceRecord]) -> HeadspaceReport | None:
-    """The report of the ranks of one loader; None where there was not enough to measure."""
+def headspace_of(
+    live: Sequence[MeasuredSteps],
+    replayed: Sequence[MeasuredSteps],
+    *,
+    left_out: int = 1,
+    batches: int = 1,
+    world_size: int | None = None,
+) -> Headspace:
+    """The headspace of ranks that go in step, from the steps of each, with its loader and from memory."""
+    usual, perfect = _rate(live), _rate(replayed)
+    waited = max(_waited(one) for one in live)
+    return Headspace(
+        gain=perfect.usual / usual.usual,
+        live=usual,
+        replayed=perfect,
+        waited=waited,
+        steps=len(live[0].total_s),
+        left_out=left_out,
+        batches=batches,
+        ranks=len(live),
+        world_size=world_size or len(live),
+        notes=tuple(_notes(live, usual, perfect, waited)),
+    )
+
+
+def headspace_of_records(records: Sequence[HeadspaceRecord]) -> Headspace | None:
+    """The headspace of the ranks of one loader; None where there was not enough to measure."""
     if not records or any(len(one.replayed.total_s) < one.steps for one in records):
         return None
-    live, replayed = ([getattr(one, kind) for one in records] for kind in ("live", "replayed"))
-    rates = _rate(live), _rate(replayed)
-    gain = rates[1].usual / rates[0].usual
-    waited = max(_waited(one) for one in live)
-    return HeadspaceReport(
-        gain=gain,
-        live=rates[0],
-        replayed=rates[1],
-        waited=waited,
-        steps=records[0].steps,
+    found = headspace_of(
+        [one.live for one in records],
+        [one.replayed for one in records],
+        left_out=WARM_UP,
         batches=min(one.batches for one in records),
-        ranks=len(records),
         world_size=records[0].world_size,
-        notes=tuple(_notes(records, *rates, waited)),
     )
+    return replace(found, notes=(*found.notes, *_notes_of_training(records, found.gain)))
 
 
 def reason_without(records: Sequence[HeadspaceRecord]) -> str:
@@ -123,32 +146,34 @@ def _rate(ranks: Sequence[MeasuredSteps]) -> StepRate:
 
 
 def _rounds(steps_s: Sequence[float]) -> list[float]:
-    """The mean of each; steps that fill none are left out."""
-    return [fmean(steps_s[at : at + ROUND]) for at in range(0, len(steps_s) - ROUND + 1, ROUND)]
+    """The mean of each; steps that fill none are left out, unless there is no round."""
+    length = min(ROUND, len(steps_s))
+    return [fmean(steps_s[at : at + length]) for at in range(0, len(steps_s) - length + 1, length)]
 
 
 def _waited(steps: MeasuredSteps) -> float:
     return sum(steps.wait_s) / sum(steps.total_s)
 
 
-def _notes(
-    records: Sequence[HeadspaceRecord], live: StepRate, replayed: StepRate, waited: float
-) -> Iterator[str]:
-    gain = replayed.usual / live.usual
-    if (gain >= WORTH and replayed.slowest < live.usual) or gain < 1 / WORTH:
-        yield "rounds differ by more than both kinds of steps do: measure more --steps"
+def _notes(live: Sequence[MeasuredSteps], usual: StepRate, perfect: StepRate, waited: float) -> Iterator[str]:
+    gain = perfect.usual / usual.usual
+    if (gain >= WORTH and perfect.slowest < usual.usual) or gain < 1 / WORTH:
+        yield "rounds differ by more than both kinds of steps do: measure more steps"
     elif gain * (1 - waited) >= WORTH:
         yield (
             "more is gained than was waited: making batches takes cores or memory bandwidth that the "
             "training needs"
         )
-    if waited >= WORTH - 1 and any(_is_rare(one.live.wait_s) for one in records):
-        yield f"{_FEW} steps did most of the waiting: measure more --steps, to have it as often as it comes"
-    if any(_waiting_grew(one.live) for one in records):
+    if waited >= WORTH - 1 and any(_is_rare(one.wait_s) for one in live):
+        yield f"{_FEW} steps did most of the waiting: measure more steps, to have it as often as it comes"
+    if any(_waiting_grew(one) for one in live):
         yield (
             "waiting grew while it was measured, as what had been read ahead was used up: measure more "
-            "--steps for the whole difference"
+            "steps for the whole difference"
         )
+
+
+def _notes_of_training(records: Sequence[HeadspaceRecord], gain: float) -> Iterator[str]:
     if gain >= WORTH:
         yield "what holds the loader up: the same command without --headspace"
     if shared := next((one.shared for one in records if one.shared), ""):

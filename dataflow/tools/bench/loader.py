@@ -1,15 +1,15 @@
 """What `dataflow bench loader` does: emulate accelerators, measure each part alone, say what holds them up.
 
-Phases run one after the other, each in fresh gloo ranks: the whole (load, compute, in step), the loader
-without computing, the storage without decoding, the loader from memory with and without decoding, computing
-over synthetic data; and if the loader alone stays behind its parts, the loader with four times the memory
-limit. If the whole found its data on the disk and not in memory, the data is dropped from memory before the
-others.
+Phases run one after the other, each in fresh gloo ranks: the whole (load, compute, in step), and the same
+once more with a batch from memory in the loader's place; the loader without computing, the storage without
+decoding, the loader from memory with and without decoding; and if the loader alone stays behind its parts,
+the loader with four times the memory limit. If the whole found its data on the disk and not in memory, the
+data is dropped from memory before the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.testing import run_ranks
+from dataflow.timing.headspace_report import Headspace, headspace_of
 from dataflow.tools.bench.evidence import evict
 from dataflow.tools.bench.settings import Emulation, settings_json
-from dataflow.tools.bench.stages import EmulationPhase, RankFigures, Work, run_phase
+from dataflow.tools.bench.stages import EmulationPhase, RankFigures, Steps, Work, run_phase
 from dataflow.tools.bench.verdict import Bottleneck, Epochs, Rates, bottleneck_of
 from dataflow.tools.terminal.report import Page, Part, Table, bytes_text, machine, optional, usable_cores
 from sharding.blocks import Shard
@@ -31,19 +32,9 @@ _PHASES: Mapping[EmulationPhase, str] = {
     "storage": "reading the blocks",
     "memory": "loading from memory",
     "undecoded": "  the same, bytes left as they are",
-    "synthetic": "computing, over one batch",
-    "more memory": "  the same, 4 x the memory limit",
+    "more memory": "loading, 4 x the memory limit",
 }
 """In the order in which they run; the last only where loading stays behind its parts."""
-_SHOWN: Sequence[EmulationPhase] = (
-    "synthetic",
-    "storage",
-    "memory",
-    "undecoded",
-    "loader",
-    "more memory",
-    "training",
-)
 _KEPT_BYTES = 256 << 20
 _FROM_DEVICE = 0.5
 _BEHIND = 0.9
@@ -66,6 +57,8 @@ class EmulationFigures:
     """Of each rank."""
     evicted: bool
     """Whether the data was dropped from memory before the phases after the first."""
+    headspace: Headspace
+    """How much faster the whole is with a batch from memory in the loader's place."""
     rates: Rates
     bottleneck: Bottleneck
 
@@ -81,11 +74,12 @@ class EmulationFigures:
             "memory_limit": self.memory_limit,
             "dataset": self.dataset,
             "machine": {**machine(), "torch": torch.__version__},
-            "accelerator_utilisation": _mean_utilisation(self.training),
+            "accelerator_utilisation": _mean_utilisation(one.steps for one in self.training),
             "evicted": self.evicted,
+            "headspace": self.headspace.to_json(),
             "rates_samples_per_s": asdict(self.rates),
             "verdict": {**asdict(self.bottleneck), "gain": self.bottleneck.gain},
-            "phases": {name: [asdict(one) for one in ranks] for name, ranks in self.phases.items()},
+            "phases": {name: [one.to_json() for one in ranks] for name, ranks in self.phases.items()},
         }
 
 
@@ -146,6 +140,7 @@ def emulate(
         dataset=repr(dataset),
         phases=phases,
         evicted=evicted,
+        headspace=_headspace(phases["training"]),
         rates=rates,
         bottleneck=bottleneck_of(rates),
     )
@@ -168,13 +163,21 @@ def _from_device(ranks: Sequence[RankFigures]) -> bool:
     return device_bytes > _FROM_DEVICE * max(1, sum(one.read_bytes for one in ranks))
 
 
+def _headspace(training: Sequence[RankFigures]) -> Headspace:
+    return headspace_of(
+        [one.steps.measured for one in training if one.steps],
+        [one.replayed.measured for one in training if one.replayed],
+    )
+
+
 def _rates(phases: Mapping[EmulationPhase, Sequence[RankFigures]]) -> Rates:
     def together(phase: EmulationPhase) -> float:
         return max(sum(one.samples_per_s for one in phases[phase]), 1e-9)
 
+    measured = together("training")
     return Rates(
-        measured=together("training"),
-        compute=together("synthetic"),
+        measured=measured,
+        compute=measured * _headspace(phases["training"]).gain,
         storage=together("storage"),
         decode=together("memory"),
         loader=together("loader"),
@@ -193,8 +196,7 @@ def _epochs(ranks: Sequence[RankFigures]) -> Epochs | None:
     assert one.epoch_batches is not None
     assert one.steps is not None
     assert one.stats is not None
-    running_s = max(one.steps["ended_s"] - one.steps["first_s"], 1e-9)
-    share = min(0.99, one.steps["border_s"] / running_s)
+    share = min(0.99, one.steps.border_s / max(one.steps.running_s, 1e-9))
     return Epochs(batches=one.epoch_batches, ahead=one.stats["depth"], border_share=share)
 
 
@@ -203,8 +205,8 @@ def _cores(ranks: Sequence[RankFigures]) -> float:
     return sum(one.cpu_s for one in ranks) / max(_span_s(one, 0.0) for one in ranks)
 
 
-def _mean_utilisation(ranks: Sequence[RankFigures]) -> float | None:
-    utilisations = [one.utilisation for one in ranks if one.utilisation is not None]
+def _mean_utilisation(ranks: Iterable[Steps | None]) -> float | None:
+    utilisations = [one.utilisation for one in ranks if one and one.utilisation is not None]
     return sum(utilisations) / len(utilisations) if utilisations else None
 
 
@@ -234,7 +236,14 @@ def _rank_table(figures: EmulationFigures) -> Table:
     if len(training) > 1:
         rate = sum(one.samples_per_s for one in training)
         mb_per_s = sum(one.read_bytes / 1e6 / _span_s(one, 0.0) for one in training)
-        rows.append(["all", optional(_mean_utilisation(training), ".1%"), f"{rate:,.0f}", f"{mb_per_s:,.1f}"])
+        rows.append(
+            [
+                "all",
+                optional(_mean_utilisation(one.steps for one in training), ".1%"),
+                f"{rate:,.0f}",
+                f"{mb_per_s:,.1f}",
+            ]
+        )
     columns = ("rank", "AU", "samples/s", "MB/s read", "waiting", "in step", "first batch", "memory")
     return Table(columns, rows)
 
@@ -243,29 +252,27 @@ def _rank_row(one: RankFigures) -> list[str]:
     steps, stats = one.steps, one.stats
     assert steps is not None
     assert stats is not None
-    running_s = max(steps["ended_s"] - steps["first_s"], 1e-9)
+    running_s = max(steps.running_s, 1e-9)
     return [
         str(one.rank),
-        optional(one.utilisation, ".1%"),
+        optional(steps.utilisation, ".1%"),
         f"{one.samples_per_s:,.0f}",
         f"{one.read_bytes / 1e6 / _span_s(one, 0.0):,.1f}",
-        f"{steps['waited_s'] / running_s:.1%}",
-        f"{steps['synced_s'] / running_s:.1%}",
-        f"{steps['first_batch_s'] * 1e3:,.0f} ms",
+        f"{steps.waited_s / running_s:.1%}",
+        f"{steps.synced_s / running_s:.1%}",
+        f"{steps.first_batch_s * 1e3:,.0f} ms",
         bytes_text(stats["memory"]["peak_bytes"]),
     ]
 
 
 def _span_s(one: RankFigures, otherwise: float) -> float:
     """Seconds from asking for the first batch to the end of the last step; `otherwise` without steps."""
-    return max(one.steps["ended_s"] - one.steps["began_s"] if one.steps else otherwise, 1e-9)
+    return max(one.steps.ended_s - one.steps.began_s if one.steps else otherwise, 1e-9)
 
 
 def _phase_table(figures: EmulationFigures) -> Table:
     rows = []
-    for phase in _SHOWN:
-        if not (ranks := figures.phases.get(phase)):
-            continue
+    for phase, ranks in figures.phases.items():
         span_s = max(_span_s(one, figures.settings.seconds) for one in ranks)
         read_bytes = sum(one.read_bytes for one in ranks)
         device_bytes = [one.device_bytes for one in ranks]
@@ -286,19 +293,21 @@ def _phase_table(figures: EmulationFigures) -> Table:
 def sentences(figures: EmulationFigures) -> Iterator[str]:
     """The verdict, and what it rests on."""
     bottleneck, rates, training = figures.bottleneck, figures.rates, figures.training
-    utilisation = _mean_utilisation(training)
+    utilisation = _mean_utilisation(one.steps for one in training)
     if utilisation is not None:
         word = "at least" if utilisation >= _GOOD_UTILISATION else "below"
         yield (
             f"accelerator utilisation {utilisation:.1%}, {word} the 90 % that MLPerf Storage asks of most "
             "workloads"
         )
-    alone = _mean_utilisation(figures.phases["synthetic"])
+    alone = _mean_utilisation(one.replayed for one in training)
     if alone is not None:
         yield (
             f"with data that is there already it is {alone:.1%}: the rest is what timers "
             "and going in step cost on this machine"
         )
+    yield figures.headspace.verdict
+    yield from figures.headspace.lines
     yield f"{bottleneck.bound}-bound: {bottleneck.reason}"
     gains = ", ".join(f"{name} {gain:.2f} x" for name, gain in bottleneck.gains.items())
     yield f"expected gain of curing one part: {gains}"

@@ -150,7 +150,7 @@ class Emulation:
     ranks: int = option("Emulated accelerators.", COUNT, 1)
     batch_size: int = option("A rank's.", COUNT, 64)
     memory_limit: int | None = option("A rank's, as given to the DataLoader.", SIZE, None, metavar="SIZE")
-    seconds: float = option("For each of six or seven phases.", POSITIVE, 5.0)
+    seconds: float = option("For each of five or six phases.", POSITIVE, 5.0)
     seed: int = option("Of the order.", int, 0)
     dataset: BenchDataset = part(BenchDataset)
 

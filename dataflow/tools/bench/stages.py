@@ -8,11 +8,12 @@ overshoots counts against it, as does waiting for other ranks after a step. The 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any, Literal
 
@@ -22,14 +23,14 @@ from torch import distributed
 
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
-from dataflow.stats import LoaderStats
+from dataflow.timing.headspace import MeasuredSteps
 from dataflow.tools.bench.evidence import device_bytes
 from dataflow.tools.bench.in_memory import InMemory
 from dataflow.tools.bench.settings import BenchDataset
 from sharding.order.keyed import spread_order
 from sharding.urls import is_local
 
-EmulationPhase = Literal["training", "loader", "storage", "memory", "undecoded", "synthetic", "more memory"]
+EmulationPhase = Literal["training", "loader", "storage", "memory", "undecoded", "more memory"]
 
 _READERS_LOCAL, _READERS_REMOTE = 2, 32
 """Threads that the loader reads with, at most."""
@@ -64,14 +65,21 @@ class RankFigures:
     """Of them, fetched from this machine's storage devices; None: not known. 0 over a network."""
     cpu_s: float
     """Processor time of this process, and of those that built batches, meanwhile."""
-    utilisation: float | None
-    """AU in [0, 1]; None where nothing is computed."""
-    steps: dict[str, Any] | None
-    """Of `Steps`; None where no steps are made."""
-    stats: dict[str, Any] | None
+    steps: Steps | None = None
+    """None where no steps are made."""
+    replayed: Steps | None = None
+    """Of the training once more, over batches from memory; None in the other phases."""
+    stats: dict[str, Any] | None = None
     """The loader's own, at the end."""
     epoch_batches: int | None = None
     """Batches of an epoch; None where the loader makes none."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON types."""
+        steps = {
+            name: one and one.to_json() for name in ("steps", "replayed") for one in [getattr(self, name)]
+        }
+        return {**vars(self), **steps, "utilisation": self.steps and self.steps.utilisation}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,18 +88,14 @@ class Steps:
 
     began_s: float
     """Before the first batch was asked for."""
-    first_s: float
-    """When the first step had ended."""
     ended_s: float
     """When the last step had ended."""
-    count: int
-    """Steps, the first included."""
+    measured: MeasuredSteps
+    """Each step but the first. Waiting near the whole: loading does not keep up."""
     compute_s: float
     """The given time of one step's computation."""
     first_batch_s: float
     """Seconds to the first batch."""
-    waited_s: float
-    """Seconds in `next` after the first step. Near 0: loading keeps up. Near `running_s`: it does not."""
     computed_s: float
     """Measured seconds of computing after the first step: above the given ones by what timers overshoot."""
     synced_s: float
@@ -105,12 +109,17 @@ class Steps:
     @property
     def counted(self) -> int:
         """Steps that count: all but the first."""
-        return self.count - 1
+        return len(self.measured.total_s)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in `next` after the first step. Near 0: loading keeps up. Near `running_s`: it does not."""
+        return sum(self.measured.wait_s)
 
     @property
     def running_s(self) -> float:
         """Time that counts."""
-        return self.ended_s - self.first_s
+        return sum(self.measured.total_s)
 
     @property
     def utilisation(self) -> float | None:
@@ -118,6 +127,16 @@ class Steps:
         if self.counted < 1 or self.compute_s <= 0 or self.running_s <= 0:
             return None
         return self.counted * self.compute_s / self.running_s
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON types, without the single steps."""
+        values = {
+            **vars(self),
+            "count": self.counted + 1,
+            "waited_s": self.waited_s,
+            "running_s": self.running_s,
+        }
+        return {name: value for name, value in values.items() if name != "measured"}
 
 
 def run_steps(
@@ -147,8 +166,9 @@ def run_steps(
         ValueError: there was no batch.
     """
     began = now = clock()
-    first = first_batch = waited = computed = synced = waited_at_borders = 0.0
+    first = first_batch = computed = synced = waited_at_borders = 0.0
     steps = borders = 0
+    times: list[tuple[float, float]] = []
     for _ in batches:
         delivered, requested = clock(), now
         if compute_s > 0:
@@ -162,27 +182,23 @@ def run_steps(
             first, first_batch = now, delivered - began
             on_first()
             continue
-        waited, computed, synced = (
-            waited + delivered - requested,
-            computed + computed_at - delivered,
-            synced + now - computed_at,
-        )
+        times.append((now - requested, delivered - requested))
+        computed, synced = computed + computed_at - delivered, synced + now - computed_at
         if begins_epoch():
             borders, waited_at_borders = borders + 1, waited_at_borders + delivered - requested
         if enough:
             break
-    others = steps - 1 - borders
-    usual_s = (waited - waited_at_borders) / others if others > 0 else 0.0
     if not steps:
         raise ValueError("the dataset gives this rank no batch")
+    totals_s, waits_s = [total for total, _ in times], [wait for _, wait in times]
+    others = steps - 1 - borders
+    usual_s = (sum(waits_s) - waited_at_borders) / others if others > 0 else 0.0
     return Steps(
         began_s=began,
-        first_s=first,
         ended_s=now,
-        count=steps,
+        measured=MeasuredSteps(tuple(totals_s), tuple(waits_s)),
         compute_s=compute_s,
         first_batch_s=first_batch,
-        waited_s=waited,
         computed_s=computed,
         synced_s=synced,
         borders=borders,
@@ -208,34 +224,12 @@ class _ResourceUse:
 def run_phase(work: Work) -> RankFigures:
     """One phase in this rank; all ranks begin together."""
     use = _ResourceUse()
-    if work.phase == "storage":
-        samples, rate, read = _read_blocks(work, use)
-        steps = stats = epoch_batches = None
-    else:
-        samples, steps, stats, epoch_batches = _load(work, use)
-        rate = samples / steps.running_s if steps.running_s > 0 else 0.0
-        read = stats.read_bytes
-    device, cpu_s = use.end()
-    if stats is not None and stats.workers == "process":
-        cpu_s += stats.build.cpu_s
-    return RankFigures(
-        rank=_rank(),
-        samples=samples,
-        samples_per_s=rate,
-        read_bytes=read,
-        device_bytes=device,
-        cpu_s=cpu_s,
-        utilisation=steps.utilisation if steps else None,
-        steps=asdict(steps) if steps else None,
-        stats=stats.to_json() if stats else None,
-        epoch_batches=epoch_batches,
-    )
+    return _read_blocks(work, use) if work.phase == "storage" else _load(work, use)
 
 
-def _load(work: Work, use: _ResourceUse) -> tuple[int, Steps, LoaderStats, int]:
-    """Samples after the first step, the steps, the loader's statistics, and the batches of an epoch."""
+def _load(work: Work, use: _ResourceUse) -> RankFigures:
+    """Steps over the loader's batches; of a training once more over a batch from memory, with it closed."""
     dataset: ShardedDataset = work.dataset.open_shards()
-    limit = work.memory_limit
     if work.phase in ("memory", "undecoded"):
         dataset = InMemory(
             dataset,
@@ -243,29 +237,44 @@ def _load(work: Work, use: _ResourceUse) -> tuple[int, Steps, LoaderStats, int]:
             at_least=2 * work.batch_size * _world(),
             decode=work.phase == "memory",
         )
-    in_step = work.phase in ("training", "synthetic")
-    compute_s = work.compute_s if in_step else 0.0
+    trains = work.phase == "training"
+    run = functools.partial(
+        run_steps,
+        compute_s=work.compute_s if trains else 0.0,
+        seconds=work.seconds,
+        compute=threading.Event().wait,  # nobody sets it: an accelerator that is busy for so long
+        sync=_any_has_enough if trains else bool,
+    )
     first: list[int] = []
     with DataLoader(
-        dataset, batch_size=work.batch_size, shuffle=True, seed=work.seed, memory_limit=limit
+        dataset, batch_size=work.batch_size, shuffle=True, seed=work.seed, memory_limit=work.memory_limit
     ) as loader:
         epochs = _Epochs(loader)
-        batches: Iterator[Any] = iter(epochs)
-        if work.phase == "synthetic":
-            batches = repeat(next(batches))
+        batches = iter(epochs)
         use.begin()
-        steps = run_steps(
+        steps = run(
             batches,
-            compute_s=compute_s,
-            seconds=work.seconds,
-            compute=threading.Event().wait,  # nobody sets it: an accelerator that is busy for so long
-            sync=_any_has_enough if in_step else bool,
             on_first=lambda: first.append(loader.stats().samples),
-            begins_epoch=lambda: epochs.begins and work.phase != "synthetic",
+            begins_epoch=lambda: epochs.begins,
         )
         stats, epoch_batches = loader.stats(), len(loader)
-    samples = steps.counted * work.batch_size if work.phase == "synthetic" else stats.samples - first[0]
-    return samples, steps, stats, epoch_batches
+        device, cpu_s = use.end()
+        kept = next(batches) if trains else None
+    if stats.workers == "process":
+        cpu_s += stats.build.cpu_s
+    samples = stats.samples - first[0]
+    return RankFigures(
+        rank=_rank(),
+        samples=samples,
+        samples_per_s=samples / steps.running_s if steps.running_s > 0 else 0.0,
+        read_bytes=stats.read_bytes,
+        device_bytes=device,
+        cpu_s=cpu_s,
+        steps=steps,
+        replayed=run(repeat(kept)) if trains else None,
+        stats=stats.to_json(),
+        epoch_batches=epoch_batches,
+    )
 
 
 class _Epochs:
@@ -287,8 +296,8 @@ class _Epochs:
                 self.begins = False
 
 
-def _read_blocks(work: Work, use: _ResourceUse) -> tuple[int, float, int]:
-    """Samples whose blocks were read and thrown away, samples a second, and bytes.
+def _read_blocks(work: Work, use: _ResourceUse) -> RankFigures:
+    """Blocks are read and thrown away.
 
     Ranks share the blocks, in a spread order; as many threads read as the loader has.
     """
@@ -317,7 +326,11 @@ def _read_blocks(work: Work, use: _ResourceUse) -> tuple[int, float, int]:
         finally:
             source.reader.close()
     samples, nbytes = (sum(column) for column in zip(*counts, strict=True))
-    return samples, samples / (time.perf_counter() - began), nbytes
+    rate = samples / (time.perf_counter() - began)
+    device, cpu_s = use.end()
+    return RankFigures(
+        rank=_rank(), samples=samples, samples_per_s=rate, read_bytes=nbytes, device_bytes=device, cpu_s=cpu_s
+    )
 
 
 def own_blocks(

@@ -4,8 +4,10 @@ Each part is measured without the others, in the way of DS-Analyzer (Mohan et al
 (Kuchnik et al., MLSys 2022): the computation over synthetic data, the storage without decoding, loading from
 memory (without the storage), and the whole loader without computation. If all overlap, the slowest decides:
 predicted rate = min(computation, storage, decoding). The gain of curing one is what the rest was measured or
-predicted to reach without it, over the rate now; the part whose cure gains most is the bound. Where parts
-compete for the same cores, the loader stays below the prediction, and the gains show it.
+predicted to reach without it, over the rate now. Where a perfect loader gains nothing
+(`dataflow.timing.headspace_report`), computing is the bound; else it is the part of the loader whose cure
+gains most. Where parts compete for the same cores, the loader stays below the prediction, and the gains show
+it.
 
 Loading from memory spares the cores what reading takes of them, which no faster store does. So a store's cure
 gains no more than if nothing overlapped: rate / (rate - rate now), of reading alone. Decoding that would gain
@@ -19,10 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from dataflow.timing.diagnosis import WORTH
+
 Bound = Literal["storage", "decode", "memory", "compute", "epochs"]
 
-_WORTH = 1.05
-"""A cure that gains less is no cure: runs differ by as much."""
 _COMPETING = 0.8
 _BUSY_CORES = 0.7
 """Share of the cores. Where fewer are in use, nothing competes for them."""
@@ -44,7 +46,7 @@ class Epochs:
     @property
     def are_measured(self) -> bool:
         """Whether their borders are: too few batches for the read-ahead, or much time lost there."""
-        return self.batches <= 2 * self.ahead or self.border_share >= 1 - 1 / _WORTH
+        return self.batches <= 2 * self.ahead or self.border_share >= 1 - 1 / WORTH
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,7 @@ class Rates:
     measured: float
     """The whole: loading, computing, ranks in step."""
     compute: float
-    """Computing over a batch that is there already."""
+    """The whole with a batch from memory in the loader's place: with a perfect loader."""
     storage: float
     """Reading the blocks and doing nothing with them."""
     decode: float
@@ -99,18 +101,16 @@ def bottleneck_of(rates: Rates) -> Bottleneck:
         "compute": rates.loader,
         "memory": min(rates.more_memory or rates.loader, rates.compute),
         "storage": min(rates.decode, rates.compute, now * _one_by_one(rates.storage, now)),
-        "decode": min(rates.storage, rates.compute) if _one_by_one(rates.decode, now) >= _WORTH else now,
+        "decode": min(rates.storage, rates.compute) if _one_by_one(rates.decode, now) >= WORTH else now,
     }
     gains: dict[Bound, float] = {name: max(1.0, rate / now) for name, rate in cured.items()}
     # Equal gains go to the first: a limit is raised more easily than a store or a decoder made faster.
-    bound = max(gains, key=lambda name: gains[name])
-    if gains[bound] < _WORTH:
-        slowest: dict[Bound, float] = {
-            "compute": rates.compute,
-            "storage": rates.storage,
-            "decode": rates.decode,
-        }
-        bound = min(slowest, key=lambda name: slowest[name])
+    parts: tuple[Bound, ...] = ("memory", "storage", "decode")
+    bound = max(parts, key=lambda name: gains[name])
+    if rates.compute < WORTH * rates.measured:  # the headspace: nothing is to be gained by a faster loader
+        bound = "compute"
+    elif gains[bound] < WORTH:
+        bound = "storage" if rates.storage <= rates.decode else "decode"
     elif _at_borders(bound, rates):
         assert rates.epochs is not None
         bound = "epochs"
@@ -145,7 +145,7 @@ def _reason(bound: Bound, rates: Rates, gain: float) -> str:
         other = "decoding from memory" if bound == "storage" else "reading alone"
         own = rates.storage if bound == "storage" else rates.decode
         text = f"{what} reaches {_rate(own)}, {other} {_rate(rest)}, computing allows {_rate(rates.compute)}"
-    if gain < _WORTH:
+    if gain < WORTH:
         return f"{text}; no single cure gains 5 %"
     alone = min(rates.storage, rates.decode)
     if bound in ("storage", "decode") and rates.loader < _COMPETING * alone:

@@ -165,12 +165,12 @@ def _show(folder: Path, json_path: str | None, picture: str | None, trace: str |
 def _show_headspace(folder: Path, json_path: str | None, code: int) -> None:
     from rich.console import Console
 
-    from dataflow.timing.headspace_report import headspace_of, reason_without
+    from dataflow.timing.headspace_report import headspace_of_records, reason_without
     from dataflow.tools.doctor.saved import read_headspace
     from dataflow.tools.terminal.report import Page, Sentence, save, show
 
     saved = read_headspace(folder)
-    report = headspace_of(saved.records)
+    report = headspace_of_records(saved.records)
     failed = [f"the command failed: exit code {code}, its error is above"] if code else []
     console = Console(stderr=json_path == "-", highlight=False)
     if report is None:
@@ -179,4 +179,4 @@ def _show_headspace(folder: Path, json_path: str | None, code: int) -> None:
         return
     lines = [Sentence(report.verdict, "bold", whole=True)]
     show([*lines, *(Sentence(line, whole=True) for line in (*report.lines, *saved.notes, *failed))], console)
-    save(Page(report.verdict, {"verdict": report.verdict, **report.to_json()}), json_path)
+    save(Page(report.verdict, report.to_json()), json_path)

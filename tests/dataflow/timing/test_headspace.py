@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from dataflow import DataLoader, GradSchedule
 from dataflow.timing import HEADSPACE, ROUND, VARIABLE
 from dataflow.timing.headspace import WARM_UP, BatchStock, HeadspaceLoop, HeadspaceRecord, MeasuredSteps
-from dataflow.timing.headspace_report import headspace_of, reason_without
+from dataflow.timing.headspace_report import headspace_of_records, reason_without
 from dataflow.tools.doctor.saved import read_headspace
 
 CHANGE = WARM_UP + ROUND
@@ -83,7 +83,7 @@ class CostlyBatch:
 
 def test_the_gain_is_of_steps_with_the_loader_over_steps_without(tmp_path: Path) -> None:
     record = TimedLoader(tmp_path, wait_s=1.0, step_s=3.0).train(2 * CHANGE + 1)
-    report = headspace_of([record])
+    report = headspace_of_records([record])
     assert report is not None
     assert (report.gain, report.live.usual, report.replayed.usual) == pytest.approx((4 / 3, 1 / 4, 1 / 3))
     assert report.verdict == "the training would be 1.33x faster with a perfect loader"
@@ -105,7 +105,7 @@ def test_the_loader_is_closed_before_its_batches_are_replayed(tmp_path: Path) ->
 
 
 def test_a_loader_that_keeps_up_leaves_nothing_to_gain(tmp_path: Path) -> None:
-    report = headspace_of([TimedLoader(tmp_path, wait_s=0.01, step_s=3.0).train(2 * CHANGE + 1)])
+    report = headspace_of_records([TimedLoader(tmp_path, wait_s=0.01, step_s=3.0).train(2 * CHANGE + 1)])
     assert report is not None
     assert report.verdict == "nothing is to be gained by a faster loader: 1.00x with a perfect one"
     assert not [line for line in report.lines if "without --headspace" in line]
@@ -123,20 +123,20 @@ def measured(live: list[tuple[float, float]], replayed: float, **fields: Any) ->
 
 def test_workers_that_deliver_in_bursts_are_not_hidden_by_the_median() -> None:
     live = [(1.0, 0.0)] * 4 + [(6.0, 5.0)]
-    report = headspace_of([measured(live * 4, 1.0)])
+    report = headspace_of_records([measured(live * 4, 1.0)])
     assert report is not None
     assert report.gain == pytest.approx(2.0)
 
 
 def test_a_long_wait_counts_however_rare_it_is() -> None:
-    report = headspace_of([measured([(1.0, 0.0)] * 39 + [(41.0, 40.0)], 1.0)])
+    report = headspace_of_records([measured([(1.0, 0.0)] * 39 + [(41.0, 40.0)], 1.0)])
     assert report is not None
     assert report.gain == pytest.approx(2.0)
     assert [line for line in report.lines if "3 steps did most of the waiting" in line]
 
 
 def test_a_rare_pause_of_the_training_is_not_the_loaders() -> None:
-    report = headspace_of([measured([(1.0, 0.0)] * 49 + [(60.0, 0.0)], 1.0)])
+    report = headspace_of_records([measured([(1.0, 0.0)] * 49 + [(60.0, 0.0)], 1.0)])
     assert report is not None
     assert report.gain == pytest.approx(1.0)
 
@@ -146,7 +146,7 @@ def test_a_step_takes_as_long_as_on_the_slowest_rank() -> None:
         measured([(2.0, wait)] * 20, compute, rank=rank, world_size=2)
         for rank, (wait, compute) in enumerate(((0.0, 1.5), (0.5, 1.6)))
     ]
-    report = headspace_of(ranks)
+    report = headspace_of_records(ranks)
     assert report is not None
     assert (report.gain, report.waited, report.ranks) == pytest.approx((2 / 1.6, 0.25, 2))
 
@@ -155,27 +155,27 @@ def test_what_is_gained_beyond_the_waiting_is_named() -> None:
     lines = [
         line
         for waits in (0.0, 1.0)
-        for line in getattr(headspace_of([measured([(2.0, waits)] * 20, 1.0)]), "lines", ())
+        for line in getattr(headspace_of_records([measured([(2.0, waits)] * 20, 1.0)]), "lines", ())
         if "cores or memory bandwidth" in line
     ]
     assert len(lines) == 1
 
 
 def test_waiting_that_grows_and_rounds_that_differ_are_told() -> None:
-    growing = headspace_of([measured([(1.0, 0.0)] * 10 + [(2.0, 1.0)] * 10, 1.0)])
+    growing = headspace_of_records([measured([(1.0, 0.0)] * 10 + [(2.0, 1.0)] * 10, 1.0)])
     assert growing is not None
     assert [line for line in growing.lines if "waiting grew" in line]
     for replayed in ([1.0] * 20 + [3.0] * 10, [3.0] * 30):
         noisy = measured([(2.0, 0.0)] * 30, 1.0)
         slow = replace(noisy, replayed=MeasuredSteps(tuple(replayed), (0.0,) * 30))
-        report = headspace_of([slow])
+        report = headspace_of_records([slow])
         assert report is not None
         assert [line for line in report.lines if "rounds differ" in line]
 
 
 def test_too_few_steps_are_told_with_what_cures_that() -> None:
     record = measured([(1.0, 0.0)] * 5, 1.0, steps=50, seen=25)
-    assert headspace_of([record]) is None
+    assert headspace_of_records([record]) is None
     assert reason_without([record]).startswith(
         "nothing to report: 25 steps ended on rank 0, and headspace takes 140"
     )
@@ -220,7 +220,7 @@ def test_batches_that_cannot_be_copied_are_shared_and_that_is_told() -> None:
     stock.fill()
     assert stock.take() is batch
     assert "generator" in stock.shared
-    report = headspace_of([measured([(1.0, 0.0)] * 10, 1.0, shared=stock.shared)])
+    report = headspace_of_records([measured([(1.0, 0.0)] * 10, 1.0, shared=stock.shared)])
     assert report is not None
     assert [line for line in report.lines if "could not be copied" in line]
 
@@ -261,7 +261,7 @@ def test_a_training_over_shards_has_epochs_as_long_with_replayed_batches(folder:
         assert set(counts[:-1]) == {length}
         assert json.loads(json.dumps(loader.state_dict()))
         assert len(loader) == length
-    assert headspace_of(read_headspace(folder).records)
+    assert headspace_of_records(read_headspace(folder).records)
 
 
 @pytest.mark.full

@@ -17,6 +17,7 @@ from http_kit import slowstore
 from rich.console import Console
 
 from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter
+from dataflow.timing.headspace import MeasuredSteps
 from dataflow.tools.bench import loader
 from dataflow.tools.bench.compare import (
     Contestant,
@@ -289,6 +290,7 @@ def test_loader_measures_each_part_and_says_what_binds(shards):
     assert "rank AU samples/s MB/s read waiting in step first batch memory" in text
     assert "loading from memory" in text
     assert "accelerator utilisation" in text
+    assert "with a perfect" in text
     assert "-bound:" in text
     assert "expected gain of curing one part" in text
     assert "the slowest part alone predicts" in text
@@ -300,13 +302,14 @@ def test_loader_figures_agree_with_each_other(shards):
     [rank] = found["phases"]["training"]
     steps = rank["steps"]
     assert rank["samples"] == 8 * (steps["count"] - 1)
-    assert rank["utilisation"] == pytest.approx(
-        (steps["count"] - 1) * 0.005 / (steps["ended_s"] - steps["first_s"])
-    )
+    assert rank["utilisation"] == pytest.approx((steps["count"] - 1) * 0.005 / steps["running_s"])
     assert found["accelerator_utilisation"] == rank["utilisation"] <= 1
-    assert {"training", "loader", "storage", "memory", "undecoded", "synthetic"} <= set(found["phases"])
+    assert {"training", "loader", "storage", "memory", "undecoded"} <= set(found["phases"])
     assert found["rates_samples_per_s"]["measured"] == pytest.approx(rank["samples_per_s"])
     assert found["verdict"]["bound"] in found["verdict"]["gains"]
+    rates, headspace = found["rates_samples_per_s"], found["headspace"]
+    assert rates["compute"] / rates["measured"] == pytest.approx(headspace["gain"])
+    assert headspace["live"]["usual"] == pytest.approx(rank["samples_per_s"] / 8, rel=0.1)
 
 
 def test_loader_runs_in_gloo_ranks_that_go_in_step(shards):
@@ -322,7 +325,7 @@ def test_loader_runs_in_gloo_ranks_that_go_in_step(shards):
     )
     found = loader.run_in_ranks(work, 2)
     assert [one.rank for one in found] == [0, 1]
-    assert found[0].steps["count"] == found[1].steps["count"] >= 2
+    assert found[0].steps.counted == found[1].steps.counted >= 1
 
 
 def test_data_that_came_from_the_disk_is_dropped_before_each_further_phase(shards):
@@ -335,7 +338,11 @@ def test_data_that_came_from_the_disk_is_dropped_before_each_further_phase(shard
 
     found = loader.emulate(asked, run=figures, drop=lambda shards: dropped.append(len(shards)))
     assert found.evicted
-    assert dropped == [2] * 5
+    assert dropped == [2] * 4
+
+
+def faster(times, steps):
+    return MeasuredSteps(tuple(total / times for total in steps.total_s), (0.0,) * len(steps.total_s))
 
 
 def test_a_loader_behind_its_parts_is_tried_with_more_memory(shards):
@@ -346,6 +353,8 @@ def test_a_loader_behind_its_parts_is_tried_with_more_memory(shards):
     def figures(work, ranks):
         limits[work.phase] = work.memory_limit
         [one] = in_this_process(work, ranks)
+        if one.replayed:
+            one = replace(one, replayed=replace(one.replayed, measured=faster(9, one.steps.measured)))
         return [replace(one, samples_per_s=rates.get(work.phase, 90.0), device_bytes=0)]
 
     found = loader.emulate(asked, run=figures)

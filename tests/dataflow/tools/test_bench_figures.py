@@ -253,6 +253,11 @@ def test_balanced_parts_are_said_to_leave_no_single_cure():
     assert "no single cure gains 5 %" in found.reason
 
 
+@given(rates)
+def test_computing_is_the_bound_where_a_perfect_loader_gains_nothing_and_nowhere_else(seen):
+    assert (bottleneck_of(seen).bound == "compute") == (seen.compute / seen.measured < 1.05)
+
+
 def test_rates_must_be_positive():
     with pytest.raises(ValueError, match="must be > 0"):
         Rates(measured=0, compute=1, storage=1, decode=1, loader=1)
@@ -552,7 +557,10 @@ def test_borders_of_epochs_are_named_where_these_were_measured(epochs, bound):
 def test_a_part_that_is_as_slow_as_loading_is_the_bound_though_epochs_are_short():
     short = Epochs(batches=19, ahead=40, border_share=0.02)
     assert bottleneck_of(replace(AT_BORDERS, storage=10.5, epochs=short)).bound == "storage"
-    assert bottleneck_of(replace(AT_BORDERS, compute=10.1, loader=11, epochs=short)).bound == "compute"
+    assert (
+        bottleneck_of(replace(AT_BORDERS, measured=10.1, compute=10.1, loader=11, epochs=short)).bound
+        == "compute"
+    )
 
 
 @pytest.mark.parametrize(("used", "says"), [(0.9, "compete for the same cores"), (0.3, "30% of the cores")])
