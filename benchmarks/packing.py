@@ -30,8 +30,10 @@ from numpy.typing import NDArray
 from benchmarks.report import origin, save_figures
 from sharding.lengths.batching import Packed
 from sharding.lengths.cutting import pieces_of
-from sharding.lengths.unit_plan import UnitSequence
+from sharding.lengths.unit_plan import UnitPlanner, UnitSequence
 from sharding.order.keyed import keyed_order
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
 
 Documents = NDArray[np.int64]
 
@@ -96,8 +98,14 @@ def distributions(texts: tuple[Path, ...]) -> dict[str, Documents]:
 # ---- packers: documents, length -> rows, documents that were cut -------------------------------------------
 
 
+def planned(documents: Documents, length: int) -> UnitSequence:
+    """The rows of an epoch in this order."""
+    order = Order([len(documents)], Shuffle("none"), seed=0, epoch=0)
+    return UnitPlanner(Packed(length), lengths=documents).sequence(order)
+
+
 def ours(documents: Documents, length: int) -> tuple[int, int]:
-    stats = UnitSequence(documents, Packed(length), seed=0, epoch=0).stats
+    stats = planned(documents, length).stats
     return stats.units, stats.split
 
 
@@ -108,7 +116,7 @@ def ours_tensors(documents: Documents, length: int) -> tuple[int, int]:
     from dataflow.batch.packed import packed
     from dataflow.ragged import Ragged
 
-    sequence = UnitSequence(documents, Packed(length), seed=0, epoch=0)
+    sequence = planned(documents, length)
     values, rows = np.zeros(int(documents.max()), np.int32), 0
     for first in range(0, sequence.num_units, 64):
         pieces, of_row = sequence.take(np.arange(first, min(first + 64, sequence.num_units)))

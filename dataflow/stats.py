@@ -84,7 +84,8 @@ class LoaderStats(SessionStats):
     `batching=`)."""
     lengths: LengthStats | None
     """What `batching=` makes of the lengths of the epoch that was begun last, over all ranks: efficiency,
-    elements cut off, and more. None without `batching=`."""
+    elements cut off, and more, as far as they are measured, from the megabatch on in which a state or other
+    weights went on. None without `batching=`."""
     mapped_bytes: int
     """Bytes of local shards whose pages are in this process now: windows in use, which `memory` counts, too,
     and up to a quarter of the limit beside them. They are the page cache's: shared with other processes, and

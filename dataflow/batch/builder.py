@@ -170,6 +170,7 @@ class ChunkPlan:
         cut = None
         if pieces is not None and steps.batching is not None and steps.forms(steps.batching.column):
             assert isinstance(plan, UnitPlan)
+            assert plan.sequence.lengths is not None
             taken = pieces.pieces
             whole = plan.sequence.lengths[taken.position].astype(np.int64)
             cut = Cut(steps.batching.columns, taken.begin, taken.length, whole)

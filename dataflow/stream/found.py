@@ -33,16 +33,8 @@ from prefetch.errors import EngineClosedError
 from prefetch.memory.device import CudaStreams, DeviceCopier
 from prefetch.work import Batches
 from sharding.errors import SampleError
-from sharding.lengths.found_plan import (
-    LEFT_OUT,
-    FoundPlan,
-    FoundPlanner,
-    FoundUnits,
-    SharePlan,
-    finder_counts,
-    finders,
-    items_of,
-)
+from sharding.lengths.measuring import MeasuredUnits, SharePlan, finder_counts, finders
+from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan, items_of
 from sharding.order.epoch_order import EpochOrder
 
 _GATHERED_SAMPLES = 128
@@ -67,7 +59,7 @@ class FindingPlan(StreamPlan):
     @classmethod
     def of(cls, outer: StreamPlan, exchange: FoundExchange | None) -> FindingPlan:
         """The plan that serves the batches of another."""
-        assert isinstance(outer.planner, FoundPlanner)
+        assert outer.planner is not None
         return cls(
             dataset=outer.dataset,
             shuffle=outer.shuffle,
@@ -84,44 +76,42 @@ class FindingPlan(StreamPlan):
     def epoch(self, epoch: int, start: int = 0) -> SharePlan:
         """The plan of one epoch, from the megabatch of unit `start` on."""
         plan = self.outer.epoch(epoch, start)
-        assert isinstance(plan, FoundPlan)
-        order, bounds = plan.order, plan.places.bounds
+        assert isinstance(plan, UnitPlan)
+        order, bounds = plan.order, plan.sequence.bounds
         own: Callable[[int], NDArray[np.int64]]
         if self.num_finders:
             counts = finder_counts(bounds, self.finder, self.num_finders)
             own = partial(self._found_here, plan)
         else:
             own = self._delivered_here(plan)
-            later = range(plan.megabatch, plan.places.num_megabatches)
-            counts = np.zeros(plan.places.num_megabatches, np.int64)
+            later = range(plan.megabatch, plan.sequence.num_megabatches)
+            counts = np.zeros(plan.sequence.num_megabatches, np.int64)
             counts[plan.megabatch :] = [len(own(megabatch)) for megabatch in later]
         counts[: plan.megabatch] = 0  # those before are done
         return SharePlan(order, bounds, counts, own, batch_size=self.batch_size)
 
-    def _found_here(self, plan: FoundPlan, megabatch: int) -> NDArray[np.int64]:
+    def _found_here(self, plan: UnitPlan, megabatch: int) -> NDArray[np.int64]:
         """Positions of the samples of a megabatch that this rank is to find."""
-        first, end = plan.places.bounds[megabatch : megabatch + 2].tolist()
+        first, end = plan.sequence.bounds[megabatch : megabatch + 2].tolist()
         of_finder = finders(first, end, plan.order.num_lanes, self.num_finders)
         own: NDArray[np.int64] = np.flatnonzero(of_finder == self.finder) + first
         return own
 
-    def _delivered_here(self, plan: FoundPlan) -> Callable[[int], NDArray[np.int64]]:
+    def _delivered_here(self, plan: UnitPlan) -> Callable[[int], NDArray[np.int64]]:
         """Megabatch -> the positions of which this rank delivers pieces, where all lengths are known."""
-        assert isinstance(self.outer.planner, FoundPlanner)
-        places, lengths, dealt = plan.places, self.outer.planner.of_epoch(plan.order), plan.batch_plan
+        sequence, dealt = plan.sequence, plan.batch_plan
         last = items_of(dealt, max(0, dealt.num_batches - 1), dealt.num_batches)[0]
 
         def own(megabatch: int) -> NDArray[np.int64]:
-            first, end = places.bounds[megabatch : megabatch + 2].tolist()
-            units = places.cut(megabatch, lengths[first:end])
-            begin = places.first_unit(megabatch)
+            units, begin = sequence.units(megabatch), int(sequence.first_unit[megabatch])
             items = dealt.own_items(begin, begin + len(units))
             numbers = np.arange(len(units)) if items is None else items - begin
             filled_up = last[(last >= begin) & (last < begin + len(units))] - begin
             mine = np.zeros(len(units), bool)
             mine[np.concatenate((numbers, filled_up))] = True
             rows = np.repeat(mine, np.diff(units.first))
-            positions: NDArray[np.int64] = np.unique(units.pieces.position[rows]) + first
+            positions: NDArray[np.int64] = np.unique(units.pieces.position[rows])
+            positions += sequence.bounds[megabatch]
             return positions
 
         return own
@@ -148,7 +138,7 @@ class FoundSession(Session):
         exchange: FoundExchange | None,
         record: Record,
     ) -> None:
-        assert isinstance(plan.planner, FoundPlanner)
+        assert plan.planner is not None
         self._plan, self._planner, self._settings = plan, plan.planner, options.settings
         self._batching = plan.planner.batching
         self._exchange = None if plan.planner.lengths is not None else exchange
@@ -173,13 +163,10 @@ class FoundSession(Session):
 
     def _begin(self, epoch: int, start: int) -> None:
         outer = self._plan.epoch(epoch, start)
-        assert isinstance(outer, FoundPlan)
+        assert isinstance(outer, UnitPlan)
         self._outer, self._order = outer, outer.order
         self._share = self._finding.epoch(epoch, start)
-        self._units = FoundUnits(outer.places, outer.megabatch, outer.first_unit)
-        self._lengths = None
-        if self._planner.lengths is not None:
-            self._lengths = self._planner.of_epoch(outer.order).astype(np.int64)
+        self._units, self._lengths = MeasuredUnits(outer.sequence, outer.megabatch), outer.sequence.lengths
         self._number = 0
         """Batch of the epoch's plan that comes next."""
         self._num_dealt = 0
@@ -263,7 +250,7 @@ class FoundSession(Session):
         """What was left out of the megabatches that are done: a state that lies in one finds it again."""
         if self._lengths is not None:
             return ()  # the batches that lack it tell
-        done = self._outer.places.at(self._outer.position_after(self._number))[0]
+        done = self._outer.sequence.at(self._outer.position_after(self._number))[0]
         errors = tuple(error for megabatch, error in self._left_out if megabatch < done)
         self._left_out = [one for one in self._left_out if one[0] >= done]
         return errors
@@ -314,7 +301,7 @@ class FoundSession(Session):
             self._hold(samples.nbytes)
 
     def _leave_out(self, position: int, error: SampleError) -> None:
-        megabatch = int(np.searchsorted(self._outer.places.bounds, position, side="right")) - 1
+        megabatch = int(np.searchsorted(self._outer.sequence.bounds, position, side="right")) - 1
         self._left_out.append((megabatch, error))
 
     def _fitting(self, samples: FoundSamples) -> FoundSamples:
@@ -359,7 +346,7 @@ class FoundSession(Session):
     def _find_megabatch(self) -> None:
         """Have the next megabatch whole, plan it, and deal out what is complete."""
         megabatch = self._units.next_megabatch
-        first, end = self._outer.places.bounds[megabatch : megabatch + 2].tolist()
+        first, end = self._outer.sequence.bounds[megabatch : megabatch + 2].tolist()
         own = NO_SAMPLES
         try:
             if self._failure is not None:
@@ -402,7 +389,7 @@ class FoundSession(Session):
     def _checked(self, made: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
         """The lengths that were known, with which what was made must agree."""
         assert self._lengths is not None
-        lengths = self._lengths[first:end]
+        lengths = self._lengths[first:end].astype(np.int64)
         wrong = np.flatnonzero((made != LEFT_OUT) & (made != lengths))
         if len(wrong):
             at = int(wrong[0])

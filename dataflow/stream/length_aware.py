@@ -30,7 +30,6 @@ from prefetch.store.filesystems import shard_file
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching, Bucketed, Lengths, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
-from sharding.lengths.found_plan import FoundPlanner
 from sharding.lengths.kept import KeptLengths, LengthsFile
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
@@ -44,8 +43,6 @@ _THREADS = 16
 _FOUND_BYTES, _LEAST_FOUND = 4 << 20, 256
 """What a megabatch is to have where its samples must be made to be measured: whoever goes on in it makes them
 again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.998."""
-_TYPICAL = 1 << 16
-"""Lengths that stand for those of a mixture."""
 
 
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
@@ -151,11 +148,12 @@ def _output(name: str, dataset: ShardedDataset | Mixture) -> Output | None:
 
 def make_planner(
     batching: Batching, dataset: ShardedDataset | Mixture, window_bytes: int, *, found: bool = False
-) -> UnitPlanner | FoundPlanner:
+) -> UnitPlanner:
     """Plan with the lengths of samples, which are looked up, or `found` while samples are made.
 
-    Reads shards where the catalog does not know. Where `batching.window` is None, a megabatch holds about
-    `window_bytes` of blocks, or 4 MiB where lengths are found.
+    Reads shards where the catalog does not know. Where `batching.window` is None, a megabatch has 16,384
+    samples, more where these fill few rows, but at most about `window_bytes` of blocks, or 4 MiB where
+    lengths are found.
 
     Raises as `sharding.lengths.column_lengths.resolve_lengths` does, and `SampleError` where a sample has no
     length.
@@ -174,17 +172,21 @@ def make_planner(
     each = sum(
         share * max(1, int(n)) / max(1, len(s)) for share, n, s in zip(shares, held, sources, strict=True)
     )
-    window = max(1, min(DEFAULT_MEGABATCH_SAMPLES, int(window_bytes / each)))
+    num_marked, most, lengths, mean = sum(map(len, _used(dataset))), DEFAULT_MEGABATCH_SAMPLES, None, None
+    if parts is not None:
+        lengths = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        means = (float(part.mean()) if len(part) else 0.0 for part in parts)
+        mean = sum(float(share) * own for share, own in zip(shares, means, strict=True))
+        most = max(most, batching.least_samples(lengths[:num_marked]))
     if found:
-        window = min(window, max(_LEAST_FOUND, int(_FOUND_BYTES / each)))
-        lengths = None if parts is None else np.concatenate(parts)
-        return FoundPlanner(batching, window, key=_lengths_key(batching, dataset), lengths=lengths)
-    assert parts is not None
-    if len(parts) == 1:
-        return UnitPlanner(parts[0], batching, window)
-    num_marked = sum(map(len, _used(dataset)))
+        most = min(DEFAULT_MEGABATCH_SAMPLES, max(_LEAST_FOUND, int(_FOUND_BYTES / each)))
     return UnitPlanner(
-        np.concatenate(parts), batching, window, _typical(parts, shares), num_marked=num_marked
+        batching,
+        max(1, min(most, int(window_bytes / each))),
+        lengths=lengths,
+        measured_as=_lengths_key(batching, dataset) if found else None,
+        mean_length=mean,
+        num_marked=num_marked,
     )
 
 
@@ -232,7 +234,7 @@ class SampleLengths:
         """Whether those of all samples are kept."""
         return self._kept is not None and self._kept.is_complete
 
-    def met(self, planner: FoundPlanner, topology: Topology, seat: int) -> FoundPlanner:
+    def met(self, planner: UnitPlanner, topology: Topology, seat: int) -> UnitPlanner:
         """Meet the other ranks, once; the planner that knows what all of them know. A collective."""
         ranks, kept = topology.world_size, self._kept
         if self.exchange is None and ranks > 1 and dist.is_available() and dist.is_initialized():
@@ -248,14 +250,14 @@ class SampleLengths:
         return self._told(planner)
 
     def noted(
-        self, planner: FoundPlanner, order: EpochOrder, first: int, lengths: NDArray[np.int64]
-    ) -> FoundPlanner:
+        self, planner: UnitPlanner, order: EpochOrder, first: int, lengths: NDArray[np.int64]
+    ) -> UnitPlanner:
         """Keep the lengths of samples from a position of an order on; the planner that knows them, too."""
         if self._kept is not None:
             self._kept.note(order.samples(np.arange(first, first + len(lengths))), lengths)
         return self._told(planner)
 
-    def _told(self, planner: FoundPlanner) -> FoundPlanner:
+    def _told(self, planner: UnitPlanner) -> UnitPlanner:
         kept, most = self._kept, planner.batching.refused_beyond
         if kept is None or not kept.is_complete or planner.lengths is not None:
             return planner
@@ -322,14 +324,6 @@ def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[
     raise ValueError(
         f"lengths= of a mixture of {len(sources)} datasets must be a column, a function of a catalog, a list "
         "with one of these or an array for each dataset, in order, or a mapping from all its datasets"
-    )
-
-
-def _typical(parts: Sequence[NDArray[np.integer]], shares: Sequence[Fraction]) -> NDArray[np.integer]:
-    """Lengths as a mixture delivers them: of each source quantiles, as many as its share says."""
-    counts = [max(share > 0, int(share * _TYPICAL)) for share in shares]
-    return np.concatenate(
-        [np.sort(part)[np.arange(n) * len(part) // n] for part, n in zip(parts, counts, strict=True)]
     )
 
 

@@ -59,8 +59,7 @@ from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
 from prefetch.memory.lifetimes import Finalizer
 from sharding.catalog.table import BlockTable
 from sharding.errors import DataflowError
-from sharding.lengths.found_plan import UNKNOWN, FoundPlan, FoundPlanner
-from sharding.lengths.unit_plan import UnitPlan, UnitPlanner
+from sharding.lengths.unit_plan import UNKNOWN, UnitPlan, UnitPlanner
 from sharding.order.epoch_order import EpochOrder
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
@@ -105,13 +104,13 @@ class StreamLoader:
             source.check_missing()
             fingerprint_of(source.transform)  # raises now, not where a state is taken
         self._lengths = SampleLengths(settings, dataset)
-        self._length_plan: UnitPlan | FoundPlan | None = None
+        self._length_plan: UnitPlan | None = None
         """Of the epoch begun last."""
         self._mixture_starts: Mapping[int, Sequence[int]] = {}
         self._mixed: Mixture | None = None
         """The mixture as it goes on since `set_weights`, or as a state says."""
         self._num_weights_taken = 0
-        self._planner: UnitPlanner | FoundPlanner | None = None
+        self._planner: UnitPlanner | None = None
         if settings.batching:
             megabatch = megabatch_bytes(settings.memory_limit, self.memory_limit).value
             with self._planning():
@@ -187,14 +186,14 @@ class StreamLoader:
     def _meet(self) -> None:
         """Meet the other ranks, where lengths are found together: a collective, once."""
         planner = self._planner
-        if not isinstance(planner, FoundPlanner) or planner.is_told:
+        if planner is None or not planner.is_measured or planner.is_told:
             return
         met = self._lengths.met(planner, self._topology, self._plan.rank)
         if met.lengths is None and is_by_tokens(self.dataset):
             met = met.knowing(self._lengths.measured(self._measure))
         self._plan_by(met)
 
-    def _plan_by(self, planner: FoundPlanner) -> None:
+    def _plan_by(self, planner: UnitPlanner) -> None:
         if planner is not self._planner:
             self._planner = planner
             self._plan_stream()
@@ -262,7 +261,7 @@ class StreamLoader:
         """The plan of this rank for an epoch, from a position on."""
         with self._planning():
             plan = self._plan.epoch(epoch, start)
-        if isinstance(plan, UnitPlan | FoundPlan):
+        if isinstance(plan, UnitPlan):
             self._length_plan = plan
         return plan
 
@@ -449,7 +448,7 @@ class StreamLoader:
     @property
     def _may_be_empty(self) -> bool:
         """Whether `on_error` may leave nothing of a batch that was planned with more."""
-        leaves_out_first = isinstance(self._planner, FoundPlanner) and self._planner.lengths is None
+        leaves_out_first = self._planner is not None and self._planner.lengths is None
         return self.dataset.on_error != "raise" and not leaves_out_first
 
     @property
@@ -543,7 +542,7 @@ class StreamLoader:
             skipped=SkippedAhead(self._skipped),
             pause=self.read_pause,
         )
-        if isinstance(self._planner, FoundPlanner):
+        if self._planner is not None and self._planner.is_measured:
             exchange = self._lengths.exchange
             if exchange is None and self._topology.world_size > 1 and self._planner.lengths is None:
                 raise DataflowError(
@@ -556,7 +555,7 @@ class StreamLoader:
 
     def _record(self, order: EpochOrder, first: int, lengths: NDArray[np.int64]) -> None:
         """Keep the lengths of samples that were found, from a position of an order on."""
-        if isinstance(self._planner, FoundPlanner):
+        if self._planner is not None:
             self._plan_by(self._lengths.noted(self._planner, order, first, lengths))
             self._lengths.save(self._topology, if_much=True)
 

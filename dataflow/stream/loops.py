@@ -16,7 +16,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from dataflow.stream.session import Session
 from prefetch.memory.lifetimes import Finalizer
-from sharding.lengths.found_plan import UNKNOWN
+from sharding.lengths.unit_plan import UNKNOWN
 from sharding.plan.plan import RankPlan
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from sharding.cached_property import cached_property
-from sharding.lengths.found_plan import FoundPlanner
 from sharding.lengths.unit_plan import SequencePlace, UnitPlanner
 from sharding.mixture.token_turns import TokenEpochs
 from sharding.mixture.windows import MixturePlan, MixtureWindows
@@ -38,7 +37,7 @@ class StreamPlan:
     rank: int
     world_size: int
     tail: Tail
-    planner: UnitPlanner | FoundPlanner | None = None
+    planner: UnitPlanner | None = None
     """Of length-aware batches; `batch_size` then counts its units."""
     finds_lengths: ClassVar[bool] = False
     """Whether it says which samples are made, and not which batches they are in."""
@@ -118,7 +117,7 @@ class StreamPlan:
 
     def with_weights(
         self, epoch: int, position: int, weights: Sequence[Fraction]
-    ) -> tuple[Mixture, UnitPlanner | FoundPlanner | None]:
+    ) -> tuple[Mixture, UnitPlanner | None]:
         """The mixture and the planner that have other weights as soon after a position as can be.
 
         What is planned together keeps its weights; after the last batch of an epoch, the next one has them.
@@ -132,7 +131,7 @@ class StreamPlan:
             change = order.num_samples
         spec = mixture.spec.going_on(order.interleaving, epoch, weights, position=change, since=since)
         if planner is not None:
-            planner = planner.changed(place, spec.changes_at)
+            planner = planner.changed(place)
         return mixture.with_spec(spec), planner
 
     def check_known(self, epoch: int, start: int) -> None:
@@ -147,7 +146,7 @@ class StreamPlan:
                 "known any more; load a state of before, or make another loader"
             )
 
-    def _mixed(self, epoch: int) -> tuple[Mixture, MixtureWindows, UnitPlanner | FoundPlanner | None]:
+    def _mixed(self, epoch: int) -> tuple[Mixture, MixtureWindows, UnitPlanner | None]:
         """The mixture, an epoch's order, and the planner."""
         mixture, order = self.dataset, self.windows_of(epoch)
         assert isinstance(mixture, Mixture)
@@ -198,7 +197,7 @@ class StreamPlan:
         dataset = of if state.weights is None else _mixed_again(of, state.weights)
         if planner and isinstance(dataset, Mixture) and dataset is not of:
             place = SequencePlace.from_json(marked, state.epoch)
-            planner = planner.changed(place, dataset.spec.changes_at)
+            planner = planner.changed(place)
         plan = replace(
             self,
             dataset=dataset,

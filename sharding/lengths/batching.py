@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sharding.lengths.cutting import Overlong, bucket, budget, equal_share_boundaries, pack
-from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES, NO_PIECES, Pieces, Units
+from sharding.lengths.units import Units
 
+_ROWS = 256
+"""Rows of a megabatch of which one is half full on average: 0.998 of them holds elements."""
 Lengths = str | ArrayLike | Callable[[Any], ArrayLike]
 """Where lengths come from: a column (its values if they are integers, else their lengths), an array with
 one entry a sample in file order, or a function of the catalog that gives one. Of a mixture, a column or a
@@ -42,7 +44,7 @@ class BatchedColumns:
     window: int | None = None
     """Samples of a megabatch: consecutive ones of the epoch's order that are planned together, and whose
     blocks are held in memory. None: 16,384, less where samples are large for the memory limit, or where
-    lengths are found, which is done again for all of them where a run goes on inside a megabatch."""
+    lengths are measured, which is done again for all of them where a run goes on inside a megabatch."""
 
     def _resolve(self, column: str) -> None:
         """Let `column` lead `columns`, and check the names. Idempotent."""
@@ -95,9 +97,9 @@ class BatchedColumns:
         """The value with this `window`, if it has none."""
         return replace(self, window=self.window or window)
 
-    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_MEGABATCH_SAMPLES) -> Self:
-        """The value with nothing left open: `window`, and what follows from all lengths."""
-        return self.with_window(window)
+    def least_samples(self, lengths: NDArray[np.integer]) -> int:
+        """Samples of these lengths that a megabatch needs to leave little unfilled; 1: any number will do."""
+        return 1
 
     def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
         """How many elements of samples of these lengths are delivered."""
@@ -107,16 +109,12 @@ class BatchedColumns:
         """How many pieces samples of these lengths become, whichever units they are in, [n]."""
         return np.ones_like(lengths)
 
-    def cut(
-        self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
-    ) -> Units:
-        """The units of one megabatch. Call it on what `resolved` gave.
+    def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
+        """The units of one megabatch.
 
         Args:
             lengths: [n], elements of each sample.
             key: decides the order of the units; None: their first samples do.
-            carried: pieces left by the megabatch before.
-            last: whether no megabatch follows.
         """
         raise NotImplementedError
 
@@ -156,6 +154,11 @@ class Packed(BatchedColumns):
     rows_are_units = True
     cuts = True
 
+    def least_samples(self, lengths: NDArray[np.integer]) -> int:
+        """See `BatchedColumns`. Whole numbers alone: all machines agree."""
+        elements = int(self.delivered(lengths).sum(dtype=np.int64))
+        return -(-_ROWS * self.length * len(lengths) // max(1, elements))
+
     @property
     def refused_beyond(self) -> int | None:
         """See `BatchedColumns`."""
@@ -170,11 +173,9 @@ class Packed(BatchedColumns):
         pieces: NDArray[np.integer] = -(-self.delivered(lengths).astype(np.int64) // self.length)
         return pieces
 
-    def cut(
-        self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
-    ) -> Units:
+    def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
         """See `cutting.pack`."""
-        return pack(lengths, self.length, self.overlong, key, carried=carried, last=last)
+        return pack(lengths, self.length, self.overlong, key)
 
 
 @dataclass(frozen=True)
@@ -220,10 +221,8 @@ class TokenBudget(BatchedColumns):
         longest: NDArray[np.integer] = np.minimum(lengths, self.max_tokens // self.multiple * self.multiple)
         return longest
 
-    def cut(
-        self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
-    ) -> Units:
-        """See `cutting.budget`; nothing is carried."""
+    def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
+        """See `cutting.budget`."""
         return budget(lengths, self.max_tokens, self.max_samples, self.multiple, self.cuts, key)
 
 
@@ -237,7 +236,7 @@ class Bucketed(BatchedColumns):
     """The column whose lengths count. "": the first of `columns`, or "tokens"."""
     boundaries: int | tuple[int, ...] = 16
     """Greatest length of each bucket but the last, ascending; or a number of buckets, which then get about
-    the same number of elements each."""
+    the same number of elements of each megabatch."""
     multiple: int = 1
     """Padded lengths are rounded up to a multiple of this; 8 suits tensor cores."""
 
@@ -259,19 +258,12 @@ class Bucketed(BatchedColumns):
         """Whole batches, so that only the last megabatch has a short one."""
         return self.batch_size
 
-    def resolved(self, lengths: NDArray[np.integer], window: int = DEFAULT_MEGABATCH_SAMPLES) -> Bucketed:
-        """The value with a window, and boundaries chosen."""
+    def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
+        """See `cutting.bucket`; a number of buckets is resolved by the lengths of the megabatch."""
         bounds = self.boundaries
         if isinstance(bounds, int):
             bounds = tuple(equal_share_boundaries(lengths, bounds).tolist())
-        return replace(self, window=self.window or window, boundaries=bounds)
-
-    def cut(
-        self, lengths: NDArray[np.integer], key: int | None, carried: Pieces = NO_PIECES, last: bool = True
-    ) -> Units:
-        """See `cutting.bucket`; nothing is carried."""
-        assert not isinstance(self.boundaries, int)
-        return bucket(lengths, self.batch_size, np.array(self.boundaries, np.int64), self.multiple, key)
+        return bucket(lengths, self.batch_size, np.array(bounds, np.int64), self.multiple, key)
 
 
 Batching = Packed | TokenBudget | Bucketed

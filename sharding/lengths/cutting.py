@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.errors import DataflowError
-from sharding.lengths.units import NO_PIECES, LengthStats, Pieces, Units, joined, stable_order
+from sharding.lengths.units import LengthStats, Pieces, Units, stable_order
 from sharding.order.keyed import keyed_order
 from sharding.order.windows import ranges
 
@@ -44,14 +44,8 @@ def pack(
     length: int,
     overlong: Overlong,
     key: int | None,
-    *,
-    carried: Pieces = NO_PIECES,
-    last: bool = True,
 ) -> Units:
-    """Pack the samples of a megabatch into rows.
-
-    The emptiest row is not delivered but carried into the next megabatch, unless it is the last one: else
-    each would waste half a row. Pieces are carried once only, so they wait one megabatch at most.
+    """Pack the samples of a megabatch into rows. The last row to be begun is half full, on average.
 
     Args:
         lengths: [n], elements of each sample, >= 0.
@@ -59,20 +53,12 @@ def pack(
         overlong: "split" cuts longer samples into full rows and a rest, "truncate" keeps their beginning,
             "error" raises `DataflowError`.
         key: decides the order of the rows; None: that of their first pieces.
-        carried: pieces left by the megabatch before; their positions are negative.
-        last: whether no megabatch follows.
 
     Returns:
         One unit a row; its pieces in order of position. Samples of length 0 are in no row.
     """
-    own, cut = pieces_of(lengths, length, overlong)
-    pieces = joined([carried, own])
+    pieces, cut = pieces_of(lengths, length, overlong)
     row, num_rows = best_fit_rows(pieces.length, length)
-    left = NO_PIECES
-    if not last and (emptiest := _emptiest(row, pieces.length, length, len(carried))) is not None:
-        left = pieces.take(row == emptiest).shifted(-len(lengths))
-        pieces, row = pieces.take(row != emptiest), row[row != emptiest]
-        row, num_rows = row - (row > emptiest), num_rows - 1
     place = np.empty(num_rows, np.int64)
     place[_by_first_piece(row) if key is None else keyed_order(num_rows, key)] = np.arange(num_rows)
     row = place[row]
@@ -83,19 +69,12 @@ def pack(
         tokens=int(pieces.length.sum()),
         capacity=num_rows * length,
     )
-    return Units(pieces.take(stable_order(row)), first, LengthStats.total([cut, packed]), left)
+    return Units(pieces.take(stable_order(row)), first, LengthStats.total([cut, packed]))
 
 
 def _by_first_piece(row: NDArray[np.int64]) -> NDArray[np.int64]:
     """The rows in the order in which pieces, which lie in the order of their samples, first name them."""
     return np.argsort(np.unique(row, return_index=True)[1])
-
-
-def _emptiest(row: NDArray[np.int64], sizes: NDArray[np.int64], length: int, num_carried: int) -> int | None:
-    """The row with most room that holds no carried piece; None where no such row has room."""
-    room = length - np.bincount(row, sizes).astype(np.int64)
-    room[row[:num_carried]] = 0
-    return int(room.argmax()) if room.size and room.max() > 0 else None
 
 
 def pieces_of(lengths: NDArray[np.integer], length: int, overlong: Overlong) -> tuple[Pieces, LengthStats]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.lengths.found_plan import LEFT_OUT
+from sharding.lengths.unit_plan import LEFT_OUT
 from sharding.write.file import NewFile, private_folder, user_folder, warn_not_kept
 
 _VERSION = 2

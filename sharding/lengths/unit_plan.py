@@ -1,4 +1,4 @@
-"""The length-aware plans of a run: one for each epoch, rank and place in it, from the lengths of all samples.
+"""Plans over units: which rank delivers which packed rows, or which batches by length.
 
 The units of all megabatches (packed rows, or whole batches) follow one another in one sequence, which depends
 on (seed, epoch, order, lengths, batching) and on nothing else: all ranks compute the same, in any world. In
@@ -7,18 +7,25 @@ loader's batch size. Units are dealt to ranks by the arithmetic that deals out s
 number of batches for every rank, its tail rules for what is left over, and one number, the units done,
 resumes the epoch in any world.
 
-To know how many units there are, all megabatches are planned once (a pass of a few million samples a second,
-on first use); after that a batch costs planning its megabatch again, if it is not one of the last few.
+A megabatch is planned from the lengths of its own samples. Where all lengths are known, each is planned once
+to know how many units there are (a pass of a few million samples a second, on first use), and once more when
+its batches are delivered. Where samples must be made to be measured (text is tokenised, say), each is planned
+when its samples were; how many units there are shows at the end of the epoch.
+
+A place in an epoch is a number of units, and the megabatch it lies in with the units before that: whoever
+goes on there plans this megabatch again, and none before it. What fills up the last batch of an epoch are
+that batch's own units, as the epoch's first ones may not be known.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Unpack
+from typing import Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +34,6 @@ from sharding.cached_property import cached_property
 from sharding.lengths.batching import Batching, Bucketed, Packed
 from sharding.lengths.units import (
     DEFAULT_MEGABATCH_SAMPLES,
-    NO_PIECES,
     LengthStats,
     Pieces,
     Units,
@@ -40,9 +46,15 @@ from sharding.order.windows import ranges, windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
 from sharding.plan.plan import RankPlan
 
+LEFT_OUT = -1
+"""The length of a sample that could not be made, and is in no unit."""
+UNKNOWN = 1 << 62
+"""Batches of an epoch of which nobody knows yet how many it has."""
 _UNITS = 0x756E6974
 """Purpose of a key: the order of the units in a megabatch."""
-_KEPT_EPOCHS = 2
+_FEW = 4
+"""Where an epoch has fewer megabatches than this of `Batching.least_samples`, the first one has as many."""
+_KEPT_EPOCHS = 3
 """The loader and its stream, which is an epoch ahead at times, ask for the same ones."""
 _KEPT_MEGABATCHES = 4
 _KEPT_COUNTS = 1024
@@ -76,7 +88,7 @@ def _no_key(megabatch: int) -> None:
 
 @dataclass(frozen=True)
 class SequencePlace:
-    """The begin of a megabatch that takes over nothing from the one before."""
+    """The begin of a megabatch."""
 
     epoch: int
     position: int
@@ -100,108 +112,141 @@ BEGIN = SequencePlace(0, 0, 0)
 """Of a run, or of any epoch."""
 
 
-@dataclass(frozen=True, eq=False)
 class UnitSequence:
-    """All units of one epoch, megabatch by megabatch. Shared by the plans of any ranks; thread-safe."""
+    """The units of one epoch, as far as lengths are measured: it grows. Shared by the plans of any ranks.
 
-    lengths: NDArray[np.integer]
-    """[num_samples], by position: what `epoch_lengths` gives."""
-    batching: Batching
-    """`resolved`."""
-    _: KW_ONLY
-    seed: int
-    epoch: int
-    shuffled: bool = True
-    """False: the units of a megabatch come in the order of their first samples."""
-    begin: SequencePlace = BEGIN
-    """From where on the units are known."""
-    closes_at: int | None = None
-    """A megabatch that begins there takes over nothing from the one before."""
+    Thread-safe.
 
-    def __post_init__(self) -> None:
-        if len(self.lengths) and int(self.lengths.min()) < 0:
-            raise ValueError(f"a sample cannot have {int(self.lengths.min())} elements; lengths must be >= 0")
+    Args:
+        batching: with its `window`, or the default one.
+        num_samples: positions of the epoch.
+        key_of: megabatch -> the key of its units' order, or None: see `units_key`.
+        least: samples of the first megabatch, at least.
+        begin: the megabatch from which on units are known; `ValueError` where none begins there.
+        lengths: [num_samples] by position, where all are measured already: what `epoch_lengths` gives.
+            `ValueError` for negative ones.
+    """
 
-    @cached_property
-    def bounds(self) -> NDArray[np.int64]:
+    def __init__(
+        self,
+        batching: Batching,
+        num_samples: int,
+        key_of: Callable[[int], int | None],
+        *,
+        least: int = 1,
+        begin: SequencePlace = BEGIN,
+        lengths: NDArray[np.integer] | None = None,
+    ) -> None:
+        size = batching.window or DEFAULT_MEGABATCH_SAMPLES
+        self.batching, self.lengths, self._key_of = batching, lengths, key_of
+        self.bounds = megabatch_bounds(num_samples, size, batching.sizes_multiple, least)
         """First position of every megabatch, and the number of samples, int64 [megabatches + 1]."""
-        size = self.batching.window or DEFAULT_MEGABATCH_SAMPLES
-        return megabatch_bounds(len(self.lengths), size, self.batching.sizes_multiple)
+        self.begin = begin.unit
+        """The first unit that is known."""
+        first = int(np.searchsorted(self.bounds, begin.position))
+        if first > self.num_megabatches or self.bounds[first] != begin.position:
+            raise ValueError(f"no megabatch of the epoch begins with sample {begin.position}")
+        # Replaced, never changed: two threads may measure the same megabatch at the same time, no more.
+        self._known = np.full(first + 1, begin.unit, np.int64), LengthStats(), 0
+        if lengths is not None:
+            if len(lengths) and int(lengths.min()) < 0:
+                raise ValueError(f"a sample cannot have {int(lengths.min())} elements; lengths must be >= 0")
+            made = map(self._units, range(first, self.num_megabatches))
+            self._extend([(len(units), units.stats) for units in made], num_samples)
 
-    @cached_property
-    def _counted(self) -> tuple[NDArray[np.int64], LengthStats, list[Pieces]]:
-        """First units, sums, and what was left to each megabatch."""
-        first = int(np.searchsorted(self.bounds, self.begin.position))
-        counts, stats, carried = [self.begin.unit], list[LengthStats](), [NO_PIECES] * (first + 1)
-        counts += [0] * first
-        for megabatch in range(first, len(self.bounds) - 1):
-            units = self._plan(megabatch, carried[megabatch])
-            counts.append(len(units))
-            stats.append(units.stats)
-            carried.append(units.carried)
-        return np.cumsum(counts).astype(np.int64), LengthStats.total(stats), carried
+    @property
+    def num_megabatches(self) -> int:
+        """Of the whole epoch."""
+        return len(self.bounds) - 1
 
     @property
     def first_unit(self) -> NDArray[np.int64]:
-        """Number of every megabatch's first unit, and the number of units, int64 [megabatches + 1]."""
-        return self._counted[0]
+        """Number of the first unit of each megabatch that is known, and of the one to be measured next.
 
-    @property
-    def stats(self) -> LengthStats:
-        """Padding, truncation and more, over the epoch."""
-        return self._counted[1]
+        At the end of the epoch, int64 [megabatches + 1]. Before the first megabatch that is known, `begin`.
+        """
+        return self._known[0]
 
     @property
     def num_units(self) -> int:
-        """Packed rows, or batches, of the epoch."""
+        """Packed rows, or batches, of the megabatches that are known, and before."""
         return int(self.first_unit[-1])
 
     @property
-    def num_whole_units(self) -> int:
-        """Units but for a last batch that is short of samples, as `Bucketed` may have: what "drop" deals."""
-        return self.num_units - (len(self.lengths) % self.batching.sizes_multiple > 0)
+    def is_complete(self) -> bool:
+        """Whether all megabatches are known."""
+        return len(self.first_unit) > self.num_megabatches
+
+    @property
+    def num_short(self) -> int:
+        """1 if the last unit is a batch short of samples, as `Bucketed` may have; known at the end."""
+        return self._known[2]
+
+    @property
+    def stats(self) -> LengthStats:
+        """Padding, truncation and more, of the megabatches that are known."""
+        return self._known[1]
+
+    def at(self, unit: int) -> tuple[int, int]:
+        """The last known megabatch that begins with the unit or before it, and its first unit."""
+        firsts = self.first_unit
+        megabatch = max(0, int(np.searchsorted(firsts, unit, side="right")) - 1)
+        return megabatch, int(firsts[megabatch])
+
+    def cut(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
+        """The units of a megabatch, from the lengths of its samples, [n]; `LEFT_OUT` for those in none."""
+        made = np.flatnonzero(lengths != LEFT_OUT)
+        if len(made) == len(lengths):
+            return self.batching.cut(lengths, self._key_of(megabatch))
+        units = self.batching.cut(lengths[made], self._key_of(megabatch))  # what it chooses is by these alone
+        return replace(units, pieces=replace(units.pieces, position=made[units.pieces.position]))
+
+    def add(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
+        """Note what was measured of a megabatch; its units. `ValueError` if it was other lengths before."""
+        units, firsts = self.cut(megabatch, lengths), self.first_unit
+        if megabatch + 1 == len(firsts):
+            self._extend([(len(units), units.stats)], int(np.count_nonzero(lengths != LEFT_OUT)))
+        elif firsts[megabatch + 1] - firsts[megabatch] != len(units):
+            raise ValueError(
+                f"the samples from position {int(self.bounds[megabatch])} on have other lengths than "
+                "the same samples had before: what makes them must make the same each time"
+            )
+        return units
+
+    def _extend(self, counted: Sequence[tuple[int, LengthStats]], num_made: int) -> None:
+        """Note units and sums of the next megabatches; `num_made` samples tell whether the last is short."""
+        firsts, stats, _ = self._known
+        more = firsts[-1] + np.cumsum([count for count, _ in counted], dtype=np.int64)
+        stats = LengthStats.total([stats, *(own for _, own in counted)])
+        self._known = np.append(firsts, more), stats, int(num_made % self.batching.sizes_multiple > 0)
 
     @cached_property
     def units(self) -> Callable[[int], Units]:
-        """The units of a megabatch; the last few are kept."""
-        carried = self._counted[2]
-        return lru_cache(_KEPT_MEGABATCHES)(lambda megabatch: self._plan(megabatch, carried[megabatch]))
+        """The units of a megabatch whose lengths are known; the last few are kept."""
+        return lru_cache(_KEPT_MEGABATCHES)(self._units)
 
-    def _plan(self, megabatch: int, carried: Pieces) -> Units:
-        first, end = self.bounds[megabatch : megabatch + 2].tolist()
-        key = units_key(self.seed, self.epoch, self.shuffled)(megabatch)
-        is_last = end in (len(self.lengths), self.closes_at)
-        return self.batching.cut(self.lengths[first:end], key, carried, is_last)
+    def _units(self, megabatch: int) -> Units:
+        assert self.lengths is not None
+        return self.cut(megabatch, self.lengths[slice(*self.bounds[megabatch : megabatch + 2])])
 
-    def take(self, units: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
+    def take(
+        self, units: NDArray[np.int64], units_of: Callable[[int], Units] | None = None
+    ) -> tuple[Pieces, NDArray[np.int64]]:
         """The pieces of the units, in the order given, and how many each has, int64 [n].
 
-        Positions count from the epoch's first. Units that follow one another in a megabatch are cheapest. One
-        before the first that is known stands for one as far behind it: a last batch is filled up with those.
+        Positions count from the epoch's first. Units that follow one another in a megabatch are cheapest.
+        `units_of` gives the units of a megabatch, where lengths are measured.
         """
-        if self.begin.unit and len(units) and int(units.min()) < self.begin.unit:
-            behind = self.begin.unit + units % (self.num_units - self.begin.unit)
-            units = np.where(units < self.begin.unit, behind, units)
-        return pieces_of_units(units, self.first_unit, self.units, self.bounds)
-
-
-def pieces_of_units(
-    units: NDArray[np.int64],
-    first_unit: NDArray[np.int64],
-    units_of: Callable[[int], Units],
-    bounds: NDArray[np.int64],
-) -> tuple[Pieces, NDArray[np.int64]]:
-    """See `UnitSequence.take`, of megabatches with these first units and positions."""
-    parts, counts = [], np.empty(len(units), np.int64)
-    megabatches = np.searchsorted(first_unit, units, side="right") - 1
-    cuts = [0, *(np.flatnonzero(np.diff(megabatches)) + 1).tolist(), len(units)]
-    for begin, end in pairwise(cuts) if len(units) else ():
-        megabatch = int(megabatches[begin])
-        plan, own = units_of(megabatch), units[begin:end] - first_unit[megabatch]
-        counts[begin:end] = np.diff(plan.first)[own]
-        rows = ranges(plan.first[own], counts[begin:end])
-        parts.append(plan.pieces.take(rows).shifted(int(bounds[megabatch])))
-    return joined(parts), counts
+        parts, counts, firsts = [], np.empty(len(units), np.int64), self.first_unit
+        megabatches = np.searchsorted(firsts, units, side="right") - 1
+        cuts = [0, *(np.flatnonzero(np.diff(megabatches)) + 1).tolist(), len(units)]
+        for begin, end in pairwise(cuts) if len(units) else ():
+            megabatch = int(megabatches[begin])
+            plan, own = (units_of or self.units)(megabatch), units[begin:end] - firsts[megabatch]
+            counts[begin:end] = np.diff(plan.first)[own]
+            rows = ranges(plan.first[own], counts[begin:end])
+            parts.append(plan.pieces.take(rows).shifted(int(self.bounds[megabatch])))
+        return joined(parts), counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,11 +285,24 @@ class BatchPieces:
         return BatchPieces(self.pieces.take(pieces), np.array([len(pieces)]), self.rows, of_row)
 
 
+def items_of(
+    dealt: BatchPlan, first_batch: int, last_batch: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """As `BatchPlan.items`, but the last batch is filled up with its own first units."""
+    items, sizes = dealt.items(first_batch, last_batch)
+    repeats = dealt.repeats(first_batch, last_batch)
+    if repeats.any():
+        begin = dealt.start + dealt.num_full * dealt.global_batch_size
+        items = np.where(repeats, begin + items % (dealt.num_items - begin), items)
+    return items, sizes
+
+
 class UnitPlan(RankPlan):
-    """One rank's batches of one epoch's units, from unit `start` on. Thread-safe.
+    """One rank's batches of one epoch's units, from unit `start` on, as far as they are known. Thread-safe.
 
     Numbers called position here are as in `EpochPlan`, but `start` and `position_after` count units, so
-    that a state may lie inside a megabatch.
+    that a state may lie inside a megabatch. What batches consist of, and what is read for them, is told where
+    all lengths are known; where they are measured, `MeasuredUnits` and `SharePlan` do.
 
     Args:
         order: the epoch's.
@@ -258,22 +316,72 @@ class UnitPlan(RankPlan):
     def __init__(self, order: EpochOrder, sequence: UnitSequence, **dealing: Unpack[Dealing]) -> None:
         if dealing["batch_size"] != 1 and not sequence.batching.rows_are_units:
             raise ValueError("the batching makes whole batches: leave batch_size out")
-        start = dealing.get("start", 0)
-        if not 0 <= start <= sequence.num_units:
-            raise ValueError(f"start must be in [0, {sequence.num_units}] units, got {start}")
+        self._dealing: Dealing = {**dealing}
         self.sequence = sequence
-        num_units = sequence.num_whole_units if dealing["tail"] == "drop" else sequence.num_units
+        if sequence.is_complete and self.start > sequence.num_units:
+            raise ValueError(f"start must be in [0, {sequence.num_units}] units, got {self.start}")
+        self.megabatch = sequence.at(self.start)[0]
+        """The one that the first batch begins in."""
+        super().__init__(order, self.dealt(sequence.num_units, is_all=sequence.is_complete))
+        self._is_whole = sequence.is_complete
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        """Of the units that are known."""
+        if self._is_whole:
+            return self._batch_plan
+        is_all = self.sequence.is_complete
+        dealt = self.dealt(self.sequence.num_units, is_all=is_all)
+        if is_all:
+            self._batch_plan, self._is_whole = dealt, True
+        return dealt
+
+    def dealt(self, num_units: int, *, is_all: bool, rank: int | None = None) -> BatchPlan:
+        """How so many units are dealt to a rank (None: this one); only whole batches unless it is all."""
+        dealing, start = self._dealing.copy(), self.start
+        if not is_all:
+            dealing["tail"], num_units = "drop", max(num_units, start)
+        elif dealing["tail"] == "drop":
+            num_units -= self.sequence.num_short
         dealing["start"] = min(start, num_units)
-        super().__init__(order, BatchPlan(num_items=num_units, **dealing))
+        if rank is not None:
+            dealing["rank"] = rank
+        return BatchPlan(num_items=num_units, **dealing)
+
+    @property
+    def start(self) -> int:
+        """Units done before the first batch."""
+        return self._dealing.get("start", 0)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Units of all ranks in a full batch."""
+        return self._dealing["batch_size"] * self._dealing["world_size"]
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of this rank; `UNKNOWN` before the whole epoch was measured."""
+        return self.batch_plan.num_batches if self.sequence.is_complete else UNKNOWN
+
+    @property
+    def num_global_batches(self) -> int:
+        """Batches that at least one rank gets; `UNKNOWN` before the whole epoch was measured."""
+        return self.batch_plan.num_global_batches if self.sequence.is_complete else UNKNOWN
 
     @property
     def stats(self) -> LengthStats:
-        """Padding, truncation and more, over the whole epoch and all ranks, before the tail rule."""
+        """Padding, truncation and more, over all ranks, before the tail rule, as far as units are known."""
         return self.sequence.stats
+
+    def position_after(self, num_batches: int) -> int:
+        """See `RankPlan.position_after`."""
+        if self.sequence.is_complete:
+            return self.batch_plan.position_after(num_batches)
+        return self.start + num_batches * self.global_batch_size
 
     def batches(self, first_batch: int, last_batch: int) -> BatchPieces:
         """What this rank's batches [first_batch, last_batch) consist of. Raises `IndexError` beyond them."""
-        units, rows = self.batch_plan.items(first_batch, last_batch)
+        units, rows = items_of(self.batch_plan, first_batch, last_batch)
         pieces, pieces_of_row = self.sequence.take(units)
         return BatchPieces.of(pieces, rows, pieces_of_row)
 
@@ -285,7 +393,9 @@ class UnitPlan(RankPlan):
     @property
     def padding(self) -> NDArray[np.int64]:
         """See `RankPlan.padding`; one entry a piece."""
-        return self.sequence.take(self.batch_plan.padding)[0].position
+        last = max(0, self.num_batches - 1), self.num_batches
+        units = items_of(self.batch_plan, *last)[0][self.repeats(*last)]
+        return self.sequence.take(units)[0].position
 
     def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64]:
         """See `RankPlan.own_indices`. An index comes once for each of its pieces.
@@ -311,92 +421,96 @@ class UnitPlan(RankPlan):
     def _count_own(self, megabatch: int) -> NDArray[np.unsignedinteger]:
         sequence = self.sequence
         first, end = sequence.bounds[megabatch : megabatch + 2].tolist()
-        touched = [megabatch]
-        if end < len(sequence.lengths):  # pieces may be carried to the megabatch that follows
-            touched.append(megabatch + 1)
-        own = [self._own_units(m) for m in touched]
-        if all(units is None for units in own):  # wherever each piece goes: nothing is planned
+        first_unit, end_unit = sequence.first_unit[megabatch : megabatch + 2].tolist()
+        own: NDArray[np.int64] | None = np.empty(0, np.int64)
+        if first_unit < end_unit:
+            own = self.batch_plan.own_items(first_unit, end_unit)
+        if own is None:
+            assert sequence.lengths is not None
             counts = sequence.batching.num_pieces(sequence.lengths[first:end])
         else:
-            parts = [self._pieces(m, units).position for m, units in zip(touched, own, strict=True)]
-            positions = np.concatenate(parts)
-            positions = positions[(positions >= first) & (positions < end)]
-            counts = np.bincount(positions - first, minlength=end - first)
+            counts = np.bincount(sequence.take(own)[0].position - first, minlength=end - first)
         return counts.astype(np.min_scalar_type(counts.max(initial=0)))
-
-    def _own_units(self, megabatch: int) -> NDArray[np.int64] | None:
-        """Units of a megabatch that this rank's batches take, padding left out; None: all, and not none."""
-        first, end = self.sequence.first_unit[megabatch : megabatch + 2].tolist()
-        return self.batch_plan.own_items(first, end) if first < end else np.empty(0, np.int64)
-
-    def _pieces(self, megabatch: int, units: NDArray[np.int64] | None) -> Pieces:
-        first, end = self.sequence.first_unit[megabatch : megabatch + 2].tolist()
-        return self.sequence.take(np.arange(first, end) if units is None else units)[0]
 
 
 class UnitPlanner:
     """Finds the units of any epoch of one dataset. Thread-safe.
 
     Args:
-        lengths: [num_samples] in file order, as `column_lengths.resolve_lengths` gives them; of a mixture,
-            those of its sources one after the other.
         batching: as the user gives it.
         window: samples of a megabatch where that leaves it open.
-        typical: lengths as they are delivered, where samples do not come equally often; None: `lengths`.
-        begin, closes_at: of the units of the epoch that `begin` names, see `UnitSequence`.
-        num_marked: samples, of which the mark tells; None: all.
+        lengths: [num_samples] in file order, as `column_lengths.resolve_lengths` gives them, of a mixture
+            those of its sources one after the other; None: they are measured on the way.
+        measured_as: of samples whose lengths are measured as they are made, also where these are known from
+            before: what identifies them in states, "" where nothing does. None: lengths are of stored values.
+        mean_length: of samples, where these do not come equally often.
+        num_marked: samples whose lengths the mark tells; None: all.
     """
 
     def __init__(
         self,
-        lengths: NDArray[np.integer],
         batching: Batching,
         window: int = DEFAULT_MEGABATCH_SAMPLES,
-        typical: NDArray[np.integer] | None = None,
         *,
-        begin: SequencePlace = BEGIN,
-        closes_at: int | None = None,
+        lengths: NDArray[np.integer] | None = None,
+        measured_as: str | None = None,
+        mean_length: float | None = None,
         num_marked: int | None = None,
     ) -> None:
-        self.lengths, self._open_batching, self._num_marked = lengths, batching, num_marked
-        self._begin, self._closes_at = begin, closes_at
-        self._is_changed = False
-        """Whether its orders are not those of other planners of the dataset."""
-        self._typical = lengths if typical is None else typical
-        self.batching = batching.resolved(self._typical, window)
-        # Replaced, never changed: two threads may find the same units at the same time, no more.
-        self._sequences: tuple[tuple[object, UnitSequence], ...] = ()
+        self.batching, self.lengths = batching.with_window(window), lengths
+        self._is_window_given, self._measured_as = batching.window is not None, measured_as
+        self._mean_length, self._num_marked = mean_length, num_marked
+        self._place, self._is_known_since = BEGIN, False
+        """A megabatch to go on with, and whether the order of its epoch is known from there on only."""
+        self._sequences: dict[tuple[object, int], UnitSequence] = {}
+        """By order, and first known unit. Threads that ask for the same must get the same: it grows."""
 
     def __getstate__(self) -> dict[str, object]:
-        """A copy finds units by itself."""
-        return {**self.__dict__, "_sequences": ()}
+        """A copy knows what was measured so far, and finds units by itself."""
+        kept = {} if self.lengths is not None else dict(self._sequences)
+        return {**self.__dict__, "_sequences": kept}
 
-    def sequence(self, order: EpochOrder) -> UnitSequence:
-        """The units of an order of the dataset's samples; those of the last epochs are kept."""
-        key = order.seed, order.epoch, order.shuffle
-        for other, sequence in self._sequences:
-            if other == key:
-                return sequence
-        is_begun = order.epoch == self._begin.epoch
-        begin = self._begin if is_begun else BEGIN
+    @property
+    def is_measured(self) -> bool:
+        """Whether lengths are those of samples as a function makes them: they show when it did."""
+        return self._measured_as is not None
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the user says how long samples are."""
+        return self.batching.lengths is not None
+
+    def sequence(self, order: EpochOrder, unit: int = 0) -> UnitSequence:
+        """The units of an order of the dataset's samples, from one on; those of the last epochs are kept.
+
+        An epoch that was gone on with from a state is known from there on only.
+        """
+        name = order.seed, order.epoch, order.shuffle
+        items = [*self._sequences.items()]
+        kept = [sequence for (other, begin), sequence in items if other == name and begin <= unit]
+        if kept:
+            return max(kept, key=lambda sequence: sequence.at(unit)[1])
+        begin, lengths = BEGIN, None
+        if self._place.epoch == order.epoch and (self._is_known_since or unit >= self._place.unit):
+            begin = self._place
+        if self.lengths is not None:
+            lengths = epoch_lengths(order, self.lengths, begin.position)
+        key_of = units_key(order.seed, order.epoch, order.shuffle.kind != "none")
         sequence = UnitSequence(
-            epoch_lengths(order, self.lengths, begin.position),
-            self.batching,
-            seed=order.seed,
-            epoch=order.epoch,
-            shuffled=order.shuffle.kind != "none",
-            begin=begin,
-            closes_at=self._closes_at if is_begun else None,
+            self.batching, order.num_samples, key_of, least=self._least, begin=begin, lengths=lengths
         )
-        self._sequences = ((key, sequence), *self._sequences[: _KEPT_EPOCHS - 1])
-        return sequence
+        for key, _ in items[: 1 - _KEPT_EPOCHS]:
+            self._sequences.pop(key, None)
+        return self._sequences.setdefault((name, sequence.begin), sequence)
 
     @property
     def samples_per_unit(self) -> int:
-        """About how many samples a unit has, for sizing; nothing is planned for it."""
-        mean = max(1.0, float(self._typical.mean())) if len(self._typical) else 1.0
+        """About how many samples a unit has, for sizing; 1 where nobody knows."""
         if isinstance(self.batching, Bucketed):
             return self.batching.batch_size
+        if self.lengths is None or not len(self.lengths):
+            return 1
+        mean = max(1.0, self._mean_length or float(self.lengths.mean()))
         if isinstance(self.batching, Packed):
             return max(1, int(self.batching.length / mean))
         most = self.batching.max_samples or len(self.lengths)
@@ -404,68 +518,69 @@ class UnitPlanner:
 
     def plan(self, order: EpochOrder, **dealing: Unpack[Dealing]) -> UnitPlan:
         """One rank's batches of an epoch."""
-        return UnitPlan(order, self.sequence(order), **dealing)
+        return UnitPlan(order, self.sequence(order, dealing.get("start", 0)), **dealing)
 
     def place(self, order: EpochOrder, position: int) -> SequencePlace:
-        """From where on samples and units must be known for what comes from a unit on."""
-        sequence = self.sequence(order)
-        begin, close = sequence.begin, sequence.closes_at
-        if close is not None:
-            unit = int(sequence.first_unit[np.searchsorted(sequence.bounds, close)])
-            if position >= unit:
-                begin = SequencePlace(order.epoch, close, unit)
-        return replace(begin, epoch=order.epoch)
+        """The megabatch that a unit is in: from there on samples and units must be known."""
+        sequence = self.sequence(order, position)
+        megabatch, unit = sequence.at(position)
+        return SequencePlace(order.epoch, int(sequence.bounds[megabatch]), unit)
 
     def change_after(self, order: EpochOrder, position: int) -> int:
-        """The first sample, after a unit, from which on the order may change: no unit before has one of them.
-
-        What a megabatch is begun with follows from the one before, which is closed: all of its units are
-        still to come.
-        """
-        sequence = self.sequence(order)
-        bounds, first = sequence.bounds, sequence.first_unit
-        if position >= sequence.num_units:
-            return int(bounds[-1])
-        place, megabatch = self.place(order, position), int(np.searchsorted(first, position, "right")) - 1
-        if position == place.unit:
-            return place.position
-        end = int(bounds[megabatch + 1])
-        if position == int(first[megabatch]) or end == sequence.closes_at:
-            return end
-        return int(bounds[min(megabatch + 2, len(bounds) - 1)])
+        """The first sample, after a unit, from which on the order may change: that of the next megabatch."""
+        sequence = self.sequence(order, position)
+        megabatch, unit = sequence.at(position)
+        return int(sequence.bounds[min(megabatch + (position > unit), sequence.num_megabatches)])
 
     def state(self, order: EpochOrder, position: int) -> dict[str, object]:
-        """As `FoundPlanner.state`: the mark, and from where on units must be known, if not all."""
-        place = self.place(order, position)
-        return self.mark | place.to_json() if place.position else self.mark
+        """What a state keeps beside the units that are done: the mark, and the megabatch they end in."""
+        return self.mark | self.place(order, position).to_json()
 
-    def changed(self, begin: SequencePlace, closes_at: int | None) -> UnitPlanner:
-        """The planner of an order that changes: known from a place on, and closed at a position."""
-        return self._with(self.batching.window, begin, closes_at)  # a new one: it has seen no order
+    def knowing(self, lengths: NDArray[np.integer] | None) -> UnitPlanner:
+        """The planner that knows all lengths, or none."""
+        return self._with(lengths=lengths)
+
+    def changed(self, begin: SequencePlace) -> UnitPlanner:
+        """The planner of an order that changes, and is known from a place on."""
+        return self._with(_place=begin, _is_known_since=True)
 
     def resumed(self, mark: Mapping[str, object], epoch: int) -> UnitPlanner:
-        """The planner of a state with this mark: its megabatch is taken where the user gave none."""
-        window, begin = mark.get("window"), SequencePlace.from_json(mark, epoch)
-        if self._open_batching.window is not None or type(window) is not int or window < 1:
-            window = self.batching.window
-        is_same = (window, begin.position) == (self.batching.window, 0) and not self._is_changed
-        return self if is_same else self._with(window, begin, None)
+        """The planner that goes on where a state of an epoch with this mark stands.
 
-    def _with(self, window: int | None, begin: SequencePlace, closes_at: int | None) -> UnitPlanner:
-        planner = UnitPlanner(
-            self.lengths,
-            self._open_batching,
-            window or DEFAULT_MEGABATCH_SAMPLES,
-            self._typical,
-            begin=begin,
-            closes_at=closes_at,
-            num_marked=self._num_marked,
-        )
-        planner._is_changed = True
-        return planner
+        Its megabatch is taken where the user gave none.
+        """
+        window, batching = mark.get("window"), self.batching
+        if not self._is_window_given and type(window) is int and window >= 1:
+            batching = replace(batching, window=window)
+        place = SequencePlace.from_json(mark, epoch)
+        return self._with(batching=batching, _place=place, _is_known_since=False)
 
-    @cached_property
+    def _with(self, **changes: object) -> Self:
+        """A copy that has seen no order yet."""
+        other = copy.copy(self)
+        vars(other).update(changes, _sequences={})
+        return other
+
+    @property
     def mark(self) -> dict[str, object]:
         """What must agree for a number of units to mean the same ones, as JSON types: a state keeps it."""
-        digest = hashlib.blake2b(self.lengths[: self._num_marked].astype("<i8").tobytes(), digest_size=8)
-        return self.batching.to_json() | {"lengths": digest.hexdigest()}
+        if self._measured_as is not None:
+            return self.batching.to_json() | {"measured": self._measured_as}
+        return self.batching.to_json() | {"lengths": self._digest}
+
+    @cached_property
+    def _least(self) -> int:
+        """Samples of the first megabatch, at least; measured lengths do not decide about it."""
+        if self.is_measured:
+            return 1
+        least = self.batching.least_samples(self._marked)
+        return least if len(self._marked) < _FEW * least else 1
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.blake2b(self._marked.astype("<i8").tobytes(), digest_size=8).hexdigest()
+
+    @property
+    def _marked(self) -> NDArray[np.integer]:
+        assert self.lengths is not None
+        return self.lengths[: self._num_marked]

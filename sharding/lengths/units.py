@@ -2,10 +2,12 @@
 
 An epoch's positions are cut into *megabatches* of consecutive positions, each planned on its own from the
 lengths of its samples. The plan of a megabatch is a list of *units*, each a list of *pieces* of samples: a
-packed row, or a batch of samples of like length. A unit is found by planning one megabatch, given the few
-pieces that the one before left to it; the number of units in all megabatches before counts them.
+packed row, or a batch of samples of like length. Megabatches are closed: all pieces of a sample are in units
+of its own one. So a unit follows from the lengths of one megabatch, whether they were known before or are
+measured on the way, and the number of units in all megabatches before counts them.
 
-The first megabatches of an epoch are small and double, so that the first batch waits for few reads.
+The first megabatches of an epoch are small and double, so that the first batch waits for few reads. Of an
+epoch that has few rows, so much would be left unfilled in them that they are larger.
 """
 
 from __future__ import annotations
@@ -88,12 +90,10 @@ class Units:
     """The units of one megabatch."""
 
     pieces: Pieces
-    """In unit order; positions count from the megabatch's first, and are negative where they were carried."""
+    """In unit order; positions count from the megabatch's first."""
     first: NDArray[np.int64]
     """[units + 1]: unit u has the pieces `first[u]` up to `first[u + 1]`."""
     stats: LengthStats
-    carried: Pieces = NO_PIECES
-    """What is left to the next megabatch; positions count from that one's first, and are negative."""
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -107,12 +107,12 @@ def joined(parts: list[Pieces]) -> Pieces:
     return Pieces(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-def megabatch_bounds(num_samples: int, size: int, multiple: int = 1) -> NDArray[np.int64]:
+def megabatch_bounds(num_samples: int, size: int, multiple: int = 1, least: int = 1) -> NDArray[np.int64]:
     """First position of every megabatch, and `num_samples` at the end, int64 [megabatches + 1].
 
-    Sizes are multiples of `multiple`, but for the last one.
+    Sizes are multiples of `multiple`, but for the last one. The first is `least`, where `size` allows that.
     """
-    next_size, start, bounds = min(size, FIRST_MEGABATCH_SAMPLES), 0, list[int]()
+    next_size, start, bounds = min(size, max(FIRST_MEGABATCH_SAMPLES, least)), 0, list[int]()
     while next_size < size and start < num_samples:
         bounds.append(start)
         start, next_size = start + -(-next_size // multiple) * multiple, next_size * 2

@@ -20,8 +20,9 @@ from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import BatchPlan, Dealing
 
 _OPTIONAL = {"batching", "sources", "weights"}
-STATE_VERSION = 3
-"""The order of version 1 had no lanes; in that of version 2 all epochs began with small windows."""
+STATE_VERSION = 4
+"""The order of version 1 had no lanes; in that of version 2 all epochs began with small windows; in that of
+version 3 pieces of samples were carried from megabatch to megabatch."""
 
 
 class RankPlan(ABC):
@@ -35,7 +36,12 @@ class RankPlan(ABC):
     """
 
     def __init__(self, order: EpochOrder, batch_plan: BatchPlan) -> None:
-        self.order, self.batch_plan = order, batch_plan
+        self.order, self._batch_plan = order, batch_plan
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        """Which items each batch takes."""
+        return self._batch_plan
 
     def positions(self, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Positions of the samples of this rank's batches [first_batch, last_batch).

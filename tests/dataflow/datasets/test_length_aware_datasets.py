@@ -10,7 +10,7 @@ import torch
 from dataflow import Bucketed, Packed, Ragged, TokenBudget
 from dataflow.batch.packed import batch_columns
 from sharding.lengths.column_lengths import resolve_lengths
-from sharding.lengths.unit_plan import UnitPlan, UnitSequence, epoch_lengths
+from sharding.lengths.unit_plan import UnitPlanner
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from tests.datasets_kit import MAKERS
@@ -21,9 +21,8 @@ FORMATS = {"parquet": "lst", "megatron": "tokens", "tar": "bin"}
 def plan_of(dataset, batching, *, rank=0, world_size=1, tail="uneven", start=0, rows=1):
     order = Order(dataset.catalog.blocks.num_samples, Shuffle("window", 4), seed=3, epoch=1)
     lengths = resolve_lengths(batching.lengths, dataset.catalog, batching.column)
-    sequence = UnitSequence(epoch_lengths(order, lengths), batching.resolved(lengths), seed=3, epoch=1)
     made = {"rank": rank, "world_size": world_size, "tail": tail, "start": start}
-    return UnitPlan(order, sequence, batch_size=rows, **made)
+    return UnitPlanner(batching, lengths=lengths).plan(order, batch_size=rows, **made)
 
 
 def batches_of(dataset, plan):

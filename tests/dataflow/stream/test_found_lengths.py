@@ -25,8 +25,8 @@ from dataflow.batch.packed import PackedRows
 from dataflow.tools.cli import main
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.batching import Batching
-from sharding.lengths.found_plan import FoundPlaces, finders
-from sharding.lengths.unit_plan import units_key
+from sharding.lengths.measuring import finders
+from sharding.lengths.unit_plan import UnitSequence, units_key
 from sharding.order.order import Order
 from sharding.write.file import user_folder
 
@@ -104,11 +104,11 @@ def planned(loader: DataLoader, documents: list[list[int]], epoch: int) -> list[
     batching = loader.batching
     assert batching is not None
     key_of = units_key(loader.seed, epoch, shuffled=loader.shuffle.kind != "none")
-    places = FoundPlaces(batching.with_window(1), len(documents), key_of)
+    sequence = UnitSequence(batching, len(documents), key_of)
     out = []
-    for megabatch in range(places.num_megabatches):
-        first, end = places.bounds[megabatch : megabatch + 2].tolist()
-        units = places.cut(megabatch, np.array([len(d) for d in documents[first:end]]))
+    for megabatch in range(sequence.num_megabatches):
+        first, end = sequence.bounds[megabatch : megabatch + 2].tolist()
+        units = sequence.cut(megabatch, np.array([len(d) for d in documents[first:end]]))
         columns = zip(units.pieces.position, units.pieces.begin, units.pieces.length, strict=True)
         pieces = [documents[first + p][b : b + n] for p, b, n in columns]
         out += [pieces[a:b] for a, b in zip(units.first[:-1], units.first[1:], strict=True)]
@@ -358,8 +358,8 @@ def test_all_ranks_end_when_one_cannot_make_a_sample(folder: Path, place: int) -
     """Whether that shows while the first megabatch is made, or a later one beside batches."""
     with loader_of(folder, BATCHINGS["packed"]()) as loader:
         order = Order(loader.dataset.catalog.blocks.num_samples, loader.shuffle, seed=5, epoch=0)
-    places = FoundPlaces(Packed(16, window=40), NUM_DOCUMENTS, lambda megabatch: None)
-    first = int(places.bounds[places.bounds <= place][-1])
+    bounds = UnitSequence(Packed(16, window=40), NUM_DOCUMENTS, lambda megabatch: None).bounds
+    first = int(bounds[bounds <= place][-1])
     of_one = first + np.flatnonzero(finders(first, min(first + 40, NUM_DOCUMENTS), order.num_lanes, 2) == 1)
     in_files = [i for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)]
     number = in_files[int(order.samples(of_one[:1])[0])]
@@ -455,7 +455,7 @@ def test_the_program_of_the_guide_runs(folder: Path, monkeypatch: pytest.MonkeyP
     (folder / "text").mkdir()
     (folder / "text" / "0.jsonl").write_text('{"text": "one", "source": 3}\n{"text": "three", "source": 5}\n')
     page = (Path(__file__).parents[3] / "docs" / "guide" / "batching.md").read_text("utf-8")
-    section = page.partition("## Lengths that are found on the way")[2]
+    section = page.partition("## Lengths that are measured on the way")[2]
     program = section.partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(folder)
     names = {"DataLoader": DataLoader, "ShardedDataset": ShardedDataset, "Packed": Packed}

@@ -25,7 +25,7 @@ from dataflow.stream.length_aware import make_planner
 from prefetch.errors import MemoryLimitError
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
-from sharding.lengths.unit_plan import UnitSequence
+from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import megabatch_bounds
 from sharding.order.order import Order
 
@@ -74,10 +74,7 @@ def units_of(loader: DataLoader, data: Made, epoch: int = 0) -> list[Unit]:
     lengths = np.array([len(document) for document in documents])
     order = Order(loader.dataset.catalog.blocks.num_samples, loader.shuffle, seed=loader.seed, epoch=epoch)
     numbers = order.samples(np.arange(len(lengths)))
-    shuffled = loader.shuffle.kind != "none"
-    sequence = UnitSequence(
-        lengths[numbers], batching.resolved(lengths), seed=loader.seed, epoch=epoch, shuffled=shuffled
-    )
+    sequence = UnitPlanner(batching, lengths=lengths).sequence(order)
     pieces, counts = sequence.take(np.arange(sequence.num_units))
     flat = [
         (documents[numbers[p]], b, n)
@@ -404,11 +401,12 @@ def test_large_samples_are_planned_in_smaller_windows_which_a_state_keeps(made: 
     assert small.batching.window == 47 // 4
     with loader_of(data, Packed(8)) as loader:
         state = loader.state_dict()
-        loader.load_state_dict(edited(state, batching=small.mark))
+        mark = small.mark | {"first_sample": 0, "units_before": 0}
+        loader.load_state_dict(edited(state, batching=mark))
         assert loader.state_dict()["batching"]["window"] == small.batching.window
         assert delivered(loader) != whole
     with loader_of(data, Packed(8, window=16)) as loader, pytest.raises(ValueError, match="other batching"):
-        loader.load_state_dict(edited(state, batching=small.mark))
+        loader.load_state_dict(edited(state, batching=mark))
 
 
 @pytest.mark.reads_here

@@ -108,7 +108,7 @@ def test_a_state_of_the_order_before_is_refused(sorted_shards: Path) -> None:
         state = loader.state_dict()
         before = {name: state["shuffle"][name] for name in ("kind", "window_blocks", "canonical_nodes")}
         old = edited(state, version=2, shuffle={**before, "exchange": 1.0})
-        with pytest.raises(ValueError, match="state version 2, and only version 3 can be read"):
+        with pytest.raises(ValueError, match="state version 2, and only version 4 can be read"):
             loader.load_state_dict(old)
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from sharding.errors import DataflowError
+from sharding.lengths.batching import Bucketed
 from sharding.lengths.cutting import bucket, budget, equal_share_boundaries
 
 samples = st.lists(st.integers(0, 60), max_size=80) | st.lists(st.integers(0, 20), min_size=30, max_size=80)
@@ -90,6 +91,14 @@ def test_chosen_boundaries_share_out_the_elements(lengths, num_buckets):
     # A bucket holds its share, and at most all samples of the length where it ends on top.
     longest = max((size * lengths.count(size) for size in set(lengths)), default=0)
     assert held.max() <= sum(lengths) / num_buckets + longest + 1
+
+
+def test_a_number_of_buckets_follows_the_lengths_of_each_megabatch():
+    for longest in (8, 80):
+        lengths = np.arange(1, longest + 1)
+        bounds = equal_share_boundaries(lengths, 2)
+        by_number, by_hand = Bucketed(4, boundaries=2), Bucketed(4, boundaries=tuple(bounds.tolist()))
+        assert batches_of(by_number.cut(lengths, 3)) == batches_of(by_hand.cut(lengths, 3))
 
 
 def test_batches_of_a_window_are_shuffled_and_similar():

@@ -12,8 +12,8 @@ import pytest
 from dataflow import ShardedDataset
 from sharding.catalog.storage import open_shard
 from sharding.lengths.column_lengths import column_lengths, resolve_lengths
-from sharding.lengths.found_plan import LEFT_OUT
 from sharding.lengths.kept import KeptLengths, LengthsFile
+from sharding.lengths.unit_plan import LEFT_OUT
 from tests.datasets_kit import MAKERS, write_tar
 
 

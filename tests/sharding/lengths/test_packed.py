@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from dataflow.batch.packed import batch_columns, cut, packed, padded
 from dataflow.ragged import Ragged
 from sharding.lengths.batching import Bucketed, Packed, TokenBudget
-from sharding.lengths.unit_plan import UnitPlan, UnitSequence, epoch_lengths
+from sharding.lengths.unit_plan import UnitPlanner
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 
@@ -56,9 +56,9 @@ def test_cumulative_lengths_cut_the_flat_rows_at_segments(rows):
 def test_an_epoch_of_batches_holds_every_token_once(lengths, batching):
     order = Order([len(lengths)], Shuffle("window", 4), seed=0, epoch=0)
     numbers = order.samples(np.arange(len(lengths)))
-    sequence = UnitSequence(epoch_lengths(order, np.array(lengths)), batching, seed=0, epoch=0)
     rows = 2 if isinstance(batching, Packed) else 1
-    plan = UnitPlan(order, sequence, batch_size=rows, rank=0, world_size=1, tail="uneven")
+    planner = UnitPlanner(batching, lengths=np.array(lengths))
+    plan = planner.plan(order, batch_size=rows, rank=0, world_size=1, tail="uneven")
     tokens_of = [[1000 * i + t for t in range(n)] for i, n in enumerate(lengths)]
     found = plan.batches(0, plan.num_batches)
     bounds = np.cumsum([0, *found.sizes]).tolist()
@@ -122,7 +122,7 @@ def test_lengths_that_disagree_with_the_data_are_an_error():
 def test_a_column_of_fixed_length_cannot_be_batched_by_length():
     order = Order([3], Shuffle("none", 1), seed=0, epoch=0)
     batching = Bucketed(3, boundaries=(4,))
-    sequence = UnitSequence(np.array([1, 2, 3]), batching, seed=0, epoch=0)
-    plan = UnitPlan(order, sequence, batch_size=1, rank=0, world_size=1, tail="pad")
+    planner = UnitPlanner(batching, lengths=np.array([1, 2, 3]))
+    plan = planner.plan(order, batch_size=1, rank=0, world_size=1, tail="pad")
     with pytest.raises(ValueError, match="variable length"):
         batch_columns(batching, plan.batches(0, 1), {"tokens": torch.zeros(3, 4, 2)})

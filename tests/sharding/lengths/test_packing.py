@@ -8,8 +8,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from sharding.errors import DataflowError
+from sharding.lengths.batching import Packed
 from sharding.lengths.cutting import best_fit_rows, pack, pieces_of
-from sharding.lengths.units import NO_PIECES, Pieces, stable_order
+from sharding.lengths.unit_plan import UnitPlanner
+from sharding.lengths.units import stable_order
+from sharding.order.order import Order
+from sharding.order.shuffle import Shuffle
 
 capacities = st.integers(1, 40)
 documents = st.lists(st.integers(0, 90), max_size=60) | st.lists(st.integers(0, 30), min_size=20, max_size=60)
@@ -122,6 +126,22 @@ def test_it_packs_no_worse_than_first_fit(capacity, seed):
     assert num_rows <= first_fit_rows(lengths.tolist(), capacity)
 
 
+def test_rows_of_a_megabatch_of_a_million_tokens_are_full():
+    for seed in range(3):
+        lengths = np.random.default_rng(seed).lognormal(3.6, 1, 16_384).astype(np.int64) + 1
+        assert 0.95e6 < lengths.sum() < 1.05e6
+        assert pack(lengths, 2048, "split", 1).stats.efficiency >= 0.998
+
+
+@pytest.mark.parametrize("length", [512, 2048, 8192, 32_768])
+@pytest.mark.parametrize("num_samples", [7_000, 60_000])
+def test_rows_of_small_datasets_are_full(num_samples, length):
+    lengths = np.random.default_rng(0).lognormal(4.6, 1, num_samples).astype(np.int64) + 1
+    order = Order([num_samples], Shuffle("none"), seed=0, epoch=0)
+    stats = UnitPlanner(Packed(length), lengths=lengths).sequence(order).stats
+    assert stats.efficiency >= min(0.995, 1 - 1 / stats.units)
+
+
 def test_very_many_distinct_lengths_are_packed_by_classes():
     lengths = np.random.default_rng(0).permutation(np.arange(1, 40_001))[:12_000]
     units = pack(lengths, 40_001, "split", 1)
@@ -143,25 +163,6 @@ def test_the_tightest_row_wins_across_words():
     assert (row.tolist(), num_rows) == ([0, 1, 0], 2)
     row, num_rows = best_fit_rows(np.array([900, 2600, 3900, 5000]), 5000)
     assert (row[0] == row[2], num_rows) == (True, 3)
-
-
-@given(documents, capacities, st.data())
-def test_only_the_emptiest_row_waits_for_the_next_window(lengths, capacity, data):
-    carried = Pieces(*np.array([[-3, -1], [0, 5], [1, 1]])) if data.draw(st.booleans()) else NO_PIECES
-    lengths = np.array(lengths, np.int64)
-    whole = pack(lengths, capacity, "split", 1, carried=carried)
-    units = pack(lengths, capacity, "split", 1, carried=carried, last=False)
-    assert len(units) in (len(whole), len(whole) - 1)
-    assert units.stats.tokens + units.carried.length.sum() == whole.stats.tokens
-    assert (units.carried.position >= -len(lengths)).all()
-    assert (units.carried.position < 0).all()
-    given_back = set(zip(carried.position.tolist(), carried.begin.tolist(), strict=True))
-    waiting = set(
-        zip((units.carried.position + len(lengths)).tolist(), units.carried.begin.tolist(), strict=True)
-    )
-    assert not given_back & waiting
-    free = [capacity - sum(length for _, _, length in row) for row in rows_of(units) if row[0][0] >= 0]
-    assert not free or not len(units.carried) or capacity - units.carried.length.sum() >= max(free)
 
 
 def test_the_key_orders_rows_and_changes_nothing_else():

@@ -10,7 +10,14 @@ from hypothesis import given, strategies as st
 
 from sharding.lengths import units as units_module
 from sharding.lengths.batching import Bucketed, Packed, TokenBudget
-from sharding.lengths.unit_plan import UnitPlan, UnitPlanner, UnitSequence, epoch_lengths
+from sharding.lengths.unit_plan import (
+    SequencePlace,
+    UnitPlan,
+    UnitPlanner,
+    UnitSequence,
+    epoch_lengths,
+    units_key,
+)
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 
@@ -44,12 +51,8 @@ def order_of(num_samples, epoch=0, kind="window", lanes=1):
 
 
 def sequence_of(lengths, batching, order=None):
-    lengths = np.array(lengths, np.int64)
     order = order or order_of(len(lengths))
-    in_order = epoch_lengths(order, lengths)
-    shuffled = order.shuffle.kind != "none"
-    of_epoch = {"seed": order.seed, "epoch": order.epoch, "shuffled": shuffled}
-    return order, UnitSequence(in_order, batching.resolved(lengths), **of_epoch)
+    return order, UnitPlanner(batching, lengths=np.array(lengths, np.int64)).sequence(order)
 
 
 def plans_of(made, world_size, tail, start=0, rows=1):
@@ -169,7 +172,7 @@ def test_dropping_the_tail_leaves_whole_batches_only(lengths, world_size):
 
 @given(sample_lengths, batchings, worlds)
 def test_in_file_order_units_follow_their_first_samples(lengths, batching, world_size):
-    """In each megabatch, whatever is carried; the order alone differs from that of a shuffle."""
+    """In each megabatch; the order alone differs from that of a shuffle."""
     made = order, sequence = sequence_of(lengths, batching, order_of(len(lengths), kind="none"))
     units = delivered(plans_of(made, 1, "uneven"))
     short = len(lengths) % batching.sizes_multiple > 0  # comes last in any order
@@ -178,7 +181,9 @@ def test_in_file_order_units_follow_their_first_samples(lengths, batching, world
         ordered = own[:-1] if short and end == sequence.num_units else own
         assert ordered == sorted(ordered, key=lambda unit: unit[0])
         assert all(list(unit) == sorted(unit) for unit in own), f"of megabatch {window}"
-    keyed = UnitSequence(sequence.lengths, sequence.batching, seed=order.seed, epoch=order.epoch)
+    key_of = units_key(order.seed, order.epoch, True)
+    least = batching.least_samples(sequence.lengths)
+    keyed = UnitSequence(batching, len(lengths), key_of, least=least, lengths=sequence.lengths)
     assert Counter(map(sorted_unit, units)) == Counter(
         map(sorted_unit, delivered(plans_of((order, keyed), 1, "uneven")))
     )
@@ -199,14 +204,34 @@ def test_a_range_of_batches_is_its_batches_one_by_one(lengths, batching):
     assert [p for batch in one_by_one for p in batch] == positions.tolist()
 
 
-def test_small_windows_waste_no_rows_of_their_own():
-    """Each of 20 windows would waste half a row; the emptiest row of each waits for the next instead."""
-    lengths = np.random.default_rng(0).integers(1, 9, 316)
-    _, sequence = sequence_of(lengths, Packed(32, window=16))
-    parts = np.split(sequence.lengths, sequence.bounds[1:-1])
-    alone = sum(len(sequence.batching.cut(part, 0)) for part in parts)
-    best = -(-lengths.sum() // 32)
-    assert sequence.num_units - best < (alone - best) / 2
+@given(sample_lengths, batchings, st.data())
+def test_from_any_megabatch_on_the_units_are_those_of_the_whole_epoch(lengths, batching, data):
+    """A megabatch takes over nothing from those before, whose lengths need not be known."""
+    order, whole = sequence_of(lengths, batching)
+    megabatch = data.draw(st.integers(0, whole.num_megabatches - 1))
+    position, unit = int(whole.bounds[megabatch]), int(whole.first_unit[megabatch])
+    in_order, least = whole.lengths.copy(), batching.least_samples(whole.lengths)
+    in_order[:position] = data.draw(st.integers(0, 9))
+    key_of, place = units_key(order.seed, order.epoch, True), SequencePlace(order.epoch, position, unit)
+    rest = UnitSequence(batching, len(lengths), key_of, least=least, begin=place, lengths=in_order)
+    assert (rest.begin, rest.num_units, rest.num_short) == (unit, whole.num_units, whole.num_short)
+    assert delivered(plans_of((order, rest), 1, "uneven", unit)) == delivered(
+        plans_of((order, whole), 1, "uneven", unit)
+    )
+    measured = UnitSequence(batching, len(lengths), key_of, least=least, begin=place)
+    for number in range(megabatch, whole.num_megabatches):
+        assert not measured.is_complete
+        measured.add(number, whole.lengths[slice(*whole.bounds[number : number + 2])])
+    assert measured.first_unit[megabatch:].tolist() == whole.first_unit[megabatch:].tolist()
+    assert (measured.is_complete, measured.num_short) == (True, whole.num_short)
+
+
+def test_a_last_batch_is_filled_up_with_its_own_units():
+    made = sequence_of([1] * 70, Packed(2, window=70))
+    (plan,) = plans_of(made, 1, "pad", start=30, rows=3)
+    alone = [unit for batch in units_of_batches(plan) for unit in batch]
+    assert plan.num_padded == 1
+    assert alone[-1] == alone[-3] == units_of_batches(plan)[-1][0]
 
 
 @pytest.mark.parametrize("kind", ["window", "full", "blocks", "none"])
@@ -239,13 +264,13 @@ def test_what_a_batching_says_of_itself_survives_json(batching):
 
 def test_a_fingerprint_tells_lengths_and_batching_apart():
     lengths = np.arange(1, 30)
-    marks = [UnitPlanner(ls, b).mark for ls in (lengths, lengths[::-1]) for b in BATCHINGS]
+    marks = [UnitPlanner(b, lengths=ls).mark for ls in (lengths, lengths[::-1]) for b in BATCHINGS]
     assert len({json.dumps(mark) for mark in marks}) == len(marks)
-    assert UnitPlanner(lengths.astype(np.int32), BATCHINGS[0]).mark == marks[0]
+    assert UnitPlanner(BATCHINGS[0], lengths=lengths.astype(np.int32)).mark == marks[0]
 
 
 def test_the_units_of_an_epoch_are_found_once():
-    planner, order = UnitPlanner(np.arange(1, 44), BATCHINGS[0]), order_of(43)
+    planner, order = UnitPlanner(BATCHINGS[0], lengths=np.arange(1, 44)), order_of(43)
     first, again, other = (planner.sequence(order_of(43, epoch)) for epoch in (0, 0, 1))
     assert first is again is not other
     assert first.lengths.tolist() == (order.samples(np.arange(43)) + 1).tolist()

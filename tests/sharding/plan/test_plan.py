@@ -379,7 +379,7 @@ def test_a_state_survives_json_and_stays_small(seed, fingerprint):
 
 def test_the_states_json_is_pinned():
     assert STATE.to_json() == {
-        "version": 3,
+        "version": 4,
         "seed": 7,
         "epoch": 3,
         "position": 40,
@@ -409,10 +409,11 @@ def test_a_state_rebuilds_the_order_it_was_made_with():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"version": 1}, "state version 1, and only version 3"),
-        ({"version": 2}, "state version 2, and only version 3"),
+        ({"version": 1}, "state version 1, and only version 4"),
+        ({"version": 2}, "state version 2, and only version 4"),
         ({"version": True}, "state version True"),
-        ({"version": 3.0}, "state version 3.0"),
+        ({"version": 3}, "state version 3, and only version 4"),
+        ({"version": 4.0}, "state version 4.0"),
         ({"seed": "7"}, "seed must be an integer, got '7'"),
         ({"seed": 2**64}, "seed must fit 64 bits"),
         ({"epoch": -1}, "epoch must be >= 0"),

@@ -1,4 +1,4 @@
-"""Plans of units whose number shows on the way: pure arithmetic, against lists."""
+"""Lengths that are measured on the way: who measures which samples, and plans of what is known so far."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from sharding.lengths.batching import Bucketed, Packed
-from sharding.lengths.found_plan import LEFT_OUT, UNKNOWN, FoundPlaces, FoundPlan, finder_counts, finders
+from sharding.lengths.measuring import finder_counts, finders
+from sharding.lengths.unit_plan import LEFT_OUT, UNKNOWN, UnitPlan, UnitSequence
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 
@@ -29,13 +30,13 @@ def test_each_sample_has_one_finder_and_all_have_about_as_many(
         assert (np.diff(by_lane) >= 0).all()  # each finder has a run of whole lanes
 
 
-def places(size: int = 20) -> FoundPlaces:
-    return FoundPlaces(Packed(10, window=size), 70, lambda megabatch: None)
+def unmeasured(size: int = 20) -> UnitSequence:
+    return UnitSequence(Packed(10, window=size), 70, lambda megabatch: None)
 
 
 def test_how_many_batches_there_are_shows_when_the_last_megabatch_was_found() -> None:
-    known = places()
-    plan = FoundPlan(ORDER, known, batch_size=2, rank=0, world_size=2, tail="uneven")
+    known = unmeasured()
+    plan = UnitPlan(ORDER, known, batch_size=2, rank=0, world_size=2, tail="uneven")
     for megabatch in range(4):
         assert not known.is_complete
         assert plan.num_batches == plan.num_global_batches == UNKNOWN
@@ -43,14 +44,14 @@ def test_how_many_batches_there_are_shows_when_the_last_megabatch_was_found() ->
         size = int(np.diff(known.bounds)[megabatch])
         known.add(megabatch, np.full(size, 5))
     assert known.is_complete
-    assert known.num_known == 35
+    assert known.num_units == 35
     assert plan.num_batches == plan.num_global_batches == 9
     assert plan.position_after(9) == 35
 
 
 def test_a_megabatch_is_planned_of_its_own_lengths_alone() -> None:
     lengths = np.array([3, LEFT_OUT, 4, 12, 0, 3])
-    one, other = places(6), places(6)
+    one, other = unmeasured(6), unmeasured(6)
     other.add(0, np.full(6, 9))
     units = other.add(1, lengths)
     assert [p.tolist() for p in vars(one.cut(1, lengths).pieces).values()] == [
@@ -61,13 +62,13 @@ def test_a_megabatch_is_planned_of_its_own_lengths_alone() -> None:
 
 
 def test_a_place_names_the_megabatch_that_is_to_be_found_again() -> None:
-    known = places()
+    known = unmeasured()
     known.add(0, np.full(20, 5))
     assert [known.at(unit) for unit in (0, 9, 10, 17)] == [(0, 0), (0, 0), (1, 10), (1, 10)]
 
 
 def test_other_lengths_than_before_are_refused() -> None:
-    known = places()
+    known = unmeasured()
     known.add(0, np.full(20, 5))
     known.add(0, np.full(20, 5))
     with pytest.raises(ValueError, match="from position 0 on have other lengths"):
@@ -75,10 +76,10 @@ def test_other_lengths_than_before_are_refused() -> None:
 
 
 def test_a_last_batch_that_is_short_of_samples_is_left_out_by_drop() -> None:
-    known = FoundPlaces(Bucketed(4, boundaries=2, window=40), 70, lambda megabatch: None)
+    known = UnitSequence(Bucketed(4, boundaries=2, window=40), 70, lambda megabatch: None)
     for megabatch, size in enumerate(np.diff(known.bounds)):
         known.add(megabatch, np.arange(size))
-    assert known.num_known == 18
+    assert known.num_units == 18
     dealing = {"batch_size": 1, "rank": 0, "world_size": 1}
-    assert FoundPlan(ORDER, known, tail="drop", **dealing).num_batches == 17
-    assert FoundPlan(ORDER, known, tail="uneven", **dealing).num_batches == 18
+    assert UnitPlan(ORDER, known, tail="drop", **dealing).num_batches == 17
+    assert UnitPlan(ORDER, known, tail="uneven", **dealing).num_batches == 18
