@@ -3,7 +3,7 @@
     python -m benchmarks.cache                        256 MiB in 8 shards, made anew; under a minute
     python -m benchmarks.cache --json benchmarks/results/cache.json      also saves the figures
 
-The server is tests/slowstore.py on this machine, 50 ms before each answer. Token shards of 32 MiB in blocks
+The server is slowstore.py on this machine, 50 ms before each answer. Token shards of 32 MiB in blocks
 of 2 MiB, read in shuffled order with the loader's defaults; three epochs in one process, the store's bytes
 counted at the server. Without a cache; with one that holds everything; with one that holds half. The consumer
 does nothing with the batches. The cache's files stay in the page cache: its disk is not measured.

@@ -3,7 +3,7 @@
     python -m benchmarks.fair_share                         four hosts; needs root, ip, tc; six minutes
     python -m benchmarks.fair_share --json benchmarks/results/fair-share.json     also saves the figures
 
-Hosts and the store (tests/slowstore.py, 10 ms) are network namespaces on one bridge (`benchmarks/netlab.sh`);
+Hosts and the store (slowstore.py, 10 ms) are network namespaces on one bridge (`benchmarks/netlab.sh`);
 each link is limited by a token bucket with a queue of 50 ms, the store's own link is the narrow one. All
 ranks open the production loader, wait for each other, and read one epoch of tokens as fast as they get it.
 Compared in turns:

@@ -3,7 +3,7 @@
     python -m benchmarks.faults                                           1 GB, made anew; about a minute
     python -m benchmarks.faults --json benchmarks/results/faults.json     also saves the figures
 
-The server is tests/slowstore.py on this machine: 30 ms of latency before each answer, 400 Mbit/s for each
+The server is slowstore.py on this machine: 30 ms of latency before each answer, 400 Mbit/s for each
 connection and 2 Gbit/s for all, so that the store and not this machine is the limit. Token shards of 32 MiB
 in blocks of 2 MiB with checksums; the loader has its defaults. Runs with and without faults take turns (A B
 A B ...); each is a process of its own that opens the catalog and reads one epoch in shuffled order. Every run

@@ -4,7 +4,7 @@
     python -m benchmarks.hub --json benchmarks/results/hub.json     also saves the figures
     python -m benchmarks.hub --part start|first|rows|small-rows|faults         one of the parts
 
-The Hub is tests/hub_server.py on this machine, in a process of its own, with 50 ms before each answer of the
+The Hub is hub_server.py on this machine, in a process of its own, with 50 ms before each answer of the
 Hub and of its content network (another port; signed addresses). All contestants are asked through
 `HF_ENDPOINT`, each run in a process of its own, with caches of its own, in turns. Parts:
 
@@ -65,7 +65,7 @@ def _parquet(first: int, rows: int, row_bytes: int) -> bytes:
 
 
 def _serve(pipe: Any, files: int, rows: int, row_bytes: int) -> None:
-    sys.path.insert(0, str(REPOSITORY / "tests"))
+    sys.path.insert(0, str(REPOSITORY / "tests" / "kits"))
     from hub_server import Answer, HubServer, Repo, Request
 
     hub = HubServer()

@@ -4,7 +4,7 @@
     python -m benchmarks.io_gate --json benchmarks/results/io-gate.json     also saves the figures
 
 Four hosts train with DDP over gloo (network namespaces on links of 200 Mbit/s, `benchmarks/netlab.sh`); a
-fifth, on a wide link, serves their data (tests/slowstore.py, 5 ms). Computing is a sleep, so that two cores
+fifth, on a wide link, serves their data (slowstore.py, 5 ms). Computing is a sleep, so that two cores
 are enough and only links are shared. The loader reads as it always does: a shuffle window at once, then
 nothing for some steps; its epoch of 4 GiB is longer than a run. Ways of `GradSchedule(io=...)` take turns of
 16 windows within a run; a run without any data (batches made before) comes before it. The first window of

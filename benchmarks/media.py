@@ -7,7 +7,7 @@ A sample is 16 frames at 8 a second from a random place of a video (640 x 360, H
 uint8 [16, 3, 224, 224]; batches of 4, two workers each (builder threads here, processes there). Ours reads
 tar shards. torchcodec reads the same videos as single files, by path or URL, with frames found exactly (it
 scans the file) and approximately, and resizes in its decoder. Local files lie in the page cache; remote ones
-behind tests/slowstore.py on this machine, 20 ms before each answer. Bytes are what the processes read of
+behind slowstore.py on this machine, 20 ms before each answer. Bytes are what the processes read of
 files (`rchar`), or what the server sent. Contestants take turns. Making the videos needs the program ffmpeg.
 """
 

@@ -3,7 +3,7 @@
     python -m benchmarks W5                        sweep settings, then interleaved repeats
     python -m benchmarks W5 --no-sweep             each peer with the setting that was its best here
 
-The store is tests/slowstore.py on this machine: 50 ms before each answer, 40 MB/s for each connection. Every
+The store is slowstore.py on this machine: 50 ms before each answer, 40 MB/s for each connection. Every
 run is a process of its own that reads one epoch, or as much as it delivers in `--seconds`. Ours has its
 catalog at hand. Two more runs of ours: with all connections together held to 400 Mbit/s (share of the link),
 and with a latency of 500 ms, by which the round trips to the first batch are counted. Requests and bytes are

@@ -1,6 +1,6 @@
 """What benchmarks of remote data share: the slow store, token shards that it serves, fresh processes.
 
-The store is tests/slowstore.py on this machine. Each sample of the shards is its number, hashed, so that
+The store is slowstore.py on this machine. Each sample of the shards is its number, hashed, so that
 whoever reads one knows whether it is right.
 """
 
@@ -78,7 +78,8 @@ def serving(
     `inside` is put before the command, such as what runs it in another network namespace.
     """
     given = [f"--{name}={value}" for name, value in options.items()]
-    command = [*inside, sys.executable, str(REPOSITORY / "tests" / "slowstore.py"), str(folder), *given]
+    script = REPOSITORY / "tests" / "servers" / "slowstore.py"
+    command = [*inside, sys.executable, str(script), str(folder), *given]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak --minutes 20 --json benchmarks/results/soak.json
 
-The store is tests/slowstore.py with all its faults (those of `benchmarks.faults`), the data 256 MiB of
+The store is slowstore.py with all its faults (those of `benchmarks.faults`), the data 256 MiB of
 tokens, read again and again in a new order. The consumer checks every value and then rests until 20 MB/s are
 used up, as if an accelerator made a step. Once a second resident memory,
 descriptors and threads of this process are noted. After two minutes of warming up, a line is fitted to the

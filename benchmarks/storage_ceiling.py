@@ -3,7 +3,7 @@
     python -m benchmarks.storage_ceiling                      one minute; nginx too, where it is installed
     python -m benchmarks.storage_ceiling --json benchmarks/results/storage-ceiling.json
 
-Servers on this machine over a file of 256 MiB, page cache warm: tests/slowstore.py held to 0.4, 2 and 4
+Servers on this machine over a file of 256 MiB, page cache warm: slowstore.py held to 0.4, 2 and 4
 Gbit/s in all after 20 ms of latency, and nginx without a limit (its `limit_rate` does not bind requests as
 short as these). The ceiling of each is measured in the same turn by 16 threads with plain sockets that throw
 the bytes away. Blocks of 2 MiB, 16 in flight, random. Without a limit the client, not the server, is what is

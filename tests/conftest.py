@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import builders_kit
+import loader_kit
 import pytest
 from datasets_kit import MAKERS, Make
 from hypothesis import HealthCheck, settings
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
             start_cluster()
     if builders := config.getoption("--builders"):
-        builders_kit.build_in(builders)
+        loader_kit.build_in(builders)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,7 +76,7 @@ def _mark_variants(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Where actors build, they read, too, but for what is about how this process reads."""
-    builders_kit.reads_here = item.get_closest_marker("reads_here") is not None
+    loader_kit.reads_here = item.get_closest_marker("reads_here") is not None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

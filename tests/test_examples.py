@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from builders_kit import in_full
+from parameters_kit import in_full
 from programs_kit import IMPORTED, Script
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from builders_kit import in_full
+from parameters_kit import in_full
 
 _FOLDER = Path(__file__).parent / "fuzz"
 

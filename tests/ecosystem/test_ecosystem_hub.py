@@ -142,7 +142,7 @@ os._exit(0)
 
 
 def test_rows_are_those_that_datasets_streams() -> None:
-    code = textwrap.dedent(ROWS).format(tests=str(Path(__file__).parent.parent))
+    code = textwrap.dedent(ROWS).format(tests=str(Path(__file__).parents[1] / "kits"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     answer: Any = json.loads(done.stdout.splitlines()[-1])

@@ -19,7 +19,7 @@ import pytest
 import torch
 from ecosystem_kit import Numbers, Stream, Twins, make_shards, numbers_of
 from forked_kit import exit_code_in_child
-from stream_kit import session_of
+from loader_kit import session_of
 from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, RandomSampler
 from worker_kit import Does
 
@@ -33,7 +33,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of small data and few workers
 
 SIZE = 22
-KIT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Own(DataLoader):
@@ -346,7 +346,7 @@ def test_a_loader_over_shards_made_before_lightning_starts_the_ranks(tmp_path: P
         text=True,
         timeout=100,
         check=False,
-        env={**os.environ, "PYTHONPATH": f"{KIT}:{KIT.parent}:{Path(__file__).parent}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'tests' / 'kits'}:{ROOT}:{Path(__file__).parent}"},
     )
     assert done.returncode == 0, done.stderr
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]

@@ -19,11 +19,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from builders_kit import in_full
 from datasets_kit import Made, Make, make_parquet, make_tar
 from http_kit import slowstore
+from loader_kit import session_of
+from parameters_kit import in_full
 from ranks_kit import fast_ranks
-from stream_kit import session_of
 from threads_kit import our_threads, threads_left
 
 from dataflow import DataLoader, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
@@ -43,7 +43,7 @@ TIMEOUT_S = 60.0
 STORE_BYTES = 80 << 20
 SECRET = "a-key-that-nobody-may-see"
 ROOT = Path(__file__).parents[2]
-PATHS = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+PATHS = [str(ROOT), str(ROOT / "tests" / "kits"), str(Path(__file__).parent)]
 ZONE = "ray.io/availability-zone"
 NEAR = {ZONE: "near"}
 

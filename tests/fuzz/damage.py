@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "kits"), str(TESTS.parent)]
 DEFECTS = ("raw error", "silent", "crash", "hang", "memory")
 _MUTANT_S = 30.0
 _MUTANTS_PER_CHILD = 100

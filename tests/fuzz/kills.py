@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
+sys.path[:0] = [str(TESTS / "kits"), str(TESTS.parent)]
 _ENDS_IN_S = 10.0
 _BEGINS_IN_S = 60.0
 _LONGEST_S = 0.1

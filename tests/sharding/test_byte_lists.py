@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from formats_kit import arrow_block
 from hypothesis import given, settings, strategies as st
 
 from sharding.blocks import MISSING, PATH_ONLY, Spans
@@ -14,7 +15,6 @@ from sharding.byte_lists import list_counts, list_heads, list_items
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import columns_of
 from sharding.formats.arrow.features import is_media
-from tests.formats_kit import arrow_block
 
 MEDIA = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 LISTS = st.lists(st.lists(st.binary(max_size=9), max_size=4), max_size=6)

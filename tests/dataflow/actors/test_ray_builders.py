@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from builders_kit import in_full
 from datasets_kit import MAKERS, Make
-from stream_kit import session_of
+from loader_kit import session_of
+from parameters_kit import in_full
 from threads_kit import threads_left
 
 from dataflow import DataLoader, Mixture, Packed, SampleError, ShardedDataset, Shuffle, Topology

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from cli_kit import run_command
 from datasets_kit import write_tar
+from programs_kit import run_command
 
 from dataflow import DataflowError, DataLoader, Optional, ShardedDataset
 from sharding.catalog.build import default_catalog_path

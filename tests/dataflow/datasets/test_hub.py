@@ -1,4 +1,4 @@
-"""Datasets on a Hub of our own (tests/hub_server.py): what is asked of it, and what goes wrong."""
+"""Datasets on a Hub of our own (tests/kits/hub_server.py): what is asked of it, and what goes wrong."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from datasets_kit import MAKERS
 
 from dataflow import Bucketed, Packed, Ragged, TokenBudget
 from dataflow.batch.packed import batch_columns
@@ -13,7 +14,6 @@ from sharding.lengths.column_lengths import resolve_lengths
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
-from tests.datasets_kit import MAKERS
 
 FORMATS = {"parquet": "lst", "megatron": "tokens", "tar": "bin"}
 

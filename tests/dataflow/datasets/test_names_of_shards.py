@@ -15,9 +15,8 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from http_kit import RangeServer, serving
+from http_kit import RangeServer, s3_server, serving
 from hub_server import HubServer, Repo
-from s3_kit import s3_server
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter
 from sharding.errors import CorruptShardError, DataflowError, ShardReadError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from ecosystem_kit import make_shards, numbers_of
-from stream_kit import session_of
+from loader_kit import session_of
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from dataflow import DataLoader, ShardedDataset, Shuffle, Topology

@@ -30,7 +30,7 @@ from datasets_kit import (
 )
 from http_kit import RangeServer, serving
 from hypothesis import given, strategies as st
-from pairs_kit import in_pairs
+from parameters_kit import in_pairs
 
 from dataflow import DataLoader, ShardedDataset, TokenBudget
 from sharding.order.selection import SelectedOrder, Selection

@@ -7,9 +7,8 @@ from functools import cache
 
 import pytest
 import torch
-from builders_kit import in_full
 from grad_kit import Case, Result, as_large_batches, in_windows, run_cases
-from pairs_kit import meeting_in_pairs, not_met
+from parameters_kit import in_full, meeting_in_pairs, not_met
 
 from dataflow.testing import run_ranks
 

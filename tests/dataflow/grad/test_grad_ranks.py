@@ -387,7 +387,8 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_over_the_same_windows(tmp
         make_ints_tar(tmp_path / name)
     expected, parameters = train_from(tmp_path / "whole", 4)
     (tmp_path / "train.py").write_text(RESTARTED)
-    path = os.pathsep.join([str(Path(__file__).parents[up]) for up in (2, 3)])
+    root = Path(__file__).parents[3]
+    path = os.pathsep.join([str(root / "tests" / "kits" / "grad"), str(root)])
     environment = os.environ | {
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",

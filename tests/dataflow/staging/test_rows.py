@@ -12,6 +12,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from datasets_kit import MAKERS, Made, make_parquet, make_tar, make_tokens_bin, rows_of
 from numpy.typing import NDArray
 
 from dataflow import ShardedDataset
@@ -29,7 +30,6 @@ from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuards
 from prefetch.store.reader import StoreReader
 from sharding.errors import ShardReadError
-from tests.datasets_kit import MAKERS, Made, make_parquet, make_tar, make_tokens_bin, rows_of
 
 SHARES: list[Share] = ["all", "many", "few"]
 

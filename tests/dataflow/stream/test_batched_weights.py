@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import edited
-from pairs_kit import one_in
+from parameters_kit import one_in
 from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Mixture, Packed, ShardedDataset, TokenBudget

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.reads_here
 
 pytest.importorskip("aiohttp")
 
-HERE = Path(__file__).parents[2]
 NUM_SHARDS, PER_SHARD, LENGTH = 4, 512, 256
 BLOCK = 1 << 16
 WAIT_S = 60.0

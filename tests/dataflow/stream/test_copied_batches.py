@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from forked_kit import fork
-from stream_kit import session_of
+from loader_kit import session_of
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from sharding.errors import SampleError, ShardReadError

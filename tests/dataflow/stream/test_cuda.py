@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from datasets_kit import Make
-from stream_kit import session_of
+from loader_kit import session_of
 
 from dataflow import DataLoader, Mixture, Packed, Ragged, ShardedDataset
 from dataflow.processes.builders import ProcessBuilders

@@ -32,7 +32,6 @@ from sharding.errors import ShardChangedError, ShardReadError
 
 pytest.importorskip("aiohttp")
 
-HERE = Path(__file__).parents[2]
 CONTENT = np.random.default_rng(0).bytes(100_000)
 WAIT_S = 20.0
 QUICK = RetryPolicy(base_s=0.001, stall_s=WAIT_S, least_stall_s=WAIT_S, deadline_s=WAIT_S)

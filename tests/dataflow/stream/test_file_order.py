@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import MAKERS, Made, Make, delivered, make_ints_tar, make_parquet, rank, write_tar
-from pairs_kit import in_pairs
+from parameters_kit import in_pairs
 from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget, Topology

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets_kit import MAKERS, rows_of
+from http_kit import WAIT_S, Asked, RangeServer, serving
 
 from dataflow import DataLoader, ShardedDataset, Shuffle
 from dataflow.state_checksum import checked_fields, with_checksum
 from sharding.errors import ShardChangedError
 from sharding.order.windows import windows_touched
-from tests.datasets_kit import MAKERS, rows_of
-from tests.http_kit import WAIT_S, Asked, RangeServer, serving
 
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.reads_here

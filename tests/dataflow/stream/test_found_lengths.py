@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from datasets_kit import rank
-from pairs_kit import in_pairs
+from parameters_kit import in_pairs
 from ranks_kit import fast_ranks
 from torch.nn.parallel import DistributedDataParallel
 

@@ -19,7 +19,7 @@ import torch
 from datasets_kit import Row, delivered, plain, rank, rows_of, write_tar
 from http_kit import RangeServer, serving
 from hypothesis import given, settings, strategies as st
-from pairs_kit import in_pairs
+from parameters_kit import in_pairs
 
 from dataflow import (
     Cache,

@@ -34,9 +34,9 @@ from datasets_kit import (
 )
 from forked_kit import exit_code_in_child
 from http_kit import slowstore
-from pairs_kit import in_pairs
+from loader_kit import session_of, stream_of
+from parameters_kit import in_pairs
 from programs_kit import run_script
-from stream_kit import session_of, stream_of
 from threads_kit import our_threads, threads_left
 
 from dataflow import DataLoader, SampleError, ShardedDataset, Shuffle

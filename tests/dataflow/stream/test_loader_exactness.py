@@ -27,8 +27,8 @@ from datasets_kit import (
     write_tar,
 )
 from hypothesis import HealthCheck, given, settings, strategies as st
-from pairs_kit import in_pairs, meeting_in_pairs, one_in
-from stream_kit import session_of, stream_of
+from loader_kit import session_of, stream_of
+from parameters_kit import in_pairs, meeting_in_pairs, one_in
 
 from dataflow import DataLoader, Shuffle, Topology
 

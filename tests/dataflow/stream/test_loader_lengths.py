@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from builders_kit import in_full
 from chunks_kit import HandDrivenEpoch
 from datasets_kit import Made, Make, edited, make_megatron, rank, write_megatron
-from pairs_kit import in_pairs, meeting_in_pairs, one_in
+from parameters_kit import in_full, in_pairs, meeting_in_pairs, one_in
 from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, ShardedDataset, Shuffle, TokenBudget

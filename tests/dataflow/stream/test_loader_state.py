@@ -25,7 +25,7 @@ from datasets_kit import (
     sort_key,
 )
 from hypothesis import HealthCheck, given, settings, strategies as st
-from pairs_kit import in_pairs
+from parameters_kit import in_pairs
 
 from dataflow import DataLoader, Shuffle
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from datasets_kit import MAKERS, Made, Row, by_plan, delivered, make_ints_tar, make_parquet, rows_of
-from stream_kit import session_of, stream_of
+from loader_kit import session_of, stream_of
 from threads_kit import our_threads, threads_left
 
 from dataflow import DataLoader, GradSchedule, Mixture, Shuffle

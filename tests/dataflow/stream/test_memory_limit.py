@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
-from builders_kit import in_full
+from parameters_kit import in_full
 from pyarrow import parquet
 
 from dataflow import DataLoader, Image, MemoryLimitError, ShardedDataset, ShardWriter, Shuffle

@@ -17,12 +17,11 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from builders_kit import in_full
 from datasets_kit import edited, make_ints_tar, make_jsonl, make_parquet, rank, write_tar
 from hypothesis import HealthCheck, given, settings, strategies as st
-from pairs_kit import meeting_in_pairs, one_in
+from loader_kit import stream_of
+from parameters_kit import in_full, meeting_in_pairs, one_in
 from ranks_kit import fast_ranks
-from stream_kit import stream_of
 
 from dataflow import DataLoader, Image, Mixture, ShardedDataset, Shuffle
 from sharding.errors import SampleError

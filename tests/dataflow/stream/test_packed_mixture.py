@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from chunks_kit import HandDrivenEpoch
 from datasets_kit import edited, rank
-from pairs_kit import meeting_in_pairs, one_in
+from loader_kit import stream_of
+from parameters_kit import meeting_in_pairs, one_in
 from ranks_kit import fast_ranks
-from stream_kit import stream_of
 from test_loader_lengths import Unit, delivered, laid_out, rows_of_batch, through_json, tokens_of
 
 from dataflow import Bucketed, DataLoader, Image, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget

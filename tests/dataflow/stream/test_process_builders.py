@@ -19,12 +19,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from builders_kit import in_full
 from datasets_kit import MAKERS, Make, make_ints_tar, make_parquet, make_tar
 from forked_kit import exit_code_in_child
 from http_kit import RangeServer, serving
+from loader_kit import session_of
 from numpy.typing import NDArray
-from stream_kit import session_of
+from parameters_kit import in_full
 from worker_kit import Gate
 
 from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle

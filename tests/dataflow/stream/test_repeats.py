@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import NUM_SAMPLES, Made, Make, make_ints_tar, rank
-from pairs_kit import in_pairs
+from loader_kit import stream_of
+from parameters_kit import in_pairs
 from ranks_kit import fast_ranks
-from stream_kit import stream_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets_kit import Made, make_parquet, make_tar
-from stream_kit import stream_of
+from loader_kit import stream_of
 from threads_kit import threads_left
 
 from dataflow import DataLoader, Image, Mixture, Pad, SampleError, ShardedDataset, Topology

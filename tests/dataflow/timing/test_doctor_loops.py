@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_kit import run_command
 from datasets_kit import Make, make_ints_tar
+from programs_kit import run_command
 from torch import nn
 from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from cli_kit import run_command
 from datasets_kit import Make
+from programs_kit import run_command
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 

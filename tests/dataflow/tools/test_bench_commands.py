@@ -11,9 +11,9 @@ import click
 import numpy as np
 import pytest
 import torch
-from cli_kit import run_command
 from click.testing import CliRunner
 from http_kit import slowstore
+from programs_kit import run_command
 from rich.console import Console
 
 from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter

@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cli_kit import run_command
 from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
+from programs_kit import run_command
 
 from dataflow import DataLoader, ShardedDataset
 from dataflow.tools.cli import main

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from cli_kit import run_command
+from programs_kit import run_command
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.tools.inspect.command import inspect_dataset

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pairs_kit import in_pairs
+from parameters_kit import in_pairs
 from programs_kit import run_script
 from threads_kit import compute_until_interrupted, threads_left
 from torch.utils.data import (

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from builders_kit import in_full
+from parameters_kit import in_full
 from programs_kit import ANOTHER_THREAD, Script, run_script
 from torch.utils.data import default_collate
 from worker_kit import Does, Gate, Streams, ended, workers_of_this_process

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders_kit import in_full
+from parameters_kit import in_full
 from programs_kit import run_script
 from worker_kit import Does, ended, nothing_left, workers_of_this_process
 

@@ -18,8 +18,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from builders_kit import in_full
-from programs_kit import ANOTHER_THREAD, HERE, run_script
+from parameters_kit import in_full
+from programs_kit import ANOTHER_THREAD, HERE, ROOT, run_script
 from worker_kit import Does, Gate, nothing_left, workers_of_this_process
 
 from dataflow import DataLoader
@@ -129,7 +129,7 @@ def test_standard_input_will_do() -> None:
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine __main__\n", "")
 
@@ -504,7 +504,7 @@ def test_the_size_of_dev_shm_does_not_matter(tmp_path: Path) -> None:
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])},
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
 

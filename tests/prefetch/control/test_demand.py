@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from http_kit import RangeServer, serving
 
 from dataflow import DataLoader, ShardedDataset
 from dataflow.staging.reading import ReadWindow
 from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import CALM, Demand, Inflight
 from prefetch.memory.arena import Arena
-from tests.http_kit import RangeServer, serving
 
 pytest.importorskip("aiohttp")
 

@@ -12,7 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 from datasets_kit import Make, rows_of
-from stream_kit import session_of
+from loader_kit import session_of
 
 from dataflow import DataLoader, ShardedDataset
 from dataflow.staging.reading import ReadWindow

@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from builders_kit import in_full
+from parameters_kit import in_full
 
 from prefetch.core.compile import FLAGS, FOLDER, SOURCES, compilers_on_path
 

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets_kit import MAKERS, rows_of
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
-from pairs_kit import in_pairs
+from parameters_kit import in_pairs
+from plain_core import copied, use_plain_core
 
 from dataflow import DataLoader, ShardedDataset
 from prefetch.core.executor import Executor, executor
 from prefetch.core.plan import WIDENED, BuildPlan, PlanColumn
-from tests.datasets_kit import MAKERS, rows_of
-from tests.plain_core import copied, use_plain_core
 
 PAGE = mmap.PAGESIZE
 CONTENT = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)

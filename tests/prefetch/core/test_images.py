@@ -8,10 +8,10 @@ import PIL.Image
 import pytest
 from hypothesis import given, strategies as st
 from numpy.typing import NDArray
+from plain_core import resize
 
 from prefetch.core.executor import executor
 from prefetch.core.images import CropBox, Filter, ImageForm
-from tests.plain_core import resize
 
 
 def picture(height: int, width: int, channels: int = 3) -> NDArray[np.uint8]:

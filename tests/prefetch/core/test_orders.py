@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from plain_order import plain_keyed_order
 
 from prefetch.core.executor import executor
 from sharding.order.keyed import KeyedOrders, keyed_orders
-from tests.plain_order import plain_keyed_order
 
 U64 = st.integers(0, 2**64 - 1)
 

@@ -15,11 +15,11 @@ import pytest
 from forked_kit import fork
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
+from plain_core import copied
 
 from prefetch.core.executor import executor
 from prefetch.core.plan import COLUMN_ALIGN, JobPlan, PlanColumn
 from prefetch.core.queue import CopyQueue, JobAnswer, SubmittedPlan
-from tests.plain_core import copied
 from tests.prefetch.core.test_executor import BASE, CONTENT, PAGE, columns, int64
 
 TIMEOUT_S = 30

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from tests.engine_kit import nothing_left_behind
+from engine_kit import nothing_left_behind
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 
 import pytest
-
-from prefetch.engine.builders import Build, CopyStats
-from prefetch.engine.stats import StageStats
-from prefetch.errors import StallError
-from tests.engine_kit import (
+from engine_kit import (
     TIMEOUT_S,
     Batch,
     BoomError,
@@ -24,6 +20,10 @@ from tests.engine_kit import (
     running,
     when_the_consumer_waits,
 )
+
+from prefetch.engine.builders import Build, CopyStats
+from prefetch.engine.stats import StageStats
+from prefetch.errors import StallError
 
 
 class DiedError(Exception):

@@ -9,10 +9,7 @@ from queue import Queue
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
-
-from prefetch.engine.engine import Engine
-from tests.engine_kit import (
+from engine_kit import (
     TIMEOUT_S,
     Action,
     Batch,
@@ -31,6 +28,9 @@ from tests.engine_kit import (
     running,
     when_the_consumer_waits,
 )
+from hypothesis import given, settings, strategies as st
+
+from prefetch.engine.engine import Engine
 
 # ---- before the first batch --------------------------------------------------------------------------------
 

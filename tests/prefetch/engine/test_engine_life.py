@@ -10,11 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from forked_kit import fork
-
-from prefetch.engine.engine import Engine
-from prefetch.work import Piece
-from tests.engine_kit import (
+from engine_kit import (
     TIMEOUT_S,
     Batch,
     FakeChunk,
@@ -29,6 +25,10 @@ from tests.engine_kit import (
     running,
     when_the_consumer_waits,
 )
+from forked_kit import fork
+
+from prefetch.engine.engine import Engine
+from prefetch.work import Piece
 
 # ---- life --------------------------------------------------------------------------------------------------
 

@@ -9,13 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-
-from prefetch.control.depth import Decision, Observation
-from prefetch.engine.engine import Engine
-from prefetch.errors import MemoryLimitError
-from prefetch.work import Piece
-from sharding.errors import DataflowError
-from tests.engine_kit import (
+from engine_kit import (
     TIMEOUT_S,
     Batch,
     BoomError,
@@ -31,6 +25,12 @@ from tests.engine_kit import (
     running,
     when_the_consumer_waits,
 )
+
+from prefetch.control.depth import Decision, Observation
+from prefetch.engine.engine import Engine
+from prefetch.errors import MemoryLimitError
+from prefetch.work import Piece
+from sharding.errors import DataflowError
 
 # ---- credits -----------------------------------------------------------------------------------------------
 

@@ -9,10 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-
-from prefetch.errors import StallError
-from sharding.errors import DataflowError
-from tests.engine_kit import (
+from engine_kit import (
     TIMEOUT_S,
     FakeChunk,
     FakeWindow,
@@ -28,6 +25,9 @@ from tests.engine_kit import (
     running,
     when_the_consumer_waits,
 )
+
+from prefetch.errors import StallError
+from sharding.errors import DataflowError
 
 # ---- stalls ------------------------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from datasets_kit import make_tokens_bin
 
 from dataflow import DataLoader
 from prefetch.engine.pool import SWITCH_INTERVAL_S, lower_switch_interval, restore_switch_interval
-from tests.datasets_kit import make_tokens_bin
 
 
 @pytest.fixture(autouse=True)

@@ -15,12 +15,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from datasets_kit import make_tokens_bin
 from forked_kit import fork, limited
 
 from dataflow import DataLoader
 from prefetch.memory.guards import FileGuard, FileGuards
 from sharding.errors import DataflowError
-from tests.datasets_kit import make_tokens_bin
 
 TIMEOUT_S = 30.0
 

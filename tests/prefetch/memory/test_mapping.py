@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import fsspec
 import numpy as np
 import pytest
+from datasets_kit import Made, make_tar, make_tokens_bin
 from numpy.typing import NDArray
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
@@ -28,7 +29,6 @@ from prefetch.memory.mapping import MappedShard, Mappings, can_map, touch_pages,
 from sharding.blocks import Shard, Spans
 from sharding.catalog.storage import local_info
 from sharding.errors import ShardChangedError, ShardReadError
-from tests.datasets_kit import Made, make_tar, make_tokens_bin
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CONTENT = np.random.default_rng(0).integers(0, 256, 8 * PAGE + 100, np.uint8).tobytes()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders_kit import others_in_full
+from parameters_kit import others_in_full
 from servers_kit import SERVERS, Store
 
 from dataflow import DataLoader, ShardedDataset

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builders_kit import others_in_full
+from parameters_kit import others_in_full
 from programs_kit import ANOTHER_THREAD, run_script
 
 from prefetch.workers.fork_server import interrupts_held

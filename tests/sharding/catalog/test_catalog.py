@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from forked_kit import exit_code_in_child, on_file_events
+from formats_kit import RecordFormat, records
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings, strategies as st
 
@@ -40,7 +41,6 @@ from sharding.catalog.table import MOST_IN_BLOCK, Catalog
 from sharding.errors import CorruptShardError, DataflowError, ShardReadError
 from sharding.formats import resolve_format
 from sharding.formats.tokens import TokensFormat
-from tests.fake_formats import RecordFormat, records
 
 ARRAYS = ("shard", "offset", "length", "nbytes", "num_samples", "first_sample")
 BLOCK_BYTES = 24  # three records of two int32

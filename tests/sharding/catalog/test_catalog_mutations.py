@@ -18,7 +18,7 @@ from dataflow import DataLoader, ShardedDataset
 from sharding.catalog.file import VERSION, read_table, write_table
 from sharding.errors import CorruptShardError
 
-SCRIPT = Path(__file__).parents[2] / "catalog_mutations.py"
+SCRIPT = Path(__file__).parents[2] / "fuzz" / "catalog_mutations.py"
 
 
 def mutations(*arguments: str) -> list[list[str]]:

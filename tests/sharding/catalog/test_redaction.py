@@ -17,9 +17,9 @@ import aiohttp
 import numpy as np
 import pytest
 import yarl
-from builders_kit import others_in_full
 from click.testing import CliRunner
 from http_kit import RangeServer, serving
+from parameters_kit import others_in_full
 
 from dataflow import Cache, DataLoader, ShardedDataset, ShardWriter
 from dataflow.timing import VARIABLE

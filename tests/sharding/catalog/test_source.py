@@ -12,6 +12,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from braceexpand import braceexpand
+from formats_kit import RecordFormat
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings, strategies as st
 
@@ -19,7 +20,6 @@ from sharding.catalog.expand import expand
 from sharding.errors import ShardReadError
 from sharding.formats import ENTRIES, FORMATS, has_suffix, resolve_format, sibling, suffix_of
 from sharding.urls import file_name, is_chain, is_local, local_path
-from tests.fake_formats import RecordFormat
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from itertools import permutations
 import numpy as np
 import pyarrow as pa
 import pytest
+from formats_kit import arrow_block
 from hypothesis import given, settings, strategies as st
 
 from sharding.blocks import ColumnSpec, Masked, Spans
@@ -17,7 +18,6 @@ from sharding.catalog.widening import common_spec
 from sharding.errors import ShardError
 from sharding.formats.arrow.columns import columns_of
 from sharding.formats.arrow.schema import arrow_type, spec_of, specs_of
-from tests.formats_kit import arrow_block
 
 INTEGERS = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 FLOATS = [np.dtype(f"float{bits}") for bits in (16, 32, 64)]

@@ -5,13 +5,13 @@ import math
 import numpy as np
 import pyarrow as pa
 import pytest
+from formats_kit import arrow_block, rows_of
 from hypothesis import given, settings, strategies as st
 
 from sharding.blocks import NULL_INSIDE, ColumnSpec, Masked, Spans
 from sharding.errors import CorruptShardError, ShardError
 from sharding.formats.arrow.columns import columns_of
 from sharding.formats.arrow.schema import specs_of
-from tests.formats_kit import arrow_block, rows_of
 
 
 def converted(array: pa.Array | pa.ChunkedArray):

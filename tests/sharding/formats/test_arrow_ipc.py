@@ -7,12 +7,12 @@ import struct
 import numpy as np
 import pyarrow as pa
 import pytest
+from formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 from hypothesis import given, settings, strategies as st
 
 from sharding.blocks import Spans
 from sharding.errors import CorruptShardError, SampleError, ShardError
 from sharding.formats.arrow.ipc import ArrowFileFormat, ArrowStreamFormat
-from tests.formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 
 URL = "a.arrow"
 BOTH = pytest.mark.parametrize("fmt", [ArrowFileFormat(), ArrowStreamFormat()], ids=lambda f: f.name)

@@ -10,15 +10,24 @@ from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
-from bombs_kit import LIMIT_MB, index_apart, write_gzip, write_zstd
-from builders_kit import in_full
+from formats_kit import (
+    LIMIT_MB,
+    blocks_of,
+    decoded_blocks,
+    index_apart,
+    rows_of,
+    scan_of,
+    shard_of,
+    write_gzip,
+    write_zstd,
+)
+from parameters_kit import in_full
 
 from dataflow import DataLoader, ShardedDataset
 from sharding.errors import CorruptShardError, SampleError
 from sharding.formats.arrow.json_types import MAX_LEVELS
 from sharding.formats.arrow.jsonl import JsonlFormat
 from sharding.formats.tar.format import TarFormat
-from tests.formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 
 URL = "a.jsonl"
 NESTED = {

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from formats_kit import decoded_blocks, scan_of
 
 from sharding.blocks import PATH_ONLY, ColumnSpec, Spans, spec_text
 from sharding.catalog.build import build_catalog
@@ -19,7 +20,6 @@ from sharding.formats.arrow.features import features_of
 from sharding.formats.arrow.ipc import ArrowStreamFormat
 from sharding.formats.arrow.parquet import ParquetFormat
 from sharding.formats.arrow.schema import specs_of
-from tests.formats_kit import decoded_blocks, scan_of
 
 MEDIA = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 IMAGE = {"_type": "Image"}

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from formats_kit import decoded_blocks, scan_of
 from hypothesis import example, given, settings, strategies as st
 
 from sharding.blocks import Masked, Spans
 from sharding.formats.arrow.jsonl import JsonlFormat
-from tests.formats_kit import decoded_blocks, scan_of
 
 FORMAT = JsonlFormat()
 MARK = b"\xef\xbb\xbf"

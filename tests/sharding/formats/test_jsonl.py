@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 from hypothesis import given, settings, strategies as st
 
 from sharding.blocks import Masked, Spans
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.jsonl import JsonlFormat
-from tests.formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 
 FORMAT = JsonlFormat()
 URL = "a.jsonl"

@@ -5,11 +5,11 @@ import struct
 
 import numpy as np
 import pytest
+from formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
 from hypothesis import given, strategies as st
 
 from sharding.errors import CorruptShardError
 from sharding.formats.megatron import MegatronFormat
-from tests.formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 URL = "corpus_text_document.bin"

@@ -12,7 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from formats_kit import arrow_block, decoded_blocks, scan_of
 from hypothesis import example, given, settings, strategies as st
+from threads_kit import python_calls
 
 from sharding.blocks import Columns, ColumnSpec, Format, Spans, spec_text
 from sharding.errors import CorruptShardError, ShardError
@@ -21,8 +23,6 @@ from sharding.formats.arrow.ipc import ArrowFileFormat, ArrowStreamFormat
 from sharding.formats.arrow.jsonl import JsonlFormat
 from sharding.formats.arrow.parquet import ParquetFormat
 from sharding.formats.arrow.schema import specs_of
-from tests.formats_kit import arrow_block, decoded_blocks, scan_of
-from tests.threads_kit import python_calls
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 TURN = pa.struct(

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 from hypothesis import given, settings, strategies as st
 
 from sharding.blocks import MISSING, Masked, Spans
 from sharding.errors import CorruptShardError, ShardError
 from sharding.formats.arrow.parquet import ParquetFormat
-from tests.formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 
 FORMAT = ParquetFormat()
 URL = "a.parquet"

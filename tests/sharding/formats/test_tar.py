@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import webdataset
 import zstandard
-from builders_kit import in_full, others_in_full
 from formats_kit import blocks_of, rows_of, scan_of, shard_of
 from hypothesis import assume, example, given, settings, strategies as st
+from parameters_kit import in_full, others_in_full
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from sharding.blocks import Shard, Spans

@@ -4,11 +4,11 @@ import io
 
 import numpy as np
 import pytest
+from formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
 from hypothesis import given, strategies as st
 
 from sharding.errors import CorruptShardError
 from sharding.formats.tokens import TokensFormat
-from tests.formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
 
 DTYPES = st.sampled_from(["uint8", "uint16", "int32", "uint32", "int64"])
 

@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets_kit import MAKERS, write_tar
 
 from dataflow import ShardedDataset
 from sharding.catalog.storage import open_shard
 from sharding.lengths.column_lengths import column_lengths, resolve_lengths
 from sharding.lengths.kept import KeptLengths, LengthsFile
 from sharding.lengths.unit_plan import LEFT_OUT
-from tests.datasets_kit import MAKERS, write_tar
 
 
 @pytest.fixture(params=sorted(MAKERS))

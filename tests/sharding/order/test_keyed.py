@@ -5,9 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from plain_order import chi_square, plain_key, plain_keyed_order, plain_spread_order
 
 from sharding.order.keyed import feistel, keyed_order, mix_key, splitmix64, spread_order, uniform
-from tests.plain_order import chi_square, plain_key, plain_keyed_order, plain_spread_order
 
 keys = st.integers(0, 2**64 - 1)
 M = 2**64 - 1

@@ -5,12 +5,12 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
+from plain_order import PlainOrder, chi_square
 
 from sharding.order.keyed import feistel, uniform
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.order.windows import windows_touched
-from tests.plain_order import PlainOrder, chi_square
 
 KINDS = ["window", "full", "blocks", "none"]
 WINDOWED = ["window", "blocks", "none"]

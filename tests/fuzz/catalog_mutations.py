@@ -1,11 +1,11 @@
 """Catalogs that were damaged or tampered with, opened and read one after the other in a process of its own.
 
-`python tests/catalog_mutations.py SEED COUNT FORMAT...` mutates the catalog of a small dataset of each format
-COUNT times and prints JSON lines: ["begun", format, number, what was done], then ["ended", ..., what came of
-it, the error]: "same" samples, an "error" of the library, "refused" as a mistaken argument, no "memory",
-"other samples", or something "raw". Half of the mutations of values keep the checksums as they were (damage);
-half, told as "signed", compute them anew (an attacker). The last of each format raises the samples of a block
-by 20,000.
+`python tests/fuzz/catalog_mutations.py SEED COUNT FORMAT...` mutates the catalog of a small dataset of each
+format COUNT times and prints JSON lines: ["begun", format, number, what was done], then ["ended", ..., what
+came of it, the error]: "same" samples, an "error" of the library, "refused" as a mistaken argument, no
+"memory", "other samples", or something "raw". Half of the mutations of values keep the checksums as they were
+(damage); half, told as "signed", compute them anew (an attacker). The last of each format raises the samples
+of a block by 20,000.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 # As a script: the folders beside this file are named like the packages.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kits"))
 
 import numpy as np
 import pyarrow as pa

@@ -25,7 +25,8 @@ _END_S = 10.0
 """A process in which a loader's actor does not end within that is not used again."""
 _CALLS = 16
 _STORE_BYTES = 256 << 20
-_TESTS = Path(__file__).parent
+_KITS = Path(__file__).parent
+_TESTS = _KITS.parent
 
 
 class Host:
@@ -85,7 +86,7 @@ def start_cluster() -> None:
 
 
 def _connect(**options: Any) -> None:
-    folders = [_TESTS.parent, _TESTS, *(path for path in (_TESTS / "dataflow").iterdir() if path.is_dir())]
+    folders = [_TESTS.parent, _KITS, *(path for path in (_TESTS / "dataflow").iterdir() if path.is_dir())]
     variables = {"PYTHONPATH": os.pathsep.join([*map(str, folders), *filter(None, sys.path)])}
     ray.init(log_to_driver=False, runtime_env={"env_vars": variables}, **options)
 

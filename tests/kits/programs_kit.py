@@ -3,7 +3,8 @@
 To start Python and to import torch takes 1.9 s of a core; to fork a process that has done so, milliseconds.
 A `Nursery` is such a process, with one thread and nothing but imports behind it. A program forked from it is
 executed in the real `__main__` and ends as any program does, with all that the interpreter does at its end.
-Tests of how a program is started (from a file, by `-m`, by `-c`) start theirs.
+Tests of how a program is started (from a file, by `-m`, by `-c`) start theirs. The commands of `dataflow` run
+in the process of the test.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from types import CodeType
 from typing import Any
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 WAIT_S = 60.0
 """Nothing here waits longer; a machine that is busy with other things may need some of it."""
 IMPORTED = ("dataflow.workers.process_main", "dataflow.loader", "psutil", "worker_kit")
@@ -207,7 +209,7 @@ class Script:
 
 def _search_path(*folders: Path) -> str:
     """Where a program looks for modules before those that are installed."""
-    return os.pathsep.join([*map(str, (*folders, HERE, HERE.parent)), os.environ.get("PYTHONPATH", "")])
+    return os.pathsep.join([*map(str, (*folders, HERE, ROOT)), os.environ.get("PYTHONPATH", "")])
 
 
 ANOTHER_THREAD = """
@@ -221,3 +223,15 @@ def run_script(text: str, *args: object, **options: Any) -> tuple[int, str, str]
     """Run a program to its end, with options of `Script`: exit code, output, errors."""
     with Script(text, *args, **options) as script:
         return script.end()
+
+
+def run_command(*arguments: object) -> tuple[int, str]:
+    """Exit code and everything printed by a command of `dataflow`, without indents and runs of spaces."""
+    from click.testing import CliRunner
+
+    from dataflow.tools.cli import main
+
+    result = CliRunner().invoke(main, [*map(str, arguments)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, "\n".join(" ".join(line.split()) for line in result.output.splitlines())

@@ -1,12 +1,22 @@
-"""Which combinations of several arguments a test tries, where all of them would test the same thing again."""
+"""Which values and combinations of arguments a test tries, where all would test the same thing again."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+
+def in_full(*values: Any) -> list[Any]:
+    """Values of a parameter that have a representative among others: tried with `--full`."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+def others_in_full(values: Iterable[Any], *representatives: Any) -> list[Any]:
+    """All values of a parameter: the others of them are tried with `--full`."""
+    return [one for value in values for one in ([value] if value in representatives else in_full(value))]
 
 
 def meeting_in_pairs(*axes: Collection[Any]) -> list[tuple[Any, ...]]:

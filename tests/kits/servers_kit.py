@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parent / "servers"
+SCRIPTS = Path(__file__).parents[1] / "servers"
 START_S = 100.0
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """The key of Azurite's development account, the same everywhere."""

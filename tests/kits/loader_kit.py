@@ -1,19 +1,16 @@
-"""Lets tests of loaders over shards run over other builders than those that a loader would choose.
+"""Loaders over shards, seen from behind: the engine, the newest session, and who builds.
 
 `pytest --builders process` builds all batches in processes, also those that are copies alone; `ray`: actors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-import pytest
-
-from dataflow import Topology
+from dataflow import DataLoader, Topology
 from dataflow.stream import builders, loader, session
 from dataflow.stream.builders import BuilderPlan
+from dataflow.stream.loader import StreamLoader
 from dataflow.stream.plan import StreamPlan
+from dataflow.stream.session import Session
 from dataflow.stream.settings import StreamSettings
 
 reads_here = False
@@ -21,14 +18,18 @@ reads_here = False
 _NUMBER = {"main": 0, "thread": 2, "process": 2, "ray": 2}
 
 
-def in_full(*values: Any) -> list[Any]:
-    """Values of a parameter that have a representative among others: tried with `--full`."""
-    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+def stream_of(loader: DataLoader) -> StreamLoader:
+    """The engine of a loader over shards."""
+    stream = loader._stream
+    assert stream is not None
+    return stream
 
 
-def others_in_full(values: Iterable[Any], *representatives: Any) -> list[Any]:
-    """All values of a parameter: the others of them are tried with `--full`."""
-    return [one for value in values for one in ([value] if value in representatives else in_full(value))]
+def session_of(loader: DataLoader) -> Session:
+    """What serves the newest loop, or waits for the next."""
+    session = stream_of(loader).sessions.newest
+    assert session is not None
+    return session
 
 
 def build_in(workers: str) -> None:
