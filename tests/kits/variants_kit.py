@@ -9,10 +9,10 @@ _BY_FILE = {
     "benchmarks/test_adaptive.py": {
         "test_it_is_near_the_best_static_setting_in_hindsight": 3,
     },
-    "dataflow/batch/test_image_lists.py": {
+    "dataflow/outputs/test_image_lists.py": {
         "test_a_batch_is_the_images_of_the_plain_loop": 3,
     },
-    "dataflow/datasets/test_missing.py": {
+    "dataflow/sources/test_missing.py": {
         "test_absent_members_are_what_was_declared": 3,
         "test_what_is_filtered_out_raises_nothing": 3,
     },
@@ -42,18 +42,18 @@ _BY_FILE = {
     "dataflow/grad/test_strategies_bytes.py": {
         "test_what_a_strategy_says_is_what_the_sockets_sent": 2,
     },
-    "dataflow/stream/test_batched_weights.py": {
+    "dataflow/mixture/test_batched_weights.py": {
         "test_global_batches_are_the_same_for_any_number_of_ranks": 3,
         "test_weights_set_at_the_last_batch_of_an_epoch_are_in_its_state": 2,
     },
-    "dataflow/stream/test_found_lengths.py": {
+    "dataflow/lengths/test_found_lengths.py": {
         "test_a_grad_schedule_steps_and_goes_on_over_all_tails": 3,
         "test_a_state_goes_on_with_another_number_of_ranks": 3,
         "test_a_state_resumes_after_any_batch": 3,
         "test_all_tails_leave_out_or_fill_up_the_last_batch": 3,
         "test_once_all_lengths_were_found_later_loaders_know_them": 3,
     },
-    "dataflow/stream/test_found_mixture.py": {
+    "dataflow/lengths/test_found_mixture.py": {
         "test_every_number_of_ranks_delivers_the_same_global_batches": 3,
     },
     "dataflow/stream/test_lifetimes.py": {
@@ -62,7 +62,7 @@ _BY_FILE = {
     "dataflow/stream/test_loader_exactness.py": {
         "test_ranks_together_deliver_every_sample_of_every_format": 3,
     },
-    "dataflow/stream/test_loader_lengths.py": {
+    "dataflow/lengths/test_loader_lengths.py": {
         "test_all_worlds_deliver_one_sequence_of_units": 3,
         "test_batches_hold_what_the_plan_says_element_by_element": 3,
         "test_megabatches_that_grow_hold_what_the_plan_says_and_a_state_resumes_in_any": 3,
@@ -71,16 +71,16 @@ _BY_FILE = {
     "dataflow/stream/test_loader_state.py": {
         "test_resumes_at_every_position_under_every_shuffle": 2,
     },
-    "dataflow/stream/test_mixture_loader.py": {
+    "dataflow/mixture/test_mixture_loader.py": {
         "test_delivers_what_positions_and_source_orders_say": 3,
         "test_global_batches_are_one_list_for_one_to_four_ranks": 3,
         "test_ranks_deliver_their_parts_under_every_tail": 3,
         "test_resumes_at_every_position": 3,
     },
-    "dataflow/stream/test_mixture_weights.py": {
+    "dataflow/mixture/test_mixture_weights.py": {
         "test_weights_set_at_the_last_batch_of_an_epoch_are_in_its_state": 3,
     },
-    "dataflow/stream/test_packed_mixture.py": {
+    "dataflow/lengths/test_packed_mixture.py": {
         "test_a_run_goes_on_with_other_ranks": 3,
         "test_all_worlds_deliver_one_sequence_of_units": 3,
         "test_batches_hold_what_the_plan_says_element_by_element": 3,
