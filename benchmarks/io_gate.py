@@ -74,15 +74,19 @@ REGIMES = (
 
 
 class Rotating:
-    """Turns of windows, way after way."""
+    """Turns of windows, way after way. A policy of the I/O gate."""
 
     def __init__(self) -> None:
-        from dataflow.grad.gate import Way
+        from dataflow.grad.adapt.io_gate import GateDecision, Way
 
+        self.decision = GateDecision(Way.OPEN, "in turns", {})
         self._ways = [Way(name) for name in WAYS]
 
-    def __call__(self, window: int) -> Any:
+    def way(self, window: int) -> Any:
         return self._ways[window // TURN % len(self._ways)]
+
+    def ended(self, window: int, seconds: float, held_reads: int) -> None:
+        pass
 
 
 class Made:

@@ -127,9 +127,16 @@ def test_sharding_knows_no_torch_threads_or_clocks(module: Path) -> None:
     assert not (imported_packages(module) & NEVER_IN_SHARDING) - allowed
 
 
+TORCH_IN_PREFETCH = {
+    "prefetch/memory/device.py",
+    *(f"prefetch/ipc/{name}.py" for name in ("batch_writer", "generators", "payload", "pipe", "server")),
+}
+"""Where batches are copied to a device, and where tensors get from one process to another."""
+
+
 @every(modules_of("prefetch"))
-def test_prefetch_imports_torch_only_where_it_copies_to_a_device(module: Path) -> None:
-    assert ("torch" in imported_packages(module)) == (module == Path("prefetch/memory/device.py"))
+def test_prefetch_imports_torch_only_where_tensors_leave_this_process(module: Path) -> None:
+    assert ("torch" in imported_packages(module)) == (str(module) in TORCH_IN_PREFETCH)
 
 
 @every(modules_of("dataflow"))

@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 
 from dataflow.actors.cluster import Versions
 from dataflow.actors.reading import BlockReader, ChunkReads, ReadCounts, ReadPlan
+from dataflow.batch.builder import BuildSettings
 from dataflow.outputs.columns import ChunkRows
-from dataflow.processes.builder_main import BuilderJob, BuilderLoop, BuilderMessage, CrossedError
-from dataflow.processes.payload import PackedObject, pack, unpack
-from dataflow.processes.shipped import shipped_rows
+from dataflow.processes.builder_main import BuildTask
+from dataflow.processes.shipped import SampleErrorOf, shipped_rows
 from prefetch.engine.pool import PriorityPool
+from prefetch.ipc.payload import PackedObject, pack, unpack
+from prefetch.ipc.protocol import RemoteError, WorkerLoop, WorkerMessage, WorkerRequest
 from prefetch.memory.arena import Arena
 
 Layout = tuple[int, int, int]
@@ -38,7 +40,7 @@ class ActorResponse(NamedTuple):
     """What an actor says of a chunk; what it means to hand over follows as an object of its own."""
 
     kind: int
-    """A `BuilderResult`."""
+    """Of `WorkerResult`."""
     nbytes: int
     layout: Layout
     counts: ReadCounts = ReadCounts()
@@ -59,45 +61,60 @@ def packed_bytes(packed: PackedObject) -> NDArray[np.uint8]:
     return memory
 
 
-class _ActorLoop(BuilderLoop):
-    """The loop of an actor: queues for messages, objects in Ray's store for batches."""
+class _CallTransport:
+    """Implements `Transport` by calls of a method. Ray's store has what is responded."""
 
-    def __init__(self, name: str, arena: Arena) -> None:
-        super().__init__(name)
-        self._arena = arena
-        self._reading: dict[int, ChunkReads] = {}
-        """By number of the chunk: those whose values are read here."""
-        self.messages: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
-        self.responses: dict[int, queue.SimpleQueue[Any]] = {}
+    def __init__(self) -> None:
+        self._requests: queue.SimpleQueue[WorkerRequest] = queue.SimpleQueue()
+        self._responses: dict[int, queue.SimpleQueue[tuple[ActorResponse, Any]]] = {}
         """By number of the chunk: where the call that waits for it looks."""
 
-    def run(self, job: BuilderJob) -> None:
-        """Build until the process ends."""
-        torch.set_num_threads(1)
-        self.open(lambda: job, self._arena)
-        self.serve()
+    def send(self, request: WorkerRequest) -> queue.SimpleQueue[tuple[ActorResponse, Any]]:
+        """Give the task a request; gives where the response will be."""
+        responses = self._responses[request.task] = queue.SimpleQueue()
+        self._requests.put(request)
+        return responses
 
-    def _receive(self) -> tuple[int, int, Any]:
-        return self.messages.get()
+    def receive(self) -> WorkerRequest:
+        """See `Transport`."""
+        return self._requests.get()
 
-    def _respond(self, kind: int, obj: Any) -> None:
+    def respond(self, kind: int, task: int, obj: Any, generation: int = 0) -> None:
+        """See `Transport`."""
         packed = pack(obj)
         response = ActorResponse(kind, packed.nbytes, packed.layout)
-        self.responses.pop(self._chunk).put((response, packed_bytes(packed)))
+        self._responses.pop(task).put((response, packed_bytes(packed)))
 
-    def _rows(self, chunk: Any, *place: Any) -> ChunkRows:
-        (values,) = place
+
+class _ActorInputs:
+    """Implements `ChunkInputs`: values that Ray has brought, or that are read here."""
+
+    def __init__(self) -> None:
+        self._reading: dict[int, ChunkReads] = {}
+        """By number of the chunk: those whose values are read here."""
+
+    def rows(self, number: int, error_of: SampleErrorOf, chunk: Any, *where: Any) -> ChunkRows:
+        """See `ChunkInputs`."""
+        (values,) = where
         if isinstance(values, Exception):
             raise values
         if isinstance(values, ChunkReads):
-            self._reading[self._chunk] = values
+            self._reading[number] = values
             return values.rows()
-        return shipped_rows(chunk, values, self._error_of)
+        return shipped_rows(chunk, values, error_of)
 
-    def _release(self, *, is_built: bool) -> None:
-        reading = self._reading.pop(self._chunk, None)
+    def release(self, number: int, *, is_built: bool) -> None:
+        """See `ChunkInputs`."""
+        reading = self._reading.pop(number, None)
         if reading is not None:
             reading.close(is_built=is_built)
+
+
+def _build(name: str, transport: _CallTransport, settings: BuildSettings, arena: Arena) -> None:
+    """Build until the process ends."""
+    torch.set_num_threads(1)
+    loop = WorkerLoop(transport)
+    loop.run(BuildTask(name, loop, _ActorInputs(), settings=settings, arena=arena).serve)
 
 
 def _begun(reader: BlockReader, chunk: ReadPlan) -> ChunkReads | Exception:
@@ -118,7 +135,7 @@ class BuilderActor:
     """Builds chunks for one rank of one training process. Methods run in threads of Ray."""
 
     def __init__(self) -> None:
-        self._loop: _ActorLoop | None = None
+        self._transport = _CallTransport()
         self._pool: PriorityPool | None = None
         """The thread that builds."""
         self._reader: BlockReader | None = None
@@ -128,19 +145,20 @@ class BuilderActor:
         """Where it runs; before it is sent anything."""
         return ActorPlace(os.getpid(), platform.node(), Versions.here())
 
-    def open(self, name: str, packed: NDArray[np.uint8], layout: Layout) -> CrossedError | None:
+    def open(self, name: str, packed: NDArray[np.uint8], layout: Layout) -> RemoteError | None:
         """Take what all chunks have in common, and look whether its shards are there; gives what fails."""
         arena = Arena(limit_bytes=_KEPT_BYTES)
         try:
-            job, datasets = unpack(packed.copy(), *layout)  # Ray's memory is read-only
+            in_torch, settings, datasets = unpack(packed.copy(), *layout)  # Ray's memory is read-only
+            in_torch.apply()
             if datasets:
-                self._reader = BlockReader(datasets, arena, job.limit_bytes // _KEPT_SHARE, seed=job.seed)
+                kept_bytes = settings.limit_bytes // _KEPT_SHARE
+                self._reader = BlockReader(datasets, arena, kept_bytes, seed=settings.seed)
                 self._reader.check(name)
         except Exception as error:
-            return CrossedError.of(error, name)
-        self._loop = _ActorLoop(name, arena)
+            return RemoteError.of(error, name)
         self._pool = PriorityPool(1, "dataflow-build")
-        self._pool.submit(0, partial(self._loop.run, job))
+        self._pool.submit(0, partial(_build, name, self._transport, settings, arena))
         return None
 
     def handle(self, kind: int, number: int, content: Any, memory: Any) -> tuple[ActorResponse, Any]:
@@ -148,14 +166,12 @@ class BuilderActor:
 
         `memory`: with the stored values of the chunk; an argument of its own, which Ray's store takes.
         """
-        assert self._loop is not None
         if memory is not None:
             content = (*content, memory)
-        elif self._reader is not None and kind == BuilderMessage.BUILD:
+        elif self._reader is not None and kind == WorkerMessage.TASK:
             content = (*content, _begun(self._reader, content[0]))
-        responses = self._loop.responses[number] = queue.SimpleQueue()
-        self._loop.messages.put((kind, number, content))
-        del content, memory  # the loop has them until the chunk is built
+        responses = self._transport.send(WorkerRequest(kind, number, content))
+        del content, memory  # the task has them until the chunk is built
         response, packed = responses.get()
         if self._reader is not None:
             response = response._replace(counts=self._reader.take_counts())

@@ -41,16 +41,17 @@ from dataflow.actors.cluster import (
     Versions,
     connected_ray,
 )
-from dataflow.actors.reading import ReadPlan, only_read, read_plan
+from dataflow.actors.reading import only_read, read_plan
+from dataflow.batch.builder import BuildSettings
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.output import staged_outputs
-from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResult, CrossedError
 from dataflow.processes.hand_out import ASSIGNED, RemoteBuild, RemoteBuilders, chunk_of
-from dataflow.processes.payload import pack, unpack
-from dataflow.processes.shipped import ShippedChunk, ship
+from dataflow.processes.shipped import ship
 from dataflow.staging.source import Traffic
 from prefetch.engine.builders import Build
-from prefetch.errors import EngineClosedError
+from prefetch.ipc.batch_writer import TorchSettings
+from prefetch.ipc.payload import pack, unpack
+from prefetch.ipc.protocol import RemoteError, WorkerMessage, WorkerResult
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.guards import FileGuards
 from prefetch.work import Piece, Task
@@ -102,8 +103,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
     """`Builders` that are actors of a Ray cluster.
 
     Args:
-        job: what all chunks have in common.
-        num_builders: actors to use.
+        settings: what all chunks have in common; `num_builders` of them: the actors to use.
         num_ranks: that share the cluster.
         guards: keep mapped files at their length while their values are copied.
         decide: whether a bad sample is left out.
@@ -118,8 +118,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
 
     def __init__(
         self,
-        job: BuilderJob,
-        num_builders: int,
+        settings: BuildSettings,
         *,
         guards: FileGuards,
         decide: Callable[[SampleError], bool],
@@ -130,14 +129,15 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         datasets: Sequence[ShardedDataset] = (),
         initializer: Task | None = None,
     ) -> None:
-        super().__init__(num_builders, decide=decide)
-        self._outputs, self._guards = staged_outputs(job.outputs), guards
+        super().__init__(settings.num_builders, decide=decide)
+        self._outputs, self._guards = staged_outputs(settings.outputs), guards
         self._arena, self._on_return, self._ships = arena, on_return, not datasets
         # A chunk comes whole: a part of it would be a call more, which costs this process 3 ms.
-        job = replace(job, hand_over_s=math.inf)
+        settings = replace(settings, hand_over_s=math.inf)
         self._traffic, self._num_ranks = traffic, num_ranks
         try:
-            packed = pack((job, [*map(only_read, datasets)]), by_value=True)  # our main module is not theirs
+            job = TorchSettings.here(), settings, [*map(only_read, datasets)]
+            packed = pack(job, by_value=True)  # our main module is not theirs
         except Exception as error:
             raise ValueError(
                 f"a function that builds batches cannot be sent to Ray actors ({error}): make what it uses "
@@ -151,7 +151,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._num_started = self._num_failed_starts = 0
         self._events: queue.SimpleQueue[Task] = queue.SimpleQueue()
         """What has come, for the thread that hands out. Ray's thread and the engine put it there."""
-        self._num_wanted = min(num_builders, ClusterNodes.of(self._ray).actors_of(num_ranks))
+        self._num_wanted = min(self.num_builders, ClusterNodes.of(self._ray).actors_of(num_ranks))
         """Actors that are asked for by now."""
         self._is_patient = True
         """Whether an actor that reserves no CPU is yet to be asked for, if no other begins."""
@@ -241,7 +241,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         opened = actor.handle.open.remote(actor.name, self._job, self._layout).future()
         self._when_there(opened, partial(self._use, actor))
 
-    def _use(self, actor: _Actor, opened: futures.Future[CrossedError | None]) -> None:
+    def _use(self, actor: _Actor, opened: futures.Future[RemoteError | None]) -> None:
         """An actor can be sent chunks, unless it cannot read the shards, or lacks a module."""
         if actor.is_lost or not self._is_answered(actor, opened):
             return
@@ -291,8 +291,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._kill(actor)  # where only the way to it is lost: nobody would use it any more
         with self._lock:
             self._actors.remove(actor)
-            builds = [one for one in self._assigned.values() if one.builder is actor]
-        for one in builds:
+        for one in self._builds_of(actor):
             self._lose(one, death)
 
     def _death_error(self, one: _ActorBuild) -> BuilderActorError:
@@ -348,31 +347,19 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         # Of several that have as little to do one that has had a window of the chunk.
         return min(ready, key=lambda actor: (loads[actor], actor.windows.isdisjoint(needs)), default=None)
 
-    def _begin(self, one: _ActorBuild, builder: _Actor) -> None:
-        """As in `RemoteBuilders`. Where the actor does not read, Ray's store has the values then."""
+    def _content(self, one: _ActorBuild) -> tuple[Any, ...]:
         chunk = chunk_of(one.build)
-        try:
-            if one.build.is_cancelled:
-                raise EngineClosedError("the loader was closed while the batch was built")
-            shipped: ShippedChunk | ReadPlan
-            memory = None
-            if self._ships:
-                with self._guards.loading():
-                    shipped, memory = ship(chunk.plan, chunk.rows, self._outputs, self._arena)
-            else:
-                shipped = read_plan(chunk.plan, chunk.rows)
-        except BaseException as error:
-            self._end(one, error)
-            return
-        builder.windows = _window_names(one)
-        self._assign(one, builder)
-        self._call(one, BuilderMessage.BUILD, (shipped, one.num_added), memory)
+        if not self._ships:
+            return read_plan(chunk.plan, chunk.rows), one.num_added, None
+        with self._guards.loading():
+            shipped, memory = ship(chunk.plan, chunk.rows, self._outputs, self._arena)
+        return shipped, one.num_added, memory  # which Ray's store has once it is sent
 
     def _send(self, one: _ActorBuild, kind: int, content: Any = None) -> None:
-        self._call(one, kind, content, None)
-
-    def _call(self, one: _ActorBuild, kind: int, content: Any, memory: Any) -> None:
-        actor: _Actor = one.builder
+        actor, memory = one.builder, None
+        if kind == WorkerMessage.TASK:
+            actor.windows = _window_names(one)
+            *content, memory = content  # an argument of its own, which Ray's store takes
         method = actor.handle.handle.options(num_returns=2)
         response, packed = method.remote(kind, one.build.number, content, memory)
         # By its number: what Ray still refers to when we are closed must not keep the chunk's memory.
@@ -389,7 +376,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._traffic.add(*head.counts)
         more_bytes = rounded_bytes(head.nbytes) - one.charged_bytes
         # Built anew, it has its credits already, and maybe a few bytes too many of them.
-        if head.kind == BuilderResult.BATCHES and more_bytes > 0:
+        if head.kind == WorkerResult.BATCH and more_bytes > 0:
             one.charged_bytes += more_bytes
             one.build.add(Piece(slot_bytes=more_bytes))
         self._when_there(packed.future(), partial(self._take, number, actor, head))
@@ -413,7 +400,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         one = self._build_of(number, actor, packed)
         if one is None:
             return
-        is_charged = head.kind == BuilderResult.BATCHES
+        is_charged = head.kind == WorkerResult.BATCH
         give_back = self._on_return(one.charged_bytes) if is_charged else None
         slot = self._arena.lease(head.nbytes, give_back)
         np.copyto(slot, packed.result())

@@ -70,8 +70,6 @@ class Postprocessing:
     collate: Callable[[list[Any]], Any] | None
     """Samples -> batch; None keeps the columns."""
     batch_transform: BatchFn | None
-    on_bad: Callable[[SampleError], bool]
-    """Decides about a bad sample: True skips it; may raise."""
     batching: Batching | None = None
     """How batches depend on lengths."""
     mark_repeats: bool = False
@@ -111,12 +109,31 @@ class Postprocessing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildContext:
-    """What all chunks of a stream are built with, wherever that is."""
+class BuildSettings:
+    """How all chunks of a stream are built: all that builders of other processes are sent of it."""
 
     outputs: Sequence[Output]
     seed: int
     postprocessing: Postprocessing
+    charge_bytes: int
+    """Small batches are charged together once they take so much: to charge costs as much as to make one."""
+    limit_bytes: int = sys.maxsize
+    """The memory limit: of the decoded value of a sample, and of what all builders make together."""
+    num_builders: int = 1
+    hand_over_s: float = math.inf
+    """Once building took so long, what is finished is handed over before the chunk is whole."""
+    is_pinned: bool = False
+    """Whether the training process page-locks what it views of other processes: whole slabs, so that these
+    copy batches there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildContext:
+    """What builders of one process build chunks with."""
+
+    settings: BuildSettings
+    on_bad: Callable[[SampleError], bool]
+    """Decides about a bad sample: True skips it; may raise."""
     arena: Arena
     guards: FileGuards
     on_return: Callable[[int], Callable[[], None]]
@@ -124,20 +141,14 @@ class BuildContext:
     closing: threading.Event
     """Set when nobody wants the batches any more: building ends with the sample that it is at."""
     heap: HeapKeeper
-    charge_bytes: int
-    """Small batches are charged together once they take so much: to charge costs as much as to make one."""
-    sample_bytes: int = sys.maxsize
-    """The most that the decoded value of a sample may take: the memory limit."""
     ships_values: bool = False
     """Whether chunks are built elsewhere, and stored values are copied for it."""
     row_bytes: int | None = None
     """Of a row of a batch, about, where whoever builds it reads it, too; None: windows are staged here."""
     seed_globals: Callable[[int], None] | None = None
     """Seeds the global generators with a key; None: they are the training code's."""
-    hand_over_s: float = math.inf
-    """Once building took so long, what is finished is handed over before the chunk is whole."""
     now: Callable[[], float] = time.perf_counter
-    """The clock for it, in seconds."""
+    """The clock for `hand_over_s`, in seconds."""
     pin: BatchFn | None = None
     """Moves a batch to page-locked memory, but for what lies in slots; None: it may be anywhere."""
     told: set[str] = field(default_factory=set)
@@ -189,11 +200,12 @@ class BatchBuilder:
     """Builds the batches of one chunk."""
 
     def __init__(self, context: BuildContext, plan: ChunkPlan, rows: ChunkRows) -> None:
-        self.context, self.plan, self.rows = context, plan, rows
+        self.context, self.settings = context, context.settings
+        self.plan, self.rows = plan, rows
         self.built: list[BuiltColumn] = []
         self.leased_bytes = 0
         """Of slots within the chunk's credits; known when `finish` has ended."""
-        self._randomness = Randomness(context.seed, plan.epoch)
+        self._randomness = Randomness(context.settings.seed, plan.epoch)
         self.columns: ChunkColumns | None = None
 
     def open(self) -> None:
@@ -205,10 +217,10 @@ class BatchBuilder:
             self._randomness,
             may_load=all(part.window.may_load for part in rows.parts),
             closing=context.closing,
-            sample_bytes=context.sample_bytes,
+            sample_bytes=context.settings.limit_bytes,
             on_return=context.on_return,
         )
-        self.built = [output.build(self.columns) for output in context.outputs]
+        self.built = [output.build(self.columns) for output in context.settings.outputs]
 
     def begin(self) -> Sequence[Callable[[], None]]:
         """Copy what is copied; give the parts that decode."""
@@ -233,7 +245,7 @@ class BatchBuilder:
     def _pieces(self, columns: ChunkColumns) -> Iterator[Piece[Delivered]]:
         context, sizes = self.context, list[int](self.plan.sizes.tolist())
         values = [self._values(built, sizes) for built in self.built]
-        names = [output.name for output in context.outputs]
+        names = [output.name for output in context.settings.outputs]
         batches = (dict(zip(names, batch, strict=True)) for batch in zip(*values, strict=True))
         if self.is_planned:
             numbered = enumerate(zip(batches, sizes, strict=True), self.plan.first_batch)
@@ -262,11 +274,11 @@ class BatchBuilder:
             heap_bytes, most_bytes = heap_bytes + own_bytes, max(most_bytes, own_bytes)
             row += size
             is_last = row == self.rows.num_rows
-            is_due = not is_last and context.now() - began_s >= context.hand_over_s
-            if is_last or is_due or ahead or heap_bytes >= context.charge_bytes:
+            is_due = not is_last and context.now() - began_s >= context.settings.hand_over_s
+            if is_last or is_due or ahead or heap_bytes >= context.settings.charge_bytes:
                 context.heap.made(heap_bytes)
                 # While samples are put together, they are there as well as their batch.
-                made_bytes = heap_bytes + (most_bytes if context.postprocessing.takes_samples else 0)
+                made_bytes = heap_bytes + (most_bytes if context.settings.postprocessing.takes_samples else 0)
                 piece = Piece(delivered, heap_bytes=heap_bytes, made_bytes=made_bytes, is_due=is_due)
                 delivered, heap_bytes, most_bytes = [], 0, 0
                 yield piece
@@ -288,8 +300,8 @@ class BatchBuilder:
         """
         return (
             built.each is not None
-            and self.context.postprocessing.transforms_one_by_one
-            and (self.plan.pieces is None or self.context.postprocessing.collate is not None)
+            and self.settings.postprocessing.transforms_one_by_one
+            and (self.plan.pieces is None or self.settings.postprocessing.collate is not None)
         )
 
     def _seed_globals(self, row: int, *, of_batch: bool) -> None:
@@ -302,9 +314,9 @@ class BatchBuilder:
     def is_planned(self) -> bool:
         """Whether what it takes was known before: nothing of the user's runs, and no object is made."""
         assert self.columns is not None
-        if self.columns.bad or self.columns.remarks or self.context.postprocessing.does_something:
+        if self.columns.bad or self.columns.remarks or self.settings.postprocessing.does_something:
             return False
-        return all(output.is_view for output in self.context.outputs)
+        return all(output.is_view for output in self.settings.outputs)
 
     def delivered(self, number: int, batch: dict[str, Any], row: int, size: int) -> Delivered:
         """A batch, whose columns are built and whose rows begin at `row`, with all done to it."""
@@ -333,7 +345,7 @@ class BatchBuilder:
     def _finish_batch(
         self, number: int, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
     ) -> tuple[Any, int]:
-        steps, columns = self.context.postprocessing, self.columns
+        steps, columns = self.settings.postprocessing, self.columns
         assert columns is not None
         dropped = {r - row for r in columns.bad if row <= r < row + size}
         for r in sorted(dropped):
@@ -375,7 +387,7 @@ class BatchBuilder:
         flags = self.plan.repeats[number - self.plan.first_batch]
         if self.plan.pieces is None:
             return flags[kept]
-        batching = self.context.postprocessing.batching
+        batching = self.settings.postprocessing.batching
         assert batching is not None
         return flags if batching.rows_are_units else np.full(len(kept), flags[0])
 
@@ -384,7 +396,7 @@ class BatchBuilder:
     ) -> tuple[list[Any], NDArray[np.int64]]:
         """The samples that the transforms made, and which rows of the batch these are."""
         samples, transformed, num_skipped = [], [], len(skipped)
-        outputs, transforms = self.context.outputs, self.context.postprocessing.transforms
+        outputs, transforms = self.settings.outputs, self.settings.postprocessing.transforms
         origins = self.rows.find_all(first + kept)
         columns = self.columns
         assert columns is not None
@@ -437,12 +449,12 @@ class BatchBuilder:
 
     def _outcome(self, make: Callable[[], Any]) -> tuple[Any, str, BaseException | None]:
         """What a transform returned, why that is none, and what it raised."""
-        collate = self.context.postprocessing.collate
+        collate = self.settings.postprocessing.collate
         try:
             made = make()
             made, reason = collate.checked(made) if isinstance(collate, GatherSamples) else (made, "")
         except BaseException as error:
-            return None, transform_reason(error, [output.name for output in self.context.outputs]), error
+            return None, transform_reason(error, [output.name for output in self.settings.outputs]), error
         return made, reason, None
 
     def _collate(
@@ -451,9 +463,9 @@ class BatchBuilder:
         """The batch of samples, and which rows are in it: all but those that no batch can hold."""
         while samples:
             try:
-                return collated(samples, self.context.postprocessing.lists), kept
+                return collated(samples, self.settings.postprocessing.lists), kept
             except Exception as error:
-                misfit = misfit_of(samples, self.context.outputs, self.context.postprocessing.lists)
+                misfit = misfit_of(samples, self.settings.outputs, self.settings.postprocessing.lists)
                 if misfit is None:
                     raise
                 bad = self._misfit_error(misfit, first + kept)
@@ -478,7 +490,7 @@ class BatchBuilder:
         """Leave a sample out, or raise its error, as the user decided; not where the program was to end."""
         bad.__cause__ = cause
         raised = cause.__cause__ if isinstance(cause, SampleError) else cause  # of one item of the sample
-        if isinstance(raised, PROGRAM_ENDS) or not self.context.postprocessing.on_bad(bad):
+        if isinstance(raised, PROGRAM_ENDS) or not self.context.on_bad(bad):
             raise bad from cause
         if cause is not None:
             traceback.clear_frames(cause.__traceback__)  # they hold the sample
@@ -492,7 +504,7 @@ class BatchBuilder:
         return f"in {name} of {batch}, samples {samples}; it was given {described(argument)}"
 
     def _apply(self, sample: dict[str, Any], window: StagedRows, row: int, chunk_row: int) -> Any:
-        steps = self.context.postprocessing
+        steps = self.settings.postprocessing
         transform, wants_rng = steps.transforms[window.source_number]
         if transform is None:
             return sample

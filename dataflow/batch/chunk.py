@@ -50,7 +50,7 @@ class BatchChunk:
     ) -> None:
         """`windows`: those of `batches.parts`."""
         self._context, self._copies = context, copies
-        self.plan = ChunkPlan.of(plan, batches.first, batches.sizes, context.postprocessing)
+        self.plan = ChunkPlan.of(plan, batches.first, batches.sizes, context.settings.postprocessing)
         self.num_batches = len(batches)
         self.needs = tuple(windows)
         self.closes: list[StagedWindow] = []
@@ -65,7 +65,7 @@ class BatchChunk:
     @cached_property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged, about where they are only planned."""
-        outputs = self._context.outputs
+        outputs = self._context.settings.outputs
         if self._context.row_bytes is not None:
             return rounded_bytes(self.rows.num_rows * self._context.row_bytes)
         if self._copies is not None:
@@ -90,7 +90,7 @@ class BatchChunk:
 
     def _laid_bytes(self, output: Output) -> int:
         """Credits of what pieces of a column are laid into, packed or padded."""
-        steps, pieces = self._context.postprocessing, self.plan.pieces
+        steps, pieces = self._context.settings.postprocessing, self.plan.pieces
         if pieces is None or not steps.forms(output.name):
             return 0
         assert steps.batching is not None
@@ -124,7 +124,7 @@ class BatchChunk:
 
     def _copied_batches(self, copies: ChunkCopies) -> Iterator[Delivered]:
         """Batches that are copies alone: each is there when the consumer asks for it."""
-        builder, names = self._builder, [output.name for output in self._context.outputs]
+        builder, names = self._builder, [output.name for output in self._context.settings.outputs]
         views = [column.views for column in builder.built if column.views is not None]
         is_planned, epoch, sizes = builder.is_planned, self.plan.epoch, self.plan.sizes.tolist()
         builder.built, num_rows = [], self.rows.num_rows

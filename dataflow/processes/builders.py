@@ -9,35 +9,32 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.at_work import sample_text
+from dataflow.batch.builder import BuildSettings
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.output import staged_outputs
-from dataflow.processes.builder_main import BuilderJob, BuilderMessage, BuilderResponse, BuilderResult, run
+from dataflow.processes.builder_main import run
 from dataflow.processes.hand_out import MOST_DEATHS, RemoteBuild, RemoteBuilders, chunk_of
-from dataflow.processes.payload import MESSAGE_HEAD, PackedObject, pack, unpack, write_packed
-from dataflow.processes.server import BUILDER_MAIN, server_needs, start_context
 from dataflow.processes.shipped import ShippedChunk, ship
 from prefetch.engine.builders import Build
 from prefetch.engine.pool import place_in
-from prefetch.errors import EngineClosedError
-from prefetch.memory.device import register_pinned
+from prefetch.ipc.pipe import WorkerProcesses, packed_job
+from prefetch.ipc.protocol import WorkerRequest, WorkerResult
+from prefetch.ipc.server import start_context
 from prefetch.memory.guards import FileGuards
 from prefetch.work import Task
-from prefetch.workers.pool import WorkerDiedError, WorkerPool
-from prefetch.workers.shared_arena import Region, SharedFile
-from prefetch.workers.worker_start import ABOUT
+from prefetch.workers.pool import WorkerDiedError
+from prefetch.workers.shared_arena import Region
+from prefetch.workers.worker_start import ABOUT, WorkerResponse
 from sharding.errors import SampleError
 
 _INPUTS_IN_LIMIT = 8
@@ -58,8 +55,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
     """`Builders` that are processes of this machine.
 
     Args:
-        job: what all chunks have in common.
-        num_builders: processes.
+        settings: what all chunks have in common; `num_builders` of them: the processes.
         guards: keep mapped files at their length while their values are copied.
         decide: whether a bad sample is left out.
         give_back: hears of the bytes of batches that have died.
@@ -72,8 +68,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
 
     def __init__(
         self,
-        job: BuilderJob,
-        num_builders: int,
+        settings: BuildSettings,
         *,
         guards: FileGuards,
         decide: Callable[[SampleError], bool],
@@ -82,10 +77,11 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         on_start: Callable[[BaseException | None], None] | None = None,
         initializer: Task | None = None,
     ) -> None:
+        num_builders = settings.num_builders
         super().__init__(num_builders, decide=decide)
-        self._job, self._guards, self._give_back = job, guards, give_back
+        self._settings, self._guards, self._give_back = settings, guards, give_back
         self._is_asked = threading.Event()
-        """Set with each call, for the thread that has no processes to listen to."""
+        """Set with each call, for the thread that listens to no processes any more."""
         self._max_restarts, self.num_restarts = max_restarts, 0
         self._on_start, self._num_starting = on_start, num_builders
         self._started: set[int] = set()
@@ -94,31 +90,30 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         """Whether processes read what lies in files that are open here; not once one of them could not."""
         context = start_context(None)
         try:
-            packed = pack(job, by_value=context is None, share=True)
+            job = packed_job(settings, context)
         except Exception as error:
             raise ValueError(
                 f"a function that builds batches cannot be sent to builder processes ({error}): make what it "
                 'uses inside of it, or have threads build: workers="thread"'
             ) from error
-        # Regions: of the builders, ours, from which they read, and of those that replace builders.
-        self._regions = [*range(num_builders)]
-        self.file = SharedFile(
-            num_builders + 1 + max_restarts,
-            MESSAGE_HEAD + packed.nbytes,
-            register_pinned if job.is_pinned else None,
+        self._processes = WorkerProcesses(
+            run,
+            num_builders,
+            job,
+            context=context,
+            num_spare=1 + max_restarts,
+            pins=settings.is_pinned,
+            region_limit=settings.limit_bytes // num_builders,
         )
+        self.file = self._processes.file
         try:
-            write_packed(self.file, packed)
-            own = self.file.region_offset(num_builders)
-            self._region = Region(
-                self.file.fd, own, self.file.region_bytes, job.limit_bytes // _INPUTS_IN_LIMIT
-            )
+            own, limit_bytes = self.file.region_offset(num_builders), settings.limit_bytes // _INPUTS_IN_LIMIT
+            self._region = Region(self.file.fd, own, self.file.region_bytes, limit_bytes)
+            """Ours, behind those of the first processes: they read chunks' values from it."""
         except BaseException:
-            self.file.close()
+            self._processes.close(stop_s=0)
             raise
-        self._pool: WorkerPool | None = None
-        """Opened in the thread: where a fork server must start first, that takes a second or two."""
-        self._start(partial(self._run, packed, context), initializer)
+        self._start(self._run, initializer)
 
     # ---- for the engine -----------------------------------------------------------------------------------
 
@@ -133,9 +128,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         busy = dict.fromkeys(
             one.builder for one in builds.values() if one.is_active and one.builder is not None
         )
-        if self._pool is None:
-            return []
-        pids = {n: self._pool.known_pid(n) for n in busy}
+        pids = {n: self._processes.pool.known_pid(n) for n in busy}
         return [
             f"in builder process {n} (pid {pid}){'' if at else self._standing(n, builds)}"
             if pid
@@ -145,8 +138,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
 
     def _standing(self, process: int, builds: Mapping[int, _ProcessBuild]) -> str:
         """Function, line and sample that a process is at, in words; "" where it does not say so in time."""
-        assert self._pool is not None
-        _, is_told, told = self._pool.about(process).rpartition(ABOUT)
+        _, is_told, told = self._processes.pool.about(process).rpartition(ABOUT)
         if not is_told:  # it runs code that lets no other run
             place = place_in(told)
             return f", {place}" if place else ""
@@ -157,24 +149,18 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
 
     def _wake(self) -> None:
         self._is_asked.set()
-        if self._pool is not None:
-            self._pool.wake()
+        self._processes.pool.wake()
 
     def _end_builders(self) -> None:
-        if self._pool is not None and self._on_start is not None:  # others build meanwhile: nobody waits
-            self._pool.close(stop_s=0, is_early=True)
-        elif self._pool is not None:
-            self._pool.close()
+        if self._on_start is not None:  # others build meanwhile: nobody waits
+            self._processes.close(stop_s=0, is_early=True)
+        else:
+            self._processes.close()
         self._on_start = None
-        self.file.close()
 
     # ---- the thread that hands out ------------------------------------------------------------------------
 
-    def _run(self, packed: PackedObject, context: BaseContext | None) -> None:
-        try:
-            self._pool = self._opened(packed, context)
-        except Exception as error:
-            self._fail(error)
+    def _run(self) -> None:
         while not self._is_stopped:
             try:
                 self._hand_out()
@@ -183,30 +169,18 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
                 self._fail(error)
         self._end_builders()  # here, too: after a time-out nobody waits for us
 
-    def _opened(self, packed: PackedObject, context: BaseContext | None) -> WorkerPool:
-        return WorkerPool(
-            run,
-            self.num_builders,
-            self.file,
-            record_fields=len(BuilderResponse._fields),
-            context=context,
-            needs=server_needs(packed.modules, BUILDER_MAIN),
-            passed=[fd for fd, _ in packed.shared],
-            region_limit=self._job.limit_bytes // self.num_builders,
-        )
-
     def _listen(self) -> None:
-        """Take what processes say, or wait for the engine where there are none."""
-        if self._failure is not None or self._pool is None:
+        """Take what processes say, or wait for the engine where nobody will listen to them any more."""
+        if self._failure is not None:
             self._is_asked.wait()
             self._is_asked.clear()
             return
         try:
-            responses = self._pool.wait(None)
+            responses = self._processes.pool.wait(None)
         except WorkerDiedError as error:
-            self._recover(self._pool, error)
+            self._recover(error)
             return
-        for response in map(BuilderResponse._make, responses):
+        for response in responses:
             self._take(response)
 
     def _fail(self, error: BaseException) -> None:
@@ -227,57 +201,40 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
     def _choose(self, one: _ProcessBuild, loads: Counter[Any]) -> int:
         return min(range(self.num_builders), key=loads.__getitem__)
 
-    def _begin(self, one: _ProcessBuild, builder: int) -> None:
-        chunk = chunk_of(one.build)
-        try:
-            if one.build.is_cancelled:
-                raise EngineClosedError("the loader was closed while the batch was built")
-            if one.memory is None:  # else a process has had it, and died
-                with self._guards.loading():
-                    one.shipped, one.memory = ship(
-                        chunk.plan,
-                        chunk.rows,
-                        staged_outputs(self._job.outputs),
-                        self._region.arena,
-                        by_file=self._reads_files,
-                    )
-        except BaseException as error:
-            self._end(one, error)
-            return
-        self._assign(one, builder)
+    def _content(self, one: _ProcessBuild) -> tuple[Any, ...]:
+        if one.memory is None:  # else a process has had it, and died
+            chunk = chunk_of(one.build)
+            with self._guards.loading():
+                one.shipped, one.memory = ship(
+                    chunk.plan,
+                    chunk.rows,
+                    staged_outputs(self._settings.outputs),
+                    self._region.arena,
+                    by_file=self._reads_files,
+                )
         offset = self._region.offset_of(one.memory.__array_interface__["data"][0])
-        self._send(one, BuilderMessage.BUILD, (one.shipped, one.num_added, offset, len(one.memory)))
+        return one.shipped, one.num_added, offset, len(one.memory)
 
     def _send(self, one: _ProcessBuild, kind: int, content: Any = None) -> None:
-        process: int = one.builder
-        message = kind, one.build.number, content, self.file.take_returned(self._regions[process])
-        assert self._pool is not None
-        self._pool.send(process, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        self._processes.pool.send(one.builder, WorkerRequest(kind, one.build.number, content))
 
-    def _take(self, response: BuilderResponse) -> None:
+    def _take(self, response: WorkerResponse) -> None:
         """What a process says of itself, or of a chunk."""
-        process, nbytes = response.builder, 0
+        process, kind = response.runner, response.kind
         with self._lock:
-            one = self._assigned.get(response.chunk)
-        is_charged = one is not None and response.kind == BuilderResult.BATCHES
-
-        def view_at(offset: int, length: int) -> NDArray[np.uint8]:
-            nonlocal nbytes
-            nbytes += length
-            region = self._regions[process]
-            return self.file.view(region, offset, length, self._give_back if is_charged else None)
-
-        buffer = view_at(response.offset, response.nbytes)
-        obj = unpack(buffer, response.meta, response.meta_bytes, response.table, view_at)
-        del buffer
-        if response.kind == BuilderResult.READY:
+            one = self._assigned.get(response.task)
+        is_charged = one is not None and kind == WorkerResult.BATCH
+        obj = self._processes.unpack(response, self._give_back if is_charged else None)
+        if kind == WorkerResult.OPENED:
             self._num_starting -= 1
             with self._lock:
                 self._started.add(process)
                 self._note_busy()
-            if obj is not None or not self._num_starting:
-                self._all_started(None if obj is None else obj.restored())
-        elif one is not None and one.builder == process and response.kind == BuilderResult.STALE:
+            if obj is not None:
+                self._fail(obj.restored())
+            elif not self._num_starting:
+                self._all_started(None)
+        elif one is not None and one.builder == process and kind == WorkerResult.STALE:
             _log.info(
                 "builder process %d cannot read files of this one (%s): it is sent values", process, obj
             )
@@ -285,7 +242,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
             one.shipped = one.memory = None
             self._lose(one, None)
         elif one is not None and one.builder == process:
-            self._take_response(one, response.kind, obj, nbytes)
+            self._take_response(one, kind, obj, response.total)
 
     def _end(self, one: _ProcessBuild, error: BaseException | None) -> None:
         one.shipped = one.memory = None
@@ -293,12 +250,15 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
 
     # ---- deaths -------------------------------------------------------------------------------------------
 
-    def _recover(self, pool: WorkerPool, error: WorkerDiedError) -> None:
+    def _recover(self, error: WorkerDiedError) -> None:
         """Replace processes that have died, and have their chunks built again."""
         for process, _, _ in error.workers:
             with self._lock:
                 self._started.discard(process)
-            self._lose_all(process, error)
+            builds = self._builds_of(process)
+            culprit = next((one for one in builds if one.is_active), None)  # what it was at
+            for one in builds:
+                self._lose(one, error if one is culprit else None)
             if self.num_restarts == self._max_restarts:
                 self._fail(error)
                 return
@@ -307,17 +267,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
                 "%s Its chunks are built again in another process (%d of max_worker_restarts=%d).",
                 *(error, self.num_restarts, self._max_restarts),
             )
-            self.file.abandon(self._regions[process])
-            self._regions[process] = self.num_builders + self.num_restarts
-            pool.replace(process, self._regions[process])
-
-    def _lose_all(self, process: int, error: WorkerDiedError) -> None:
-        """Take chunks from a process that has died; the most urgent one is what it was at."""
-        with self._lock:
-            builds = [one for _, one in sorted(self._assigned.items()) if one.builder == process]
-        culprit = next((one for one in builds if one.is_active), None)
-        for one in builds:
-            self._lose(one, error if one is culprit else None)
+            self._processes.pool.replace(process)
 
     def _death_error(self, one: _ProcessBuild) -> WorkerDiedError:
         before, last = one.deaths

@@ -22,11 +22,13 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from dataflow.batch.builder import ChunkPlan
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.columns import ChunkRows
-from dataflow.processes.builder_main import BuilderMessage, BuilderResult, BuiltBatches, CrossedError
+from dataflow.processes.builder_main import BuiltBatches
 from dataflow.staging.window import StagedWindow
 from prefetch.engine.builders import Build, Builders
 from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
+from prefetch.errors import EngineClosedError
+from prefetch.ipc.protocol import RemoteError, WorkerMessage, WorkerResult
 from prefetch.work import Piece, Task
 from sharding.errors import SampleError
 
@@ -86,7 +88,7 @@ def _answer(question: tuple[Any, ...], build: Build[Delivered], decide: Callable
         num_notes = len(getattr(error, "__notes__", ()))
         return decide(error), getattr(error, "__notes__", [])[num_notes:]
     except Exception as raised:
-        return CrossedError.of(raised, "the training process")
+        return RemoteError.of(raised, "the training process")
 
 
 def chunk_of(build: Build[Delivered]) -> ShippableChunk:
@@ -193,8 +195,8 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         """Who is to build it, given the chunks that each has; None: nobody can. Under the lock."""
 
     @abstractmethod
-    def _begin(self, one: B, builder: Any) -> None:
-        """Send a chunk to a builder, but for the batches that were handed over."""
+    def _content(self, one: B) -> tuple[Any, ...]:
+        """What a builder is sent of a chunk. What it raises ends the chunk."""
 
     @abstractmethod
     def _send(self, one: B, kind: int, content: Any = None) -> None:
@@ -263,13 +265,25 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
             if one.builder is None:
                 self._queue(one)
             else:
-                self._send(one, BuilderMessage.GO_ON)
+                self._send(one, WorkerMessage.GO_ON)
         while (task := self._next_task()) is not None:
             one, builder = task
             if one.build.may_go_on():
                 self._begin(one, builder)
             else:
                 self._set_active(one, False)
+
+    def _begin(self, one: B, builder: Any) -> None:
+        """Send a chunk to a builder, but for the batches that were handed over."""
+        try:
+            if one.build.is_cancelled:
+                raise EngineClosedError("the loader was closed while the batch was built")
+            content = self._content(one)
+        except BaseException as error:
+            self._end(one, error)
+            return
+        self._assign(one, builder)
+        self._send(one, WorkerMessage.TASK, content)
 
     def _queue(self, one: B) -> None:
         with self._lock:
@@ -324,9 +338,9 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
 
     def _take_response(self, one: B, kind: int, obj: Any, slot_bytes: int = 0) -> None:
         """What a builder says of a chunk; `slot_bytes`: of its batches, if they are not charged yet."""
-        if kind == BuilderResult.QUESTION:
-            self._send(one, BuilderMessage.ANSWER, one.answers.to(obj, one.build, self._decide))
-        elif kind == BuilderResult.ERROR:
+        if kind == WorkerResult.QUESTION:
+            self._send(one, WorkerMessage.ANSWER, one.answers.to(obj, one.build, self._decide))
+        elif kind == WorkerResult.ERROR:
             self._end(one, obj.restored())
         else:
             self._add(one, obj, slot_bytes)
@@ -353,9 +367,14 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         elif not built.asks:
             return
         elif one.build.may_go_on():
-            self._send(one, BuilderMessage.GO_ON)
+            self._send(one, WorkerMessage.GO_ON)
         else:
             self._set_active(one, False)
+
+    def _builds_of(self, builder: Any) -> list[B]:
+        """The builds that a builder has, most urgent first."""
+        with self._lock:
+            return [one for _, one in sorted(self._assigned.items()) if one.builder == builder]
 
     def _lose(self, one: B, death: Any) -> None:
         """A builder has died that had a chunk; `death`: if the chunk may be why, else None."""

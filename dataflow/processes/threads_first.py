@@ -23,12 +23,12 @@ import numpy as np
 
 from dataflow.batch.delivered import Delivered
 from dataflow.processes.builders import ProcessBuilders
-from dataflow.processes.payload import pack
-from dataflow.processes.server import start_context
 from dataflow.torch_threads import one_torch_thread
 from prefetch.engine.builders import Build, Builders, ThreadBuilders
 from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
+from prefetch.ipc.payload import pack
+from prefetch.ipc.server import start_context
 from prefetch.work import Chunk, Piece
 
 _MOST_BEGUN = 2

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-import torch
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from dataflow.batch.at_work import sample_at
 from dataflow.batch.builder import BuildContext
@@ -26,12 +25,10 @@ from prefetch.memory.copies import Copies
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from dataflow.actors.builders import RayBuilders
-    from dataflow.processes.builder_main import BuilderJob
     from dataflow.processes.builders import ProcessBuilders
-    from dataflow.processes.threads_first import ThreadsFirstBuilders
 
-
+BUILDER_MAIN = "dataflow.processes.builder_main"
+"""What builder processes run; only their server imports it, while this process does other things."""
 _FEW_CORES = 4
 """So many threads decode beside a training: each takes the lock between two values, a few percent of the
 time. Sixteen took a third of a training's rate, processes a tenth (docs/notes/benchmarks.md)."""
@@ -145,128 +142,95 @@ def _why_processes(dataset: ShardedDataset | Mixture, settings: StreamSettings, 
 def warm_up(plan: BuilderPlan) -> None:
     """Start what builder processes come from, while this process has one thread and can be forked."""
     if plan.num_processes and plan.is_local:
-        from dataflow.processes.server import warm_up_for_builders
+        from prefetch.ipc.server import server_needs, start_context
+        from prefetch.workers import fork_server
 
-        warm_up_for_builders(is_needed=not plan.num_threads)
+        if start_context(None) is None:
+            fork_server.warm_up(server_needs(set(), BUILDER_MAIN), is_needed=not plan.num_threads)
 
 
-class BuilderOpening:
-    """Opens the builders of a session.
+class OpenBuilders(NamedTuple):
+    """The builders of a session."""
+
+    builders: Builders[Delivered]
+    choice: Callable[[], tuple[str, str]]
+    """Who builds now, and why."""
+
+
+def open_builders(
+    plan: BuilderPlan,
+    context: BuildContext,
+    copies: Copies | None,
+    *,
+    ledger: Ledger,
+    traffic: Traffic,
+    datasets: Sequence[ShardedDataset],
+    max_restarts: int,
+) -> OpenBuilders:
+    """Open the builders of a session.
 
     Args:
         plan: who.
-        context: what they build with.
+        context: what threads build with; processes and actors get its settings.
+        copies: who makes batches that are copies alone.
         ledger: of the session.
         traffic: of the session.
-        limit_bytes: of the session.
-        is_pinned: whether slots are page-locked.
         datasets: of the stream.
         max_restarts: how many processes may be replaced.
     """
-
-    def __init__(
-        self,
-        plan: BuilderPlan,
-        context: BuildContext,
-        *,
-        ledger: Ledger,
-        traffic: Traffic,
-        limit_bytes: int,
-        is_pinned: bool,
-        datasets: Sequence[ShardedDataset],
-        max_restarts: int,
-    ) -> None:
-        self._datasets, self._traffic = datasets, traffic
-        self.plan, self._context, self._ledger = plan, context, ledger
-        self._opened: ThreadsFirstBuilders | None = None
-        self._opened_actors: RayBuilders | None = None
-        self._limit_bytes, self._is_pinned, self._max_restarts = limit_bytes, is_pinned, max_restarts
-
-    def builders(self, copies: Copies | None) -> Builders[Delivered]:
-        """The builders; `copies`: who makes batches that are copies alone."""
-        plan = self.plan
-        if plan.workers == "process":
-            if not plan.num_threads:
-                return self._processes(None)
-            self._opened = self._threads_first()
-            return self._opened
-        if plan.workers == "ray":
-            self._opened_actors = self._actors()
-            return self._opened_actors
-        return self._threads(min(1, plan.num_workers) if copies else plan.num_workers, copies)
-
-    @property
-    def choice(self) -> tuple[str, str]:
-        """Who builds now, and why."""
-        if self._opened is not None:
-            return self._opened.choice
-        if self._opened_actors is not None:
-            return "ray", f"{self.plan.reason}: {self._opened_actors.num_begun} are there"
-        return self.plan.workers, self.plan.reason
-
-    def _threads(self, number: int, copies: Copies | None = None) -> ThreadBuilders[Delivered]:
-        return ThreadBuilders(number, copies=copies, initializer=one_torch_thread, about=sample_at)
-
-    def _threads_first(self) -> ThreadsFirstBuilders:
-        from dataflow.processes.threads_first import ThreadsFirstBuilders
-
-        context = self._context
-        return ThreadsFirstBuilders(
-            self._threads(self.plan.num_threads),
-            self._processes,
-            (*context.postprocessing.functions, *(output.function for output in context.outputs)),
-            num_processes=self.plan.num_workers,
-            reason=self.plan.reason,
-        )
-
-    def _processes(self, on_start: Callable[[BaseException | None], None] | None) -> ProcessBuilders:
-        from dataflow.processes.builders import ProcessBuilders
-
-        context = self._context
-        builders = ProcessBuilders(
-            self._job(),
-            self.plan.num_workers,
-            guards=context.guards,
-            decide=context.postprocessing.on_bad,
-            give_back=self._ledger.give_back,
-            max_restarts=self._max_restarts,
-            on_start=on_start,
-            initializer=one_torch_thread,
-        )
-        self._ledger.settle_first(builders.file.settle)
-        return builders
-
-    def _actors(self) -> RayBuilders:
+    settings = context.settings
+    if plan.workers == "ray":
         from dataflow.actors.builders import RayBuilders
 
-        context = self._context
-        return RayBuilders(
-            self._job(),
-            self.plan.num_workers,
+        actors = RayBuilders(
+            settings,
             guards=context.guards,
-            decide=context.postprocessing.on_bad,
+            decide=context.on_bad,
             arena=context.arena,
             on_return=context.on_return,
-            traffic=self._traffic,
-            num_ranks=self.plan.num_ranks,
-            datasets=self._datasets if self.plan.reads else (),
+            traffic=traffic,
+            num_ranks=plan.num_ranks,
+            datasets=datasets if plan.reads else (),
             initializer=one_torch_thread,
         )
+        return OpenBuilders(actors, lambda: ("ray", f"{plan.reason}: {actors.num_begun} are there"))
+    number = plan.num_threads or (min(1, plan.num_workers) if copies else plan.num_workers)
+    new_threads = partial(
+        ThreadBuilders[Delivered], copies=copies, initializer=one_torch_thread, about=sample_at
+    )
+    if plan.workers != "process":
+        return OpenBuilders(new_threads(number), lambda: (plan.workers, plan.reason))
+    open_processes = partial(_open_processes, context, ledger, max_restarts)
+    if not plan.num_threads:
+        return OpenBuilders(open_processes(None), lambda: (plan.workers, plan.reason))
+    from dataflow.processes.threads_first import ThreadsFirstBuilders
 
-    def _job(self) -> BuilderJob:
-        from dataflow.processes.batch_writer import collate_map_changes
-        from dataflow.processes.builder_main import BuilderJob, never
+    first = ThreadsFirstBuilders(
+        new_threads(number),
+        open_processes,
+        (*settings.postprocessing.functions, *(output.function for output in settings.outputs)),
+        num_processes=plan.num_workers,
+        reason=plan.reason,
+    )
+    return OpenBuilders(first, lambda: first.choice)
 
-        context = self._context
-        return BuilderJob(
-            outputs=context.outputs,
-            postprocessing=replace(context.postprocessing, on_bad=never),
-            seed=context.seed,
-            charge_bytes=context.charge_bytes,
-            hand_over_s=context.hand_over_s,
-            limit_bytes=self._limit_bytes,
-            num_builders=self.plan.num_workers,
-            is_pinned=self._is_pinned,
-            collate_map=collate_map_changes(),
-            default_dtype=torch.get_default_dtype(),
-        )
+
+def _open_processes(
+    context: BuildContext,
+    ledger: Ledger,
+    max_restarts: int,
+    on_start: Callable[[BaseException | None], None] | None,
+) -> ProcessBuilders:
+    from dataflow.processes.builders import ProcessBuilders
+
+    builders = ProcessBuilders(
+        context.settings,
+        guards=context.guards,
+        decide=context.on_bad,
+        give_back=ledger.give_back,
+        max_restarts=max_restarts,
+        on_start=on_start,
+        initializer=one_torch_thread,
+    )
+    ledger.settle_first(builders.file.settle)
+    return builders

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dataflow.batch.builder import BuildContext, Postprocessing
+from dataflow.batch.builder import BuildContext, BuildSettings, Postprocessing
 from dataflow.batch.delivered import Delivered
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import machine_memory
@@ -23,7 +23,7 @@ from dataflow.mixture import Mixture
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
 from dataflow.stats import SessionStats
-from dataflow.stream.builders import BuilderOpening, BuilderPlan, plan_builders
+from dataflow.stream.builders import BuilderPlan, OpenBuilders, open_builders, plan_builders
 from dataflow.stream.cache import OpenCaches
 from dataflow.stream.deliveries import SkippedAhead
 from dataflow.stream.joined_reads import kept_bytes
@@ -138,8 +138,9 @@ class Session:
         self._builds_end = threading.Event()
         self._closed = False
         self._num_taken, self._last_taken_s = 0, self._now()
-        self._opening: BuilderOpening
-        self.engine = self._open_engine(plan, options, builder_plan, ahead, epoch, start, is_pinned=pinned)
+        self._builder_plan = builder_plan
+        self._builders: OpenBuilders
+        self.engine = self._open_engine(plan, options, builder_plan, ahead, epoch, start)
         if self._pause:
             self._pause.watch(self.engine.staged_batches)
 
@@ -151,8 +152,6 @@ class Session:
         ahead: ReadAhead,
         epoch: int,
         start: int,
-        *,
-        is_pinned: bool,
     ) -> Engine[Delivered]:
         """The engine over what is open, with its builders."""
         settings, limit, ledger = options.settings, options.memory_limit, self.ledger
@@ -179,37 +178,41 @@ class Session:
         if builder_plan.copies_only:
             copies = self._open_copies(builder_plan.num_workers, engine_options, ahead)
         context = BuildContext(
-            outputs=plan.dataset.outputs,
-            seed=plan.seed,
-            postprocessing=_postprocessing(plan, options),
+            settings=BuildSettings(
+                outputs=plan.dataset.outputs,
+                seed=plan.seed,
+                postprocessing=_postprocessing(plan, settings),
+                charge_bytes=ahead.charge_bytes.value,
+                limit_bytes=limit,
+                num_builders=builder_plan.num_workers,
+                hand_over_s=HAND_OVER_S,
+                is_pinned=settings.is_pinned,
+            ),
+            on_bad=options.skipped.decide,
             arena=self.arena,
             guards=self.guards,
             on_return=lambda nbytes: lambda: ledger.give_back(nbytes),
             closing=self._builds_end,
             heap=HeapKeeper(limit),
-            charge_bytes=ahead.charge_bytes.value,
-            sample_bytes=limit,
-            hand_over_s=HAND_OVER_S,
             ships_values=builder_plan.num_processes > 0,
             row_bytes=_batch_bytes(plan) // plan.samples_per_batch if builder_plan.reads else None,
             pin=self.pin,
         )
         stream = Stream(plan, stager, context, copies=copies, batches_per_chunk=ahead.batches_per_chunk.value)
-        self._opening = BuilderOpening(
-            builder_plan,
-            context,
-            ledger=ledger,
-            traffic=self.traffic,
-            limit_bytes=limit,
-            is_pinned=is_pinned,
-            datasets=plan.dataset.sources,
-            max_restarts=settings.max_worker_restarts,
-        )
         with setting_kept():
+            self._builders = open_builders(
+                builder_plan,
+                context,
+                copies,
+                ledger=ledger,
+                traffic=self.traffic,
+                datasets=plan.dataset.sources,
+                max_restarts=settings.max_worker_restarts,
+            )
             return Engine(
                 stream.windows(epoch, start),
                 ledger=ledger,
-                builders=self._opening.builders(copies),
+                builders=self._builders.builders,
                 options=engine_options,
                 epoch=epoch,
             )
@@ -278,7 +281,7 @@ class Session:
 
     def stats(self) -> SessionStats:
         """A snapshot; cheap, any thread."""
-        (workers, reason), reads = self._opening.choice, self._opening.plan.reads
+        (workers, reason), reads = self._builders.choice(), self._builder_plan.reads
         return SessionStats(
             engine=self.engine.stats(),
             read_bytes=self.traffic.read_bytes,
@@ -288,7 +291,7 @@ class Session:
             cache=self.caches.stats(),
             workers=workers,
             workers_reason=reason,
-            num_workers=self._opening.plan.num_workers,
+            num_workers=self._builder_plan.num_workers,
         )
 
     def mapped_bytes(self) -> int:
@@ -365,14 +368,13 @@ def _open_gate(
     )
 
 
-def _postprocessing(plan: StreamPlan, options: SessionOptions) -> Postprocessing:
+def _postprocessing(plan: StreamPlan, settings: StreamSettings) -> Postprocessing:
     """What happens to a batch beyond its columns."""
-    dataset, settings = plan.dataset, options.settings
+    dataset = plan.dataset
     return Postprocessing(
         transforms=[(source.transform, source.transform_wants_rng) for source in dataset.sources],
         collate=settings.collate_fn,
         batch_transform=None if plan.finds_lengths else dataset.batch_transform,
-        on_bad=options.skipped.decide,
         batching=plan.planner.batching if plan.planner else None,
         mark_repeats=settings.mark_repeats,
         marks_kept=plan.finds_lengths,

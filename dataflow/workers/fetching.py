@@ -21,11 +21,10 @@ from torch.utils.data import DataLoader as TorchDataLoader, IterDataPipe, MapDat
 from torch.utils.data._utils import pin_memory as torch_pin, worker as torch_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
-from dataflow.processes.batch_writer import collate_map_changes
-from dataflow.processes.payload import array_bytes
 from dataflow.workers.samplers import from_chain, sampler_epoch
 from dataflow.workers.state import EpochProgress, WorkerProgress
 from dataflow.workers.worker import Worker, WorkerJob, WorkerLimits, WorkerState, has_state
+from prefetch.ipc.payload import array_bytes
 from prefetch.weak_registry import WeakRegistry
 
 
@@ -200,8 +199,6 @@ class FetchIterator(_BaseDataLoaderIter):
             base_seed=int(self._base_seed),
             num_workers=self._progress.num_workers,
             shared_seed=self._shared_seed,
-            collate_map=collate_map_changes(),
-            default_dtype=torch.get_default_dtype(),
             state_every=loader.snapshot_every_n_steps if self._iterable or has_state(self._dataset) else 0,
             announce=has_state(self._dataset),
             states={number: worker.state for number, worker in workers.items()},

@@ -25,19 +25,20 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import pin_memory as torch_pin
 
 from dataflow.workers.fetching import FetchIterator, RoundRobin, WorkerLoader
-from dataflow.workers.process_main import ProcessResponse
 from dataflow.workers.processes import ProcessRunners, start_processes
 from dataflow.workers.samplers import num_readable, predicted_indices, sampler_epoch
 from dataflow.workers.threads import BatchThreads, ItemThreads, ThreadResponse, needs_own_datasets
-from dataflow.workers.worker import WorkerJob, WorkerMessage, WorkerResult, has_state
+from dataflow.workers.worker import WorkerJob, has_state
+from prefetch.ipc.protocol import WorkerMessage, WorkerRequest, WorkerResult
 from prefetch.memory.lifetimes import InPlaceFinalizer
 from prefetch.workers.pool import WorkerDiedError
+from prefetch.workers.worker_start import WorkerResponse
 
 _log = logging.getLogger("dataflow")
 
 Runners = ProcessRunners | ItemThreads | BatchThreads
 """The processes or threads that run the workers."""
-Response = ProcessResponse | ThreadResponse
+Response = WorkerResponse | ThreadResponse
 
 
 @dataclass(slots=True)
@@ -216,8 +217,8 @@ class WorkerIterator(FetchIterator):
     def _post(
         self, worker: int, kind: int, content: Any, *, task: int = -1, number: int = -1, later: int = 0
     ) -> None:
-        message = kind, self.generation + later, worker, task, content
-        self.runners.post(worker % self._num_workers, message, number)
+        request = WorkerRequest(kind, task, content, self.generation + later, worker, number)
+        self.runners.send(worker % self._num_workers, request)
 
     def _fill(self, *, waiting: bool) -> None:
         """Give out work: torch's look-ahead; more when a runner has little to do while the consumer waits."""

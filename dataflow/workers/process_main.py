@@ -9,63 +9,28 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch.utils.data._utils import collate, signal_handling, worker as torch_worker
+from torch.utils.data._utils import signal_handling, worker as torch_worker
 
-from dataflow.processes.batch_writer import BatchWriter
-from dataflow.processes.generators import Draws, random_state, seed_all, set_random_state
-from dataflow.processes.payload import read_packed
-from dataflow.workers.worker import Worker, WorkerJob, WorkerMessage, WorkerResult, wrapped_error
-from prefetch.workers.shared_arena import Header, Region
-from prefetch.workers.worker_start import WorkerStart, begin
-
-
-class ProcessResponse(NamedTuple):
-    """What a process says about a task.
-
-    Offsets count from the beginning of the shared file.
-    """
-
-    kind: int
-    runner: int
-    generation: int
-    task: int
-    offset: int
-    nbytes: int
-    meta: int
-    meta_bytes: int
-    table: int
-    """Bytes behind the pickle that list its out-of-band buffers."""
-    placed: int
-    """Ranges of shared memory that it holds beside its own, listed at its end."""
-    total: int
-    """All bytes of shared memory that the response holds."""
+from dataflow.workers.worker import Worker, WorkerJob, wrapped_error
+from prefetch.ipc.generators import Draws, random_state, seed_all, set_random_state
+from prefetch.ipc.pipe import PipeTransport, run_worker
+from prefetch.ipc.protocol import WorkerLoop, WorkerMessage, WorkerRequest, WorkerResult
+from prefetch.workers.shared_arena import Header
+from prefetch.workers.worker_start import WorkerStart
 
 
 def run(start: WorkerStart) -> None:
     """A worker process, from its start to its end."""
-    try:
-        begin(start)
-        signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
-        torch.set_num_threads(1)
-        process = _WorkerProcess(start)
-        process.open()
-        process.serve()
-    except (KeyboardInterrupt, BrokenPipeError):
-        pass  # the parent hears Ctrl-C itself, or has gone
+    run_worker(start, _opened)
 
 
-def _load_job(start: WorkerStart) -> WorkerJob:
-    if start.inherited is not None:
-        inherited: WorkerJob = start.inherited
-        return inherited
-    job: WorkerJob = read_packed(start)
-    torch.set_default_dtype(job.default_dtype)
-    collate.default_collate_fn_map.update(job.collate_map)
-    return job
+def _opened(_: WorkerLoop, transport: PipeTransport) -> Callable[[WorkerRequest], None]:
+    signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
+    return FetchTask(transport).serve
 
 
 @dataclass(eq=False)
@@ -81,25 +46,19 @@ class _ProcessWorker:
     """None: it has not had a turn."""
 
 
-class _WorkerProcess:
-    """The workers that one process runs, and what goes to the parent."""
+class FetchTask:
+    """Fetches batches as requests say, for the workers that one process runs."""
 
     _job: WorkerJob
 
-    def __init__(self, start: WorkerStart) -> None:
-        self._start = start
-        self._header = Header(start.memory.fd)
-        self._region = Region(start.memory.fd, start.region_offset, start.region_bytes, start.region_limit)
-        self._writer = BatchWriter(self._region)
+    def __init__(self, transport: PipeTransport) -> None:
+        """Load the job and begin the first epoch, or tell the parent why that cannot be."""
+        self._transport, start = transport, transport.start
         self._workers: dict[int, _ProcessWorker] = {}
         self._running: _ProcessWorker | None = None
         self._failed = False
-
-    def open(self) -> None:
-        """Load the job and begin the first epoch, or tell the parent why that cannot be."""
-        start = self._start
         try:
-            self._job = job = _load_job(start)
+            self._job = job = transport.read_job()
             for number in range(start.worker, job.num_copies, start.num_workers):
                 dataset = copy.deepcopy(job.dataset) if self._workers else job.dataset
                 self._workers[number] = _ProcessWorker(Worker(job, number, dataset))
@@ -109,25 +68,11 @@ class _WorkerProcess:
             number = start.worker
             self._respond(WorkerResult.OPENED, 0, number, number, (wrapped_error(number), None, None))
 
-    def serve(self) -> None:
-        """Do what the parent says until it says no more."""
-        while True:
-            try:
-                message = self._start.tasks.recv_bytes()
-            except (EOFError, OSError):
-                return
-            if not message:
-                return
-            *request, returned = pickle.loads(message)
-            for offset in returned:
-                self._region.take_back(offset)
-            if self._header.get(Header.STOP):
-                return
-            if not self._failed:
-                self._serve(*request)
-            del message, request  # while it waits for more, nothing keeps the last batch
-
-    def _serve(self, kind: int, generation: int, number: int, task: int, content: bytes) -> None:
+    def serve(self, request: WorkerRequest) -> None:
+        """Do what the parent says."""
+        if self._failed:
+            return
+        kind, task, content, generation, number, _ = request
         if kind == WorkerMessage.RANDOM:
             self._set_random(number, pickle.loads(content))
         elif kind == WorkerMessage.MARK:
@@ -138,7 +83,7 @@ class _WorkerProcess:
                 if kind == WorkerMessage.BACK:
                     self._set_random(each, own.marked)
                 self._open_worker(each, pickle.loads(content), generation)
-        elif generation >= self._header.get(Header.GENERATION):
+        elif generation >= self._transport.header.get(Header.GENERATION):
             self._fetch(kind, generation, number, task, content)
 
     def _fetch(self, kind: int, generation: int, number: int, task: int, content: bytes) -> None:
@@ -182,25 +127,12 @@ class _WorkerProcess:
 
     def _respond(self, kind: int, generation: int, number: int, task: int, value: tuple[Any, ...]) -> None:
         """Tell the parent: batch or error, state of the worker, state of the generators if it drew."""
-        put = self._writer.put
+        respond = self._transport.respond
         try:
-            offset, packed = put(value)
+            respond(kind, task, value, generation)
         except Exception:
             kind = WorkerResult.ERROR if kind == WorkerResult.BATCH else kind
             try:
-                offset, packed = put((wrapped_error(number), *value[1:]))
+                respond(kind, task, (wrapped_error(number), *value[1:]), generation)
             except Exception:
-                offset, packed = put((wrapped_error(number), None, None))
-        self._start.respond(
-            ProcessResponse(
-                kind,
-                self._start.worker,
-                generation,
-                task,
-                offset,
-                packed.nbytes,
-                *packed.layout,
-                len(packed.placed),
-                packed.nbytes + sum(tensor.nbytes for tensor, _ in packed.placed),
-            )
-        )
+                respond(kind, task, (wrapped_error(number), None, None), generation)

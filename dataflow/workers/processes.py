@@ -5,28 +5,20 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dataflow.processes.generators import copied_random_state
-from dataflow.processes.payload import (
-    MESSAGE_HEAD,
-    dumps_by_value,
-    pack,
-    placed_offsets,
-    unpack,
-    write_packed,
-)
-from dataflow.processes.server import server_needs, start_context
 from dataflow.workers.fetching import WorkerLoader
-from dataflow.workers.process_main import ProcessResponse, run
+from dataflow.workers.process_main import run
 from dataflow.workers.worker import WorkerJob
-from prefetch.memory.device import register_pinned
+from prefetch.ipc.generators import copied_random_state
+from prefetch.ipc.payload import dumps_by_value
+from prefetch.ipc.pipe import WorkerProcesses, packed_job
+from prefetch.ipc.server import server_needs, start_context
 from prefetch.workers.fork_server import warm_up
-from prefetch.workers.pool import WorkerPool
-from prefetch.workers.shared_arena import Buffer, Header, SharedFile
+from prefetch.workers.shared_arena import Header
 
 
 class ProcessRunners:
@@ -35,12 +27,14 @@ class ProcessRunners:
     shares_work = False
     """A task is for one process."""
 
-    def __init__(self, file: SharedFile, pool: WorkerPool) -> None:
-        self.file, self.pool = file, pool
-        self.stacks, self.processes = pool.stacks, pool.processes
+    def __init__(self, workers: WorkerProcesses) -> None:
+        self._workers, self.file, self.pool = workers, workers.file, workers.pool
+        pool, self.discard = self.pool, workers.discard
+        self.send, self.receive, self.wait, self.stacks = pool.send, pool.receive, pool.wait, pool.stacks
+        self.processes = pool.processes
         self.isolated = pool.isolated
         """Whether nothing that this process changes reaches them."""
-        self.dumps = dumps_by_value if pool.context is None else pickle.dumps
+        self.dumps: Callable[[Any], bytes] = dumps_by_value if pool.context is None else pickle.dumps
         self.start, self.start_reason = pool.start, pool.start_reason
 
     @property
@@ -60,58 +54,19 @@ class ProcessRunners:
         """Memory that the file takes now."""
         return self.file.held_bytes
 
-    def post(self, runner: int, message: tuple[Any, ...], number: int) -> None:
-        """Send (kind, generation, worker, task, index as `dumps` gives it)."""
-        self.pool.send(runner, pickle.dumps((*message, self.file.take_returned(runner))))
-
-    def receive(self) -> list[ProcessResponse]:
-        """The responses that are there, without waiting."""
-        return list(map(ProcessResponse._make, self.pool.receive()))
-
-    def wait(self, timeout_s: float | None) -> list[ProcessResponse]:
-        """Wait for responses, as `WorkerPool.wait`."""
-        return list(map(ProcessResponse._make, self.pool.wait(timeout_s)))
-
     def begin_epoch(self, generation: int) -> None:
         """Let workers pass over tasks of earlier generations."""
         self.file.header.set(Header.GENERATION, generation)
 
     def unpack(self, response: Any) -> Any:
         """What a response brings: batch or error, state of the worker, state of its global generators."""
-        runner, file = response.runner, self.file
-        offsets: list[int] = []
-
-        def view_at(offset: int, nbytes: int) -> Buffer:
-            offsets.append(offset)
-            return file.view(runner, offset, nbytes)
-
-        buffer = file.view(runner, response.offset, response.nbytes)
-        try:
-            data, state, random = unpack(buffer, response.meta, response.meta_bytes, response.table, view_at)
-            # These are kept for long, and must not keep the memory of the batch they came with.
-            return data, copy.deepcopy(state), random and copied_random_state(random)
-        except BaseException:
-            # What is in use comes back when its views die; the rest nobody will ever view.
-            rest = Counter(placed_offsets(buffer, response.placed)) - Counter(offsets)
-            for offset in rest.elements():
-                file.give_back(runner, offset)
-            raise
-
-    def discard(self, response: Any) -> None:
-        """Give the memory of a response back without looking at it: its objects may have opinions."""
-        buffer = self.file.view(response.runner, response.offset, response.nbytes)
-        for offset in placed_offsets(buffer, response.placed):
-            self.file.give_back(response.runner, offset)
+        data, state, random = self._workers.unpack(response)
+        # These are kept for long, and must not keep the memory of the batch they came with.
+        return data, copy.deepcopy(state), random and copied_random_state(random)
 
     def close(self, *, hurry: bool = False) -> None:
-        """End them. Batches that are still used keep their memory. Idempotent.
-
-        `hurry`: do not let them finish what they are doing.
-        """
-        try:
-            self.pool.close(stop_s=0 if hurry else None)
-        finally:
-            self.file.close()
+        """See `WorkerProcesses`. `hurry`: do not let them finish what they are doing."""
+        self._workers.close(stop_s=0 if hurry else None)
 
 
 def begin_to_start(loader: WorkerLoader) -> None:
@@ -131,7 +86,7 @@ def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> Proce
         inherited = job
     else:
         try:
-            packed = pack(job, by_value=context is None, share=True)
+            packed = packed_job(job, context)
         except Exception as error:
             inherited = job
             if context is None:
@@ -158,28 +113,15 @@ def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> Proce
             "Arrow or a file that is mapped.",
             stacklevel=4,
         )
-    file = SharedFile(
+    workers = WorkerProcesses(
+        run,
         loader.num_workers,
-        MESSAGE_HEAD + packed.nbytes if packed else 0,
-        register_pinned if pin else None,
+        packed,
+        context=context,
+        inherited=inherited,
+        pins=pin,
         region_bytes=job.limits.region_bytes,
+        region_limit=loader.memory_limit if not pin else 1 << 60,
+        stop_s=job.limits.stop_s,
     )
-    try:
-        if packed is not None:
-            write_packed(file, packed)
-        pool = WorkerPool(
-            run,
-            loader.num_workers,
-            file,
-            record_fields=len(ProcessResponse._fields),
-            context=context,
-            needs=server_needs(packed.modules if packed else set(), run.__module__),
-            inherited=inherited,
-            passed=[fd for fd, _ in packed.shared] if packed else [],
-            region_limit=loader.memory_limit if not pin else 1 << 60,
-            stop_s=job.limits.stop_s,
-        )
-    except BaseException:
-        file.close()
-        raise
-    return ProcessRunners(file, pool)
+    return ProcessRunners(workers)

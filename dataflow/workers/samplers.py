@@ -42,8 +42,8 @@ from torch.utils.data import (
     _DatasetKind,
 )
 
-from dataflow.processes.generators import random_state, set_random_state
 from dataflow.workers.worker import has_state
+from prefetch.ipc.generators import random_state, set_random_state
 
 _MAX_PARTS = 8
 """Samplers inside samplers that are looked at."""

@@ -22,19 +22,18 @@ from typing import Any, NamedTuple
 from torch._utils import ExceptionWrapper
 from torch.utils.data import MapDataPipe, Subset, _DatasetKind, default_collate, default_convert
 
-from dataflow.processes.payload import array_bytes, copies
 from dataflow.torch_threads import one_torch_thread, setting_kept
 from dataflow.workers.info import Generators, become, install, uninstall
 from dataflow.workers.worker import (
     Worker,
     WorkerJob,
-    WorkerMessage,
-    WorkerResult,
     has_state,
     worker_info,
     wrapped_error,
 )
 from prefetch.interpreter import taken_by_one
+from prefetch.ipc.payload import array_bytes, copies
+from prefetch.ipc.protocol import WorkerMessage, WorkerRequest, WorkerResult
 from prefetch.memory.arena import trim_heap
 from prefetch.workers.threads import WorkerThreads
 
@@ -45,7 +44,7 @@ _FREE_BYTES = 32 << 20
 
 
 class ThreadResponse(NamedTuple):
-    """A task that is done; what `processes.ProcessResponse` is for processes."""
+    """A task that is done; what `WorkerResponse` is for processes."""
 
     kind: int
     runner: int
@@ -205,9 +204,9 @@ class ItemThreads(ThreadRunners):
         for number, fetcher in enumerate(self._fetchers):
             self._threads.submit(number, fetcher.begin)
 
-    def post(self, runner: int, message: tuple[Any, ...], number: int) -> None:
-        """Hand out (kind, generation, worker, task, index); `number` is the batch's in the epoch."""
-        kind, generation, _, task, index = message
+    def send(self, runner: int, request: WorkerRequest) -> None:
+        """Hand out a request, whose content is an index."""
+        kind, task, index, generation, _, number = request
         if kind == WorkerMessage.TASK:
             indices = list(index) if by_item(self._job) else [index]
             key = self._turn_of(generation), number
@@ -275,9 +274,9 @@ class BatchThreads(ThreadRunners):
             first = partial(self._open, number, job.shared_seed, 0, job.turn)
             self._threads.submit(number % job.num_runners, first)
 
-    def post(self, runner: int, message: tuple[Any, ...], number: int) -> None:
-        """Hand out (kind, generation, worker, task, index)."""
-        kind, generation, worker, task, index = message
+    def send(self, runner: int, request: WorkerRequest) -> None:
+        """Hand out a request, whose content is an index."""
+        kind, task, index, generation, worker, _ = request
         if kind in (WorkerMessage.RESET, WorkerMessage.BACK):
             turn = self._turn_of(generation)
             for reset in range(runner, len(self._workers), self._job.num_runners):

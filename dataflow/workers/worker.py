@@ -20,25 +20,10 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
 from torch.utils.data._utils import worker as torch_worker
 
+from prefetch.ipc.protocol import WorkerMessage, WorkerResult
 from prefetch.memory.interrupts import PROGRAM_ENDS
 from prefetch.workers.pool import STOP_S
 from prefetch.workers.shared_arena import REGION_BYTES
-
-
-class WorkerMessage:
-    """Kinds of messages to a runner.
-
-    Fetch a batch; fetch one and drop it; set the generators; remember them; begin the next epoch; do so with
-    the generators that were remembered.
-    """
-
-    TASK, SKIP, RANDOM, MARK, RESET, BACK = range(6)
-
-
-class WorkerResult:
-    """Kinds of responses. END: the worker's iterable has no more. OPENED: the worker is at its beginning."""
-
-    BATCH, ERROR, END, OPENED = range(4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +60,6 @@ class WorkerJob:
     num_workers: int
     """As `get_worker_info().num_workers` tells; 0: fetching as if there were no workers."""
     shared_seed: int | None = None
-    collate_map: Mapping[Any, Any] = field(default_factory=dict)
-    """What the parent has registered with torch's `default_collate`."""
-    default_dtype: torch.dtype = torch.float32
     state_every: int = 0
     """Ship the state of the dataset with every so many batches; 0: never."""
     announce: bool = False

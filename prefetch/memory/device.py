@@ -8,7 +8,7 @@ host and device, and only a consumer that is further ahead than that waits for t
 Device tensors come from torch's caching allocator and are recorded on the consumer's stream, so two
 batches alternate between the same blocks of memory unless the training code keeps them.
 
-This is the one module of `prefetch` that imports torch.
+Beside `prefetch.ipc`, this is the one module of `prefetch` that imports torch.
 """
 
 from __future__ import annotations

@@ -19,8 +19,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import itertools
 import multiprocessing
 import os
+import pickle
 import resource
 import select
 import signal
@@ -46,10 +48,11 @@ from prefetch.workers.fork_server import (
 from prefetch.workers.shared_arena import Header, SharedFile
 from prefetch.workers.worker_start import (
     ABOUT,
+    RECORD,
     STACKS_SIGNAL,
     Descriptor,
+    WorkerResponse,
     WorkerStart,
-    record_format,
     stdio_descriptors,
 )
 
@@ -136,7 +139,6 @@ class WorkerPool:
     Args:
         target: called in each process with a `WorkerStart`; importable by name.
         file: the shared file.
-        record_fields: integers in a response.
         context: how processes start; None: from our fork server.
         needs: of that server.
         inherited: handed to forked workers as it is.
@@ -157,7 +159,6 @@ class WorkerPool:
         num_workers: int,
         file: SharedFile,
         *,
-        record_fields: int,
         context: BaseContext | None,
         needs: ServerNeeds,
         inherited: Any = None,
@@ -167,8 +168,11 @@ class WorkerPool:
     ) -> None:
         require_descriptors(num_workers)
         self.num_workers, self.context = num_workers, context
-        self._record = record_format(record_fields)
         self._file, self._stop_s = file, stop_s
+        self.regions = [*range(num_workers)]
+        """Of the file: that of each worker."""
+        self._spare_regions = itertools.count(num_workers + 1)
+        """Behind the first ones comes this process's own, if it has one."""
         self._owner = os.getpid()
         self.isolated = inherited is None and not passed
         """Whether what this process does with its objects cannot be seen by the workers."""
@@ -205,7 +209,7 @@ class WorkerPool:
                 "passed": tuple(map(Descriptor, passed)),
             }
             for worker in range(num_workers):
-                self._start(worker, worker)
+                self._start(worker)
         except BaseException:
             self.close(stop_s=0)
             raise
@@ -234,11 +238,11 @@ class WorkerPool:
             "interruptible": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         }
 
-    def _start(self, worker: int, region: int) -> None:
+    def _start(self, worker: int) -> None:
         reader, tasks = multiprocessing.Pipe(duplex=False)
         self._tasks[worker:] = [tasks, *self._tasks[worker + 1 :]]
         os.set_blocking(tasks.fileno(), False)
-        offset, target = self._file.region_offset(region), self._target
+        offset, target = self._file.region_offset(self.regions[worker]), self._target
         start = WorkerStart(worker=worker, region_offset=offset, tasks=reader, **self._common)
         child: process.BaseProcess
         name, context = f"dataflow-worker-{worker}", self.context
@@ -275,13 +279,15 @@ class WorkerPool:
             self._listen_to(worker)
         return True
 
-    def replace(self, worker: int, region: int) -> None:
+    def replace(self, worker: int) -> None:
         """Start a process in the place of one that has died, which works in another region of the file.
 
-        What was sent to the dead one and not answered is lost.
+        What was sent to the dead one and not answered is lost; what it made stays until its last view dies.
         """
         with self._using:
             self._require_open()
+            self._file.abandon(self.regions[worker])
+            self.regions[worker] = next(self._spare_regions)
             dead, tasks = self.processes[worker], self._tasks[worker]
             self._poll.unregister(dead.sentinel)
             del self._sentinels[dead.sentinel]
@@ -292,7 +298,7 @@ class WorkerPool:
             if dead.exitcode is not None:
                 dead._popen.close()  # type: ignore[attr-defined]
             self._file.header.set(Header.WORKERS + worker, 0)
-            self._start(worker, region)
+            self._start(worker)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -303,13 +309,15 @@ class WorkerPool:
                 )
             raise RuntimeError("the loader was closed inside this loop")
 
-    def send(self, worker: int, message: bytes) -> None:
-        """Give a message to a worker; it waits until the worker is free.
+    def send(self, worker: int, request: Sequence[Any]) -> None:
+        """Give a worker a request, and the offsets of what has died of its region; it waits until it is free.
 
         What a dead worker will never read is dropped: `wait` tells of its death.
         """
         with self._using:
             self._require_open()
+            returned = self._file.take_returned(self.regions[worker])
+            message = pickle.dumps((*request, returned), pickle.HIGHEST_PROTOCOL)
             self._waiting[worker].append(memoryview(_FRAME.pack(len(message)) + message))
             self._flush(worker)
 
@@ -335,17 +343,17 @@ class WorkerPool:
         if self._blocked.pop(fd, None) is not None:
             self._poll.unregister(fd)
 
-    def receive(self) -> list[tuple[int, ...]]:
+    def receive(self) -> list[WorkerResponse]:
         """The responses that are there, without waiting."""
         with self._using:
             self._require_open()
             for worker in list(self._blocked.values()):
                 self._flush(worker)
             try:
-                data = os.read(self._responses, _RECORDS * self._record.size)
+                data = os.read(self._responses, _RECORDS * RECORD.size)
             except BlockingIOError:
                 return []
-            return list(self._record.iter_unpack(data))
+            return list(map(WorkerResponse._make, RECORD.iter_unpack(data)))
 
     def wake(self) -> None:
         """Let a wait end, or the next one; any thread may."""
@@ -355,7 +363,7 @@ class WorkerPool:
             if not self._closed:
                 os.eventfd_write(self._woken, 1)
 
-    def wait(self, timeout_s: float | None) -> list[tuple[int, ...]]:
+    def wait(self, timeout_s: float | None) -> list[WorkerResponse]:
         """Wait for responses; [] when none came in time, or `wake` was called.
 
         Raises:

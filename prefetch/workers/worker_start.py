@@ -13,10 +13,9 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing import connection, reduction
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefetch.memory.interrupts import WorkerInterrupts
 from prefetch.workers.fork_server import end_with_parent, let_interrupt, release_server
@@ -26,6 +25,30 @@ ABOUT = "about: "
 """What a worker has to say of itself behind its stacks begins so."""
 STACKS_SIGNAL = signal.SIGUSR2
 """A worker that gets it writes its stacks."""
+
+
+class WorkerResponse(NamedTuple):
+    """What a worker says about a task; offsets count from the beginning of the shared file."""
+
+    kind: int
+    runner: int
+    """Number of the process."""
+    generation: int
+    task: int
+    offset: int
+    nbytes: int
+    meta: int
+    meta_bytes: int
+    table: int
+    """Bytes behind the pickle that list its out-of-band buffers."""
+    placed: int
+    """Ranges of shared memory that it holds beside its own, listed at its end."""
+    total: int
+    """All bytes of shared memory that the response holds."""
+
+
+RECORD = struct.Struct(f"<{len(WorkerResponse._fields)}q")
+"""How a response is sent: shorter than `PIPE_BUF`, so the kernel writes it as a whole."""
 
 
 class Descriptor:
@@ -70,15 +93,9 @@ class WorkerStart:
     interruptible: bool
     """Ctrl-C interrupts the parent, so it may interrupt this process; else the parent has other plans."""
 
-    def respond(self, record: tuple[int, ...]) -> None:
+    def respond(self, response: WorkerResponse) -> None:
         """Tell the parent of something that is done. Raises BrokenPipeError when it has gone."""
-        os.write(self.responses.fd, record_format(len(record)).pack(*record))
-
-
-@cache
-def record_format(num_fields: int) -> struct.Struct:
-    """How a record crosses: shorter than `PIPE_BUF`, so the kernel writes it as a whole."""
-    return struct.Struct(f"<{num_fields}q")
+        os.write(self.responses.fd, RECORD.pack(*response))
 
 
 def stdio_descriptors() -> tuple[Descriptor, ...]:

@@ -15,7 +15,7 @@ from ecosystem_kit import Mapped, as_list, doubled, plain
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from dataflow import DataLoader
-from dataflow.processes.payload import pack
+from prefetch.ipc.payload import pack
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

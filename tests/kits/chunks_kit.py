@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow import DataLoader, Mixture, ShardedDataset
-from dataflow.batch.builder import BuildContext, Postprocessing
+from dataflow.batch.builder import BuildContext, BuildSettings, Postprocessing
 from dataflow.batch.chunk import BatchChunk
 from dataflow.staging.stager import Stager
 from dataflow.staging.window import StagedWindow
@@ -78,19 +78,19 @@ class HandDrivenEpoch:
             transforms=[(None, False)] * len(opened),
             collate=None,
             batch_transform=None,
-            on_bad=lambda error: False,
             batching=batching,
         )
+        settings = BuildSettings(
+            outputs=dataset.outputs, seed=loader.seed, postprocessing=postprocessing, charge_bytes=1 << 20
+        )
         context = BuildContext(
-            outputs=dataset.outputs,
-            seed=loader.seed,
-            postprocessing=postprocessing,
+            settings=settings,
+            on_bad=lambda error: False,
             arena=self._arena,
             guards=self._guards,
             on_return=lambda nbytes: lambda: None,
             closing=threading.Event(),
             heap=HeapKeeper(_MEMORY),
-            charge_bytes=1 << 20,
         )
         self._num_batches = plan.epoch(0).num_batches
         self._stream = Stream(plan, self._stager, context, batches_per_chunk=batches_per_chunk)

@@ -116,16 +116,15 @@ class LocalActor:
                 result.future().set_exception(error)
         self.calls.clear()
         self.is_placed.set()
-        if self.made._loop is not None:
-            self.made._loop.messages.put(None)
+        self.made._transport._requests.put(None)
         self.made._ended.set()
 
     def finish(self) -> None:
         """End what a process would take with it: first who builds, then who reads for him."""
         for thread in self._openings:
             thread.join(10)
-        if self.made._loop is not None:
-            self.made._loop.messages.put(None)
+        self.made._transport._requests.put(None)
+        if self.made._pool is not None:
             self.made._pool.close(10)
         if self.made._reader is not None:
             self.made._reader._threads.close(10)

@@ -11,21 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from dataflow.batch.builder import ChunkPlan, Postprocessing
+from dataflow.batch.builder import BuildSettings, ChunkPlan, Postprocessing
 from dataflow.outputs.columns import ChunkRows
 from dataflow.outputs.fixed import ArrayOutput
-from dataflow.processes.builder_main import (
-    BuilderJob,
-    BuilderLoop,
-    BuilderMessage,
-    BuilderResult,
-    BuiltBatches,
-    never,
-)
+from dataflow.processes.builder_main import BuildTask, BuiltBatches
 from dataflow.processes.hand_out import BusyTimes
 from dataflow.processes.shipped import ShippedChunk, ShippedColumn, ShippedSource, shipped_rows
+from prefetch.ipc.protocol import WorkerLoop, WorkerMessage, WorkerRequest, WorkerResult
 from prefetch.memory.arena import Arena
 from sharding.errors import SampleError
 
@@ -36,8 +29,8 @@ ROWS = BATCH * BATCHES
 Sample = dict[str, Any]
 
 
-class HandFedLoop(BuilderLoop):
-    """Gets the messages of a list, and notes what it responds; each sample takes so long.
+class HandFed:
+    """A builder that gets requests by hand: transport and inputs of its loop; each sample takes so long.
 
     Args:
         sample_s: seconds.
@@ -49,28 +42,26 @@ class HandFedLoop(BuilderLoop):
         self, sample_s: float, charge_bytes: int = 1 << 20, transform: Callable[[Sample], Sample] = dict
     ) -> None:
         self.time_s = 0.0
-        super().__init__("a loop", now=lambda: self.time_s)
         self.responses: list[tuple[int, Any]] = []
-        self._messages: deque[tuple[int, int, Any]] = deque()
+        self._requests: deque[WorkerRequest] = deque()
+        self._loop = WorkerLoop(self)
 
         def slow(sample: Sample) -> Sample:
             self.time_s += sample_s
             return transform(sample)
 
-        steps = Postprocessing(transforms=[(slow, False)], collate=None, batch_transform=None, on_bad=never)
-        job = BuilderJob(
+        settings = BuildSettings(
             outputs=[ArrayOutput(name="n", dtype="int64", shape=(), sources=("n",))],
-            postprocessing=steps,
+            postprocessing=Postprocessing(transforms=[(slow, False)], collate=None, batch_transform=None),
             seed=0,
             charge_bytes=charge_bytes,
             hand_over_s=HAND_OVER_S,
             limit_bytes=1 << 28,
-            num_builders=1,
-            is_pinned=False,
-            collate_map={},
-            default_dtype=torch.float32,
         )
-        self.open(lambda: job, Arena(limit_bytes=1 << 28))
+        arena = Arena(limit_bytes=1 << 28)
+        self._task = BuildTask(
+            "a loop", self._loop, self, settings=settings, arena=arena, now=lambda: self.time_s
+        )
 
     def build(self, *, num_skipped: int = 0) -> None:
         """Build a chunk, until it asks."""
@@ -81,28 +72,29 @@ class HandFedLoop(BuilderLoop):
         column = ShippedColumn(offset=0, nbytes=8 * ROWS, shape=(), dtype="int64")
         source = ShippedSource(number=0, epoch=None, rows=every)
         chunk = ShippedChunk(plan=plan, columns={"n": column}, sources=[source], numbers=every)
-        self.send(BuilderMessage.BUILD, (chunk, num_skipped))
+        self.send(WorkerMessage.TASK, (chunk, num_skipped))
 
     def send(self, kind: int, content: Any = None) -> None:
-        """Let it do what a message says."""
-        self._messages.append((kind, 7, content))
-        self.serve()
+        """Let it do what a request says."""
+        self._requests.append(WorkerRequest(kind, 7, content))
+        self._loop.run(self._task.serve)
 
-    def _receive(self) -> tuple[int, int, Any] | None:
-        return self._messages.popleft() if self._messages else None
+    def receive(self) -> WorkerRequest | None:
+        return self._requests.popleft() if self._requests else None
 
-    def _respond(self, kind: int, obj: Any) -> None:
+    def respond(self, kind: int, task: int, obj: Any, generation: int = 0) -> None:
         self.responses.append((kind, obj))
+        if kind == WorkerResult.QUESTION:  # nothing is left out
+            self._requests.append(WorkerRequest(WorkerMessage.ANSWER, task, (False, [])))
 
-    def _rows(self, chunk: ShippedChunk, *place: Any) -> ChunkRows:
+    def rows(self, number: int, error_of: object, chunk: ShippedChunk, *where: Any) -> ChunkRows:
         return shipped_rows(chunk, np.arange(ROWS).view(np.uint8), _error_of)
 
-    def _decide(self, error: SampleError) -> bool:
-        return False
+    def release(self, number: int, *, is_built: bool) -> None: ...
 
     @property
     def built(self) -> list[BuiltBatches]:
-        return [obj for kind, obj in self.responses if kind == BuilderResult.BATCHES]
+        return [obj for kind, obj in self.responses if kind == WorkerResult.BATCH]
 
     @property
     def numbers(self) -> list[list[int]]:
@@ -115,14 +107,14 @@ def _error_of(row: int, reason: str, column: str | None, stage: str) -> SampleEr
 
 
 def test_a_chunk_whose_batches_take_little_crosses_as_one() -> None:
-    loop = HandFedLoop(sample_s=0.9 * HAND_OVER_S / ROWS)
+    loop = HandFed(sample_s=0.9 * HAND_OVER_S / ROWS)
     loop.build()
     assert loop.numbers == [[0, 1, 2, 3, 4]]
     assert loop.built[0].is_last
 
 
 def test_batches_that_take_long_cross_one_by_one_and_nothing_is_asked_between_them() -> None:
-    loop = HandFedLoop(sample_s=HAND_OVER_S)
+    loop = HandFed(sample_s=HAND_OVER_S)
     loop.build()
     assert loop.numbers == [[0], [1], [2], [3], [4]]
     assert [built.is_due for built in loop.built] == [True] * 4 + [False]
@@ -133,7 +125,7 @@ def test_batches_that_take_long_cross_one_by_one_and_nothing_is_asked_between_th
 
 
 def test_so_many_batches_cross_together_as_take_a_while() -> None:
-    loop = HandFedLoop(sample_s=0.6 * HAND_OVER_S / BATCH)
+    loop = HandFed(sample_s=0.6 * HAND_OVER_S / BATCH)
     loop.build()
     assert loop.numbers == [[0, 1], [2, 3], [4]]
 
@@ -142,20 +134,20 @@ def test_so_many_batches_cross_together_as_take_a_while() -> None:
 def test_a_builder_asks_when_as_much_is_made_as_is_charged_at_once_however_long_it_takes(
     sample_s: float, crossed: list[list[int]]
 ) -> None:
-    whole = HandFedLoop(sample_s=0.0)
+    whole = HandFed(sample_s=0.0)
     whole.build()
-    loop = HandFedLoop(sample_s, charge_bytes=2 * whole.built[0].heap_bytes // BATCHES)
+    loop = HandFed(sample_s, charge_bytes=2 * whole.built[0].heap_bytes // BATCHES)
     loop.build()
     assert loop.numbers == crossed
     assert [built.asks for built in loop.built] == [False] * (len(crossed) - 1) + [True]
     for _ in range(2):
-        loop.send(BuilderMessage.GO_ON)
+        loop.send(WorkerMessage.GO_ON)
     assert [*chain(*loop.numbers)] == [0, 1, 2, 3, 4]
     assert loop.built[-1].is_last
 
 
 def test_who_builds_a_chunk_again_passes_over_what_was_handed_over() -> None:
-    loop = HandFedLoop(sample_s=HAND_OVER_S)
+    loop = HandFed(sample_s=HAND_OVER_S)
     loop.build(num_skipped=3)
     assert loop.numbers == [[3], [4]]
 
@@ -167,13 +159,13 @@ def test_an_error_comes_behind_the_batches_before_it_however_long_they_take() ->
         return sample
 
     for sample_s in (0.0, HAND_OVER_S):
-        loop = HandFedLoop(sample_s, transform=odd)
+        loop = HandFed(sample_s, transform=odd)
         loop.build()
         if loop.built[-1].asks:
-            loop.send(BuilderMessage.GO_ON)
+            loop.send(WorkerMessage.GO_ON)
         assert [*chain(*loop.numbers)] == [0, 1, 2]
         kind, error = loop.responses[-1]
-        assert kind == BuilderResult.ERROR
+        assert kind == WorkerResult.ERROR
         assert "ValueError: odd" in str(error.restored())
 
 

@@ -48,9 +48,7 @@ def builders_of(loader: DataLoader[Any, Any]) -> ProcessBuilders:
 
 
 def processes_of(loader: DataLoader[Any, Any]) -> list[Any]:
-    pool = builders_of(loader)._pool
-    assert pool is not None
-    return pool.processes
+    return builders_of(loader)._processes.pool.processes
 
 
 def in_processes(
@@ -457,7 +455,7 @@ def test_who_wakes_processes_that_are_ending_writes_to_no_file_that_was_opened_s
     dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
     with in_processes(dataset, 2, count=1) as loader:
         next(iter(loader))
-        pool = builders_of(loader)._pool
+        pool = builders_of(loader)._processes.pool
         write, close, is_closed = os.eventfd_write, os.close, threading.Event()
         closing = threading.Thread(target=pool.close)
 
@@ -668,7 +666,8 @@ class NoBuilders(RemoteBuilders[RemoteBuild]):
 
     def _choose(self, one: RemoteBuild, loads: Any) -> None: ...
 
-    def _begin(self, one: RemoteBuild, builder: Any) -> None: ...
+    def _content(self, one: RemoteBuild) -> tuple[Any, ...]:
+        return ()
 
     def _send(self, one: RemoteBuild, kind: int, content: Any = None) -> None: ...
 

@@ -11,8 +11,8 @@ import torch
 
 from dataflow.batch.delivered import Delivered
 from dataflow.processes.builder_main import run
-from dataflow.processes.server import BUILDER_MAIN
 from dataflow.processes.threads_first import ThreadsFirstBuilders, content_of
+from dataflow.stream.builders import BUILDER_MAIN
 from prefetch.work import Piece
 
 TIMEOUT_S = 20

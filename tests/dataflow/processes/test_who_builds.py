@@ -283,17 +283,17 @@ def test_each_run_of_the_engine_begins_with_threads(tar: Made, settled: threadin
 def test_an_epoch_that_ends_before_processes_are_there_was_built_by_threads(
     tar: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened, may_open = ProcessBuilders._opened, threading.Event()
+    run, may_listen = ProcessBuilders._run, threading.Event()
 
-    def gated(own: ProcessBuilders, *arguments: Any) -> Any:
-        assert may_open.wait(TIMEOUT_S)
-        return opened(own, *arguments)
+    def gated(own: ProcessBuilders) -> None:
+        assert may_listen.wait(TIMEOUT_S)
+        run(own)
 
-    monkeypatch.setattr(ProcessBuilders, "_opened", gated)
+    monkeypatch.setattr(ProcessBuilders, "_run", gated)
     with DataLoader(tar.open(transform=marked), 3) as loader:
         assert pids_of([*loader]) == pids_of([*loader]) == {os.getpid()}
         stats = loader.stats()
-        may_open.set()
+        may_listen.set()
     assert stats.workers == "thread"
     assert stats.workers_reason.startswith(f"until {CORES} processes have started: functions of yours")
 
@@ -362,7 +362,7 @@ def test_processes_that_cannot_start_leave_the_work_to_threads(
 ) -> None:
     transform: Any = Unloadable(os.getpid()) if fails == "to be ready" else dict
     if fails == "to be opened":
-        monkeypatch.setattr(builders.BuilderOpening, "_processes", _refused)
+        monkeypatch.setattr("dataflow.processes.builders.ProcessBuilders", _refused)
     with DataLoader(tar.open(transform=transform, columns=["cls"]), 3) as loader:
         epochs = epochs_around(loader, settled)
         stats = loader.stats()

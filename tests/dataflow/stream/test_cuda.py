@@ -127,8 +127,7 @@ def test_a_process_that_is_killed_costs_no_batch(made: Make) -> None:
         got = [next(batches)]
         builders = session_of(loader).engine._builders
         assert isinstance(builders, ProcessBuilders)
-        assert builders._pool is not None
-        os.kill(builders._pool.processes[0].pid, signal.SIGKILL)
+        os.kill(builders._processes.pool.processes[0].pid, signal.SIGKILL)
         got += batches
     assert [[tensor.tolist() for tensor in tensors_of(batch)] for batch in got] == whole
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from dataflow import DataLoader, StallError
 from dataflow.processes.builders import ProcessBuilders
 from dataflow.workers.fetching import WorkerLoader
 from dataflow.workers.worker import WorkerLimits
+from prefetch.ipc.pipe import WorkerProcesses
 from prefetch.workers import fork_server, pool
 
 
@@ -37,7 +37,7 @@ def server_stands_still(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(fork_server.Server, "ensure_running", stopped)
     monkeypatch.setattr(pool, "_KILL_S", 0.05)
-    monkeypatch.setitem(pool.WorkerPool.__init__.__kwdefaults__, "stop_s", 0.05)
+    monkeypatch.setitem(WorkerProcesses.__init__.__kwdefaults__, "stop_s", 0.05)
     monkeypatch.setattr(WorkerLoader, "worker_limits", WorkerLimits(start_s=0.2, stop_s=0.05), raising=True)
     yield
     for server in fork_server._servers:
@@ -75,16 +75,14 @@ def test_that_of_a_loader_over_shards_holds_too(tmp_path: Path) -> None:
 def test_closing_waits_for_no_process_while_threads_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(pool.WorkerPool.__init__.__kwdefaults__, "stop_s", 60)
-    opened, are_asked_for = ProcessBuilders._opened, threading.Event()
+    monkeypatch.setitem(WorkerProcesses.__init__.__kwdefaults__, "stop_s", 60)
+    run, are_asked_for = ProcessBuilders._run, threading.Event()
 
-    def told(own: ProcessBuilders, *arguments: Any) -> pool.WorkerPool:
-        try:
-            return opened(own, *arguments)
-        finally:
-            are_asked_for.set()
+    def told(own: ProcessBuilders) -> None:
+        are_asked_for.set()
+        run(own)
 
-    monkeypatch.setattr(ProcessBuilders, "_opened", told)
+    monkeypatch.setattr(ProcessBuilders, "_run", told)
     loader = DataLoader(make_ints_tar(tmp_path).open(transform=dict), 2)
     assert sum(len(batch["cls"]) for batch in loader) == len(loader.dataset)
     assert are_asked_for.wait(20)

@@ -27,8 +27,8 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from dataflow import DataLoader
-from dataflow.processes.generators import Draws
 from dataflow.workers.iterator import WorkerIterator
+from prefetch.ipc.generators import Draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

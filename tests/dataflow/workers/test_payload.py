@@ -22,7 +22,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as npst
 
-from dataflow.processes.payload import dumps_by_value, pack, placed_offsets, unpack
+from prefetch.ipc.payload import dumps_by_value, pack, placed_offsets, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of half its special tensors
 

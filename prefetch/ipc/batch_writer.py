@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data._utils import collate
 
-from dataflow.processes.payload import PackedObject, pack
+from prefetch.ipc.payload import PackedObject, pack
 from prefetch.workers.shared_arena import Buffer, Region
 
 _DIRECT_BYTES = 32 << 10
 """Tensors of at least this size are collated in shared memory at once; smaller ones are copied together."""
 
 
-def collate_map_changes() -> dict[Any, Any]:
+@dataclass(frozen=True, kw_only=True)
+class TorchSettings:
+    """What is set in torch where a loader is made, and in its workers, too."""
+
+    default_dtype: torch.dtype
+    collate_map: Mapping[Any, Any]
     """What was registered with `default_collate` beside what torch registers itself."""
-    own = (collate.__name__, __name__)  # in a worker, ours is registered
-    return {
-        kind: function
-        for kind, function in collate.default_collate_fn_map.items()
-        if getattr(function, "__module__", None) not in own
-    }
+
+    @classmethod
+    def here(cls) -> TorchSettings:
+        """Those of this process."""
+        own = (collate.__name__, __name__)  # in a worker, ours is registered
+        changes = {
+            kind: function
+            for kind, function in collate.default_collate_fn_map.items()
+            if getattr(function, "__module__", None) not in own
+        }
+        return cls(default_dtype=torch.get_default_dtype(), collate_map=changes)
+
+    def apply(self) -> None:
+        """Set them in this process."""
+        torch.set_default_dtype(self.default_dtype)
+        collate.default_collate_fn_map.update(self.collate_map)
 
 
 class BatchWriter:

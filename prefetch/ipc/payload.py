@@ -61,6 +61,7 @@ class PackedObject:
     meta_offset: int
     placed: list[tuple[Tensor, int]]
     """Tensors that stay where they are, and where."""
+    placed_bytes: int
     by_value: bool
     """Whether cloudpickle had to help."""
     shared: list[Shared]
@@ -121,7 +122,7 @@ class _Packer:
         self.parts: list[tuple[int, int, int, Any]] = []
         self.spans: list[tuple[int, int]] = []
         self.placed: list[tuple[Tensor, int]] = []
-        self.end = 0
+        self.end = self.placed_bytes = 0
         self._place = place
         self.reducers: dict[type, Callable[[Any], Any]] = {
             Tensor: self._tensor,
@@ -173,6 +174,7 @@ class _Packer:
             offset = self._place(tensor)
             if offset is not None:
                 self.placed.append((tensor, offset))
+                self.placed_bytes += nbytes
                 return _placed, (tensor.dtype, shape, stride, numel, offset, nbytes)
         offset = self._add(tensor.data_ptr(), nbytes, tensor)
         return _tensor, (tensor.dtype, shape, stride, numel, offset)
@@ -285,6 +287,7 @@ def _packed(packer: _Packer, file: io.BytesIO, *, by_value: bool) -> PackedObjec
         spans=b"".join(_SPAN.pack(*span) for span in packer.spans),
         meta_offset=-(-packer.end // _ALIGN) * _ALIGN,
         placed=packer.placed,
+        placed_bytes=packer.placed_bytes,
         by_value=by_value,
         shared=list((packer.shared or {}).values()),
     )

@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 
-from prefetch.workers import fork_server
 from prefetch.workers.fork_server import Modules, ServerNeeds
 
-BUILDER_MAIN = "dataflow.processes.builder_main"
-"""What builder processes run; only their server imports it, while this process does other things."""
 _IN_SERVER = {*sys.stdlib_module_names, "torch", "numpy", "cloudpickle", "dataflow", "prefetch", "sharding"}
 
 
@@ -35,12 +32,6 @@ def server_needs(modules: set[str], main: str) -> ServerNeeds:
     return ServerNeeds(
         preload=("torch", "numpy.random", main), modules=_importable(modules), unforkable=_unforkable()
     )
-
-
-def warm_up_for_builders(*, is_needed: bool) -> None:
-    """Start the server that builders come from, without waiting for it; see `fork_server.warm_up`."""
-    if start_context(None) is None:
-        fork_server.warm_up(server_needs(set(), BUILDER_MAIN), is_needed=is_needed)
 
 
 def _unforkable() -> str:
