@@ -2,7 +2,7 @@
 
 In: clock reads of a schedule, or of a plain loop over a loader. Out: a `Report` of one rank or of all.
 Read `phases` first, then `records` (kept by `steps` or `loops`) and `report`; `diagnosis` and `advice` say
-what it means. `headspace` replays batches in a loader's place.
+what it means. `loops` replays batches in a loader's place, `headspace_report` says what that would gain.
 """
 
 VARIABLE = "DATAFLOW_DOCTOR"

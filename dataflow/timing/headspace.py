@@ -13,27 +13,19 @@ after as many steps before the replay: the host runs ahead of it, and would othe
 from __future__ import annotations
 
 import copy
-import itertools
-import json
-import socket
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dataflow.timing import ROUND
-from dataflow.timing.records import save_text
+from dataflow.timing.records import RankRecord
 
 WARM_UP = 20
 """Steps that are left out before each measurement: programs compile, and queues that were filled run dry."""
 _STOCK_BYTES = 256 << 20
 """Of the batches that are kept, and of the copies that lie ready; one at least."""
-_SERIAL = itertools.count()
-"""Of loaders that this process looped over: one file each, with the same number on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +38,11 @@ class MeasuredSteps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadspaceRecord:
-    """What one rank measured."""
+class HeadspaceRecord(RankRecord):
+    """What one rank measured: windows are steps with the loader, then as many with batches from memory."""
 
-    rank: int
-    world_size: int
-    host: str
     steps: int
     """That were to be measured, of either kind."""
-    seen: int
-    """Steps that ended, those left out included."""
-    optimizer_steps: int
-    """Of torch's optimizers. 0: the loop evaluates."""
-    live: MeasuredSteps
-    """With the loader as it is."""
-    replayed: MeasuredSteps
-    """With batches from memory."""
     batches: int
     """That were replayed in turns."""
     shared: str
@@ -69,21 +50,24 @@ class HeadspaceRecord:
     ended: bool = False
     """Whether the command was ended here."""
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON value."""
-        return asdict(self)
+    @property
+    def is_whole(self) -> bool:
+        """Whether all steps were measured."""
+        return len(self.windows) >= 2 * (WARM_UP + self.steps)
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> HeadspaceRecord:
-        """`ValueError` if it is no such value."""
-        try:
-            steps = {
-                name: MeasuredSteps(*(tuple(value[name][field]) for field in ("total_s", "wait_s")))
-                for name in ("live", "replayed")
-            }
-            return cls(**{**value, **steps})
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a record of this version: {error}") from None
+    @property
+    def live(self) -> MeasuredSteps:
+        """With the loader as it is."""
+        return self._measured_from(WARM_UP)
+
+    @property
+    def replayed(self) -> MeasuredSteps:
+        """With batches from memory."""
+        return self._measured_from(2 * WARM_UP + self.steps)
+
+    def _measured_from(self, begin: int) -> MeasuredSteps:
+        steps = self.windows[begin : begin + self.steps]
+        return MeasuredSteps(tuple(one.total_s for one in steps), tuple(one.data_s for one in steps))
 
 
 class BatchStock:
@@ -138,155 +122,6 @@ class BatchStock:
         return (_pinned(duplicate) if is_pinned else duplicate), nbytes
 
 
-class HeadspaceLoop:
-    """The batches of one loader over all its epochs: first its own, then replayed ones. Used by one thread.
-
-    Args:
-        folder: where the record goes.
-        steps: to measure, of either kind.
-        rank_and_world_size: of this process.
-        optimizer_steps: how often torch's optimizers stepped in this process.
-        now: seconds on a clock that only goes forward.
-    """
-
-    def __init__(
-        self,
-        folder: str,
-        *,
-        steps: int,
-        rank_and_world_size: tuple[int, int],
-        optimizer_steps: Callable[[], int],
-        now: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._rank, self._world_size = rank_and_world_size
-        self._path = Path(folder) / f"{self._rank:06d}-headspace-{next(_SERIAL):03d}.json"
-        self._planned, self._now, self._stepped = steps, now, optimizer_steps
-        self._stock = BatchStock()
-        self._steps: list[tuple[float, float]] = []
-        """Seconds of each step that ended, and how many of them it waited."""
-        self._under_way: tuple[float, float, int] | None = None
-        """When the present batch was asked for, when it came, and how often optimizers had stepped."""
-        self._optimizer_steps = 0
-        self._position = 0
-        """Batches handed out in this epoch."""
-        self._epoch_batches: int | None = None
-        """Of an epoch that the loader ended itself."""
-        self._closed = self._ended = False
-
-    @property
-    def replays(self) -> bool:
-        """Whether batches come from memory: as soon as the loader's own are measured."""
-        return len(self._steps) >= WARM_UP + self._planned
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether nothing is left to measure."""
-        return len(self._steps) >= 2 * (WARM_UP + self._planned)
-
-    def begin(self, loader: Any, engine: Any) -> Any:
-        """What iterates over an epoch's batches: the loader's own as long as they are wanted."""
-        self._position = 0
-        return ReplayedEpoch(loader) if self.replays else iter(engine)
-
-    def next_of(self, batches: Iterator[Any], loader: Any) -> Any:
-        """The next batch; the step on the one before is over.
-
-        Raises:
-            StopIteration: the epoch has as many batches as one of the loader.
-            SystemExit: all is measured; the training ends, for it no longer learns from its data.
-        """
-        self._step_ended()
-        batch = self._replayed(loader) if self.replays else self._live(batches)
-        self._position += 1
-        return batch
-
-    def left(self, loader: Any) -> None:
-        """The loop was left, maybe in the middle of a step: that one is not counted."""
-        self._under_way = None
-        self.save()
-
-    def save(self) -> None:
-        """Write the record."""
-        save_text(self._path, json.dumps(self.record().to_json()))
-
-    def record(self) -> HeadspaceRecord:
-        """What was measured so far."""
-        change = WARM_UP + self._planned
-        return HeadspaceRecord(
-            rank=self._rank,
-            world_size=self._world_size,
-            host=socket.gethostname(),
-            steps=self._planned,
-            seen=len(self._steps),
-            optimizer_steps=self._optimizer_steps,
-            live=_measured(self._steps[WARM_UP:change]),
-            replayed=_measured(self._steps[change + WARM_UP : change + WARM_UP + self._planned]),
-            batches=len(self._stock),
-            shared=self._stock.shared,
-            ended=self._ended,
-        )
-
-    def _step_ended(self) -> None:
-        if self._under_way is None:
-            return
-        if (len(self._steps) + 1) % ROUND == 0 or (self.replays and self._stock.is_empty):
-            _wait_for_device()
-        (asked_at, came_at, stepped), self._under_way, now = self._under_way, None, self._now()
-        self._optimizer_steps += self._stepped() - stepped
-        if not self.is_measured:
-            self._steps.append((now - asked_at, came_at - asked_at))
-            if self.is_measured:
-                self.save()
-
-    def _live(self, batches: Iterator[Any]) -> Any:
-        asked_at = self._now()
-        try:
-            batch = next(batches)
-        except StopIteration:
-            self._epoch_batches = self._position
-            self.save()
-            raise
-        except BaseException:
-            self.save()
-            raise
-        self._under_way = (asked_at, self._now(), self._stepped())
-        if len(self._steps) < WARM_UP:
-            self._stock.offer(batch)
-        return batch
-
-    def _replayed(self, loader: Any) -> Any:
-        if not self._closed:
-            self._closed = True
-            self.save()
-            loader.close()  # its threads and processes would go on, to fill their queues
-        if self.is_measured:
-            self._end()
-        if self._position == self._length(loader):
-            self.save()
-            raise StopIteration
-        if self._stock.is_empty:
-            self._stock.fill()
-        batch, now = self._stock.take(), self._now()
-        self._under_way = (now, now, self._stepped())
-        return batch
-
-    def _end(self) -> None:
-        """End a training; what only evaluates goes on, for a training may follow."""
-        if self._optimizer_steps:
-            self._ended = True
-            self.save()
-            raise SystemExit(0)
-
-    def _length(self, loader: Any) -> int | None:
-        """Batches of an epoch; None: it goes on until all is measured."""
-        if self._epoch_batches is not None:
-            return self._epoch_batches
-        try:
-            return len(loader)
-        except TypeError:
-            return self._position if self.is_measured else None
-
-
 class ReplayedEpoch:
     """In the place of a loader's iterator, in an epoch that is all replayed."""
 
@@ -303,11 +138,8 @@ class ReplayedEpoch:
         return len(self._loader)
 
 
-def _measured(steps: list[tuple[float, float]]) -> MeasuredSteps:
-    return MeasuredSteps(tuple(total for total, _ in steps), tuple(wait for _, wait in steps))
-
-
-def _wait_for_device() -> None:
+def wait_for_device() -> None:
+    """Until what was asked of it is done; the host runs ahead of it."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

@@ -112,7 +112,7 @@ def headspace_of(
 
 def headspace_of_records(records: Sequence[HeadspaceRecord]) -> Headspace | None:
     """The headspace of the ranks of one loader; None where there was not enough to measure."""
-    if not records or any(len(one.replayed.total_s) < one.steps for one in records):
+    if not records or not all(one.is_whole for one in records):
         return None
     found = headspace_of(
         [one.live for one in records],
@@ -126,12 +126,12 @@ def headspace_of_records(records: Sequence[HeadspaceRecord]) -> Headspace | None
 
 def reason_without(records: Sequence[HeadspaceRecord]) -> str:
     """Why a loop was not measured."""
-    least = min(records, key=lambda one: one.seen)
+    least = min(records, key=lambda one: len(one.windows))
     needed = 2 * (WARM_UP + least.steps)
     return (
-        f"nothing to report: {least.seen} steps ended on rank {least.rank}, and headspace takes {needed} ("
-        f"{WARM_UP} to warm up and {least.steps} to measure, with the loader and without it): let it run "
-        "longer, for more epochs, or measure fewer: --steps"
+        f"nothing to report: {len(least.windows)} steps ended on rank {least.rank}, and headspace takes "
+        f"{needed} ({WARM_UP} to warm up and {least.steps} to measure, with the loader and without it): let "
+        "it run longer, for more epochs, or measure fewer: --steps"
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
@@ -27,7 +27,7 @@ from prefetch.weak_registry import WeakRegistry
 if TYPE_CHECKING:
     from dataflow.stats import LoaderStats
 
-_MOST_STEPS, _MOST_EVENTS = 2000, 20_000
+MOST_STEPS, _MOST_EVENTS = 2000, 20_000
 """That are kept of a long run."""
 _FIRST_SAVED = 50
 """Steps after which a record is saved first."""
@@ -138,7 +138,7 @@ class RankRecord:
         return {**vars(self), "loader": vars(self.loader), **lists}  # asdict copies deeply, and takes long
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> RankRecord:
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
         """`ValueError` if it is no such value."""
         try:
             rest = dict(value)
@@ -155,10 +155,12 @@ class RankRecord:
 
 
 class Recorder:
-    """Keeps the last 2,000 steps and 20,000 trace events of one rank. Used by the training thread.
+    """Keeps the last steps and 20,000 trace events of one rank. Used by the training thread.
 
     Args:
         name: of the record among those of the rank, such as "loop-000"; the same on all ranks.
+        record_type: what the records are.
+        most_steps: that are kept.
         folder: where records are saved; None or "": nowhere.
         now: seconds on the clock that steps are measured by.
         about: what the records say of the run: "rank", "world_size" and other fields of `RankRecord`.
@@ -167,14 +169,17 @@ class Recorder:
     def __init__(
         self,
         name: str,
+        record_type: type[RankRecord] = RankRecord,
+        most_steps: int = MOST_STEPS,
         *,
         folder: str | None,
         now: Callable[[], float],
         **about: Any,
     ) -> None:
+        self._record_type = record_type
         self._about = about | {"host": socket.gethostname()}
         self._path = Path(folder) / f"{about['rank']:06d}-{name}.json" if folder else None
-        self._steps: deque[StepTimes] = deque(maxlen=_MOST_STEPS)
+        self._steps: deque[StepTimes] = deque(maxlen=most_steps)
         self._events: deque[TraceEvent] = deque(maxlen=_MOST_EVENTS)
         self._offset = time.time() - now()
         self._num_steps, self._save_at = 0, _FIRST_SAVED
@@ -204,7 +209,7 @@ class Recorder:
     def record(self, loader: Any, *, events: bool = True, **latest: Any) -> RankRecord:
         """What was kept so far, with what the loader says of itself, and fields of now."""
         self._loader_times = loader_times(loader, self._loader_times, since=self._first)
-        return RankRecord(
+        return self._record_type(
             **self._about,
             **latest,
             loader=self._loader_times,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 from dataflow.timing.headspace import HeadspaceRecord
 from dataflow.timing.records import RankRecord
 
-T = TypeVar("T")
+R = TypeVar("R", bound=RankRecord)
 _SHOWN = 8
 _NAME = re.compile(r"\d{6,}-(loop-|headspace-)?\d{3,}\.json")
 """As `timing.records.Recorder` and `timing.headspace` name them: the folder may be a user's own, with other
@@ -21,10 +21,10 @@ files in it."""
 
 
 @dataclass(frozen=True)
-class SavedRecords:
+class SavedRecords(Generic[R]):
     """Records of one schedule or loader."""
 
-    records: tuple[RankRecord, ...]
+    records: tuple[R, ...]
     """Of the schedule with most windows, by rank; without one, of the loader with most batches (of those in
     whose loops an optimizer stepped, if any).
 
@@ -44,42 +44,23 @@ def all_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-@dataclass(frozen=True)
-class SavedHeadspace:
-    """Records of one loader, by rank; none where no loop was seen."""
-
-    records: tuple[HeadspaceRecord, ...]
-    notes: tuple[str, ...]
-    """What is missing or could not be read."""
+def read_records(folder: Path) -> SavedRecords[RankRecord]:
+    """Read those of steps as they were."""
+    return _read(record_files(folder), RankRecord)
 
 
-def read_headspace(folder: Path) -> SavedHeadspace:
-    """Read those of the loader with most steps, of loaders in whose loops an optimizer stepped, if any."""
-    loops: dict[str, list[HeadspaceRecord]] = defaultdict(list)
-    notes: list[str] = []
-    files = [path for path in all_files(folder) if path not in record_files(folder)]
-    for path, record in _parsed(files, HeadspaceRecord.from_json, notes):
-        loops[_name_of(path)].append(record)
-    if not loops:
-        return SavedHeadspace((), tuple(notes))
-    longest = max(
-        loops.values(),
-        key=lambda ranks: (any(one.optimizer_steps for one in ranks), min(one.seen for one in ranks)),
-    )
-    notes += _missing(longest, longest[0].world_size)
-    if len(loops) > 1:
-        which = "whose loop steps an optimizer" if longest[0].optimizer_steps else "with most steps"
-        notes.append(f"{len(loops)} loaders were looped over; this is the one {which}")
-    return SavedHeadspace(tuple(longest), tuple(notes))
+def read_headspace(folder: Path) -> SavedRecords[HeadspaceRecord]:
+    """Read those of steps with a loader and without it."""
+    return _read([path for path in all_files(folder) if path not in record_files(folder)], HeadspaceRecord)
 
 
-def read_records(folder: Path) -> SavedRecords:
+def _read(files: Iterable[Path], record_type: type[R]) -> SavedRecords[R]:
     """Read them. A program may make several schedules, one after the other: the longest is taken."""
-    schedules: dict[str, list[RankRecord]] = defaultdict(list)
-    loops: dict[str, list[RankRecord]] = defaultdict(list)
+    schedules: dict[str, list[R]] = defaultdict(list)
+    loops: dict[str, list[R]] = defaultdict(list)
     notes: list[str] = []
-    without: list[RankRecord] = []
-    for path, record in _parsed(record_files(folder), RankRecord.from_json, notes):
+    without: list[R] = []
+    for path, record in _parsed(files, record_type, notes):
         if not record.windows:
             without.append(record)
             continue
@@ -101,11 +82,11 @@ def read_records(folder: Path) -> SavedRecords:
     return SavedRecords(tuple(ranks), tuple(notes))
 
 
-def _parsed(files: Iterable[Path], parse: Callable[[Any], T], notes: list[str]) -> Iterator[tuple[Path, T]]:
+def _parsed(files: Iterable[Path], record_type: type[R], notes: list[str]) -> Iterator[tuple[Path, R]]:
     """Files and their records; notes get those that cannot be read."""
     for path in files:
         try:
-            record = parse(json.loads(path.read_text()))
+            record = record_type.from_json(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError) as error:
             notes.append(f"{path.name} could not be read, and is left out: {error}")
             continue
@@ -117,7 +98,7 @@ def _name_of(path: Path) -> str:
     return path.stem.partition("-")[2]
 
 
-def _missing(records: Sequence[RankRecord | HeadspaceRecord], world_size: int) -> Iterator[str]:
+def _missing(records: Sequence[RankRecord], world_size: int) -> Iterator[str]:
     lacking = world_size - len(records)
     if not lacking:
         return

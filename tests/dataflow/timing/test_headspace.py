@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from dataflow import DataLoader, GradSchedule
 from dataflow.timing import HEADSPACE, ROUND, VARIABLE
-from dataflow.timing.headspace import WARM_UP, BatchStock, HeadspaceLoop, HeadspaceRecord, MeasuredSteps
+from dataflow.timing.headspace import WARM_UP, BatchStock, HeadspaceRecord
 from dataflow.timing.headspace_report import headspace_of_records, reason_without
+from dataflow.timing.loops import HeadspaceLoop
+from dataflow.timing.records import LoaderTimes, StepTimes
 from dataflow.tools.doctor.saved import read_headspace
 
 CHANGE = WARM_UP + ROUND
@@ -42,13 +43,7 @@ class TimedLoader:
     def __init__(self, folder: Path, *, wait_s: float, step_s: float, copy_s: float = 0.0) -> None:
         self.now, self.wait_s, self.step_s, self.copy_s = 0.0, wait_s, step_s, copy_s
         self.closed = 0
-        self.loop = HeadspaceLoop(
-            str(folder),
-            steps=ROUND,
-            rank_and_world_size=(0, 1),
-            optimizer_steps=lambda: 0,
-            now=lambda: self.now,
-        )
+        self.folder, self.loop = folder, HeadspaceLoop(str(folder), ROUND, now=lambda: self.now)
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -64,7 +59,8 @@ class TimedLoader:
             self.loop.next_of(batches, self)
             self.now += self.step_s
         self.loop.left(self)
-        return self.loop.record()
+        [record] = read_headspace(self.folder).records
+        return record
 
     def __len__(self) -> int:
         return 1000
@@ -111,14 +107,22 @@ def test_a_loader_that_keeps_up_leaves_nothing_to_gain(tmp_path: Path) -> None:
     assert not [line for line in report.lines if "without --headspace" in line]
 
 
-def measured(live: list[tuple[float, float]], replayed: float, **fields: Any) -> HeadspaceRecord:
-    """A record of steps (total, wait), and of replayed ones that all take as long."""
-    about = {"rank": 0, "world_size": 1, "host": "host", "optimizer_steps": 1, "batches": 1, "shared": ""}
-    return HeadspaceRecord(
-        **about | {"steps": len(live), "seen": 2 * (WARM_UP + len(live))} | fields,
-        live=MeasuredSteps(tuple(total for total, _ in live), tuple(wait for _, wait in live)),
-        replayed=MeasuredSteps((replayed,) * len(live), (0.0,) * len(live)),
-    )
+def step(total_s: float, wait_s: float) -> StepTimes:
+    times = {"data_s": wait_s, "compute_s": total_s - wait_s, "peers_s": 0.0, "optimizer_s": 0.0}
+    return StepTimes(window=0, microbatches=1, exposed_s=None, **times)
+
+
+def measured(
+    live: list[tuple[float, float]], replayed: float | list[float], **fields: Any
+) -> HeadspaceRecord:
+    """A record of steps (total, wait), and of replayed ones: their seconds, or those of each."""
+    fast = replayed if isinstance(replayed, list) else [replayed] * len(live)
+    before = [step(100.0, 50.0)] * WARM_UP
+    windows = (*before, *(step(*each) for each in live), *before, *(step(each, 0.0) for each in fast))
+    words = dict.fromkeys(("host", "model", "strategy", "device", "shared"), "")
+    numbers = {"rank": 0, "world_size": 1, "optimizer_steps": 1, "batches": 1, "steps": len(live)}
+    about: dict[str, Any] = {**words, **numbers, "windows": windows, **fields}
+    return HeadspaceRecord(**about, loader=LoaderTimes("other"))
 
 
 def test_workers_that_deliver_in_bursts_are_not_hidden_by_the_median() -> None:
@@ -166,15 +170,13 @@ def test_waiting_that_grows_and_rounds_that_differ_are_told() -> None:
     assert growing is not None
     assert [line for line in growing.lines if "waiting grew" in line]
     for replayed in ([1.0] * 20 + [3.0] * 10, [3.0] * 30):
-        noisy = measured([(2.0, 0.0)] * 30, 1.0)
-        slow = replace(noisy, replayed=MeasuredSteps(tuple(replayed), (0.0,) * 30))
-        report = headspace_of_records([slow])
+        report = headspace_of_records([measured([(2.0, 0.0)] * 30, replayed)])
         assert report is not None
         assert [line for line in report.lines if "rounds differ" in line]
 
 
 def test_too_few_steps_are_told_with_what_cures_that() -> None:
-    record = measured([(1.0, 0.0)] * 5, 1.0, steps=50, seen=25)
+    record = measured([(1.0, 0.0)] * 5, 1.0, steps=50, windows=(step(1.0, 0.0),) * 25)
     assert headspace_of_records([record]) is None
     assert reason_without([record]).startswith(
         "nothing to report: 25 steps ended on rank 0, and headspace takes 140"
@@ -251,7 +253,7 @@ def test_a_training_is_ended_when_all_is_measured(folder: Path, workers: int) ->
     assert counts == [9] * 6 + [6]
     assert sum(counts) == 2 * CHANGE
     [record] = read_headspace(folder).records
-    assert (record.seen, record.batches, record.ended) == (2 * CHANGE, 9 + 1, True)
+    assert (len(record.windows), record.batches, record.ended) == (2 * CHANGE, 9 + 1, True)
 
 
 def test_a_training_over_shards_has_epochs_as_long_with_replayed_batches(folder: Path, made: Make) -> None:
@@ -290,7 +292,7 @@ def test_what_only_evaluates_is_not_ended(folder: Path) -> None:
     loader = DataLoader(TensorDataset(torch.arange(100.0)), batch_size=1)
     assert [sum(1 for _ in loader) for _ in range(2)] == [100, 100]
     [record] = read_headspace(folder).records
-    assert (record.seen, record.ended) == (2 * CHANGE, False)
+    assert (len(record.windows), record.ended) == (2 * CHANGE, False)
 
 
 @pytest.mark.full
@@ -319,7 +321,7 @@ def test_a_schedule_gets_replayed_batches_too(folder: Path, made: Make, accumula
         with pytest.raises(SystemExit):
             train_in(schedule, model)
     [record] = read_headspace(folder).records
-    assert (record.seen, record.ended) == (2 * CHANGE, True)
+    assert (len(record.windows), record.ended) == (2 * CHANGE, True)
 
 
 def test_errors_of_the_loader_come_through(folder: Path) -> None:
