@@ -152,10 +152,11 @@ class Mixture(Sharded):
         """Change the shares from the next batch of every loader over this mixture on, also of one that runs.
 
         Batches by length (`batching=`) of one megabatch are planned together and keep their weights: the new
-        ones hold from the next megabatch on, or the one after that.
+        ones hold from the next megabatch on.
         A collective where torch.distributed is initialised: all ranks call it with the same weights, after
         the same number of batches. What was read ahead is dropped and read anew. Weights stay until the next
-        call; a schedule ends here. A state has the weights, and how far each source is.
+        call; a schedule ends here. A state has up to 64 changes, some 50 bytes each, and an epoch in which
+        there were some may begin anew; older ones are merged, and what came before is not known any more.
 
         Args:
             weights: one for each member, as for the constructor: 0 retires a member, for now or for good.

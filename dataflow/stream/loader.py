@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -60,6 +60,7 @@ from prefetch.memory.lifetimes import Finalizer
 from sharding.catalog.table import BlockTable
 from sharding.errors import DataflowError
 from sharding.lengths.unit_plan import UNKNOWN, UnitPlan, UnitPlanner
+from sharding.mixture.weight_steps import MAX_STEPS
 from sharding.order.epoch_order import EpochOrder
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
@@ -107,7 +108,7 @@ class StreamLoader:
         self._length_plan: UnitPlan | None = None
         """Of the epoch begun last."""
         self._mixture_starts: Mapping[int, Sequence[int]] = {}
-        self._mixed: Mixture | None = None
+        self._mixed: ShardedDataset | Mixture | None = None
         """The mixture as it goes on since `set_weights`, or as a state says."""
         self._num_weights_taken = 0
         self._planner: UnitPlanner | None = None
@@ -370,8 +371,11 @@ class StreamLoader:
         """The plan of a loop that begins."""
         self._take_weights(epoch, start)
         plan = self.epoch_plan(epoch, start)
-        if plan.num_batches:
-            self._plan.check_known(epoch, start)
+        if start < plan.known_from and plan.num_batches:
+            raise ValueError(
+                f"epoch {epoch} cannot begin anew: weights were set more than {MAX_STEPS} times, and what "
+                "came before is not known any more; load a state of before, or make another loader"
+            )
         return plan
 
     @property
@@ -389,10 +393,15 @@ class StreamLoader:
         assert isinstance(self.dataset, Mixture)
         assert self.dataset.weights_set is not None
         number, weights = self.dataset.weights_set
-        self._mixed, self._planner = self._plan.with_weights(epoch, position, weights)
+        self._take_plan(self._plan.with_weights(epoch, position, weights))
         self._num_weights_taken = number
         self._plan_stream()
         self.sessions.drop_idle(-1, 0)  # wherever it stands: it reads the next epoch in other shares
+
+    def _take_plan(self, plan: StreamPlan) -> None:
+        """Go on with what a plan says of the mixture and of lengths."""
+        self._planner, self._mixture_starts = plan.planner, plan.mixture_starts
+        self._mixed = None if plan.dataset is self.dataset else plan.dataset
 
     def _serve(self, loop: EpochLoop, frame: LoopFrame, epoch: int, *, restarted: bool) -> Session:
         """Have a session for a loop; `restarted` from where the loop is, as its former one was closed."""
@@ -521,10 +530,9 @@ class StreamLoader:
             raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
         plan = self._plan.resumed(loaded, of=self.dataset)
         self.close()
-        self.seed, self._planner = loaded.seed, plan.planner
+        self.seed = loaded.seed
         self._mix_by(loaded.shuffle, "as in the loaded state")
-        self._mixture_starts = plan.mixture_starts
-        self._mixed = None if plan.dataset is self.dataset else cast(Mixture, plan.dataset)
+        self._take_plan(plan)
         if isinstance(self.dataset, Mixture) and self.dataset.weights_set is not None:
             self._num_weights_taken = self.dataset.weights_set[0]  # the state's weights hold
         self._skipped.count = skipped

@@ -12,7 +12,7 @@ import numpy as np
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from sharding.cached_property import cached_property
-from sharding.lengths.unit_plan import SequencePlace, UnitPlanner
+from sharding.lengths.unit_plan import UnitPlanner
 from sharding.mixture.token_turns import TokenEpochs
 from sharding.mixture.windows import MixturePlan, MixtureWindows
 from sharding.order.epoch_order import EpochOrder
@@ -115,53 +115,31 @@ class StreamPlan:
             return None
         return self.planner.state(self.windows_of(epoch), position)
 
-    def with_weights(
-        self, epoch: int, position: int, weights: Sequence[Fraction]
-    ) -> tuple[Mixture, UnitPlanner | None]:
-        """The mixture and the planner that have other weights as soon after a position as can be.
+    def with_weights(self, epoch: int, position: int, weights: Sequence[Fraction]) -> StreamPlan:
+        """The plan that has other weights as soon after a position as can be.
 
         What is planned together keeps its weights; after the last batch of an epoch, the next one has them.
         """
-        mixture, order, planner = self._mixed(epoch)
+        mixture, order, planner = self.dataset, self.windows_of(epoch), self.planner
+        assert isinstance(mixture, Mixture)
+        assert isinstance(order, MixtureWindows)
         change, since = position, None
         if planner is not None:
             place, change = planner.place(order, position), planner.change_after(order, position)
-            since = place.position
+            since, planner = place.position, planner.changed(place)
         if self.epoch(epoch, position).num_global_batches == 0:
             change = order.num_samples
-        spec = mixture.spec.going_on(order.interleaving, epoch, weights, position=change, since=since)
-        if planner is not None:
-            planner = planner.changed(place)
-        return mixture.with_spec(spec), planner
-
-    def check_known(self, epoch: int, start: int) -> None:
-        """Raise `ValueError` where weights were set in an epoch that is to begin anew before that place."""
-        if not isinstance(self.dataset, Mixture) or self.dataset.spec.base is None:
-            return
-        _, order, planner = self._mixed(epoch)
-        known = order.interleaving.begin if planner is None else planner.place(order, start).unit
-        if start < known:
-            raise ValueError(
-                f"epoch {epoch} cannot begin anew: weights were set in it, and what came before them is not "
-                "known any more; load a state of before, or make another loader"
-            )
-
-    def _mixed(self, epoch: int) -> tuple[Mixture, MixtureWindows, UnitPlanner | None]:
-        """The mixture, an epoch's order, and the planner."""
-        mixture, order = self.dataset, self.windows_of(epoch)
-        assert isinstance(mixture, Mixture)
-        assert isinstance(order, MixtureWindows)
-        return mixture, order, self.planner
+        spec = mixture.spec.changed(order.interleaving, epoch, weights, position=change, since=since)
+        starts = {epoch: order.interleaving.first.tolist()} if self.token_epochs else {}
+        return replace(self, dataset=mixture.with_spec(spec), planner=planner, mixture_starts=starts)
 
     # ---- states ---------------------------------------------------------------------------------------
 
     def state(self, epoch: int, position: int, *, of: ShardedDataset | Mixture) -> PlanState:
         """A place in the plan; `of` is the dataset before weights were set."""
         tokens, weights = self.token_epochs, None
-        if self.dataset is not of:
-            mixture, order, planner = self._mixed(epoch)
-            since = position if planner is None else planner.place(order, position).position
-            weights = mixture.spec.known_from(order.interleaving, epoch, since).base_to_json()
+        if isinstance(self.dataset, Mixture) and self.dataset is not of:
+            weights = self.dataset.spec.changes.to_json()
         return PlanState(
             seed=self.seed,
             epoch=epoch,
@@ -195,9 +173,6 @@ class StreamPlan:
         marked = state.batching or {}
         planner = self.planner and self.planner.resumed(marked, state.epoch)
         dataset = of if state.weights is None else _mixed_again(of, state.weights)
-        if planner and isinstance(dataset, Mixture) and dataset is not of:
-            place = SequencePlace.from_json(marked, state.epoch)
-            planner = planner.changed(place)
         plan = replace(
             self,
             dataset=dataset,
@@ -266,4 +241,4 @@ def _mixed_again(dataset: ShardedDataset | Mixture, weights: Mapping[str, object
     """The mixture as a state says that it goes on."""
     if not isinstance(dataset, Mixture):
         raise ValueError("the state has the weights of a mixture, and this is none")
-    return dataset.with_spec(dataset.spec.with_base(weights))
+    return dataset.with_spec(dataset.spec.resumed(weights))

@@ -354,6 +354,11 @@ class UnitPlan(RankPlan):
         return self._dealing.get("start", 0)
 
     @property
+    def known_from(self) -> int:
+        """See `RankPlan.known_from`."""
+        return self.sequence.begin
+
+    @property
     def global_batch_size(self) -> int:
         """Units of all ranks in a full batch."""
         return self._dealing["batch_size"] * self._dealing["world_size"]
@@ -460,8 +465,8 @@ class UnitPlanner:
         self.batching, self.lengths = batching.with_window(window), lengths
         self._is_window_given, self._measured_as = batching.window is not None, measured_as
         self._mean_length, self._num_marked = mean_length, num_marked
-        self._place, self._is_known_since = BEGIN, False
-        """A megabatch to go on with, and whether the order of its epoch is known from there on only."""
+        self._place = BEGIN
+        """A megabatch to go on with."""
         self._sequences: dict[tuple[object, int], UnitSequence] = {}
         """By order, and first known unit. Threads that ask for the same must get the same: it grows."""
 
@@ -483,7 +488,8 @@ class UnitPlanner:
     def sequence(self, order: EpochOrder, unit: int = 0) -> UnitSequence:
         """The units of an order of the dataset's samples, from one on; those of the last epochs are kept.
 
-        An epoch that was gone on with from a state is known from there on only.
+        An epoch that was gone on with from a state, or with other weights, is known from there on only, until
+        it begins anew. `ValueError` where its order is not known from a megabatch on.
         """
         name = order.seed, order.epoch, order.shuffle
         items = [*self._sequences.items()]
@@ -491,8 +497,10 @@ class UnitPlanner:
         if kept:
             return max(kept, key=lambda sequence: sequence.at(unit)[1])
         begin, lengths = BEGIN, None
-        if self._place.epoch == order.epoch and (self._is_known_since or unit >= self._place.unit):
+        if self._place.epoch == order.epoch and (unit >= self._place.unit or order.known_from):
             begin = self._place
+        if begin.position < order.known_from:
+            raise ValueError(f"what epoch {order.epoch} held before sample {order.known_from} is not known")
         if self.lengths is not None:
             lengths = epoch_lengths(order, self.lengths, begin.position)
         key_of = units_key(order.seed, order.epoch, order.shuffle.kind != "none")
@@ -540,9 +548,9 @@ class UnitPlanner:
         """The planner that knows all lengths, or none."""
         return self._with(lengths=lengths)
 
-    def changed(self, begin: SequencePlace) -> UnitPlanner:
-        """The planner of an order that changes, and is known from a place on."""
-        return self._with(_place=begin, _is_known_since=True)
+    def changed(self, place: SequencePlace) -> UnitPlanner:
+        """The planner of an order that changes behind a place."""
+        return self._with(_place=place)
 
     def resumed(self, mark: Mapping[str, object], epoch: int) -> UnitPlanner:
         """The planner that goes on where a state of an epoch with this mark stands.
@@ -552,8 +560,7 @@ class UnitPlanner:
         window, batching = mark.get("window"), self.batching
         if not self._is_window_given and type(window) is int and window >= 1:
             batching = replace(batching, window=window)
-        place = SequencePlace.from_json(mark, epoch)
-        return self._with(batching=batching, _place=place, _is_known_since=False)
+        return self._with(batching=batching, _place=SequencePlace.from_json(mark, epoch))
 
     def _with(self, **changes: object) -> Self:
         """A copy that has seen no order yet."""

@@ -1,22 +1,23 @@
 """Mixtures of sources as arithmetic: `position -> (source, index)` and back, with no random-number state.
 
 A mixture is an endless sequence of *turns* (`sharding.mixture.shares`), each of `run_length` consecutive
-samples of one source, cut into epochs by the stop rule. Weights hold from a named step on, counted in samples
-of all ranks since the training began, so they do not move when the number of ranks changes. An epoch is a few
-*phases*, one for each set of weights in it; in every phase each source is within one turn of its share at
-every prefix. The sequence begins anew with each epoch, but no source does: its samples are numbered through
-the whole training, source epoch after source epoch, and what one epoch leaves of a source comes first in the
-next. So within a source epoch each sample comes exactly once, and (epoch, position) is the whole state.
+samples of one source, cut into epochs by the stop rule. Weights hold from a step of the schedule on, counted
+in samples of all ranks since the training began, or, where they were set, from a place in an epoch on;
+neither moves when the number of ranks does. An epoch is a few *phases*, one for each set of weights in it; in
+every phase each source is within one turn of its share at every prefix. The sequence begins anew with each
+epoch, but no source does: its samples are numbered through the whole training, source epoch after source
+epoch, and what one epoch leaves of a source comes first in the next. So within a source epoch each sample
+comes exactly once, and (epoch, position) is the whole state.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +34,7 @@ from sharding.mixture.shares import (
     integer_shares,
     quota_pattern,
 )
-
-T = TypeVar("T")
+from sharding.mixture.weight_steps import MAX_STEPS, NOTHING_SET, MixtureBase, WeightStep, WeightSteps
 
 Stop = Literal["first", "all", "never"]
 Counts = Literal["samples", "tokens"]
@@ -146,11 +146,6 @@ class Interleaving:
         out[out >= self.num_samples] = _NEVER
         return out
 
-    def phase_start(self, position: int) -> int:
-        """The first position of the phase that holds a position from `begin` on, or the epoch's end."""
-        turn = position // self.run_length
-        return int(self._starts[np.searchsorted(self._starts, turn, side="right") - 1]) * self.run_length
-
     def counts(self, position: int) -> NDArray[np.int64]:
         """Samples of each source in the epoch before a position from `begin` on, int64 [sources]."""
         turn, rest = divmod(position, self.run_length)
@@ -162,26 +157,6 @@ class Interleaving:
         return counts
 
 
-@dataclass(frozen=True, kw_only=True)
-class MixtureBase:
-    """A place of the training from which on a mixture is known."""
-
-    epoch: int
-    position: int
-    """In the epoch, at the begin of a turn, or at the end of an epoch that is over."""
-    first: tuple[int, ...]
-    """Samples that each source gave before the epoch."""
-    given: tuple[int, ...]
-    """Samples that each source gave in the epoch before the position."""
-    end: int | None = None
-    """Where the epoch ends, whatever its rule would say of new weights; None: by its rule."""
-
-    @property
-    def samples_before(self) -> int:
-        """Of all sources, since the training began."""
-        return sum(self.first) + self.position
-
-
 @dataclass(frozen=True)
 class MixtureSpec:
     """Sizes, weights and rules: what decides a mixture. A value; see `weighted` and `repeated`."""
@@ -189,7 +164,7 @@ class MixtureSpec:
     sizes: tuple[int, ...]
     """Samples of each source, >= 1."""
     steps: tuple[tuple[int, tuple[Fraction, ...]], ...]
-    """(samples since the training began, or since `base`; weights of sum 1 from there on), from 0 on."""
+    """(samples since the training began; weights of sum 1 from there on), from 0 on."""
     _: KW_ONLY
     stop: Stop | None = "first"
     """When an epoch ends. "first": as soon as one source was seen once in it. "all": as soon as every source
@@ -201,8 +176,8 @@ class MixtureSpec:
     """Consecutive samples of one source. The global batch size makes every batch one of a single source."""
     counts: Counts = "samples"
     """What weights are shares of. Epochs by "tokens" follow from lengths: `token_turns.TokenEpochs`."""
-    base: MixtureBase | None = None
-    """Where the first step begins, instead of at the begin of the training; what lies before is not known."""
+    changes: WeightSteps = NOTHING_SET
+    """Weights that were set: the schedule ends with the first of them."""
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
@@ -260,41 +235,26 @@ class MixtureSpec:
         return cls(tuple(sizes), steps, stop=None, quota=quota, run_length=run_length)
 
     def epoch(self, epoch: int) -> Interleaving:
-        """One epoch. O(epochs before the last step of the schedule), and a table for each phase."""
+        """One epoch. O(epochs before the last step of the schedule), and a table for each phase.
+
+        Raises `ValueError` for one that there is not, or that is not known any more.
+        """
         if self.counts == "tokens":
             raise ValueError("epochs by tokens follow from lengths")
         if epoch < 0 or (epoch and self.stop == "never"):
             raise ValueError(f"there is no epoch {epoch} of a mixture with stop={self.stop!r}")
-        begun, at, first = 0, 0, np.zeros(len(self.sizes), np.int64)
-        if self.base is not None:
-            current = self._interleaving_since(self.base, epoch)
-            if epoch == self.base.epoch:
-                return current
-            begun, at = self.base.epoch + 1, current.num_samples - self.base.position
-            first = current.first + self._given_by_end(self.base, current)
-        last_step = self.steps[-1][0]
-        for number in range(begun, epoch):
-            length, counts = self._steady if at >= last_step else self._lengths(at)
-            if at >= last_step:
-                return self._interleaving(at + (epoch - number) * length, first + (epoch - number) * counts)
-            at, first = at + length, first + counts
-        return self._interleaving(at, first)
+        self.check_known(epoch)
+        return self._interleaving(epoch, self._first(epoch))
 
-    def known_from(self, current: Interleaving, epoch: int, position: int) -> MixtureSpec:
-        """The same mixture, known from the phase of a position on: what came before is left out of it.
+    def check_known(self, epoch: int) -> None:
+        """Raise `ValueError` for an epoch that was over when the oldest weights were set that are kept."""
+        if epoch < self.changes.known_from[0]:
+            raise ValueError(
+                f"epoch {epoch} of the mixture is over, and weights were set more than {MAX_STEPS} times: "
+                "what it held is not known any more"
+            )
 
-        `current`: the epoch as it is now, which knows the position.
-        """
-        base, begin = self.base, current.phase_start(position)
-        if base is not None and base.epoch == epoch and begin <= base.position:
-            return self
-        since = self._based_at(current, epoch, begin)
-        at = since.samples_before - (base.samples_before if base else 0)
-        active = max(i for i, (step, _) in enumerate(self.steps) if step <= at)
-        later = [(step - at, weights) for step, weights in self.steps[active + 1 :]]
-        return replace(self, steps=((0, self.steps[active][1]), *later), base=since)
-
-    def going_on(
+    def changed(
         self,
         current: Interleaving,
         epoch: int,
@@ -321,93 +281,19 @@ class MixtureSpec:
                 f"weights change between two turns of run_length={self.run_length} samples, and position "
                 f"{position} is not: let it be the global batch size"
             )
-        end = position if is_over else None
-        if since is None or since >= position:
-            base = replace(self._based_at(current, epoch, position), end=end)
-            return replace(self, steps=((0, shares),), base=base)
-        before = self.known_from(current, epoch, since)
-        assert before.base is not None
-        after = position - before.base.position
-        steps = [(step, of) for step, of in before.steps if step < after]
-        return replace(self, steps=(*steps, (after, shares)), base=replace(before.base, end=end))
+        step = WeightStep(epoch + 1, 0, shares) if is_over else WeightStep(epoch, position, shares)
+        changes = self.changes.with_step(step)
+        if (oldest := changes.surplus((epoch, position if since is None else since))) is not None:
+            begin = oldest.position if oldest.epoch == epoch else 0
+            base = MixtureBase(tuple(current.first.tolist()), tuple(current.counts(begin).tolist()))
+            changes = changes.known_since(oldest._replace(epoch=epoch, position=begin), base)
+        return replace(self, changes=changes)
 
-    def _based_at(self, current: Interleaving, epoch: int, position: int) -> MixtureBase:
-        """A position of an epoch, as a base."""
-        base, given = self.base, np.zeros(len(self.sizes), np.int64)
-        if base is not None and (base.epoch, base.position) == (epoch, position):
-            return base  # which may lie inside a turn, at the end of the epoch
-        if position:
-            given = current.counts(position)
-        return MixtureBase(
-            epoch=epoch,
-            position=position,
-            first=tuple(current.first.tolist()),
-            given=tuple(given.tolist()),
-            end=base.end if base is not None and base.epoch == epoch else None,
-        )
-
-    @property
-    def changes_at(self) -> int | None:
-        """Where in the epoch of `base` its last weights begin; None: from `base` on, or in a later epoch."""
-        base, step = self.base, self.steps[-1][0]
-        if base is None or not step or base.end == base.position + step:
-            return None
-        return base.position + step
-
-    def base_to_json(self) -> dict[str, object]:
-        """What `with_base` takes, as JSON types."""
-        assert self.base is not None
-        steps = [[step, [str(weight) for weight in weights]] for step, weights in self.steps]
-        return {**asdict(self.base), "steps": steps}
-
-    def with_base(self, value: Mapping[str, Any]) -> MixtureSpec:
-        """The mixture as it goes on from a place, as a state says. Raises `ValueError` for what is none.
-
-        A state of fewer sources holds: the others are new, and have no share until they get one.
-        """
-        expected = {field.name for field in fields(MixtureBase)} | {"steps"}
-        if set(value) != expected:
-            raise ValueError(
-                f"weights must have {', '.join(sorted(expected))}, got {', '.join(map(str, value))}"
-            )
-        known = len(value["first"]) if isinstance(value["first"], Sequence) else 0
-        if known > len(self.sizes):
-            raise ValueError(
-                f"weights: the state is of {known} sources, and the mixture has {len(self.sizes)}: give it "
-                "those that were added, in the same order"
-            )
-        first, given = (self._of_sources(name, value[name], known, 0) for name in ("first", "given"))
-        fields_of = {name: value[name] for name in ("epoch", "position", "end")}
-        base = MixtureBase(**fields_of, first=first, given=given)
-        numbers = (base.epoch, base.position, *base.first, *base.given)
-        if any(type(number) is not int or not 0 <= number < ENDLESS for number in numbers):
-            raise ValueError(f"weights: epoch and positions must be integers >= 0, got {base}")
-        if base.end is not None and (type(base.end) is not int or base.end < base.position):
-            raise ValueError(f"weights: end must be None or a position of the epoch, got {base.end!r}")
-        begins_turns = base.end == base.position or not any(n % self.run_length for n in base.given)
-        if sum(base.given) != base.position or not begins_turns:
-            raise ValueError(f"weights: what sources gave does not make up position {base.position}")
-        steps, value_steps = list[tuple[int, tuple[Fraction, ...]]](), value["steps"]
-        if not isinstance(value_steps, Sequence) or not value_steps:
-            raise ValueError(f"weights: steps must be a list, got {value_steps!r}")
-        for one in value_steps:
-            if not isinstance(one, Sequence) or len(one) != 2 or type(one[0]) is not int:
-                raise ValueError(f"weights: a step has samples and shares, got {one!r}")
-            if one[0] < 0 or (one[0] == 0) != (not steps) or (steps and one[0] <= steps[-1][0]):
-                raise ValueError(f"weights: steps must ascend from 0, got {one[0]}")
-            shares = self._of_sources("shares", one[1], known, "0")
-            try:
-                steps.append((one[0], self.checked_weights([*map(Fraction, shares)])))
-            except (ValueError, ZeroDivisionError) as error:
-                raise ValueError(f"weights: shares must be fractions >= 0, got {one[1]!r}") from error
-        return replace(self, steps=tuple(steps), base=base)
-
-    def _of_sources(self, name: str, value: Any, known: int, fill: T) -> tuple[T, ...]:
-        """A list of a state, with an entry for each of the sources it knows, and for the others."""
-        kind = type(fill)
-        if not isinstance(value, list | tuple) or [*map(type, value)] != [kind] * known:
-            raise ValueError(f"weights: {name} must be {known} of {kind.__name__}, got {value!r}")
-        return (*value, *[fill] * (len(self.sizes) - known))
+    def resumed(self, weights: Mapping[str, object]) -> MixtureSpec:
+        """The mixture with the weights of a state. Raises `ValueError` as `WeightSteps.from_json` does."""
+        if self.stop is None:
+            raise ValueError("the state has weights that were set, and a mixture with repeats= has none")
+        return replace(self, changes=WeightSteps.from_json(weights, len(self.sizes), self.run_length))
 
     def checked_weights(self, weights: Sequence[Weight]) -> tuple[Fraction, ...]:
         """Weights that may be set, of sum 1.
@@ -419,25 +305,6 @@ class MixtureSpec:
         if len(weights) != len(self.sizes):
             raise ValueError(f"there are {len(self.sizes)} sources, but weights {list(weights)}")
         return exact_weights(weights)
-
-    def _interleaving_since(self, base: MixtureBase, epoch: int) -> Interleaving:
-        """The epoch of the base, from there on; of any later one, which are asked for, too."""
-        if epoch < base.epoch:
-            raise ValueError(f"epoch {epoch} of the mixture is over: what it held is not known any more")
-        begin = base.position // self.run_length
-        phases = [MixturePhase(begin + phase.start, phase.pattern) for phase in self._phases(0)]
-        given, zeros = np.array(base.given, np.int64), np.zeros(len(self.sizes), np.int64)
-        length = base.end
-        if length is None:
-            endless = Interleaving(phases, ENDLESS, self.run_length, zeros, given=given)
-            length = max(self.changes_at or base.position, self._length(endless))
-        return Interleaving(phases, length, self.run_length, np.array(base.first, np.int64), given=given)
-
-    def _given_by_end(self, base: MixtureBase, current: Interleaving) -> NDArray[np.int64]:
-        """Samples of each source in the whole epoch of the base, which may end inside a turn."""
-        if base.end == base.position:
-            return np.array(base.given, np.int64)
-        return current.counts(current.num_samples)
 
     @property
     def num_used(self) -> int:
@@ -455,36 +322,72 @@ class MixtureSpec:
         return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
 
     @cached_property
-    def _steady(self) -> tuple[int, NDArray[np.int64]]:
-        return self._lengths(self.steps[-1][0])
+    def _runs(self) -> dict[int, tuple[NDArray[np.int64], NDArray[np.int64] | None]]:
+        """By the first of a run of epochs alike: samples of each source before it, and in each."""
+        base = self.changes.base
+        first = np.array(base.first if base else (0,) * len(self.sizes), np.int64)
+        return {self.changes.known_from[0]: (first, None)}
 
-    def _lengths(self, at: int) -> tuple[int, NDArray[np.int64]]:
-        """Samples of the epoch that begins here, and of each source in it."""
-        epoch = self._interleaving(at, np.zeros(len(self.sizes), np.int64))
-        return epoch.num_samples, epoch.counts(epoch.num_samples)
+    def _first(self, epoch: int) -> NDArray[np.int64]:
+        """Samples of each source before an epoch."""
+        number = max(known for known in [*self._runs] if known <= epoch)
+        while number < epoch:
+            first, each = self._runs[number]
+            if each is None:
+                made = self._interleaving(number, first)
+                each = made.counts(made.num_samples)
+                self._runs[number] = first, each
+            unlike = self._next_unlike(number, int(first.sum()))
+            if unlike > epoch:
+                return first + (epoch - number) * each
+            number, first = unlike, first + (unlike - number) * each
+            self._runs.setdefault(number, (first, None))
+        return self._runs[epoch][0]
 
-    def _interleaving(self, at: int, first: NDArray[np.int64]) -> Interleaving:
+    def _next_unlike(self, epoch: int, at: int) -> int:
+        """The first epoch that may differ from this one, which begins at this sample of all."""
+        is_set = self.changes.at_begin(epoch) is not None
+        if self.changes.within(epoch) or not (is_set or at >= self.steps[-1][0]):
+            return epoch + 1
+        return self.changes.next_epoch(epoch)
+
+    def _interleaving(self, epoch: int, first: NDArray[np.int64]) -> Interleaving:
+        """An epoch before which each source gave so much."""
         if self.stop is None:
             turns = tuple(count // self.run_length for count in self.quota)
             phases = [MixturePhase(0, quota_pattern(turns))]
             return Interleaving(phases, sum(self.quota), self.run_length, first)
-        phases = self._phases(at)
-        endless = Interleaving(phases, ENDLESS, self.run_length, np.zeros_like(first))
-        return Interleaving(phases, self._length(endless), self.run_length, first)
+        steps = self.steps_of(epoch, int(first.sum()))
+        phases, given = [MixturePhase(start, fair_pattern(shares)) for start, shares in steps], None
+        if (before := self.changes.given(epoch)) is not None:
+            given = np.array(before, np.int64)
+        endless = Interleaving(phases, ENDLESS, self.run_length, np.zeros_like(first), given=given)
+        length = max(self._length(endless), self.lasts_to(epoch))
+        return Interleaving(phases, length, self.run_length, first, given=given)
 
-    def steps_from(self, at: int) -> list[tuple[int, tuple[int, ...]]]:
+    def lasts_to(self, epoch: int) -> int:
+        """Samples that an epoch has at least: in which weights were set, it had come to there."""
+        return max((step.position for step in self.changes.within(epoch)), default=0)
+
+    def steps_of(self, epoch: int, at: int) -> list[tuple[int, tuple[int, ...]]]:
         """(first turn, turns of each source in a period) of an epoch that begins at this sample of all.
 
-        No step is empty.
+        No step is empty. The first begins with the epoch, or where that is known.
         """
-        current = max(i for i, (step, _) in enumerate(self.steps) if step <= at)
-        starts = [0] + [-(-(step - at) // self.run_length) for step, _ in self.steps[current + 1 :]]
-        after = [*starts[1:], ENDLESS]
-        steps = zip(starts, self.steps[current:], after, strict=True)
-        return [(start, integer_shares(weights)) for start, (_, weights), end in steps if start < end]
-
-    def _phases(self, at: int) -> list[MixturePhase]:
-        return [MixturePhase(start, fair_pattern(shares)) for start, shares in self.steps_from(at)]
+        steps, begun = list[tuple[int, tuple[Fraction, ...]]](), self.changes.at_begin(epoch)
+        if begun is not None:
+            steps.append((0, begun))
+        elif self.changes.given(epoch) is None:
+            current = max(i for i, (step, _) in enumerate(self.steps) if step <= at)
+            steps.append((0, self.steps[current][1]))
+            steps += [(-(-(step - at) // self.run_length), w) for step, w in self.steps[current + 1 :]]
+        if within := [
+            (step.position // self.run_length, step.weights) for step in self.changes.within(epoch)
+        ]:
+            steps = [step for step in steps if step[0] < within[0][0]] + within
+        ends = [*(start for start, _ in steps[1:]), ENDLESS]
+        pairs = zip(steps, ends, strict=True)
+        return [(start, integer_shares(weights)) for (start, weights), end in pairs if start < end]
 
     def _length(self, endless: Interleaving) -> int:
         if self.stop == "never":

@@ -142,7 +142,7 @@ class Pattern:
         return counts + self.shares * cycle
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)  # weights may be set 64 times
 def fair_pattern(shares: tuple[int, ...]) -> Pattern:
     """The fair sequence of integer shares >= 0, one of them positive. About 1 microsecond a turn."""
     source = _chairman_assignment(np.array(shares, np.int64))

@@ -123,16 +123,15 @@ class TokenEpochs:
         starts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.spec, self._lengths, self._take = spec, lengths, take
-        begun = {spec.base.epoch: spec.base.first} if spec.base else {0: (0,) * len(spec.sizes)}
+        base = spec.changes.base
+        begun = {spec.changes.known_from[0]: base.first if base else (0,) * len(spec.sizes)}
         self._starts = {**{epoch: tuple(first) for epoch, first in (starts or {}).items()}, **begun}
         self.epoch = lru_cache(_KEPT_EPOCHS)(self._epoch)
         """epoch -> its `Interleaving`."""
 
     def first(self, epoch: int) -> tuple[int, ...]:
         """Samples that each source gave before an epoch. All epochs since a known start are tabulated."""
-        base = self.spec.base
-        if base is not None and epoch < base.epoch:
-            raise ValueError(f"epoch {epoch} of the mixture is over: what it held is not known any more")
+        self.spec.check_known(epoch)
         known = max(number for number in self._starts if number <= epoch)
         for number in range(known, epoch):
             made = self.epoch(number)
@@ -142,25 +141,18 @@ class TokenEpochs:
     def _epoch(self, epoch: int) -> Interleaving:
         if epoch < 0:
             raise ValueError(f"there is no epoch {epoch}")
-        first, base = np.array(self.first(epoch), np.int64), self.spec.base
-        at, begin, given, end = int(first.sum()), 0, np.zeros_like(first), None
-        goes_on = base is not None and base.epoch == epoch
-        if base is not None:
-            at -= base.samples_before
-            if goes_on:
-                at, begin, given, end = 0, base.position, np.array(base.given, np.int64), base.end
-        steps = self.spec.steps_from(at)
-        before, turns, phases = given, begin, list[MixturePhase]()
+        first = np.array(self.first(epoch), np.int64)
+        steps, lasts_to = self.spec.steps_of(epoch, int(first.sum())), self.spec.lasts_to(epoch)
+        given = np.array(self.spec.changes.given(epoch) or (0,) * len(first), np.int64)
+        before, turns, phases = given, steps[0][0], list[MixturePhase]()
         counting = np.array(steps[-1][1]) > 0
         for (start, shares), following in zip(steps, [*(s for s, _ in steps[1:]), ENDLESS], strict=True):
-            # Where weights were set, the epoch lasts at least to there; where it was over, no longer.
-            most = min(following, ENDLESS if end is None else end - begin) - start
-            is_ruled = end is None and (following == ENDLESS or not goes_on)
-            if phases and (most <= 0 or (is_ruled and self._is_over(given, counting))):
+            is_ruled = start >= lasts_to
+            if phases and is_ruled and self._is_over(given, counting):
                 break
             seen = counting if is_ruled else None
-            pattern = self._turns(np.array(shares, np.int64), first, given, seen, most)
-            phases.append(MixturePhase(begin + start, pattern))
+            pattern = self._turns(np.array(shares, np.int64), first, given, seen, following - start)
+            phases.append(MixturePhase(start, pattern))
             given = given + pattern.totals
             turns += int(pattern.totals.sum())
         return Interleaving(phases, turns, 1, first, given=before)

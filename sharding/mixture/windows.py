@@ -74,6 +74,7 @@ class MixtureWindows:
         if shuffle.kind == "full" or shuffle.window_blocks is None:
             raise ValueError('a mixture needs windows: use another shuffle than "full"')
         self.interleaving, self.num_samples = interleaving, interleaving.num_samples
+        self.known_from = interleaving.begin
         self.seed, self.epoch = seed, epoch
         self.shuffle, self.num_lanes = shuffle, shuffle.num_lanes
         self._sizes = np.array(sizes, np.int64)

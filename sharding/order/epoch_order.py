@@ -91,6 +91,11 @@ class EpochOrder(Windows, Protocol):
         """Lanes that positions are dealt to."""
         ...
 
+    @property
+    def known_from(self) -> int:
+        """The first position whose sample is known; 0 but for some epochs of mixtures."""
+        ...
+
     def samples(self, positions: Ints) -> Ints:
         """The number of the sample at each position; those of a mixture's sources are counted through."""
         ...

@@ -76,7 +76,7 @@ class Order:
         self.shuffle = shuffle.resolved(window_blocks)
         """The shuffle with nothing left open: what a resume must use to get the same order."""
         self.num_lanes = self.shuffle.num_lanes
-        self.num_samples = int(counts.sum())
+        self.num_samples, self.known_from = int(counts.sum()), 0
         self._key = mix_key(seed, epoch, FULL_ORDER)
         self._window_key = mix_more(5, seed, epoch, WINDOW_ORDER)
         """The first three of five parts: lane and window are still to come."""

@@ -22,7 +22,8 @@ from sharding.plan.batch_plan import BatchPlan, Dealing
 _OPTIONAL = {"batching", "sources", "weights"}
 STATE_VERSION = 4
 """The order of version 1 had no lanes; in that of version 2 all epochs began with small windows; in that of
-version 3 pieces of samples were carried from megabatch to megabatch."""
+version 3 pieces of samples were carried from megabatch to megabatch, and what came before weights that were
+set was forgotten."""
 
 
 class RankPlan(ABC):
@@ -75,6 +76,11 @@ class RankPlan(ABC):
     def start(self) -> int:
         """Items done before the first batch: a state's position."""
         return self.batch_plan.start
+
+    @property
+    def known_from(self) -> int:
+        """The first item that is known, of which batches can be made; 0 but for some mixtures."""
+        return self.order.known_from
 
     @property
     def num_batches(self) -> int:
@@ -139,7 +145,10 @@ class EpochPlan(RankPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanState:
-    """Where a run stands: enough to go on with any number of ranks, constant in size (< 1 KB of JSON)."""
+    """Where a run stands: enough to go on with any number of ranks.
+
+    Constant in size (< 1 KB of JSON), but for some 50 bytes for each of up to 64 changes of weights.
+    """
 
     seed: int
     epoch: int
@@ -154,9 +163,9 @@ class PlanState:
     batching: Mapping[str, object] | None = None
     """What decides the units of a length-aware plan (`UnitPlanner.mark`); None: positions count samples."""
     sources: Sequence[int] | None = None
-    """Samples that each source of a mixture by tokens gave before the epoch; None: weights say."""
+    """Samples that each source of a mixture by tokens gave before the epoch."""
     weights: Mapping[str, object] | None = None
-    """Weights that were set while a mixture ran, and since when (`MixtureSpec.base`); None: its own."""
+    """Weights that were set while a mixture ran, and since when (`WeightSteps`); None: its own."""
 
     def __post_init__(self) -> None:
         _check_version(self.version)

@@ -19,6 +19,7 @@ from parameters_kit import one_in
 from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Mixture, Packed, ShardedDataset, TokenBudget
+from sharding.mixture import weight_steps
 
 SIZES = {"a": 60, "b": 25, "c": 20}
 WINDOW = 12
@@ -189,23 +190,45 @@ def test_weights_set_at_the_last_batch_of_an_epoch_are_in_its_state(
         assert run(loader, {}, 2) == following
 
 
-@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "samples"])
-def test_an_epoch_in_which_weights_were_set_does_not_begin_anew(folder: Path, is_packed: bool) -> None:
-    mixture = mixture_of(folder, "found", stop="all")
-    with loader_of(mixture) if is_packed else DataLoader(mixture, 4, True, collate_fn=list) as loader:
-        loop = iter(loader)
-        for _ in range(8):
-            next(loop)
-        loader.dataset.set_weights([1, 1, 1])
-        state = loader.state_dict()
-        assert [*loop]
-        loader.load_state_dict(state)
-        assert next(iter(loader))
+@pytest.mark.parametrize(("kind", "shares", "batching", "stop"), WAYS)
+def test_an_epoch_in_which_weights_were_set_begins_anew(
+    folder: Path, kind: str, shares: Any, batching: str, stop: Any
+) -> None:
+    mixture = mixture_of(folder, kind, shares=shares, stop=stop)
+    with loader_of(mixture, batching) as loader:
+        whole = run(loader, CHANGES, 1)
+        following, state = run(loader, {}, 1), loader.state_dict()
         loader.set_epoch(0)
-        with pytest.raises(ValueError, match="epoch 0 cannot begin anew: weights were set in it"):
+        assert run(loader, {}) == whole + following
+    with loader_of(again(mixture), batching) as loader:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        loader.set_epoch(0)
+        assert run(loader, {}) == whole + following
+
+
+@pytest.mark.parametrize("kind", ["known", "found"])
+@pytest.mark.parametrize("shares", ["samples", "tokens"])
+def test_what_came_before_the_oldest_weights_that_are_kept_does_not_begin_anew(
+    folder: Path, kind: str, shares: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_steps, "MAX_STEPS", 4)
+    mixture = mixture_of(folder, kind, stop="all", shares=shares)
+    changes = {2 * n: [1, 1 + n % 5, 1 + n % 3] for n in range(1, 9)}
+    with loader_of(mixture) as loader:
+        states: list[Any] = []
+        whole = run(loader, changes, 1, states)
+        following = run(loader, {}, 1)
+        assert max(len(state["weights"]["steps"]) for state in states[2:]) == 4
+        loader.set_epoch(0)
+        with pytest.raises(ValueError, match="epoch 0 cannot begin anew: weights were set more than"):
             next(iter(loader))
         loader.set_epoch(1)
-        assert next(iter(loader))
+        assert run(loader, {}, 1) == following
+    for cut in (3, 9, 11, len(whole) - 1):
+        with loader_of(again(mixture)) as loader:
+            loader.load_state_dict(json.loads(json.dumps(states[cut - 1])))
+            later = {at - cut: weights for at, weights in changes.items() if cut < at <= len(whole)}
+            assert run(loader, later, 2) == whole[cut:] + following
 
 
 def on_rank(folder: Path, kind: str) -> list[list[list[int]]]:
@@ -239,7 +262,8 @@ def test_a_source_that_is_added_goes_on_with_a_state_of_the_others(folder: Path,
             later = run(loader, {1: [1, 1, 2]}, 1)
         assert {token // 1000 for token in chain(*chain(*later)) if token} == {1, 2, 3}
         assert later[0] == whole[cut + 1]
-    more = edited(states[5], weights={**states[5]["weights"], "first": [0, 0, 0]})
+    ((*place, shares),) = states[5]["weights"]["steps"]
+    more = edited(states[5], weights={"steps": [[*place, shares + " 0"]]})
     with loader_of(old) as loader, pytest.raises(ValueError, match="of 3 sources, and the mixture has 2"):
         loader.load_state_dict(more)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from fractions import Fraction
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -201,6 +200,63 @@ def test_weights_set_at_the_last_batch_of_an_epoch_are_in_its_state(
         assert run(loader, {}, 2) == following
 
 
+@pytest.mark.parametrize("stop", ["first", "all"])
+def test_an_epoch_in_which_weights_were_set_begins_anew(sources: list[ShardedDataset], stop: Any) -> None:
+    changes = {3: [1, 1, 1], 5: [0.2, 0.7, 0.1], 17: [1, 0, 3]}
+    with loader_of(mixture_of(sources, stop=stop)) as loader:
+        whole, states = [], [loader.state_dict()]
+        for _ in range(2):
+            whole.append(run(loader, {at - sum(map(len, whole)): w for at, w in changes.items()}))
+            states.append(loader.state_dict())
+        for epoch in (0, 1, 0):
+            loader.set_epoch(epoch)
+            assert run(loader, {}) == whole[epoch]
+    with loader_of(mixture_of(sources, stop=stop)) as loader:
+        loader.load_state_dict(json.loads(json.dumps(states[-1])))
+        for epoch in (1, 0):
+            loader.set_epoch(epoch)
+            assert run(loader, {}) == whole[epoch]
+
+
+def test_weights_set_for_an_epoch_of_before_end_those_that_were_set_later(
+    sources: list[ShardedDataset],
+) -> None:
+    with loader_of(mixture_of(sources)) as loader:
+        first = run(loader, {3: [0, 0, 1]})
+        loader.set_epoch(0)
+        again = run(loader, {2: [1, 0, 0]})
+    assert again[:2] == first[:2]
+    assert {n // 1000 for batch in again[2:] for n in batch} == {1}
+
+
+def test_a_change_of_weights_takes_fifty_bytes_of_a_state_and_at_most_64_are_kept(
+    sources: list[ShardedDataset],
+) -> None:
+    mixture, states, whole = mixture_of(sources, stop="never"), [], []
+    with loader_of(mixture) as loader:
+        loop = iter(loader)
+        for number in range(100):
+            states.append(loader.state_dict())
+            whole.append(next(loop)["n"].tolist())
+            mixture.set_weights([1 + number % 7, 1 + number % 5, 1 + number % 3])
+        following = [next(loop)["n"].tolist() for _ in range(3)]
+        sizes = [len(json.dumps(state)) for state in states]
+        assert sizes[1] < sizes[0] + 100
+        assert max(sizes) < sizes[1] + 64 * 50
+        loader.set_epoch(0)
+        with pytest.raises(ValueError, match="cannot begin anew: weights were set more than 64 times"):
+            next(iter(loader))
+    for cut in (1, 63, 64, 65, 66, 99):
+        with loader_of(mixture_of(sources, stop="never")) as loader:
+            loader.load_state_dict(json.loads(json.dumps(states[cut])))
+            assert next(iter(loader))["n"].tolist() == whole[cut]
+            if cut < 64:
+                loader.set_epoch(0)
+                loop = iter(loader)
+                assert [next(loop)["n"].tolist() for _ in range(cut)] == whole[:cut]
+    assert len({*map(tuple, whole + following)}) == 103
+
+
 def test_a_state_of_sixteen_sources_is_small(sources: list[ShardedDataset]) -> None:
     many = [sources[0].take(60 - i) for i in range(16)]
     mixture = Mixture(dict.fromkeys(many, 1), stop="never")
@@ -219,24 +275,30 @@ def test_damaged_weights_of_a_state_are_refused_by_name(sources: list[ShardedDat
         loader.dataset.set_weights([1, 1, 1])
         state = loader.state_dict()
         good = state["weights"]
-        ((_, shares),) = good["steps"]
-        assert [Fraction(share) for share in shares] == [Fraction(1, 3)] * 3
+        shares = "1/3 1/3 1/3"
+        assert good == {"steps": [[0, 6, shares]]}
         for wrong in (
-            {**good, "steps": [[0, ["1/3", "1/3"]]]},
-            {**good, "steps": [[0, ["1/3", "a", "1/3"]]]},
-            {**good, "steps": [[0, ["-1", "1", "1"]]]},
-            {**good, "steps": [[0, ["0", "0", "0"]]]},
-            {**good, "steps": [[0, shares], [0, shares]]},
-            {**good, "steps": [[1, shares]]},
-            {**good, "steps": [0, shares]},
-            {**good, "steps": []},
-            {**good, "steps": "0"},
-            {**good, "given": [1, 1, 1]},
-            {**good, "first": [0, 0, True]},
-            {**good, "position": -6},
-            {**good, "end": True},
-            {**good, "end": good["position"] - 1},
-            {"steps": good["steps"]},
+            {"steps": [[0, 6, "1/3 1/3 1/3 0"]]},
+            {"steps": [[0, 6, "1/3 a 1/3"]]},
+            {"steps": [[0, 6, "1/3  1/3"]]},
+            {"steps": [[0, 6, "1/0 1 1"]]},
+            {"steps": [[0, 6, "-1 1 1"]]},
+            {"steps": [[0, 6, "0 0 0"]]},
+            {"steps": [[0, 6, shares], [0, 6, shares]]},
+            {"steps": [[1, 0, shares], [0, 6, shares]]},
+            {"steps": [[0, -6, shares]]},
+            {"steps": [[True, 6, shares]]},
+            {"steps": [[0, 6, ["1/3", "1/3", "1/3"]]]},
+            {"steps": [0, 6, shares]},
+            {"steps": []},
+            {"steps": "0"},
+            {},
+            {**good, "first": [0, 0, 0]},
+            {**good, "first": [0, 0, 0], "given": [1, 1, 1]},
+            {**good, "first": [0, 0, True], "given": [2, 2, 2]},
+            {**good, "first": [0, 0, 0], "given": [8, -2, 0]},
+            {**good, "first": [0, 0, 0, 0], "given": [2, 2, 2]},
+            {**good, "more": 1},
             [1],
         ):
             with pytest.raises(ValueError, match="weight"):
@@ -314,4 +376,5 @@ def test_the_rank_s_place_in_a_batch_follows_the_new_shares(sources: list[Sharde
         with loader_of(mixture, topology=rank(r, 2), tail="pad") as loader:
             of_ranks.append(run(loader, {2: [0, 1, 1]}))
     assert len(of_ranks[0]) == len(of_ranks[1])
-    assert all(n >= 2000 for own in of_ranks for batch in own[2:] for n in batch)
+    # The last batch is filled up with the epoch's first samples.
+    assert all(n >= 2000 for own in of_ranks for batch in own[2:-1] for n in batch)

@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
+from sharding.mixture import weight_steps
 from sharding.mixture.interleaving import Interleaving, MixtureSpec
 from sharding.mixture.shares import (
     ENDLESS,
@@ -24,6 +26,7 @@ from sharding.mixture.shares import (
     integer_shares,
     temperature_weights,
 )
+from sharding.mixture.weight_steps import NOTHING_SET
 from sharding.mixture.windows import MixturePlan, MixtureWindows, source_seed
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
@@ -483,54 +486,78 @@ def test_a_full_shuffle_is_refused_since_it_has_no_windows() -> None:
 @pytest.mark.parametrize("stop", ["first", "all"])
 def test_sources_go_on_sample_by_sample_through_weights_that_are_set(stop):
     spec = MixtureSpec.weighted([50, 30, 20], [5, 3, 2], stop=stop)
-    changed = spec.going_on(spec.epoch(1), 1, [1, 1, 8], position=20)
-    again = changed.going_on(changed.epoch(2), 2, [3, 3, 1], position=7)
-    parts = [
-        (spec, 0, 0, None),
-        (spec, 1, 0, 20),
-        (changed, 1, 20, None),
-        (changed, 2, 0, 7),
-        (again, 2, 7, None),
-        (again, 3, 0, None),
-        (again, 4, 0, None),
-    ]
+    changed = spec.changed(spec.epoch(1), 1, [1, 1, 8], position=20)
+    again = changed.changed(changed.epoch(2), 2, [3, 3, 1], position=7)
     located = []
-    for of, number, begin, end in parts:
-        epoch = of.epoch(number)
-        located.append(epoch.locate(np.arange(begin, epoch.num_samples if end is None else end)))
+    for number in range(5):
+        epoch = again.epoch(number)
+        located.append(epoch.locate(np.arange(epoch.num_samples)))
     source, index = (np.concatenate(each) for each in zip(*located, strict=True))
     for number in range(3):
         own = index[source == number]
         assert np.array_equal(own, np.arange(len(own)))
-    with pytest.raises(ValueError, match="epoch 1 of the mixture is over"):
-        again.epoch(1)
 
 
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=2, max_size=4),
     data=st.data(),
-    stop=st.sampled_from(["first", "all"]),
+    stop=st.sampled_from(["first", "all", "never"]),
+    most=st.sampled_from([4, 64]),
 )
-def test_a_mixture_that_is_known_from_later_on_goes_on_the_same(sizes, data, stop):
-    """Whatever was set, and wherever the rest is asked for: what came before need not be kept."""
+def test_weights_that_are_set_change_nothing_before_and_are_known_from_a_state(sizes, data, stop, most):
+    """Whatever was set and wherever, against a mixture that merges early; each is read from a state."""
     weights = st.lists(st.integers(0, 4), min_size=len(sizes), max_size=len(sizes)).filter(any)
-    whole = known = MixtureSpec.weighted(sizes, {0: data.draw(weights), 17: data.draw(weights)}, stop=stop)
+    whole = few = MixtureSpec.weighted(sizes, {0: data.draw(weights), 17: data.draw(weights)}, stop=stop)
     epoch, since = 0, 0
-    for _ in range(data.draw(st.integers(1, 4))):
-        if data.draw(st.booleans()):
+    for _ in range(data.draw(st.integers(1, 9))):
+        if data.draw(st.booleans()) and stop != "never":
             epoch, since = epoch + 1, 0
         current, shares = whole.epoch(epoch), data.draw(weights)
-        since = data.draw(st.integers(since, current.num_samples))
-        at = data.draw(st.integers(since, current.num_samples))
-        whole = whole.going_on(current, epoch, shares, position=at, since=since)
-        known = known.going_on(known.epoch(epoch), epoch, shares, position=at, since=since)
-        later = data.draw(st.integers(since, at))
-        known = known.known_from(known.epoch(epoch), epoch, later)
-        known = known.with_base(json.loads(json.dumps(known.base_to_json())))
-        since = at
-        for number in range(epoch, epoch + 3):
-            expected, got = whole.epoch(number), known.epoch(number)
+        last = min(current.num_samples, since + 50)
+        since = data.draw(st.integers(since, last))
+        at = data.draw(st.integers(since, last))
+        before = whole
+        whole = whole.changed(current, epoch, shares, position=at, since=since)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(weight_steps, "MAX_STEPS", most)
+            few = few.changed(few.epoch(epoch), epoch, shares, position=at, since=since)
+        assert len(few.changes.steps) <= max(most, 4)
+        few = replace(few, changes=NOTHING_SET).resumed(json.loads(json.dumps(few.changes.to_json())))
+        assert_alike(before.epoch(epoch), whole.epoch(epoch), np.arange(at))
+        for number in range(epoch if few.changes.base else 0, epoch + (1 if stop == "never" else 3)):
+            expected, got = whole.epoch(number), few.epoch(number)
             assert got.num_samples == expected.num_samples
-            positions = np.arange(later if number == epoch else 0, got.num_samples)
-            for left, right in zip(expected.locate(positions), got.locate(positions), strict=True):
-                assert np.array_equal(left, right)
+            assert number > epoch or got.begin <= since
+            assert_alike(expected, got, np.arange(got.begin, min(got.num_samples, at + 200)))
+        since = at
+
+
+def assert_alike(one, other, positions):
+    for left, right in zip(one.locate(positions), other.locate(positions), strict=True):
+        assert np.array_equal(left, right)
+
+
+def test_what_came_before_the_oldest_weights_that_are_kept_is_refused():
+    spec = MixtureSpec.weighted([50, 30], [1, 1], stop="all")
+    for number in range(70):
+        spec = spec.changed(spec.epoch(number), number, [1, 1 + number], position=10)
+    assert len(spec.changes.steps) <= 64
+    known = spec.changes.known_from[0]
+    assert 0 < known < 69
+    spec.epoch(known)
+    with pytest.raises(
+        ValueError, match=f"epoch {known - 1} of the mixture is over, and weights were set more"
+    ):
+        spec.epoch(known - 1)
+
+
+def test_epochs_between_two_changes_are_counted_once():
+    spec = MixtureSpec.weighted([50, 30], [1, 1]).changed(
+        MixtureSpec.weighted([50, 30], [1, 1]).epoch(3), 3, [1, 3], position=10
+    )
+    spec = spec.changed(spec.epoch(10**9), 10**9, [3, 1], position=10)
+    first = spec.epoch(10**9 + 1).first
+    one_by_one = sum(epoch.counts(epoch.num_samples) for epoch in map(spec.epoch, range(5)))
+    each = spec.epoch(5).counts(spec.epoch(5).num_samples)
+    last = spec.epoch(10**9).counts(spec.epoch(10**9).num_samples)
+    assert np.array_equal(first, one_by_one + (10**9 - 5) * each + last)
