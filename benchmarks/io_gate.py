@@ -74,19 +74,15 @@ REGIMES = (
 
 
 class Rotating:
-    """Turns of windows, way after way. A policy of the I/O gate."""
+    """Turns of windows, way after way."""
 
     def __init__(self) -> None:
-        from dataflow.grad.adapt.io_gate import GateDecision, Way
+        from dataflow.grad.gate import Way
 
-        self.decision = GateDecision(Way.OPEN, "in turns", {})
         self._ways = [Way(name) for name in WAYS]
 
-    def way(self, window: int) -> Any:
+    def __call__(self, window: int) -> Any:
         return self._ways[window // TURN % len(self._ways)]
-
-    def ended(self, window: int, seconds: float, held_reads: int) -> None:
-        pass
 
 
 class Made:

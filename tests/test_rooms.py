@@ -137,15 +137,15 @@ MAY_USE: dict[str, set[str]] = {
     "dataflow.integrations": {"dataflow.loader", "dataflow.shard_order"},
     "dataflow.timing": {"sharding.topology", *LEAVES},
     "dataflow.grad.strategies": {"prefetch.workers", "sharding.topology"},
-    "dataflow.grad.adapt": {"dataflow.grad.strategies", "dataflow.timing", "prefetch.control", *LEAVES},
+    "dataflow.grad.adapt": {"dataflow.grad.strategies"},
     "dataflow.grad": {
         "dataflow.grad.adapt",
         "dataflow.grad.strategies",
         "dataflow.timing",
         "dataflow.topology_exchange",
         "prefetch.control",
-        "prefetch.workers",
         "sharding.topology",
+        *LEAVES,
     },
     "dataflow.testing": set(),
 }

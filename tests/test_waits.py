@@ -24,7 +24,6 @@ ENDS = {
     "dataflow.actors.actor": BUILDS,
     "dataflow.actors.builders.RayBuilders": DONE,
     "dataflow.actors.reading.ChunkReads.rows": BUILDS,
-    "dataflow.grad.adapt.controller.Controller._judge": "the result of a trial, which is a value",
     "dataflow.grad.strategies": GROUP,
     "dataflow.processes.builders.ProcessBuilders._listen": BUILDS,
     "dataflow.text.template_bounds": "a context variable, no queue",

@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from dataflow.grad.adapt.control import Control
-from dataflow.grad.adapt.io_gate import IoGate
 from dataflow.grad.agreement import Deadline
 from dataflow.grad.boundary import Boundary, Outcome
+from dataflow.grad.gate import IoGate
 from dataflow.grad.lookahead import LookAhead
-from dataflow.grad.negotiation import Negotiation
+from dataflow.grad.negotiation import Control, Negotiation
 from dataflow.grad.step import Microbatch, Position, Replay, Step
 from dataflow.grad.wrapper import copied_buffers, mixes_batches
 from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
@@ -66,7 +65,7 @@ class StepLoop:
         self.recorder = StepRecorder(
             phases,
             loader,
-            mode=lambda: str(control.mode) if control else "",
+            mode=lambda: str(control.controller.mode) if control else "",
             rank=agreement.ranks[agreement.rank],
             world_size=agreement.world_size,
             model=model.kind,
@@ -186,12 +185,11 @@ class StepLoop:
             replays=plan.forwards[rank] - plan.counts[rank],
             seconds=self.phases.take(),
         )
-        if self._gate and syncs:
-            self._gate.step_ended(info.seconds.total)
+        held_reads = self._gate.step_ended() if self._gate and syncs else 0
         exposed_s = self.model.exposed_s(info.seconds.sync)
         self.recorder.step_ended(info, plan.forwards[rank], exposed_s)
         if self._control:
-            self._control.step_ended(info, exposed_s, syncs=syncs)
+            self._control.step_ended(info, exposed_s, held_reads, syncs=syncs)
         return info
 
     def call(self, what: Callable[[], T]) -> T:

@@ -7,15 +7,20 @@ there is no controller, nothing is sent for steps: every rank knows what the oth
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch.serialization import default_restore_location
 
-from dataflow.grad.adapt.control import Control
+from dataflow.grad.adapt.controller import Controller, Measurement
+from dataflow.grad.adapt.options import ACCUMULATE, IO, Allowed
 from dataflow.grad.agreement import Agreement
+from dataflow.grad.gate import GateDecision, Way
 from dataflow.grad.lookahead import LookAhead, Share
 from dataflow.grad.step import (
     MICROBATCHES,
@@ -25,10 +30,15 @@ from dataflow.grad.step import (
     Step,
     StepPlan,
     UnevenRanksError,
+    joined,
+    merged_batches,
     plan_step,
     scales,
     summed,
 )
+from dataflow.grad.strategies.strategy import Strategy
+from dataflow.grad.strategies.switch import StrategySwitch
+from dataflow.timing.phases import StepInfo
 
 _COLUMNS = (
     "epoch's batches",
@@ -136,7 +146,8 @@ class Negotiation:
             run = self._agreement.offer([own.get(name, 0.0) for name in self._weights])()
             weights = [dict(zip(self._weights, row, strict=True)) for row in run]
         if self._control and at_once > 1:
-            batches = self._control.merged(share.batches, plan.counts[rank], at_once)
+            join = self._control.allowed.merge or joined
+            batches = merged_batches(share.batches, plan.counts[rank], at_once, join)
             share, plan = replace(share, batches=batches), plan.merged(at_once)
         totals = {**summed(weights), MICROBATCHES: float(sum(plan.counts))}
         factors = scales(totals, self._agreement.world_size)
@@ -205,3 +216,114 @@ def _packed(batches: list[Any]) -> bytes | str:
     except Exception as error:  # whatever a batch's own reduction raises
         return f"{type(error).__name__}: {error}"
     return file.getvalue()
+
+
+# ---- the controller's part ------------------------------------------------------------------------------
+
+_CONTROL_VERSION = 3
+"""Of the controller's part of a state."""
+_UNTOLD = (-1.0, 0.0, -1.0, 0.0)
+_SEEN, _SECONDS, _EXPOSED, _HELD = range(len(_UNTOLD))
+"""Of what a rank tells of a window, here its number; -1: no window, unknown."""
+
+
+class Control:
+    """The controller of one schedule, on one rank: tells the others what this one saw, does what was decided.
+
+    What a rank saw of a window travels in the row by which it offers its share of a later one, so nothing
+    more is exchanged; the row also says in which mode this rank is, and a rank that is in another one is an
+    error. One thread.
+
+    Args:
+        allowed: what may be changed.
+        strategy: the schedule's.
+    """
+
+    def __init__(self, allowed: Allowed, strategy: Strategy) -> None:
+        self.allowed, self._names = allowed, [one.name for one in allowed.tunables]
+        self._switch = strategy if isinstance(strategy, StrategySwitch) else None
+        self.controller = Controller(allowed.tunables)
+        self._outbox: deque[tuple[float, ...]] = deque()
+        self._options: tuple[int, ...] = ()
+        self._exposed: tuple[tuple[int, ...], float] | None = None
+        """What was exposed in the last window that tells, and in which mode."""
+
+    def row(self) -> tuple[float, ...]:
+        """What to tell the other ranks."""
+        return self._outbox[0] if self._outbox else _UNTOLD
+
+    def check(self) -> int:
+        """Equal on ranks that are in the same mode and tell of the same window."""
+        return zlib.crc32(repr((self._options, self.controller.changes, self.row()[_SEEN])).encode())
+
+    def begin(self, rows: Sequence[Sequence[float]], window: int) -> int:
+        """Hear what all ranks told, and go into the mode of a step; returns microbatches in a pass."""
+        if rows[0][_SEEN] >= 0:
+            self._outbox.popleft()
+            self.controller.observe(measured_by_all(rows))
+        self._options = self.controller.options(window)
+        if self._switch is not None:
+            self._switch.use(self._options[-1])
+        return self.allowed.at_once[dict(zip(self._names, self._options, strict=True)).get(ACCUMULATE, 0)]
+
+    def step_ended(self, info: StepInfo, exposed_s: float | None, held_reads: int, *, syncs: bool) -> None:
+        """Note what this rank saw.
+
+        `exposed_s`: None where it was not measured. `held_reads`: how many waited. `syncs`: gradients were
+        reduced; else what travels are parameters, after the step.
+        """
+        exposed_s = exposed_s if syncs else info.seconds.step
+        if exposed_s is not None:
+            self._exposed = self._options, exposed_s
+        elif self._exposed is not None and self._exposed[0] == self._options:
+            exposed_s = self._exposed[1]
+        exposed_or_unknown = -1.0 if exposed_s is None else exposed_s
+        self._outbox.append((info.window, info.seconds.total, exposed_or_unknown, held_reads))
+
+    def way(self, window: int) -> Way:
+        """How reads and gradients share the network in the window under way."""
+        return Way(self.controller.mode.settings.get(IO, Way.OPEN))
+
+    @property
+    def io(self) -> GateDecision:
+        """The same, with the reason."""
+        if IO not in self._names:
+            return GateDecision(Way.OPEN, "gradients are not reduced", {})
+        result = self.controller.result(IO)
+        return GateDecision(self.way(0), result.reason, {Way(name): s for name, s in result.seconds.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The controller's state, and what other ranks were not told yet. JSON."""
+        untold = [list(row) for row in self._outbox]
+        return {"version": _CONTROL_VERSION, "controller": self.controller.to_json(), "untold": untold}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on; where something else was allowed then, the controller begins anew.
+
+        Raises `ValueError` if it is no such state, or an earlier release's; then nothing has changed.
+        """
+        if isinstance(state, Mapping) and (version := state.get("version", 1)) != _CONTROL_VERSION:
+            raise ValueError(
+                f"the controller's part of the state is of version {version}, this release reads "
+                f'{_CONTROL_VERSION}; with state["control"] = None the controller begins anew, and all else '
+                "goes on"
+            )
+        controller = Controller(self.allowed.tunables)
+        try:
+            controller.load_json(state["controller"])
+            outbox = deque(tuple(row) for row in state["untold"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the controller's part of the state is not whole: {error!r}") from error
+        self.controller, self._outbox = controller, outbox
+        self._options, self._exposed = (), None
+
+
+def measured_by_all(rows: Sequence[Sequence[float]]) -> Measurement:
+    """One window as all ranks see it, from what each told. The same on all ranks."""
+    exposed = [row[_EXPOSED] for row in rows if row[_EXPOSED] >= 0]
+    return Measurement(
+        int(rows[0][_SEEN]),
+        fmean(row[_SECONDS] for row in rows),
+        min(exposed) if len(exposed) == len(rows) else None,
+        int(sum(row[_HELD] for row in rows)),
+    )

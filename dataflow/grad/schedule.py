@@ -18,14 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 
-from dataflow.grad.adapt.control import Control
 from dataflow.grad.adapt.controller import Mode
-from dataflow.grad.adapt.io_gate import GateDecision, GatePolicy, Io, IoGate, gate_policy
-from dataflow.grad.adapt.knobs import Adapt, knob_set, with_options
-from dataflow.grad.adapt.strategy_switch import StrategySwitch
+from dataflow.grad.adapt.options import Adapt, allowed, with_options
 from dataflow.grad.agreement import Agreement, give_private_back, private_group
 from dataflow.grad.boundary import Boundary, check_boundary
+from dataflow.grad.gate import GateDecision, Io, IoGate, Way, WayOf, checked_io
 from dataflow.grad.loop import StepLoop
+from dataflow.grad.negotiation import Control
 from dataflow.grad.step import (
     MICROBATCHES,
     Partial,
@@ -38,6 +37,7 @@ from dataflow.grad.step import (
 )
 from dataflow.grad.strategies.all_reduce import AllReduce, Delayed
 from dataflow.grad.strategies.strategy import Strategy, StrategyContext
+from dataflow.grad.strategies.switch import StrategySwitch
 from dataflow.grad.wrapper import (
     DdpModel,
     ModelWrapper,
@@ -117,7 +117,7 @@ class GradSchedule:
         uneven: Uneven = "pad",
         partial: Partial = "keep",
         strategy: Strategy | None = None,
-        io: Io | GatePolicy = "auto",
+        io: Io | WayOf = "auto",
         adapt: Adapt | None = None,
         skip_nonfinite: bool = True,
         timeout_s: float = 600.0,
@@ -134,7 +134,7 @@ class GradSchedule:
             skip_nonfinite=skip_nonfinite,
             timeout_s=timeout_s,
         )
-        policy = gate_policy(io)
+        self._way_of = checked_io(io)
         schedulers = () if lr is None else tuple(lr) if isinstance(lr, Sequence) else (lr,)
         check_boundary(optimizer, schedulers, ema, scaler)
         self.strategy: Strategy = with_options(strategy or AllReduce(), adapt)
@@ -149,11 +149,12 @@ class GradSchedule:
         self.window_size = self._settings.window_size(loader, self._agreement.world_size)
         """Microbatches a rank and full window."""
         pause = getattr(loader, "read_pause", None) if several else None
-        options = knob_set(adapt, self.strategy, self.window_size, gated=pause is not None and policy is None)
-        self._control = Control(options, self.strategy) if options.knobs and several else None
+        ways = tuple(Way) if pause is not None and self._way_of is None else ()
+        options = allowed(adapt, self.strategy, self.window_size, ways=ways)
+        self._control = Control(options, self.strategy) if options.tunables and several else None
         self._agreement.compare(
             {
-                "what may change (adapt=, io=)": {knob.name: knob.options for knob in options.knobs},
+                "what may change (adapt=, io=)": {one.name: one.options for one in options.tunables},
                 "accumulate": self.window_size,
                 "strategy": self.strategy.key,
                 "the kind of model": wrapper.kind,
@@ -161,8 +162,8 @@ class GradSchedule:
                 **self._settings.compared(),
             }
         )
-        policy = policy or self._control
-        self._gate = None if pause is None or policy is None else IoGate(pause, policy, self.phases)
+        way_of = self._way_of or (self._control.way if self._control else None)
+        self._gate = None if pause is None or way_of is None else IoGate(pause, self.phases, way_of)
         self._loop = StepLoop(
             loader,
             Boundary(
@@ -197,12 +198,16 @@ class GradSchedule:
     @property
     def io(self) -> GateDecision | None:
         """How reads and gradients share the network at present, and why; None where no gate is needed."""
-        return self._gate.policy.decision if self._gate else None
+        if self._gate is None:
+            return None
+        if self._way_of is not None:
+            return GateDecision(self._way_of(self._loop.position.window), "as told", {})
+        return self._control.io if self._control else None
 
     @property
     def mode(self) -> Mode | None:
         """What the controller has decided, and why; the same on all ranks. None if it may change nothing."""
-        return self._control.mode if self._control else None
+        return self._control.controller.mode if self._control else None
 
     @property
     def position(self) -> Position:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dataflow.grad.lookahead import Share
+from dataflow.ragged import Ragged
 
 Uneven = Literal["pad", "min", "error"]
 Partial = Literal["keep", "drop"]
@@ -241,6 +242,56 @@ def summed(weights: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The weights of several microbatches, or ranks, added up; exactly rounded, so in any order the same."""
     names = weights[0] if weights else {}
     return {name: math.fsum(each[name] for each in weights) for name in names}
+
+
+def joined(batches: list[Any], *, outermost: bool = True) -> Any:
+    """Batches of tensors, and mappings, tuples and lists of them, put together along the first dimension.
+
+    As many samples a window, in fewer and larger passes: the gradients of a window travel while its last
+    backward pass runs, so a longer one hides more of them. Sums of losses stay what they were, to rounding.
+
+    Raises `ValueError` for what else a batch may be made of, for tensors that do not fit together, and for
+    a list inside a batch that may hold samples as well as parts of one.
+    """
+    first = batches[0]
+    if isinstance(first, Ragged):
+        return Ragged.joined(batches)
+    if isinstance(first, Tensor):
+        try:
+            return torch.cat(batches)
+        except RuntimeError as error:
+            shapes = ", ".join(str(tuple(each.shape)) for each in batches)
+            raise _cannot_be_joined(f"tensors of shapes {shapes}") from error
+    if isinstance(first, Mapping):
+        return {name: joined([each[name] for each in batches], outermost=False) for name in first}
+    if isinstance(first, list | tuple) and any(isinstance(part, Tensor | Mapping) for part in first):
+        make = getattr(type(first), "_make", None)  # named tuples want their fields one by one
+        # `[inputs, targets]`, which torch makes, are no samples; other lists of tensors may be.
+        may_be_samples = all(isinstance(part, Mapping) for part in first) or (
+            not outermost and all(isinstance(part, Tensor) for part in first)
+        )
+        if make is None and may_be_samples:
+            raise _cannot_be_joined(f"a {type(first).__name__} of samples, or of parts of each sample,")
+        parts = zip(*batches, strict=True)
+        return (make or type(first))(joined(list(each), outermost=False) for each in parts)
+    if isinstance(first, list):
+        return [part for each in batches for part in each]
+    raise _cannot_be_joined(f"a {type(first).__name__}")
+
+
+def _cannot_be_joined(what: str) -> ValueError:
+    return ValueError(
+        f"microbatches with {what} in them cannot be put together; say how with "
+        'adapt={"accumulate": ..., "merge": function of a list of batches}'
+    )
+
+
+def merged_batches(
+    batches: Sequence[Any], count: int, at_once: int, join: Callable[[list[Any]], Any]
+) -> list[Any]:
+    """The first `count` batches, `at_once` of them joined; a single one is left as it is."""
+    groups = [list(batches[at : min(at + at_once, count)]) for at in range(0, count, at_once)]
+    return [join(group) if len(group) > 1 else group[0] for group in groups]
 
 
 # ---- on this rank -----------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Controllers of a schedule: what is tried while gradients keep ranks waiting, and kept if it pays.
+"""The controller of a schedule: what is tried while gradients keep ranks waiting, and kept if it pays.
 
 In: times of windows. Out: a `Mode`: accumulation, compression, sync period, reads.
-Read `controller` first (pure), then `knobs` (what may be changed) and `trial` (how it is judged).
+Read `options` first (what may be changed, and how its options are compared), then `controller` (pure).
 """

@@ -2,24 +2,29 @@
 
 It looks for saturation: gradients that are still on their way when nothing is left to compute, on the rank
 that waits least (on the others, slower ranks are what is waited for). Then the settings that it may change
-take their turns: first those that leave the numbers as they are, then those that were allowed by name. Each
-is tried (`dataflow.grad.adapt.trial`) and kept only if windows got shorter. A trial is followed by a rest,
-which becomes longer each time that nothing comes of it, and ends early when communication has changed.
+take their turns: first those that leave the numbers as they are, then those that were allowed by name.
 
-Pure: no clock, no thread, no collective. Every rank feeds the same numbers and gets the same modes. A window
-is told when the one after it has begun, so what is seen in window w acts from window w + 2 on.
+A trial: the options of one setting take turns of some windows, then the best one is kept. Turns are short and
+go round several times, so that what else happens meanwhile hits all options alike. The first window of a turn
+does not count: what it does depends on the option before. An option is preferred to those before it (they
+change less) only if its windows are shorter by a share that is worth it, and by more than chance explains;
+the option in use is given up only where it saves much less than that: a dead band. A trial is followed by a
+rest, which becomes longer each time that nothing comes of it, and ends early when communication has changed.
+
+Pure: no clock, no thread, no collective. Every rank feeds the same numbers and gets the
+same modes. A window is told when the one after it has begun, so what is seen in window w acts from window
+w + 2 on.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean, median, stdev
+from statistics import fmean, median, stdev, variance
 from typing import Any
 
-from dataflow.grad.adapt.trial import Knob, Trial, TrialResult
+from dataflow.grad.adapt.options import Tunable
 
 _SATURATED = 0.05
 """Share of a window in which gradients are exposed: less is not worth a trial."""
@@ -38,6 +43,10 @@ followed, but what is best on average can be found."""
 _PATIENCE = 1024
 """Windows from a trial to the next one where nothing happens; doubled when nothing came of a trial."""
 _LONGEST = 4 * _PATIENCE
+_BAND = 0.4
+"""What the option in use must save to stay, as a share of what a new one must."""
+_ENOUGH = 6
+"""Windows after which an option may be found hopeless: of two turns, so that a burst in one does not do."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +80,19 @@ class Mode:
         return f"{settings}{since}: {self.reason}" + (f"; trying {self.trying}" if self.trying else "")
 
 
+@dataclass(frozen=True)
+class TrialResult:
+    """What came of a trial."""
+
+    option: int
+    reason: str
+    seconds: Mapping[str, float]
+    """Mean window of each option that was tried."""
+
+
 @dataclass(kw_only=True)
 class _Setting:
-    """What is known of one knob. Numbers are windows."""
+    """What is known of one tunable. Numbers are windows."""
 
     chosen: int = 0
     """The option in use outside trials."""
@@ -86,170 +105,245 @@ class _Setting:
     rest: int
     """From a trial to the next one where nothing happens."""
     result: TrialResult = field(default_factory=lambda: TrialResult(0, "not tried yet", {}))
-    """Of the latest trial."""
+
+
+@dataclass(kw_only=True)
+class _Trial:
+    """A trial under way."""
+
+    at: int
+    """Place of its tunable."""
+    alive: list[int]
+    """Options that are not hopeless."""
+    seconds: list[list[float]]
+    """Of each option's windows that count."""
+    plan: list[list[Any]] = field(default_factory=list)
+    """Of each window to come: its option, and whether it counts."""
+    rounds: int = 0
+    held: int = 0
+    """Reads that waited."""
+
+
+@dataclass(kw_only=True)
+class _Known:
+    """All that a controller knows, as its state has it."""
+
+    settings: list[_Setting]
+    trial: _Trial | None = None
+    ran: list[list[Any]] = field(default_factory=list)
+    """Windows that were not told yet: number, options, and whether it counts in the trial."""
+    recent: list[list[Any]] = field(default_factory=list)
+    """Seconds, and exposed ones, of windows in this mode."""
+    usual_s: float | None = None
+    """Exposed communication in this mode, when it was new."""
+    latest: int = 0
+    """Place of the tunable that was judged last."""
+    since: int | None = 0
+    """The first window in this mode; None: the next one."""
+    changes: int = 0
 
 
 class Controller:
     """Chooses the mode of each window. Not thread-safe; the same on every rank.
 
     Args:
-        knobs: what may be changed, safest first.
+        tunables: what may be changed, safest first.
         dwell: windows between trials of one setting at least.
         patience: windows between trials of one setting where nothing changes.
     """
 
-    def __init__(self, knobs: Sequence[Knob], *, dwell: int = _DWELL, patience: int = _PATIENCE) -> None:
-        self._knobs, self._dwell, self._patience = tuple(knobs), dwell, patience
-        self._settings = [_Setting(ended=-2 * dwell, dwell=dwell, rest=patience) for _ in knobs]
-        self._at: int | None = None
-        """Place in `knobs` of what the trial under way is about."""
-        self._trial: Trial | None = None
-        self._cycle = math.lcm(*(knob.cycle for knob in knobs))
-        self._recent: deque[tuple[float, float | None]] = deque(maxlen=_RECENT * self._cycle)
-        self._usual_s: float | None = None
-        """Exposed communication in this mode, when it was new."""
-        self._ran: dict[int, list[int]] = {}
-        self._latest = 0
-        """The knob that was judged last."""
-        self._since: int | None = 0
-        """None: from the next window on."""
-        self.changes = 0
-        """Decisions that changed the mode."""
+    def __init__(
+        self, tunables: Sequence[Tunable], *, dwell: int = _DWELL, patience: int = _PATIENCE
+    ) -> None:
+        self._tunables, self._dwell, self._patience = tuple(tunables), dwell, patience
+        settings = [_Setting(ended=-2 * dwell, dwell=dwell, rest=patience) for _ in tunables]
+        self._known = _Known(settings=settings)
+        self._cycle = math.lcm(*(one.cycle for one in tunables))
 
-    def options(self, window: int) -> tuple[int, ...]:
-        """The option of each knob in a window. Windows come in order; asked again, it says the same."""
-        if window not in self._ran:
-            if self._trial is None:
-                self._begin(window)
-            now = self._chosen()
-            self._since = window if self._since is None else self._since
-            if self._trial is not None and self._at is not None:
-                now[self._at] = self._trial.next(window)
-            self._ran[window] = now
-        return tuple(self._ran[window])
+    @property
+    def changes(self) -> int:
+        """Decisions that changed the mode."""
+        return self._known.changes
 
     @property
     def mode(self) -> Mode:
         """In words: of the window that options were asked for last; before that, as decided so far."""
-        options = self._ran[max(self._ran)] if self._ran else self._chosen()
+        known = self._known
+        options = known.ran[-1][1] if known.ran else self._chosen()
         return Mode(
-            {knob.name: knob.options[option] for knob, option in zip(self._knobs, options, strict=True)},
-            self._settings[self._latest].result.reason,
-            self._since,
-            None if self._at is None else self._knobs[self._at].name,
+            {one.name: one.options[option] for one, option in zip(self._tunables, options, strict=True)},
+            known.settings[known.latest].result.reason,
+            known.since,
+            None if known.trial is None else self._tunables[known.trial.at].name,
         )
 
     def result(self, name: str) -> TrialResult:
-        """Of the last trial of a knob."""
-        settings = zip(self._knobs, self._settings, strict=True)
-        return next(setting.result for knob, setting in settings if knob.name == name)
+        """Of the last trial of a tunable."""
+        settings = zip(self._tunables, self._known.settings, strict=True)
+        return next(setting.result for one, setting in settings if one.name == name)
+
+    def options(self, window: int) -> tuple[int, ...]:
+        """The option of each tunable in a window. Windows come in order; asked again, it says the same."""
+        known = self._known
+        if not known.ran or known.ran[-1][0] != window:
+            if known.trial is None:
+                self._begin(window)
+            now, counts = self._chosen(), False
+            if known.since is None:
+                known.since = window
+            if known.trial is not None and known.trial.plan:
+                now[known.trial.at], counts = known.trial.plan.pop(0)
+            known.ran.append([window, now, counts])
+        return tuple(known.ran[-1][1])
 
     def observe(self, one: Measurement) -> None:
         """A window has ended; windows come in order, some may be missing."""
-        ran = self._ran.get(one.window)
-        self._ran = {window: options for window, options in self._ran.items() if window > one.window}
-        if self._trial is not None:
-            self._trial.observe(one.window, one.seconds, one.held_reads)
-            self._judge(one.window)
-        elif ran == self._chosen() and self._since is not None and one.window > self._since:
-            self._recent.append((one.seconds, one.exposed_s))
+        known, trial = self._known, self._known.trial
+        _, options, counts = next((ran for ran in known.ran if ran[0] == one.window), (0, [], False))
+        known.ran = [ran for ran in known.ran if ran[0] > one.window]
+        if trial is not None:
+            trial.held += one.held_reads
+            if counts:
+                trial.seconds[options[trial.at]].append(one.seconds)
+                self._drop_hopeless(trial)
+            if not trial.plan and not any(counts for _, _, counts in known.ran):
+                self._judge(trial, one.window)
+        elif options == self._chosen() and known.since is not None and one.window > known.since:
+            known.recent = [*known.recent, [one.seconds, one.exposed_s]][-_RECENT * self._cycle :]
             self._notice(one.window)
 
     def to_json(self) -> dict[str, Any]:
         """What it knows, as a JSON value; the same on every rank."""
-        return {
-            "knobs": [[knob.name, *knob.options] for knob in self._knobs],
-            "settings": [asdict(setting) for setting in self._settings],
-            "at": self._at,
-            "trial": None if self._trial is None else self._trial.to_json(),
-            "recent": [list(each) for each in self._recent],
-            "usual_s": self._usual_s,
-            "ran": [[window, list(options)] for window, options in self._ran.items()],
-            "latest": self._latest,
-            "since": self._since,
-            "changes": self.changes,
-        }
+        return {"tunables": [[one.name, *one.options] for one in self._tunables], **asdict(self._known)}
 
     def load_json(self, state: Mapping[str, Any]) -> None:
         """Go on from `to_json()`; where other settings or options were allowed then, begin anew."""
-        if state["knobs"] != [[knob.name, *knob.options] for knob in self._knobs]:
+        fields = dict(state)
+        if fields.pop("tunables") != [[one.name, *one.options] for one in self._tunables]:
             return
-        self._settings = [
-            _Setting(**{**setting, "result": TrialResult(**setting["result"])})
-            for setting in state["settings"]
+        settings = [
+            _Setting(**{**each, "result": TrialResult(**each["result"])}) for each in state["settings"]
         ]
-        self._at, trial = state["at"], state["trial"]
-        self._trial = None if trial is None else Trial.from_json(self._knobs[state["at"]], trial)
-        self._recent.clear()
-        self._recent.extend((seconds, exposed) for seconds, exposed in state["recent"])
-        self._usual_s = state["usual_s"]
-        self._ran = {window: list(options) for window, options in state["ran"]}
-        self._latest, self._since, self.changes = state["latest"], state["since"], state["changes"]
+        trial = state["trial"] and _Trial(**state["trial"])
+        self._known = _Known(**{**fields, "settings": settings, "trial": trial})
 
     def _begin(self, window: int) -> None:
         """Begin a trial, if one is due."""
-        if len(self._recent) < _RECENT * self._cycle:
+        if (usual := self._usual()) is None:
             return
-        seconds, exposed = self._usual()
+        seconds, exposed, _ = usual
         saturated = exposed is not None and exposed >= _SATURATED * seconds
-        for at, (knob, setting) in enumerate(zip(self._knobs, self._settings, strict=True)):
-            blind = exposed is None and knob.only_if_held  # changes no number: no reason needed
+        for at, (one, setting) in enumerate(zip(self._tunables, self._known.settings, strict=True)):
+            blind = exposed is None and one.only_if_held  # changes no number: no reason needed
             if window >= setting.due and (saturated or blind or setting.chosen):
                 # It changed again while the last trial was rested from.
                 soon = window - setting.ended <= setting.dwell + _RECENT * self._cycle
                 setting.dwell = min(2 * setting.dwell, self._patience) if soon else self._dwell
-                length = setting.dwell // self._dwell if self._dwell else 1
-                self._at, self._trial = at, Trial(knob, setting.chosen, length)
+                options = range(len(one.options))
+                self._known.trial = _Trial(at=at, alive=list(options), seconds=[[] for _ in options])
+                for _ in range(one.rounds * (setting.dwell // self._dwell if self._dwell else 1)):
+                    self._add_round(self._known.trial)
                 return
 
-    def _judge(self, window: int) -> None:
-        """End the trial, if it has come to an end."""
-        assert self._trial is not None
-        assert self._at is not None
-        result = self._trial.result()
-        if result is None:
+    def _add_round(self, trial: _Trial) -> None:
+        """One more turn of each option."""
+        trial.rounds += 1
+        turn = range(self._tunables[trial.at].turn)
+        trial.plan += [[option, at > 0] for option in trial.alive for at in turn]
+
+    def _drop_hopeless(self, trial: _Trial) -> None:
+        """Leave out of the trial what takes many times as long as the best."""
+        tunable = self._tunables[trial.at]
+        samples = {at: _by_cycle(trial.seconds[at], tunable.cycle) for at in trial.alive}
+        if tunable.hopeless is None or min(map(len, samples.values())) < 2:
             return
-        setting, self._latest = self._settings[self._at], self._at
+        usual = {at: median(values) for at, values in samples.items()}
+        most_s = tunable.hopeless * min(usual.values())
+        enough = 2 if tunable.cycle > 1 else _ENOUGH
+        trial.alive = [at for at in usual if usual[at] <= most_s or len(samples[at]) < enough]
+        trial.plan = [entry for entry in trial.plan if entry[0] in trial.alive]
+
+    def _judge(self, trial: _Trial, window: int) -> None:
+        """End the trial, unless more turns could decide what chance may explain."""
+        known, setting, tunable = self._known, self._known.settings[trial.at], self._tunables[trial.at]
+        result, sure = _judged(tunable, trial, setting.chosen)
+        if not sure and trial.rounds < tunable.most_rounds:
+            self._add_round(trial)
+            return
         same = result.option == setting.chosen
         setting.rest = min(2 * setting.rest, _LONGEST) if same else self._patience
         setting.ended, setting.due = window, window + setting.rest
-        self.changes += not same
         setting.chosen, setting.result = result.option, result
-        self._since = self._trial = self._at = self._usual_s = None
-        self._recent.clear()
+        known.latest, known.changes = trial.at, known.changes + (not same)
+        known.since = known.trial = known.usual_s = None
+        known.recent = []
 
     def _notice(self, window: int) -> None:
         """See whether communication has changed since the mode was new."""
-        if len(self._recent) < _RECENT * self._cycle:
+        known = self._known
+        if (usual := self._usual()) is None:
             return
-        seconds, exposed = self._usual()
+        seconds, exposed, error = usual
         if exposed is None:
             return
-        if self._usual_s is None:
-            self._usual_s = exposed
-        elif abs(exposed - self._usual_s) > max(_CHANGED * seconds, _CHANCE * self._error()):
-            self._usual_s = exposed
-            for setting in self._settings:
+        if known.usual_s is None:
+            known.usual_s = exposed
+        elif abs(exposed - known.usual_s) > max(_CHANGED * seconds, _CHANCE * error):
+            known.usual_s = exposed
+            for setting in known.settings:
                 setting.rest = self._patience
                 setting.due = min(setting.due, max(window, setting.ended + setting.dwell))
 
     def _chosen(self) -> list[int]:
-        """The option of each knob outside trials."""
-        return [setting.chosen for setting in self._settings]
+        """The option of each tunable outside trials."""
+        return [setting.chosen for setting in self._known.settings]
 
-    def _usual(self) -> tuple[float, float | None]:
-        values = self._exposed()
-        seconds = median(self._by_cycle([seconds for seconds, _ in self._recent]))
-        return seconds, median(values) if values else None
+    def _usual(self) -> tuple[float, float | None, float] | None:
+        """Seconds of a window in this mode, exposed ones, and by how much two looks at these may differ.
 
-    def _exposed(self) -> list[float]:
-        return self._by_cycle([exposed for _, exposed in self._recent if exposed is not None])
+        Medians, and a standard error; None: there were not enough windows yet.
+        """
+        recent = self._known.recent
+        if len(recent) < _RECENT * self._cycle:
+            return None
+        seconds = _by_cycle([seconds for seconds, _ in recent], self._cycle)
+        exposed = _by_cycle([each for _, each in recent if each is not None], self._cycle)
+        error = stdev(exposed) * math.sqrt(2 / len(exposed)) if len(exposed) > 1 else 0.0
+        return median(seconds), median(exposed) if exposed else None, error
 
-    def _error(self) -> float:
-        """Standard error of a difference between two looks at exposed communication."""
-        values = self._exposed()
-        return stdev(values) * math.sqrt(2 / len(values)) if len(values) > 1 else 0.0
 
-    def _by_cycle(self, values: Sequence[float]) -> list[float]:
-        cycle = min(self._cycle, len(values)) or 1
-        return [fmean(values[at : at + cycle]) for at in range(0, len(values) - cycle + 1, cycle)]
+def _by_cycle(values: Sequence[float], cycle: int) -> list[float]:
+    """The mean of each whole cycle."""
+    return [fmean(values[at : at + cycle]) for at in range(0, len(values) - cycle + 1, cycle)]
+
+
+def _judged(tunable: Tunable, trial: _Trial, incumbent: int) -> tuple[TrialResult, bool]:
+    """What is best, and whether more turns would not change it."""
+    # All but the slowest sample: a checkpoint is not the network's fault. No more: bursts of reads are rare.
+    every = [sorted(_by_cycle(seconds, tunable.cycle)) for seconds in trial.seconds]
+    samples = {option: values[: max(1, len(values) - 1)] for option, values in enumerate(every) if values}
+    means = {option: fmean(values) for option, values in samples.items()}
+    seconds = {tunable.options[option]: mean for option, mean in means.items()}
+    if tunable.only_if_held and not trial.held:
+        return TrialResult(0, "no read came while gradients travelled", seconds), True
+    # From the option that changes least on, so that one that changes more must beat all before it. The one
+    # in use needs less to stay (the dead band), and no proof: only a change must be more than chance.
+    best, most, unsure = 0, 0.0, []
+    for option in list(means)[1:]:
+        saved = 1 - means[option] / means[best]
+        most = max(most, saved)
+        stays = option == incumbent
+        if saved < tunable.saving * (_BAND if stays else 1):
+            continue
+        pair = samples[best], samples[option]
+        error = math.sqrt(sum(variance(s) / len(s) for s in pair)) if min(map(len, pair)) > 1 else math.inf
+        if not stays and means[best] - means[option] < tunable.sure * error:
+            unsure.append(option)
+            continue
+        best = option
+    sure = not any(means[option] * (1 - tunable.saving) < means[best] for option in unsure)
+    if best:
+        reason = f"{tunable.options[best]} saves {1 - means[best] / means[0]:.1%} of a window"
+    else:
+        reason = f"{tunable.name}: nothing saves enough, at best {most:.1%} of a window"
+    return TrialResult(best, reason, seconds), sure

@@ -14,12 +14,11 @@ import pytest
 import torch
 from controller_kit import COMPRESSION, JOBS, Run, best_static, controlled, fixed
 
-from dataflow.grad.adapt.control import Control, measured_by_all
 from dataflow.grad.adapt.controller import Controller, Measurement
-from dataflow.grad.adapt.io_gate import Way
-from dataflow.grad.adapt.knobs import Adapt, knob_set, with_options
-from dataflow.grad.adapt.merged import joined, merged_batches
-from dataflow.grad.adapt.trial import Knob
+from dataflow.grad.adapt.options import Adapt, Tunable, allowed, with_options
+from dataflow.grad.gate import Way
+from dataflow.grad.negotiation import Control, measured_by_all
+from dataflow.grad.step import joined, merged_batches
 from dataflow.grad.strategies import DiLoCo, Half, Int8, LocalSGD, TopK
 from dataflow.grad.strategies.all_reduce import AllReduce
 from dataflow.ragged import Ragged
@@ -32,8 +31,8 @@ class Pair(NamedTuple):
     y: torch.Tensor
 
 
-(IO,) = knob_set(None, AllReduce(), 4, gated=True).knobs
 WAYS = list(Way)
+(IO,) = allowed(None, AllReduce(), 4, ways=WAYS).tunables
 
 
 @cache
@@ -78,8 +77,8 @@ def test_a_slow_rank_is_not_taken_for_a_slow_network() -> None:
 # ---- why each part is there -------------------------------------------------------------------------------
 
 
-def changes_and_trials(name: str, knob: Knob = COMPRESSION, **less: Any) -> tuple[int, int]:
-    runs = [controlled(JOBS[name], Controller([knob], **less), seed) for seed in SEEDS]
+def changes_and_trials(name: str, tunable: Tunable = COMPRESSION, **less: Any) -> tuple[int, int]:
+    runs = [controlled(JOBS[name], Controller([tunable], **less), seed) for seed in SEEDS]
     turns = sum(a != b for run in runs for a, b in pairwise(run.options))
     return sum(run.changes for run in runs), turns
 
@@ -94,8 +93,8 @@ def test_without_the_dead_band_and_the_test_of_chance_it_swings_between_equals()
     equals = replace(JOBS["codec costs what it saves"], codec_s=(0.0, 0.02, 0.038))
     careless = replace(COMPRESSION, saving=0.0, sure=0.0)
 
-    def changes(knob: Knob) -> int:
-        return sum(controlled(equals, Controller([knob], patience=128), seed).changes for seed in SEEDS)
+    def changes(tunable: Tunable) -> int:
+        return sum(controlled(equals, Controller([tunable], patience=128), seed).changes for seed in SEEDS)
 
     assert changes(COMPRESSION) == 0
     assert changes(careless) > 6
@@ -236,29 +235,29 @@ def test_reads_come_before_what_changes_the_numbers() -> None:
 
 
 def test_by_itself_only_reads_may_be_held_back() -> None:
-    assert [knob.name for knob in knob_set(None, AllReduce(), 8, gated=True).knobs] == ["io"]
-    assert knob_set(None, AllReduce(), 8, gated=False).knobs == ()
+    assert [tunable.name for tunable in allowed(None, AllReduce(), 8, ways=WAYS).tunables] == ["io"]
+    assert allowed(None, AllReduce(), 8).tunables == ()
 
 
 def test_what_is_allowed_is_tried_safest_first() -> None:
     adapt: Adapt = {"compression": [Half("bf16"), Int8()], "accumulate": [4, 2]}
-    may = knob_set(adapt, with_options(AllReduce(), adapt), 8, gated=True)
-    assert [knob.name for knob in may.knobs] == ["io", "accumulate", "compression"]
+    may = allowed(adapt, with_options(AllReduce(), adapt), 8, ways=WAYS)
+    assert [tunable.name for tunable in may.tunables] == ["io", "accumulate", "compression"]
     assert may.at_once == (1, 2, 4)
 
 
 def test_windows_with_and_without_an_average_are_looked_at_together() -> None:
     adapt: Adapt = {"sync_period": [8, 12]}
-    (knob,) = knob_set(adapt, with_options(LocalSGD(4), adapt), 1, gated=True).knobs
-    assert knob.options == ("4", "8", "12")
-    assert (knob.cycle, knob.turn) == (24, 25)
+    (tunable,) = allowed(adapt, with_options(LocalSGD(4), adapt), 1, ways=WAYS).tunables
+    assert tunable.options == ("4", "8", "12")
+    assert (tunable.cycle, tunable.turn) == (24, 25)
 
 
 @pytest.mark.parametrize(("average_s", "kept"), [(0.8, "12"), (0.01, "4")])
 def test_a_longer_sync_period_is_kept_where_averages_take_long(average_s: float, kept: str) -> None:
     adapt: Adapt = {"sync_period": [8, 12]}
-    may = knob_set(adapt, with_options(LocalSGD(4), adapt), 1, gated=False)
-    controller = Controller(may.knobs)
+    may = allowed(adapt, with_options(LocalSGD(4), adapt), 1)
+    controller = Controller(may.tunables)
     for number in range(8 * 24 + 9 * 25 + 10):
         every = (4, 8, 12)[controller.options(number)[0]]
         average = average_s * (number % every == every - 1)
@@ -285,7 +284,7 @@ def test_a_longer_sync_period_is_kept_where_averages_take_long(average_s: float,
 )
 def test_what_cannot_be_changed_is_refused(strategy: Any, adapt: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        knob_set(adapt, with_options(strategy, adapt), 8, gated=False)
+        allowed(adapt, with_options(strategy, adapt), 8)
 
 
 # ---- merging ----------------------------------------------------------------------------------------------
@@ -338,12 +337,12 @@ def test_what_cannot_be_put_together_names_the_way_out(batches: list[Any]) -> No
 
 def test_a_state_of_an_earlier_release_is_refused_with_what_to_do() -> None:
     """There the controller kept a list for each thing that it knows of its settings."""
-    control = Control(knob_set(None, AllReduce(), 4, gated=True), AllReduce())
+    control = Control(allowed(None, AllReduce(), 4, ways=WAYS), AllReduce())
     state = json.loads(json.dumps(control.state_dict()))
     control.load_state_dict(state)
     controller = {name: value for name, value in state["controller"].items() if name != "settings"}
     earlier = {"controller": {**controller, "chosen": [0], "due": [3], "ended": [-256]}, "untold": []}
-    with pytest.raises(ValueError, match=r'version 1, this release reads 2; with state\["control"\] = None'):
+    with pytest.raises(ValueError, match=r'version 1, this release reads 3; with state\["control"\] = None'):
         control.load_state_dict(earlier)
     with pytest.raises(ValueError, match="not whole"):
-        control.load_state_dict({"version": 2})
+        control.load_state_dict({"version": 3})

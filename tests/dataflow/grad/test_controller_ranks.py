@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import GradSchedule
-from dataflow.grad.adapt.knobs import Adapt
+from dataflow.grad.adapt.options import Adapt
 from dataflow.grad.agreement import DisagreementError
 from dataflow.grad.strategies import Half, Int8, LocalSGD
 from dataflow.timing.phases import Phase, PhaseLedger

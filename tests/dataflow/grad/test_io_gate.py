@@ -10,7 +10,7 @@ from ranks_kit import RankSet
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import GradSchedule
-from dataflow.grad.adapt.io_gate import FixedGate, IoGate, Way, gate_policy
+from dataflow.grad.gate import IoGate, Way, checked_io
 from dataflow.grad.strategies import PostLocalSGD
 from dataflow.timing.phases import Phase, PhaseLedger
 from prefetch.control.pause import ReadPause
@@ -21,7 +21,7 @@ two = RankSet(2)
 
 def test_an_unknown_word_is_refused() -> None:
     with pytest.raises(ValueError, match="io must be"):
-        gate_policy("closed")  # type: ignore[arg-type]
+        checked_io("closed")  # type: ignore[arg-type]
 
 
 # ---- the gate itself --------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def window(gate: IoGate, ledger: PhaseLedger, told: list[str]) -> list[str]:
     for phase in (Phase.SYNC, Phase.COMPUTE, Phase.STEP, Phase.COMPUTE):
         told.append(str(phase))
         ledger.enter(phase)
-    gate.step_ended(1.0)
+    gate.step_ended()
     return told
 
 
@@ -64,7 +64,7 @@ def window(gate: IoGate, ledger: PhaseLedger, told: list[str]) -> list[str]:
 )
 def test_reads_are_held_from_where_the_way_says_until_the_step(way: Way, expected: str) -> None:
     hold, ledger = Holds(), PhaseLedger()
-    assert window(IoGate(hold, FixedGate(way), ledger), ledger, hold.told) == expected.split()
+    assert window(IoGate(hold, ledger, lambda _: way), ledger, hold.told) == expected.split()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -72,7 +72,7 @@ def test_few_reads_run_at_a_time_but_for_the_open_way(way: Way) -> None:
     hold, ledger = ReadPause(), PhaseLedger()
     limits: list[int | None] = []
     hold.limit = limits.append  # type: ignore[method-assign]
-    gate = IoGate(hold, FixedGate(way), ledger)
+    gate = IoGate(hold, ledger, lambda _: way)
     gate.step_begins(0)
     gate.open()
     assert limits == [None if way is Way.OPEN else 2, None]
@@ -80,7 +80,7 @@ def test_few_reads_run_at_a_time_but_for_the_open_way(way: Way) -> None:
 
 def test_leaving_a_window_lets_reads_begin() -> None:
     hold, ledger = Holds(), PhaseLedger()
-    gate = IoGate(hold, FixedGate(Way.SYNC), ledger)
+    gate = IoGate(hold, ledger, lambda _: Way.SYNC)
     gate.step_begins(0)
     ledger.enter(Phase.SYNC)
     gate.open()
@@ -89,7 +89,7 @@ def test_leaving_a_window_lets_reads_begin() -> None:
 
 def test_a_closed_gate_hears_no_more() -> None:
     hold, ledger = Holds(), PhaseLedger()
-    gate = IoGate(hold, FixedGate(Way.SYNC), ledger)
+    gate = IoGate(hold, ledger, lambda _: Way.SYNC)
     gate.step_begins(0)
     gate.close()
     gate.close()

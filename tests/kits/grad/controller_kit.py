@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dataflow.grad.adapt.controller import Controller, Measurement
-from dataflow.grad.adapt.trial import Knob
+from dataflow.grad.adapt.options import Tunable
 
-COMPRESSION = Knob("compression", ("all-reduce", "bf16", "int8"))
+COMPRESSION = Tunable("compression", ("all-reduce", "bf16", "int8"))
 SENT = (1.0, 0.5, 0.27)
 """Bytes of each option, as a share of the gradients'."""
 LAG = 1

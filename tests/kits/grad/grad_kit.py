@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from dataflow import GradSchedule
-from dataflow.grad.adapt.knobs import Adapt
+from dataflow.grad.adapt.options import Adapt
 
 Batch = dict[str, Tensor]
 FEATURES = 3

@@ -73,7 +73,7 @@ class StrategySwitch(Strategy):
         self.current.lr_changed(ratio)
 
     def scale_changed(self, ratio: float) -> None:
-        """As the learning rate."""
+        """As the one in use."""
         self.current.scale_changed(ratio)
 
     def bytes_sent(self) -> int:
@@ -86,8 +86,9 @@ class StrategySwitch(Strategy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the one that was in use."""
-        if set(state) != {"option", "state"} or state["option"] not in range(len(self.options)):
-            raise ValueError(f"the state does not fit {self.key}: it has {sorted(state)}")
+        self.check_entries(state, {"option", "state"})
+        if state["option"] not in range(len(self.options)):
+            raise ValueError(f"the state does not fit {self.key}: it has option {state['option']!r}")
         self.options[state["option"]].load_state_dict(state["state"])
         self._at = state["option"]
 

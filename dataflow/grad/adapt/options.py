@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from math import lcm
 from typing import Any, TypedDict
 
 from dataflow.grad import strategies
-from dataflow.grad.adapt.io_gate import Way
-from dataflow.grad.adapt.merged import Join, joined
-from dataflow.grad.adapt.strategy_switch import StrategySwitch
-from dataflow.grad.adapt.trial import Knob
 from dataflow.grad.strategies.local_sgd import LocalSGD
 from dataflow.grad.strategies.strategy import Strategy
+from dataflow.grad.strategies.switch import StrategySwitch
 
 IO = "io"
 ACCUMULATE = "accumulate"
-COMPRESSION = "compression"
-SYNC_PERIOD = "sync_period"
-_SHORT_MEMORY = {
-    kind: name for name in strategies.__all__ if (kind := getattr(strategies, name)).short_memory
-}
-"""Strategies that can be left at any step."""
-_BURSTS = {"turn": 16, "rounds": 2, "most_rounds": 6}
-"""Reads come in bursts, a shuffle window at once, and a turn must see them come and go."""
+
+Join = Callable[[list[Any]], Any]
+"""Makes one batch of several."""
 
 
 class Adapt(TypedDict, total=False):
@@ -33,7 +25,7 @@ class Adapt(TypedDict, total=False):
     accumulate: Sequence[int]
     """Other numbers of passes in a full window, in descending order: microbatches are merged, so that the
     samples of a window stay the same. Divisors of `accumulate`. Memory for activations grows as passes do."""
-    merge: Callable[[list[Any]], Any]
+    merge: Join
     """Makes one batch of several, for `accumulate`; without it tensors are put together."""
     compression: Sequence[Strategy]
     """Strategies to use in place of `strategy`: AllReduce, Half, Hierarchical, Int8. Closest first."""
@@ -42,13 +34,40 @@ class Adapt(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class KnobSet:
-    """The settings of a controller, and what their options mean."""
+class Tunable:
+    """A setting, what it can be, and how its options are compared."""
 
-    knobs: tuple[Knob, ...]
-    at_once: tuple[int, ...] = (1,)
+    name: str
+    options: tuple[str, ...]
+    """As reported. The run begins with the first; each changes more than those before it."""
+    _: KW_ONLY
+    turn: int = 5
+    """Windows of a turn, at least two; the first does not count."""
+    rounds: int = 3
+    """Turns of each option before a verdict."""
+    most_rounds: int = 9
+    """Turns of each option where chance could explain what is seen."""
+    cycle: int = 1
+    """Windows that are looked at together, since they differ by plan; divides `turn - 1`."""
+    saving: float = 0.05
+    """Share of a window that an option must save to be worth it."""
+    sure: float = 2.0
+    """Standard errors by which its windows must be shorter."""
+    hopeless: float | None = 2.5
+    """An option whose windows are so many times as long as the best ones is tried no longer; None: is."""
+    only_if_held: bool = False
+    """Where no read waited in the whole trial, the options did nothing, and the first is kept."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a controller may change, safest first, and what its options mean."""
+
+    tunables: tuple[Tunable, ...]
+    at_once: tuple[int, ...]
     """Microbatches in a pass, for each option of "accumulate"."""
-    join: Join = joined
+    merge: Join | None
+    """As the user gave it."""
 
 
 def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
@@ -56,8 +75,7 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
     if adapt is not None and not isinstance(adapt, Mapping):
         raise ValueError(f'adapt must be names with options, such as {{"accumulate": [4, 2]}}, got {adapt!r}')
     adapt = adapt or {}
-    unknown = set(adapt) - set(Adapt.__annotations__)
-    if unknown:
+    if unknown := set(adapt) - set(Adapt.__annotations__):
         names = ", ".join(Adapt.__annotations__)
         raise ValueError(f"adapt may allow {names}; got {', '.join(sorted(map(str, unknown)))}")
     for name, options in adapt.items():
@@ -67,11 +85,10 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
             raise ValueError(f"adapt's {name} must be a list, got {options!r}")
     others: list[Strategy] = list(adapt.get("compression", ()))
     for each in [strategy, *others]:
-        if isinstance(each, type) or not hasattr(each, "hooks_gradients"):
+        if not isinstance(each, Strategy):
             raise ValueError(f"a strategy is an object such as dataflow.grad.strategies.Int8(), got {each!r}")
-    for each in [strategy, *others] if others else []:
-        if type(each) not in _SHORT_MEMORY:
-            names = ", ".join(_SHORT_MEMORY.values())
+        if others and not each.short_memory:  # else it cannot be left at any step
+            names = ", ".join(name for name in strategies.__all__ if getattr(strategies, name).short_memory)
             raise ValueError(f"compression can be changed between {names} only, got {each.name}")
     # Ranks compare keys, and a state names one by its key: two of a key could not be told apart.
     keys = [each.key for each in [strategy, *others]]
@@ -88,41 +105,41 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
     return StrategySwitch([strategy, *others]) if others else strategy
 
 
-def knob_set(adapt: Adapt | None, strategy: Strategy, window_size: int, *, gated: bool) -> KnobSet:
-    """What a controller may change, safest first. Raises `ValueError`.
+def allowed(
+    adapt: Adapt | None, strategy: Strategy, window_size: int, *, ways: Sequence[str] = ()
+) -> Allowed:
+    """What a controller may change. Raises `ValueError`.
 
     Args:
         adapt: as given by the user.
         strategy: what `with_options` made of it.
         window_size: microbatches of a full window.
-        gated: reads of remote shards may be held back.
+        ways: in which reads of remote shards may be held back, the plain one first; none: they may not.
     """
     adapt = adapt or {}
-    knobs = []
-    if gated and strategy.syncs(0):
-        ways = tuple(way.value for way in Way)
-        knobs.append(Knob(IO, ways, **_BURSTS, saving=0.01, hopeless=None, only_if_held=True))
+    tunables = []
+    if ways and strategy.syncs(0):
+        # Reads come in bursts, a shuffle window at once, and a turn must see them come and go.
+        bursts = {"turn": 16, "rounds": 2, "most_rounds": 6}
+        tunables.append(Tunable(IO, tuple(ways), **bursts, saving=0.01, hopeless=None, only_if_held=True))
     passes = [window_size, *adapt.get("accumulate", ())]
     if len(passes) > 1:
         are_counts = all(type(each) is int and each > 0 for each in passes)
-        if (
-            not are_counts
-            or passes != sorted(set(passes), reverse=True)
-            or any(window_size % each for each in passes)
-        ):
+        descend = are_counts and passes == sorted(set(passes), reverse=True)
+        if not descend or any(window_size % each for each in passes):
             raise ValueError(
                 f"adapt's accumulate must be divisors of {window_size} microbatches a window, descending and "
                 f"smaller, got {', '.join(map(str, passes[1:]))}"
             )
-        knobs.append(Knob(ACCUMULATE, tuple(map(str, passes))))
+        tunables.append(Tunable(ACCUMULATE, tuple(map(str, passes))))
     if isinstance(strategy, StrategySwitch):
-        periods = [each.every for each in strategy.options if isinstance(each, LocalSGD)]
-        if periods:
+        if periods := [each.every for each in strategy.options if isinstance(each, LocalSGD)]:
             # Only windows between the same averages compare: a turn holds whole cycles of all periods.
             cycle = lcm(*periods)
-            knobs.append(Knob(SYNC_PERIOD, tuple(map(str, periods)), turn=1 + cycle, cycle=cycle))
+            tunables.append(Tunable("sync_period", tuple(map(str, periods)), turn=1 + cycle, cycle=cycle))
         else:
-            names = tuple(each.name for each in strategy.options)
-            keys = tuple(each.key for each in strategy.options)
-            knobs.append(Knob(COMPRESSION, names if len(set(names)) == len(names) else keys))
-    return KnobSet(tuple(knobs), tuple(window_size // each for each in passes), adapt.get("merge", joined))
+            names = [each.name for each in strategy.options]
+            if len(set(names)) < len(names):
+                names = [each.key for each in strategy.options]
+            tunables.append(Tunable("compression", tuple(names)))
+    return Allowed(tuple(tunables), tuple(window_size // each for each in passes), adapt.get("merge"))
