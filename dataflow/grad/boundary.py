@@ -172,14 +172,10 @@ class Boundary:
         if local:
             self.scaler.unscale_(self.optimizer)
         else:
-            nothing = torch.zeros(1, device=self._device(), requires_grad=True)
+            nothing = torch.zeros(1, device=self.model.device, requires_grad=True)
             nothing.grad = torch.full_like(nothing, torch.nan if infinite else 0.0)
             self.scaler.unscale_(torch.optim.SGD([nothing]))
         return infinite
-
-    def _device(self) -> torch.device:
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
     def _lr_now(self) -> float:
         groups = self.optimizer.param_groups

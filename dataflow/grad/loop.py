@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch
-
 from dataflow.grad.agreement import Deadline
 from dataflow.grad.boundary import Boundary, Outcome
 from dataflow.grad.gate import IoGate
 from dataflow.grad.lookahead import LookAhead
 from dataflow.grad.negotiation import Control, Negotiation
 from dataflow.grad.step import Microbatch, Position, Replay, Step
-from dataflow.grad.wrapper import copied_buffers, mixes_batches
+from dataflow.grad.wrapper import copied_buffers
 from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
 from dataflow.timing.steps import StepRecorder
 
@@ -49,17 +47,9 @@ class StepLoop:
         self.boundary, self.phases, self._gate, self._control = boundary, phases, gate, control
         self.model, self.strategy, self.agreement = boundary.model, boundary.strategy, boundary.agreement
         model, agreement, settings = boundary.model, boundary.agreement, boundary.settings
-        device = next((p.device for p in model.inner.parameters()), torch.device("cpu"))
         self.look, self.replay = LookAhead(loader, accumulate, settings.weigh), Replay()
         self._negotiation = Negotiation(
-            agreement,
-            self.look,
-            self.replay,
-            settings,
-            accumulate=accumulate,
-            replays_allowed=not mixes_batches(model.inner),
-            device=device,
-            control=control,
+            agreement, model, self.look, self.replay, settings, accumulate=accumulate, control=control
         )
         self.deadline = Deadline(model.group, settings.timeout_s)
         self.recorder = StepRecorder(
@@ -70,7 +60,7 @@ class StepLoop:
             world_size=agreement.world_size,
             model=model.kind,
             strategy=self.strategy.name,
-            device=device.type,
+            device=model.device.type,
         )
         self.position = Position.start(settings.weights)
         self.is_running = False
@@ -207,4 +197,4 @@ class StepLoop:
         self._negotiation.offer(self.position)
 
     def _decide(self) -> Step:
-        return self._negotiation.decide(self.position, equal_forwards=self.model.equal_forwards)
+        return self._negotiation.decide(self.position)

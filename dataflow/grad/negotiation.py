@@ -38,6 +38,7 @@ from dataflow.grad.step import (
 )
 from dataflow.grad.strategies.strategy import Strategy
 from dataflow.grad.strategies.switch import StrategySwitch
+from dataflow.grad.wrapper import ModelWrapper, mixes_batches
 from dataflow.timing.phases import StepInfo
 
 _COLUMNS = (
@@ -61,30 +62,28 @@ class Negotiation:
 
     Args:
         agreement: with whom.
+        model: how it is wrapped says what a replay may be.
         look: has the batches of the next step.
         replay: has the batch that this rank can run again.
         settings: the schedule's.
         accumulate: microbatches of a full step.
-        replays_allowed: False where a replayed batch would change what other ranks compute.
-        device: of the model, where batches of other ranks are wanted.
         control: tells the other ranks of steps that ended, and decides on the mode of the next one.
     """
 
     def __init__(
         self,
         agreement: Agreement,
+        model: ModelWrapper,
         look: LookAhead,
         replay: Replay,
         settings: ScheduleSettings,
         *,
         accumulate: int,
-        replays_allowed: bool,
-        device: torch.device,
         control: Control | None = None,
     ) -> None:
-        self._agreement, self._look, self._replay = agreement, look, replay
+        self._agreement, self._model, self._look, self._replay = agreement, model, look, replay
         self._settings, self._weights, self._accumulate = settings, tuple(settings.weights), accumulate
-        self._replays_allowed, self._device, self._control = replays_allowed, device, control
+        self._control = control
         self._constant = settings.constant_weights and control is None
         self._rows: Callable[[], list[list[float]]] = list
         self._promise: int | None = None
@@ -117,12 +116,13 @@ class Negotiation:
         rows = [row] * self._agreement.world_size  # theirs are as mine
         self._rows = lambda: rows
 
-    def decide(self, at: Position, *, equal_forwards: bool) -> Step:
+    def decide(self, at: Position) -> Step:
         """Wait for the other ranks' offers, and decide; on all ranks alike.
 
         Raises `DisagreementError` where ranks are not at the same place, and `UnevenRanksError`.
         """
         share, rank = self._look.next_share(), self._agreement.rank
+        equal_forwards = self._model.equal_forwards
         rows = self._rows()
         self._check(rows)
         end = len(_COLUMNS) + len(self._weights)  # of the weights in a row
@@ -135,7 +135,7 @@ class Negotiation:
             partial=self._settings.partial,
             equal_forwards=equal_forwards,
         )
-        if plan.replays and not self._replays_allowed:
+        if plan.replays and mixes_batches(self._model.inner):
             raise UnevenRanksError(
                 plan.counts, 'SyncBatchNorm would mix a replayed batch into the others: use uneven="min"'
             )
@@ -186,7 +186,7 @@ class Negotiation:
 
     def _placed(self, storage: Any, location: str) -> Any:
         """What lay on the lender's accelerator comes to this rank's."""
-        return None if location == "cpu" else default_restore_location(storage, str(self._device))
+        return None if location == "cpu" else default_restore_location(storage, str(self._model.device))
 
     def _row(
         self, at: Position, share: Share | None = None, *, can_replay: bool = False, batches: int = -1

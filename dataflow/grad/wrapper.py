@@ -48,6 +48,11 @@ class ModelWrapper:
         """The user's module."""
 
     @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next((parameter.device for parameter in self.inner.parameters()), torch.device("cpu"))
+
+    @property
     def equal_forwards(self) -> bool:
         """Whether every rank must run as many forward passes in the next step."""
         return False

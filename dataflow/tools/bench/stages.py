@@ -76,10 +76,12 @@ class RankFigures:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types."""
-        steps = {
-            name: one and one.to_json() for name in ("steps", "replayed") for one in [getattr(self, name)]
+        return {
+            **vars(self),
+            "steps": self.steps and self.steps.to_json(),
+            "replayed": self.replayed and self.replayed.to_json(),
+            "utilisation": self.steps and self.steps.utilisation,
         }
-        return {**vars(self), **steps, "utilisation": self.steps and self.steps.utilisation}
 
 
 @dataclass(frozen=True, kw_only=True)
