@@ -74,7 +74,8 @@ class Headspace:
         """All that is told besides the verdict."""
         return (
             f"as it is:         {self.live}, {self.waited:.0%} of the time waiting for the loader",
-            f"a perfect loader: {self.replayed}, {self.batches} batches replayed from memory",
+            f"a perfect loader: {self.replayed}, replayed from memory (of {self.batches} batch"
+            f"{'es' * (self.batches > 1)})",
             f"{self.steps} steps each, {self.left_out} before them left out, on {self.ranks} of "
             f"{self.world_size} ranks; all waiting counts, and of the rest the median of rounds of {ROUND}",
             *self.notes,

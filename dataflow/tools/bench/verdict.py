@@ -109,8 +109,13 @@ def bottleneck_of(rates: Rates) -> Bottleneck:
     bound = max(parts, key=lambda name: gains[name])
     if rates.compute < WORTH * rates.measured:  # the headspace: nothing is to be gained by a faster loader
         bound = "compute"
-    elif gains[bound] < WORTH:
-        bound = "storage" if rates.storage <= rates.decode else "decode"
+    elif gains[bound] < WORTH:  # the slowest, though its cure alone is none
+        alone: dict[Bound, float] = {
+            "compute": rates.compute,
+            "storage": rates.storage,
+            "decode": rates.decode,
+        }
+        bound = min(alone, key=lambda name: alone[name])
     elif _at_borders(bound, rates):
         assert rates.epochs is not None
         bound = "epochs"
