@@ -49,7 +49,13 @@ class StepLoop:
         model, agreement, settings = boundary.model, boundary.agreement, boundary.settings
         self.look, self.replay = LookAhead(loader, accumulate, settings.weigh), Replay()
         self._negotiation = Negotiation(
-            agreement, model, self.look, self.replay, settings, accumulate=accumulate, control=control
+            agreement,
+            model,
+            self.look,
+            self.replay,
+            settings=settings,
+            accumulate=accumulate,
+            control=control,
         )
         self.deadline = Deadline(model.group, settings.timeout_s)
         self.recorder = StepRecorder(

@@ -76,8 +76,8 @@ class Negotiation:
         model: ModelWrapper,
         look: LookAhead,
         replay: Replay,
-        settings: ScheduleSettings,
         *,
+        settings: ScheduleSettings,
         accumulate: int,
         control: Control | None = None,
     ) -> None:
