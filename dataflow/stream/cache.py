@@ -94,7 +94,7 @@ def _order(dataset: ShardedDataset, shuffle: Shuffle, seed: int, epoch: int) -> 
 def _lanes(plan: StreamPlan, num_lanes: int, place: Topology) -> LaneRange:
     """The lanes of this machine's ranks; nodes are taken to have equally many."""
     world = place.data_world_size
-    if plan.planner is not None or plan.finds_lengths:  # units or megabatches are dealt to ranks
+    if plan.planner is not None or plan.measures_lengths:  # units or megabatches are dealt to ranks
         return LaneRange(0, num_lanes, shared=place.local_world_size > 1)
     each = max(1, world // place.num_nodes)
     first = seat_of(place) // each * each

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from dataflow.batch.found import FoundSamples
+from dataflow.batch.measured import MeasuredSamples
 from sharding.errors import DataflowError
 
 
-class FoundExchange:
+class LengthExchange:
     """The exchange between the ranks of one loader. Making it is a collective, as every method is.
 
     Args:
@@ -40,12 +40,12 @@ class FoundExchange:
         # Finders are numbered by seat, so that they read what they will mostly be asked for by lanes.
         self._ranks = sorted(range(len(seats)), key=lambda rank: (seats[rank], rank))
         self.seats = [seats[rank] for rank in self._ranks]
-        """Of each finder."""
-        self.finder = self._ranks.index(self._rank)
+        """Of each maker."""
+        self.maker = self._ranks.index(self._rank)
         """Which one this rank is."""
 
     @property
-    def num_finders(self) -> int:
+    def num_makers(self) -> int:
         """All ranks of the job."""
         return len(self._ranks)
 
@@ -55,7 +55,7 @@ class FoundExchange:
             return len({*self._gathered(text)}) == 1
 
     def lengths(self, own: NDArray[np.int64] | Exception) -> list[NDArray[np.int64]]:
-        """The lengths that each finder has found; an error ends the loop on all ranks.
+        """The lengths that each maker has measured; an error ends the loop on all ranks.
 
         Raises the own error, or `DataflowError` for that of another rank.
         """
@@ -69,16 +69,16 @@ class FoundExchange:
                 raise DataflowError(f"rank {rank} could not make its samples: {other}")
         return [gathered[rank] for rank in self._ranks]
 
-    def samples(self, for_finders: Sequence[FoundSamples]) -> list[FoundSamples]:
-        """Give each finder what is for it; what all have for this one."""
-        own = for_finders[self.finder]
-        parcels = [b""] * self.num_finders
-        for rank, samples in zip(self._ranks, for_finders, strict=True):
+    def samples(self, for_makers: Sequence[MeasuredSamples]) -> list[MeasuredSamples]:
+        """Give each maker what is for it; what all have for this one."""
+        own = for_makers[self.maker]
+        parcels = [b""] * self.num_makers
+        for rank, samples in zip(self._ranks, for_makers, strict=True):
             if rank != self._rank and len(samples):
                 parcels[rank] = pickle.dumps(samples, protocol=5)
         sizes = [len(parcel) for parcel in parcels]
         with _named_failures():
-            incoming = torch.empty(self.num_finders, dtype=torch.int64)
+            incoming = torch.empty(self.num_makers, dtype=torch.int64)
             dist.all_to_all_single(incoming, torch.tensor(sizes), group=self._group)
             sizes_in = [int(size) for size in incoming]
             received = torch.empty(sum(sizes_in), dtype=torch.uint8)

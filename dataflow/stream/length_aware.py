@@ -24,7 +24,7 @@ from dataflow.mixture import Mixture
 from dataflow.outputs.objects import ObjectOutput
 from dataflow.outputs.output import Output
 from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
-from dataflow.stream.exchange import FoundExchange
+from dataflow.stream.exchange import LengthExchange
 from dataflow.stream.settings import StreamSettings
 from prefetch.store.filesystems import shard_file
 from sharding.errors import SampleError
@@ -40,7 +40,7 @@ from sharding.topology.topology import Topology
 _log = logging.getLogger("dataflow")
 
 _THREADS = 16
-_FOUND_BYTES, _LEAST_FOUND = 4 << 20, 256
+_MEASURED_BYTES, _LEAST_MEASURED = 4 << 20, 256
 """What a megabatch is to have where its samples must be made to be measured: whoever goes on in it makes them
 again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.998."""
 
@@ -71,7 +71,7 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
         raise ValueError('overlong="truncate" needs batches that are padded here: leave collate_fn out')
     if collate_fn and len(batching.columns) > 1:
         raise ValueError("columns= are padded here: leave it or collate_fn out")
-    if collate_fn is None and not are_found(settings, dataset):
+    if collate_fn is None and not are_measured(settings, dataset):
         for column in batching.columns:
             _check_column(column, dataset)
         _check_others(batching, dataset)
@@ -82,7 +82,7 @@ def is_by_tokens(dataset: ShardedDataset | Mixture) -> bool:
     return isinstance(dataset, Mixture) and dataset.spec.counts == "tokens"
 
 
-def are_found(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> bool:
+def are_measured(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> bool:
     """Whether what is batched, and so how long it is, is made by a function of the user's.
 
     Where a `collate_fn` forms the batches, the stored lengths count.
@@ -147,20 +147,20 @@ def _output(name: str, dataset: ShardedDataset | Mixture) -> Output | None:
 
 
 def make_planner(
-    batching: Batching, dataset: ShardedDataset | Mixture, window_bytes: int, *, found: bool = False
+    batching: Batching, dataset: ShardedDataset | Mixture, window_bytes: int, *, measured: bool = False
 ) -> UnitPlanner:
-    """Plan with the lengths of samples, which are looked up, or `found` while samples are made.
+    """Plan with the lengths of samples, which are looked up, or `measured` while samples are made.
 
     Reads shards where the catalog does not know. Where `batching.window` is None, a megabatch has 16,384
     samples, more where these fill few rows, but at most about `window_bytes` of blocks, or 4 MiB where
-    lengths are found.
+    lengths are measured.
 
     Raises as `sharding.lengths.column_lengths.resolve_lengths` does, and `SampleError` where a sample has no
     length.
     """
     sources = dataset.sources
     parts = None
-    if batching.lengths is not None or not found:
+    if batching.lengths is not None or not measured:
         asked = _lengths_asked(batching.lengths, dataset)
         parts = [_source_lengths(batching, one, own) for one, own in zip(sources, asked, strict=True)]
     shares: Sequence[Fraction] = [Fraction(1)]
@@ -178,13 +178,13 @@ def make_planner(
         means = (float(part.mean()) if len(part) else 0.0 for part in parts)
         mean = sum(float(share) * own for share, own in zip(shares, means, strict=True))
         most = max(most, batching.least_samples(lengths[:num_marked]))
-    if found:
-        most = min(DEFAULT_MEGABATCH_SAMPLES, max(_LEAST_FOUND, int(_FOUND_BYTES / each)))
+    if measured:
+        most = min(DEFAULT_MEGABATCH_SAMPLES, max(_LEAST_MEASURED, int(_MEASURED_BYTES / each)))
     return UnitPlanner(
         batching,
         max(1, min(most, int(window_bytes / each))),
         lengths=lengths,
-        measured_as=_lengths_key(batching, dataset) if found else None,
+        measured_as=_lengths_key(batching, dataset) if measured else None,
         mean_length=mean,
         num_marked=num_marked,
     )
@@ -206,9 +206,9 @@ def _lengths_key(batching: Batching, dataset: ShardedDataset | Mixture) -> str:
 
 
 def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> KeptLengths | None:
-    """The lengths that were found before; None where they have no name, or differ from epoch to epoch."""
+    """The lengths that were measured before; None where they have no name, or differ from epoch to epoch."""
     batching, sources = settings.batching, dataset.sources
-    if batching is None or not are_found(settings, dataset) or batching.lengths is not None:
+    if batching is None or not are_measured(settings, dataset) or batching.lengths is not None:
         return None
     if not _lengths_key(batching, dataset) or any(source.transform_wants_rng for source in sources):
         return None
@@ -216,7 +216,7 @@ def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
 
 
 class SampleLengths:
-    """What a loader knows of the lengths of samples that are made, and the ranks that find them with it.
+    """What a loader knows of the lengths of samples that are made, and the ranks that measure them with it.
 
     Args:
         settings: of the loader.
@@ -226,44 +226,44 @@ class SampleLengths:
     def __init__(self, settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
         self._timeout_s, self._dataset = settings.timeout_s, dataset
         self._kept = kept_lengths(settings, dataset)
-        self.exchange: FoundExchange | None = None
-        """With the other ranks; None: not met yet, or there are none."""
+        self.exchange: LengthExchange | None = None
+        """With the other ranks; None: not joined yet, or there are none."""
 
     @property
     def are_known(self) -> bool:
         """Whether those of all samples are kept."""
         return self._kept is not None and self._kept.is_complete
 
-    def met(self, planner: UnitPlanner, topology: Topology, seat: int) -> UnitPlanner:
-        """Meet the other ranks, once; the planner that knows what all of them know. A collective."""
+    def join_ranks(self, planner: UnitPlanner, topology: Topology, seat: int) -> UnitPlanner:
+        """Join the other ranks, once; the planner that knows what all of them know. A collective."""
         ranks, kept = topology.world_size, self._kept
         if self.exchange is None and ranks > 1 and dist.is_available() and dist.is_initialized():
             if dist.get_world_size() != ranks:
                 raise ValueError(
                     f"topology= tells of {ranks} ranks, but torch.distributed of {dist.get_world_size()}: "
-                    "lengths that are found on the way are exchanged among all of them"
+                    "lengths that are measured on the way are exchanged among all of them"
                 )
-            self.exchange = FoundExchange(seat, self._timeout_s)
+            self.exchange = LengthExchange(seat, self._timeout_s)
             if not self.exchange.agreed(kept.digest if kept else "") and kept:
                 kept.forget()  # as on the ranks of a machine that has not seen these samples
-                planner = planner.knowing(None)
-        return self._told(planner)
+                planner = planner.with_lengths(None)
+        return self._with_lengths(planner)
 
-    def noted(
+    def record(
         self, planner: UnitPlanner, order: EpochOrder, first: int, lengths: NDArray[np.int64]
     ) -> UnitPlanner:
         """Keep the lengths of samples from a position of an order on; the planner that knows them, too."""
         if self._kept is not None:
             self._kept.note(order.samples(np.arange(first, first + len(lengths))), lengths)
-        return self._told(planner)
+        return self._with_lengths(planner)
 
-    def _told(self, planner: UnitPlanner) -> UnitPlanner:
+    def _with_lengths(self, planner: UnitPlanner) -> UnitPlanner:
         kept, most = self._kept, planner.batching.refused_beyond
         if kept is None or not kept.is_complete or planner.lengths is not None:
             return planner
         if most is not None and (kept.lengths > most).any():
             return planner  # such samples are named, or left out, when they are made
-        return planner.knowing(kept.lengths)
+        return planner.with_lengths(kept.lengths)
 
     def measured(self, measure: Callable[[ShardedDataset], SampleLengths]) -> NDArray[np.int32]:
         """The lengths of all samples, before the first batch: shares of tokens begin with them.
@@ -277,8 +277,8 @@ class SampleLengths:
                 "transform= makes is measured once and kept, under its fingerprint or lengths_key= of "
                 "batching=, and not where it takes rng="
             )
-        _log.info("samples are made once to find their lengths, which shares of tokens need")
-        found = []
+        _log.info("samples are made once to measure their lengths, which shares of tokens need")
+        known = []
         for source in self._dataset.sources:
             alone = copy.copy(source)
             alone.batch_transform = None  # it would run for nothing
@@ -289,8 +289,8 @@ class SampleLengths:
                     "takes sources whose samples can all be made"
                 )
             assert lengths._kept is not None
-            found.append(lengths._kept.lengths)
-        return np.concatenate(found)
+            known.append(lengths._kept.lengths)
+        return np.concatenate(known)
 
     def save(self, topology: Topology, *, if_much: bool = False) -> None:
         """Write what is new, on one rank of each machine; `if_much`: not every few samples."""

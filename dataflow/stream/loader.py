@@ -31,26 +31,20 @@ from dataflow.mixture import Mixture
 from dataflow.stats import LoaderStats
 from dataflow.stream.builders import BuilderPlan, plan_builders, warm_up
 from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
-from dataflow.stream.found import FoundSession
 from dataflow.stream.joined_reads import check_reads
 from dataflow.stream.length_aware import (
     SampleLengths,
-    are_found,
+    are_measured,
     check_batching,
     is_by_tokens,
     make_planner,
 )
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
-from dataflow.stream.plan import StreamPlan
+from dataflow.stream.measuring import MeasuringStage
+from dataflow.stream.plan import StreamPlan, check_known
 from dataflow.stream.read_ahead import megabatch_bytes
-from dataflow.stream.session import (
-    Session,
-    SessionOptions,
-    building_bytes,
-    datasets_read,
-    is_all_local,
-)
+from dataflow.stream.session import Session, SessionOptions, building_bytes, datasets_read, is_all_local
 from dataflow.stream.settings import StreamSettings
 from dataflow.topology_exchange import detect_topology
 from prefetch.control.depth import Decision
@@ -58,9 +52,7 @@ from prefetch.control.pause import ReadPause
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
 from prefetch.memory.lifetimes import Finalizer
 from sharding.catalog.table import BlockTable
-from sharding.errors import DataflowError
 from sharding.lengths.unit_plan import UNKNOWN, UnitPlan, UnitPlanner
-from sharding.mixture.weight_steps import MAX_STEPS
 from sharding.order.epoch_order import EpochOrder
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
@@ -115,8 +107,8 @@ class StreamLoader:
         if settings.batching:
             megabatch = megabatch_bytes(settings.memory_limit, self.memory_limit).value
             with self._planning():
-                found = are_found(settings, dataset)
-                self._planner = make_planner(settings.batching, dataset, megabatch, found=found)
+                measured = are_measured(settings, dataset)
+                self._planner = make_planner(settings.batching, dataset, megabatch, measured=measured)
         self._mix_by(*self._resolve_shuffle())
         self._pause: ReadPause | None = None
         self._finalizer: Finalizer | None = None
@@ -129,7 +121,7 @@ class StreamLoader:
         self._last_good = LastGood()
         self._plan_stream()
         if self._topology.world_size == 1 or _is_distributed():  # else that may come before the first batch
-            self._meet()
+            self._join_ranks()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
         check_reads(self._plan, self.memory_limit)
@@ -182,17 +174,17 @@ class StreamLoader:
             self._plan_stream()
         if self._unplaced is not None:
             raise self._unplaced
-        self._meet()
+        self._join_ranks()
 
-    def _meet(self) -> None:
-        """Meet the other ranks, where lengths are found together: a collective, once."""
+    def _join_ranks(self) -> None:
+        """Join the other ranks, where lengths are measured together: a collective, once."""
         planner = self._planner
-        if planner is None or not planner.is_measured or planner.is_told:
+        if planner is None or not planner.is_measured or planner.are_lengths_given:
             return
-        met = self._lengths.met(planner, self._topology, self._plan.rank)
-        if met.lengths is None and is_by_tokens(self.dataset):
-            met = met.knowing(self._lengths.measured(self._measure))
-        self._plan_by(met)
+        planner = self._lengths.join_ranks(planner, self._topology, self._plan.rank)
+        if planner.lengths is None and is_by_tokens(self.dataset):
+            planner = planner.with_lengths(self._lengths.measured(self._measure))
+        self._plan_by(planner)
 
     def _plan_by(self, planner: UnitPlanner) -> None:
         if planner is not self._planner:
@@ -287,7 +279,7 @@ class StreamLoader:
 
         One rank alone delivers fewer where `on_error` leaves nothing of some.
 
-        `TypeError` for a mixture that never ends, and while lengths are still to be found.
+        `TypeError` for a mixture that never ends, and while lengths are still to be measured.
         """
         if self._planner is None:
             len(self.dataset)
@@ -295,7 +287,7 @@ class StreamLoader:
         num_batches = self.epoch_plan(self._loops.epoch, 0).num_batches
         if num_batches == UNKNOWN:
             raise TypeError(
-                "the lengths of samples are found while they are made: how many batches there are shows when "
+                "the lengths of samples are measured as they are made: how many batches there are shows when "
                 "all were made once, and kept under a lengths_key="
             )
         return num_batches
@@ -371,11 +363,7 @@ class StreamLoader:
         """The plan of a loop that begins."""
         self._take_weights(epoch, start)
         plan = self.epoch_plan(epoch, start)
-        if start < plan.known_from and plan.num_batches:
-            raise ValueError(
-                f"epoch {epoch} cannot begin anew: weights were set more than {MAX_STEPS} times, and what "
-                "came before is not known any more; load a state of before, or make another loader"
-            )
+        check_known(plan)
         return plan
 
     @property
@@ -550,21 +538,23 @@ class StreamLoader:
             skipped=SkippedAhead(self._skipped),
             pause=self.read_pause,
         )
+        stage = None
         if self._planner is not None and self._planner.is_measured:
-            exchange = self._lengths.exchange
-            if exchange is None and self._topology.world_size > 1 and self._planner.lengths is None:
-                raise DataflowError(
-                    f"the {self._topology.world_size} ranks find the lengths of samples together, but "
-                    "torch.distributed is not initialised: do that before the first batch, or give lengths="
-                )
-            return FoundSession(self._plan, options, epoch, start, exchange=exchange, record=self._record)
+            stage = MeasuringStage(
+                plan=self._plan,
+                settings=self.settings,
+                skipped=options.skipped,
+                num_ranks=self._topology.world_size,
+                exchange=self._lengths.exchange,
+                record=self._record,
+            )
         with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
-            return Session(self._plan, options, epoch, start)
+            return Session(self._plan, options, epoch, start, stage=stage)
 
     def _record(self, order: EpochOrder, first: int, lengths: NDArray[np.int64]) -> None:
-        """Keep the lengths of samples that were found, from a position of an order on."""
+        """Keep the lengths of samples that were measured, from a position of an order on."""
         if self._planner is not None:
-            self._plan_by(self._lengths.noted(self._planner, order, first, lengths))
+            self._plan_by(self._lengths.record(self._planner, order, first, lengths))
             self._lengths.save(self._topology, if_much=True)
 
     def stats(self) -> LoaderStats:

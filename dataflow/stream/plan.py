@@ -14,6 +14,7 @@ from dataflow.mixture import Mixture
 from sharding.cached_property import cached_property
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.mixture.token_turns import TokenEpochs
+from sharding.mixture.weight_steps import MAX_STEPS
 from sharding.mixture.windows import MixturePlan, MixtureWindows
 from sharding.order.epoch_order import EpochOrder
 from sharding.order.order import Order
@@ -39,7 +40,7 @@ class StreamPlan:
     tail: Tail
     planner: UnitPlanner | None = None
     """Of length-aware batches; `batch_size` then counts its units."""
-    finds_lengths: ClassVar[bool] = False
+    measures_lengths: ClassVar[bool] = False
     """Whether it says which samples are made, and not which batches they are in."""
     mixture_starts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """{epoch: samples that each source of a mixture by tokens gave before it}, as far as a state tells."""
@@ -219,6 +220,15 @@ class StreamPlan:
             return MixturePlan(windows, **dealing)
         assert isinstance(windows, Order)
         return EpochPlan(windows, **dealing)
+
+
+def check_known(plan: RankPlan) -> None:
+    """Raise `ValueError` for a plan that has batches of what is not known any more."""
+    if plan.start < plan.known_from and plan.num_batches:
+        raise ValueError(
+            f"epoch {plan.order.epoch} cannot begin anew: weights were set more than {MAX_STEPS} times, and "
+            "what came before is not known any more; load a state of before, or make another loader"
+        )
 
 
 def _mark_of(dataset: ShardedDataset | Mixture) -> str:

@@ -36,7 +36,7 @@ _PROCESS_CHUNKS_IN_LIMIT = 20
 """So many of each process fit the memory limit: it has two, finished ones wait behind one that takes
 longer, and what a transform makes of them may be larger than what is stored."""
 _FOUND_CHUNK_SAMPLES = 256
-"""What a thread makes at a time where lengths are found: all share a megabatch that is waited for."""
+"""What a thread makes at a time where lengths are measured: all share a megabatch that is waited for."""
 _CHARGE_BYTES = 1 << 20
 _CHARGES_IN_LIMIT = 256
 """What the user's functions made is charged in such parts of the memory limit, or batch by batch."""
@@ -95,7 +95,7 @@ def choose_read_ahead(
     batch_samples: int = 1,
     in_consumer: bool = False,
     machine_bytes: int = 0,
-    num_finders: int = 0,
+    num_makers: int = 0,
 ) -> ReadAhead:
     """The numbers of a session that may hold `memory_limit` bytes.
 
@@ -110,7 +110,7 @@ def choose_read_ahead(
         batch_samples: of one batch.
         in_consumer: whether each batch is built when it is asked for.
         machine_bytes: this rank's share of the machine's memory.
-        num_finders: builders that make samples whose lengths are to be found.
+        num_makers: builders that make samples whose lengths are to be measured.
         depth: the user's; None: four batches over local shards, else what waits and lead times ask for.
     """
     chunk = _chunk_batches(batch_bytes, memory_limit)
@@ -124,7 +124,7 @@ def choose_read_ahead(
         most = min(chunk.value, -(-_PROCESS_CHUNK_SAMPLES // batch_samples), part // batch_bytes)
         text = f"{_PROCESS_CHUNK_SAMPLES} samples a process, or {part:,} bytes, or {chunk.reason}"
         chunk = Decision(max(1, most), text)
-    elif num_finders:
+    elif num_makers:
         batches = max(1, min(chunk.value, _FOUND_CHUNK_SAMPLES // batch_samples))
         chunk = Decision(batches, f"{_FOUND_CHUNK_SAMPLES} samples a builder, or {chunk.reason}")
     job = _job_batches(batch_bytes, chunk.value, memory_limit)
@@ -147,7 +147,7 @@ def choose_read_ahead(
         jobs_ready=ready,
         depth=_at_least(
             depth or _default_depth(is_local, memory_limit),
-            chunks_ahead(max(num_processes, num_finders)) * chunk.value,
+            chunks_ahead(max(num_processes, num_makers)) * chunk.value,
         ),
         output_bytes=Decision(output_bytes, "three chunks, in at most a quarter of the limit; at least one"),
         mapped_bytes=Decision(

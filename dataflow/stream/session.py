@@ -27,6 +27,7 @@ from dataflow.stream.builders import BuilderPlan, OpenBuilders, open_builders, p
 from dataflow.stream.cache import OpenCaches
 from dataflow.stream.deliveries import SkippedAhead
 from dataflow.stream.joined_reads import kept_bytes
+from dataflow.stream.measuring import MeasuringStage
 from dataflow.stream.plan import StreamPlan
 from dataflow.stream.read_ahead import (
     CHUNK_BYTES,
@@ -75,11 +76,29 @@ class SessionOptions:
 
 
 class Session:
-    """One engine with its arena and ledger, from a place in the stream on. `close` may run in any thread."""
+    """One engine with its arena and ledger, from a place in the stream on. `close` may run in any thread.
 
-    def __init__(self, plan: StreamPlan, options: SessionOptions, epoch: int, start: int) -> None:
+    Args:
+        plan: of the batches.
+        options: how it works.
+        epoch, start: of the first batch.
+        stage: forms the batches of what the engine makes; None: it makes batches.
+    """
+
+    def __init__(
+        self,
+        plan: StreamPlan,
+        options: SessionOptions,
+        epoch: int,
+        start: int,
+        *,
+        stage: MeasuringStage | None = None,
+    ) -> None:
+        device = options.settings.torch_device
+        self.copier = DeviceCopier(CudaStreams(device)) if device.type == "cuda" else None
+        if stage is not None:
+            plan, options = stage.plan, replace(options, settings=stage.settings)
         dataset, limit, settings = plan.dataset, options.memory_limit, options.settings
-        device = settings.torch_device
         ranks = max(1, options.topology.local_world_size)
         builder_plan = plan_builders(plan, settings, options.topology)
         ahead = choose_read_ahead(
@@ -94,18 +113,18 @@ class Session:
             batch_samples=plan.samples_per_batch,
             in_consumer=builder_plan.num_workers == 0,
             machine_bytes=machine_memory() // ranks,
-            num_finders=max(builder_plan.num_threads, builder_plan.num_workers) if plan.finds_lengths else 0,
+            num_makers=max(builder_plan.num_threads, builder_plan.num_workers)
+            if plan.measures_lengths
+            else 0,
         )
         kept = kept_bytes(plan, limit)
         self._kept_bytes = sum(kept.values())
         self.ledger = Ledger(limit - self._kept_bytes)
-        on_cuda = device.type == "cuda"
         pinned = settings.is_pinned
         register = register_pinned if pinned else None
         self.pin: Callable[[Any], Any] | None = pin_memory if pinned else None
         self.arena = Arena(limit_bytes=limit, register=register)
         self.ledger.settle_first(self.arena.settle)
-        self.copier = DeviceCopier(CudaStreams(device)) if on_cuda else None
         self.traffic = Traffic()
         self.skipped = options.skipped
         self._pause = options.pause
@@ -143,6 +162,9 @@ class Session:
         self.engine = self._open_engine(plan, options, builder_plan, ahead, epoch, start)
         if self._pause:
             self._pause.watch(self.engine.staged_batches)
+        self._stage = stage
+        if stage is not None:
+            stage.begin(self.next_chunk, self.ledger, epoch, start)
 
     def _open_engine(
         self,
@@ -250,7 +272,12 @@ class Session:
         return sum(source.reader.stats().throttled for source in self._sources_read)
 
     def next_batches(self) -> Batches[Delivered]:
-        """The batches of the next chunk."""
+        """The batches of the next chunk, or what the stage forms next."""
+        stage = self._stage
+        return self.next_chunk() if stage is None else stage.next_batches()
+
+    def next_chunk(self) -> Batches[Delivered]:
+        """What the engine has made next."""
         gap_s = self._now() - self._last_taken_s
         batches = self.engine.next_batches()
         if batches:
@@ -278,6 +305,8 @@ class Session:
     def epoch_done(self, epoch: int) -> None:
         """All batches of the epoch were taken."""
         self._next = (epoch + 1, 0)
+        if (stage := self._stage) is not None:
+            stage.begin(self.next_chunk, self.ledger, epoch + 1, 0)
 
     def stats(self) -> SessionStats:
         """A snapshot; cheap, any thread."""
@@ -299,9 +328,13 @@ class Session:
         return sum(source.mappings.mapped_bytes for source in self._sources_read)
 
     def resize(self, memory_limit: int) -> bool:
-        """Have another limit from now on; False, and nothing is changed, if more is held than that."""
+        """Have another limit from now on; False, and nothing is changed, if more is held than that.
+
+        Where other ranks wait for it, it goes on with what it has, as theirs do.
+        """
         if not self.ledger.resize(memory_limit - self._kept_bytes):
-            return False
+            stage = self._stage
+            return stage is not None and stage.is_shared
         self.arena.resize(memory_limit)
         return True
 
@@ -323,6 +356,7 @@ class Session:
                 self.caches.close()
             self.arena.close()
             self.skipped.forget()
+            self._stage = None  # which has this session, and samples
             self._closed = True  # at last: who is interrupted here has not closed it
 
 
@@ -374,10 +408,10 @@ def _postprocessing(plan: StreamPlan, settings: StreamSettings) -> Postprocessin
     return Postprocessing(
         transforms=[(source.transform, source.transform_wants_rng) for source in dataset.sources],
         collate=settings.collate_fn,
-        batch_transform=None if plan.finds_lengths else dataset.batch_transform,
+        batch_transform=None if plan.measures_lengths else dataset.batch_transform,
         batching=plan.planner.batching if plan.planner else None,
         mark_repeats=settings.mark_repeats,
-        marks_kept=plan.finds_lengths,
+        marks_kept=plan.measures_lengths,
     )
 
 

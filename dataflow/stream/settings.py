@@ -67,7 +67,7 @@ class StreamSettings:
     """Whether the training process reads for such actors, and sends them values; else they read."""
     batching: Batching | None = None
     """`Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples, which are
-    found on the way where a `transform` makes them. See docs/guide/batching.md."""
+    measured on the way where a `transform` makes them. See docs/guide/batching.md."""
     pin_memory: bool = False
     """Build batches in page-locked memory, where there is CUDA."""
     mark_repeats: bool = False

@@ -1,8 +1,8 @@
-"""Lengths that were found, kept in a file: who has them all need not find them again.
+"""Lengths that were measured, kept in a file: who has them all need not measure them again.
 
 The file of a dataset lies in the user's cache folder, under a name made of what decides about lengths, and
-has one number a sample. It is written beside its place and renamed, and what several runs have found of the
-same samples comes together in it. One that cannot be read or written costs only that they are found again.
+has one number a sample. It is written beside its place and renamed, and what several runs have measured of
+the same samples comes together in it. One that cannot be read or written costs only measuring again.
 `dataflow index` puts files beside a saved catalog, where all who open that catalog read them, too.
 """
 
@@ -66,7 +66,7 @@ def folder_beside(catalog_path: str) -> str:
 
 
 def copy_beside(catalog: str, catalog_path: str) -> tuple[int, str]:
-    """Put the lengths that were found of a catalog's samples beside it; how many files, and where.
+    """Put the lengths that were measured of a catalog's samples beside it; how many files, and where.
 
     Raises `OSError` where that cannot be written.
     """
@@ -141,7 +141,7 @@ class KeptLengths:
                 file.write(data.getvalue())
                 file.commit()
         except OSError as error:
-            so = "they are found again by the next start. See that this user may write there"
+            so = "they are measured again by the next start. See that this user may write there"
             warn_not_kept("lengths of samples", self._files[0].path, error, so=so)
 
     def _read(self) -> NDArray[np.int32]:

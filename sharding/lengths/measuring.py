@@ -1,7 +1,7 @@
 """Who makes which samples, where the length of a sample is not known before it is made.
 
 Megabatch after megabatch, samples are made, and their lengths are measured: `unit_plan` says what follows.
-The samples of a megabatch are dealt to those who measure them lane by lane (`finders`), whoever gets the rows
+The samples of a megabatch are dealt to those who measure them lane by lane (`makers`), whoever gets the rows
 that they end in.
 """
 
@@ -26,18 +26,18 @@ _KEPT_SHARES = 1024
 """16 KiB each; the window of a small source of a mixture spans a hundred megabatches."""
 
 
-def finders(first: int, end: int, num_lanes: int, num_finders: int) -> NDArray[np.int64]:
-    """Who finds the lengths of the positions [first, end), int64 [n]: each about as many, lane by lane."""
+def makers(first: int, end: int, num_lanes: int, num_makers: int) -> NDArray[np.int64]:
+    """Who makes the samples of the positions [first, end), int64 [n]: each about as many, lane by lane."""
     by_lane = np.argsort(np.arange(first, end) % num_lanes, kind="stable")
     out = np.empty(end - first, np.int64)
-    out[by_lane] = np.arange(end - first) * num_finders // max(1, end - first)
+    out[by_lane] = np.arange(end - first) * num_makers // max(1, end - first)
     return out
 
 
-def finder_counts(bounds: NDArray[np.int64], finder: int, num_finders: int) -> NDArray[np.int64]:
-    """How many samples of each megabatch `finders` gives to one of them, int64 [megabatches]."""
+def maker_counts(bounds: NDArray[np.int64], maker: int, num_makers: int) -> NDArray[np.int64]:
+    """How many samples of each megabatch `makers` gives to one of them, int64 [megabatches]."""
     sizes: NDArray[np.int64] = np.diff(bounds)
-    before, after = (-(-sizes * number // num_finders) for number in (finder, finder + 1))
+    before, after = (-(-sizes * number // num_makers) for number in (maker, maker + 1))
     return np.subtract(after, before)
 
 

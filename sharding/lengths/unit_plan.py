@@ -481,7 +481,7 @@ class UnitPlanner:
         return self._measured_as is not None
 
     @property
-    def is_told(self) -> bool:
+    def are_lengths_given(self) -> bool:
         """Whether the user says how long samples are."""
         return self.batching.lengths is not None
 
@@ -544,7 +544,7 @@ class UnitPlanner:
         """What a state keeps beside the units that are done: the mark, and the megabatch they end in."""
         return self.mark | self.place(order, position).to_json()
 
-    def knowing(self, lengths: NDArray[np.integer] | None) -> UnitPlanner:
+    def with_lengths(self, lengths: NDArray[np.integer] | None) -> UnitPlanner:
         """The planner that knows all lengths, or none."""
         return self._with(lengths=lengths)
 

@@ -46,14 +46,14 @@ _BY_FILE = {
         "test_global_batches_are_the_same_for_any_number_of_ranks": 3,
         "test_weights_set_at_the_last_batch_of_an_epoch_are_in_its_state": 2,
     },
-    "dataflow/lengths/test_found_lengths.py": {
+    "dataflow/lengths/test_measured_lengths.py": {
         "test_a_grad_schedule_steps_and_goes_on_over_all_tails": 3,
         "test_a_state_goes_on_with_another_number_of_ranks": 3,
         "test_a_state_resumes_after_any_batch": 3,
         "test_all_tails_leave_out_or_fill_up_the_last_batch": 3,
         "test_once_all_lengths_were_found_later_loaders_know_them": 3,
     },
-    "dataflow/lengths/test_found_mixture.py": {
+    "dataflow/lengths/test_measured_mixture.py": {
         "test_every_number_of_ranks_delivers_the_same_global_batches": 3,
     },
     "dataflow/stream/test_lifetimes.py": {

@@ -58,7 +58,7 @@ def test_megabatches_depend_on_the_limit_that_was_given_never_on_the_machine() -
 
 
 def test_builders_share_a_megabatch_whose_lengths_they_find() -> None:
-    ahead = choose_read_ahead(1 << 30, batch_bytes=50_000, is_local=True, batch_samples=128, num_finders=8)
+    ahead = choose_read_ahead(1 << 30, batch_bytes=50_000, is_local=True, batch_samples=128, num_makers=8)
     assert ahead.batches_per_chunk.value == 2
     assert ahead.depth(NOTHING_YET).value >= 2 * 8 * 2
 

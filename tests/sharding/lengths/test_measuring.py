@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from sharding.lengths.batching import Bucketed, Packed
-from sharding.lengths.measuring import finder_counts, finders
+from sharding.lengths.measuring import maker_counts, makers
 from sharding.lengths.unit_plan import LEFT_OUT, UNKNOWN, UnitPlan, UnitSequence
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
@@ -17,17 +17,17 @@ ORDER = Order(np.full(10, 7), Shuffle("none"), seed=0, epoch=0)
 
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 5), st.integers(1, 9))
 def test_each_sample_has_one_finder_and_all_have_about_as_many(
-    sizes: list[int], num_lanes: int, num_finders: int
+    sizes: list[int], num_lanes: int, num_makers: int
 ) -> None:
     bounds = np.cumsum([0, *sizes])
-    counts = [finder_counts(bounds, finder, num_finders).tolist() for finder in range(num_finders)]
+    counts = [maker_counts(bounds, maker, num_makers).tolist() for maker in range(num_makers)]
     for megabatch, size in enumerate(sizes):
-        of = finders(int(bounds[megabatch]), int(bounds[megabatch + 1]), num_lanes, num_finders)
-        assert np.bincount(of, minlength=num_finders).tolist() == [own[megabatch] for own in counts]
-        assert {own[megabatch] for own in counts} <= {size // num_finders, -(-size // num_finders)}
+        of = makers(int(bounds[megabatch]), int(bounds[megabatch + 1]), num_lanes, num_makers)
+        assert np.bincount(of, minlength=num_makers).tolist() == [own[megabatch] for own in counts]
+        assert {own[megabatch] for own in counts} <= {size // num_makers, -(-size // num_makers)}
         lanes = (bounds[megabatch] + np.arange(size)) % num_lanes
         by_lane = of[np.argsort(lanes, kind="stable")]
-        assert (np.diff(by_lane) >= 0).all()  # each finder has a run of whole lanes
+        assert (np.diff(by_lane) >= 0).all()  # each maker has a run of whole lanes
 
 
 def unmeasured(size: int = 20) -> UnitSequence:

@@ -1,7 +1,7 @@
 """Samples that were made before it is known which batches they are in: gathered, kept, laid into batches.
 
 Builders make the samples of a megabatch and gather some at a time (`dataflow.batch.samples.GatherSamples`,
-in the place of a `collate_fn`). They are kept by position (`FoundSamples`), sent to the rank that delivers
+in the place of a `collate_fn`). They are kept by position (`MeasuredSamples`), sent to the rank that delivers
 them, and taken by the piece when a batch is made: lists as one array and its offsets, everything else as it
 is.
 """
@@ -82,7 +82,7 @@ class Lists:
 
 
 @dataclass(frozen=True, eq=False)
-class FoundSamples:
+class MeasuredSamples:
     """Samples that were made, by position."""
 
     positions: NDArray[np.int64]
@@ -94,7 +94,7 @@ class FoundSamples:
         return len(self.positions)
 
     @classmethod
-    def of_batch(cls, batch: Mapping[str, Any], positions: NDArray[np.int64]) -> FoundSamples:
+    def of_batch(cls, batch: Mapping[str, Any], positions: NDArray[np.int64]) -> MeasuredSamples:
         """Those that `GatherSamples` put together, of the positions of all that it might have got."""
         columns = {
             name: Lists.of(value) if isinstance(value, Ragged) else value
@@ -110,21 +110,23 @@ class FoundSamples:
         others = [column for column in self.columns.values() if not isinstance(column, Lists)]
         return sum(lists.values.nbytes for lists in own) + held_bytes(others, Ranges())
 
-    def take(self, rows: NDArray[np.int64]) -> FoundSamples:
+    def take(self, rows: NDArray[np.int64]) -> MeasuredSamples:
         """Some of them, ascending."""
-        return FoundSamples(self.positions[rows], {name: _taken(c, rows) for name, c in self.columns.items()})
+        return MeasuredSamples(
+            self.positions[rows], {name: _taken(c, rows) for name, c in self.columns.items()}
+        )
 
     def has(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these positions it has the samples of, bool [n]."""
         at = np.minimum(np.searchsorted(self.positions, positions), max(0, len(self) - 1))
         return self.positions[at] == positions if len(self) else np.zeros(len(positions), bool)
 
-    def among(self, positions: NDArray[np.int64]) -> FoundSamples:
+    def among(self, positions: NDArray[np.int64]) -> MeasuredSamples:
         """Those of some positions, ascending, which may lack some of these."""
         return self.take(np.flatnonzero(np.isin(self.positions, positions, assume_unique=True)))
 
     @classmethod
-    def joined(cls, parts: Sequence[FoundSamples]) -> FoundSamples:
+    def joined(cls, parts: Sequence[MeasuredSamples]) -> MeasuredSamples:
         """All of them by position. `ValueError` where they have not the same columns."""
         parts = [part for part in parts if len(part)] or [*parts[:1]]
         if len(parts) <= 1:
@@ -160,7 +162,7 @@ class FoundSamples:
         return batch_columns(batching, pieces, columns)
 
 
-NO_SAMPLES = FoundSamples(np.empty(0, np.int64), {})
+NO_SAMPLES = MeasuredSamples(np.empty(0, np.int64), {})
 
 
 def _taken(column: Lists | list[Any], rows: NDArray[np.int64]) -> Any:

@@ -25,7 +25,7 @@ from dataflow.batch.packed import PackedRows
 from dataflow.tools.cli import main
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.batching import Batching
-from sharding.lengths.measuring import finders
+from sharding.lengths.measuring import makers
 from sharding.lengths.unit_plan import UnitSequence, units_key
 from sharding.order.order import Order
 from sharding.write.file import user_folder
@@ -360,7 +360,7 @@ def test_all_ranks_end_when_one_cannot_make_a_sample(folder: Path, place: int) -
         order = Order(loader.dataset.catalog.blocks.num_samples, loader.shuffle, seed=5, epoch=0)
     bounds = UnitSequence(Packed(16, window=40), NUM_DOCUMENTS, lambda megabatch: None).bounds
     first = int(bounds[bounds <= place][-1])
-    of_one = first + np.flatnonzero(finders(first, min(first + 40, NUM_DOCUMENTS), order.num_lanes, 2) == 1)
+    of_one = first + np.flatnonzero(makers(first, min(first + 40, NUM_DOCUMENTS), order.num_lanes, 2) == 1)
     in_files = [i for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)]
     number = in_files[int(order.samples(of_one[:1])[0])]
     other, own = fast_ranks(fails_on_one_rank, 2, args=(folder, number), timeout_s=60)
@@ -587,7 +587,7 @@ def test_a_sample_of_known_length_that_cannot_be_made_is_missing_in_its_rows(fol
 
 def test_the_number_of_batches_is_a_type_error(folder: Path) -> None:
     with loader_of(folder, BATCHINGS["packed"]()) as loader:
-        with pytest.raises(TypeError, match="found while they are made"):
+        with pytest.raises(TypeError, match="measured as they are made"):
             len(loader)
         assert loader.batches_left is None
 

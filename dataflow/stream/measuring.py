@@ -1,7 +1,7 @@
 """Batches by length of samples whose lengths show when they are made.
 
 The engine of such a session makes samples, by whoever builds: each rank its share of every megabatch
-(`FindingPlan`). The consumer takes them evenly while it delivers the megabatch before. When a megabatch is
+(`MeasuringPlan`). The consumer takes them evenly while it delivers the megabatch before. When a megabatch is
 whole, ranks tell each other the lengths, which decide its batches on all of them, and send the samples of
 batches that are complete to the ranks that deliver these: a sample is made once in the whole job. Where all
 lengths are known beforehand, each rank makes what it delivers, nothing is exchanged, and what it makes must
@@ -22,18 +22,18 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.builder import REPEAT, called
 from dataflow.batch.delivered import Delivered, Remark
-from dataflow.batch.found import NO_SAMPLES, FoundSamples, Lists
+from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples
 from dataflow.batch.samples import GatherSamples
-from dataflow.stream.exchange import FoundExchange
+from dataflow.stream.deliveries import SkippedAhead
+from dataflow.stream.exchange import LengthExchange
 from dataflow.stream.length_aware import error_of_sample
 from dataflow.stream.plan import StreamPlan
-from dataflow.stream.session import Session, SessionOptions
-from prefetch.engine.ledger import State
+from dataflow.stream.settings import StreamSettings
+from prefetch.engine.ledger import Ledger, State
 from prefetch.errors import EngineClosedError
-from prefetch.memory.device import CudaStreams, DeviceCopier
 from prefetch.work import Batches
-from sharding.errors import SampleError
-from sharding.lengths.measuring import MeasuredUnits, SharePlan, finder_counts, finders
+from sharding.errors import DataflowError, SampleError
+from sharding.lengths.measuring import MeasuredUnits, SharePlan, maker_counts, makers
 from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan, items_of
 from sharding.order.epoch_order import EpochOrder
 
@@ -45,19 +45,19 @@ Record = Callable[[EpochOrder, int, NDArray[np.int64]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FindingPlan(StreamPlan):
+class MeasuringPlan(StreamPlan):
     """Which samples this rank makes. Its positions are those of the plan of batches, in units."""
 
     outer: StreamPlan
     """Of the batches."""
-    finder: int
-    num_finders: int
+    maker: int
+    num_makers: int
     """0: all lengths are known, and each rank makes what it delivers."""
 
-    finds_lengths = True
+    measures_lengths = True
 
     @classmethod
-    def of(cls, outer: StreamPlan, exchange: FoundExchange | None) -> FindingPlan:
+    def of(cls, outer: StreamPlan, exchange: LengthExchange | None) -> MeasuringPlan:
         """The plan that serves the batches of another."""
         assert outer.planner is not None
         return cls(
@@ -69,8 +69,8 @@ class FindingPlan(StreamPlan):
             world_size=outer.world_size,
             tail=outer.tail,
             outer=outer,
-            finder=exchange.finder if exchange else 0,
-            num_finders=0 if outer.planner.lengths is not None else exchange.num_finders if exchange else 1,
+            maker=exchange.maker if exchange else 0,
+            num_makers=0 if outer.planner.lengths is not None else exchange.num_makers if exchange else 1,
         )
 
     def epoch(self, epoch: int, start: int = 0) -> SharePlan:
@@ -79,9 +79,9 @@ class FindingPlan(StreamPlan):
         assert isinstance(plan, UnitPlan)
         order, bounds = plan.order, plan.sequence.bounds
         own: Callable[[int], NDArray[np.int64]]
-        if self.num_finders:
-            counts = finder_counts(bounds, self.finder, self.num_finders)
-            own = partial(self._found_here, plan)
+        if self.num_makers:
+            counts = maker_counts(bounds, self.maker, self.num_makers)
+            own = partial(self._measured_here, plan)
         else:
             own = self._delivered_here(plan)
             later = range(plan.megabatch, plan.sequence.num_megabatches)
@@ -90,11 +90,11 @@ class FindingPlan(StreamPlan):
         counts[: plan.megabatch] = 0  # those before are done
         return SharePlan(order, bounds, counts, own, batch_size=self.batch_size)
 
-    def _found_here(self, plan: UnitPlan, megabatch: int) -> NDArray[np.int64]:
-        """Positions of the samples of a megabatch that this rank is to find."""
+    def _measured_here(self, plan: UnitPlan, megabatch: int) -> NDArray[np.int64]:
+        """Positions of the samples of a megabatch that this rank is to make."""
         first, end = plan.sequence.bounds[megabatch : megabatch + 2].tolist()
-        of_finder = finders(first, end, plan.order.num_lanes, self.num_finders)
-        own: NDArray[np.int64] = np.flatnonzero(of_finder == self.finder) + first
+        of_maker = makers(first, end, plan.order.num_lanes, self.num_makers)
+        own: NDArray[np.int64] = np.flatnonzero(of_maker == self.maker) + first
         return own
 
     def _delivered_here(self, plan: UnitPlan) -> Callable[[int], NDArray[np.int64]]:
@@ -117,55 +117,67 @@ class FindingPlan(StreamPlan):
         return own
 
 
-class FoundSession(Session):
-    """A session whose engine makes samples, and that makes batches of them. For one consumer thread.
+class MeasuringStage:
+    """Forms batches of samples that a session makes: its stage. For one consumer thread.
 
     Args:
         plan: of the batches.
-        options: as for any session.
-        epoch, start: of the first batch; `start` counts units.
+        settings: of the loader.
+        skipped: decides about bad samples.
+        num_ranks: of the job.
         exchange: with the other ranks; None: there are none, or all lengths are known.
-        record: is told what was found.
+        record: is told what was measured.
+
+    Raises `DataflowError` where ranks must measure together, and cannot.
     """
 
     def __init__(
         self,
-        plan: StreamPlan,
-        options: SessionOptions,
-        epoch: int,
-        start: int,
         *,
-        exchange: FoundExchange | None,
+        plan: StreamPlan,
+        settings: StreamSettings,
+        skipped: SkippedAhead,
+        num_ranks: int,
+        exchange: LengthExchange | None,
         record: Record,
     ) -> None:
         assert plan.planner is not None
-        self._plan, self._planner, self._settings = plan, plan.planner, options.settings
+        if exchange is None and num_ranks > 1 and plan.planner.lengths is None:
+            raise DataflowError(
+                f"the {num_ranks} ranks measure the lengths of samples together, but torch.distributed is "
+                "not initialised: do that before the first batch, or give lengths="
+            )
+        self._plan, self._settings, self._skipped = plan, settings, skipped
         self._batching = plan.planner.batching
         self._exchange = None if plan.planner.lengths is not None else exchange
         self._record = record
-        self._finding = FindingPlan.of(plan, exchange)
-        gather = GatherSamples((*self._batching.columns, *self._batching.whole))
-        settings = replace(
-            options.settings,
-            collate_fn=gather,
+        self.plan = MeasuringPlan.of(plan, exchange)
+        self.settings = replace(
+            settings,
+            collate_fn=GatherSamples((*self._batching.columns, *self._batching.whole)),
             batching=None,
-            batch_size=self._finding.batch_size,
+            batch_size=self.plan.batch_size,
             mark_repeats=False,
             device=None,
             pin_memory=False,  # samples are copied into batches
         )
-        super().__init__(self._finding, replace(options, settings=settings), epoch, start)
-        device = options.settings.torch_device
-        self.copier = DeviceCopier(CudaStreams(device)) if device.type == "cuda" else None
-        self.pin = pin_memory if options.settings.is_pinned else None
+        self._pin: Callable[[Any], Any] | None = pin_memory if settings.is_pinned else None
         self._held_bytes = 0
-        self._begin(epoch, start)
 
-    def _begin(self, epoch: int, start: int) -> None:
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks wait for it at the same batches."""
+        return self._exchange is not None
+
+    def begin(
+        self, next_chunk: Callable[[], Batches[Delivered]], ledger: Ledger, epoch: int, start: int
+    ) -> None:
+        """Form the batches from a place on, of the samples that `next_chunk` gives; `ledger` counts them."""
+        self._next_chunk, self._ledger = next_chunk, ledger
         outer = self._plan.epoch(epoch, start)
         assert isinstance(outer, UnitPlan)
         self._outer, self._order = outer, outer.order
-        self._share = self._finding.epoch(epoch, start)
+        self._share = self.plan.epoch(epoch, start)
         self._units, self._lengths = MeasuredUnits(outer.sequence, outer.megabatch), outer.sequence.lengths
         self._number = 0
         """Batch of the epoch's plan that comes next."""
@@ -175,7 +187,7 @@ class FoundSession(Session):
         """Samples of this rank's share that were made."""
         self._failure: Exception | None = None
         """Why this rank cannot make its share."""
-        self._made: list[FoundSamples] = []
+        self._made: list[MeasuredSamples] = []
         """Of megabatches that are not whole yet."""
         self._undealt = NO_SAMPLES
         """Made here, and of batches that are not complete yet."""
@@ -187,19 +199,17 @@ class FoundSession(Session):
         self._lacks: set[int] = set()
         """Positions of samples that batches lack, which were counted."""
 
-    # ---- what the loader asks for -------------------------------------------------------------------
-
     def next_batches(self) -> Batches[Delivered]:
         """The next batch; none at the end of the epoch."""
         number = self._number
-        self._find_until((number + 2) * self._outer.global_batch_size)
+        self._measure_until((number + 2) * self._outer.global_batch_size)
         dealt = self._outer.dealt(self._units.num_units, is_all=self._units.is_all)
         if number >= dealt.num_batches:
             return ()
         if number:  # the first one waits for nothing more
-            self._find_some(dealt.num_full - 1 - number)
+            self._measure_some(dealt.num_full - 1 - number)
         pieces = self._units.batches(dealt, number, number + 1)
-        self._number, self._next = number + 1, None
+        self._number = number + 1
         has = self._dealt.has(pieces.pieces.position)
         if not has.all():  # planned with lengths that were known, and left out since
             lacking, pieces = pieces.pieces.position[~has], pieces.keep(np.flatnonzero(has))
@@ -215,8 +225,8 @@ class FoundSession(Session):
             batch[REPEAT] = torch.from_numpy(flags)
         if (transform := self._plan.dataset.batch_transform) is not None:
             batch = self._transformed(transform, batch, number)
-        if self.pin is not None:
-            batch = self.pin(batch)
+        if self._pin is not None:
+            batch = self._pin(batch)
         num_pieces, remarks = len(pieces.pieces), self._take_remarks()
         return [Delivered(self._order.epoch, number, batch, num_pieces, errors, remarks=remarks)]
 
@@ -224,15 +234,6 @@ class FoundSession(Session):
         """What is odd about samples that were made since the last batch."""
         remarks, self._remarks = tuple(self._remarks), []
         return remarks
-
-    def epoch_done(self, epoch: int) -> None:
-        """All batches of the epoch were taken."""
-        super().epoch_done(epoch)
-        self._begin(epoch + 1, 0)
-
-    def resize(self, memory_limit: int) -> bool:
-        """See `Session.resize`; one of several ranks goes on with what it has, as the others do."""
-        return super().resize(memory_limit) or self._exchange is not None
 
     def _transformed(self, transform: Callable[[Any], Any], batch: Any, number: int) -> Any:
         place = f"in batch_transform= of batch {number} of epoch {self._order.epoch}"
@@ -247,7 +248,7 @@ class FoundSession(Session):
         return errors
 
     def _passed(self) -> tuple[SampleError, ...]:
-        """What was left out of the megabatches that are done: a state that lies in one finds it again."""
+        """What was left out of the megabatches that are done: a state that lies in one measures it again."""
         if self._lengths is not None:
             return ()  # the batches that lack it tell
         done = self._outer.sequence.at(self._outer.position_after(self._number))[0]
@@ -255,18 +256,18 @@ class FoundSession(Session):
         self._left_out = [one for one in self._left_out if one[0] >= done]
         return errors
 
-    # ---- finding ------------------------------------------------------------------------------------
+    # ---- measuring ----------------------------------------------------------------------------------
 
-    def _find_until(self, num_units: int) -> None:
+    def _measure_until(self, num_units: int) -> None:
         """Find megabatches until there are so many units from the start on, or no more.
 
         Ranks must do that before batches of the same number: they meet in it. So it depends on what this
-        session has found alone, not on what else is known of the epoch.
+        session has measured alone, not on what else is known of the epoch.
         """
         while not self._units.is_all and self._units.num_units - self._outer.start < num_units:
-            self._find_megabatch()
+            self._measure_megabatch()
 
-    def _find_some(self, num_batches: int) -> None:
+    def _measure_some(self, num_batches: int) -> None:
         """Take a part of the next megabatch's samples: evenly over the batches until it must be whole."""
         if self._units.is_all or self._failure is not None:
             return
@@ -283,14 +284,16 @@ class FoundSession(Session):
     def _make(self, num_samples: int) -> None:
         """Have so many samples of this rank's share made."""
         while self._num_made < num_samples:
-            for delivered in super().next_batches():
+            for delivered in self._next_chunk():
                 self._add(delivered)
 
     def _add(self, delivered: Delivered) -> None:
         assert delivered.epoch == self._order.epoch
         positions = self._share.positions(delivered.number, delivered.number + 1)[0]
         self._num_made += len(positions)
-        samples = FoundSamples.of_batch(delivered.batch, positions) if delivered.num_samples else NO_SAMPLES
+        samples = (
+            MeasuredSamples.of_batch(delivered.batch, positions) if delivered.num_samples else NO_SAMPLES
+        )
         lacking = np.setdiff1d(positions, samples.positions, assume_unique=True)
         self._remarks += delivered.remarks
         for position, error in zip(lacking.tolist(), delivered.skipped, strict=True):
@@ -304,18 +307,18 @@ class FoundSession(Session):
         megabatch = int(np.searchsorted(self._outer.sequence.bounds, position, side="right")) - 1
         self._left_out.append((megabatch, error))
 
-    def _fitting(self, samples: FoundSamples) -> FoundSamples:
+    def _fitting(self, samples: MeasuredSamples) -> MeasuredSamples:
         """Those that fit the batching; the others are left out, if that is allowed."""
         reasons = self._misfits(samples)
         for row, reason in reasons.items():
             position = int(samples.positions[row])
             error = self._error(position, reason)
-            if not self.skipped.decide(error):
+            if not self._skipped.decide(error):
                 raise error
             self._leave_out(position, error)
         return samples.take(np.delete(np.arange(len(samples)), [*reasons])) if reasons else samples
 
-    def _misfits(self, samples: FoundSamples) -> dict[int, str]:
+    def _misfits(self, samples: MeasuredSamples) -> dict[int, str]:
         """{row: what is wrong with its lengths}, ascending."""
         (lead, *others), most = self._batching.columns, self._batching.refused_beyond
         lengths, reasons = _lengths(samples, lead), dict[int, str]()
@@ -343,7 +346,7 @@ class FoundSession(Session):
         own = np.array([sample - int(ends[number]) + len(dataset)])
         return error_of_sample(dataset, own, reason, stage="transform")
 
-    def _find_megabatch(self) -> None:
+    def _measure_megabatch(self) -> None:
         """Have the next megabatch whole, plan it, and deal out what is complete."""
         megabatch = self._units.next_megabatch
         first, end = self._outer.sequence.bounds[megabatch : megabatch + 2].tolist()
@@ -352,7 +355,7 @@ class FoundSession(Session):
             if self._failure is not None:
                 raise self._failure
             self._make(int(self._share.first_item[megabatch + 1]))
-            samples = FoundSamples.joined(self._made)
+            samples = MeasuredSamples.joined(self._made)
             num_own = int(np.searchsorted(samples.positions, end))
             own, rest = samples.take(np.arange(num_own)), samples.take(np.arange(num_own, len(samples)))
             self._made = [rest] if len(rest) else []
@@ -372,18 +375,18 @@ class FoundSession(Session):
             self._record(self._order, first, lengths)
         self._units.forget(self._outer.start + self._number * self._outer.global_batch_size)
         self._units.add(lengths)
-        self._undealt = FoundSamples.joined([self._undealt, own])
+        self._undealt = MeasuredSamples.joined([self._undealt, own])
         self._deal()
 
     def _exchanged(
-        self, exchange: FoundExchange, own: NDArray[np.int64] | Exception, first: int, end: int
+        self, exchange: LengthExchange, own: NDArray[np.int64] | Exception, first: int, end: int
     ) -> NDArray[np.int64]:
-        """The lengths of a megabatch, of which each rank has found some."""
-        of_finder = finders(first, end, self._order.num_lanes, exchange.num_finders)
-        mine = own if isinstance(own, Exception) else own[of_finder == exchange.finder]
+        """The lengths of a megabatch, of which each rank has measured some."""
+        of_maker = makers(first, end, self._order.num_lanes, exchange.num_makers)
+        mine = own if isinstance(own, Exception) else own[of_maker == exchange.maker]
         lengths = np.empty(end - first, np.int64)
-        for finder, found in enumerate(exchange.lengths(mine)):
-            lengths[of_finder == finder] = found
+        for maker, measured in enumerate(exchange.lengths(mine)):
+            lengths[of_maker == maker] = measured
         return lengths
 
     def _checked(self, made: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
@@ -412,7 +415,7 @@ class FoundSession(Session):
         if self._exchange is not None:
             parts = self._exchange.samples(parts)
         rest = self._dealt.among(self._positions(outer.batch_plan.rank, self._number, self._num_dealt))
-        self._dealt = FoundSamples.joined([rest, *parts])
+        self._dealt = MeasuredSamples.joined([rest, *parts])
         first = outer.start + num_dealt * outer.global_batch_size
         pending = np.arange(min(first, units.num_units), 0 if units.is_all else units.num_units)
         self._undealt = self._undealt.among(np.unique(units.take(pending)[0].position))
@@ -431,12 +434,12 @@ class FoundSession(Session):
         """Account for samples that are kept: builders make no more while that is too much."""
         self._held_bytes += nbytes
         if nbytes > 0:
-            self.ledger.charge(State.IN_USE, nbytes)
+            self._ledger.charge(State.IN_USE, nbytes)
         else:
-            self.ledger.give_back(-nbytes)
+            self._ledger.give_back(-nbytes)
 
 
-def _lengths(samples: FoundSamples, column: str) -> NDArray[np.int64]:
+def _lengths(samples: MeasuredSamples, column: str) -> NDArray[np.int64]:
     if not len(samples):
         return np.empty(0, np.int64)
     lists = samples.columns[column]
