@@ -222,7 +222,7 @@ class Controller:
         if fields.pop("tunables") != [[one.name, *one.options] for one in self._tunables]:
             return
         settings = [
-            _Setting(**{**each, "result": TrialResult(**each["result"])}) for each in state["settings"]
+            _Setting(**each | {"result": TrialResult(**each["result"])}) for each in state["settings"]
         ]
         trial = state["trial"] and _Trial(**state["trial"])
         self._known = _Known(**{**fields, "settings": settings, "trial": trial})

@@ -86,7 +86,10 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
     others: list[Strategy] = list(adapt.get("compression", ()))
     for each in [strategy, *others]:
         if not isinstance(each, Strategy):
-            raise ValueError(f"a strategy is an object such as dataflow.grad.strategies.Int8(), got {each!r}")
+            raise ValueError(
+                "a strategy is an object such as dataflow.grad.strategies.Int8(), or of a class that begins "
+                f"from dataflow.grad.strategies.strategy.Strategy, got {each!r}"
+            )
         if others and not each.short_memory:  # else it cannot be left at any step
             names = ", ".join(name for name in strategies.__all__ if getattr(strategies, name).short_memory)
             raise ValueError(f"compression can be changed between {names} only, got {each.name}")
