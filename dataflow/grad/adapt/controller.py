@@ -41,8 +41,8 @@ _DWELL = 128
 after a trial, and the next trial is as much longer: a network that changes as fast as trials take cannot be
 followed, but what is best on average can be found."""
 _PATIENCE = 1024
-"""Windows from a trial to the next one where nothing happens; doubled when nothing came of a trial."""
-_LONGEST = 4 * _PATIENCE
+"""Windows from a trial to the next one where nothing happens; doubled, at most twice, when nothing came of
+it."""
 _BAND = 0.4
 """What the option in use must save to stay, as a share of what a new one must."""
 _ENOUGH = 6
@@ -221,9 +221,7 @@ class Controller:
         fields = dict(state)
         if fields.pop("tunables") != [[one.name, *one.options] for one in self._tunables]:
             return
-        settings = [
-            _Setting(**each | {"result": TrialResult(**each["result"])}) for each in state["settings"]
-        ]
+        settings = [_Setting(**one | {"result": TrialResult(**one["result"])}) for one in state["settings"]]
         trial = state["trial"] and _Trial(**state["trial"])
         self._known = _Known(**{**fields, "settings": settings, "trial": trial})
 
@@ -271,7 +269,7 @@ class Controller:
             self._add_round(trial)
             return
         same = result.option == setting.chosen
-        setting.rest = min(2 * setting.rest, _LONGEST) if same else self._patience
+        setting.rest = min(2 * setting.rest, 4 * _PATIENCE) if same else self._patience
         setting.ended, setting.due = window, window + setting.rest
         setting.chosen, setting.result = result.option, result
         known.latest, known.changes = trial.at, known.changes + (not same)
