@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dataflow.outputs.output import Output
@@ -121,6 +120,8 @@ class JoinSide:
 
     def _values(self, number: int) -> pa.Array:
         """The keys of a block whose values are bytes."""
+        import pyarrow.compute as pc
+
         output = StagedOutput(name=self.on, sources=(self.on,))
         source = replace(self.source, outputs=(output,), all_columns=False)
         arena, blocks = Arena(limit_bytes=_ARENA_BYTES), np.array([number])

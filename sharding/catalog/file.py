@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from sharding.blocks import Shard, ShardScan
@@ -88,12 +87,10 @@ def write_table(
 ) -> None:
     """Save the rows and the JSON facts about them. Readers see the old file or the new one, never a part."""
     folder = folder_of(identity_of(url))
-    urls = table.column("url")
-    inside = bool(pc.all(pc.starts_with(urls, folder)).as_py())
+    urls = table.column("url").to_pylist()
+    inside = all(url.startswith(folder) for url in urls)
     if inside:
-        table = table.set_column(
-            0, COLUMNS.field(0), pc.binary_replace_slice(urls, 0, len(folder.encode()), "")
-        )
+        table = _with_urls(table, [url.removeprefix(folder) for url in urls])
     table = stored_table(table, {"version": VERSION, "relative": inside, **facts})
     if is_local(url):
         _write_local(local_path(url), table)
@@ -191,9 +188,19 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
     except (pa.ArrowException, LookupError, TypeError, ValueError) as error:
         raise damaged(url, error) from error
     if relative:
-        full = pc.binary_replace_slice(table.column("url"), 0, 0, folder_of(identity_of(url)))
-        table = table.set_column(0, COLUMNS.field(0), full)
+        folder = folder_of(identity_of(url))
+        table = _with_urls(table, [folder + name for name in table.column("url").to_pylist()])
     return table.drop_columns(BLOB_CRCS.names), facts, crcs
+
+
+def _with_urls(table: pa.Table, urls: Sequence[str]) -> pa.Table:
+    # By hand: pyarrow.compute, or `pa.array` of a list, which looks for pandas, would take a loop longer to
+    # import before its first batch than all of the project.
+    texts = [url.encode() for url in urls]
+    offsets = np.cumsum([0, *map(len, texts)], dtype=np.int64)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))]
+    column = pa.Array.from_buffers(pa.large_string(), len(urls), buffers)
+    return table.set_column(0, COLUMNS.field(0), column)
 
 
 def _source(url: str, options: Mapping[str, Any] | None) -> Any:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from sharding.catalog.table import BlockTable
@@ -56,12 +55,16 @@ def matches(keys: pa.Array, others: pa.Array) -> Ints:
 
     `others` must hold each key once; see `duplicates`.
     """
+    import pyarrow.compute as pc
+
     index = pc.index_in(keys, value_set=others, skip_nulls=True)
     return np.asarray(index.fill_null(NO_PARTNER)).astype(np.int64)
 
 
 def duplicates(keys: pa.Array) -> tuple[int, Ints]:
     """How many keys come more than once, nulls aside, and where the first of these is, int64 [times]."""
+    import pyarrow.compute as pc
+
     codes = np.asarray(pc.dictionary_encode(keys).indices.fill_null(NO_PARTNER))
     repeated = np.flatnonzero(np.bincount(codes[codes != NO_PARTNER]) > 1)
     return len(repeated), np.flatnonzero(codes == repeated[0]) if len(repeated) else np.zeros(0, np.int64)

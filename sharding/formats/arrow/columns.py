@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from sharding.blocks import (
@@ -333,6 +332,8 @@ def _fixed_lists(
 
 def _plain(array: pa.Array) -> pa.Array:
     """The array without extension type, dictionary or runs."""
+    import pyarrow.compute as pc
+
     while True:
         kind = array.type
         if isinstance(kind, pa.BaseExtensionType):
@@ -452,6 +453,8 @@ def _byte_list_spans(array: pa.Array) -> ByteLists:
 
     Items that are null are left out. The bytes are copied once.
     """
+    import pyarrow.compute as pc
+
     array = _plain(array)
     counts = _fixed(pc.list_value_length(array).fill_null(0))[0].astype(np.int64)
     items, missing = _plain(array.flatten()), np.zeros(len(array), bool)
@@ -578,6 +581,8 @@ def _check_offsets(array: pa.Array) -> None:
 
 def check_codes(indices: pa.Array, num_entries: int) -> None:
     """Raise `pa.ArrowInvalid` where a code, nulls aside, is none of so many entries of a dictionary."""
+    import pyarrow.compute as pc
+
     codes = pc.min_max(indices).as_py()
     if codes["max"] is not None and not 0 <= codes["min"] <= codes["max"] < num_entries:
         raise pa.ArrowInvalid(

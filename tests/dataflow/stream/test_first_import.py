@@ -1,0 +1,67 @@
+"""What a loop waits for before its first batch: imports that do only what is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from datasets_kit import make_ints_tar
+
+from dataflow import ShardedDataset
+
+TIMEOUT_S = 60
+
+
+def told_by(program: str, *arguments: str) -> dict[str, object]:
+    """What a program of its own process prints last, as JSON."""
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    told: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_importing_looks_through_no_object_and_leaves_the_collector_as_it_was(collects: bool) -> None:
+    program = """
+        import gc, json, sys, torch
+        if sys.argv[1] == "False":
+            gc.disable()
+        gc.collect()
+        looked = []
+        gc.callbacks.append(lambda phase, info: looked.append(info["generation"]))
+        from dataflow import DataLoader, ShardedDataset
+        print(json.dumps({"collects": gc.isenabled(), "all": looked.count(2), "frozen": gc.get_freeze_count()}))
+    """
+    assert told_by(program, str(collects)) == {"collects": collects, "all": 0, "frozen": 0}
+
+
+def test_what_a_program_has_frozen_stays_frozen() -> None:
+    program = """
+        import gc, json, torch
+        gc.freeze()
+        before = gc.get_freeze_count()
+        from dataflow import DataLoader, ShardedDataset
+        print(json.dumps({"is_most": gc.get_freeze_count() > before // 2}))
+    """
+    assert told_by(program) == {"is_most": True}
+
+
+def test_a_batch_of_a_local_tar_of_a_kept_catalog_needs_neither_pandas_nor_pyarrows_functions(
+    tmp_path: Path,
+) -> None:
+    make_ints_tar(tmp_path)
+    shards, catalog = str(tmp_path / "*.tar"), str(tmp_path / "ints.catalog")
+    ShardedDataset(shards, catalog=catalog)
+    program = """
+        import json, sys
+        from dataflow import DataLoader, ShardedDataset
+        with DataLoader(ShardedDataset(sys.argv[1], catalog=sys.argv[2]), 4, shuffle=True) as loader:
+            batch = next(iter(loader))
+        slow = [name for name in ("pandas", "pyarrow.compute") if name in sys.modules]
+        print(json.dumps({"slow": slow, "samples": len(batch["cls"])}))
+    """
+    assert told_by(program, shards, catalog) == {"slow": [], "samples": 4}
