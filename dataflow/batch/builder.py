@@ -50,7 +50,8 @@ from prefetch.memory.interrupts import PROGRAM_ENDS, as_exception, must_go_on
 from prefetch.work import Piece
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
-from sharding.lengths.unit_plan import BatchPieces, UnitPlan
+from sharding.lengths.unit_plan import UnitPlan
+from sharding.lengths.units import BatchPieces
 from sharding.plan.plan import RankPlan
 
 REPEAT = "__repeat__"

@@ -22,7 +22,7 @@ from dataflow.batch.packed import batch_columns
 from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.ragged import Ragged
 from sharding.lengths.batching import Batching
-from sharding.lengths.unit_plan import BatchPieces
+from sharding.lengths.units import BatchPieces
 from sharding.order.windows import ranges
 from sharding.printable import listed
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from dataflow.ragged import Ragged
 from sharding.lengths.batching import Batching, Packed
-from sharding.lengths.unit_plan import BatchPieces
-from sharding.lengths.units import Pieces
+from sharding.lengths.units import BatchPieces, Pieces
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -84,7 +84,7 @@ class StreamLoader:
         if settings.mark_repeats and any(output.name == REPEAT for output in dataset.outputs):
             raise ValueError(f"mark_repeats=True: the dataset has a column of its own called {REPEAT!r}")
         self.dataset, self.settings = dataset, settings
-        self.seed, self.batching = settings.seed, settings.batching
+        self.batching = settings.batching
         self.device, self.mark_repeats = settings.torch_device, settings.mark_repeats
         self._unplaced: ValueError | None = None
         """Why the launcher's variables alone do not tell this rank's place."""
@@ -99,16 +99,12 @@ class StreamLoader:
         self._lengths = SampleLengths(settings, dataset)
         self._length_plan: UnitPlan | None = None
         """Of the epoch begun last."""
-        self._mixture_starts: Mapping[int, Sequence[int]] = {}
-        self._mixed: ShardedDataset | Mixture | None = None
-        """The mixture as it goes on since `set_weights`, or as a state says."""
-        self._num_weights_taken = 0
-        self._planner: UnitPlanner | None = None
+        self._num_weights_taken, planner = 0, None
         if settings.batching:
             megabatch = megabatch_bytes(settings.memory_limit, self.memory_limit).value
             with self._planning():
                 measured = are_measured(settings, dataset)
-                self._planner = make_planner(settings.batching, dataset, megabatch, measured=measured)
+                planner = make_planner(settings.batching, dataset, megabatch, measured=measured)
         self._mix_by(*self._resolve_shuffle())
         self._pause: ReadPause | None = None
         self._finalizer: Finalizer | None = None
@@ -119,7 +115,18 @@ class StreamLoader:
         self._loops = LoopQueue(dataset)
         self.sessions = LoopSessions()
         self._last_good = LastGood()
-        self._plan_stream()
+        place = self._topology
+        plan = StreamPlan(
+            dataset=dataset,
+            shuffle=self.shuffle,
+            seed=settings.seed,
+            batch_size=settings.batch_size,
+            rank=place.data_rank,
+            world_size=place.data_world_size,
+            tail=self.tail,
+            planner=planner,
+        )
+        self._plan_by(plan)
         if self._topology.world_size == 1 or _is_distributed():  # else that may come before the first batch
             self._join_ranks()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
@@ -171,25 +178,24 @@ class StreamLoader:
         if self._alone and _is_distributed():
             self._alone, self._unplaced = False, None
             self._take_place(detect_topology())
-            self._plan_stream()
+            self._plan_by(self._plan)
         if self._unplaced is not None:
             raise self._unplaced
         self._join_ranks()
 
     def _join_ranks(self) -> None:
         """Join the other ranks, where lengths are measured together: a collective, once."""
-        planner = self._planner
+        planner = self._plan.planner
         if planner is None or not planner.is_measured or planner.are_lengths_given:
             return
         planner = self._lengths.join_ranks(planner, self._topology, self._plan.rank)
         if planner.lengths is None and is_by_tokens(self.dataset):
             planner = planner.with_lengths(self._lengths.measured(self._measure))
-        self._plan_by(planner)
+        self._take_planner(planner)
 
-    def _plan_by(self, planner: UnitPlanner) -> None:
-        if planner is not self._planner:
-            self._planner = planner
-            self._plan_stream()
+    def _take_planner(self, planner: UnitPlanner) -> None:
+        if planner is not self._plan.planner:
+            self._plan_by(replace(self._plan, planner=planner))
 
     def _measure(self, source: ShardedDataset) -> SampleLengths:
         """Make all samples of a source whose lengths are not known yet, on all ranks, each its part."""
@@ -231,21 +237,12 @@ class StreamLoader:
     def _block_tables(self) -> list[BlockTable]:
         return [source.kept_blocks for source in self.dataset.sources]
 
-    def _plan_stream(self) -> None:
-        """Plan the stream as settings and place are now, with a limit that has room for its builders."""
-        place = self._topology
-        self._plan = StreamPlan(
-            dataset=self.dataset if self._mixed is None else self._mixed,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            batch_size=self.settings.batch_size,
-            # In file order what is gathered by rank must be in order: seats may be numbered otherwise.
-            rank=place.data_rank if self.shuffle.is_file_order else seat_of(place),
-            world_size=place.data_world_size,
-            tail=self.tail,
-            planner=self._planner,
-            mixture_starts=self._mixture_starts,
-        )
+    def _plan_by(self, plan: StreamPlan) -> None:
+        """Go on by a plan, for this rank's place, with a limit that has room for its builders."""
+        place, self.seed = self._topology, plan.seed
+        # In file order what is gathered by rank must be in order: seats may be numbered otherwise.
+        rank = place.data_rank if plan.shuffle.is_file_order else seat_of(place)
+        self._plan = replace(plan, rank=rank, world_size=place.data_world_size, tail=self.tail)
         if self.settings.memory_limit is None:
             self._building_bytes = building_bytes(self._plan, self.builder_plan)
             self._take_limit()
@@ -281,7 +278,7 @@ class StreamLoader:
 
         `TypeError` for a mixture that never ends, and while lengths are still to be measured.
         """
-        if self._planner is None:
+        if self._plan.planner is None:
             len(self.dataset)
         self._settle()
         num_batches = self.epoch_plan(self._loops.epoch, 0).num_batches
@@ -303,15 +300,15 @@ class StreamLoader:
             time.perf_counter(),
             self._deliveries,
         )
-        taken, batches, mixed = 0, None, self._mixed
+        taken, batches, mixed = 0, None, self._plan.dataset
         frame, session, on_device = LoopFrame(), None, None
         in_step = self._may_be_empty and self._topology.data_world_size > 1
         try:
             while taken < plan.num_batches and not loop.closed:
-                is_changed = mixed is not self._mixed or self._are_weights_new
+                is_changed = mixed is not self._plan.dataset or self._are_weights_new
                 if is_changed and self._loops.is_last_begun(loop):
                     self._take_weights(plan.order.epoch, plan.position_after(taken))
-                    mixed = self._mixed
+                    mixed = self._plan.dataset
                     self.sessions.drop(loop)  # what was read ahead is in other shares
                 if session is None or loop.session is not session:
                     session = self._serve(loop, frame, plan.order.epoch, restarted=session is not None)
@@ -381,15 +378,9 @@ class StreamLoader:
         assert isinstance(self.dataset, Mixture)
         assert self.dataset.weights_set is not None
         number, weights = self.dataset.weights_set
-        self._take_plan(self._plan.with_weights(epoch, position, weights))
+        self._plan_by(self._plan.with_weights(epoch, position, weights))
         self._num_weights_taken = number
-        self._plan_stream()
         self.sessions.drop_idle(-1, 0)  # wherever it stands: it reads the next epoch in other shares
-
-    def _take_plan(self, plan: StreamPlan) -> None:
-        """Go on with what a plan says of the mixture and of lengths."""
-        self._planner, self._mixture_starts = plan.planner, plan.mixture_starts
-        self._mixed = None if plan.dataset is self.dataset else plan.dataset
 
     def _serve(self, loop: EpochLoop, frame: LoopFrame, epoch: int, *, restarted: bool) -> Session:
         """Have a session for a loop; `restarted` from where the loop is, as its former one was closed."""
@@ -445,7 +436,8 @@ class StreamLoader:
     @property
     def _may_be_empty(self) -> bool:
         """Whether `on_error` may leave nothing of a batch that was planned with more."""
-        leaves_out_first = self._planner is not None and self._planner.lengths is None
+        planner = self._plan.planner
+        leaves_out_first = planner is not None and planner.lengths is None
         return self.dataset.on_error != "raise" and not leaves_out_first
 
     @property
@@ -518,13 +510,11 @@ class StreamLoader:
             raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
         plan = self._plan.resumed(loaded, of=self.dataset)
         self.close()
-        self.seed = loaded.seed
         self._mix_by(loaded.shuffle, "as in the loaded state")
-        self._take_plan(plan)
+        self._plan_by(plan)
         if isinstance(self.dataset, Mixture) and self.dataset.weights_set is not None:
             self._num_weights_taken = self.dataset.weights_set[0]  # the state's weights hold
         self._skipped.count = skipped
-        self._plan_stream()
         self._loops.resume(loaded.epoch, loaded.position)
 
     # ---- engine -------------------------------------------------------------------------------------
@@ -539,7 +529,7 @@ class StreamLoader:
             pause=self.read_pause,
         )
         stage = None
-        if self._planner is not None and self._planner.is_measured:
+        if self._plan.planner is not None and self._plan.planner.is_measured:
             stage = MeasuringStage(
                 plan=self._plan,
                 settings=self.settings,
@@ -553,8 +543,8 @@ class StreamLoader:
 
     def _record(self, order: EpochOrder, first: int, lengths: NDArray[np.int64]) -> None:
         """Keep the lengths of samples that were measured, from a position of an order on."""
-        if self._planner is not None:
-            self._plan_by(self._lengths.record(self._planner, order, first, lengths))
+        if self._plan.planner is not None:
+            self._take_planner(self._lengths.record(self._plan.planner, order, first, lengths))
             self._lengths.save(self._topology, if_much=True)
 
     def stats(self) -> LoaderStats:

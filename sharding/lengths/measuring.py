@@ -13,17 +13,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.cached_property import cached_property
-from sharding.lengths.unit_plan import BatchPieces, UnitSequence, items_of
-from sharding.lengths.units import Pieces, Units
-from sharding.order.epoch_order import EpochOrder, Windows
-from sharding.order.windows import windows_touched
+from sharding.lengths.unit_plan import MegabatchPlan, UnitSequence, items_of
+from sharding.lengths.units import BatchPieces, Pieces, Units
+from sharding.order.epoch_order import EpochOrder
 from sharding.plan.batch_plan import BatchPlan
-from sharding.plan.plan import RankPlan
 
 _KEPT_OWN = 4
-_KEPT_SHARES = 1024
-"""16 KiB each; the window of a small source of a mixture spans a hundred megabatches."""
 
 
 def makers(first: int, end: int, num_lanes: int, num_makers: int) -> NDArray[np.int64]:
@@ -84,7 +79,7 @@ class MeasuredUnits:
         return BatchPieces.of(pieces, rows, pieces_of_row)
 
 
-class SharePlan(RankPlan):
+class SharePlan(MegabatchPlan):
     """The samples that one rank makes, in batches of no meaning: those of each megabatch by position.
 
     Args:
@@ -104,7 +99,7 @@ class SharePlan(RankPlan):
         *,
         batch_size: int,
     ) -> None:
-        self._bounds, self._own = bounds, lru_cache(_KEPT_OWN)(own)
+        self.bounds, self._own = bounds, lru_cache(_KEPT_OWN)(own)
         self.first_item = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
         """Samples of this rank before each megabatch, and all, int64 [megabatches + 1]."""
         num_items = int(self.first_item[-1])
@@ -121,28 +116,12 @@ class SharePlan(RankPlan):
         positions = np.concatenate([self._own(m) for m in range(int(m0), int(m1) + 1) if self._count(m)])
         return positions[first - int(self.first_item[m0]) :][: end - first], sizes
 
-    def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
-        """See `RankPlan.own_indices`."""
-        positions = (windows or self.order).window_positions(window)
-        indices = np.flatnonzero(positions >= 0)  # of a mixture's window, some may come in another epoch
-        positions, bounds = positions[indices], self._bounds
-        mask = np.zeros(len(positions), bool)
-        for megabatch, at in windows_touched(np.searchsorted(bounds, positions, side="right") - 1):
-            mask[at] = self._are_own(megabatch)[positions[at] - bounds[megabatch]]
-        return indices[mask]
-
-    @cached_property
-    def _are_own(self) -> Callable[[int], NDArray[np.bool_]]:
-        """Which positions of a megabatch are of this rank; kept, as windows lie side by side."""
-
-        def are_own(megabatch: int) -> NDArray[np.bool_]:
-            first, end = self._bounds[megabatch : megabatch + 2].tolist()
-            mask = np.zeros(end - first, bool)
-            if self._count(megabatch):
-                mask[self._own(megabatch) - first] = True
-            return mask
-
-        return lru_cache(_KEPT_SHARES)(are_own)
+    def _count_own(self, megabatch: int) -> NDArray[np.bool_]:
+        first, end = self.bounds[megabatch : megabatch + 2].tolist()
+        mask = np.zeros(end - first, bool)
+        if self._count(megabatch):
+            mask[self._own(megabatch) - first] = True
+        return mask
 
     def _count(self, megabatch: int) -> int:
         return int(self.first_item[megabatch + 1] - self.first_item[megabatch])

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from sharding.cached_property import cached_property
 from sharding.lengths.batching import Batching, Bucketed, Packed
 from sharding.lengths.units import (
     DEFAULT_MEGABATCH_SAMPLES,
+    BatchPieces,
     LengthStats,
     Pieces,
     Units,
@@ -59,6 +61,7 @@ _KEPT_EPOCHS = 3
 _KEPT_MEGABATCHES = 4
 _KEPT_COUNTS = 1024
 """16 KiB each, if no sample is cut into more than 255 pieces."""
+Counts = NDArray[np.unsignedinteger[Any]] | NDArray[np.bool_]
 
 
 def epoch_lengths(order: EpochOrder, lengths: NDArray[np.integer], begin: int = 0) -> NDArray[np.integer]:
@@ -249,42 +252,6 @@ class UnitSequence:
         return joined(parts), counts
 
 
-@dataclass(frozen=True, eq=False)
-class BatchPieces:
-    """What consecutive batches consist of."""
-
-    pieces: Pieces
-    """Batch after batch, row after row."""
-    sizes: NDArray[np.int64]
-    """[batches]: pieces of each batch."""
-    rows: NDArray[np.int64]
-    """[batches]: units of each batch."""
-    pieces_of_row: NDArray[np.int64]
-    """[sum of rows]: pieces of each unit."""
-
-    @classmethod
-    def of(cls, pieces: Pieces, rows: NDArray[np.int64], pieces_of_row: NDArray[np.int64]) -> BatchPieces:
-        """Batches of so many rows each, of so many pieces each."""
-        ends = np.concatenate(([0], np.cumsum(pieces_of_row)))
-        bounds = ends[np.concatenate(([0], np.cumsum(rows)))]
-        return cls(pieces, np.diff(bounds), rows, pieces_of_row)
-
-    def one(self, batch: int) -> BatchPieces:
-        """A batch alone, counted from 0."""
-        first, row = int(self.sizes[:batch].sum()), int(self.rows[:batch].sum())
-        own = slice(batch, batch + 1)
-        pieces = self.pieces.take(slice(first, first + int(self.sizes[batch])))
-        of_row = self.pieces_of_row[row : row + int(self.rows[batch])]
-        return BatchPieces(pieces, self.sizes[own], self.rows[own], of_row)
-
-    def keep(self, pieces: NDArray[np.int64]) -> BatchPieces:
-        """Only some pieces of one batch, ascending; its rows stay, if need be empty."""
-        num_rows = len(self.pieces_of_row)
-        row = np.repeat(np.arange(num_rows), self.pieces_of_row)[pieces]
-        of_row = np.bincount(row, minlength=num_rows).astype(np.int64)
-        return BatchPieces(self.pieces.take(pieces), np.array([len(pieces)]), self.rows, of_row)
-
-
 def items_of(
     dealt: BatchPlan, first_batch: int, last_batch: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -297,7 +264,38 @@ def items_of(
     return items, sizes
 
 
-class UnitPlan(RankPlan):
+class MegabatchPlan(RankPlan):
+    """One rank's batches of an epoch whose megabatches are dealt out one by one."""
+
+    bounds: NDArray[np.int64]
+    """First position of every megabatch, and the number of samples, int64 [megabatches + 1]."""
+
+    def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64]:
+        """See `RankPlan.own_indices`. An index comes once for each of its pieces.
+
+        So a window is done with when as many pieces were delivered.
+        """
+        positions = (windows or self.order).window_positions(window)
+        indices = np.flatnonzero(positions >= 0)  # of a mixture's window, some may come in another epoch
+        positions, counts = positions[indices], np.zeros(len(indices), np.int64)
+        for megabatch, at in windows_touched(np.searchsorted(self.bounds, positions, side="right") - 1):
+            counts[at] = self._own_counts(megabatch)[positions[at] - self.bounds[megabatch]]
+        return np.repeat(indices, counts)
+
+    @cached_property
+    def _own_counts(self) -> Callable[[int], Counts]:
+        """`_count_own`, kept of many megabatches.
+
+        Windows lie side by side, and that of a small source of a mixture spans a hundred.
+        """
+        return lru_cache(_KEPT_COUNTS)(self._count_own)
+
+    @abstractmethod
+    def _count_own(self, megabatch: int) -> Counts:
+        """How many pieces of each position of a megabatch are this rank's."""
+
+
+class UnitPlan(MegabatchPlan):
     """One rank's batches of one epoch's units, from unit `start` on, as far as they are known. Thread-safe.
 
     Numbers called position here are as in `EpochPlan`, but `start` and `position_after` count units, so
@@ -317,7 +315,7 @@ class UnitPlan(RankPlan):
         if dealing["batch_size"] != 1 and not sequence.batching.rows_are_units:
             raise ValueError("the batching makes whole batches: leave batch_size out")
         self._dealing: Dealing = {**dealing}
-        self.sequence = sequence
+        self.sequence, self.bounds = sequence, sequence.bounds
         if sequence.is_complete and self.start > sequence.num_units:
             raise ValueError(f"start must be in [0, {sequence.num_units}] units, got {self.start}")
         self.megabatch = sequence.at(self.start)[0]
@@ -402,28 +400,8 @@ class UnitPlan(RankPlan):
         units = items_of(self.batch_plan, *last)[0][self.repeats(*last)]
         return self.sequence.take(units)[0].position
 
-    def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64]:
-        """See `RankPlan.own_indices`. An index comes once for each of its pieces.
-
-        So a window is done with when as many pieces were delivered.
-        """
-        positions = (windows or self.order).window_positions(window)
-        indices = np.flatnonzero(positions >= 0)  # of a mixture's window, some may come in another epoch
-        positions = positions[indices]
-        bounds, counts = self.sequence.bounds, np.zeros(len(positions), np.int64)
-        for megabatch, at in windows_touched(np.searchsorted(bounds, positions, side="right") - 1):
-            counts[at] = self._own_counts(megabatch)[positions[at] - bounds[megabatch]]
-        return np.repeat(indices, counts)
-
-    @cached_property
-    def _own_counts(self) -> Callable[[int], NDArray[np.unsignedinteger]]:
-        """How many pieces of each position of a megabatch are this rank's; where all are, none is planned.
-
-        Kept of many megabatches: windows lie side by side, and that of a small source spans a hundred.
-        """
-        return lru_cache(_KEPT_COUNTS)(self._count_own)
-
-    def _count_own(self, megabatch: int) -> NDArray[np.unsignedinteger]:
+    def _count_own(self, megabatch: int) -> Counts:
+        """See `MegabatchPlan`; where all are this rank's, none is planned."""
         sequence = self.sequence
         first, end = sequence.bounds[megabatch : megabatch + 2].tolist()
         first_unit, end_unit = sequence.first_unit[megabatch : megabatch + 2].tolist()

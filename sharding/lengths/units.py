@@ -99,6 +99,42 @@ class Units:
         return len(self.first) - 1
 
 
+@dataclass(frozen=True, eq=False)
+class BatchPieces:
+    """What consecutive batches consist of."""
+
+    pieces: Pieces
+    """Batch after batch, row after row."""
+    sizes: NDArray[np.int64]
+    """[batches]: pieces of each batch."""
+    rows: NDArray[np.int64]
+    """[batches]: units of each batch."""
+    pieces_of_row: NDArray[np.int64]
+    """[sum of rows]: pieces of each unit."""
+
+    @classmethod
+    def of(cls, pieces: Pieces, rows: NDArray[np.int64], pieces_of_row: NDArray[np.int64]) -> BatchPieces:
+        """Batches of so many rows each, of so many pieces each."""
+        ends = np.concatenate(([0], np.cumsum(pieces_of_row)))
+        bounds = ends[np.concatenate(([0], np.cumsum(rows)))]
+        return cls(pieces, np.diff(bounds), rows, pieces_of_row)
+
+    def one(self, batch: int) -> BatchPieces:
+        """A batch alone, counted from 0."""
+        first, row = int(self.sizes[:batch].sum()), int(self.rows[:batch].sum())
+        own = slice(batch, batch + 1)
+        pieces = self.pieces.take(slice(first, first + int(self.sizes[batch])))
+        of_row = self.pieces_of_row[row : row + int(self.rows[batch])]
+        return BatchPieces(pieces, self.sizes[own], self.rows[own], of_row)
+
+    def keep(self, pieces: NDArray[np.int64]) -> BatchPieces:
+        """Only some pieces of one batch, ascending; its rows stay, if need be empty."""
+        num_rows = len(self.pieces_of_row)
+        row = np.repeat(np.arange(num_rows), self.pieces_of_row)[pieces]
+        of_row = np.bincount(row, minlength=num_rows).astype(np.int64)
+        return BatchPieces(self.pieces.take(pieces), np.array([len(pieces)]), self.rows, of_row)
+
+
 def joined(parts: list[Pieces]) -> Pieces:
     """Pieces one after the other."""
     if len(parts) == 1:
