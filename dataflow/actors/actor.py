@@ -1,6 +1,6 @@
 """What an actor does: it builds chunks one after another, of values that have crossed or that it reads.
 
-What crosses is as for processes (`dataflow.processes.shipped`); what an actor reads itself (`reading`) it
+What crosses is as for processes (`dataflow.processes.serialized`); what an actor reads itself (`reading`) it
 begins to read when the chunk is announced, while it builds the one before.
 
 One thread builds, in the loop that builder processes have. Each method call brings a message and waits for
@@ -26,7 +26,7 @@ from dataflow.actors.reading import BlockReader, ChunkReads, ReadCounts, ReadPla
 from dataflow.batch.builder import BuildSettings
 from dataflow.outputs.columns import ChunkRows
 from dataflow.processes.builder_main import BuildTask
-from dataflow.processes.shipped import SampleErrorOf, shipped_rows
+from dataflow.processes.serialized import SampleErrorOf, serialized_rows
 from prefetch.engine.pool import PriorityPool
 from prefetch.ipc.payload import PackedObject, pack, unpack
 from prefetch.ipc.protocol import RemoteError, WorkerLoop, WorkerMessage, WorkerRequest
@@ -101,7 +101,7 @@ class _ActorInputs:
         if isinstance(values, ChunkReads):
             self._reading[number] = values
             return values.rows()
-        return shipped_rows(chunk, values, error_of)
+        return serialized_rows(chunk, values, error_of)
 
     def release(self, number: int, *, is_built: bool) -> None:
         """See `ChunkInputs`."""

@@ -46,7 +46,7 @@ from dataflow.batch.builder import BuildSettings
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.output import staged_outputs
 from dataflow.processes.hand_out import ASSIGNED, RemoteBuild, RemoteBuilders, chunk_of
-from dataflow.processes.shipped import ship
+from dataflow.processes.serialized import ship
 from dataflow.staging.source import Traffic
 from prefetch.engine.builders import Build
 from prefetch.ipc.batch_writer import TorchSettings

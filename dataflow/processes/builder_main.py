@@ -1,6 +1,6 @@
 """What a builder does: it builds chunks, and hands batches over, a few at a time; and its process's main.
 
-It knows nothing of shards: what it builds was sent (`shipped`). Two things it asks the training process,
+It knows nothing of shards: what it builds was sent (`serialized`). Two things it asks the training process,
 and waits for the answer: what an error is to say of a sample, and whether that is left out.
 """
 
@@ -23,7 +23,7 @@ from dataflow.batch.at_work import row_at
 from dataflow.batch.builder import BatchBuilder, BuildContext, BuildSettings
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.columns import ChunkRows
-from dataflow.processes.shipped import SampleErrorOf, ShippedChunk, shipped_rows
+from dataflow.processes.serialized import SampleErrorOf, SerializedChunk, serialized_rows
 from dataflow.staging.window import FileParts
 from prefetch.engine.pool import place_of
 from prefetch.errors import EngineClosedError
@@ -258,11 +258,11 @@ class _SharedInputs:
         """For values that lie in files."""
 
     def rows(
-        self, number: int, error_of: SampleErrorOf, chunk: ShippedChunk, offset: int, nbytes: int
+        self, number: int, error_of: SampleErrorOf, chunk: SerializedChunk, offset: int, nbytes: int
     ) -> ChunkRows:
         """See `ChunkInputs`."""
         memory: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, nbytes, offset - self._offset)
-        return shipped_rows(chunk, memory, error_of, self._read)
+        return serialized_rows(chunk, memory, error_of, self._read)
 
     def _read(self, parts: FileParts, nbytes: NDArray[np.int64]) -> NDArray[np.uint8]:
         values = self._read_values.lease(int(nbytes.sum()) or 1)

@@ -1,6 +1,6 @@
 """Builders that are processes: they take staged chunks, and give back batches in shared memory.
 
-The thread that hands out (`hand_out`) copies a chunk's values to where the processes see them (`shipped`),
+The thread that hands out (`hand_out`) copies a chunk's values to where the processes see them (`serialized`),
 sends the chunk to the process that has least to do, and takes what they respond. A process that dies is
 replaced by one that works in a region of its own; the pages of the dead one's go with its last batch.
 """
@@ -24,7 +24,7 @@ from dataflow.batch.delivered import Delivered
 from dataflow.outputs.output import staged_outputs
 from dataflow.processes.builder_main import run
 from dataflow.processes.hand_out import MOST_DEATHS, RemoteBuild, RemoteBuilders, chunk_of
-from dataflow.processes.shipped import ShippedChunk, ship
+from dataflow.processes.serialized import SerializedChunk, ship
 from prefetch.engine.builders import Build
 from prefetch.engine.pool import place_in
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
@@ -46,7 +46,7 @@ _log = logging.getLogger("dataflow")
 class _ProcessBuild(RemoteBuild):
     """A build for processes; `builder` is a process's number."""
 
-    shipped: ShippedChunk | None = None
+    serialized: SerializedChunk | None = None
     memory: NDArray[np.uint8] | None = None
     """Its values, from when it is shipped until it ends."""
 
@@ -205,7 +205,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         if one.memory is None:  # else a process has had it, and died
             chunk = chunk_of(one.build)
             with self._guards.loading():
-                one.shipped, one.memory = ship(
+                one.serialized, one.memory = ship(
                     chunk.plan,
                     chunk.rows,
                     staged_outputs(self._settings.outputs),
@@ -213,7 +213,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
                     by_file=self._reads_files,
                 )
         offset = self._region.offset_of(one.memory.__array_interface__["data"][0])
-        return one.shipped, one.num_added, offset, len(one.memory)
+        return one.serialized, one.num_added, offset, len(one.memory)
 
     def _send(self, one: _ProcessBuild, kind: int, content: Any = None) -> None:
         self._processes.pool.send(one.builder, WorkerRequest(kind, one.build.number, content))
@@ -239,13 +239,13 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
                 "builder process %d cannot read files of this one (%s): it is sent values", process, obj
             )
             self._reads_files = False
-            one.shipped = one.memory = None
+            one.serialized = one.memory = None
             self._lose(one, None)
         elif one is not None and one.builder == process:
             self._take_response(one, kind, obj, response.total)
 
     def _end(self, one: _ProcessBuild, error: BaseException | None) -> None:
-        one.shipped = one.memory = None
+        one.serialized = one.memory = None
         super()._end(one, error)
 
     # ---- deaths -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dataflow.outputs.columns import ChunkRows
 from dataflow.outputs.fixed import ArrayOutput
 from dataflow.processes.builder_main import BuildTask, BuiltBatches
 from dataflow.processes.hand_out import BusyTimes
-from dataflow.processes.shipped import ShippedChunk, ShippedColumn, ShippedSource, shipped_rows
+from dataflow.processes.serialized import SerializedChunk, SerializedColumn, SerializedSource, serialized_rows
 from prefetch.ipc.protocol import WorkerLoop, WorkerMessage, WorkerRequest, WorkerResult
 from prefetch.memory.arena import Arena
 from sharding.errors import SampleError
@@ -69,9 +69,9 @@ class HandFed:
         plan = ChunkPlan(
             epoch=0, first_batch=0, sizes=np.full(BATCHES, BATCH), pieces=None, cut=None, repeats=()
         )
-        column = ShippedColumn(offset=0, nbytes=8 * ROWS, shape=(), dtype="int64")
-        source = ShippedSource(number=0, epoch=None, rows=every)
-        chunk = ShippedChunk(plan=plan, columns={"n": column}, sources=[source], numbers=every)
+        column = SerializedColumn(offset=0, nbytes=8 * ROWS, shape=(), dtype="int64")
+        source = SerializedSource(number=0, epoch=None, rows=every)
+        chunk = SerializedChunk(plan=plan, columns={"n": column}, sources=[source], numbers=every)
         self.send(WorkerMessage.TASK, (chunk, num_skipped))
 
     def send(self, kind: int, content: Any = None) -> None:
@@ -87,8 +87,8 @@ class HandFed:
         if kind == WorkerResult.QUESTION:  # nothing is left out
             self._requests.append(WorkerRequest(WorkerMessage.ANSWER, task, (False, [])))
 
-    def rows(self, number: int, error_of: object, chunk: ShippedChunk, *where: Any) -> ChunkRows:
-        return shipped_rows(chunk, np.arange(ROWS).view(np.uint8), _error_of)
+    def rows(self, number: int, error_of: object, chunk: SerializedChunk, *where: Any) -> ChunkRows:
+        return serialized_rows(chunk, np.arange(ROWS).view(np.uint8), _error_of)
 
     def release(self, number: int, *, is_built: bool) -> None: ...
 

@@ -28,10 +28,10 @@ from parameters_kit import in_full
 from worker_kit import Gate
 
 from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
-from dataflow.processes import builders, shipped
+from dataflow.processes import builders, serialized
 from dataflow.processes.builders import ProcessBuilders
 from dataflow.processes.hand_out import RemoteBuild, RemoteBuilders
-from dataflow.processes.shipped import ShippedChunk
+from dataflow.processes.serialized import SerializedChunk
 from dataflow.stream import session
 from prefetch.memory.open_files import OpenFile
 from prefetch.workers.pool import WorkerDiedError, WorkerPool
@@ -71,12 +71,12 @@ def test_every_format_gives_the_batches_that_threads_build(made: Make, name: str
         assert [batch["n"].tolist() for _ in range(2) for batch in loader] == whole
 
 
-def shipped_by(monkeypatch: pytest.MonkeyPatch) -> list[ShippedChunk]:
+def shipped_by(monkeypatch: pytest.MonkeyPatch) -> list[SerializedChunk]:
     """The chunks that are shipped from now on."""
-    chunks: list[ShippedChunk] = []
+    chunks: list[SerializedChunk] = []
 
     def shipping(*arguments: Any, **options: Any) -> Any:
-        chunk, memory = shipped.ship(*arguments, **options)
+        chunk, memory = serialized.ship(*arguments, **options)
         chunks.append(chunk)
         return chunk, memory
 
@@ -84,7 +84,7 @@ def shipped_by(monkeypatch: pytest.MonkeyPatch) -> list[ShippedChunk]:
     return chunks
 
 
-def is_by_file(chunks: list[ShippedChunk], column: str) -> set[bool]:
+def is_by_file(chunks: list[SerializedChunk], column: str) -> set[bool]:
     return {chunk.columns[column].files is not None for chunk in chunks}
 
 

@@ -29,7 +29,7 @@ _ALIGN = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShippedColumn:
+class SerializedColumn:
     """The values of a column, in the chunk's shared memory."""
 
     offset: int
@@ -47,7 +47,7 @@ class ShippedColumn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShippedSource:
+class SerializedSource:
     """The rows of a chunk that come from one source, in one of its epochs."""
 
     number: int
@@ -58,19 +58,19 @@ class ShippedSource:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShippedChunk:
+class SerializedChunk:
     """What another process needs to build a chunk, beside its memory and what all chunks have in common."""
 
     plan: ChunkPlan
-    columns: Mapping[str, ShippedColumn]
-    sources: Sequence[ShippedSource]
+    columns: Mapping[str, SerializedColumn]
+    sources: Sequence[SerializedSource]
     numbers: NDArray[np.int64]
     """[rows] of the samples, which random numbers are drawn by."""
 
 
 def ship(
     plan: ChunkPlan, rows: ChunkRows, outputs: Sequence[StagedOutput], arena: Arena, *, by_file: bool = False
-) -> tuple[ShippedChunk, NDArray[np.uint8]]:
+) -> tuple[SerializedChunk, NDArray[np.uint8]]:
     """A chunk whose windows are staged, and its memory: a lease of `arena`.
 
     `by_file`: whether the other process can read files that this one has open. Inside `FileGuards.loading`.
@@ -79,19 +79,19 @@ def ship(
     in_files = {
         output.name: _in_files(rows, output.name) for output in outputs if by_file and output.stays_in_place
     }
-    shipped = {
-        name: ShippedColumn(offset=0, nbytes=0, lengths=rows.collected(_lengths(name)), files=files)
+    serialized = {
+        name: SerializedColumn(offset=0, nbytes=0, lengths=rows.collected(_lengths(name)), files=files)
         for name, files in in_files.items()
         if files is not None
     }
-    columns = {output.name: _staged(rows, output) for output in outputs if output.name not in shipped}
+    columns = {output.name: _staged(rows, output) for output in outputs if output.name not in serialized}
     sizes = [-(-plan_column.nbytes // _ALIGN) * _ALIGN for plan_column, _ in columns.values()]
     memory, used = arena.lease(sum(sizes) or 1), 0
     copies = []
     for (name, (plan_column, column)), nbytes in zip(columns.items(), sizes, strict=True):
         own = memory[used : used + plan_column.nbytes]
         copies.append(replace(plan_column, out=own))
-        shipped[name] = ShippedColumn(
+        serialized[name] = SerializedColumn(
             offset=used,
             nbytes=len(own),
             shape=column.values.shape[1:] if isinstance(column, StagedArray) else None,
@@ -107,7 +107,7 @@ def ship(
     numbers = np.empty(rows.num_rows, np.int64)
     for part in rows.parts:
         numbers[part.chunk_rows] = part.window.samples.numbers(part.rows)
-    return ShippedChunk(plan=plan, columns=shipped, sources=_sources(rows), numbers=numbers), memory
+    return SerializedChunk(plan=plan, columns=serialized, sources=_sources(rows), numbers=numbers), memory
 
 
 def _lengths(column: str) -> Callable[[WindowPart], NDArray[np.int64]]:
@@ -157,14 +157,14 @@ def _staged(rows: ChunkRows, output: StagedOutput) -> tuple[PlanColumn, StagedAr
     return column, StagedArray(values[:0], bad=bad)
 
 
-def _sources(rows: ChunkRows) -> list[ShippedSource]:
+def _sources(rows: ChunkRows) -> list[SerializedSource]:
     parts: dict[tuple[int, int | None], list[NDArray[np.int64]]] = {}
     every = np.arange(rows.num_rows)
     for part in rows.parts:
         key = part.window.source_number, part.window.source_epoch
         parts.setdefault(key, []).append(every[part.chunk_rows])
     return [
-        ShippedSource(number=number, epoch=epoch, rows=np.sort(np.concatenate(own)))
+        SerializedSource(number=number, epoch=epoch, rows=np.sort(np.concatenate(own)))
         for (number, epoch), own in parts.items()
     ]
 
@@ -174,7 +174,7 @@ SampleErrorOf = Callable[[int, str, str | None, str], SampleError]
 
 
 @dataclass(frozen=True, eq=False)
-class _ShippedNumbers:
+class _SerializedNumbers:
     """Implements `RowNumbers`: `of_rows` has the number of each row of the chunk."""
 
     of_rows: NDArray[np.int64]
@@ -188,17 +188,17 @@ class _ShippedNumbers:
         return self.of_rows[rows]
 
 
-class ShippedRows(StagedRows):
+class SerializedRows(StagedRows):
     """What crossed: the values of a chunk's rows. Another process is asked for the errors of its samples."""
 
     def __init__(
         self,
-        source: ShippedSource,
+        source: SerializedSource,
         numbers: NDArray[np.int64],
         staged: dict[str, StagedArray | StagedSpans],
         error_of: SampleErrorOf,
     ) -> None:
-        super().__init__(source.number, _ShippedNumbers(numbers), source.epoch)
+        super().__init__(source.number, _SerializedNumbers(numbers), source.epoch)
         self.staged, self._error_of = staged, error_of
 
     def sample_error(self, row: int, reason: str, column: str | None, stage: str = "decode") -> SampleError:
@@ -211,8 +211,8 @@ class ShippedRows(StagedRows):
         return error.key or "", error.shard
 
 
-def shipped_rows(
-    chunk: ShippedChunk,
+def serialized_rows(
+    chunk: SerializedChunk,
     memory: NDArray[np.uint8],
     error_of: SampleErrorOf,
     read: Callable[[FileParts, NDArray[np.int64]], NDArray[np.uint8]] | None = None,
@@ -242,7 +242,7 @@ def shipped_rows(
         staged[name] = StagedSpans(starts, lengths, [values])
     parts = []
     for source in chunk.sources:
-        window = ShippedRows(source, chunk.numbers, staged, error_of)
+        window = SerializedRows(source, chunk.numbers, staged, error_of)
         rows: slice | NDArray[np.int64] = source.rows
         if len(source.rows) == num_rows:
             rows = slice(0, num_rows)
