@@ -515,6 +515,8 @@ def test_sizes_are_chosen_for_what_the_shares_deliver(abc: list[ShardedDataset])
     assert per_row[0] < per_row[1]  # the second has hardly a long document
     whole = make_planner(Packed(8), few, 1 << 30).batching.window
     small = make_planner(Packed(8), few, 2000).batching.window
+    long = make_planner(Packed(1 << 20), few, 1 << 30).batching.window
     assert whole is not None
     assert small is not None
-    assert 1 <= small < whole
+    assert long is not None
+    assert 1 <= small < whole == 16_384 < long
