@@ -31,7 +31,7 @@ BUILDER_MAIN = "dataflow.processes.builder_main"
 """What builder processes run; only their server imports it, while this process does other things."""
 _FEW_CORES = 4
 """So many threads decode beside a training: each takes the lock between two values, a few percent of the
-time. Sixteen took a third of a training's rate, processes a tenth (docs/notes/benchmarks.md)."""
+time. Sixteen took a third of a training's rate, processes 1 to 12 % (docs/notes/benchmarks.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ def test_memory_is_registered_once_and_unlocked_at_the_end(
 
         return release
 
-    for where in ("dataflow.stream.session", "dataflow.processes.builders"):
+    for where in ("dataflow.stream.session", "prefetch.ipc.pipe"):
         monkeypatch.setattr(f"{where}.register_pinned", register)
     dataset = made("tar").open(transform=shifted)
     options: dict[str, Any] = {**BUILDERS["processes"], "device": DEVICE, "timeout": TIMEOUT_S}
