@@ -141,6 +141,16 @@ def test_up_to_four_cores_functions_of_the_user_are_what_processes_are_for(
 
 
 @pytest.mark.here
+@pytest.mark.parametrize(("cores", "at_first"), [(6, 7), (16, 8), (64, 8)])
+def test_few_threads_build_until_processes_have_started(
+    tar: Made, monkeypatch: pytest.MonkeyPatch, cores: int, at_first: int
+) -> None:
+    monkeypatch.setattr(builders, "allowed_cores", lambda: cores)
+    plan = stream_of(_loader(tar.open(columns=["bin"], decode=IMAGES))).builder_plan
+    assert (plan.workers, plan.num_workers, plan.num_threads) == ("process", cores, at_first)
+
+
+@pytest.mark.here
 @pytest.mark.parametrize(
     ("dataset", "workers"),
     [
