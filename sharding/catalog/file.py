@@ -183,13 +183,13 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
         stored = facts.pop("checksum")
         if _checksum(table, facts) != stored:
             raise ValueError("its checksum is another")
+        if relative:
+            folder = folder_of(identity_of(url))
+            table = _with_urls(table, [folder + name for name in table.column("url").to_pylist()])
         footer_crc, index_crc = (table.column(name).chunk(0) for name in BLOB_CRCS.names)
         crcs = numpy_view(footer_crc), numpy_view(index_crc.values)
     except (pa.ArrowException, LookupError, TypeError, ValueError) as error:
         raise damaged(url, error) from error
-    if relative:
-        folder = folder_of(identity_of(url))
-        table = _with_urls(table, [folder + name for name in table.column("url").to_pylist()])
     return table.drop_columns(BLOB_CRCS.names), facts, crcs
 
 

@@ -11,11 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from datasets_kit import MAKERS, make_tokens_bin
 
 from dataflow import DataLoader, ShardedDataset
-from sharding.catalog.file import VERSION, read_table, write_table
+from sharding.catalog.file import COLUMNS, VERSION, read_table, stored_table, write_table
 from sharding.errors import CorruptShardError
 
 SCRIPT = Path(__file__).parents[2] / "fuzz" / "catalog_mutations.py"
@@ -72,3 +73,15 @@ def test_a_catalog_of_an_earlier_release_is_to_be_built_again(tmp_path):
         CorruptShardError, match=f"version 2, and this release reads {VERSION}; index .* index"
     ):
         ShardedDataset(str(tmp_path / "kept.catalog"))
+
+
+def test_a_catalog_in_which_a_shard_has_no_name_is_damaged(tmp_path):
+    make_tokens_bin(tmp_path).open()
+    kept = str(tmp_path / "kept.catalog")
+    rows, facts, _ = read_table(kept, None)
+    nameless = rows.set_column(0, COLUMNS.field(0), pa.nulls(len(rows), pa.large_string()))
+    table = stored_table(nameless, {**facts, "version": VERSION, "relative": True})
+    with pa.OSFile(kept, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(CorruptShardError, match=r"kept\.catalog.*damaged"):
+        ShardedDataset(kept)
