@@ -92,6 +92,8 @@ def mutate_rows(rows: pa.Table, draw: random.Random) -> tuple[pa.Table, str]:
     if isinstance(value, int):
         near = value + draw.choice([-20_000, -1, 1, 20_000])
         here[name] = draw.choice([near, near, near, *_EXTREMES])
+        if name == "schema":  # an int32
+            here[name] = max(-(1 << 31), min(here[name], (1 << 31) - 1))
     elif isinstance(value, bytes) and value:
         here[name] = mutated_bytes(value, draw)
     elif isinstance(value, str):

@@ -79,9 +79,11 @@ def test_a_catalog_in_which_a_shard_has_no_name_is_damaged(tmp_path):
     make_tokens_bin(tmp_path).open()
     kept = str(tmp_path / "kept.catalog")
     rows, facts, _ = read_table(kept, None)
-    nameless = rows.set_column(0, COLUMNS.field(0), pa.nulls(len(rows), pa.large_string()))
+    names = pa.array([None, *rows.column("url").to_pylist()[1:]], pa.large_string())
+    nameless = rows.set_column(0, COLUMNS.field(0), names)
     table = stored_table(nameless, {**facts, "version": VERSION, "relative": True})
-    with pa.OSFile(kept, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+    other = str(tmp_path / "other.catalog")
+    with pa.OSFile(other, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    with pytest.raises(CorruptShardError, match=r"kept\.catalog.*damaged"):
-        ShardedDataset(kept)
+    with pytest.raises(CorruptShardError, match=r"other\.catalog.*damaged"):
+        ShardedDataset(other)
