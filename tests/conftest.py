@@ -2,6 +2,7 @@
 
 import compileall
 import functools
+import gc
 import signal
 import sys
 from collections import Counter
@@ -10,8 +11,8 @@ from pathlib import Path
 import loader_kit
 import pytest
 from datasets_kit import MAKERS, Make
+from forked_kit import fork_servers
 from hypothesis import HealthCheck, settings
-from variants_kit import ONE_IN
 
 # Where Python is told to keep no bytecode, pytest rewrites the assertions of 190 modules in every process of
 # every run anew, which takes 10 s. What tests write and import themselves is still not kept.
@@ -23,9 +24,10 @@ pytest_plugins = ["dataflow.pytest_plugin", "pytester"]
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How fast examples are made depends on what else the machine does.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# How fast examples are made depends on what else the machine does. Other examples are tried by each run.
+settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("some", settings.get_profile("full"), max_examples=30)
+settings.load_profile("some")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
             from ray_kit import start_cluster
 
             start_cluster()
+    if config.getoption("--full"):
+        settings.load_profile("full")
     if builders := config.getoption("--builders"):
         loader_kit.build_in(builders)
 
@@ -64,12 +68,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_variants(items: list[pytest.Item]) -> None:
-    """Mark all but one in so many variants of some tests as `full`."""
-    tests, seen = Path(__file__).parent, Counter[str]()
+    """Mark all but one in so many variants of some tests as `full`, as pytest lists them."""
+    seen = Counter[str]()
     for item in items:
-        name = f"{item.path.relative_to(tests)}::{getattr(item, 'originalname', item.name)}"
-        if name in ONE_IN and not item.get_closest_marker("full"):
-            if seen[name] % ONE_IN[name]:
+        marker = item.get_closest_marker("one_in")
+        if marker is not None and not item.get_closest_marker("full"):
+            name = f"{item.path}::{getattr(item, 'originalname', item.name)}"
+            if seen[name] % marker.args[0]:
                 item.add_marker("full")
             seen[name] += 1
 
@@ -82,6 +87,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """All test modules have been imported; in a process that runs tests."""
     sys.dont_write_bytecode = _KEEPS_NO_BYTECODE
+    gc.collect()
+    gc.freeze()  # tests that collect garbage need not look through torch and all modules, 0.3 s a time
+    if session.items and session.config.getoption("--builders") != "ray":  # whose threads are here by now
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # what workers and ranks print is the test's
+        fork_servers()
+        capture.suspend_global_capture()
     if session.config.getoption("--builders") == "ray" and session.items:
         from ray_kit import reuse_actors
 

@@ -80,6 +80,7 @@ def sampled(cls: Loader, kind: str, workers: int) -> list[Any]:
     return epochs_of(cls(Numbers(SIZE), num_workers=workers, **arguments), getattr(outer, "sampler", outer))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_samplers_give_the_order_that_they_give_with_torch(kind: str, workers: int) -> None:
@@ -223,6 +224,7 @@ def test_batches_of_pytorch_geometric_are_those_of_its_own_loader(workers: int) 
 # ---- datasets -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("context", [None, "fork", "spawn"])
 def test_tensors_in_shared_memory_are_the_same_memory_in_the_workers(context: Any) -> None:
     dataset = Told()

@@ -1,7 +1,8 @@
 """Forked children: one that stops where a test wants it, to be killed there; one that answers and ends.
 
-And faults that come from the system: limits (`limited`), and in children, as long as they live, calls that
-fail (`on_file_events`) and modes of files that hold for root too (`without_privileges`).
+The servers that workers and ranks of tests are forked from. And faults that come from the system: limits
+(`limited`), and in children, as long as they live, calls that fail (`on_file_events`) and modes of files that
+hold for root too (`without_privileges`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from typing import Any
+from unittest import mock
+
+from prefetch.workers import forked_server
+from prefetch.workers.fork_server import interrupts_held, warm_up
 
 
 class Child:
@@ -122,3 +128,46 @@ def without_privileges() -> None:
     """Let the modes of files hold for this process, also where it is root's."""
     header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3; this thread
     assert ctypes.CDLL(None).capset(header, none) == 0
+
+
+def fork_servers() -> None:
+    """Let workers and ranks come from copies of this process as it is now, with all test modules imported.
+
+    To be called before any test. A server that is a new process takes 4 s of a core: once for the ranks, and
+    for workers with each test module that has some. The thread of pytest-xdist only waits for a message: what
+    a server is not forked beside otherwise.
+    """
+    from dataflow.stream.builders import BUILDER_MAIN
+    from dataflow.testing import ranks
+    from prefetch.ipc.server import server_needs
+
+    with (
+        mock.patch.object(forked_server, "refusal", return_value=""),
+        mock.patch.object(forked_server, "num_threads", return_value=1),
+        interrupts_held(),
+        warnings.catch_warnings(),
+    ):
+        warnings.resetwarnings()  # those of pytest are errors
+        for hidden in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", hidden)
+        warm_up(server_needs(set(), BUILDER_MAIN), is_needed=False)
+        if "ranks_kit" in sys.modules:
+            forked = forked_server.fork_server(ranks._PRELOADED)
+            assert not isinstance(forked, str), forked
+            server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+            server._forkserver_address, server._forkserver_alive_fd = forked.address, forked.alive
+            server._forkserver_pid = forked.pid
+
+
+@contextmanager
+def fresh_fork_server() -> Iterator[None]:
+    """Inside, ranks come from a new process, as those of a program do, and not from a copy of this one."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    names = ("_forkserver_address", "_forkserver_alive_fd", "_forkserver_pid")
+    ours = {name: getattr(server, name) for name in names}
+    vars(server).update(dict.fromkeys(names))
+    try:
+        yield
+    finally:
+        server._stop()
+        vars(server).update(ours)

@@ -209,7 +209,9 @@ class Script:
 
 def _search_path(*folders: Path) -> str:
     """Where a program looks for modules before those that are installed."""
-    return os.pathsep.join([*map(str, (*folders, HERE, ROOT)), os.environ.get("PYTHONPATH", "")])
+    return os.pathsep.join(
+        [*map(str, (*folders, HERE, HERE / "grad", ROOT)), os.environ.get("PYTHONPATH", "")]
+    )
 
 
 ANOTHER_THREAD = """

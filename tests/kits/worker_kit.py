@@ -12,6 +12,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def workers_of_this_process() -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):
             command = " ".join(child.cmdline())
             server = "forkserver import main" in command and child.ppid() == os.getpid()
-            helpers = (*server_pids(), *nursery_pids())
+            helpers = (*server_pids(), *nursery_pids(), forkserver._forkserver._forkserver_pid)
             if not server and child.pid not in helpers and "resource_tracker" not in command:
                 found.append(child.pid)
     return found

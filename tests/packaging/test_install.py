@@ -238,6 +238,7 @@ def test_the_compiler_that_is_named_comes_first(tmp_path: Path, monkeypatch: pyt
     assert compilers_on_path() == [("gcc",)]
 
 
+@pytest.mark.one_in(2)
 @needs_compiler
 @pytest.mark.parametrize("flags", ["", *PLAIN])
 def test_only_what_the_header_declares_is_exported_and_nothing_is_warned_of(

@@ -72,6 +72,7 @@ ITEM_TYPES = [
 LIST_TYPES = [pa.list_, pa.large_list, pa.list_view, pa.large_list_view, lambda kind: pa.list_(kind, 2)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("item", ITEM_TYPES, ids=str)
 @pytest.mark.parametrize("of", LIST_TYPES)
 @settings(max_examples=5)

@@ -43,6 +43,7 @@ def ran(name: str, seed: int) -> Run:
 # ---- judged against the best mode in hindsight ------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job.stationary])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_where_nothing_changes_it_ends_with_the_best_mode_after_one_change_at_most(
@@ -55,6 +56,7 @@ def test_where_nothing_changes_it_ends_with_the_best_mode_after_one_change_at_mo
     assert run.changes <= 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [n for n, job in JOBS.items() if not job.stationary])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_network_that_changes_is_followed(name: str, seed: int) -> None:

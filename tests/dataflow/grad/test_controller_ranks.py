@@ -142,6 +142,7 @@ def saturated() -> Story:
     return story(75, compression(), 0.125)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_measure_different_things_decide_the_same(ranks: int) -> None:
     told = SETS[ranks].results(saturated)

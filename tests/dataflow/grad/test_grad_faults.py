@@ -97,6 +97,7 @@ DEATHS = (("compute", "ddp", False), ("sync", "fsdp", True))
 MORE_DEATHS = (("sync", "ddp", False), ("sync", "ddp", True), ("compute", "fsdp", False))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", [*DEATHS, *in_full(*MORE_DEATHS)])
 def test_the_others_name_a_rank_that_died(case: tuple[str, str, bool]) -> None:
     cases = DEATHS if case in DEATHS else MORE_DEATHS
@@ -198,6 +199,7 @@ HANGS = (("ddp",), ("fsdp",), ("by node",))[OLD_TORCH:]
 """DDP of an older torch does not ask for the time-out that the group has now."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", HANGS)
 def test_a_rank_that_hangs_while_it_computes_is_named_within_the_deadline(case: tuple[str]) -> None:
     said = results_of_cases(3, wait_for_gradients_of_a_rank_that_hangs, *HANGS)[case]

@@ -75,6 +75,7 @@ def assert_equal(found: Result, expected: Result) -> None:
     assert worst(found.averaged, expected.averaged) < 1e-12
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("world", [1, *in_full(2), 3, *in_full(4)])
 def test_windows_equal_large_batches(world: int) -> None:
     results = results_of(world) if world > 1 else [run_cases(cases_of(1))]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import torch.distributed as dist
 from datasets_kit import make_ints_tar
 from elastic_kit import train_from
 from grad_kit import Case, Result, as_large_batches, run_cases, wrapped
+from programs_kit import run_script
 from ranks_kit import RankSet
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -374,11 +372,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from elastic_kit import train_from
-dist.init_process_group("gloo")
-folder = Path(sys.argv[1])
-torch.save(train_from(folder, 4, die_at=2), folder / f"rank-{dist.get_rank()}.pt")
-dist.destroy_process_group()
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+def train(folder):
+    dist.init_process_group("gloo")
+    torch.save(train_from(folder, 4, die_at=2), folder / f"rank-{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+rendezvous = {"run_id": "restarted", "rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0"}
+elastic_launch(
+    LaunchConfig(1, 1, 2, max_restarts=1, monitor_interval=0.1, start_method="fork", **rendezvous), train
+)(Path(sys.argv[1]))
 """
+"""What torchrun does, with ranks that are forked from where torch is imported."""
 
 
 def test_torchrun_restarts_a_run_whose_rank_was_killed_over_the_same_windows(tmp_path: Path) -> None:
@@ -386,19 +392,19 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_over_the_same_windows(tmp
         (tmp_path / name).mkdir()
         make_ints_tar(tmp_path / name)
     expected, parameters = train_from(tmp_path / "whole", 4)
-    (tmp_path / "train.py").write_text(RESTARTED)
-    root = Path(__file__).parents[3]
-    path = os.pathsep.join([str(root / "tests" / "kits" / "grad"), str(root)])
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command = [sys.executable, *launch, str(tmp_path / "train.py"), str(tmp_path / "cut")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    code, _, errors = run_script(
+        RESTARTED,
+        tmp_path / "cut",
+        how="forked",
+        folder=tmp_path,
+        imported=("torch._dynamo", "elastic_kit", "torch.distributed.launcher.api"),
+        variables={
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },
+    )
+    assert code == 0, errors
     (first, ours), (second, _) = (torch.load(tmp_path / "cut" / f"rank-{rank}.pt") for rank in (0, 1))
     after = [sorted(a + b) for a, b in zip(first, second, strict=True)]
     assert 2 <= len(after) < 4

@@ -61,6 +61,7 @@ def two_ranks():
     return two.results(runs_and_resumed_runs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(two_ranks, name):
     for rank in two_ranks:

@@ -60,6 +60,7 @@ def dense_bytes(ranks):
     return STEPS * 8 * numels * 2 * (ranks - 1) / ranks
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("ranks", "work"), [(two, on_two_ranks), (four, on_four_ranks)])
 def test_what_a_strategy_says_is_what_the_sockets_sent(ranks, work):
     for rank in ranks.results(work):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from chunks_kit import HandDrivenEpoch
 from datasets_kit import Made, Make, edited, make_megatron, rank, write_megatron
-from parameters_kit import in_full, in_pairs, meeting_in_pairs, one_in
+from parameters_kit import in_pairs, meeting_in_pairs, one_in
 from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, ShardedDataset, Shuffle, TokenBudget
@@ -130,6 +130,7 @@ def tokens_of(batching: Batching, batches: list[list[Any]]) -> Counter[int]:
 # ---- exactness --------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "name"), in_pairs(BATCHINGS, FORMATS))
 def test_batches_hold_what_the_plan_says_element_by_element(made: Make, name: str, kind: str) -> None:
     data, batching = made(name), BATCHINGS[kind](FORMATS[name])
@@ -182,6 +183,7 @@ def test_a_renamed_column_and_lengths_of_another_column(made: Make) -> None:
             )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", BATCHINGS)
 def test_megabatches_that_grow_hold_what_the_plan_says_and_a_state_resumes_in_any(
     tmp_path: Path, kind: str
@@ -236,6 +238,7 @@ def test_windows_are_staged_once_and_closed_on_the_way(made: Make, kind: str, sh
 # ---- ranks ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "shuffle", "tail"),
     one_in(
@@ -295,42 +298,6 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
     text = json.dumps(state)
     assert len(text) < 1000
     return dict(json.loads(text))
-
-
-@pytest.mark.parametrize("kind", BATCHINGS)
-@pytest.mark.parametrize("shuffle", [*in_full(SHUFFLES[0]), SHUFFLES[1], *in_full(Shuffle("full"))], ids=str)
-def test_resumes_at_every_batch(made: Make, kind: str, shuffle: Shuffle) -> None:
-    data, batching = made("parquet"), BATCHINGS[kind]("lst")
-    with loader_of(data, batching, shuffle=shuffle) as loader:
-        whole = delivered(loader)
-        following = delivered(loader)
-    for cut in range(len(whole) + 1):
-        with loader_of(data, batching, shuffle=shuffle) as loader:
-            head = [rows_of_batch(batch["lst"]) for batch in islice(loader, cut)]
-            state = through_json(loader.state_dict())
-        with loader_of(data, batching, shuffle=True) as resumed:
-            resumed.load_state_dict(state)
-            assert head + delivered(resumed) == whole
-            if cut % 5 == 0:
-                assert delivered(resumed) == following
-
-
-@pytest.mark.parametrize("kind", BATCHINGS)
-def test_a_run_goes_on_with_other_ranks(made: Make, kind: str) -> None:
-    data, batching = made("megatron"), BATCHINGS[kind]("tokens")
-    got: list[Any] = []
-    state: dict[str, Any] = {}
-    heads = []
-    for r in range(3):
-        with loader_of(data, batching, r, 3, tail="uneven") as loader:
-            heads.append([rows_of_batch(batch["tokens"]) for batch in islice(loader, 2)])
-            state = loader.state_dict()
-    got += chain(*(batches[b] for b in range(2) for batches in heads))
-    for r in range(2):
-        with loader_of(data, batching, r, 2, tail="uneven") as loader:
-            loader.load_state_dict(through_json(state))
-            got += chain(*delivered(loader))
-    assert Counter(map(str, got)) == Counter(map(str, chain(*expected(loader, data))))
 
 
 def test_split_rows_may_outnumber_the_samples(made: Make) -> None:

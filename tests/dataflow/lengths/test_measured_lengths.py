@@ -151,12 +151,6 @@ def test_batches_hold_what_the_plain_loop_packs(folder: Path, kind: str, shuffle
             assert delivered(loader) == whole_batches(units_of(loader, epoch), loader.batch_size)
 
 
-@pytest.mark.parametrize("workers", [{"num_workers": 2, "workers": "thread"}, {"num_workers": 1}], ids=str)
-def test_builders_make_what_the_consumer_would(folder: Path, workers: dict[str, Any]) -> None:
-    with loader_of(folder, BATCHINGS["packed"](), **workers) as loader:
-        assert delivered(loader) == whole_batches(units_of(loader), 3)
-
-
 def test_a_sample_is_made_once_an_epoch(folder: Path) -> None:
     tokens = CountedTokens()
     with loader_of(folder, BATCHINGS["packed"](), tokens) as loader:
@@ -189,27 +183,6 @@ def test_columns_cut_alike_lie_place_by_place(folder: Path) -> None:
 
 
 # ---- states -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", BATCHINGS)
-def test_a_state_resumes_after_any_batch(folder: Path, kind: str) -> None:
-    with loader_of(folder, BATCHINGS[kind]()) as loader:
-        whole, states = [], [loader.state_dict()]
-        for batch in loader:
-            whole.append(pieces_of(batch["tokens"]))
-            states.append(loader.state_dict())
-        states.append(loader.state_dict())
-    assert len(whole) > 8
-    assert all(len(json.dumps(state)) < 1000 for state in states)
-    for cut in {0, 1, 2, 5, len(whole) // 2, *range(len(whole) - 2, len(whole) + 1)}:
-        state = states[cut]
-        with loader_of(folder, BATCHINGS[kind](), seed=1) as loader:
-            loader.load_state_dict(json.loads(json.dumps(state)))
-            assert delivered(loader) == whole[cut:]
-            assert delivered(loader) == whole_batches(units_of(loader, 1), loader.batch_size)
-    with loader_of(folder, BATCHINGS[kind]()) as loader:
-        loader.load_state_dict(states[-1])
-        assert delivered(loader) == whole_batches(units_of(loader, 1), loader.batch_size)
 
 
 def test_a_resumed_loader_makes_no_sample_before_its_megabatch(folder: Path) -> None:
@@ -322,6 +295,7 @@ def expected_on(units: list[Any], world_size: int, size: int, tail: str) -> list
     return batches if tail == "drop" else [*batches, [*own, *(own[k % left] for k in range(fill))]]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("tail", "kind"), in_pairs(["drop", "pad", "even", "uneven"], ["packed", "buckets"]))
 def test_all_tails_leave_out_or_fill_up_the_last_batch(folder: Path, tail: str, kind: str) -> None:
     batches, _, _ = of_world(folder, 3, kind, tail=tail, shuffle=Shuffle("window", 4, canonical_nodes=3))
@@ -331,15 +305,6 @@ def test_all_tails_leave_out_or_fill_up_the_last_batch(folder: Path, tail: str, 
         assert len(units[-1]) < 5
         units.pop()
     assert batches == expected_on(units, 3, GLOBAL_ROWS if kind == "packed" else 3, tail)
-
-
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 4)])
-def test_a_state_goes_on_with_another_number_of_ranks(folder: Path, before: int, after: int) -> None:
-    whole, states, _ = of_world(folder, before, "packed", [1, 3, 7], tail="uneven")
-    for cut, state in states.items():
-        rest, _, made = of_world(folder, after, "packed", load=state, tail="uneven")
-        assert rest == whole[cut:]
-        assert set(made.values()) == {1}
 
 
 def fails_on_one_rank(folder: Path, number: int) -> str:
@@ -430,6 +395,7 @@ def trained(folder: Path, tail: str, state: Any = None) -> Any:
     return windows, kept_state
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tail", ["drop", "pad", "even", "uneven"])
 def test_a_grad_schedule_steps_and_goes_on_over_all_tails(folder: Path, tail: str) -> None:
     whole = fast_ranks(trained, 2, args=(folder, tail), timeout_s=90)
@@ -611,6 +577,7 @@ def kept(kind: str, key: str = "letters") -> Batching:
     return type(BATCHINGS[kind]())(**{**vars(BATCHINGS[kind]()), "lengths_key": key})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", BATCHINGS)
 def test_once_all_lengths_were_found_later_loaders_know_them(folder: Path, kind: str) -> None:
     with loader_of(folder, kept(kind)) as loader:

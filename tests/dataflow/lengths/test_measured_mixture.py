@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks_kit import fast_ranks
 
 from dataflow import DataLoader, Mixture, Packed, SampleError, ShardedDataset
 
@@ -76,38 +75,6 @@ def test_each_sample_is_packed_whole_as_often_as_the_mixture_says(mixed: Path) -
         assert times == Counter({whole: NUMBERS[name] - more, whole + 1: more}) - Counter(
             {whole: 0, whole + 1: 0}
         )
-
-
-@pytest.mark.parametrize("shares", ["samples", "tokens"])
-def test_a_state_resumes_after_any_batch(mixed: Path, shares: Any) -> None:
-    mixture = opened(mixed, shares=shares)
-    with loader_of(mixture) as loader:
-        rows_of(loader)
-        whole, states = [], [loader.state_dict()]
-        for batch in loader:
-            whole.append(batch["tokens"].tokens.tolist())
-            states.append(loader.state_dict())
-    for cut in range(len(whole)):
-        assert len(json.dumps(states[cut])) < 1000
-        with loader_of(mixture, num_workers=1 if cut == 2 else 0) as loader:
-            loader.load_state_dict(json.loads(json.dumps(states[cut])))
-            assert rows_of(loader) == whole[cut:]
-
-
-def of_rank(folder: Path, shares: Any) -> list[list[list[int]]]:
-    with loader_of(opened(folder, shares=shares), 12 // torch.distributed.get_world_size()) as loader:
-        return rows_of(loader)
-
-
-@pytest.mark.parametrize("shares", ["samples", "tokens"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_number_of_ranks_delivers_the_same_global_batches(
-    mixed: Path, world_size: int, shares: Any
-) -> None:
-    ranks = fast_ranks(of_rank, world_size, args=(mixed, shares), timeout_s=90)
-    with loader_of(opened(mixed, shares=shares), 12, tail="even") as loader:
-        alone = rows_of(loader)
-    assert [list(chain(*rows)) for rows in zip(*ranks, strict=True)][:-1] == alone[:-1]
 
 
 def test_tokens_come_in_their_shares(mixed: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from datasets_kit import edited, rank
 from loader_kit import stream_of
 from parameters_kit import meeting_in_pairs, one_in
 from ranks_kit import fast_ranks
-from test_loader_lengths import Unit, delivered, laid_out, rows_of_batch, through_json, tokens_of
+from test_loader_lengths import Unit, delivered, laid_out, through_json, tokens_of
 
 from dataflow import Bucketed, DataLoader, Image, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget
 from dataflow.stream.length_aware import make_planner
@@ -189,6 +187,7 @@ def expected(loader: DataLoader, epoch: int = 0) -> list[list[Any]]:
 # ---- exactness -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "rule", "shuffle"), CASES, ids=str)
 def test_batches_hold_what_the_plan_says_element_by_element(
     abc: list[ShardedDataset], kind: str, rule: str, shuffle: Shuffle
@@ -260,14 +259,6 @@ def test_every_prefix_is_within_the_longest_document_of_each_share_of_tokens(
     for token, times in got.items():
         by_source[token // 10_000 - 1] += times
     assert [by_source[number] for number in range(3)] == tokens[-1].tolist()
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_a_copy_of_a_loader_by_tokens_delivers_the_same(
-    abc: list[ShardedDataset], copied: Callable[[DataLoader], DataLoader]
-) -> None:
-    with loader_of(RULES["tokens"](*abc), Packed(24)) as loader, copied(loader) as other:
-        assert delivered(other) == delivered(loader)
 
 
 def test_shares_of_the_samples_follow_from_those_of_the_tokens(abc: list[ShardedDataset]) -> None:
@@ -349,6 +340,7 @@ def test_credits_bound_what_a_chunk_takes(abc: list[ShardedDataset], kind: str) 
 # ---- ranks and states ------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("kind", "rule", "tail"),
     one_in(3, meeting_in_pairs(BATCHINGS, ["tokens", "all", "schedule"], ["drop", "pad", "even", "uneven"])),
@@ -389,36 +381,6 @@ def test_processes_of_a_group_step_together(urls: list[str]) -> None:
     assert all(state == ranks[0][2] for _, _, state in ranks)
     found = sum((Counter(tokens) for _, tokens, _ in ranks), Counter[int]())
     assert not Counter(chain(*map(chain.from_iterable, map(documents, "abc")))) - found
-
-
-@pytest.mark.parametrize(("kind", "rule"), meeting_in_pairs(BATCHINGS, RULES))
-def test_resumes_anywhere_in_a_later_epoch(abc: list[ShardedDataset], kind: str, rule: str) -> None:
-    mixture, batching = RULES[rule](*abc), BATCHINGS[kind]
-    with loader_of(mixture, batching) as loader:
-        delivered(loader)
-        states, whole = [through_json(loader.state_dict())], []
-        for batch in loader:
-            whole.append(rows_of_batch(batch["tokens"]))
-            states.append(through_json(loader.state_dict()))
-    for cut in {*range(0, len(states), 1 + len(states) // 6), len(whole)}:
-        with loader_of(mixture, batching, shuffle=True, seed=0) as resumed:
-            resumed.load_state_dict(states[cut])
-            assert delivered(resumed) == whole[cut:]
-
-
-@pytest.mark.parametrize("kind", BATCHINGS)
-def test_a_run_goes_on_with_other_ranks(abc: list[ShardedDataset], kind: str) -> None:
-    mixture, batching, heads = RULES["all"](*abc), BATCHINGS[kind], []
-    for r in range(3):
-        with loader_of(mixture, batching, r, 3, tail="uneven") as loader:
-            heads.append([rows_of_batch(batch["tokens"]) for batch in islice(loader, 2)])
-            state = through_json(loader.state_dict())
-    got = [row for b in range(2) for batches in heads for row in batches[b]]
-    for r in range(2):
-        with loader_of(mixture, batching, r, 2, tail="uneven") as loader:
-            loader.load_state_dict(state)
-            got += chain(*delivered(loader))
-    assert Counter(map(str, got)) == Counter(map(str, chain(*expected(loader))))
 
 
 def test_a_state_of_other_shares_or_lengths_is_refused(abc: list[ShardedDataset]) -> None:

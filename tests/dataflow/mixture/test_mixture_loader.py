@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import torch
 from datasets_kit import edited, make_ints_tar, make_jsonl, make_parquet, rank, write_tar
 from hypothesis import HealthCheck, given, settings, strategies as st
 from loader_kit import stream_of
-from parameters_kit import in_full, meeting_in_pairs, one_in
+from parameters_kit import in_full
 from ranks_kit import fast_ranks
 
 from dataflow import DataLoader, Image, Mixture, ShardedDataset, Shuffle
@@ -106,6 +105,7 @@ def epoch_of(dataset: ShardedDataset, shuffle: Shuffle, seed: int, epoch: int) -
 # ---- exactness -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shuffle", SHUFFLES, ids=str)
 def test_delivers_what_positions_and_source_orders_say(mixture: Mixture, shuffle: Shuffle) -> None:
     with DataLoader(mixture, 4, shuffle, seed=3) as loader:
@@ -114,6 +114,7 @@ def test_delivers_what_positions_and_source_orders_say(mixture: Mixture, shuffle
             assert delivered(loader) == by_plan(loader, epoch)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tail", ["drop", *in_full("pad", "even"), "uneven"])
 def test_ranks_deliver_their_parts_under_every_tail(mixture: Mixture, tail: Any) -> None:
     for r in range(3):
@@ -177,54 +178,6 @@ def test_a_schedule_makes_epochs_of_unlike_length(abc: list[ShardedDataset]) -> 
 
 
 # ---- state ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rule", "tail", "place"),
-    one_in(3, meeting_in_pairs(RULES, ["drop", "pad", "even", "uneven"], ["alone", "one of three"])),
-)
-def test_resumes_at_every_position(abc: list[ShardedDataset], rule: str, tail: Any, place: str) -> None:
-    mixture, topology = RULES[rule](*abc), rank(0, 1) if place == "alone" else rank(1, 3)
-
-    def make() -> DataLoader:
-        return DataLoader(mixture, 5, Shuffle("window", 4, 4), seed=2**63, tail=tail, topology=topology)
-
-    with make() as loader:
-        whole = [delivered(loader), delivered(loader)][1]
-    with make() as loader:  # one loop tells the states at all positions
-        loader.set_epoch(1)
-        states = [json.dumps(loader.state_dict())]
-        for batch, expected in zip(loader, whole, strict=True):
-            assert samples_of(batch) == expected
-            states.append(json.dumps(loader.state_dict()))
-    for cut in range(0, len(whole) + 1, 1 + len(whole) // 6):
-        with make() as resumed:
-            resumed.load_state_dict(json.loads(states[cut]))
-            assert delivered(resumed) == whole[cut:]
-            assert (resumed.state_dict()["epoch"], resumed.state_dict()["position"]) == (2, 0)
-
-
-@pytest.mark.parametrize(
-    ("rule", "shuffle"),
-    dict.fromkeys([*((rule, SHUFFLES[1]) for rule in RULES), *(("all", s) for s in SHUFFLES)]),
-)
-def test_global_batches_are_one_list_for_one_to_four_ranks(
-    abc: list[ShardedDataset], rule: str, shuffle: Shuffle
-) -> None:
-    """Shares are of positions, shuffles of what a source has there: neither knows the other."""
-    mixture = RULES[rule](*abc)
-
-    def joint(world_size: int) -> list[list[Sample]]:
-        parts = []
-        for r in range(world_size):
-            place = rank(r, world_size)
-            with DataLoader(mixture, 12 // world_size, shuffle, topology=place, tail="uneven") as loader:
-                parts.append(delivered(loader))
-        steps = max(map(len, parts))
-        return [list(chain(*(part[i] for part in parts if i < len(part)))) for i in range(steps)]
-
-    one = joint(1)
-    assert all(joint(world_size) == one for world_size in (2, 3, 4))
 
 
 @pytest.mark.full

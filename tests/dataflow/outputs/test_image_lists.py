@@ -79,6 +79,7 @@ def plain(row: int, image: Image) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("workers", [0, None, 2])
 def test_a_batch_is_the_images_of_the_plain_loop(opened: Any, workers: int | None) -> None:
     rows = list[int]()

@@ -170,22 +170,6 @@ def test_global_generators_draw_the_same_for_any_number_of_processes(tmp_path: P
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_a_run_resumes_at_every_batch_with_other_builders(tmp_path: Path) -> None:
-    dataset = make_tar(tmp_path).open(transform=shifted)
-    keys = ("cls", "draw")
-    with DataLoader(dataset, 3, shuffle=True) as loader:
-        whole = [{key: batch[key].tolist() for key in keys} for batch in loader]
-    for taken in range(1, len(whole)):
-        with in_processes(dataset, 3, True) as loader:
-            loop = iter(loader)
-            head = [{key: batch[key].tolist() for key in keys} for batch in islice(loop, taken)]
-            state = loader.state_dict()
-        assert head == whole[:taken]
-        with DataLoader(dataset, 3, shuffle=True) as loader:
-            loader.load_state_dict(state)
-            assert [{key: batch[key].tolist() for key in keys} for batch in loader] == whole[taken:]
-
-
 def test_images_are_those_that_threads_decode(tmp_path: Path) -> None:
     simplejpeg = pytest.importorskip("simplejpeg")
     rng = np.random.default_rng(1)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets_kit import Row, delivered, plain, rank, rows_of, write_tar
+from datasets_kit import Row, delivered, plain, rank, write_tar
 from http_kit import RangeServer, serving
 from hypothesis import given, settings, strategies as st
 from parameters_kit import in_pairs
@@ -208,19 +206,6 @@ def test_ranks_share_the_batches_of_the_own_dataset(tmp_path: Path, world_size: 
 
 def row_key(row: Row) -> str:
     return f"{row['n']:05d}"
-
-
-def test_it_resumes_after_every_batch(tmp_path: Path) -> None:
-    joined, shuffle = pair(tmp_path, others=GAPS).joined(), Shuffle("window", window_blocks=3)
-    with DataLoader(joined, 4, shuffle) as loader:
-        whole = delivered(loader)
-    for cut in range(len(whole) + 1):
-        with DataLoader(joined, 4, shuffle) as loader:
-            head = [rows_of(batch) for batch in islice(loader, cut)]
-            state = json.loads(json.dumps(loader.state_dict()))
-        with DataLoader(pickle.loads(pickle.dumps(joined)), 4) as loader:
-            loader.load_state_dict(state)
-            assert head + delivered(loader) == whole
 
 
 def test_a_state_of_the_own_dataset_alone_is_refused(tmp_path: Path) -> None:

@@ -304,6 +304,7 @@ def test_skipping_leaves_out_the_rows_with_nulls_and_no_others(
     assert sorted(row["n"] for row in rows(dataset, shuffle=True, **options)) == want
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", BUILDERS, ids=str)
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl"])
 def test_what_is_filtered_out_raises_nothing(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
@@ -316,25 +317,6 @@ def test_what_is_filtered_out_raises_nothing(tmp_path: Path, name: str, options:
 
 
 # ---- beside what else a loader does ----------------------------------------------------------------------
-
-
-def test_a_loop_resumes_where_it_stood(tmp_path: Path) -> None:
-    declared = opened(with_nulls(), tmp_path, decode={"i": Optional(default=-1, mask=True)}, columns=["i"])
-    filtered = opened(with_nulls(), tmp_path, "b.parquet", columns=["i"]).filter(field("i").is_valid())
-    skipping = opened(with_nulls(), tmp_path, "c.parquet", columns=["i"], on_error="skip")
-    for dataset in (declared, filtered, skipping):
-        whole = [rows_of(batch) for batch in DataLoader(dataset, 7, shuffle=True, seed=5)]
-        for cut in (0, 1, 4, len(whole)):
-            loader, batches = DataLoader(dataset, 7, shuffle=True, seed=5), list[Any]()
-            stream = iter(loader)
-            batches += [rows_of(next(stream)) for _ in range(cut)]
-            state = json.loads(json.dumps(loader.state_dict()))
-            loader.close()
-            resumed = DataLoader(dataset, 7, shuffle=True, seed=5)
-            resumed.load_state_dict(state)
-            rest = [] if cut == len(whole) else [rows_of(batch) for batch in resumed]
-            assert batches + rest == whole
-            resumed.close()
 
 
 def test_members_of_a_mixture_declare_the_same(tmp_path: Path) -> None:
@@ -456,6 +438,7 @@ def check_members(batches: list[dict[str, Any]]) -> list[int]:
     return seen
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", BUILDERS, ids=str)
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
 def test_absent_members_are_what_was_declared(tmp_path: Path, suffix: str, options: dict[str, Any]) -> None:

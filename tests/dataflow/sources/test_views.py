@@ -6,7 +6,7 @@ import math
 import pickle
 from collections.abc import Callable
 from functools import cache
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,6 @@ from datasets_kit import (
     make_jsonl,
     make_parquet,
     plain,
-    rank,
-    rows_of,
     sort_key,
 )
 from http_kit import RangeServer, serving
@@ -401,31 +399,6 @@ def test_the_loader_delivers_each_sample_of_a_view_once(
         assert text_of(rows) == text_of(expected_rows(made, dataset))
         if shuffle.kind == "none":
             assert rows == expected_rows(made, dataset)
-
-
-@pytest.mark.parametrize("shuffle", LOADER_SHUFFLES, ids=str)
-def test_a_view_resumes_at_every_position_in_any_world(
-    by_format: Callable[[str], Made], shuffle: Shuffle
-) -> None:
-    dataset = VIEWS["every third"](by_format("parquet").open())
-
-    def run(world_size: int, steps: int, state: Any) -> tuple[list[Any], Any]:
-        ranks, after = [], None
-        for r in range(world_size):
-            with DataLoader(
-                dataset, 6 // world_size, shuffle, topology=rank(r, world_size), tail="uneven"
-            ) as loader:
-                if state:
-                    loader.load_state_dict(state)
-                ranks.append([rows_of(batch) for batch in islice(loader, steps)])
-                after = after or loader.state_dict()
-        return [[row for part in ranks for row in part[i]] for i in range(max(map(len, ranks)))], after
-
-    whole, _ = run(1, 100, None)
-    for cut in range(len(whole)):
-        for world_size in (2, 3):
-            head, state = run(world_size, cut, None)
-            assert head + run(1, 100, state)[0] == whole
 
 
 def test_a_state_of_another_view_is_refused(dataset: ShardedDataset) -> None:

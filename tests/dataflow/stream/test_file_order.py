@@ -86,21 +86,6 @@ def test_ranks_that_are_numbered_across_nodes_take_their_parts_by_rank(ints: Mad
     assert gathered(labels_of_all(data, 4, batching, places))[: len(alone)] == alone
 
 
-@pytest.mark.parametrize("done", [1, 7, 30, 46])
-def test_a_state_resumes_in_file_order_in_another_world(ints: Made, done: int) -> None:
-    with DataLoader(ints.open(), 1) as loader:
-        batches = iter(loader)
-        for _ in range(done):
-            next(batches)
-        state = loader.state_dict()
-    parts = []
-    for r in range(3):
-        with DataLoader(ints.open(), 2, topology=rank(r, 3)) as loader:
-            loader.load_state_dict(state)
-            parts.append(delivered(loader))
-    assert gathered(parts)[: len(ints.samples) - done] == ints.samples[done:]
-
-
 # ---- what it costs --------------------------------------------------------------------------------------
 
 

@@ -356,6 +356,7 @@ IN_A_THREAD = NEVER_CLOSED.replace(
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("script", "code"), [(NEVER_CLOSED, 0), (FAILS, 7), (IN_A_THREAD, 0)])
 def test_the_interpreter_ends_cleanly_with_an_open_loader(
     ints: Made, tmp_path: Path, script: str, code: int

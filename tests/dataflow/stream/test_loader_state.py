@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from datasets_kit import (
     NUM_SAMPLES,
     Made,
-    Make,
     Row,
     by_plan,
     delivered,
@@ -25,33 +23,15 @@ from datasets_kit import (
     sort_key,
 )
 from hypothesis import HealthCheck, given, settings, strategies as st
-from parameters_kit import in_pairs
 
 from dataflow import DataLoader, Shuffle
 
-FORMATS = ["tar", "tar.gz", "parquet", "tokens.bin", "megatron"]
 SHUFFLES = [Shuffle("none"), Shuffle("blocks", 2), Shuffle("window", 2), Shuffle("full")]
 
 
 @pytest.fixture(scope="module")
 def ints(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make_ints_tar(tmp_path_factory.mktemp("ints"))
-
-
-def assert_resumes_everywhere(make: Callable[[], DataLoader]) -> None:
-    with make() as loader:
-        whole = delivered(loader)
-    for cut in range(len(whole) + 1):
-        with make() as loader:
-            head = [rows_of(batch) for batch in islice(loader, cut)]
-            state = through_json(loader.state_dict())
-        with make() as resumed:
-            resumed.load_state_dict(state)
-            tail = delivered(resumed)
-            after = resumed.state_dict()
-        assert head + tail == whole, f"differs when resumed after {cut}"
-        assert after["epoch"] == 1
-        assert after["position"] == 0
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:
@@ -61,20 +41,6 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- one rank -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "tail"), in_pairs(FORMATS, ["drop", "pad", "even", "uneven"]))
-def test_resumes_at_every_position(made: Make, name: str, tail: str) -> None:
-    dataset = made(name).open()
-    assert_resumes_everywhere(lambda: DataLoader(dataset, 6, Shuffle("window", 2), tail=tail, seed=5))
-
-
-@pytest.mark.parametrize("shuffle", SHUFFLES, ids=str)
-def test_resumes_at_every_position_under_every_shuffle(ints: Made, shuffle: Shuffle) -> None:
-    dataset = ints.open()
-    assert_resumes_everywhere(lambda: DataLoader(dataset, 4, shuffle))
-    place = rank(1, 3)
-    assert_resumes_everywhere(lambda: DataLoader(dataset, 4, shuffle, topology=place))
 
 
 def test_the_state_inside_a_loop_counts_delivered_batches_not_prefetched_ones(ints: Made) -> None:
@@ -144,31 +110,6 @@ def test_the_state_brings_seed_shuffle_and_epoch_of_its_run(ints: Made) -> None:
 
 
 # ---- other ranks, other sizes -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_other_ranks_go_on_with_the_same_global_batches(made: Make, name: str) -> None:
-    data = made(name)
-    dataset, shuffle = data.open(), Shuffle("window", 2)
-
-    def run(world_size: int, state: dict[str, Any] | None, steps: int) -> tuple[list[list[Row]], Any]:
-        ranks, states = [], []
-        for r in range(world_size):
-            place = rank(r, world_size)
-            with DataLoader(dataset, 12 // world_size, shuffle, topology=place, tail="uneven") as loader:
-                if state:
-                    loader.load_state_dict(state)
-                ranks.append([rows_of(batch) for batch in islice(loader, steps)])
-                states.append(through_json(loader.state_dict()))
-        assert all(one == states[0] for one in states)
-        steps = max(map(len, ranks))
-        return [list(chain(*(r[i] for r in ranks if i < len(r)))) for i in range(steps)], states[0]
-
-    whole, _ = run(1, None, 100)
-    head, state = run(4, None, 1)
-    middle, state = run(2, state, 1)
-    rest, _ = run(3, state, 100)
-    assert head + middle + rest == whole
 
 
 @settings(

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked_kit import fresh_fork_server
 from programs_kit import Script, run_script
 from ranks_kit import OLD_TORCH
 
@@ -29,6 +30,13 @@ from dataflow.topology_exchange import detect_topology
 from sharding.topology.topology import Topology
 
 FAST = {"start_method": "forkserver"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_as_of_a_program():
+    """Copies of this process would bring along its pytest."""
+    with fresh_fork_server():
+        yield
 
 
 def who(extra=""):
@@ -371,6 +379,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("how", "method", "where"),
     [

@@ -115,6 +115,7 @@ def epochs(loader: Any, count: int = 1) -> list[Any]:
     return [plain(batch) for _ in range(count) for batch in loader]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize(
     "arguments",
@@ -135,6 +136,7 @@ def test_batches_are_those_of_torch(workers: int, arguments: dict[str, Any]) -> 
     assert epochs(DataLoader(Squares(22), num_workers=workers, **arguments), 2) == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_random_values_in_workers_are_those_of_torch(workers: int, persistent: bool) -> None:
@@ -152,6 +154,7 @@ def test_random_values_in_workers_are_those_of_torch(workers: int, persistent: b
     assert epochs(loader(DataLoader), 3) == epochs(loader(TorchDataLoader), 3)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 @pytest.mark.parametrize("batch_size", [None, 2, 3])
 def test_iterables_take_turns_as_with_torch(workers: int, batch_size: int | None) -> None:
@@ -284,6 +287,7 @@ class DrawnLate(Drawn):
         return super().__getitem__(index) if index >= 12 else [index]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dataset", [Drawn, DrawnLate])
 @pytest.mark.parametrize(("taken_with", "resumed_with"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 def test_draws_of_an_epoch_go_on_with_any_number_of_worker_processes(
@@ -334,6 +338,7 @@ def test_more_persistent_workers_than_a_state_had_all_work_from_the_next_epoch_o
         assert [int(batch["worker"][0]) for batch in resumed] == [0, 1] * 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("taken_with", [0, 1, 3])
 @pytest.mark.parametrize("resumed_with", [0, 2, 3])
 @pytest.mark.parametrize("dataset", [lambda: Place(7), Counted], ids=["with a state", "without"])
@@ -351,6 +356,7 @@ def test_iterables_resume_with_another_number_of_workers(
         assert [batch.tolist() for batch in resumed] == expected[place:], place
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("every", [1, 3, 100])
 def test_states_taken_every_few_batches_resume_as_exactly(every: int) -> None:
     def loader() -> DataLoader:

@@ -208,6 +208,7 @@ def test_a_growing_dataset_is_seen_by_the_next_loop() -> None:
     assert numbers(loader) == [[0, 1], [2, 3]]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["shuffled", "by batch", "iterable", "iterable with a state"])
 def test_worker_processes_give_the_same_batches(case: str) -> None:
     def epochs(**options: Any) -> list[Any]:
@@ -746,6 +747,7 @@ STATEFUL: dict[str, Any] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("case", STATEFUL)
 def test_resumes_at_every_position(case: str, persistent: bool) -> None:

@@ -112,6 +112,7 @@ def test_a_panic_of_a_library_is_an_error_of_the_batch_and_the_worker_lives_on()
             next(iterator)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -108,6 +108,7 @@ def close_inside(loader: DataLoader) -> None:
         next(iterator)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize(
     "leave", [leave_at_once, leave_after_one, leave_a_generator, leave_by_an_exception, finish, close_inside]
@@ -342,6 +343,7 @@ def plain(loader: DataLoader) -> DataLoader:
     return pickle.loads(pickle.dumps(loader))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, plain])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
 def test_a_copy_of_a_loader_has_loops_of_its_own(
@@ -424,6 +426,7 @@ else:
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("what", "rounds"), [("nothing", PROGRAMS), ("drop", PROGRAMS), ("use", 2)])
 def test_processes_forked_in_the_middle_of_a_loop_do_it_no_harm(
     tmp_path: Path, what: str, rounds: int
@@ -497,6 +500,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_may_end_at_any_moment(tmp_path: Path, case: str) -> None:
     """With forked workers; the programs themselves being forked from one that has torch."""
@@ -507,6 +511,7 @@ def test_a_program_may_end_at_any_moment(tmp_path: Path, case: str) -> None:
     assert (code, out, err) == (0, "fine\n", "")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", ["alive", "daemon", "exit", "os exit"])
 def test_a_program_with_a_fork_server_may_end_at_any_moment(tmp_path: Path, case: str) -> None:
     """Once each, for a server takes seconds to start; it ends soon after the program, without being asked."""

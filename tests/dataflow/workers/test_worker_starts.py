@@ -102,6 +102,7 @@ print("fine", __name__)
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", ["file", "-m", "-c"])
 def test_a_script_needs_no_guard_and_its_classes_come_back_as_they_are(tmp_path: Path, how: str) -> None:
     """Unguarded, with a lambda, an enum, a dataclass and an exception of the main module."""
@@ -314,6 +315,7 @@ class Large(Does):
         return total
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["numpy", "torch", "nested"])
 def test_a_large_dataset_lies_in_memory_once_for_all_workers(tmp_path: Path, kind: str) -> None:
     array: Any = np.ones(200 * MIB // 8)

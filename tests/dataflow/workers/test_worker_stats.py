@@ -47,6 +47,7 @@ def test_before_the_first_loop_there_is_nothing() -> None:
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("workers", [None, "thread", "process"])
 def test_what_was_delivered_is_counted_over_all_loops(workers: Any) -> None:
     loader = DataLoader(Rows(), 3, num_workers=2 if workers else 0, workers=workers)

@@ -73,6 +73,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder / "driver", num_plans
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mode", ["honest", *in_full("short"), "broken"])
 def test_plans_are_run_as_by_plain_loops(driver: tuple[Path, int], mode: str) -> None:
     program, num_plans = driver

@@ -81,6 +81,7 @@ def shard_in(store: Store, name: str) -> Any:
     return shard_of(url, shard_info(url, *open_url(url, store.options)))
 
 
+@pytest.mark.one_in(2)
 def test_a_pattern_gives_the_same_samples_in_the_same_order_as_locally(
     store: Store, local: Path, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_pattern_gives_the_same_samples_in_the_same_order_as_locally(
     assert samples(f"{store.url}/{store.names}", tmp_path / "remote.catalog", store.options) == wanted
 
 
+@pytest.mark.one_in(2)
 def test_a_server_that_is_killed_and_comes_back_costs_no_sample(store: Store) -> None:
     shard = shard_in(store, "plain.bin")
     down = []

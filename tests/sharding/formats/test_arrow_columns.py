@@ -102,6 +102,7 @@ def test_chunks_with_dictionaries_of_their_own_are_joined(arrays):
     assert python_values(converted(chunked)) == with_bytes(chunked.to_pylist())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [*VARIABLE, *NUMBERS], ids=str)
 @settings(max_examples=20)
 @given(data=st.data())

@@ -92,6 +92,7 @@ def test_a_line_that_was_replaced_by_a_deep_one_is_named_when_it_is_read(tmp_pat
     assert (caught.value.offset, caught.value.stage) == (9, "decode")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", MANY)
 def test_too_many_different_keys_are_refused(tmp_path, kind):
     path = tmp_path / URL

@@ -277,6 +277,7 @@ def test_epochs_and_seeds_differ_and_repeated_construction_is_equal(kind):
     assert len({samples(seed, epoch) for seed in (0, 1, -1, 2**64 - 2) for epoch in range(3)}) == 12
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("table", "shuffle"),
     [

@@ -318,6 +318,7 @@ def test_a_shard_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
 # Complete or not there
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_an_exception_removes_the_shard_in_progress_and_keeps_the_finished(
     tmp_path: Path, suffix: str
@@ -392,6 +393,7 @@ def object_store() -> type[_ObjectStore]:
     return _ObjectStore
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_object_stores_get_whole_uploads_or_none(object_store: type[_ObjectStore], suffix: str) -> None:
     with ShardWriter(f"fakes3://b/a.{suffix}") as writer:
