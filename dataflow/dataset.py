@@ -123,6 +123,13 @@ class ShardedDataset(Sharded, Dataset[S]):
     Raises:
         ValueError: arguments that contradict each other, columns that do not exist.
         ShardReadError, CorruptShardError: shards that cannot be indexed.
+
+    Example:
+        >>> dataset = ShardedDataset("images/*.tar", decode={"jpg": Image(size=224)})
+        >>> len(dataset)
+        8
+        >>> dataset[0]["jpg"].shape
+        torch.Size([3, 224, 224])
     """
 
     def __init__(

@@ -112,6 +112,12 @@ class Cache:
         limit: bytes of all blocks in the folder, or text such as "200GB".
 
     Raises `ValueError` for a limit that is no size.
+
+    Example:
+        >>> dataset = ShardedDataset("s3://bucket/*.parquet", cache=Cache("cache", "50GB"))
+        >>> with DataLoader(dataset, batch_size=4) as loader:
+        ...     for batch in loader:  # the next epoch, and the next job, read from the folder
+        ...         tokens = batch["tokens"]
     """
 
     path: str | os.PathLike[str]

@@ -131,6 +131,12 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             see `StreamSettings`.
 
     Used by one thread. `for batch in loader` runs one epoch.
+
+    Example:
+        >>> dataset = ShardedDataset("images/*.tar", decode={"jpg": Image(size=224)})
+        >>> with DataLoader(dataset, batch_size=4, shuffle=True) as loader:
+        ...     for batch in loader:
+        ...         images, labels = batch["jpg"], batch["cls"]  # uint8 [4, 3, 224, 224] and int64 [4]
     """
 
     def __init__(

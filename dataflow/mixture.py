@@ -76,6 +76,13 @@ class Mixture(Sharded):
 
     Raises `ValueError` for weights that do not fit, members without samples, members that deliver unlike
     columns. A value; thread-safe.
+
+    Example:
+        >>> web, code = ShardedDataset("web/*.jsonl"), ShardedDataset("code/*.jsonl")
+        >>> with DataLoader(Mixture({web: 0.75, code: 0.25}), batch_size=4) as loader:
+        ...     batch = next(iter(loader))  # three texts of `web` and one of `code`
+        >>> sorted(batch["from"])
+        ['code', 'web', 'web', 'web']
     """
 
     def __init__(

@@ -56,7 +56,15 @@ class SessionStats:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderStats(SessionStats):
-    """A snapshot of a `DataLoader`, counted since it was made; of several loops, the newest one's engine."""
+    """A snapshot of a `DataLoader`, counted since it was made; of several loops, the newest one's engine.
+
+    Example:
+        >>> with DataLoader(ShardedDataset("tokens/*.parquet"), batch_size=4) as loader:
+        ...     batches = list(loader)
+        ...     stats = loader.stats()
+        >>> stats.samples, stats.batches
+        (8, 2)
+    """
 
     samples: int
     """Samples delivered to the training code, on this rank; with `batching=`, pieces of samples."""
@@ -181,7 +189,15 @@ class LoaderStats(SessionStats):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStats:
-    """A snapshot of a `DataLoader` over any other dataset, counted since it was made."""
+    """A snapshot of a `DataLoader` over any other dataset, counted since it was made.
+
+    Example:
+        >>> with DataLoader(range(8), batch_size=4) as loader:
+        ...     batches = list(loader)
+        ...     stats = loader.stats()
+        >>> stats.batches
+        2
+    """
 
     batches: int
     """Batches handed to the training code."""

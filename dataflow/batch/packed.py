@@ -56,6 +56,13 @@ class PackedRows(NamedTuple):
     """A packed column. A named tuple, so that helpers that move batches to a device walk into it.
 
     The methods work on any device; in a `batch_transform` they run in the loader's threads.
+
+    Example:
+        >>> dataset = ShardedDataset("tokens/*.parquet")
+        >>> with DataLoader(dataset, batch_size=1, batching=Packed(12, "tokens")) as loader:
+        ...     rows = next(iter(loader))["tokens"]
+        >>> rows.tokens.shape == rows.segment_ids.shape == rows.positions.shape == (1, 12)
+        True
     """
 
     tokens: Tensor

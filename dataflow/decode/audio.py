@@ -25,6 +25,11 @@ class Audio:
 
     Raises:
         ValueError: a setting is out of range.
+
+    Example:
+        >>> dataset = ShardedDataset("sounds/*.tar", decode={"wav": Audio(rate=16_000, seconds=0.5)})
+        >>> dataset[0]["wav"].shape
+        torch.Size([1, 8000])
     """
 
     rate: int | None = None

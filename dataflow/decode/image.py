@@ -51,6 +51,12 @@ class Image:
 
     Raises:
         ValueError: a setting is out of range, or settings contradict each other.
+
+    Example:
+        >>> image = Image(size=224, crop="random_resized", flip=0.5)
+        >>> dataset = ShardedDataset("images/*.tar", decode={"jpg": image})
+        >>> dataset[0]["jpg"].shape
+        torch.Size([3, 224, 224])
     """
 
     size: int | tuple[int, int] | None = None

@@ -47,6 +47,11 @@ class Video:
 
     Raises:
         ValueError: a setting is out of range, or settings contradict each other.
+
+    Example:
+        >>> dataset = ShardedDataset("videos/*.tar", decode={"mp4": Video(frames=8, size=112)})
+        >>> dataset[0]["mp4"].shape
+        torch.Size([8, 3, 112, 112])
     """
 
     frames: int | None = None

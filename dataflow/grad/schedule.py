@@ -99,6 +99,13 @@ class GradSchedule:
     Raises:
         ValueError: an argument or a combination that cannot work.
         DisagreementError: ranks gave different arguments.
+
+    Example:
+        >>> schedule = GradSchedule(loader, model, optimizer, 2, weights={"samples": lambda b: len(b["y"])})
+        >>> for batch in schedule:
+        ...     loss = mse_loss(model(batch["x"]), batch["y"], reduction="sum")
+        ...     schedule.backward(loss * schedule.scale("samples"))
+        ...     info = schedule.step()  # a `StepInfo` at the end of a window, None before
     """
 
     def __init__(

@@ -45,6 +45,13 @@ def prepare_loader(
 
     Raises:
         TypeError: `loader` is not one of this package.
+
+    Example:
+        >>> dataset = ShardedDataset("rows/*.parquet")
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> loader = prepare_loader(accelerator, DataLoader(dataset, batch_size=2, shuffle=True))
+        >>> for batch in loader:
+        ...     accelerator.backward(mse_loss(model(batch["x"]), batch["y"]))
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(

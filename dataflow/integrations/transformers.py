@@ -35,10 +35,6 @@ _WITHOUT_STATE = (
 def resume(trainer: Any) -> KeepPlace:
     """Keep the place of a trainer's loader over shards in its checkpoints, and go on there.
 
-        trainer = MyTrainer(model, arguments)  # its get_train_dataloader returns a DataLoader over shards
-        dataflow.integrations.transformers.resume(trainer)
-        trainer.train(resume_from_checkpoint=True)
-
     The loader may be prepared (`dataflow.integrations.accelerate.prepare_loader`) or not. Other loaders stay
     Trainer's own matter. With `TrainingArguments(ignore_data_skip=True)` nothing is loaded, and the epoch
     begins anew.
@@ -52,6 +48,11 @@ def resume(trainer: Any) -> KeepPlace:
     While it trains, `ValueError` is raised where a checkpoint inside an epoch was saved without the callback,
     or over other data (as by `DataLoader.load_state_dict`). A warning says where `Trainer`, which counts
     steps, takes the checkpoint to be at another place than the data, as with other batches.
+
+    Example:
+        >>> trainer = MyTrainer(model, arguments)  # its get_train_dataloader returns a DataLoader over shards
+        >>> callback = resume(trainer)
+        >>> result = trainer.train(resume_from_checkpoint=True)
     """
     trainer_module.skip_first_batches = _skip_first_batches
     for callback in trainer.callback_handler.callbacks:

@@ -23,6 +23,11 @@ class Optional:
     None, or the default. Tensors have no place for None, and take a default or a mask; with a mask alone a
     missing value is 0 (NaN of floats, an empty row of `Ragged`). Columns that are not declared so have none
     missing, NaN of floats apart: such a sample is a bad one, see `on_error=`.
+
+    Example:
+        >>> dataset = ShardedDataset("people.jsonl", decode={"age": Optional(default=-1)})
+        >>> [int(dataset[i]["age"]) for i in range(len(dataset))]
+        [41, -1]
     """
 
     rule: object = "auto"

@@ -52,6 +52,12 @@ class ChatTemplate:
         dtype: of the ids, "int32" or "int64".
 
     Raises `OSError`, `ValueError`, and `MissingTextSupportError` without the extra `text`.
+
+    Example:
+        >>> chats = ChatTemplate("tokenizer.json", template=Path("chat_template.jinja"))
+        >>> sample = ShardedDataset("chats.jsonl", transform=chats)[0]
+        >>> len(sample["input_ids"]) == len(sample["loss_mask"])
+        True
     """
 
     def __init__(

@@ -44,6 +44,12 @@ class PreferencePairs:
             there.
         chosen, rejected: the columns of the answers: text, or messages.
         prompt: the column of what comes before both of them; "": they have it themselves.
+
+    Example:
+        >>> pairs = PreferencePairs(Tokenize("tokenizer.json", max_length=32), prompt="prompt")
+        >>> dataset = ShardedDataset("pairs.jsonl", transform=pairs, batch_transform=split_pairs)
+        >>> with DataLoader(dataset, 2, batching=Packed(64, "input_ids", overlong="error")) as loader:
+        ...     rows = next(iter(loader))["input_ids"]  # segments 1, 3, 5 ... are the preferred answers
     """
 
     def __init__(
@@ -120,6 +126,12 @@ def split_pairs(
         pad: what fills padded rows up, for all columns or each by name.
 
     Raises `ValueError` where a pair is not whole, or the batch is neither packed nor padded.
+
+    Example:
+        >>> pairs = PreferencePairs(Tokenize("tokenizer.json", max_length=32), prompt="prompt")
+        >>> dataset = ShardedDataset("pairs.jsonl", transform=pairs, batch_transform=split_pairs)
+        >>> with DataLoader(dataset, batching=TokenBudget(256, "input_ids")) as loader:
+        ...     answers = next(iter(loader))["input_ids"].tokens  # the preferred ones, then the rejected ones
     """
     rows, first = batch[column], torch.as_tensor(batch[length])
     if isinstance(rows, PackedRows):

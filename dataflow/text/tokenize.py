@@ -39,6 +39,11 @@ class Tokenize:
         dtype: "int32" or "int64".
 
     Raises `OSError`, `ValueError`, and `MissingTextSupportError` without the extra `text`.
+
+    Example:
+        >>> dataset = ShardedDataset("text.jsonl", transform=Tokenize("tokenizer.json", eos="<|end|>"))
+        >>> dataset[0]["input_ids"].dtype
+        torch.int32
     """
 
     releases_gil = True

@@ -56,7 +56,17 @@ class PhaseSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """What came of one window; `GradSchedule.step` returns it."""
+    """What came of one window; `GradSchedule.step` returns it.
+
+    Example:
+        >>> schedule = GradSchedule(loader, model, optimizer, accumulate=2)
+        >>> for batch in schedule:
+        ...     schedule.backward(mse_loss(model(batch["x"]), batch["y"]) * schedule.scale())
+        ...     if info := schedule.step():
+        ...         print(info.step, info.totals["microbatches"])
+        1 2.0
+        2 2.0
+    """
 
     window: int
     """Number of the window since the run began, from 0."""

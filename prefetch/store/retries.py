@@ -213,7 +213,12 @@ class RetryDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """When a store that fails is asked again, and when it is given up. All times are seconds."""
+    """When a store that fails is asked again, and when it is given up. All times are seconds.
+
+    Example:
+        >>> retry = RetryPolicy(deadline_s=600)  # ride out ten minutes without an answer
+        >>> dataset = ShardedDataset("s3://bucket/*.parquet", retry=retry)
+    """
 
     deadline_s: float = 120.0
     """A read without one new byte for so long is given up."""

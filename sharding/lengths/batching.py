@@ -133,7 +133,14 @@ class BatchedColumns:
 
 @dataclass(frozen=True)
 class Packed(BatchedColumns):
-    """Rows of `length` elements, filled with several samples each. The loader's batch_size counts rows."""
+    """Rows of `length` elements, filled with several samples each. The loader's batch_size counts rows.
+
+    Example:
+        >>> dataset = ShardedDataset("tokens/*.parquet")
+        >>> with DataLoader(dataset, batch_size=2, batching=Packed(12, "tokens")) as loader:
+        ...     next(iter(loader))["tokens"].tokens.shape  # a `PackedRows`
+        torch.Size([2, 12])
+    """
 
     length: int
     """Elements of a row."""
@@ -180,7 +187,14 @@ class Packed(BatchedColumns):
 
 @dataclass(frozen=True)
 class TokenBudget(BatchedColumns):
-    """Batches of as many samples of like length as fit `max_tokens`, padding included."""
+    """Batches of as many samples of like length as fit `max_tokens`, padding included.
+
+    Example:
+        >>> dataset = ShardedDataset("tokens/*.parquet")
+        >>> with DataLoader(dataset, batching=TokenBudget(16, "tokens")) as loader:
+        ...     all(batch["tokens"].tokens.numel() <= 16 for batch in loader)  # of `PaddedRows`
+        True
+    """
 
     max_tokens: int
     """Most elements of a padded batch: samples x padded length."""
@@ -228,7 +242,14 @@ class TokenBudget(BatchedColumns):
 
 @dataclass(frozen=True)
 class Bucketed(BatchedColumns):
-    """Batches of `batch_size` samples whose lengths lie in one bucket."""
+    """Batches of `batch_size` samples whose lengths lie in one bucket.
+
+    Example:
+        >>> dataset = ShardedDataset("tokens/*.parquet")
+        >>> with DataLoader(dataset, batching=Bucketed(2, "tokens", boundaries=(4, 8))) as loader:
+        ...     sorted(sorted(batch["tokens"].lengths.tolist()) for batch in loader)
+        [[1, 2], [3, 4], [5, 6], [7, 8]]
+    """
 
     batch_size: int
     """Samples of a batch, and of one rank."""

@@ -22,7 +22,14 @@ _MOST_LANES = 1 << 12
 
 @dataclass(frozen=True)
 class Shuffle:
-    """How an epoch is mixed. Raises `ValueError` for values that contradict each other."""
+    """How an epoch is mixed. Raises `ValueError` for values that contradict each other.
+
+    Example:
+        >>> dataset = ShardedDataset("tokens/*.parquet")
+        >>> with DataLoader(dataset, batch_size=4, shuffle=Shuffle("full"), seed=1) as loader:
+        ...     sum(len(batch["tokens"].lengths) for batch in loader)
+        8
+    """
 
     kind: Kind = "window"
     """"window": blocks in keyed order, samples mixed inside windows of about `window_blocks` blocks.

@@ -36,7 +36,14 @@ _NOT_GATHERED = (
 
 @dataclass(frozen=True)
 class Topology:
-    """One process among `world_size`. Raises `ValueError` for places outside their worlds."""
+    """One process among `world_size`. Raises `ValueError` for places outside their worlds.
+
+    Example:
+        >>> dataset = ShardedDataset("images/*.tar")
+        >>> with DataLoader(dataset, batch_size=2, topology=Topology(rank=1, world_size=2)) as loader:
+        ...     len(loader)  # batches of the second of two ranks
+        2
+    """
 
     rank: int = 0
     """This process, in [0, world_size)."""

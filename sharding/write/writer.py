@@ -63,6 +63,13 @@ class ShardWriter:
         length: tokens of a sample where the reader of token shards gives no `length=`.
         end_token: appended to each document of token shards.
         tokenizer: what identifies the tokenizer, such as a hash of its file; kept beside token shards.
+
+    Example:
+        >>> with ShardWriter("train-%06d.tar", max_count=1000) as shards:
+        ...     for i in range(3):
+        ...         shards.write({"__key__": f"{i:06d}", "npy": np.zeros(4, np.float32), "cls": i})
+        >>> len(ShardedDataset("train-*.tar"))
+        3
     """
 
     def __init__(
