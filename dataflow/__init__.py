@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         SampleTooLargeError as SampleTooLargeError,
         StallError as StallError,
     )
-    from prefetch.store.retries import RetryPolicy as RetryPolicy
+    from prefetch.retries import RetryPolicy as RetryPolicy
     from sharding.errors import (
         CorruptShardError as CorruptShardError,
         DataflowError,
@@ -92,7 +92,7 @@ _MODULES = {
     "PreferencePairs": "dataflow.text.pairs",
     "RankLostError": "dataflow.grad.agreement",
     "RayClusterError": "dataflow.actors.cluster",
-    "RetryPolicy": "prefetch.store.retries",
+    "RetryPolicy": "prefetch.retries",
     "SampleError": "sharding.errors",
     "SampleTooLargeError": "prefetch.errors",
     "ShardChangedError": "sharding.errors",

@@ -38,9 +38,9 @@ from dataflow.staging.source import PartnerSource, Source
 from prefetch.control.pause import ReadPause
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import Mappings
+from prefetch.retries import RetryPolicy
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Hosts, Retrier
-from prefetch.store.retries import RetryPolicy
 from sharding.blocks import DEFAULT_BLOCK_BYTES, ColumnSpec, Format
 from sharding.cached_property import cached_property
 from sharding.catalog.build import is_catalog

@@ -176,8 +176,8 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
     ) -> None:
         self._stream: StreamLoader | None = None
         if isinstance(dataset, Sharded):
+            from dataflow.planning.settings import StreamSettings
             from dataflow.stream.loader import StreamLoader
-            from dataflow.stream.settings import StreamSettings
 
             order = order_given(sampler, batch_sampler)
             if order is None:

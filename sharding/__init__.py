@@ -1,6 +1,6 @@
 """Values about shards, samples and their order: no torch, no threads, no clocks.
 
 In: URLs, bytes of shards, settings. Out: catalogs, orders, plans, mixtures: pure functions and frozen values.
-`errors`, `blocks` (what a format gives), `urls`, `redaction` and `compression` serve all rooms. Read `blocks`
-first, then the rooms in this order: `formats`, `catalog`, `order`, `plan`, `mixture`, `lengths`.
+`errors`, `blocks` (what a format gives), `urls`, `redaction` and `compression` serve all packages.
+Read `blocks` first, then in this order: `formats`, `catalog`, `order`, `plan`, `mixture`, `lengths`.
 """

@@ -15,9 +15,9 @@ from dataflow.dataset import ShardedDataset
 from dataflow.limits import allowed_cores
 from dataflow.mixture import Mixture
 from dataflow.outputs.objects import is_text
+from dataflow.planning.plan import StreamPlan
+from dataflow.planning.settings import StreamSettings
 from dataflow.staging.source import Traffic
-from dataflow.stream.plan import StreamPlan
-from dataflow.stream.settings import StreamSettings
 from dataflow.torch_threads import one_torch_thread
 from prefetch.engine.builders import Builders, ThreadBuilders
 from prefetch.engine.ledger import Ledger

@@ -9,9 +9,9 @@ import numpy as np
 
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import Cache
+from dataflow.planning.plan import StreamPlan
 from dataflow.staging.source import SourceCache
 from dataflow.stream.next_use import NextUse, SourceUse
-from dataflow.stream.plan import StreamPlan
 from prefetch.cache.block_cache import NO_CACHE, BlockCache, CacheStats
 from sharding.mixture.windows import source_seed
 from sharding.order.order import Order

@@ -28,24 +28,24 @@ from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes, told_of_memory
 from dataflow.mixture import Mixture
-from dataflow.stats import LoaderStats
-from dataflow.stream.builders import BuilderPlan, plan_builders, warm_up
-from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
-from dataflow.stream.joined_reads import check_reads
-from dataflow.stream.length_aware import (
+from dataflow.planning.joined_reads import check_reads
+from dataflow.planning.length_aware import (
     SampleLengths,
     are_measured,
     check_batching,
     is_by_tokens,
     make_planner,
 )
+from dataflow.planning.plan import StreamPlan, check_known
+from dataflow.planning.settings import StreamSettings
+from dataflow.stats import LoaderStats
+from dataflow.stream.builders import BuilderPlan, plan_builders, warm_up
+from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.measuring import MeasuringStage
-from dataflow.stream.plan import StreamPlan, check_known
 from dataflow.stream.read_ahead import megabatch_bytes
 from dataflow.stream.session import Session, SessionOptions, building_bytes, datasets_read, is_all_local
-from dataflow.stream.settings import StreamSettings
 from dataflow.topology_exchange import detect_topology
 from prefetch.control.depth import Decision
 from prefetch.control.pause import ReadPause

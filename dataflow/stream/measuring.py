@@ -24,11 +24,11 @@ from dataflow.batch.builder import REPEAT, called
 from dataflow.batch.delivered import Delivered, Remark
 from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples
 from dataflow.batch.samples import GatherSamples
+from dataflow.planning.exchange import LengthExchange
+from dataflow.planning.length_aware import error_of_sample
+from dataflow.planning.plan import StreamPlan
+from dataflow.planning.settings import StreamSettings
 from dataflow.stream.deliveries import SkippedAhead
-from dataflow.stream.exchange import LengthExchange
-from dataflow.stream.length_aware import error_of_sample
-from dataflow.stream.plan import StreamPlan
-from dataflow.stream.settings import StreamSettings
 from prefetch.engine.ledger import Ledger, State
 from prefetch.errors import EngineClosedError
 from prefetch.work import Batches

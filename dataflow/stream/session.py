@@ -20,15 +20,16 @@ from dataflow.batch.delivered import Delivered
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import machine_memory
 from dataflow.mixture import Mixture
+from dataflow.planning.joined_reads import kept_bytes
+from dataflow.planning.plan import StreamPlan
+from dataflow.planning.settings import StreamSettings
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
 from dataflow.stats import SessionStats
 from dataflow.stream.builders import BuilderPlan, OpenBuilders, open_builders, plan_builders
 from dataflow.stream.cache import OpenCaches
 from dataflow.stream.deliveries import SkippedAhead
-from dataflow.stream.joined_reads import kept_bytes
 from dataflow.stream.measuring import MeasuringStage
-from dataflow.stream.plan import StreamPlan
 from dataflow.stream.read_ahead import (
     CHUNK_BYTES,
     HAND_OVER_S,
@@ -36,7 +37,6 @@ from dataflow.stream.read_ahead import (
     choose_read_ahead,
     chunks_ahead,
 )
-from dataflow.stream.settings import StreamSettings
 from dataflow.stream.stream import Stream
 from dataflow.torch_threads import one_torch_thread, setting_kept
 from prefetch.control.broker import SharedGate, broker_name

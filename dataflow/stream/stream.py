@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.chunk import BatchChunk
+from dataflow.planning.plan import StreamPlan
 from dataflow.staging.stager import Stager
 from dataflow.staging.window import StagedWindow
-from dataflow.stream.plan import StreamPlan
 from prefetch.memory.copies import Copies
 from sharding.order.epoch_order import Windows
 from sharding.plan.batch_rows import BatchRows

@@ -3,7 +3,7 @@
 While gradients are on the network, reads that nobody waits for make them slower: each of many connections
 takes as much of a link as the one that gradients travel on. A *limit* lets few reads run at a time, so that
 few are in the way when gradients come; a *pause* lets no new read begin, and those that run stand still where
-we read the store directly (`prefetch.store.arrival`). Both are requests, not orders: they end by themselves
+we read the store directly (`prefetch.http.arrival`). Both are requests, not orders: they end by themselves
 when the training code waits for a read, and a pause also when few batches are ready, or when whoever asked
 for it is not heard of for too long. Time in which reads stand still says nothing about a store, so whoever
 measures one does it by a clock that stands still, too (`ReadPause.running_s`).

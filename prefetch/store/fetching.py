@@ -14,12 +14,12 @@ from typing import Any
 
 from prefetch.control.pause import ReadPause
 from prefetch.errors import ReaderClosedError
-from prefetch.store.arrival import Arrival
-from prefetch.store.clients import Client, Fill
+from prefetch.http.arrival import Arrival
+from prefetch.http.clients import Client, Fill
+from prefetch.http.responses import Info
+from prefetch.retries import HedgeBudget, ReadTimes, RetryPolicy, hedge_due_s, is_crawling
 from prefetch.store.ranges import Awaited, RangePart, RangeRead
-from prefetch.store.responses import Info
 from prefetch.store.retrier import Hosts
-from prefetch.store.retries import HedgeBudget, ReadTimes, RetryPolicy, hedge_due_s, is_crawling
 from sharding.blocks import Shard
 from sharding.catalog.storage import check_shard
 from sharding.errors import DataflowError, ShardChangedError

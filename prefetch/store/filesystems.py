@@ -22,7 +22,7 @@ import numpy as np
 from fsspec.implementations.cached import CachingFileSystem
 from numpy.typing import NDArray
 
-from prefetch.store.clients import client_of
+from prefetch.http.clients import client_of
 from sharding.blocks import Shard
 from sharding.catalog.storage import SCAN_READ_BYTES, open_shard, open_url
 from sharding.urls import is_chain, protocol_of

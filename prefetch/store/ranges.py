@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.store.retries import CutBodyError
+from prefetch.retries import CutBodyError
 from sharding.blocks import Shard
 
 Awaited = Future[None]

@@ -4,7 +4,7 @@ Local files are read straight into the destination (`prefetch.store.local`); val
 are stored are not read but mapped (`prefetch.memory.mapping`).
 
 Remote ranges are copied into the destination as they arrive (`prefetch.store.fetching`). What fails is tried
-again as `prefetch.store.retries` decides, from the byte that was reached; a range of several parts has them
+again as `prefetch.retries` decides, from the byte that was reached; a range of several parts has them
 in flight together. The reading thread waits outside the event loop and ends waits of any kind when the reader
 is closed; it returns only when nothing writes into its memory any more. Calls of filesystems that are not
 asynchronous are given up and abandoned (`prefetch.store.blocking`). Thread-safe.
@@ -27,15 +27,15 @@ from numpy.typing import NDArray
 
 from prefetch.control.pause import ReadPause
 from prefetch.errors import next_notice_s
+from prefetch.http.clients import client_of
 from prefetch.memory.mapping import touch_pages
+from prefetch.retries import RetryPolicy, failure_of
 from prefetch.store.blocking import BlockingCall
-from prefetch.store.clients import client_of
 from prefetch.store.fetching import WHOLE_PART_PATIENCE, LoopCall, RangeFetcher, closed_error
 from prefetch.store.filesystems import Filesystems
 from prefetch.store.local import read_local, truncated
 from prefetch.store.ranges import MOST_BYTES, Awaited as Awaited, RangePart, RangeRead
 from prefetch.store.retrier import Hosts, host_of
-from prefetch.store.retries import RetryPolicy, failure_of
 from sharding.blocks import Shard
 from sharding.catalog.storage import failure_text
 from sharding.errors import DataflowError, ShardReadError

@@ -1,7 +1,7 @@
 """Ask a store again until it answers: for requests that are small and give all or nothing.
 
 Size and version of a shard, a listing, whether a catalog is there. Which failures are worth it, and for how
-long, `prefetch.store.retries` decides; reads of ranges, which can be continued, are in
+long, `prefetch.retries` decides; reads of ranges, which can be continued, are in
 `prefetch.store.reader`. Whoever opens a dataset waits for these requests, so what is waited for is said in
 one line after 3 s, and at growing intervals: by a thread of its own, as a request may get no answer at all.
 """
@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 from prefetch.errors import FIRST_NOTICE_S, next_notice_s
 from prefetch.memory.interrupts import UnlistedThread
-from prefetch.store.retries import RetryPolicy, failure_of
+from prefetch.retries import RetryPolicy, failure_of
 from sharding.errors import ShardError, ShardReadError
 from sharding.printable import printable
 from sharding.redaction import identity_of, without_secrets

@@ -1,6 +1,6 @@
 """Dataset repositories as an fsspec filesystem that answers from one listing.
 
-Sizes and versions cost no request each. The bytes of ranges are read past it, by `prefetch.store.hub`; what
+Sizes and versions cost no request each. The bytes of ranges are read past it, by `prefetch.http.hub`; what
 it reads itself are small whole files (a saved catalog). Beside the event loop, threads make its requests.
 """
 

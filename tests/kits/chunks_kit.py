@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from dataflow import DataLoader, Mixture, ShardedDataset
 from dataflow.batch.builder import BuildContext, BuildSettings, Postprocessing
 from dataflow.batch.chunk import BatchChunk
+from dataflow.planning.length_aware import make_planner
+from dataflow.planning.plan import StreamPlan
 from dataflow.staging.stager import Stager
 from dataflow.staging.window import StagedWindow
-from dataflow.stream.length_aware import make_planner
-from dataflow.stream.plan import StreamPlan
 from dataflow.stream.stream import Stream
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards

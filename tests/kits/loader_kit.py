@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from dataflow import DataLoader, Topology
+from dataflow.planning.plan import StreamPlan
+from dataflow.planning.settings import StreamSettings
 from dataflow.stream import builders, loader, session
 from dataflow.stream.builders import BuilderPlan
 from dataflow.stream.loader import StreamLoader
-from dataflow.stream.plan import StreamPlan
 from dataflow.stream.session import Session
-from dataflow.stream.settings import StreamSettings
 
 reads_here = False
 """Whether this process reads, and ships values to actors: the marker of the test that runs says so."""

@@ -18,11 +18,11 @@ import torch
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.testing import run_ranks
+from dataflow.timing.bottleneck import Bottleneck, Epochs, Rates, bottleneck_of
 from dataflow.timing.headspace_report import Headspace, headspace_of
 from dataflow.tools.bench.evidence import evict
 from dataflow.tools.bench.settings import Emulation, settings_json
 from dataflow.tools.bench.stages import EmulationPhase, RankFigures, Steps, Work, run_phase
-from dataflow.tools.bench.verdict import Bottleneck, Epochs, Rates, bottleneck_of
 from dataflow.tools.terminal.report import Page, Part, Table, bytes_text, machine, optional, usable_cores
 from sharding.blocks import Shard
 

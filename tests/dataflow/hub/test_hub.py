@@ -20,7 +20,7 @@ from hub_server import ROWS, TOKEN, Answer, HubServer, Request, parquet, shards
 
 from dataflow import Cache, DataLoader, RetryPolicy, ShardChangedError, ShardedDataset, ShardReadError
 from dataflow.actors.reading import only_read
-from prefetch.store import hub as store_hub
+from prefetch.http import hub as store_hub
 from sharding.errors import DataflowError
 from sharding.hub import answers, snapshot
 

@@ -20,7 +20,7 @@ from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, ShardedDataset, Shuffle, TokenBudget
 from dataflow.batch.packed import PackedRows, PaddedRows
-from dataflow.stream.length_aware import make_planner
+from dataflow.planning.length_aware import make_planner
 from prefetch.errors import MemoryLimitError
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching

@@ -25,7 +25,7 @@ from ranks_kit import fast_ranks
 from test_loader_lengths import Unit, delivered, laid_out, through_json, tokens_of
 
 from dataflow import Bucketed, DataLoader, Image, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget
-from dataflow.stream.length_aware import make_planner
+from dataflow.planning.length_aware import make_planner
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitSequence, units_key

@@ -25,8 +25,8 @@ from http_kit import slowstore
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.tools.cli import main
 from prefetch.errors import ReaderClosedError
+from prefetch.retries import RetryPolicy
 from prefetch.store.reader import Awaited, ReadStats, StoreReader
-from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
 from sharding.errors import ShardChangedError, ShardReadError
 

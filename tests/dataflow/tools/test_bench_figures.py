@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from dataflow.timing.bottleneck import Epochs, Rates, bottleneck_of
 from dataflow.tools.bench.evidence import Evidence, label_of
 from dataflow.tools.bench.loader import cores_text
 from dataflow.tools.bench.reads import (
@@ -26,7 +27,6 @@ from dataflow.tools.bench.reads import (
 )
 from dataflow.tools.bench.stages import run_steps
 from dataflow.tools.bench.storage import client_is_busy
-from dataflow.tools.bench.verdict import Epochs, Rates, bottleneck_of
 from sharding.blocks import Shard
 
 # ---- percentiles ----------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import pytest
 from fsspec import AbstractFileSystem
 
 from prefetch.errors import ReaderClosedError
+from prefetch.retries import RetryPolicy
 from prefetch.store import blocking
 from prefetch.store.blocking import BlockingCall
 from prefetch.store.reader import StoreReader
-from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
 from sharding.errors import ShardReadError
 

@@ -20,7 +20,7 @@ from http_kit import Asked, RangeServer, serving
 from servers_kit import free_port
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
-from prefetch.store.retries import RetryPolicy
+from prefetch.retries import RetryPolicy
 from sharding.catalog.storage import exists, open_url
 from sharding.errors import ShardReadError
 

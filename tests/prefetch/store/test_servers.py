@@ -16,8 +16,8 @@ from parameters_kit import others_in_full
 from servers_kit import SERVERS, Store
 
 from dataflow import DataLoader, ShardedDataset
+from prefetch.retries import RetryPolicy
 from prefetch.store.reader import StoreReader
-from prefetch.store.retries import RetryPolicy
 from sharding.catalog.storage import open_url, shard_info, shard_of
 from sharding.errors import ShardChangedError, ShardReadError
 

@@ -18,10 +18,10 @@ from fsspec import AbstractFileSystem
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from prefetch.errors import ReaderClosedError
+from prefetch.retries import RetryPolicy
 from prefetch.store.local import read_local
 from prefetch.store.reader import ReadStats, StoreReader
 from prefetch.store.retrier import Hosts
-from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
 from sharding.catalog.storage import open_url, shard_info, shard_of
 from sharding.errors import ShardChangedError, ShardError, ShardReadError

@@ -1,7 +1,7 @@
 """Fill a place with the bytes of a range, by whatever a filesystem offers, as they arrive.
 
 fsspec's `cat_file` gives a range whole or not at all; a body that breaks near its end would be paid twice.
-HTTP and S3 are read past their clients where that can be (`prefetch.store.direct`). Where it cannot, fsspec's
+HTTP and S3 are read past their clients where that can be (`prefetch.http.direct`). Where it cannot, fsspec's
 filesystems are asked below `cat_file`, with the sessions, credentials and options that they hold. What every
 response says of the object is held against the catalog, so that no body is ever continued from another
 version. Other asynchronous filesystems give their ranges whole (`whole_body`).
@@ -18,10 +18,10 @@ from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
 
-from prefetch.store.connections import Destination
-from prefetch.store.direct import NotDirectError, direct_http, direct_s3
-from prefetch.store.hub import hub_body
-from prefetch.store.responses import Check, check_range, gives_own_bytes, raise_for_status
+from prefetch.http.connections import Destination
+from prefetch.http.direct import NotDirectError, direct_http, direct_s3
+from prefetch.http.hub import hub_body
+from prefetch.http.responses import Check, check_range, gives_own_bytes, raise_for_status
 
 Fill = Callable[[Any, str, int, Destination, Check], Awaitable[None]]
 """`fill(fs, path, start, place, check)` puts the object's bytes from `start` into a place."""

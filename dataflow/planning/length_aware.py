@@ -24,8 +24,8 @@ from dataflow.mixture import Mixture
 from dataflow.outputs.objects import ObjectOutput
 from dataflow.outputs.output import Output
 from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
-from dataflow.stream.exchange import LengthExchange
-from dataflow.stream.settings import StreamSettings
+from dataflow.planning.exchange import LengthExchange
+from dataflow.planning.settings import StreamSettings
 from prefetch.store.filesystems import shard_file
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching, Bucketed, Lengths, Packed, TokenBudget

@@ -32,10 +32,10 @@ from test_connections import (
 
 from prefetch.control.pause import ReadPause
 from prefetch.errors import ReaderClosedError
-from prefetch.store.arrival import INTERRUPTIBLE_BYTES, Arrival
-from prefetch.store.connections import Destination
+from prefetch.http.arrival import INTERRUPTIBLE_BYTES, Arrival
+from prefetch.http.connections import Destination
+from prefetch.retries import RetryPolicy
 from prefetch.store.reader import ReadStats, StoreReader
-from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
 
 pytest.importorskip("aiohttp")

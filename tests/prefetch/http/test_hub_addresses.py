@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from prefetch.store import hub
-from prefetch.store.connections import Destination
-from prefetch.store.responses import Head
+from prefetch.http import hub
+from prefetch.http.connections import Destination
+from prefetch.http.responses import Head
 from sharding.http_status import StatusError
 from sharding.hub.access import HubAccess
 

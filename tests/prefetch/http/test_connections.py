@@ -21,9 +21,9 @@ import pytest
 from forked_kit import exit_code_in_child
 
 from prefetch.errors import ReaderClosedError
-from prefetch.store.connections import BadAnswerError, Connections, Destination, parse_head
+from prefetch.http.connections import BadAnswerError, Connections, Destination, parse_head
+from prefetch.retries import RetryPolicy
 from prefetch.store.reader import ReadStats, StoreReader
-from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
 from sharding.errors import ShardChangedError, ShardReadError
 

@@ -24,8 +24,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
-from prefetch.store.responses import BadAnswerError, Head, parse_head
-from prefetch.store.retries import CutBodyError
+from prefetch.http.responses import BadAnswerError, Head, parse_head
+from prefetch.retries import CutBodyError
 from sharding.cached_property import cached_property
 
 _HEAD_BYTES = 1 << 16

@@ -21,8 +21,8 @@ from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 from weakref import WeakKeyDictionary
 
-from prefetch.store.connections import Connections, Destination, Origin
-from prefetch.store.responses import Check, Head, check_range, gives_own_bytes, raise_for_status
+from prefetch.http.connections import Connections, Destination, Origin
+from prefetch.http.responses import Check, Head, check_range, gives_own_bytes, raise_for_status
 
 _SIGNED_FOR_S = 3600
 _SIGNATURE_USED_S = 300.0
@@ -93,7 +93,7 @@ async def direct_http(fs: Any, path: str, start: int, place: Destination, check:
 
     Raises:
         NotDirectError: see there.
-        StatusError, FileNotFoundError, OSError: as `prefetch.store.retries` sorts them; what `check` raises.
+        StatusError, FileNotFoundError, OSError: as `prefetch.retries` sorts them; what `check` raises.
     """
     route = _of(fs, _headers_of_http)
     target = route.target(path)

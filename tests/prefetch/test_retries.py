@@ -15,8 +15,7 @@ from contextlib import suppress
 import pytest
 
 from prefetch.errors import next_notice_s
-from prefetch.store.retrier import Hosts, Retrier
-from prefetch.store.retries import (
+from prefetch.retries import (
     CutBodyError,
     Failure,
     HedgeBudget,
@@ -28,6 +27,7 @@ from prefetch.store.retries import (
     hedge_due_s,
     is_crawling,
 )
+from prefetch.store.retrier import Hosts, Retrier
 from sharding.errors import ShardReadError
 from sharding.http_status import StatusError
 

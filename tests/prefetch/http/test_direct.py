@@ -16,10 +16,10 @@ import pytest
 from http_kit import slowstore
 from test_connections import RawServer, head, sends, serving, whole
 
-from prefetch.store.connections import Destination
-from prefetch.store.direct import direct_s3
+from prefetch.http.connections import Destination
+from prefetch.http.direct import direct_s3
+from prefetch.retries import RetryPolicy
 from prefetch.store.reader import StoreReader
-from prefetch.store.retries import RetryPolicy
 from sharding.blocks import Shard
 from sharding.errors import ShardChangedError, ShardReadError
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dataflow.dataset import Join
-from dataflow.stream.plan import StreamPlan
+from dataflow.planning.plan import StreamPlan
 from sharding.order.selection import SelectedOrder
 from sharding.order.shuffle import Shuffle
 from sharding.plan.partners import allowance, reads_in_windows

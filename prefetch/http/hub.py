@@ -26,8 +26,8 @@ from typing import Any
 from urllib.parse import parse_qs, urljoin, urlsplit
 from weakref import WeakKeyDictionary
 
-from prefetch.store.connections import Connections, Destination, Origin
-from prefetch.store.responses import Check, Head, Info, check_range, raise_for_status
+from prefetch.http.connections import Connections, Destination, Origin
+from prefetch.http.responses import Check, Head, Info, check_range, raise_for_status
 from sharding.http_status import StatusError
 from sharding.hub.access import HubAccess
 from sharding.hub.snapshot import hub_folder
@@ -165,7 +165,7 @@ async def hub_body(fs: Any, path: str, start: int, place: Destination, check: Ch
     """Fill a place from `sharding.hub.filesystem.HubFileSystem`.
 
     Raises:
-        StatusError, FileNotFoundError, OSError: as `prefetch.store.retries` sorts them; what `check` raises.
+        StatusError, FileNotFoundError, OSError: as `prefetch.retries` sorts them; what `check` raises.
     """
     of_loop = _of_loops.setdefault(asyncio.get_running_loop(), {})
     addresses = of_loop.get(fs.access)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from prefetch.store.retries import WrongRangeError
+from prefetch.retries import WrongRangeError
 from sharding.catalog.storage import encoded_text
 from sharding.http_status import StatusError, retry_after_s
 

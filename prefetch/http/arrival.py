@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from prefetch.control.pause import ReadPause
-from prefetch.store.connections import Destination
+from prefetch.http.connections import Destination
 
 INTERRUPTIBLE_BYTES = 1 << 17
 """Receive buffer of a connection that may have to stand still: what lies there comes all the same. The kernel

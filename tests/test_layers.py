@@ -1,0 +1,364 @@
+"""Packages and their layers: who may import whom, that nobody imports in a circle, and how large they may be.
+
+A package is a folder; at the front door (`dataflow/*.py`) each module counts as one. Everybody may use the
+values in `sharding/*.py`, and within `prefetch` and `dataflow` those in `prefetch/*.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from test_architecture import MODULES, ROOT, imported_modules
+
+LEAVES = {"dataflow.limits", "dataflow.ragged", "dataflow.stats", "dataflow.torch_threads"}
+"""Of the front door: values that packages behind it share."""
+DATASETS = {"dataflow.dataset", "dataflow.mixture"}
+ORDERS = {"sharding.order", "sharding.plan", "sharding.mixture", "sharding.lengths", "sharding.topology"}
+MAY_USE: dict[str, set[str]] = {
+    # sharding: values
+    "sharding": set(),
+    "sharding.formats": {"sharding.formats.arrow", "sharding.formats.tar"},
+    "sharding.formats.arrow": set(),
+    "sharding.formats.tar": set(),
+    "sharding.hub": {"sharding.formats", "sharding.write"},
+    "sharding.catalog": {"sharding.formats", "sharding.formats.arrow", "sharding.hub", "sharding.write"},
+    "sharding.order": set(),
+    "sharding.plan": {"sharding.order", "sharding.catalog", "sharding.topology"},
+    "sharding.mixture": {"sharding.order", "sharding.plan"},
+    "sharding.lengths": {"sharding.order", "sharding.plan", "sharding.catalog", "sharding.write"},
+    "sharding.topology": set(),
+    "sharding.write": {"sharding.formats", "sharding.formats.tar"},
+    # prefetch: bytes in motion
+    "prefetch": set(),
+    "prefetch.core": set(),
+    "prefetch.memory": {"prefetch.core", "sharding.catalog"},
+    "prefetch.control": {"prefetch.memory"},
+    "prefetch.engine": {"prefetch.control", "prefetch.memory"},
+    "prefetch.http": {"prefetch.control", "sharding.catalog", "sharding.hub", "sharding.write"},
+    "prefetch.store": {"prefetch.control", "prefetch.http", "prefetch.memory", "sharding.catalog"},
+    "prefetch.cache": {"prefetch.store", "prefetch.memory", "sharding.hub", "sharding.write"},
+    "prefetch.workers": {"prefetch.engine", "prefetch.memory"},
+    "prefetch.ipc": {"prefetch.memory", "prefetch.workers"},
+    # dataflow: what a training loop sees
+    "dataflow.decode": {"prefetch.core", "sharding.formats"},
+    "dataflow.staging": {
+        "dataflow.decode",
+        "prefetch.core",
+        "prefetch.memory",
+        "prefetch.store",
+        "prefetch.control",
+        "sharding.catalog",
+        *ORDERS - {"sharding.topology"},
+    },
+    "dataflow.outputs": {
+        "dataflow.decode",
+        "dataflow.staging",
+        "prefetch.core",
+        "prefetch.memory",
+        "sharding.order",
+        *LEAVES,
+    },
+    "dataflow.sources": {
+        "dataflow.decode",
+        "dataflow.outputs",
+        "dataflow.staging",
+        "prefetch.cache",
+        "prefetch.memory",
+        "prefetch.store",
+        "sharding.catalog",
+        "sharding.formats",
+        "sharding.formats.arrow",
+        "sharding.hub",
+        "sharding.write",
+        *ORDERS - {"sharding.topology", "sharding.mixture", "sharding.lengths"},
+    },
+    "dataflow.batch": {
+        "dataflow.decode",
+        "dataflow.outputs",
+        "dataflow.staging",
+        "prefetch.core",
+        "prefetch.memory",
+        *LEAVES,
+        *ORDERS - {"sharding.topology", "sharding.mixture"},
+    },
+    "dataflow.planning": {
+        "dataflow.batch",
+        "dataflow.decode",
+        "dataflow.outputs",
+        "prefetch.control",
+        "prefetch.store",
+        *DATASETS,
+        *ORDERS,
+    },
+    "dataflow.stream": {
+        "dataflow.actors",
+        "dataflow.batch",
+        "dataflow.outputs",
+        "dataflow.planning",
+        "dataflow.staging",
+        "dataflow.processes",
+        "dataflow.topology_exchange",
+        "prefetch.cache",
+        "prefetch.control",
+        "prefetch.core",
+        "prefetch.engine",
+        "prefetch.ipc",
+        "prefetch.memory",
+        "prefetch.workers",
+        "sharding.catalog",
+        *DATASETS,
+        *LEAVES,
+        *ORDERS,
+    },
+    "dataflow.processes": {
+        "dataflow.batch",
+        "dataflow.outputs",
+        "dataflow.staging",
+        "prefetch.core",
+        "prefetch.engine",
+        "prefetch.ipc",
+        "prefetch.memory",
+        "prefetch.workers",
+        *LEAVES,
+    },
+    "dataflow.actors": {
+        "dataflow.batch",
+        "dataflow.outputs",
+        "dataflow.processes",
+        "dataflow.staging",
+        "prefetch.engine",
+        "prefetch.ipc",
+        "prefetch.memory",
+        "prefetch.store",
+        *DATASETS,
+    },
+    "dataflow.workers": {"prefetch.ipc", "prefetch.memory", "prefetch.workers", *LEAVES},
+    "dataflow.text": {"dataflow.batch"},
+    "dataflow.integrations": {"dataflow.loader", "dataflow.shard_order"},
+    "dataflow.timing": {"sharding.topology", *LEAVES},
+    "dataflow.grad.strategies": {"prefetch.workers", "sharding.topology"},
+    "dataflow.grad.adapt": {"dataflow.grad.strategies"},
+    "dataflow.grad": {
+        "dataflow.grad.adapt",
+        "dataflow.grad.strategies",
+        "dataflow.timing",
+        "dataflow.topology_exchange",
+        "prefetch.control",
+        "sharding.topology",
+        *LEAVES,
+    },
+    "dataflow.testing": set(),
+}
+TOOLS = "dataflow.tools"
+
+MOST_LINES = {
+    "sharding": 1_250,
+    "sharding/catalog": 2_600,
+    "sharding/formats": 750,
+    "sharding/formats/arrow": 3_650,
+    "sharding/formats/tar": 1_650,
+    "sharding/hub": 1_150,
+    "sharding/lengths": 2_000,
+    "sharding/mixture": 1_450,
+    "sharding/order": 1_650,
+    "sharding/plan": 1_450,
+    "sharding/topology": 950,
+    "sharding/write": 950,
+    "prefetch": 700,
+    "prefetch/cache": 1_000,
+    "prefetch/control": 1_350,
+    "prefetch/core": 2_300,
+    "prefetch/engine": 1_950,
+    "prefetch/http": 1_400,
+    "prefetch/ipc": 1_100,
+    "prefetch/memory": 1_650,
+    "prefetch/store": 1_400,
+    "prefetch/workers": 2_250,
+    "dataflow": 2_750,
+    "dataflow/actors": 1_100,
+    "dataflow/batch": 2_300,
+    "dataflow/decode": 2_350,
+    "dataflow/grad": 3_200,
+    "dataflow/grad/adapt": 550,
+    "dataflow/grad/strategies": 1_750,
+    "dataflow/integrations": 350,
+    "dataflow/outputs": 2_650,
+    "dataflow/planning": 1_100,
+    "dataflow/processes": 1_650,
+    "dataflow/sources": 1_250,
+    "dataflow/staging": 2_550,
+    "dataflow/stream": 3_250,
+    "dataflow/testing": 650,
+    "dataflow/text": 1_250,
+    "dataflow/timing": 2_250,
+    "dataflow/tools": 250,
+    "dataflow/tools/bench": 3_050,
+    "dataflow/tools/demo": 700,
+    "dataflow/tools/doctor": 400,
+    "dataflow/tools/inspect": 1_050,
+    "dataflow/tools/plan": 1_300,
+    "dataflow/tools/terminal": 850,
+    "dataflow/workers": 3_300,
+}
+"""Lines that a folder of the packages may have, in Python and C: what it had on 27 Nov 2026, and a tenth."""
+SOURCES = {".py", ".c", ".h"}
+MOST_FILE_LINES = 600
+MOST_MODULES = 12
+AT_THE_FRONT = {"dataflow": 13}
+MOST_SCRIPTS = 20
+"""Files that a folder of tests or benchmarks may have."""
+LARGE_FOLDERS = {
+    "benchmarks": "a script for each question; they do not lie in folders by subject yet",
+}
+"""Folders of tests and benchmarks that have more, and why."""
+
+
+def name_of(module: Path) -> str:
+    parts = module.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {name_of(module): module for module in MODULES}
+
+
+def package_of(name: str) -> str:
+    """The package of a module; at the front door, the module itself."""
+    if NAMES[name].name == "__init__.py" or (name.startswith("dataflow.") and name.count(".") == 1):
+        return name
+    return name.rpartition(".")[0]
+
+
+def imported(name: str) -> set[str]:
+    """Modules of the product that a module imports, also in functions and for the type checker."""
+    found = {other for other in imported_modules(NAMES[name]) if other in NAMES and other != name}
+    return {other for other in found if not any(deeper.startswith(f"{other}.") for deeper in found)}
+
+
+IMPORTS = {name: imported(name) for name in NAMES}
+PACKAGES: dict[str, set[str]] = {}
+for _name, _others in IMPORTS.items():
+    PACKAGES.setdefault(package_of(_name), set()).update(
+        {package_of(other) for other in _others} - {package_of(_name)}
+    )
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Names that lead back to the first; [] if there are none."""
+    done: set[str] = set()
+
+    def walk(path: list[str]) -> list[str]:
+        for other in sorted(graph.get(path[-1], ())):
+            if other in path:
+                return path[path.index(other) :]
+            if other not in done and (found := walk([*path, other])):
+                return found
+        done.add(path[-1])
+        return []
+
+    return next((found for name in sorted(graph) if (found := walk([name]))), [])
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circle_in(IMPORTS) == []
+
+
+def test_no_packages_import_each_other_in_a_circle() -> None:
+    assert circle_in(PACKAGES) == []
+
+
+def test_circles_are_found() -> None:
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+
+
+@pytest.mark.parametrize("package", sorted(MAY_USE))
+def test_a_package_imports_those_it_may(package: str) -> None:
+    values = {"sharding"} if package.startswith("sharding") else {"sharding", "prefetch"}
+    assert PACKAGES.get(package, set()) <= MAY_USE[package] | values
+
+
+def test_every_package_has_its_line() -> None:
+    packages = {
+        package_of(name)
+        for name in NAMES
+        if package_of(name).count(".") > 0 or name in ("sharding", "prefetch")
+    }
+    front = {name for name in packages if NAMES[name].name != "__init__.py"}
+    assert {package for package in packages - front if not package.startswith(TOOLS)} == MAY_USE.keys()
+
+
+@pytest.mark.parametrize("package", sorted(package for package in PACKAGES if not package.startswith(TOOLS)))
+def test_nobody_imports_the_tools(package: str) -> None:
+    assert not [other for other in PACKAGES[package] if other.startswith(TOOLS)]
+
+
+@pytest.mark.parametrize(
+    "package", sorted(package for package in PACKAGES if package.startswith(f"{TOOLS}."))
+)
+def test_tools_share_only_the_terminal(package: str) -> None:
+    assert {other for other in PACKAGES[package] if other.startswith(TOOLS)} <= {f"{TOOLS}.terminal"}
+
+
+@pytest.mark.parametrize("package", sorted({package_of(name) for name in NAMES} - {"dataflow"}))
+def test_a_package_says_what_comes_in_what_goes_out_and_where_to_begin(package: str) -> None:
+    if NAMES[package].name != "__init__.py" or package in ("sharding.formats", "dataflow.grad.strategies"):
+        return  # a module of the front door, or a package whose first file is its front
+    text = ast.get_docstring(ast.parse((ROOT / NAMES[package]).read_text())) or ""
+    assert "Read `" in text
+    assert len(text.splitlines()) <= 7
+
+
+def sources_in(*tops: str) -> dict[str, list[Path]]:
+    """Files of source in each folder, `__init__.py` included, by "package/.../folder"."""
+    folders: dict[str, list[Path]] = {}
+    for top in tops:
+        for path in sorted((ROOT / top).rglob("*")):
+            if path.suffix in SOURCES:
+                folders.setdefault(path.parent.relative_to(ROOT).as_posix(), []).append(path)
+    return folders
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+FOLDERS = sources_in("sharding", "prefetch", "dataflow")
+SCRIPTS = sources_in("tests", "benchmarks")
+
+
+def test_every_folder_has_a_budget_of_lines() -> None:
+    assert FOLDERS.keys() == MOST_LINES.keys()
+
+
+@pytest.mark.parametrize("folder", MOST_LINES)
+def test_a_folder_keeps_to_its_budget(folder: str) -> None:
+    lines = sum(map(lines_of, FOLDERS[folder]))
+    cure = "raise it in this table, and say in the commit message what it bought"
+    assert lines <= MOST_LINES[folder], f"{folder} has {lines:,} lines of {MOST_LINES[folder]:,}: {cure}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_of_the_packages_has_few_modules(folder: str) -> None:
+    modules, most = (
+        [path for path in FOLDERS[folder] if path.suffix == ".py"],
+        AT_THE_FRONT.get(folder, MOST_MODULES),
+    )
+    assert len(modules) <= most, f"{folder} has {len(modules)} modules of {most}: split it by subject"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_of_the_packages_are_short(folder: str) -> None:
+    long = {path.name: lines_of(path) for path in FOLDERS[folder] if lines_of(path) > MOST_FILE_LINES}
+    assert not long, (
+        f"more than {MOST_FILE_LINES} lines in {folder}: split {long} by subject, a noun for each half"
+    )
+
+
+@pytest.mark.parametrize("folder", SCRIPTS)
+def test_a_folder_of_tests_or_benchmarks_has_few_files(folder: str) -> None:
+    files = len(SCRIPTS[folder])
+    if folder in LARGE_FOLDERS:
+        assert files > MOST_SCRIPTS, f"{folder} has {files} files: it is no exception any more"
+    else:
+        assert files <= MOST_SCRIPTS, f"{folder} has {files} files of {MOST_SCRIPTS}: split it by subject"
