@@ -38,6 +38,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -169,14 +170,16 @@ def _megatron_documents(path: Path) -> list[list[int]]:
     import numpy as np
 
     index, tokens = path.with_suffix(".idx").read_bytes(), path.read_bytes()
-    _, code, count, _ = struct.unpack_from("<QBQQ", index, 9)
+    _, code, count, num_bounds = struct.unpack_from("<QBQQ", index, 9)
     dtype = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}[code]
     lengths = np.frombuffer(index, np.int32, count, 34)
     pointers = np.frombuffer(index, np.int64, count, 34 + 4 * count)
-    return [
+    bounds = np.frombuffer(index, np.int64, num_bounds, 34 + 12 * count).tolist()
+    sequences = [
         np.frombuffer(tokens, dtype, n, at).tolist()
         for n, at in zip(lengths.tolist(), pointers.tolist(), strict=True)
     ]
+    return [[*chain.from_iterable(sequences[first:last])] for first, last in pairwise(bounds)]
 
 
 def _megatron_rows(path: Path) -> Rows:
