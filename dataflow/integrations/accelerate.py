@@ -14,9 +14,16 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import DataLoader as TorchDataLoader
+
+try:
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+except ImportError as error:
+    raise ImportError(
+        f"dataflow.integrations.accelerate needs another package ({error}): "
+        "pip install 'dataflow-loader[transformers]'"
+    ) from error
 
 from dataflow.loader import DataLoader
 from dataflow.shard_order import ShardOrder
