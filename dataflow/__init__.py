@@ -140,7 +140,7 @@ def __getattr__(name: str) -> Any:
             import_module("dataflow.stream.loader")  # a loader over them needs it: not at its first batch
     finally:
         if collects and not gc.get_freeze_count():
-            gc.freeze()
+            gc.freeze()  # both together: all that was made is old, or the next object would have it looked at
             gc.unfreeze()
         if collects:
             gc.enable()

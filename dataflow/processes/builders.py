@@ -1,8 +1,9 @@
 """Builders that are processes: they take staged chunks, and give back batches in shared memory.
 
-The thread that hands out (`hand_out`) copies a chunk's values to where the processes see them (`serialized`),
-sends the chunk to the process that has least to do, and takes what they respond. A process that dies is
-replaced by one that works in a region of its own; the pages of the dead one's go with its last batch.
+The thread that hands out (`hand_out`) copies a chunk's values to where the processes see them, or says in
+which open files they lie (`serialized`), sends the chunk to the process that has least to do, and takes what
+they respond. A process that dies is replaced by one that works in a region of its own; the pages of the dead
+one's go with its last batch.
 """
 
 from __future__ import annotations

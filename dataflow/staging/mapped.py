@@ -149,6 +149,15 @@ class MappedWindow(StagedWindow):
         return StagedSpans(addresses, lengths)
 
     @cached_property
+    def _files(self) -> tuple[list[OpenFile], NDArray[np.int64], NDArray[np.int64]]:
+        """Its files, which are all guarded; which of them has each block; and where each is mapped."""
+        shards = [shard for shard in self._shards if shard is not None and shard.open_file is not None]
+        numbers = {shard: number for number, shard in enumerate(dict.fromkeys(shards))}
+        files = [shard.open_file for shard in numbers if shard.open_file is not None]
+        bases = np.array([shard.address for shard in numbers], np.int64)
+        return files, np.array([numbers[shard] for shard in shards], np.int64), bases
+
+    @cached_property
     def _guards(self) -> set[FileGuard | None]:
         return {shard.guard for shard in self._shards if shard is not None}
 
@@ -157,14 +166,14 @@ class MappedWindow(StagedWindow):
         spans = self.staged[column]
         if column == "__url__" or not isinstance(spans, StagedSpans) or not self.may_load:
             return None
-        ordinals = self.samples.ordinals(rows)
-        used, numbers = np.unique(ordinals, return_inverse=True)
+        files, file_of_block, bases = self._files
+        of_rows = file_of_block[self.samples.ordinals(rows)]
+        used, numbers = np.unique(of_rows, return_inverse=True)
         if len(used) > MOST_OPEN:
             return None
-        shards = [self._shards[ordinal] for ordinal in used.tolist()]
-        files = [OpenFile.of(shard.guard.descriptor) for shard in shards if shard and shard.guard]
-        bases = np.array([shard.address for shard in shards if shard is not None], np.int64)
-        return FileParts(files, numbers, spans.addresses[rows] - bases[numbers])
+        return FileParts(
+            [files[number] for number in used.tolist()], numbers, spans.addresses[rows] - bases[of_rows]
+        )
 
     @property
     def may_load(self) -> bool:

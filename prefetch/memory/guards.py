@@ -55,7 +55,7 @@ class FileGuard:
 
     @property
     def descriptor(self) -> int:
-        """Of the file, open; -1 once the guard has ended. To be asked inside `FileGuards.loading`."""
+        """Of the file, open; -1 once the guard has ended."""
         return self._descriptor
 
     @property

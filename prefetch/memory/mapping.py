@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from prefetch.core.executor import executor
 from prefetch.core.pages import RangeFlag, has_pages, memory_calls
 from prefetch.memory.guards import FileGuard, FileGuards
+from prefetch.memory.open_files import OpenFile
 from sharding.blocks import Shard
 from sharding.catalog.storage import check_shard, failure_text, local_info
 from sharding.errors import ShardChangedError, ShardReadError
@@ -86,6 +87,8 @@ class MappedShard:
         self.shard = shard
         self.guard: FileGuard | None = None
         """While it is `held`, the file keeps its length."""
+        self.open_file: OpenFile | None = None
+        """The guard's, for other processes to read from; it stays open while the guard is held."""
         self._path = local_path(shard.url)
         self._path_memory = ctypes.create_string_buffer(os.fsencode(self._path))
         modified_ns = shard.version.removeprefix("mtime:")
@@ -100,7 +103,10 @@ class MappedShard:
             try:
                 if guards is not None:
                     self.guard = guards.take(descriptor, self)
-                self._compare(os.fstat(descriptor))
+                status = os.fstat(descriptor)
+                if self.guard is not None:
+                    self.open_file = OpenFile.of(self.guard.descriptor, status)
+                self._compare(status)
                 self._memory = _mapped(descriptor, shard.size)
                 self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
                 """Of the first byte."""

@@ -36,9 +36,8 @@ class OpenFile(NamedTuple):
     inode: int
 
     @classmethod
-    def of(cls, descriptor: int) -> OpenFile:
-        """A file that this process has open. Raises `OSError`."""
-        status = os.fstat(descriptor)
+    def of(cls, descriptor: int, status: os.stat_result) -> OpenFile:
+        """A file that this process has open; `status`: its own."""
         return cls(os.getpid(), descriptor, status.st_dev, status.st_ino)
 
 

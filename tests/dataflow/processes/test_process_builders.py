@@ -108,7 +108,7 @@ def test_where_they_cannot_read_these_files_they_are_sent_the_values(
     with DataLoader(dataset, 3, shuffle=True, seed=5) as loader:
         whole = [batch["n"] for _ in range(2) for batch in loader]
     chunks = shipped_by(monkeypatch)
-    monkeypatch.setattr(OpenFile, "of", lambda fd: OpenFile(os.getpid(), fd, -1, -1))
+    monkeypatch.setattr(OpenFile, "of", lambda fd, status: OpenFile(os.getpid(), fd, -1, -1))
     with in_processes(dataset, 3, True, seed=5) as loader:
         first = [batch["n"] for batch in loader]
         num_first = len(chunks)

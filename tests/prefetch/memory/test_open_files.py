@@ -23,7 +23,7 @@ def reader() -> Iterator[OpenFiles]:
 def opened(path: Path, content: bytes) -> tuple[OpenFile, int]:
     path.write_bytes(content)
     descriptor = os.open(path, os.O_RDONLY)
-    return OpenFile.of(descriptor), descriptor
+    return OpenFile.of(descriptor, os.fstat(descriptor)), descriptor
 
 
 def read(reader: OpenFiles, files: list[OpenFile], parts: list[tuple[int, int, int]]) -> bytes:
