@@ -31,7 +31,7 @@ def main() -> None:
     """Feed PyTorch training from sharded data.
 
     \b
-    See it work, on this machine, in a good minute:
+    See it work on this machine, in about a minute:
       dataflow demo
 
     \b
@@ -44,7 +44,7 @@ def main() -> None:
       dataflow inspect data/train.catalog
 
     \b
-    See what a store can do, what training gets of it, and how torch's loader compares:
+    Measure a store, the data that a training gets from it, and torch's loader beside this one:
       dataflow bench storage 's3://bucket/train-{0000..0015}.tar'
       dataflow bench loader data/train.catalog --compute-ms 50 --ranks 2
       dataflow bench compare data/train.catalog
@@ -54,7 +54,7 @@ def main() -> None:
       dataflow plan --nodes 64 --racks 8 --parameters 1.3B --microbatch-ms 180
 
     \b
-    See where the time of a training's steps goes:
+    Show where the time of a training's steps goes:
       dataflow doctor -- torchrun --nproc-per-node 2 train.py
       dataflow doctor --headspace -- torchrun --nproc-per-node 2 train.py
 
@@ -65,7 +65,7 @@ def main() -> None:
       for batch in DataLoader(dataset, batch_size=64, shuffle=True):
           ...
 
-    dataflow COMMAND --help tells more.
+    dataflow COMMAND --help explains each command and its options.
     """  # noqa: D301 - click wants the control character
 
 
@@ -74,24 +74,26 @@ def main() -> None:
 @click.option(
     "--output",
     metavar="PATH.catalog",
-    help="Where to save it, a path or URL.  [default: your cache folder, where ShardedDataset looks]",
+    help="Path or URL that the catalog is written to.",
+    show_default="your cache folder, where ShardedDataset looks",
 )
 @click.option(
     "--block-bytes",
     type=SIZE,
     metavar="SIZE",
-    help=f"Bytes a block aims at.  [default: {DEFAULT_BLOCK_BYTES >> 20}MiB]",
+    help="Bytes that a block should have.",
+    show_default=f"{DEFAULT_BLOCK_BYTES >> 20}MiB",
 )
 @click.option(
     "--checksum",
     is_flag=True,
-    help="Read all data once and keep a CRC-32 of each block, which every later read must have.",
+    help="Read all data once, and keep a CRC-32 of each block, which every later read is checked against.",
 )
 @click.option(
     "--lengths",
     is_flag=True,
-    help="Also put the lengths of samples beside the catalog, as loaders with batching= have found them on "
-    "this machine: whoever opens the catalog need not find them again.",
+    help="Also write the lengths of samples beside the catalog, as loaders with batching= have measured them "
+    "on this machine. Whoever opens the catalog need not measure them again.",
 )
 @plain_errors
 def index(
@@ -100,9 +102,9 @@ def index(
     """Build or refresh the catalog of a dataset.
 
     SOURCE is a file, a directory, a URL, a glob or a brace pattern (quote those two), several of them, or
-    a catalog to bring up to date. Only headers and footers are read, but for --checksum, which a catalog that
-    has checksums keeps. Nothing is done if the catalog is up to date; shards that changed are named, and the
-    dataset is indexed again.
+    a catalog to bring up to date. Only headers and footers are read, except with
+    --checksum; a catalog that has checksums keeps them. Nothing is done if the catalog is up to date; shards
+    that changed are named, and the dataset is indexed again. Sizes are in bytes.
 
     \b
     Examples:
@@ -110,7 +112,7 @@ def index(
       dataflow index 'data/*.bin' --dtype uint16 --length 2048 flat token files
       dataflow index 's3://bucket/x-{000..099}.tar' --storage-option anon=true --output x.catalog
       dataflow index x.catalog                                 refresh a catalog
-      dataflow index x.catalog --lengths                       and keep with it how long samples are
+      dataflow index x.catalog --lengths                       and keep the lengths of samples with it
     """  # noqa: D301 - click wants the control character
     from dataflow.tools.terminal.indexing import index_source
 
@@ -124,7 +126,7 @@ def index(
     )
 
 
-@main.command("inspect", short_help="Tell how well a plan mixes and what it costs to read.")
+@main.command("inspect", short_help="Show how well a plan mixes, and what it costs to read.")
 @options_of(InspectSettings)
 @options_of(DatasetArguments, "dataset")
 @json_option
@@ -133,10 +135,11 @@ def index(
 def inspect_(
     settings: InspectSettings, dataset: DatasetArguments, json_path: str | None, picture: str | None
 ) -> None:
-    """Tell how well a plan mixes and what it costs to read, beside a full shuffle.
+    """Show how well a plan mixes and what it costs to read, beside a full shuffle.
 
-    SOURCE is what `dataflow index` takes. Only the catalog is used, no sample is read (but for --label): what
-    is in each batch and who reads what when is arithmetic. Long epochs are sampled, which is then said.
+    SOURCE is what `dataflow index` takes. Only the catalog is used, and no sample is read (except with
+    --label): the samples of each batch, and the reads of each rank, follow by arithmetic. Of a long epoch, a
+    part is looked at, and the report says which.
 
     \b
     Examples:
@@ -161,8 +164,9 @@ def demo(settings: DemoSettings, json_path: str | None) -> None:
 
     The standard library's source text becomes token shards and WebDataset tars; two gloo ranks train a
     small transformer on it; the training is interrupted half-way and resumed in new processes, to the same
-    losses as without the interruption. Takes a good minute on two cores, and needs no network. Exit code 1 if
-    a resumed loss differs in any bit. How torch's DataLoader does over such data: dataflow bench compare.
+    losses as without the interruption. It takes about a minute on two cores, and needs no network. The exit
+    code is 1 if a resumed loss differs in any bit. `dataflow bench compare` runs torch's DataLoader beside
+    this one.
 
     \b
     Examples:

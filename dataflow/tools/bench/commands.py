@@ -31,8 +31,9 @@ def storage(settings: Sweep, json_path: str | None, picture: str | None) -> None
 
     SOURCE is what `dataflow index` takes: a file, a directory of shards, a URL, a glob or a brace pattern,
     or a catalog. Nothing is written. Every combination of order, block size and reads in flight is measured
-    for some seconds: throughput, latency percentiles, processor time. Percentiles that too few reads back
-    are left out. Data is called cold only with evidence that it came from a device.
+    for some seconds: throughput in MB/s, latency percentiles in milliseconds, processor seconds a GB.
+    Percentiles of too few reads are left out. Data is called cold only with evidence that it came from a
+    device.
 
     \b
     Examples:
@@ -58,8 +59,8 @@ def loader(settings: Emulation, json_path: str | None) -> None:
 
     SOURCE is what `dataflow index` takes, or package.module:function, which makes your ShardedDataset.
     Ranks load batches, wait as long as an accelerator would compute, and go on together. Then each part is
-    measured alone: storage, decoding from memory, computing. Told are accelerator utilisation as MLPerf
-    Storage defines it, what the training is bound by, and what curing that would gain.
+    measured alone: storage, decoding from memory, computing. The report gives accelerator utilisation as
+    MLPerf Storage defines it, what limits the training, and what a cure of that would gain.
 
     \b
     Examples:
@@ -84,8 +85,8 @@ def compare(settings: Comparison, json_path: str | None) -> None:
     """Run torch's DataLoader and this one over your own dataset.
 
     SOURCE is what `dataflow index` takes, or package.module:function, which takes no arguments and makes any
-    torch dataset; its module is imported. Runs take turns in fresh processes, medians are compared, and if
-    torch is faster, that is what is said.
+    torch dataset; its module is imported. The loaders are run one after the other, round after round, in
+    fresh processes. Medians of samples a second are compared; if torch is faster, the report says so.
 
     \b
     Examples:

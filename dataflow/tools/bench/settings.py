@@ -42,14 +42,14 @@ class Sweep:
 
     source: Sequence[str] = argument(nargs=-1, required=True)
     patterns: Sequence[Pattern] = option(
-        "Order of the blocks; may be repeated.",
+        "Order in which blocks are read; may be repeated.",
         click.Choice(["sequential", "random"]),
         ("sequential", "random"),
         "--pattern",
         multiple=True,
     )
     block_bytes: Sequence[int] = option(
-        "Bytes of a read; may be repeated.",
+        "Bytes that one read asks for; may be repeated.",
         SIZE,
         (128 << 10, 2 << 20),
         "--block-size",
@@ -58,16 +58,16 @@ class Sweep:
         show_default="128KiB, 2MiB",
     )
     concurrency: Sequence[int] = option(
-        "Reads at a time; may be repeated.",
+        "Number of reads at a time; may be repeated.",
         click.IntRange(1, 1024),
         (1, 4, 16),
         "--in-flight",
         multiple=True,
         metavar="N",
     )
-    seconds: float = option("For each combination.", POSITIVE, 2.0)
+    seconds: float = option("Seconds that each combination is measured for.", POSITIVE, 2.0)
     read: Literal["direct", "buffered"] = option(
-        "How local files are read: around the page cache, or through it as training does.",
+        "Way local files are read: around the page cache, or through it as training does.",
         click.Choice(["direct", "buffered"]),
         "direct",
     )
@@ -81,7 +81,11 @@ class BenchDataset(DatasetArguments):
     """Shards, or a function of the user's own that makes the dataset. Picklable."""
 
     image_size: int | None = option(
-        "Crop images to squares of this size, at random, while decoding.", COUNT, None, metavar="PIXELS"
+        "Pixels a side of the random square that each image is cropped to.",
+        COUNT,
+        None,
+        metavar="PIXELS",
+        show_default="images as they are",
     )
 
     def to_json(self) -> dict[str, Any]:
@@ -146,12 +150,18 @@ class BenchDataset(DatasetArguments):
 class Emulation:
     """What `dataflow bench loader` emulates."""
 
-    compute_ms: float = option("What the accelerator takes for a step.", Finite(min=0))
-    ranks: int = option("Emulated accelerators.", COUNT, 1)
-    batch_size: int = option("A rank's.", COUNT, 64)
-    memory_limit: int | None = option("A rank's, as given to the DataLoader.", SIZE, None, metavar="SIZE")
-    seconds: float = option("For each of five or six phases.", POSITIVE, 5.0)
-    seed: int = option("Of the order.", int, 0)
+    compute_ms: float = option("Milliseconds that the emulated accelerator computes a step.", Finite(min=0))
+    ranks: int = option("Number of emulated accelerators, a process each.", COUNT, 1)
+    batch_size: int = option("Number of samples in a batch of a rank.", COUNT, 64)
+    memory_limit: int | None = option(
+        "Bytes that a rank's loader may hold, as DataLoader(memory_limit=) takes it.",
+        SIZE,
+        None,
+        metavar="SIZE",
+        show_default="as the DataLoader's",
+    )
+    seconds: float = option("Seconds that each of five or six phases takes.", POSITIVE, 5.0)
+    seed: int = option("Seed of the order.", int, 0)
     dataset: BenchDataset = part(BenchDataset)
 
 
@@ -159,21 +169,25 @@ class Emulation:
 class Comparison:
     """What `dataflow bench compare` runs."""
 
-    batch_size: int = option("Samples a batch.", COUNT, 64)
+    batch_size: int = option("Number of samples in a batch.", COUNT, 64)
     workers: Sequence[int] = option(
-        "Worker processes; may be repeated.  [default: 0, and the number of cores]",
+        "Number of worker processes; may be repeated.",
         click.IntRange(min=0),
         (),
         multiple=True,
         metavar="N",
-        show_default=False,
+        show_default="0, and the number of cores",
     )
-    repeats: int = option("Runs of each loader.", COUNT, 3)
-    seconds: float = option("A run, after its first batch.", POSITIVE, 3.0)
+    repeats: int = option("Number of runs of each loader.", COUNT, 3)
+    seconds: float = option("Seconds that a run takes after its first batch.", POSITIVE, 3.0)
     collate: str | None = option(
-        "A collate_fn for both.  [default: each loader's own]", None, None, metavar="MODULE:NAME"
+        "Function that both loaders use as collate_fn.",
+        None,
+        None,
+        metavar="MODULE:NAME",
+        show_default="each loader's own",
     )
-    seed: int = option("Of the order.", int, 0)
+    seed: int = option("Seed of the order.", int, 0)
     dataset: BenchDataset = part(BenchDataset)
 
 

@@ -15,15 +15,20 @@ class DemoSettings:
     """Where the demo works, and how much of it."""
 
     folder: Path | None = option(
-        "Where shards and checkpoint go, to stay there.  [default: a temporary folder, removed at the end]",
+        "Folder that shards and the checkpoint are written to and kept in.",
         click.Path(file_okay=False, path_type=Path),
         None,
+        show_default="a temporary folder, removed at the end",
     )
-    keep: bool = option("Leave the temporary folder.", bool, False)
-    num_ranks: int = option("Processes that train.", COUNT, 2, "--ranks")
-    steps: int = option("Training steps.", click.IntRange(min=2), 200)
-    batch_size: int = option("Samples of 128 bytes a rank and step.", COUNT, 16)
-    seed: int = option("Seed of order and model.", int, 0)
+    keep: bool = option("Keep the temporary folder.", bool, False)
+    num_ranks: int = option("Number of processes that train.", COUNT, 2, "--ranks")
+    steps: int = option("Number of training steps.", click.IntRange(min=2), 200)
+    batch_size: int = option("Number of samples, of 128 bytes each, in a batch of a rank.", COUNT, 16)
+    seed: int = option("Seed of the order and of the model's weights.", int, 0)
     max_modules: int | None = option(
-        "Use only so many modules.  [default: all, about 11 MB]", COUNT, None, "--modules"
+        "Number of Python modules to train on.",
+        COUNT,
+        None,
+        "--modules",
+        show_default="all, about 11 MB",
     )

@@ -42,29 +42,30 @@ _NO_STEP = (
 
 @click.command(
     context_settings={"ignore_unknown_options": True},
-    short_help="Run a training, and tell where its steps' time goes.",
+    short_help="Run a training, and show where the time of its steps goes.",
 )
 @json_option
-@picture_option(".html", name="--html", text="Write a page with pictures")
+@picture_option(".html", name="--html", text="Write a page with pictures to this file")
 @click.option(
-    "--trace", type=OutputPath(), metavar="PATH", help="Write a Chrome trace, which Perfetto shows."
+    "--trace", type=OutputPath(), metavar="PATH", help="Write a Chrome trace to this file, for Perfetto."
 )
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where ranks leave what they noted, to stay there; for several machines, one that they share."
-    "  [default: a temporary folder]",
+    help="Folder that ranks write their records to and keep them in; several machines share one.",
+    show_default="a temporary folder",
 )
 @click.option(
     "--headspace",
     is_flag=True,
-    help="Replay a few batches from memory in the place of the loader, and tell how much faster the training "
+    help="Replay a few batches from memory in place of the loader, and report how much faster the training "
     "would be with a perfect one.",
 )
 @click.option(
     "--steps",
     type=click.IntRange(min=ROUND),
-    help=f"With --headspace: measured with the loader, and again without it.  [default: {DEFAULT_STEPS}]",
+    help="Number of steps that --headspace measures with the loader, and again without it.",
+    show_default=str(DEFAULT_STEPS),
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @plain_errors
@@ -77,14 +78,14 @@ def doctor(
     headspace: bool,
     steps: int | None,
 ) -> None:
-    """Run a training command, and tell where the time of its steps goes.
+    """Run a training command, and show where the time of its steps goes.
 
-    COMMAND is run as it is; every GradSchedule in it notes where its windows' time goes, and at the end the
-    ranks are compared. Of a plain loop over a dataflow.DataLoader, how long it waited for data is told. The
-    exit code is the command's. Without COMMAND, what an earlier run left in --folder is reported. With
-    --headspace, steps over a dataflow.DataLoader are measured first as they are, and then with copies of some
-    of its batches, from memory; a training is ended when both are measured, and what it has saved by then is
-    of no use: it trained on the same batches again and again.
+    COMMAND is run as it is. Each GradSchedule in it records where the time of its windows goes, and at the
+    end the ranks are compared. For a plain loop over a dataflow.DataLoader the report says how long it waited
+    for data. The exit code is the command's. Without COMMAND, the records of an earlier run in --folder are
+    reported. With --headspace, steps over a dataflow.DataLoader are measured first as they are, and then with
+    copies of some of its batches, from memory; a training is ended when both are measured. Do not use what it
+    has saved by then: it trained on the same batches again and again.
 
     \b
     Examples:

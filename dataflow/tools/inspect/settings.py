@@ -18,27 +18,44 @@ if TYPE_CHECKING:
 class InspectSettings:
     """A job's batches, nodes and order."""
 
-    batch_size: int = option("A rank's.", COUNT, 64)
-    nodes: int = option("Machines of the job.", COUNT, 1)
-    ranks: int | None = option("Of all nodes together.  [default: one a node]", COUNT, None)
+    batch_size: int = option("Number of samples in a batch of a rank.", COUNT, 64)
+    nodes: int = option("Number of machines of the job.", COUNT, 1)
+    ranks: int | None = option(
+        "Number of ranks, over all machines.", COUNT, None, show_default="one a machine"
+    )
     kind: Literal["window", "full", "blocks", "none"] = option(
-        "How an epoch is mixed, as in Shuffle(...).",
+        "Kind of shuffle, as Shuffle(...) takes it.",
         click.Choice(["window", "full", "blocks", "none"]),
         "window",
         "--shuffle",
     )
-    window_blocks: int | None = option("Blocks a window.  [default: chosen]", COUNT, None)
-    canonical_nodes: int | None = option("Lanes.  [default: 8, or 1 unmixed]", COUNT, None)
+    window_blocks: int | None = option(
+        "Number of blocks in a window.", COUNT, None, show_default="chosen by the loader"
+    )
+    canonical_nodes: int | None = option(
+        "Number of lanes, as Shuffle(...) takes it.",
+        COUNT,
+        None,
+        show_default="8, or 1 for blocks and none",
+    )
     exchange: float = option(
         "Share of the blocks that may change lane from epoch to epoch.", click.FloatRange(0, 1), 1.0
     )
-    memory_limit: int | None = option("As given to the DataLoader.", SIZE, None, metavar="SIZE")
-    seed: int = option("Of the order.", int, 0)
-    epoch: int = option("To look at.", click.IntRange(min=0), 0)
-    label: str | None = option(
-        "Read this column too, and tell how labels are mixed.", None, None, metavar="COLUMN"
+    memory_limit: int | None = option(
+        "Bytes that a rank's loader may hold, as DataLoader(memory_limit=) takes it.",
+        SIZE,
+        None,
+        metavar="SIZE",
+        show_default="as the DataLoader's",
     )
-    max_samples: int = option("Of an epoch to look at.", COUNT, 1 << 21, show_default="2 M")
+    seed: int = option("Seed of the order.", int, 0)
+    epoch: int = option("Number of the epoch to look at.", click.IntRange(min=0), 0)
+    label: str | None = option(
+        "Column of labels to read, to show how well they are mixed.", None, None, metavar="COLUMN"
+    )
+    max_samples: int = option(
+        "Largest number of samples of the epoch to look at.", COUNT, 1 << 21, show_default="2,097,152"
+    )
 
     @property
     def shuffle(self) -> Shuffle:

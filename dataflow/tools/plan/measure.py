@@ -155,10 +155,29 @@ def load_link(path: str) -> Link:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--output", required=True, metavar="PATH", help="JSON, for dataflow plan --link.")
-@click.option("--repeats", type=click.IntRange(min=1), default=11, show_default=True)
+@click.option(
+    "--output",
+    required=True,
+    metavar="PATH",
+    help="JSON file that the link is written to, for dataflow plan --link.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=11,
+    show_default=True,
+    help="Number of all-reduces of each size.",
+)
 def main(output: str, repeats: int) -> None:
-    """Fit latency and bandwidth to all-reduces between the ranks of torchrun."""
+    """Measure latency and bandwidth between the ranks of a job, for `dataflow plan --link`.
+
+    Each rank runs all-reduces of 1 KiB to 16 MiB; latency in seconds and bytes a second are fitted to the
+    times of the slowest rank. Run it under torchrun, on the machines that the plan is for.
+
+    \b
+    Examples:
+      torchrun --nnodes 2 --nproc-per-node 1 -m dataflow.tools.plan.measure --output link.json
+    """  # noqa: D301 - click wants the control character
     cuda = torch.cuda.is_available()
     distributed.init_process_group("nccl" if cuda else "gloo")
     try:

@@ -68,38 +68,75 @@ class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since clic
 class PlanSettings:
     """A cluster, a model, and what things cost."""
 
-    nodes: int = option("Machines.", COUNT)
-    racks: int = option("They stand in.", COUNT, 1)
-    ranks_per_node: int = option("Processes, one a GPU.", COUNT, 8)
-    parameters: float = option("Of the model, such as 1.3B.", Quantity(zero=False), metavar="N")
-    gradient_bits: int = option("Sent for a parameter.", click.IntRange(1, 64), 32)
-    microbatch_ms: float = option("Forward and backward of one microbatch, measured.", POSITIVE)
-    microbatch: int = option("Its samples.", COUNT, 1)
+    nodes: int = option("Number of machines of the cluster.", COUNT)
+    racks: int = option("Number of racks the machines stand in.", COUNT, 1)
+    ranks_per_node: int = option("Number of training processes on a machine, one a GPU.", COUNT, 8)
+    parameters: float = option(
+        "Number of parameters of the model, such as 25M or 1.3B.", Quantity(zero=False), metavar="N"
+    )
+    gradient_bits: int = option(
+        "Number of bits sent for the gradient of a parameter.", click.IntRange(1, 64), 32
+    )
+    microbatch_ms: float = option(
+        "Milliseconds that forward and backward of one microbatch take, measured on one rank.", POSITIVE
+    )
+    microbatch: int = option("Number of samples in a microbatch.", COUNT, 1)
     accumulate: Sequence[int] = option(
-        "Microbatches a step to choose from, such as 1..8 or 1,2,4.",
+        "Numbers of microbatches a step to choose from, such as 1..8 or 1,2,4.",
         AccumulationCounts(),
         tuple(range(1, 33)),
         metavar="K",
         show_default="1..32",
     )
-    max_batch: int | None = option("Most samples of a step, of all ranks.", COUNT, None, metavar="N")
-    sample_bytes: int | None = option("Read from the store for one sample.", SIZE, None, metavar="SIZE")
-    network_gbit: float = option("Of a node's card.", POSITIVE, 100.0)
-    network_us: float = option("Latency of a message.", POSITIVE, 15.0)
-    within_gbit: float = option("Between ranks of a node.", POSITIVE, 1600.0)
-    within_us: float = option("Latency between them.", POSITIVE, 5.0)
+    max_batch: int | None = option(
+        "Largest number of samples a step may have, over all ranks.",
+        COUNT,
+        None,
+        metavar="N",
+        show_default="no limit",
+    )
+    sample_bytes: int | None = option(
+        "Bytes read from the store for one sample.",
+        SIZE,
+        None,
+        metavar="SIZE",
+        show_default="none are read",
+    )
+    network_gbit: float = option("Bandwidth of a machine's network card, in Gbit/s.", POSITIVE, 100.0)
+    network_us: float = option("Latency of a message between machines, in microseconds.", POSITIVE, 15.0)
+    within_gbit: float = option("Bandwidth between two ranks of a machine, in Gbit/s.", POSITIVE, 1600.0)
+    within_us: float = option("Latency of a message within a machine, in microseconds.", POSITIVE, 5.0)
     link: str | None = option(
-        "Network latency and bandwidth from dataflow.tools.plan.measure, instead.", None, None, metavar="PATH"
+        "File of dataflow.tools.plan.measure to take --network-us and --network-gbit from.",
+        None,
+        None,
+        metavar="PATH",
     )
     oversubscription: float = option(
-        "Bandwidth of a rack's nodes over that of its uplink.", Finite(min=1), 1.0
+        "Ratio of the bandwidth of a rack's machines to that of its uplink.", Finite(min=1), 1.0
     )
-    bucket_mb: float = option("DDP's bucket_cap_mb; 1 byte at least.", Finite(min=1e-6), 25.0)
-    gated: bool = option("Read no data while gradients travel.", bool, False)
-    samples: float = option("Of the whole run, epochs counted.", Quantity(zero=True), 0.0, metavar="N")
-    node_hour: float | None = option("Price of a node for an hour.", Finite(min=0), None)
-    egress_gb: float | None = option("Price of 10^9 bytes out of the store.", Finite(min=0), None)
-    watts: float | None = option("Power of a node under this load.", Finite(min=0), None)
+    bucket_mb: float = option(
+        "MiB of gradients sent at once, as DDP's bucket_cap_mb.", Finite(min=1e-6), 25.0
+    )
+    gated: bool = option("Assume that no data is read while gradients are sent.", bool, False)
+    samples: float = option(
+        "Number of samples of the whole run, over all epochs, such as 2M; 0 predicts a step only.",
+        Quantity(zero=True),
+        0.0,
+        metavar="N",
+    )
+    node_hour: float | None = option(
+        "Price of a machine for an hour, in any currency.", Finite(min=0), None, show_default="not known"
+    )
+    egress_gb: float | None = option(
+        "Price of reading 10^9 bytes from the store, in the same currency.",
+        Finite(min=0),
+        None,
+        show_default="not known",
+    )
+    watts: float | None = option(
+        "Power that a machine draws in training, in watts.", Finite(min=0), None, show_default="not known"
+    )
 
     def __post_init__(self) -> None:
         ranks = self.nodes * self.ranks_per_node

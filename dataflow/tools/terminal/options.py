@@ -30,7 +30,7 @@ Decorator = Callable[[Command], Command]
 def plain_errors(command: Command) -> Command:
     """Add `--traceback`, and without it end expected errors as one line."""
 
-    @click.option("--traceback", is_flag=True, help="Show Python's traceback if there is an error.")
+    @click.option("--traceback", is_flag=True, help="Show Python's traceback of an error.")
     @functools.wraps(command)
     def run(*args: Any, traceback: bool, **kwargs: Any) -> None:
         try:
@@ -204,11 +204,13 @@ json_option = click.option(
     "json_path",
     type=OutputPath(),
     metavar="PATH",
-    help='Write all figures to a file; "-": print them.',
+    help='Write all figures as JSON to this file, or to standard output for "-".',
 )
 
 
-def picture_option(*endings: str, name: str = "--picture", text: str = "Draw the figures") -> Decorator:
+def picture_option(
+    *endings: str, name: str = "--picture", text: str = "Draw the figures to this file"
+) -> Decorator:
     """Where a picture goes, as `picture`."""
     kinds = " or ".join(endings)
     return click.option(
@@ -252,13 +254,22 @@ class DatasetArguments:
     source: Sequence[str] = argument(nargs=-1, required=True)
     """What `ShardedDataset` takes, one or several."""
     format: str = option(
-        "tar, parquet, arrow, arrow-stream, jsonl, tokens or megatron; auto goes by the file endings.",
+        "Format of the shards: tar, parquet, arrow, arrow-stream, jsonl, tokens, megatron, or auto, which "
+        "goes by the file endings.",
         default="auto",
         metavar="NAME",
     )
-    dtype: str | None = option("Type of a token in .bin files, such as uint16.", None, None, metavar="TYPE")
-    length: int | None = option("Tokens a sample, for token files.", COUNT, None, metavar="N")
-    allow_unfinished: bool = option("Read tar and Arrow files that end too early, too.", bool, False)
+    dtype: str | None = option(
+        "Type of a token in flat .bin files, such as uint16.", None, None, metavar="TYPE"
+    )
+    length: int | None = option(
+        "Number of tokens in a sample of flat .bin files.",
+        COUNT,
+        None,
+        metavar="N",
+        show_default="none: token files need it",
+    )
+    allow_unfinished: bool = option("Also read tar and Arrow files that end too early.", bool, False)
     storage_options: Mapping[str, Any] = storage_options()
 
     @property
