@@ -29,12 +29,12 @@ from dataflow.outputs.columns import Randomness
 from dataflow.outputs.output import Output, columns_read, staged_outputs
 from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
-from dataflow.sources.joins import JoinReport, JoinSide, columns_beside, match
+from dataflow.sources.joins import JoinReport, JoinSide, columns_beside, match_sides
 from dataflow.sources.lerobot import open_lerobot
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import Opening
 from dataflow.sources.views import matching, picked
-from dataflow.staging.source import PartnerSource, Source
+from dataflow.staging.source import MatchSource, Source
 from prefetch.control.pause import ReadPause
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import Mappings
@@ -53,7 +53,7 @@ from sharding.hub.names import is_hub, is_pinned, parse_name
 from sharding.order.keyed import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
-from sharding.plan.partners import PartnerTable
+from sharding.plan.matches import MatchTable
 from sharding.plan.split import By, split_selection
 from sharding.printable import listed, printable
 from sharding.urls import is_local, local_path
@@ -73,7 +73,7 @@ class Join:
 
     other: ShardedDataset[Any]
     """With the columns that it brings along, as they are delivered."""
-    partners: PartnerTable
+    matches: MatchTable
     amplification: float
     """How often its blocks may be read in an epoch."""
     report: JoinReport
@@ -245,11 +245,11 @@ class ShardedDataset(Sharded, Dataset[S]):
         `is_awaited`: whether the caller waits for each read, as for single samples: nothing is mapped, and
         what a long read waits for is said.
         """
-        partners = []
+        matches = []
         for join in self.joins_used:
             other = join.other.source(keep_mapped_bytes, guards, pause, is_awaited=is_awaited)
             used = staged_outputs([output for output in self.outputs if output.name in join.names])
-            partners.append(PartnerSource(source=replace(other, outputs=used), table=join.partners))
+            matches.append(MatchSource(source=replace(other, outputs=used), table=join.matches))
         return Source(
             catalog=self.catalog,
             format=self._codec,
@@ -258,8 +258,8 @@ class ShardedDataset(Sharded, Dataset[S]):
             mappings=Mappings(keep_mapped_bytes, guards),
             pause=pause,
             all_columns=self._all_columns,
-            partners=partners,
-            reads_whole=self._is_joined or bool(partners),
+            matches=matches,
+            reads_whole=self._is_joined or bool(matches),
             may_map=not is_awaited,
         )
 
@@ -307,7 +307,7 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def kept_blocks(self) -> BlockTable:
-        """The blocks, how many samples of each are in the view, and bytes, with those of their partners."""
+        """The blocks, how many samples of each are in the view, and bytes, with those of their matches."""
         table, kept = self.catalog.blocks, self.selection.num_samples
         beside = np.zeros(len(kept), np.int64)
         for join in self.joins_used:
@@ -437,9 +437,9 @@ class ShardedDataset(Sharded, Dataset[S]):
 
         `captions = ShardedDataset("captions.parquet"); images.join(captions, on=("__key__", "id"))`
 
-        A view in the order of this dataset, as long as its samples that have a partner: the others are left
+        A view in the order of this dataset, as long as its samples that have a match: the others are left
         out, with a warning that counts and names some, as `joins[-1].report` does. Reads the key columns of
-        both, once, and nothing else; what is streamed later is the blocks of `other` that hold partners of a
+        both, once, and nothing else; what is streamed later is the blocks of `other` that hold matches of a
         window's samples. Join to the dataset with more bytes a sample: its blocks are what a window counts.
 
         Args:
@@ -463,11 +463,11 @@ class ShardedDataset(Sharded, Dataset[S]):
             JoinSide(one.source(), one.selection, name)
             for one, name in zip((self, other), names, strict=True)
         ]
-        found = match(*sides, amplification=amplification)
+        found = match_sides(*sides, amplification=amplification)
         brought = other._view(other.selection)
         brought.outputs, brought._all_columns, brought._is_joined = outputs, False, True
         view = self._view(found.selection)
-        join = Join(other=brought, partners=found.partners, amplification=amplification, report=found.report)
+        join = Join(other=brought, matches=found.matches, amplification=amplification, report=found.report)
         view.joins, view.outputs = (*self.joins, join), (*self.outputs, *outputs)
         return view
 

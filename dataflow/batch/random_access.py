@@ -19,7 +19,7 @@ from dataflow.batch.samples import samples_of, transform_reason
 from dataflow.batch.transforms import transformed_together
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness
 from dataflow.outputs.output import Output
-from dataflow.staging.joined import PartnerStager, joined
+from dataflow.staging.joined import MatchStager, joined
 from dataflow.staging.rows import RowReader, WindowPart
 from dataflow.staging.source import Source
 from dataflow.staging.window import StagedRows
@@ -80,9 +80,7 @@ class _OpenSource:
     def __init__(self, source: Source) -> None:
         self.pid, self.arena, self._source = os.getpid(), Arena(limit_bytes=_ARENA_BYTES), source
         self._reader = RowReader(self.arena, keep_blocks=_KEPT_BLOCKS)
-        self._stagers = [
-            PartnerStager(partner, self.arena, keep_blocks=_KEPT_BLOCKS) for partner in source.partners
-        ]
+        self._stagers = [MatchStager(match, self.arena, keep_blocks=_KEPT_BLOCKS) for match in source.matches]
 
     def parts(
         self, blocks: NDArray[np.int64], rows: NDArray[np.int64], randomness: Randomness
@@ -106,7 +104,7 @@ class _OpenSource:
             whole = window.with_clips(part.rows)
             if self._stagers:
                 whole = beside = joined(window, part.rows, self._stagers)
-                beside.read_partners()
+                beside.read_matches()
             parts.append(replace(part, window=whole))
         return parts
 

@@ -15,7 +15,7 @@ from dataflow.dataset import Join
 from dataflow.planning.plan import StreamPlan
 from sharding.order.selection import SelectedOrder
 from sharding.order.shuffle import Shuffle
-from sharding.plan.partners import allowance, reads_in_windows
+from sharding.plan.matches import allowance, reads_in_windows
 
 _KEPT_IN_LIMIT = 4
 
@@ -32,8 +32,8 @@ def kept_bytes(plan: StreamPlan, memory_limit: int) -> dict[tuple[int, int], int
 
 
 def _bytes_in_memory(join: Join) -> int:
-    """Of all blocks that hold partners, stored and decoded."""
-    table, blocks = join.other.catalog.blocks, np.unique(join.partners.other_blocks)
+    """Of all blocks that hold matches, stored and decoded."""
+    table, blocks = join.other.catalog.blocks, np.unique(join.matches.other_blocks)
     num_rows = int(table.num_samples[blocks].sum())
     staged = sum(output.staged_bytes(num_rows) for output in join.other.outputs)
     rounded = (1 << 10) * len(blocks) * len(join.other.outputs)
@@ -53,14 +53,14 @@ def check_reads(plan: StreamPlan, memory_limit: int) -> None:
             shuffle = plan.shuffle.of_source(number)
             order = SelectedOrder(source.selection, shuffle, seed=plan.seed, epoch=0)
             nbytes = join.other.catalog.blocks.length
-            times = reads_in_windows(order, join.partners, nbytes)
+            times = reads_in_windows(order, join.matches, nbytes)
             if times > join.amplification:
                 raise ValueError(_refusal(order.shuffle, join, times))
 
 
 def _refusal(shuffle: Shuffle, join: Join, times: float) -> str:
     table = join.other.catalog.blocks
-    blocks = np.unique(join.partners.other_blocks)
+    blocks = np.unique(join.matches.other_blocks)
     once = int(table.length[blocks].sum())
     return (
         f"with this shuffle, an epoch reads {times * once:,.0f} bytes of {join.other.catalog.shard(0).url} "

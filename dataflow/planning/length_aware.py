@@ -350,7 +350,7 @@ def _source_lengths(
         # `lengths` are of all samples; a plan wants those of the view.
         at, row = dataset.selection.locate(np.arange(len(dataset)))
         samples = dataset.catalog.blocks.first_sample[at] + row
-        lengths = lengths[samples if join is None else join.partners.of(samples)]
+        lengths = lengths[samples if join is None else join.matches.of(samples)]
     lengths = _with_missing(lengths, output, stored, dataset)
     _check_fit(lengths, batching, stored, dataset)
     if len(lengths) and output is not None and dataset.transform is None:

@@ -2,7 +2,7 @@
 
 Only the key columns are read, once and in parallel: the ranges of the column where a format is tabular, the
 keys alone where values can be read by themselves. Everything else is known from the catalogs. What comes out
-is a table of sample numbers (`sharding.plan.partners`) and what has no partner, counted and named.
+is a table of sample numbers (`sharding.plan.matches`) and what has no match, counted and named.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from prefetch.memory.arena import Arena
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.order.selection import Selection
-from sharding.plan.partners import (
-    NO_PARTNER,
-    PartnerTable,
+from sharding.plan.matches import (
+    NO_MATCH,
+    MatchTable,
     allowance,
     blocks_of,
     comparable,
     duplicates,
-    matches,
+    find_matches,
 )
 from sharding.printable import listed
 
 _KEY_THREADS = 16
 _ARENA_BYTES = 64 << 20
 _NAMED = 5
-"""Samples that are named of those without a partner."""
+"""Samples that are named of those without a match."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class JoinReport:
     on: tuple[str, str]
     """The key column of the dataset, and of the other."""
     num_samples: int
-    """Samples of the dataset that have a partner: those of the joined one."""
-    without_partner: int
+    """Samples of the dataset that have a match: those of the joined one."""
+    without_match: int
     """Samples of the dataset that have none, and are left out."""
-    first_without_partner: tuple[str, ...]
+    first_without_match: tuple[str, ...]
     """The first of them, as "key in shard"."""
     unused: int
-    """Samples of the other that are nobody's partner."""
+    """Samples of the other that are nobody's match."""
     first_unused: tuple[str, ...]
     """The first of them."""
     amplification: float
@@ -147,15 +147,15 @@ class KeyMatch:
     """What two datasets have in common."""
 
     selection: Selection
-    """The samples of the first that have a partner."""
-    partners: PartnerTable
+    """The samples of the first that have a match."""
+    matches: MatchTable
     report: JoinReport
 
 
-def match(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyMatch:
-    """Find the partner of each sample of the first in the second. Reads both key columns; closes the readers.
+def match_sides(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyMatch:
+    """Find the match of each sample of the first in the second. Reads both key columns; closes the readers.
 
-    Warns of samples without a partner. Raises `ValueError` for keys that repeat in the second, keys of unlike
+    Warns of samples without a match. Raises `ValueError` for keys that repeat in the second, keys of unlike
     types, datasets that have none in common, and reads beyond `amplification`.
     """
     with closing(own.source.reader), closing(other.source.reader):
@@ -167,36 +167,36 @@ def match(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyMatch:
             f"{_kind(others)}; write one of them as the other's type, or name other columns by on=(..., ...)"
         )
     _refuse_duplicates(other, others, other_numbers)
-    index = matches(keys, others)
-    has_partner = index != NO_PARTNER
-    if not has_partner.any():
+    index = find_matches(keys, others)
+    has_match = index != NO_MATCH
+    if not has_match.any():
         raise ValueError(
             f"no key in {own.on!r} is one in {other.on!r}; the first are "
             f"{_key(keys, 0)} and {_key(others, 0)}"
         )
-    partners = PartnerTable.between(
-        own_numbers[has_partner], other_numbers[index[has_partner]], own.catalog.blocks, other.catalog.blocks
+    matches = MatchTable.between(
+        own_numbers[has_match], other_numbers[index[has_match]], own.catalog.blocks, other.catalog.blocks
     )
     is_unused = np.ones(len(others), np.bool_)
-    is_unused[index[has_partner]] = False
+    is_unused[index[has_match]] = False
     report = JoinReport(
         on=(own.on, other.on),
-        num_samples=int(has_partner.sum()),
-        without_partner=int((~has_partner).sum()),
-        first_without_partner=_named(own, keys, own_numbers, ~has_partner),
+        num_samples=int(has_match.sum()),
+        without_match=int((~has_match).sum()),
+        first_without_match=_named(own, keys, own_numbers, ~has_match),
         unused=int(is_unused.sum()),
         first_unused=_named(other, others, other_numbers, is_unused),
-        amplification=partners.amplification,
+        amplification=matches.amplification,
     )
-    if partners.amplification > amplification:
-        raise ValueError(_refusal(report, other, partners))
-    if report.without_partner:
+    if matches.amplification > amplification:
+        raise ValueError(_refusal(report, other, matches))
+    if report.without_match:
         warnings.warn(
-            f"{report.without_partner:,} of {len(keys):,} samples have no partner and are left out: "
-            f"{listed(report.first_without_partner)}{' ...' if report.without_partner > _NAMED else ''}",
+            f"{report.without_match:,} of {len(keys):,} samples have no match and are left out: "
+            f"{listed(report.first_without_match)}{' ...' if report.without_match > _NAMED else ''}",
             stacklevel=3,
         )
-    return KeyMatch(selection=own.selection.at(np.flatnonzero(has_partner)), partners=partners, report=report)
+    return KeyMatch(selection=own.selection.at(np.flatnonzero(has_match)), matches=matches, report=report)
 
 
 def _refuse_duplicates(side: JoinSide, keys: pa.Array, numbers: NDArray[np.int64]) -> None:
@@ -210,8 +210,8 @@ def _refuse_duplicates(side: JoinSide, keys: pa.Array, numbers: NDArray[np.int64
         )
 
 
-def _refusal(report: JoinReport, other: JoinSide, partners: PartnerTable) -> str:
-    once = int(other.catalog.blocks.length[np.unique(partners.other_blocks)].sum())
+def _refusal(report: JoinReport, other: JoinSide, matches: MatchTable) -> str:
+    once = int(other.catalog.blocks.length[np.unique(matches.other_blocks)].sum())
     return (
         f"{other.catalog.shard(0).url} and its like are ordered unlike this dataset: beside its blocks, one "
         f"after the other, {report.amplification * once:,.0f} bytes of theirs would be read, "

@@ -2,7 +2,7 @@
 
 Whoever builds batches sees one window: columns of the others are staged by the rows of the first, as copied
 numbers, or as addresses of values that stay in the others' windows. What must be read of another dataset is
-found from the table of partners (`sharding.plan.partners`), for the rows that this rank takes.
+found from the table of matches (`sharding.plan.matches`), for the rows that this rank takes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.rows import OpenRows, RowReader, WindowPart
-from dataflow.staging.source import PartnerSource
+from dataflow.staging.source import MatchSource
 from dataflow.staging.window import Share, StagedRows, StagedWindow
 from prefetch.memory.arena import Arena
 from prefetch.work import Task
 from sharding.errors import SampleError
-from sharding.plan.partners import blocks_of
+from sharding.plan.matches import blocks_of
 
 
-class PartnerRows:
-    """The partners of a window's rows, of one other dataset: parts fill rows of the joined window.
+class MatchRows:
+    """The matches of a window's rows, of one other dataset: parts fill rows of the joined window.
 
     Args:
         opened: where they lie.
@@ -39,7 +39,7 @@ class PartnerRows:
         self.nbytes = opened.nbytes + sum(part.rows.nbytes + _filled(part).nbytes for part in opened.parts)
 
     def find(self, row: int) -> tuple[StagedRows, int]:
-        """The window that holds the partner of a row, and its row there."""
+        """The window that holds the match of a row, and its row there."""
         for part in self.opened.parts:
             at = int(np.searchsorted(_filled(part), row))
             if at < len(part.rows) and _filled(part)[at] == row:
@@ -74,30 +74,30 @@ class JoinedWindow(StagedWindow):
 
     Args:
         own: of the dataset whose rows these are.
-        partners: of each other dataset.
+        matches: of each other dataset.
     """
 
-    def __init__(self, own: StagedWindow, partners: Sequence[PartnerRows]) -> None:
+    def __init__(self, own: StagedWindow, matches: Sequence[MatchRows]) -> None:
         super().__init__(own.source, own.arena, own.samples, own.rows)
-        self._own, self._partners = own, partners
-        outputs = [(output, rows) for rows in partners for output in rows.outputs]
-        self._partner_of = {output.name: rows for output, rows in outputs}
-        self._partner_of |= {output.column: rows for output, rows in outputs if output.column}
+        self._own, self._matches = own, matches
+        outputs = [(output, rows) for rows in matches for output in rows.outputs]
+        self._match_of = {output.name: rows for output, rows in outputs}
+        self._match_of |= {output.column: rows for output, rows in outputs if output.column}
         self._lock = threading.Lock()  # guards _tasks_left
         self._tasks_left = 0
         num_rows = self.samples.num_rows
-        columns = [max(16 * num_rows, o.staged_bytes(num_rows)) for rows in partners for o in rows.outputs]
-        self.nbytes = own.nbytes + sum(rows.nbytes for rows in partners) + sum(columns)
+        columns = [max(16 * num_rows, o.staged_bytes(num_rows)) for rows in matches for o in rows.outputs]
+        self.nbytes = own.nbytes + sum(rows.nbytes for rows in matches) + sum(columns)
 
     @property
     def _windows(self) -> list[StagedWindow]:
-        return [self._own, *(window for rows in self._partners for window in rows.opened.windows)]
+        return [self._own, *(window for rows in self._matches for window in rows.opened.windows)]
 
     # ---- the engine's window ------------------------------------------------------------------------
 
     def reads(self) -> Sequence[Task]:
         """Those of all its windows; the last one that ends puts their columns side by side."""
-        tasks = [*self._own.reads(), *(task for rows in self._partners for task in rows.opened.reads())]
+        tasks = [*self._own.reads(), *(task for rows in self._matches for task in rows.opened.reads())]
         self._tasks_left = len(tasks)
         return [partial(self._read, task) for task in tasks]
 
@@ -109,9 +109,9 @@ class JoinedWindow(StagedWindow):
         if is_last:
             self._put_together()
 
-    def read_partners(self) -> None:
+    def read_matches(self) -> None:
         """Read what it has of other datasets in this thread, where its own window has been read."""
-        for rows in self._partners:
+        for rows in self._matches:
             for task in rows.opened.reads():
                 task()
         self._put_together()
@@ -119,7 +119,7 @@ class JoinedWindow(StagedWindow):
     def _put_together(self) -> None:
         """Stage the columns of all its windows, which have been read, side by side."""
         self.staged.update(self._own.staged)
-        for rows in self._partners:
+        for rows in self._matches:
             for output in rows.outputs:
                 self.staged[output.name] = rows.staged(output, self.samples.num_rows, self.arena)
 
@@ -135,7 +135,7 @@ class JoinedWindow(StagedWindow):
 
     def _release(self) -> None:
         self._own.close()
-        for rows in self._partners:
+        for rows in self._matches:
             rows.opened.close()
 
     # ---- for the builder --------------------------------------------------------------------------------
@@ -176,10 +176,10 @@ class JoinedWindow(StagedWindow):
 
         Mapped ones, which are all in one window, by that; what was read is memory like any other.
         """
-        partner = self._partner_of.get(column)
-        if partner is None:
+        match = self._match_of.get(column)
+        if match is None:
             return self._own, spans, rows, owners
-        part = partner.opened.parts[0]
+        part = match.opened.parts[0]
         if not part.window.mapped:
             return part.window, spans, rows, owners
         if owners is not None:  # `spans` are not by row
@@ -190,9 +190,9 @@ class JoinedWindow(StagedWindow):
 
     def sample_error(self, row: int, reason: str, column: str | None, stage: str = "decode") -> SampleError:
         """An error that names the sample of the dataset that the column is of."""
-        partner = self._partner_of.get(column) if column is not None else None
+        match = self._match_of.get(column) if column is not None else None
         window: StagedRows
-        window, own_row = (self._own, row) if partner is None else partner.find(row)
+        window, own_row = (self._own, row) if match is None else match.find(row)
         return window.sample_error(own_row, reason, column, stage)
 
     def name_at_once(self, row: int) -> tuple[str, str]:
@@ -203,27 +203,27 @@ class JoinedWindow(StagedWindow):
         return self._own._stored(ordinal)
 
 
-class PartnerStager:
+class MatchStager:
     """Finds and opens what windows need of another dataset. Thread-safe.
 
     Args:
-        partner: the dataset, and which of its samples belongs to each of the windows'.
+        match: the dataset, and which of its samples belongs to each of the windows'.
         arena: where values lie.
         num_readers: threads that will read a window.
         keep_blocks: of those that can be decoded as a whole only, so many stay for windows to come.
     """
 
     def __init__(
-        self, partner: PartnerSource, arena: Arena, *, num_readers: int = 1, keep_blocks: int = 0
+        self, match: MatchSource, arena: Arena, *, num_readers: int = 1, keep_blocks: int = 0
     ) -> None:
-        self._table, self._source = partner.table, partner.source
-        keep_bytes = math.inf if partner.keeps else 0
+        self._table, self._source = match.table, match.source
+        keep_bytes = math.inf if match.keeps else 0
         self._reader = RowReader(
             arena, num_readers=num_readers, keep_bytes=keep_bytes, keep_blocks=keep_blocks
         )
 
-    def rows_for(self, used: NDArray[np.int64], samples: NDArray[np.int64]) -> PartnerRows:
-        """The partners of some rows of a window, [n] ascending, which are these samples."""
+    def rows_for(self, used: NDArray[np.int64], samples: NDArray[np.int64]) -> MatchRows:
+        """The matches of some rows of a window, [n] ascending, which are these samples."""
         table, numbers = self._source.catalog.blocks, self._table.of(samples)
         block = blocks_of(table, numbers)
         is_used = np.zeros(len(table.num_samples), np.bool_)
@@ -233,11 +233,11 @@ class PartnerStager:
         row = numbers - table.first_sample[block]
         share: Share = "few" if few else "many"
         opened = self._reader.open(self._source, blocks, ordinal, row, used, share=share)
-        return PartnerRows(opened, self._source.outputs)
+        return MatchRows(opened, self._source.outputs)
 
 
-def joined(own: StagedWindow, rows: NDArray[np.int64], stagers: Sequence[PartnerStager]) -> JoinedWindow:
-    """A window, and the partners of some of its rows; -1 is none."""
+def joined(own: StagedWindow, rows: NDArray[np.int64], stagers: Sequence[MatchStager]) -> JoinedWindow:
+    """A window, and the matches of some of its rows; -1 is none."""
     is_used = np.zeros(own.samples.num_rows, np.bool_)
     is_used[rows[rows >= 0]] = True
     used = np.flatnonzero(is_used)

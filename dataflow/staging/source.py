@@ -23,7 +23,7 @@ from sharding.blocks import Block, Format, Shard
 from sharding.cached_property import cached_property
 from sharding.catalog.reading import ColumnReader
 from sharding.catalog.table import Catalog
-from sharding.plan.partners import PartnerTable
+from sharding.plan.matches import MatchTable
 
 _SOURCE_SHIFT = 44  # 2**44 samples a source
 
@@ -110,7 +110,7 @@ class Source:
     """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
     number: int = 0
     """Which of a mixture's sources it is."""
-    partners: Sequence[PartnerSource] = ()
+    matches: Sequence[MatchSource] = ()
     """Datasets that are joined to it."""
     reads_whole: bool = False
     """Whether values are read whole where parts would do: what joined samples draw is not known then."""
@@ -242,11 +242,11 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartnerSource:
+class MatchSource:
     """A dataset joined to another, whose samples bring its columns along."""
 
     source: Source
-    table: PartnerTable = field(compare=False)
+    table: MatchTable = field(compare=False)
     """Which of its samples belongs to each of the other's."""
     keeps: bool = False
     """Whether its blocks stay in memory once they were read, where only whole ones can be decoded."""

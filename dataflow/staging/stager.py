@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.staging.columns import ALIGN
-from dataflow.staging.joined import PartnerStager, joined
+from dataflow.staging.joined import MatchStager, joined
 from dataflow.staging.planned import PlannedWindow
 from dataflow.staging.rows import counted_through, open_rows
 from dataflow.staging.source import Source
@@ -102,8 +102,8 @@ class Stager:
         self._sources, self._arena, self._limit_bytes, self._reads = sources, arena, limit_bytes, reads
         self._seed = seed
         self._num_readers, self._full_window_bytes = num_readers, limit_bytes // 8
-        self._partners = [
-            [PartnerStager(partner, arena, num_readers=num_readers) for partner in source.partners]
+        self._matches = [
+            [MatchStager(match, arena, num_readers=num_readers) for match in source.matches]
             for source in sources
         ]
 
@@ -153,8 +153,8 @@ class Stager:
         self, source: Source, units: Windows, number: int, indices: NDArray[np.int64] | None
     ) -> StagedWindow:
         """A window of a source, with what is joined to it."""
-        window, partners = self._staged(source, units, number, indices), self._partners[source.number]
-        return joined(window, window.rows, partners) if partners else window
+        window, matches = self._staged(source, units, number, indices), self._matches[source.number]
+        return joined(window, window.rows, matches) if matches else window
 
     def _staged(
         self, source: Source, units: Windows, number: int, indices: NDArray[np.int64] | None

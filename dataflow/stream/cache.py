@@ -79,7 +79,7 @@ def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topol
     shuffle = plan.shuffle.of_source(number if mixed else 0)
     return SourceUse(
         catalog=dataset.datasets_read[at].catalog,
-        partners=dataset.joins_used[at - 1].partners if at else None,
+        matches=dataset.joins_used[at - 1].matches if at else None,
         order_of=partial(_order, dataset, shuffle, seed),
         samples=len(dataset) / share if share else np.inf,
         lanes=_lanes(plan, shuffle.num_lanes, place),

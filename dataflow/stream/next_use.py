@@ -22,8 +22,8 @@ from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
 from sharding.order.keyed import splitmix64
 from sharding.order.order import Order
+from sharding.plan.matches import MatchTable
 from sharding.plan.next_use import LaneRange, next_uses, windows_of_blocks
-from sharding.plan.partners import PartnerTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class SourceUse:
     lanes: LaneRange
     sparse: bool
     """Whether single samples are read: they are in no table, and none is known to be needed sooner."""
-    partners: PartnerTable | None = None
+    matches: MatchTable | None = None
     """Of a source that is joined to the one that is ordered."""
     # Blocks of the oldest window that is open may still be wanted.
     _open: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOWS_OPEN))
@@ -59,10 +59,10 @@ class SourceUse:
         windows = self._windows.get(epoch)
         if windows is None:
             order = self.order_of(epoch)
-            if self.partners is None:
+            if self.matches is None:
                 of_blocks = windows_of_blocks(order, self.catalog.num_blocks, self.lanes)
             else:
-                of_blocks = self.partners.windows(order, self.catalog.num_blocks, self.lanes)
+                of_blocks = self.matches.windows(order, self.catalog.num_blocks, self.lanes)
             windows = of_blocks, order.num_windows
             self._windows[epoch] = windows
             while len(self._windows) > 2:

@@ -258,7 +258,7 @@ class Session:
     @property
     def _sources_read(self) -> list[Source]:
         """Its sources, and those joined to them."""
-        return [one for source in self.sources for one in (source, *(p.source for p in source.partners))]
+        return [one for source in self.sources for one in (source, *(p.source for p in source.matches))]
 
     def _end_reads(self) -> None:
         for source in self._sources_read:
@@ -429,12 +429,12 @@ def _open_sources(
     opened = [source.source(keep_bytes, guards, pause) for source in dataset.sources]
 
     def shared(source: Source, number: int, place: int) -> Source:
-        partners = [
+        matches = [
             replace(p, source=shared(p.source, number, at + 1), keeps=(number, at) in kept)
-            for at, p in enumerate(source.partners)
+            for at, p in enumerate(source.matches)
         ]
         cache = caches.of(number, place)
-        return replace(source, number=number, traffic=traffic, gate=gate, cache=cache, partners=partners)
+        return replace(source, number=number, traffic=traffic, gate=gate, cache=cache, matches=matches)
 
     return [shared(source, number, 0) for number, source in enumerate(opened)]
 

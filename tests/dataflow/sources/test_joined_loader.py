@@ -138,14 +138,14 @@ def own_only(dataset: ShardedDataset) -> ShardedDataset:
     return view
 
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*have no partner:UserWarning"), pytest.mark.reads_here]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*have no match:UserWarning"), pytest.mark.reads_here]
 
 
 # ---- what is delivered -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("other", "shuffle"), in_pairs(FORMATS, SHUFFLES), ids=str)
-def test_each_sample_brings_its_partner_in_the_order_of_the_dataset(
+def test_each_sample_brings_its_match_in_the_order_of_the_dataset(
     tmp_path: Path, other: str, shuffle: Shuffle | None
 ) -> None:
     joined = pair(tmp_path, "parquet" if other == "tar" else "tar", other, others=GAPS).joined(WIDE)
@@ -182,7 +182,7 @@ def test_any_keys_in_any_order_and_any_blocks(data: st.DataObject, tmp_path_fact
         rows = [row for batch in delivered(loader) for row in batch]
     assert sorted(rows, key=lambda row: row["n"]) == [both(key) for key in sorted(expected)]
     report = joined.joins[0].report
-    assert (report.without_partner, report.unused) == (len(own) - len(expected), len(others) - len(expected))
+    assert (report.without_match, report.unused) == (len(own) - len(expected), len(others) - len(expected))
 
 
 def plain_row(sample: Mapping[str, Any]) -> Row:
@@ -266,7 +266,7 @@ def test_several_joins_follow_each_other(tmp_path: Path) -> None:
     assert plain_row(twice[0]) == {**both(third[0][0]), "third": 2}
 
 
-def test_views_of_a_joined_dataset_keep_the_partners(tmp_path: Path) -> None:
+def test_views_of_a_joined_dataset_keep_the_matches(tmp_path: Path) -> None:
     joined = pair(tmp_path, "parquet", others=GAPS).joined()
     views = {
         "take": (joined.take(7), GAPS[:7]),
@@ -299,7 +299,7 @@ def test_a_mixture_takes_joined_datasets(tmp_path: Path) -> None:
     assert rows == [both(key) for key in keys_of(rows)]
 
 
-def test_several_samples_may_have_one_partner(tmp_path: Path) -> None:
+def test_several_samples_may_have_one_match(tmp_path: Path) -> None:
     rows = [(KEYS[i // 3], {"n": i // 3, "text": f"own {KEYS[i // 3]}"}) for i in range(30)]
     own = write(tmp_path, "own", rows, "parquet", 4)
     other = write(tmp_path, "other", [(key, other_row(key)) for key in KEYS], "parquet", 4)
@@ -422,13 +422,13 @@ def test_keys_that_repeat_in_the_other_are_named(tmp_path: Path) -> None:
         own.join(other, on="id")
 
 
-def test_what_has_no_partner_is_counted_and_named(tmp_path: Path) -> None:
+def test_what_has_no_match_is_counted_and_named(tmp_path: Path) -> None:
     own, other = tables(tmp_path, {"id": ["a", "b", None, "d"]}, {"id": ["e", "a", None], "y": range(3)})
-    with pytest.warns(UserWarning, match=r"3 of 4 samples have no partner and are left out: 'b' in .*own"):
+    with pytest.warns(UserWarning, match=r"3 of 4 samples have no match and are left out: 'b' in .*own"):
         joined = own.join(other, on="id")
     report = joined.joins[0].report
-    assert (report.num_samples, report.without_partner, report.unused) == (1, 3, 2)
-    assert [text.split(" in ")[0] for text in report.first_without_partner] == ["'b'", "None", "'d'"]
+    assert (report.num_samples, report.without_match, report.unused) == (1, 3, 2)
+    assert [text.split(" in ")[0] for text in report.first_without_match] == ["'b'", "None", "'d'"]
     assert [text.split(" in ")[0] for text in report.first_unused] == ["'e'", "None"]
     assert report.first_unused[0].endswith("other.parquet")
 
@@ -486,7 +486,7 @@ def test_an_order_that_is_unlike_is_refused_with_the_reads_it_takes(tmp_path: Pa
 
 
 def coarse(folder: Path) -> tuple[ShardedDataset, ShardedDataset]:
-    """Blocks of one sample, and their partners in row groups of 1 MB, for 16 samples each."""
+    """Blocks of one sample, and their matches in row groups of 1 MB, for 16 samples each."""
     noise, keys = np.random.default_rng(0), [f"{i:05d}" for i in range(96)]
     own = write(folder, "own", [(key, own_row(key)) for key in keys], "parquet", 1)
     rows = [(key, {"noise": noise.bytes(1 << 16)}) for key in keys]

@@ -368,7 +368,7 @@ def test_keys_lengths_and_labels_are_read_of_shards_that_have_them(tmp_path: Pat
     other: ShardedDataset = ShardedDataset(
         write(tmp_path / "other", "arrow", [pa.table({"x": [2**40, 4], "w": ["a", "b"]})]), columns=["w"]
     )
-    with pytest.warns(UserWarning, match="3 of 5 samples have no partner"):
+    with pytest.warns(UserWarning, match="3 of 5 samples have no match"):
         joined = dataset.join(other, on="x")
     assert [joined[i] for i in range(2)] == [{"row": 0, "w": "b"}, {"row": 2, "w": "a"}]
 

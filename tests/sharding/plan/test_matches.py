@@ -1,4 +1,4 @@
-"""Partners by key, and the reads they take, against dicts and sets."""
+"""Matches by key, and the reads they take, against dicts and sets."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hypothesis import given, strategies as st
 from sharding.catalog.table import BlockTable
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
-from sharding.plan.next_use import LaneRange
-from sharding.plan.partners import (
-    NO_PARTNER,
-    PartnerTable,
+from sharding.plan.matches import (
+    NO_MATCH,
+    MatchTable,
     allowance,
     comparable,
     duplicates,
-    matches,
+    find_matches,
     reads_in_windows,
 )
+from sharding.plan.next_use import LaneRange
 
 KEYS = st.lists(st.one_of(st.none(), st.integers(-3, 12)), max_size=20)
 
@@ -46,8 +46,8 @@ def block_of(sizes: list[int], sample: int) -> int:
 @given(keys=KEYS, others=st.lists(st.integers(-3, 12), unique=True, max_size=20))
 def test_matches_are_those_of_a_dict(keys: list[int | None], others: list[int]) -> None:
     where = {key: at for at, key in enumerate(others)}
-    found = matches(pa.array(keys, pa.int64()), pa.array(others, pa.int64()))
-    assert found.tolist() == [NO_PARTNER if key is None else where.get(key, NO_PARTNER) for key in keys]
+    found = find_matches(pa.array(keys, pa.int64()), pa.array(others, pa.int64()))
+    assert found.tolist() == [NO_MATCH if key is None else where.get(key, NO_MATCH) for key in keys]
 
 
 @given(keys=KEYS)
@@ -83,11 +83,11 @@ def test_what_is_no_key_is_refused(array: pa.Array) -> None:
 def test_reads_are_those_of_sets_of_blocks(own: list[int], other: list[int], data: st.DataObject) -> None:
     most = min(sum(own), sum(other))
     samples = sorted(data.draw(st.sets(st.integers(0, max(0, sum(own) - 1)), max_size=most)) if most else [])
-    partners = data.draw(st.permutations(range(sum(other))))[: len(samples)]
-    found = PartnerTable.between(
-        np.array(samples, np.int64), np.array(partners, np.int64), table(own), table(other)
+    matches = data.draw(st.permutations(range(sum(other))))[: len(samples)]
+    found = MatchTable.between(
+        np.array(samples, np.int64), np.array(matches, np.int64), table(own), table(other)
     )
-    pairs = [(block_of(own, s), block_of(other, p)) for s, p in zip(samples, partners, strict=True)]
+    pairs = [(block_of(own, s), block_of(other, p)) for s, p in zip(samples, matches, strict=True)]
     assert [*zip(found.own_blocks.tolist(), found.other_blocks.tolist(), strict=True)] == sorted({*pairs})
     carried = sum(a[0] != b[0] and a[1] == b[1] for a, b in pairwise(pairs))
     once = len({b for _, b in pairs})
@@ -103,10 +103,10 @@ def test_reads_are_those_of_sets_of_blocks(own: list[int], other: list[int], dat
 
 def test_an_order_that_is_alike_reads_nothing_twice_and_another_one_much() -> None:
     every = np.arange(100)
-    alike = PartnerTable.between(every, every, table([7] * 14 + [2]), table([30, 30, 40]))
+    alike = MatchTable.between(every, every, table([7] * 14 + [2]), table([30, 30, 40]))
     assert alike.amplification == 1
     mixed = np.random.default_rng(0).permutation(100)
-    unlike = PartnerTable.between(every, mixed, table([10] * 10), table([10] * 10))
+    unlike = MatchTable.between(every, mixed, table([10] * 10), table([10] * 10))
     assert unlike.amplification > 5
 
 

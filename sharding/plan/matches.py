@@ -1,7 +1,7 @@
 """Which sample of another dataset belongs to each of a dataset's, and what it costs to read them beside it.
 
 Keys are matched once, as Arrow arrays, and kept as a table of sample numbers. Whoever reads a block of the
-one dataset reads the blocks of the other that hold its partners; where both are ordered alike these are few,
+one dataset reads the blocks of the other that hold its matches; where both are ordered alike these are few,
 and consecutive blocks share them. `reads_in_file_order` and `reads_in_windows` count the bytes from the block
 tables, before anything is read.
 """
@@ -21,7 +21,7 @@ from sharding.order.order import Order
 from sharding.plan.next_use import NOT_READ, LaneRange, windows_of_blocks
 
 Ints = NDArray[np.int64]
-NO_PARTNER = -1
+NO_MATCH = -1
 
 
 def comparable(keys: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -50,50 +50,50 @@ def _joined(keys: pa.Array | pa.ChunkedArray) -> pa.Array:
     return keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
 
 
-def matches(keys: pa.Array, others: pa.Array) -> Ints:
-    """Index in `others` of each key, int64 [n]; `NO_PARTNER` where there is none. A null matches nothing.
+def find_matches(keys: pa.Array, others: pa.Array) -> Ints:
+    """Index in `others` of each key, int64 [n]; `NO_MATCH` where there is none. A null matches nothing.
 
     `others` must hold each key once; see `duplicates`.
     """
     import pyarrow.compute as pc
 
     index = pc.index_in(keys, value_set=others, skip_nulls=True)
-    return np.asarray(index.fill_null(NO_PARTNER)).astype(np.int64)
+    return np.asarray(index.fill_null(NO_MATCH)).astype(np.int64)
 
 
 def duplicates(keys: pa.Array) -> tuple[int, Ints]:
     """How many keys come more than once, nulls aside, and where the first of these is, int64 [times]."""
     import pyarrow.compute as pc
 
-    codes = np.asarray(pc.dictionary_encode(keys).indices.fill_null(NO_PARTNER))
-    repeated = np.flatnonzero(np.bincount(codes[codes != NO_PARTNER]) > 1)
+    codes = np.asarray(pc.dictionary_encode(keys).indices.fill_null(NO_MATCH))
+    repeated = np.flatnonzero(np.bincount(codes[codes != NO_MATCH]) > 1)
     return len(repeated), np.flatnonzero(codes == repeated[0]) if len(repeated) else np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PartnerTable:
-    """Which sample of another dataset is the partner of each sample of a dataset. Read-only."""
+class MatchTable:
+    """Which sample of another dataset is the match of each sample of a dataset. Read-only."""
 
     numbers: NDArray[Any]
-    """[samples of the dataset's shards] number of the partner in the other's, int32 or int64; `NO_PARTNER`:
+    """[samples of the dataset's shards] number of the match in the other's, int32 or int64; `NO_MATCH`:
     it has none."""
     own_blocks: Ints
     """[pairs] blocks of the dataset, ascending ..."""
     other_blocks: Ints
-    """... and of the other, which hold partners of its samples."""
+    """... and of the other, which hold matches of its samples."""
     num_blocks: int
     """Of the dataset."""
     amplification: float
-    """Bytes of the other's blocks that are read in file order over those of all blocks that hold partners."""
+    """Bytes of the other's blocks that are read in file order over those of all blocks that hold matches."""
 
     @classmethod
-    def between(cls, own: Ints, partners: Ints, table: BlockTable, other: BlockTable) -> PartnerTable:
-        """Of samples with a partner: their numbers, ascending, and those of their partners, [n] each."""
+    def between(cls, own: Ints, matches: Ints, table: BlockTable, other: BlockTable) -> MatchTable:
+        """Of samples with a match: their numbers, ascending, and those of their matches, [n] each."""
         total, most = int(table.num_samples.sum()), int(other.num_samples.sum())
-        numbers = np.full(total, NO_PARTNER, np.int32 if most < 1 << 31 else np.int64)
-        numbers[own] = partners
+        numbers = np.full(total, NO_MATCH, np.int32 if most < 1 << 31 else np.int64)
+        numbers[own] = matches
         numbers.setflags(write=False)
-        own_block, other_block = blocks_of(table, own), blocks_of(other, partners)
+        own_block, other_block = blocks_of(table, own), blocks_of(other, matches)
         read, once = reads_in_file_order(own_block, other_block, other.length)
         pairs = _pairs(own_block, other_block)
         return cls(
@@ -105,7 +105,7 @@ class PartnerTable:
         )
 
     def of(self, samples: Ints) -> Ints:
-        """The numbers of the partners of some samples, int64 [n]."""
+        """The numbers of the matches of some samples, int64 [n]."""
         return self.numbers[samples].astype(np.int64)
 
     def in_windows(self, order: Order, lanes: LaneRange) -> tuple[Ints, Ints]:
@@ -141,7 +141,7 @@ def reads_in_file_order(own: Ints, other: Ints, nbytes: Ints) -> tuple[int, int]
 
     Args:
         own: [n] the block of each sample, ascending.
-        other: [n] that of its partner.
+        other: [n] that of its match.
         nbytes: [blocks] of the other.
     """
     read = int(nbytes[_pairs(own, other)[1]].sum())
@@ -150,15 +150,15 @@ def reads_in_file_order(own: Ints, other: Ints, nbytes: Ints) -> tuple[int, int]
     return read - int(nbytes[carried].sum()), int(nbytes[np.unique(other)].sum())
 
 
-def reads_in_windows(order: Order, partners: PartnerTable, nbytes: Ints) -> float:
-    """How often the blocks that hold partners are read in an epoch whose windows are read each by itself.
+def reads_in_windows(order: Order, matches: MatchTable, nbytes: Ints) -> float:
+    """How often the blocks that hold matches are read in an epoch whose windows are read each by itself.
 
     Args:
         order: the epoch's; any kind but "full", which has no windows.
-        partners: of the dataset that is ordered.
+        matches: of the dataset that is ordered.
         nbytes: [blocks] of the other.
     """
-    other = partners.in_windows(order, LaneRange(0, order.num_lanes, shared=False))[1]
+    other = matches.in_windows(order, LaneRange(0, order.num_lanes, shared=False))[1]
     return int(nbytes[other].sum()) / max(1, int(nbytes[np.unique(other)].sum()))
 
 
