@@ -54,7 +54,7 @@ def named(page: Path) -> str:
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences of a page's prose: without code blocks, tables, headings, addresses; code counts as a word."""
+    """Sentences of a page's prose: without code blocks, tables, headings, links; code counts as a word."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"^(\||#|    ).*$", "", text, flags=re.MULTILINE)
