@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import inspect
 import io
 import sys
 import warnings
@@ -43,7 +44,9 @@ def shown(name: str) -> Any:
 
 def examples_of(thing: Any) -> list[doctest.Example]:
     """Those under "Example:", which a reader looks for."""
-    before, _, after = (thing.__doc__ or "").partition("\n    Example:\n")
+    before, _, after = (inspect.getdoc(thing) or "").partition(
+        "\nExample:\n"
+    )  # Python 3.13 takes indents away
     assert ">>>" not in before
     return doctest.DocTestParser().get_examples(after)
 

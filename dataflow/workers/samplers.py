@@ -93,13 +93,19 @@ class SamplerProgress:
             self._own["begun"] = self._sources.states()
 
     def iterator(
-        self, sampler: Any, skip: int, chain: torch.Generator | None, begun: Iterator[Any] | None = None
+        self,
+        sampler: Any,
+        skip: int,
+        handed_out: int,
+        chain: torch.Generator | None,
+        begun: Iterator[Any] | None = None,
     ) -> Iterator[Any]:
         """The sampler's indices behind the first `skip`; takes note of what decides them.
 
         Args:
             sampler: what the indices come from.
             skip: batches to leave out.
+            handed_out: batches up to the last that was handed out; out of order, more than `skip`.
             chain: what seeds are drawn from in place of torch's global generator, if anything.
             begun: what `iter(sampler)` gave for this epoch; a second `iter` might draw a second time.
         """
@@ -109,7 +115,7 @@ class SamplerProgress:
                 part.set_epoch(int(self.marks["epoch"]))
         if self.marks:
             begun = None  # it began before what decides the order was set back
-        iterator, skipped = self._iterator(sampler, skip, chain, begun)
+        iterator, skipped = self._iterator(sampler, skip, handed_out, chain, begun)
         if counting:
             self._own["epoch"] = counting[0].epoch
             iterator = _Once(iterator, partial(self._note_epoch, counting[0]))
@@ -120,7 +126,12 @@ class SamplerProgress:
         return step()
 
     def _iterator(
-        self, sampler: Any, skip: int, chain: torch.Generator | None, begun: Iterator[Any] | None
+        self,
+        sampler: Any,
+        skip: int,
+        handed_out: int,
+        chain: torch.Generator | None,
+        begun: Iterator[Any] | None,
     ) -> tuple[Iterator[Any], int]:
         """The iterator, and how many batches are left out already."""
         core, marks = _core(sampler), self.marks
@@ -153,7 +164,7 @@ class SamplerProgress:
         assert self._sources is not None
         self._own["draws"] = marks["draws"] if "draws" in marks else self._sources.states()
         self._checksums = None if num_readable(sampler) else {}
-        return _Redrawn(_Once(iterator, partial(self._note_draws, chain)), self, skip), 0
+        return _Redrawn(_Once(iterator, partial(self._note_draws, chain)), self, handed_out), 0
 
     def begun_again(self, sampler: Any) -> Iterator[Any]:
         """`iter(sampler)` once more, as if the one before had not been."""
@@ -196,7 +207,7 @@ class SamplerProgress:
         return checksum
 
     def reached(self, sampled: int, checksum: int) -> None:
-        """So many batches were drawn again, with this checksum: those that are left out come next."""
+        """Compare what was handed out with what was drawn again. `sampled` -1: that has fewer batches."""
         expected = self.marks.get("order", checksum)
         if self._checksums is not None and (checksum != expected or sampled < 0):
             _warn_of_other_order()
@@ -219,8 +230,11 @@ class SamplerProgress:
         """Whether the sampler tells its own state."""
         return self._state is not None
 
-    def own_marks(self, batches: int, *, now: bool) -> dict[str, Any]:
-        """The `marks` to go on from here. `now`: nothing was sampled beyond what was handed out."""
+    def own_marks(self, handed_out: int, *, now: bool) -> dict[str, Any]:
+        """The `marks` to go on from here, with a checksum of the batches up to the last that was handed out.
+
+        `now`: nothing was sampled beyond it.
+        """
         if now and self._stateful is not None:
             self._state = copy.deepcopy(self._stateful.state_dict())
         marks = dict(self._own)
@@ -230,7 +244,7 @@ class SamplerProgress:
         for name in ("begun", "now"):
             if name in marks and ("draws" not in marks or _same(marks[name], marks["draws"])):
                 del marks[name]
-        if (checksum := (self._checksums or {}).get(batches - 1)) is not None:
+        if (checksum := (self._checksums or {}).get(handed_out - 1)) is not None:
             marks["order"] = checksum
         return {**marks, **({self._state_name: self._state} if self._state is not None else {})}
 
@@ -375,10 +389,10 @@ def _warn_of_other_order() -> None:
 
 
 class _Redrawn(Iterator[Any]):
-    """A sampler's items, those that are left out as well; tells of each, and of the end of these."""
+    """A sampler's items, from the first; tells of each, and where those that were handed out end."""
 
-    def __init__(self, items: Iterator[Any], progress: SamplerProgress, skip: int) -> None:
-        self._items, self._progress, self._skip = items, progress, skip
+    def __init__(self, items: Iterator[Any], progress: SamplerProgress, handed_out: int) -> None:
+        self._items, self._progress, self._handed_out = items, progress, handed_out
         self._number = self._checksum = 0
 
     def __next__(self) -> Any:
@@ -386,12 +400,12 @@ class _Redrawn(Iterator[Any]):
         try:
             index = next(self._items)
         except StopIteration:
-            if number < self._skip:
+            if number < self._handed_out:
                 self._progress.reached(-1, self._checksum)
             raise
         self._number += 1
         self._checksum = self._progress.drawn(number, index, self._checksum)
-        if self._number == self._skip:
+        if self._number == self._handed_out:
             self._progress.reached(number, self._checksum)
         return index
 

@@ -36,7 +36,7 @@ from dataflow.workers.samplers import (
 )
 from dataflow.workers.worker import WorkerState
 
-VERSION = 3
+VERSION = 4
 _TAG = "__dataflow__"
 
 
@@ -216,11 +216,16 @@ class EpochProgress:
         sampler: Any = loader._index_sampler
         if is_iterable(loader):
             return iter(sampler)
-        iterator = self.sampler.iterator(sampler, self.batches, self.chain, begun)
+        iterator = self.sampler.iterator(sampler, self.batches, self._handed_out, self.chain, begun)
         if not self.ahead:
             return iterator
         ahead = frozenset(self.ahead)
         return (index for number, index in enumerate(iterator, self.batches) if number not in ahead)
+
+    @property
+    def _handed_out(self) -> int:
+        """Batches up to the last that was handed out, those between that were not included."""
+        return max(self.ahead, default=self.batches - 1) + 1
 
     def workers_for(self, num_workers: int) -> int:
         """How many workers go on with a loaded epoch: another number would draw other random values."""
@@ -301,7 +306,7 @@ class EpochProgress:
         if self.complete:
             marks = {} if is_iterable(loader) else marks_between(loader._index_sampler)
         else:
-            marks = self.sampler.own_marks(self.batches, now=self.look is not None)
+            marks = self.sampler.own_marks(self._handed_out, now=self.look is not None)
         if self.look is not None:
             for worker, state in zip(self.workers.values(), self.look(), strict=False):
                 if state is not None:

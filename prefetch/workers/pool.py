@@ -564,7 +564,7 @@ def require_descriptors(num_workers: int) -> None:
         used = sum(int(fd) < most for fd in os.listdir("/proc/self/fd"))
     except OSError:
         return
-    needed = 3 * num_workers + 16
+    needed = 4 * num_workers + 16  # until a worker is known to be forked, what it was passed is open, too
     if most != resource.RLIM_INFINITY and used + needed > most:
         raise RuntimeError(
             f"{num_workers} workers need {needed} file descriptors, and {used} of at most {most} are open in "

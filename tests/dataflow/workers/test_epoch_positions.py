@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,7 +187,7 @@ def test_states_count_epochs_and_those_of_before_are_refused() -> None:
     assert [state["epoch"] for state in states] == [0] * 8 + [1] * 8
     old = checked_fields(states[3])
     del old["epoch"]
-    with pytest.raises(ValueError, match="version 3"):
+    with pytest.raises(ValueError, match="version 4"):
         loader.load_state_dict(with_checksum({**old, "version": 2}))
 
 
@@ -466,6 +467,32 @@ def hidden() -> dict[str, Any]:
     """Draws from a generator that no attribute holds."""
     generator = seeded()
     return of_batches(DrawingBatches(lambda count: torch.randint(ITEMS, (count,), generator=generator)))
+
+
+class FirstWaits:
+    """Item 4, which only the first batch of `hidden` has, comes when it is let go."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def __len__(self) -> int:
+        return 2 * ITEMS
+
+    def __getitem__(self, index: int) -> int:
+        assert index != 4 or self.go_on.wait(60)
+        return index
+
+
+def test_an_order_that_cannot_be_drawn_again_is_warned_of_where_a_later_batch_came_first() -> None:
+    options, dataset = {**hidden(), **THREADS, "in_order": False}, FirstWaits()
+    loader = DataLoader(dataset, **options)
+    batches = iter(loader)
+    assert next(batches).tolist() == [5, 2, 0]
+    state = loader.state_dict()
+    dataset.go_on.set()
+    assert sorted(batch.tolist() for batch in batches) == [[0, 3, 0], [4, 1, 0]]
+    with pytest.warns(UserWarning, match="another order than the one that this state"):
+        loops(DataLoader, hidden(), 0, json.dumps(state), **THREADS, in_order=False)
 
 
 @pytest.mark.parametrize("workers", [{}, THREADS, {**THREADS, "in_order": False}])

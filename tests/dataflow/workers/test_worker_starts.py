@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import resource
@@ -333,7 +334,8 @@ def test_a_large_dataset_lies_in_memory_once_for_all_workers(tmp_path: Path, kin
         go_on.open()
     assert list(iterator) == [200 * MIB / 8] * 3
     told.close(), go_on.close()
-    assert together < (200 + 3 * 100) * MIB, f"{together / MIB:.0f} MiB"  # with copies it would be 900
+    # torch's CUDA builds take more of each process for themselves. With copies it would be 600 MiB more.
+    assert together < (200 + 3 * 150) * MIB, f"{together / MIB:.0f} MiB"
 
 
 class Parts:
@@ -384,6 +386,7 @@ def many(index: int) -> list[torch.Tensor]:
 @pytest.fixture
 def few_descriptors() -> Iterator[int]:
     """Room for 40 more."""
+    gc.collect()  # what other tests left behind would give its descriptors back in between
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = len(os.listdir("/proc/self/fd")) + 40
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
