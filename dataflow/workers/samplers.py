@@ -83,7 +83,9 @@ class SamplerProgress:
         self._stateful: Any = None
         """The sampler, or its iterator, that tells its own state."""
         self._state: Any = None
-        """That state where the batches handed out so far end."""
+        """That state where the batches end that were handed out without a gap."""
+        self._states: dict[int, Any] = {}
+        """By number: the states behind batches that were handed out beyond those."""
         self._state_name = "state"
 
     def begin(self, sampler: Any) -> None:
@@ -218,10 +220,16 @@ class SamplerProgress:
         """The sampler's state after the index just taken; None without one."""
         return self._stateful.state_dict() if self._stateful is not None else None
 
-    def delivered(self, state: Any, batches: int) -> None:
-        """The batch was handed out that `sampled` gave this state for; `batches` were, without a gap."""
+    def delivered(self, state: Any, number: int, batches: int) -> None:
+        """The batch of this number was handed out, for which `sampled` gave this state.
+
+        `batches` were handed out without a gap, this one included: the state is that behind them.
+        """
         if state is not None:
-            self._state = state
+            self._states[number] = state
+            if (last := batches - 1) in self._states:
+                self._state = self._states[last]
+                self._states = {later: of for later, of in self._states.items() if later > last}
         while self._checksums and (number := next(iter(self._checksums))) < batches - 1:
             del self._checksums[number]
 

@@ -258,7 +258,9 @@ class EpochProgress:
     ) -> None:
         """One more batch, or an error in its place, was handed out."""
         self.nothing_yet = False
-        if number is None or number == self.batches:
+        if number is None:
+            number = self.batches
+        if number == self.batches:
             self.batches += 1
         else:
             self.ahead.add(number)
@@ -272,7 +274,7 @@ class EpochProgress:
             progress.state, progress.since = state, 0
         if random is not None:
             progress.random = random
-        self.sampler.delivered(sampled, self.batches)
+        self.sampler.delivered(sampled, number, self.batches)
         self.next_worker = (worker + 1) % len(self.workers)
 
     def end(self) -> None:

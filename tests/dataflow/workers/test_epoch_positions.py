@@ -21,6 +21,7 @@ from torch.utils.data import (
     DataLoader as TorchDataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -470,7 +471,7 @@ def hidden() -> dict[str, Any]:
 
 
 class FirstWaits:
-    """Item 4, which only the first batch of `hidden` has, comes when it is let go."""
+    """Item 4, which only the first batch has, comes when it is let go."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -493,6 +494,41 @@ def test_an_order_that_cannot_be_drawn_again_is_warned_of_where_a_later_batch_ca
     assert sorted(batch.tolist() for batch in batches) == [[0, 3, 0], [4, 1, 0]]
     with pytest.warns(UserWarning, match="another order than the one that this state"):
         loops(DataLoader, hidden(), 0, json.dumps(state), **THREADS, in_order=False)
+
+
+class Counting(Sampler[int]):
+    """Tells how far it is; begins with the item that waits."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 4:
+            self.at += 1
+            yield 4 + self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_sampler_with_a_state_loses_no_batch_that_a_later_one_has_overtaken() -> None:
+    dataset, options = FirstWaits(), {"batch_size": 1, **THREADS, "in_order": False}
+    loader = DataLoader(dataset, sampler=Counting(), **options)
+    batches = iter(loader)
+    assert next(batches).tolist() == [5]
+    state = json.loads(json.dumps(loader.state_dict()))
+    dataset.go_on.set()
+    assert sorted(batch.item() for batch in batches) == [4, 6, 7]
+    resumed = DataLoader(dataset, sampler=Counting(), **options)
+    resumed.load_state_dict(state)
+    assert sorted(batch.item() for batch in resumed) == [4, 6, 7]
 
 
 @pytest.mark.parametrize("workers", [{}, THREADS, {**THREADS, "in_order": False}])
