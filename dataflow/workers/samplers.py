@@ -221,10 +221,7 @@ class SamplerProgress:
         return self._stateful.state_dict() if self._stateful is not None else None
 
     def delivered(self, state: Any, number: int, batches: int) -> None:
-        """The batch of this number was handed out, for which `sampled` gave this state.
-
-        `batches` were handed out without a gap, this one included: the state is that behind them.
-        """
+        """Record a batch that was handed out, with the state behind it; `batches` were without a gap."""
         if state is not None:
             self._states[number] = state
             if (last := batches - 1) in self._states:
