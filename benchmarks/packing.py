@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from benchmarks.report import origin, save_figures
 from sharding.lengths.batching import Packed
-from sharding.lengths.cutting import pieces_of
+from sharding.lengths.cutting import segments_of
 from sharding.lengths.unit_plan import UnitPlanner, UnitSequence
 from sharding.order.keyed import keyed_order
 from sharding.order.order import Order
@@ -119,17 +119,17 @@ def ours_tensors(documents: Documents, length: int) -> tuple[int, int]:
     sequence = planned(documents, length)
     values, rows = np.zeros(int(documents.max()), np.int32), 0
     for first in range(0, sequence.num_units, 64):
-        pieces, of_row = sequence.take(np.arange(first, min(first + 64, sequence.num_units)))
-        spans = zip(pieces.begin.tolist(), pieces.length.tolist(), strict=True)
+        segments, of_row = sequence.take(np.arange(first, min(first + 64, sequence.num_units)))
+        spans = zip(segments.begin.tolist(), segments.length.tolist(), strict=True)
         gathered = np.concatenate([values[begin : begin + n] for begin, n in spans])
-        offsets = np.concatenate(([0], np.cumsum(pieces.length)))
+        offsets = np.concatenate(([0], np.cumsum(segments.length)))
         made = packed(Ragged(torch.from_numpy(gathered), torch.from_numpy(offsets)), of_row, length)
         rows += len(made.tokens)
     return rows, sequence.stats.split
 
 
 def _fitting(documents: Documents, length: int) -> Documents:
-    return pieces_of(documents, length, "split")[0].length
+    return segments_of(documents, length, "split")[0].length
 
 
 def grain_pack(name: str, bins: int) -> Callable[[Documents, int], tuple[int, int]]:
@@ -137,9 +137,9 @@ def grain_pack(name: str, bins: int) -> Callable[[Documents, int], tuple[int, in
         import grain.experimental as experimental
         from grain.python import MapDataset
 
-        pieces = _fitting(documents, length)
-        values = np.zeros(int(pieces.max()), np.int32)
-        source = MapDataset.source([{"tokens": values[:n]} for n in pieces.tolist()]).to_iter_dataset()
+        segments = _fitting(documents, length)
+        values = np.zeros(int(segments.max()), np.int32)
+        source = MapDataset.source([{"tokens": values[:n]} for n in segments.tolist()]).to_iter_dataset()
         made = getattr(experimental, name)(
             source, length_struct={"tokens": length}, num_packing_bins=bins, shuffle_bins=False
         )
@@ -155,12 +155,12 @@ def grain_concat(documents: Documents, length: int) -> tuple[int, int]:
     values = np.zeros(int(documents.max()), np.int32)
     source = MapDataset.source([{"tokens": values[:n]} for n in documents.tolist()]).to_iter_dataset()
     made = experimental.ConcatThenSplitIterDataset(source, length_struct={"tokens": length})
-    rows = pieces = 0
+    rows = segments = 0
     for row in made:
         rows += 1
-        # Each segment of a row is a piece; more pieces than documents are cuts.
-        pieces += int(row["tokens_segment_ids"].max())
-    cut = int((documents > length).sum()) if pieces == len(documents) else pieces - len(documents)
+        # More segments than documents are cuts.
+        segments += int(row["tokens_segment_ids"].max())
+    cut = int((documents > length).sum()) if segments == len(documents) else segments - len(documents)
     return rows, cut
 
 
@@ -175,9 +175,9 @@ def knapsack(path: Path, buffer: int) -> Callable[[Documents, int], tuple[int, i
     exec(compile(ast.Module(body, []), str(path), "exec"), scope)
 
     def run(documents: Documents, length: int) -> tuple[int, int]:
-        pieces, rows = _fitting(documents, length).tolist(), 0
-        for first in range(0, len(pieces), buffer):
-            part = pieces[first : first + buffer]
+        segments, rows = _fitting(documents, length).tolist(), 0
+        for first in range(0, len(segments), buffer):
+            part = segments[first : first + buffer]
             rows += len(scope["greedy_knapsack"](part, part, length))
         return rows, int((documents > length).sum())
 

@@ -67,7 +67,7 @@ class LoaderStats(SessionStats):
     """
 
     samples: int
-    """Samples delivered to the training code, on this rank; with `batching=`, pieces of samples."""
+    """Samples delivered to the training code, on this rank; with `batching=`, segments of samples."""
     batches: int
     """Batches delivered on this rank."""
     first_batch_s: float

@@ -23,7 +23,7 @@ class Batches(Protocol[T_co]):
 
 
 @dataclass(frozen=True)
-class Piece(Generic[T_co]):
+class PartialChunk(Generic[T_co]):
     """Some finished batches of a chunk, or what the next ones will take."""
 
     batches: Batches[T_co] = ()
@@ -56,8 +56,8 @@ class Chunk(Protocol[T_co]):
         """Take slots and give the parts that may run in parallel. On a builder's thread."""
         ...
 
-    def finish(self) -> Iterator[Piece[T_co]]:
-        """The batches in order. Between two pieces any time may pass, and any builder go on."""
+    def finish(self) -> Iterator[PartialChunk[T_co]]:
+        """The batches in order. Between two parts any time may pass, and any builder go on."""
         ...
 
 

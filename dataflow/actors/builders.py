@@ -54,7 +54,7 @@ from prefetch.ipc.payload import pack, unpack
 from prefetch.ipc.protocol import RemoteError, WorkerMessage, WorkerResult
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.guards import FileGuards
-from prefetch.work import Piece, Task
+from prefetch.work import PartialChunk, Task
 from sharding.errors import SampleError
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         # Built anew, it has its credits already, and maybe a few bytes too many of them.
         if head.kind == WorkerResult.BATCH and more_bytes > 0:
             one.charged_bytes += more_bytes
-            one.build.add(Piece(slot_bytes=more_bytes))
+            one.build.add(PartialChunk(slot_bytes=more_bytes))
         self._when_there(packed.future(), partial(self._take, number, actor, head))
 
     def _build_of(self, number: int, actor: _Actor, result: futures.Future[Any]) -> _ActorBuild | None:

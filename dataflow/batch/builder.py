@@ -47,11 +47,11 @@ from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.interrupts import PROGRAM_ENDS, as_exception, must_go_on
-from prefetch.work import Piece
+from prefetch.work import PartialChunk
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlan
-from sharding.lengths.units import BatchPieces
+from sharding.lengths.units import BatchSegments
 from sharding.plan.plan import RankPlan
 
 REPEAT = "__repeat__"
@@ -165,7 +165,7 @@ class ChunkPlan:
     """Number in the epoch's plan."""
     sizes: NDArray[np.int64]
     """[batches] rows of each."""
-    pieces: BatchPieces | None
+    segments: BatchSegments | None
     """What length-aware batches consist of."""
     cut: Cut | None
     """Which part of its columns a length-aware batch takes."""
@@ -178,12 +178,12 @@ class ChunkPlan:
     ) -> ChunkPlan:
         """The batches from `first_batch` on, of so many rows each."""
         last = first_batch + len(sizes)
-        pieces = plan.batches(first_batch, last) if isinstance(plan, UnitPlan) else None
+        segments = plan.batches(first_batch, last) if isinstance(plan, UnitPlan) else None
         cut = None
-        if pieces is not None and steps.batching is not None and steps.forms(steps.batching.column):
+        if segments is not None and steps.batching is not None and steps.forms(steps.batching.column):
             assert isinstance(plan, UnitPlan)
             assert plan.sequence.lengths is not None
-            taken = pieces.pieces
+            taken = segments.segments
             whole = plan.sequence.lengths[taken.position].astype(np.int64)
             cut = Cut(steps.batching.columns, taken.begin, taken.length, whole)
         marked = range(first_batch, last) if steps.mark_repeats else ()
@@ -191,7 +191,7 @@ class ChunkPlan:
             epoch=plan.order.epoch,
             first_batch=first_batch,
             sizes=sizes,
-            pieces=pieces,
+            segments=segments,
             cut=cut,
             repeats=[plan.repeats(number, number + 1) for number in marked],
         )
@@ -231,26 +231,26 @@ class BatchBuilder:
             make_copies(self.built, self.columns)
         return [decode for built in self.built for decode in built.decodes]
 
-    def finish(self) -> Iterator[Piece[Delivered]]:
+    def finish(self) -> Iterator[PartialChunk[Delivered]]:
         """Split into batches, apply what the user gave: in parts where that takes memory of its own, or time.
 
         What fails is raised in its place, behind the batches before it.
         """
         assert self.columns is not None
         try:
-            yield from self._pieces(self.columns)
+            yield from self._parts(self.columns)
         finally:
             self.leased_bytes = self.columns.leased_bytes
             self.columns, self.built, self.rows = None, [], NO_ROWS
 
-    def _pieces(self, columns: ChunkColumns) -> Iterator[Piece[Delivered]]:
+    def _parts(self, columns: ChunkColumns) -> Iterator[PartialChunk[Delivered]]:
         context, sizes = self.context, list[int](self.plan.sizes.tolist())
         values = [self._values(built, sizes) for built in self.built]
         names = [output.name for output in context.settings.outputs]
         batches = (dict(zip(names, batch, strict=True)) for batch in zip(*values, strict=True))
         if self.is_planned:
             numbered = enumerate(zip(batches, sizes, strict=True), self.plan.first_batch)
-            yield Piece([Delivered(self.plan.epoch, n, batch, size) for n, (batch, size) in numbered])
+            yield PartialChunk([Delivered(self.plan.epoch, n, batch, size) for n, (batch, size) in numbered])
             return
         delivered, heap_bytes, most_bytes = list[Delivered](), 0, 0
         row, began_s = 0, context.now()
@@ -260,16 +260,16 @@ class BatchBuilder:
                 built.ahead(size) for built in self.built if built.ahead and not self._is_single(built)
             )
             if ahead:
-                yield Piece(slot_bytes=ahead)
+                yield PartialChunk(slot_bytes=ahead)
             self._seed_globals(row, of_batch=True)
             try:
                 delivered.append(self.delivered(number, next(batches), row, size))
             except EngineClosedError:
                 raise
             except Exception:
-                piece, delivered = Piece(delivered, heap_bytes=heap_bytes), []
-                yield piece
-                del piece
+                part, delivered = PartialChunk(delivered, heap_bytes=heap_bytes), []
+                yield part
+                del part
                 raise
             own_bytes = held_bytes(delivered[-1].batch, columns.slots)
             heap_bytes, most_bytes = heap_bytes + own_bytes, max(most_bytes, own_bytes)
@@ -280,10 +280,10 @@ class BatchBuilder:
                 context.heap.made(heap_bytes)
                 # While samples are put together, they are there as well as their batch.
                 made_bytes = heap_bytes + (most_bytes if context.settings.postprocessing.takes_samples else 0)
-                piece = Piece(delivered, heap_bytes=heap_bytes, made_bytes=made_bytes, is_due=is_due)
+                part = PartialChunk(delivered, heap_bytes=heap_bytes, made_bytes=made_bytes, is_due=is_due)
                 delivered, heap_bytes, most_bytes = [], 0, 0
-                yield piece
-                del piece
+                yield part
+                del part
                 if is_due:
                     began_s = context.now()
 
@@ -302,7 +302,7 @@ class BatchBuilder:
         return (
             built.each is not None
             and self.settings.postprocessing.transforms_one_by_one
-            and (self.plan.pieces is None or self.settings.postprocessing.collate is not None)
+            and (self.plan.segments is None or self.settings.postprocessing.collate is not None)
         )
 
     def _seed_globals(self, row: int, *, of_batch: bool) -> None:
@@ -357,11 +357,11 @@ class BatchBuilder:
             if not len(kept):
                 return {}, 0
             batch = drop_rows(batch, kept)
-        if self.plan.pieces is not None and steps.collate is None:
+        if self.plan.segments is not None and steps.collate is None:
             assert steps.batching is not None
-            pieces = self.plan.pieces.one(number - self.plan.first_batch)
-            pieces = pieces.keep(kept) if dropped else pieces
-            batch = batch_columns(steps.batching, pieces, batch, columns.slot)
+            segments = self.plan.segments.one(number - self.plan.first_batch)
+            segments = segments.keep(kept) if dropped else segments
+            batch = batch_columns(steps.batching, segments, batch, columns.slot)
         result: Any = batch
         if steps.takes_samples:
             samples, kept = self._transform(batch, kept, row, skipped)
@@ -386,7 +386,7 @@ class BatchBuilder:
     def _repeats(self, number: int, kept: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Of a batch's samples that are kept (of packed rows: of all), which come a second time."""
         flags = self.plan.repeats[number - self.plan.first_batch]
-        if self.plan.pieces is None:
+        if self.plan.segments is None:
             return flags[kept]
         batching = self.settings.postprocessing.batching
         assert batching is not None

@@ -26,7 +26,7 @@ from dataflow.staging.window import StagedWindow
 from prefetch.core.plan import JobPlan
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.copies import ChunkCopies, Copies
-from prefetch.work import Piece
+from prefetch.work import PartialChunk
 from sharding.cached_property import cached_property
 from sharding.errors import ShardReadError
 from sharding.plan.batch_rows import BatchRows
@@ -89,12 +89,12 @@ class BatchChunk:
         return job_ends(self.plan.sizes, self._copies.batches_per_job)
 
     def _laid_bytes(self, output: Output) -> int:
-        """Credits of what pieces of a column are laid into, packed or padded."""
-        steps, pieces = self._context.settings.postprocessing, self.plan.pieces
-        if pieces is None or not steps.forms(output.name):
+        """Credits of what segments of a column are laid into, packed or padded."""
+        steps, segments = self._context.settings.postprocessing, self.plan.segments
+        if segments is None or not steps.forms(output.name):
             return 0
         assert steps.batching is not None
-        batches, dtype = map(pieces.one, range(self.num_batches)), np.dtype(output.dtype)
+        batches, dtype = map(segments.one, range(self.num_batches)), np.dtype(output.dtype)
         laid = (batch_bytes(steps.batching, own, output.name, dtype) for own in batches)
         return sum(map(rounded_bytes, laid))
 
@@ -157,21 +157,21 @@ class BatchChunk:
         row = first + int(np.flatnonzero(copies.status[first:end])[0])
         return self.rows.truncated(row, copies.plan.columns[int(copies.status[row]) - 1].name)
 
-    def finish(self) -> Iterator[Piece[Delivered]]:
+    def finish(self) -> Iterator[PartialChunk[Delivered]]:
         """The batches, as `BatchBuilder.finish`; those of jobs are made when they are taken."""
         if self._submitted is not None:
             copied = self._copied_batches(self._submitted)
             self._submitted = None  # whoever takes the batches has them
-            yield Piece(LazyBatches(self.num_batches, copied))
+            yield PartialChunk(LazyBatches(self.num_batches, copied))
             return
         num_left = self.num_batches
         try:
-            for piece in self._builder.finish():
-                num_left -= len(piece.batches)
+            for part in self._builder.finish():
+                num_left -= len(part.batches)
                 if not num_left:
                     self.end()
-                yield piece
-                del piece
+                yield part
+                del part
         finally:
             self.leased_bytes = self._builder.leased_bytes
 

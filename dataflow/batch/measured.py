@@ -2,7 +2,7 @@
 
 Builders make the samples of a megabatch and gather some at a time (`dataflow.batch.samples.GatherSamples`,
 in the place of a `collate_fn`). They are kept by position (`MeasuredSamples`), sent to the rank that delivers
-them, and taken by the piece when a batch is made: lists as one array and its offsets, everything else as it
+them, and taken by the segment when a batch is made: lists as one array and its offsets, everything else as it
 is.
 """
 
@@ -22,7 +22,7 @@ from dataflow.batch.packed import batch_columns
 from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.ragged import Ragged
 from sharding.lengths.batching import Batching
-from sharding.lengths.units import BatchPieces
+from sharding.lengths.units import BatchSegments
 from sharding.order.windows import ranges
 from sharding.printable import listed
 
@@ -147,10 +147,10 @@ class MeasuredSamples:
     def batch(
         self,
         batching: Batching,
-        pieces: BatchPieces,
+        segments: BatchSegments,
     ) -> dict[str, Any]:
         """One batch of a plan, as `batch_columns` forms it."""
-        own = pieces.pieces
+        own = segments.segments
         rows = np.searchsorted(self.positions, own.position)
         columns: dict[str, Any] = {}
         for name, column in self.columns.items():
@@ -158,8 +158,8 @@ class MeasuredSamples:
                 cut = (own.begin, own.length) if name in batching.columns else ()
                 columns[name] = column.ragged(rows, *cut)
             else:
-                columns[name] = _of_pieces(_taken(column, rows))
-        return batch_columns(batching, pieces, columns)
+                columns[name] = _of_segments(_taken(column, rows))
+        return batch_columns(batching, segments, columns)
 
 
 NO_SAMPLES = MeasuredSamples(np.empty(0, np.int64), {})
@@ -175,7 +175,7 @@ def _joined(columns: Sequence[Any]) -> Any:
     return [value for column in columns for value in column]
 
 
-def _of_pieces(values: list[Any]) -> Tensor | list[Any]:
+def _of_segments(values: list[Any]) -> Tensor | list[Any]:
     """Numbers as a tensor; all else as it is."""
     if values and all(type(value) in (int, float, bool) for value in values):
         return torch.tensor(values)

@@ -1,8 +1,8 @@
 """Packed and padded tensors from ragged values: what length-aware batches deliver.
 
-A plan (`sharding.lengths.unit_plan`) says which pieces of which samples form each row; here their values
+A plan (`sharding.lengths.unit_plan`) says which segments of which samples form each row; here their values
 become tensors, without a loop over rows or samples. Values arrive as `Ragged` rows in the order of the
-pieces, so a packed row is a run of them, followed by padding: segment ids and positions are counted out by
+segments, so a packed row is a run of them, followed by padding: segment ids and positions are counted out by
 repeating numbers, and the values are laid in through one mask.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dataflow.ragged import Ragged
 from sharding.lengths.batching import Batching, Packed
-from sharding.lengths.units import BatchPieces, Pieces
+from sharding.lengths.units import BatchSegments, Segments
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -36,10 +36,10 @@ def _new(nbytes: int) -> NDArray[np.uint8]:
     return np.empty(nbytes, np.uint8)
 
 
-class PackedPieces(NamedTuple):
-    """Which part of its document each segment is, all int64 [pieces].
+class PackedSegments(NamedTuple):
+    """Which part of its document each segment is, all int64 [segments].
 
-    In the order of the segments, and of the columns that come once a piece.
+    In the order of the segments, and of the columns that come once a segment.
     """
 
     row: Tensor
@@ -77,7 +77,7 @@ class PackedRows(NamedTuple):
     rows x length."""
     max_seqlen: int
     """The longest segment, padding included."""
-    pieces: PackedPieces
+    segments: PackedSegments
     """What each segment is, padding left out."""
 
     def targets(
@@ -186,7 +186,7 @@ class PackedRows(NamedTuple):
             mask: a packed column that is not 0 at the tokens that are to be predicted.
             ignore: what stands at the first token of a segment, and where `mask` is 0.
         """
-        inside, lengths = self.segment_ids > 0, self.pieces.length
+        inside, lengths = self.segment_ids > 0, self.segments.length
         ignored = self.positions == 0 if mask is None else (self.positions == 0) | (mask == 0)
         labels = (self.tokens if labels is None else labels).masked_fill(ignored, ignore)
         bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
@@ -205,7 +205,7 @@ class PackedRows(NamedTuple):
 
 
 def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> Ragged:
-    """Of each row, `length[i]` elements from `begin[i]` on; a row of just that length is the piece itself.
+    """Of each row, `length[i]` elements from `begin[i]` on; a row of just that length is the segment itself.
 
     Raises `ValueError` where a row is shorter than the plan says: lengths and data disagree.
     """
@@ -215,7 +215,7 @@ def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> 
     if len(have) != len(length) or (begin + length > have).any():
         wrong = int(np.argmax(begin + length > have)) if len(have) == len(length) else len(have)
         raise ValueError(
-            f"the values of piece {wrong} are shorter than the lengths that were planned with; "
+            f"the values of segment {wrong} are shorter than the lengths that were planned with; "
             "lengths= must tell the elements of the columns that are packed"
         )
     if not begin.any() and (length == have).all():
@@ -235,34 +235,34 @@ def delivered_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
 
 def packed(
     values: Ragged,
-    pieces_of_row: NDArray[np.int64],
+    segments_of_row: NDArray[np.int64],
     length: int,
     pad: float = 0,
     allocate: Allocate = _new,
     begin: NDArray[np.int64] | None = None,
 ) -> PackedRows:
-    """Lay pieces into rows.
+    """Lay segments into rows.
 
     Args:
-        values: the pieces, row after row, as `cut` gives them.
-        pieces_of_row: int64 [rows], how many belong to each row.
+        values: the segments, row after row, as `cut` gives them.
+        segments_of_row: int64 [rows], how many belong to each row.
         length: elements of a row.
         pad: what fills rows up.
         allocate: gives the memory of `tokens`, `segment_ids` and `positions` together.
-        begin: int64 [pieces], where each begins in its sample; None: at its first element.
+        begin: int64 [segments], where each begins in its sample; None: at its first element.
     """
-    sizes, rows = np.diff(values.offsets.numpy()), len(pieces_of_row)
-    after = np.cumsum(pieces_of_row)
+    sizes, rows = np.diff(values.offsets.numpy()), len(segments_of_row)
+    after = np.cumsum(segments_of_row)
     bounds_of_rows = values.offsets.numpy()[np.concatenate(([0], after))]
     fill = np.diff(bounds_of_rows)
     if rows and int(fill.max()) > length:
         raise ValueError(f"a row of {int(fill.max())} elements exceeds length={length}")
-    row = np.repeat(np.arange(rows), pieces_of_row)
+    row = np.repeat(np.arange(rows), segments_of_row)
     start = values.offsets.numpy()[:-1] - bounds_of_rows[row]
     first = np.zeros(len(sizes), np.int64) if begin is None else begin
-    pieces = PackedPieces(*map(torch.from_numpy, (row, start, first, sizes)))
+    segments = PackedSegments(*map(torch.from_numpy, (row, start, first, sizes)))
     # What is left of a row is one more segment, so that repeating numbers fills all rows without a mask.
-    ordinal = np.arange(len(sizes)) - np.repeat(after - pieces_of_row, pieces_of_row) + 1
+    ordinal = np.arange(len(sizes)) - np.repeat(after - segments_of_row, segments_of_row) + 1
     sizes, ordinal = np.insert(sizes, after, length - fill), np.insert(ordinal, after, 0)
     sizes, ordinal = sizes[sizes > 0], ordinal[sizes > 0].astype(np.int32)
     bounds = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
@@ -285,7 +285,7 @@ def packed(
         positions=torch.from_numpy(positions.reshape(rows, length)),
         cu_seqlens=torch.from_numpy(bounds),
         max_seqlen=int(sizes.max()) if rows else 0,
-        pieces=pieces,
+        segments=segments,
     )
 
 
@@ -320,37 +320,39 @@ def _rounded(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def batch_bytes(batching: Batching, pieces: BatchPieces, column: str, dtype: np.dtype[Any]) -> int:
+def batch_bytes(batching: Batching, segments: BatchSegments, column: str, dtype: np.dtype[Any]) -> int:
     """What `batch_columns` allocates for one column of one batch alone, stored as `dtype`."""
     itemsize = delivered_dtype(dtype).itemsize
     if isinstance(batching, Packed):
         numbers = 8 if column == batching.column else 0  # segment ids and positions
-        return len(pieces.pieces_of_row) * batching.length * (itemsize + numbers)
-    longest = int(pieces.pieces.length.max(initial=0))
-    return len(pieces.pieces) * _rounded(longest, batching.multiple) * itemsize
+        return len(segments.segments_of_row) * batching.length * (itemsize + numbers)
+    longest = int(segments.segments.length.max(initial=0))
+    return len(segments.segments) * _rounded(longest, batching.multiple) * itemsize
 
 
 def batch_columns(
-    batching: Batching, pieces: BatchPieces, columns: Mapping[str, Any], allocate: Allocate = _new
+    batching: Batching, segments: BatchSegments, columns: Mapping[str, Any], allocate: Allocate = _new
 ) -> dict[str, Any]:
-    """Give one batch its form: the batching's columns packed or padded, the others one entry a piece.
+    """Give one batch its form: the batching's columns packed or padded, the others one entry a segment.
 
     Args:
         batching: what the plan was made with.
-        pieces: those of the batch.
-        columns: gathered values, one entry (row of a tensor, of a `Ragged`, item of a list) a piece: whole
-            samples, or, of a `Ragged`, just the piece.
+        segments: those of the batch.
+        columns: gathered values, one entry (row of a tensor, of a `Ragged`, item of a list) a segment: whole
+            samples, or, of a `Ragged`, just the segment.
         allocate: gives the memory of the new columns.
 
     Returns:
         `columns` with the batching's column replaced by `PackedRows` or `PaddedRows`, and those cut like it
         by tensors of the same shape as its tokens.
     """
-    lead, *companions = ((name, _pieces(name, columns[name], pieces.pieces)) for name in batching.columns)
+    lead, *companions = (
+        (name, _segments(name, columns[name], segments.segments)) for name in batching.columns
+    )
     laid: PackedRows | PaddedRows
     if isinstance(batching, Packed):
-        pad, begin = batching.pad_of(lead[0]), pieces.pieces.begin
-        laid = packed(lead[1], pieces.pieces_of_row, batching.length, pad, allocate, begin)
+        pad, begin = batching.pad_of(lead[0]), segments.segments.begin
+        laid = packed(lead[1], segments.segments_of_row, batching.length, pad, allocate, begin)
     else:
         laid = padded(lead[1], batching.multiple, batching.pad_of(lead[0]), allocate)
     formed: dict[str, Any] = {lead[0]: laid}
@@ -364,8 +366,8 @@ def batch_columns(
     return {**columns, **formed}
 
 
-def _pieces(name: str, values: Any, pieces: Pieces) -> Ragged:
-    """Of a gathered column, the pieces of a batch."""
+def _segments(name: str, values: Any, segments: Segments) -> Ragged:
+    """Of a gathered column, the segments of a batch."""
     if isinstance(values, Tensor) and values.dim() == 2:  # samples of one length
         offsets = torch.from_numpy(np.arange(len(values) + 1) * values.shape[1])
         values = Ragged(values.reshape(-1), offsets)
@@ -373,4 +375,4 @@ def _pieces(name: str, values: Any, pieces: Pieces) -> Ragged:
         raise ValueError(
             f"column {name!r} must be of variable length to be batched by length, got {type(values).__name__}"
         )
-    return cut(values, pieces.begin, pieces.length)
+    return cut(values, segments.begin, segments.length)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.media import Bytes, with_reason
-from dataflow.decode.mp4 import FrameIndex, ReadBytes, needed_frames, pieces_of
+from dataflow.decode.mp4 import FrameIndex, ReadBytes, needed_frames, spans_of
 from dataflow.decode.video import Video
 from sharding.blocks import Shard
 
@@ -101,7 +101,7 @@ class EpisodeVideos:
         if not frames:
             return
         needed = needed_frames(index, index.shown[np.unique(np.concatenate([*frames.values()]))])
-        held = [(low, read(low, high - low)) for low, high in pieces_of(index, needed, shard.size)]
+        held = [(low, read(low, high - low)) for low, high in spans_of(index, needed, shard.size)]
         lows = np.array([low for low, _ in held])
 
         def read_held(offset: int, nbytes: int) -> Bytes:

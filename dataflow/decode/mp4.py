@@ -25,7 +25,7 @@ ReadBytes = Callable[[int, int], NDArray[np.uint8]]
 _HEAD_BYTES = 64 << 10
 """What is read at a time until `moov` is found; many a file has it there."""
 _GAP_BYTES = 64 << 10
-"""Bytes between two pieces that are read as one: sound lies between the frames of most files."""
+"""Bytes between two spans that are read as one: sound lies between the frames of most files."""
 _TRAILING = 16
 """As many as H.264 may keep back."""
 CLIP_TICKS = 25
@@ -95,7 +95,7 @@ def cut(
     out = np.empty(len(head) + int(sizes.sum()), np.uint8)
     out[: len(head)] = np.frombuffer(head, np.uint8)
     places = len(head) + np.cumsum(sizes) - sizes
-    for first, end in _pieces(starts, sizes):
+    for first, end in _spans(starts, sizes):
         low = int(starts[first])
         data = read(low, int(starts[end - 1] + sizes[end - 1]) - low)
         for i in range(first, end):
@@ -321,11 +321,11 @@ def needed_frames(index: FrameIndex, wanted: NDArray[np.int64]) -> NDArray[np.in
     return needed
 
 
-def pieces_of(index: FrameIndex, frames: NDArray[np.int64], length: int) -> list[tuple[int, int]]:
+def spans_of(index: FrameIndex, frames: NDArray[np.int64], length: int) -> list[tuple[int, int]]:
     """First byte and end of what is read of a file for some frames; those that it lacks are left out."""
     frames = frames[(index.offsets + index.sizes)[frames] <= length]
     starts, sizes = _places(index, frames[np.argsort(index.offsets[frames], kind="stable")], length)
-    cuts = _pieces(starts, sizes) if len(frames) else ()
+    cuts = _spans(starts, sizes) if len(frames) else ()
     return [(int(starts[first]), int(starts[end - 1] + sizes[end - 1])) for first, end in cuts]
 
 
@@ -339,7 +339,7 @@ def _places(
     return starts, sizes
 
 
-def _pieces(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _spans(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Frames that are read at once: those that follow each other in the file, but for small gaps."""
     gaps = starts[1:] - (starts + sizes)[:-1]
     cuts = np.flatnonzero((gaps < 0) | (gaps > _GAP_BYTES)) + 1

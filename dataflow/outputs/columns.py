@@ -39,7 +39,7 @@ StoredValue = tuple[NDArray[np.uint8], int]
 
 @dataclass(frozen=True)
 class Cut:
-    """Of some columns only pieces of the values are taken, [rows] each; all in elements."""
+    """Of some columns only segments of the values are taken, [rows] each; all in elements."""
 
     columns: Sequence[str]
     """The first is the one that the plan's lengths are of."""
@@ -48,12 +48,12 @@ class Cut:
     whole: NDArray[np.int64]
     """The whole value's, as the plan knows it."""
 
-    def apply(self, pieces: NDArray[np.int64], itemsize: int) -> NDArray[np.int64]:
-        """Make pieces of whole values ([2, rows] addresses and bytes); gives the rows of another length."""
-        wrong = np.flatnonzero(pieces[1] != self.whole * itemsize)
-        pieces[0] += self.begin * itemsize
-        pieces[1] = self.length * itemsize
-        pieces[1, wrong] = 0
+    def apply(self, segments: NDArray[np.int64], itemsize: int) -> NDArray[np.int64]:
+        """Make segments of whole values ([2, rows] addresses and bytes); gives the rows of another length."""
+        wrong = np.flatnonzero(segments[1] != self.whole * itemsize)
+        segments[0] += self.begin * itemsize
+        segments[1] = self.length * itemsize
+        segments[1, wrong] = 0
         return wrong
 
 
@@ -65,11 +65,11 @@ class ChunkRows:
     locate: Callable[[], Sequence[WindowPart]]
     """Finds the parts; called once."""
     cut: Cut | None = None
-    """Which pieces are taken of some columns; None: all values come whole."""
+    """Which segments are taken of some columns; None: all values come whole."""
     _bytes: dict[tuple[str, int], NDArray[np.int64]] = field(default_factory=dict)
 
     def cut_of(self, column: str) -> Cut | None:
-        """The pieces that a column's values are cut to; None: they come whole."""
+        """The segments that a column's values are cut to; None: they come whole."""
         return self.cut if self.cut is not None and column in self.cut.columns else None
 
     @cached_property
@@ -227,20 +227,20 @@ class ChunkColumns:
 
     # ---- where values lie ---------------------------------------------------------------------------------
 
-    def pieces(self, column: str, default: Array | None) -> NDArray[np.int64]:
+    def segments(self, column: str, default: Array | None) -> NDArray[np.int64]:
         """Addresses and bytes of every row's value, int64 [2, rows].
 
         Where it is missing, those of `default`, which must outlive the copies; without one, no bytes.
         """
-        pieces = np.empty((2, self.rows.num_rows), np.int64)
+        segments = np.empty((2, self.rows.num_rows), np.int64)
         for part in self.rows.parts:
             spans, rows = part.spans(column), part.rows
             addresses = spans.addresses[rows]
             if default is not None and spans.has_missing:
                 addresses[spans.lengths[rows] == MISSING] = default.ctypes.data
-            pieces[0, part.chunk_rows] = addresses
-        pieces[1] = self.rows.bytes_of(column, 0 if default is None else default.nbytes)
-        return pieces
+            segments[0, part.chunk_rows] = addresses
+        segments[1] = self.rows.bytes_of(column, 0 if default is None else default.nbytes)
+        return segments
 
     def addresses_of(self, column: str, nbytes: int, default: Array | None) -> NDArray[np.int64]:
         """Addresses of every row's value of so many bytes, int64 [rows].

@@ -67,11 +67,11 @@ class RaggedOutput(Output):
         return 0 if self.default_array is None else self.default_array.nbytes
 
     def batch_bytes(self, rows: ChunkRows) -> int:
-        """Bytes of the values, or of the pieces that length-aware batches take of them."""
+        """Bytes of the values, or of the segments that length-aware batches take of them."""
         return rounded_bytes(int(self.row_sizes(rows).sum()))
 
     def row_sizes(self, rows: ChunkRows) -> NDArray[np.int64]:
-        """Of the values, or of the pieces that length-aware batches take of them."""
+        """Of the values, or of the segments that length-aware batches take of them."""
         cut = rows.cut_of(self.name)
         if cut is not None:
             return cut.length * np.dtype(self.dtype).itemsize
@@ -80,13 +80,13 @@ class RaggedOutput(Output):
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Values one after the other in one slot."""
         columns.note_missing(self.name, self.lacking)
-        pieces = columns.pieces(self.name, self.default_array)
+        segments = columns.segments(self.name, self.default_array)
         cut = columns.rows.cut_of(self.name)
         if cut is not None:
             itemsize = np.dtype(self.source_dtype).itemsize
-            have = pieces[1] // itemsize
-            columns.note_lengths(self.name, cut.apply(pieces, itemsize), have)
-        addresses, lengths = pieces
+            have = segments[1] // itemsize
+            columns.note_lengths(self.name, cut.apply(segments, itemsize), have)
+        addresses, lengths = segments
         ends = np.cumsum(lengths)
         copies = PlanColumn(
             name=self.name,

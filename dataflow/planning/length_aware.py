@@ -99,7 +99,7 @@ def are_measured(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
 def _check_others(
     batching: Batching, dataset: ShardedDataset | Mixture, lengths: NDArray[np.integer] | None = None
 ) -> None:
-    """Refuse lists that would come whole with every piece of their sample, unless the user says so.
+    """Refuse lists that would come whole with every segment of their sample, unless the user says so.
 
     Lists of a fixed length count where the samples of the column that is cut have that length too: as its
     type says, or all `lengths`.
@@ -123,8 +123,8 @@ def _check_others(
         raise ValueError(
             f"{type(batching).__name__} cuts {lead.name!r}, and nothing says whether it shall cut the lists "
             f"in {lists} as well: pass columns={[*batching.columns, *alike]} to cut them alike, "
-            f"whole={alike} to have a sample's whole lists with every piece of it, or leave them out of the "
-            "dataset's columns="
+            f"whole={alike} to have a sample's whole lists with every segment of it, or leave them out of "
+            "the dataset's columns="
         )
 
 

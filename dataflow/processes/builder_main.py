@@ -39,7 +39,7 @@ from prefetch.ipc.protocol import (
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.open_files import OpenFiles, StaleFileError
-from prefetch.work import Piece
+from prefetch.work import PartialChunk
 from prefetch.workers.worker_start import WorkerStart
 from sharding.errors import SampleError
 
@@ -70,7 +70,7 @@ def _opened(loop: WorkerLoop, transport: PipeTransport) -> Callable[[WorkerReque
 class _Build:
     """A chunk that is being built."""
 
-    pieces: Iterator[Piece[Delivered]]
+    parts: Iterator[PartialChunk[Delivered]]
     num_left: int
     """Batches that were not handed over."""
     num_skipped: int = 0
@@ -87,7 +87,7 @@ class BuiltBatches(NamedTuple):
     heap_bytes: int
     made_bytes: int
     is_due: bool
-    """As of a `Piece`."""
+    """As of a `PartialChunk`."""
     is_last: bool
     """Whether no others follow."""
     asks: bool
@@ -196,21 +196,21 @@ class BuildTask:
 
     def _hand_over(self, build: _Build) -> bool:
         """Make the next batches; whether to make more of them without being told to."""
-        piece = _next_piece(build)
-        build.num_left -= len(piece.batches)
-        build.unasked_bytes += piece.slot_bytes + piece.heap_bytes
-        asks = not piece.is_due or build.unasked_bytes >= self._context.settings.charge_bytes
+        part = _next_part(build)
+        build.num_left -= len(part.batches)
+        build.unasked_bytes += part.slot_bytes + part.heap_bytes
+        asks = not part.is_due or build.unasked_bytes >= self._context.settings.charge_bytes
         if not build.num_left:
-            for _ in build.pieces:
+            for _ in build.parts:
                 pass
             self._builds.pop(self.chunk)
             self._inputs.release(self.chunk, is_built=True)
         cpu_s, self._cpu_s = self._cpu_s, time.process_time()
         built = BuiltBatches(
-            batches=[*piece.batches],
-            heap_bytes=piece.heap_bytes,
-            made_bytes=piece.made_bytes + piece.slot_bytes,
-            is_due=piece.is_due,
+            batches=[*part.batches],
+            heap_bytes=part.heap_bytes,
+            made_bytes=part.made_bytes + part.slot_bytes,
+            is_due=part.is_due,
             is_last=not build.num_left,
             asks=asks,
             cpu_s=self._cpu_s - cpu_s,
@@ -219,16 +219,16 @@ class BuildTask:
         return not asks
 
 
-def _next_piece(build: _Build) -> Piece[tuple[Any, ...]]:
+def _next_part(build: _Build) -> PartialChunk[tuple[Any, ...]]:
     """The next batches that were not handed over, and what is charged for them."""
     slot_bytes = 0
-    for piece in build.pieces:
-        slot_bytes += piece.slot_bytes
-        batches = [tuple(delivered) for delivered in piece.batches]
+    for part in build.parts:
+        slot_bytes += part.slot_bytes
+        batches = [tuple(delivered) for delivered in part.batches]
         new = batches[build.num_skipped :]
         build.num_skipped -= len(batches) - len(new)
         if new:
-            return Piece(new, slot_bytes, piece.heap_bytes, piece.is_due, made_bytes=piece.made_bytes)
+            return PartialChunk(new, slot_bytes, part.heap_bytes, part.is_due, made_bytes=part.made_bytes)
     raise AssertionError("a chunk has fewer batches than planned")
 
 

@@ -29,7 +29,7 @@ from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
 from prefetch.errors import EngineClosedError
 from prefetch.ipc.protocol import RemoteError, WorkerMessage, WorkerResult
-from prefetch.work import Piece, Task
+from prefetch.work import PartialChunk, Task
 from sharding.errors import SampleError
 
 ASSIGNED = 2
@@ -360,7 +360,9 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         built.batches.clear()  # whoever called may hold it, and must not keep what the consumer drops
         # Arrays of what was made on the builder's heap are in the slot: only the rest is made again here.
         heap_bytes = max(0, built.heap_bytes - slot_bytes)
-        one.build.add(Piece(delivered, slot_bytes, heap_bytes, built.is_due, made_bytes=built.made_bytes))
+        one.build.add(
+            PartialChunk(delivered, slot_bytes, heap_bytes, built.is_due, made_bytes=built.made_bytes)
+        )
         del delivered
         if built.is_last:
             self._end(one, None)

@@ -29,7 +29,7 @@ from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
 from prefetch.ipc.payload import pack
 from prefetch.ipc.server import start_context
-from prefetch.work import Chunk, Piece
+from prefetch.work import Chunk, PartialChunk
 
 _MOST_BEGUN = 2
 """Chunks that threads are at, until processes are ready."""
@@ -115,14 +115,14 @@ class ThreadsFirstBuilders(Builders[Delivered]):
             return self._threads
         return processes if build.progress is None or processes.has(build) else self._threads
 
-    def look_at(self, piece: Piece[Delivered]) -> None:
+    def look_at(self, part: PartialChunk[Delivered]) -> None:
         """Look at the first batch that threads have built: whether a process could hand it over."""
         with self._lock:
-            if self._has_seen_batch or not piece.batches:
+            if self._has_seen_batch or not part.batches:
                 return
             self._has_seen_batch = True
         try:
-            pack(next(iter(piece.batches)).batch)
+            pack(next(iter(part.batches)).batch)
         except Exception as error:
             self._keep_threads(f"batches cannot be sent from processes: {error}")
 
@@ -248,10 +248,10 @@ class _WatchedBuild:
         self._owner.has_left(is_built=False)
         return False
 
-    def add(self, piece: Piece[Delivered]) -> None:
+    def add(self, part: PartialChunk[Delivered]) -> None:
         """See `Build`."""
-        self._owner.look_at(piece)
-        self._build.add(piece)
+        self._owner.look_at(part)
+        self._build.add(part)
 
     def end(self, error: BaseException | None = None) -> None:
         """See `Build`."""

@@ -98,7 +98,7 @@ class MeasuringPlan(StreamPlan):
         return own
 
     def _delivered_here(self, plan: UnitPlan) -> Callable[[int], NDArray[np.int64]]:
-        """Megabatch -> the positions of which this rank delivers pieces, where all lengths are known."""
+        """Megabatch -> the positions of which this rank delivers segments, where all lengths are known."""
         sequence, dealt = plan.sequence, plan.batch_plan
         last = items_of(dealt, max(0, dealt.num_batches - 1), dealt.num_batches)[0]
 
@@ -110,7 +110,7 @@ class MeasuringPlan(StreamPlan):
             mine = np.zeros(len(units), bool)
             mine[np.concatenate((numbers, filled_up))] = True
             rows = np.repeat(mine, np.diff(units.first))
-            positions: NDArray[np.int64] = np.unique(units.pieces.position[rows])
+            positions: NDArray[np.int64] = np.unique(units.segments.position[rows])
             positions += sequence.bounds[megabatch]
             return positions
 
@@ -208,27 +208,27 @@ class MeasuringStage:
             return ()
         if number:  # the first one waits for nothing more
             self._measure_some(dealt.num_full - 1 - number)
-        pieces = self._units.batches(dealt, number, number + 1)
+        segments = self._units.batches(dealt, number, number + 1)
         self._number = number + 1
-        has = self._dealt.has(pieces.pieces.position)
+        has = self._dealt.has(segments.segments.position)
         if not has.all():  # planned with lengths that were known, and left out since
-            lacking, pieces = pieces.pieces.position[~has], pieces.keep(np.flatnonzero(has))
+            lacking, segments = segments.segments.position[~has], segments.keep(np.flatnonzero(has))
             errors = self._lacking(np.unique(lacking).tolist())
         else:
             errors = self._passed()
-        if not len(pieces.pieces):
+        if not len(segments.segments):
             return [Delivered(self._order.epoch, number, {}, 0, errors, remarks=self._take_remarks())]
-        batch: Any = self._dealt.batch(self._batching, pieces)
+        batch: Any = self._dealt.batch(self._batching, segments)
         if self._settings.mark_repeats:
             repeats = dealt.repeats(number, number + 1)
-            flags = repeats if self._batching.rows_are_units else np.full(len(pieces.pieces), repeats[0])
+            flags = repeats if self._batching.rows_are_units else np.full(len(segments.segments), repeats[0])
             batch[REPEAT] = torch.from_numpy(flags)
         if (transform := self._plan.dataset.batch_transform) is not None:
             batch = self._transformed(transform, batch, number)
         if self._pin is not None:
             batch = self._pin(batch)
-        num_pieces, remarks = len(pieces.pieces), self._take_remarks()
-        return [Delivered(self._order.epoch, number, batch, num_pieces, errors, remarks=remarks)]
+        num_segments, remarks = len(segments.segments), self._take_remarks()
+        return [Delivered(self._order.epoch, number, batch, num_segments, errors, remarks=remarks)]
 
     def _take_remarks(self) -> tuple[Remark, ...]:
         """What is odd about samples that were made since the last batch."""
@@ -240,7 +240,7 @@ class MeasuringStage:
         return called(transform, batch, lambda: place)
 
     def _lacking(self, positions: list[int]) -> tuple[SampleError, ...]:
-        """The errors of samples that a batch lacks, each once, though it may lack several pieces of it."""
+        """The errors of samples that a batch lacks, each once, though it may lack several segments of it."""
         fresh = [position for position in positions if position not in self._lacks]
         self._lacks.update(fresh)
         errors = tuple(error for _, error in self._left_out[: len(fresh)])
@@ -428,7 +428,7 @@ class MeasuringStage:
         units = self._units
         dealt = self._outer.dealt(units.num_units, is_all=units.is_all, rank=seat)
         first, last = min(first, dealt.num_batches), min(last, dealt.num_batches)
-        return np.unique(units.batches(dealt, first, last).pieces.position)
+        return np.unique(units.batches(dealt, first, last).segments.position)
 
     def _hold(self, nbytes: int) -> None:
         """Account for samples that are kept: builders make no more while that is too much."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dataflow.batch.packed import PackedPieces, PackedRows, PaddedRows
+from dataflow.batch.packed import PackedRows, PackedSegments, PaddedRows
 from dataflow.text.chat import messages_of
 from dataflow.text.tokenizer import short_hash, text_of
 
@@ -115,7 +115,7 @@ def split_pairs(
 ) -> dict[str, Any]:
     """A batch of pairs with two documents of each. For `batch_transform=`.
 
-    `PackedRows` of n pairs get 2n segments and pieces, the preferred answer before the rejected one: pieces
+    `PackedRows` of n pairs get 2n segments, the preferred answer before the rejected one: segments
     0, 2, 4 ... and 1, 3, 5 ...; all columns stay in place. `PaddedRows` [n, longest] become [2n, longest
     answer], all preferred answers before all rejected ones, as TRL has them; so do tensors of their shape.
 
@@ -159,17 +159,19 @@ def split_pairs(
 
 
 def _two_segments(rows: PackedRows, first: Tensor) -> PackedRows:
-    pieces, length = rows.pieces, rows.tokens.shape[1]
-    _check_whole(first, pieces.length)
-    if bool(pieces.begin.any()):
+    segments, length = rows.segments, rows.tokens.shape[1]
+    _check_whole(first, segments.length)
+    if bool(segments.begin.any()):
         raise ValueError("a pair was split: give Packed overlong='error'")
-    # Pieces lie in the order of segments: a place's own is the row's first one and its segment's number.
+    # Segments lie in the order of the rows: the one of a position is the row's first and its segment id.
     row = torch.arange(len(rows.tokens), device=first.device)
-    number = torch.searchsorted(pieces.row, row)[:, None] + rows.segment_ids - 1
+    number = torch.searchsorted(segments.row, row)[:, None] + rows.segment_ids - 1
     inside = rows.segment_ids > 0
     chosen = torch.where(inside, first[number.clamp(0, len(first) - 1)], 0)
     is_second = inside & (rows.positions >= chosen)
-    bounds = torch.cat((rows.cu_seqlens, (pieces.row * length + pieces.start + first).int())).sort().values
+    bounds = (
+        torch.cat((rows.cu_seqlens, (segments.row * length + segments.start + first).int())).sort().values
+    )
 
     def interleaved(chosen: Tensor, rejected: Tensor) -> Tensor:
         return torch.stack((chosen, rejected), 1).flatten()
@@ -179,11 +181,11 @@ def _two_segments(rows: PackedRows, first: Tensor) -> PackedRows:
         positions=(rows.positions - torch.where(is_second, chosen, 0)).int(),
         cu_seqlens=bounds,
         max_seqlen=int(bounds.diff().max()) if len(bounds) > 1 else 0,
-        pieces=PackedPieces(
-            row=interleaved(pieces.row, pieces.row),
-            start=interleaved(pieces.start, pieces.start + first),
-            begin=torch.zeros(2 * len(first), dtype=pieces.begin.dtype),
-            length=interleaved(first, pieces.length - first),
+        segments=PackedSegments(
+            row=interleaved(segments.row, segments.row),
+            start=interleaved(segments.start, segments.start + first),
+            begin=torch.zeros(2 * len(first), dtype=segments.begin.dtype),
+            length=interleaved(first, segments.length - first),
         ),
     )
 

@@ -18,7 +18,7 @@ from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
 from prefetch.errors import EngineClosedError
 from prefetch.memory.copies import Copies
-from prefetch.work import Chunk, Piece, Task
+from prefetch.work import Chunk, PartialChunk, Task
 
 T = TypeVar("T")
 
@@ -38,13 +38,13 @@ class Build(Protocol[T]):
         ...
 
     def may_go_on(self) -> bool:
-        """Whether to make the next batches, asked before each piece; elsewhere, of what is charged at once.
+        """Whether to make the next batches, asked before each part; elsewhere, of what is charged at once.
 
         False: the build is laid aside and handed out again when there is room; it must be left alone at once.
         """
         ...
 
-    def add(self, piece: Piece[T]) -> None:
+    def add(self, part: PartialChunk[T]) -> None:
         """Batches are finished, in order. The caller must not keep them."""
         ...
 
@@ -116,7 +116,7 @@ class _Progress(Generic[T]):
 
     num_parts_left: int = 0
     error: BaseException | None = None
-    batches: Iterator[Piece[T]] | None = None
+    batches: Iterator[PartialChunk[T]] | None = None
     """What is left to finish; None: its parts are not done."""
 
 
@@ -245,14 +245,14 @@ class ThreadBuilders(PriorityPool, Generic[T]):
             try:
                 if progress.batches is None:
                     progress.batches = build.chunk.finish()
-                piece = next(progress.batches, None)
+                part = next(progress.batches, None)
             except BaseException as caught:
                 progress.error = caught
                 break
-            if piece is None:
+            if part is None:
                 break
-            build.add(piece)
-            del piece  # the consumer may have it now
+            build.add(part)
+            del part  # the consumer may have it now
         self._end(build, progress.error)
 
     def _end(self, build: Build[T], error: BaseException | None) -> None:

@@ -20,7 +20,7 @@ from prefetch.engine.ledger import Ledger, State
 from prefetch.engine.stats import EngineOptions
 from prefetch.engine.windows import WindowQueue
 from prefetch.errors import EngineClosedError
-from prefetch.work import Batches, Chunk, Piece, Task
+from prefetch.work import Batches, Chunk, PartialChunk, Task
 
 T = TypeVar("T")
 
@@ -39,12 +39,12 @@ class ChunkBuild(Generic[T]):
         self.began_s = time.perf_counter()
         self.error: BaseException | None = None
         self.is_done = self.is_aside = self.is_finishing = False
-        self.pieces: deque[Piece[T]] = deque()
+        self.parts: deque[PartialChunk[T]] = deque()
         """Finished, to be handed out."""
         self.ahead_bytes = 0
-        """Of slots, charged for the piece to come."""
+        """Of slots, charged for the part to come."""
         self.reserved_bytes = 0
-        """For what the piece to come makes, which shows only then."""
+        """For what the part to come makes, which shows only then."""
         self.num_delivered = 0
 
     @property
@@ -62,22 +62,22 @@ class ChunkBuild(Generic[T]):
             self._queue.lay_aside(self)
             return False
 
-    def add(self, piece: Piece[T]) -> None:
+    def add(self, part: PartialChunk[T]) -> None:
         """See `Build`."""
         with self._queue.lock:
-            charged = piece.slot_bytes + piece.heap_bytes
-            if piece.batches:
-                self._queue.end_room(self, piece.made_bytes or piece.heap_bytes)
+            charged = part.slot_bytes + part.heap_bytes
+            if part.batches:
+                self._queue.end_room(self, part.made_bytes or part.heap_bytes)
             if charged:  # views of the chunk's slots cost nothing beyond it
                 self._queue.ledger.charge(State.READY, charged)
-                self.ahead_bytes += piece.slot_bytes
-            if piece.batches:
-                if self.ahead_bytes != piece.slot_bytes:
-                    piece = replace(piece, slot_bytes=self.ahead_bytes)
-                self.pieces.append(piece)
+                self.ahead_bytes += part.slot_bytes
+            if part.batches:
+                if self.ahead_bytes != part.slot_bytes:
+                    part = replace(part, slot_bytes=self.ahead_bytes)
+                self.parts.append(part)
                 self.ahead_bytes = 0
-                self._queue.num_finished += len(piece.batches)
-                if piece.is_due:
+                self._queue.num_finished += len(part.batches)
+                if part.is_due:
                     self._queue.notify_if_deliverable()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -88,12 +88,12 @@ class ChunkBuild(Generic[T]):
     @property
     def num_ready(self) -> int:
         """Finished batches."""
-        return sum(len(piece.batches) for piece in self.pieces)
+        return sum(len(part.batches) for part in self.parts)
 
     @property
     def must_go_on(self) -> bool:
         """Whether the consumer waits for a batch that is not made: nothing else would make room for it."""
-        return self is self._queue.line[0] and not self.pieces
+        return self is self._queue.line[0] and not self.parts
 
     @property
     def is_deliverable(self) -> bool:
@@ -101,7 +101,7 @@ class ChunkBuild(Generic[T]):
 
         What is being built comes whole, unless that takes long.
         """
-        return self.is_done or (self.is_aside and bool(self.pieces)) or any(p.is_due for p in self.pieces)
+        return self.is_done or (self.is_aside and bool(self.parts)) or any(p.is_due for p in self.parts)
 
 
 class ChunkQueue(Generic[T]):
@@ -144,7 +144,7 @@ class ChunkQueue(Generic[T]):
         self.has_held_back = False
         """Whether the depth has kept idle builders from work; reset by who reads it."""
         self.piece_bytes = 0
-        """What making a piece takes that only shows then, by those that were made last."""
+        """What making a part takes that only shows then, by those that were made last."""
         self.leads_s: list[float] = []
         """From start to finish of chunks, since it was cleared."""
         self.is_closed = False
@@ -191,7 +191,7 @@ class ChunkQueue(Generic[T]):
         return not self.line and not self._copying
 
     def make_room(self, build: ChunkBuild[T]) -> bool:
-        """Reserve what making the next piece takes, by the last ones; whether it may be made."""
+        """Reserve what making the next part takes, by the last ones; whether it may be made."""
         self._release_room(build)
         if build.num_delivered + build.num_ready == build.chunk.num_batches:
             return True  # nothing is left to make
@@ -203,7 +203,7 @@ class ChunkQueue(Generic[T]):
         return True
 
     def end_room(self, build: ChunkBuild[T], made_bytes: int) -> None:
-        """A piece is made, which took so much."""
+        """A part is made, which took so much."""
         self._release_room(build)
         self.piece_bytes = max(made_bytes, self.piece_bytes - self.piece_bytes // _FORGETS)
         self._windows.keep_free(self.piece_bytes * self._builders.num_builders)
@@ -247,24 +247,24 @@ class ChunkQueue(Generic[T]):
     def take(self, most_bytes: int) -> tuple[Batches[T], int, int]:
         """Batches of the head, and their charged bytes of slots and of heap.
 
-        All that cost nothing beyond their chunk, else a part of at most `most_bytes`, or one piece. The last
+        All that cost nothing beyond their chunk, else a part of at most `most_bytes`, or one part. The last
         ones of a chunk wait for its end, with which something must be delivered.
         """
         build = self.line[0]
         batches: Batches[T] = ()
         slots = heap = 0
-        while build.pieces:
-            piece = build.pieces[0]
-            if batches and slots + heap + piece.slot_bytes + piece.heap_bytes > most_bytes:
+        while build.parts:
+            part = build.parts[0]
+            if batches and slots + heap + part.slot_bytes + part.heap_bytes > most_bytes:
                 break
-            num_taken = build.num_delivered + len(batches) + len(piece.batches)
+            num_taken = build.num_delivered + len(batches) + len(part.batches)
             if num_taken == build.chunk.num_batches and not build.is_done:
                 break
             # Taken out: the thread that built them may still hold the build, and must not keep what the
             # consumer drops.
-            build.pieces.popleft()
-            batches = [*batches, *piece.batches] if batches else piece.batches
-            slots, heap = slots + piece.slot_bytes, heap + piece.heap_bytes
+            build.parts.popleft()
+            batches = [*batches, *part.batches] if batches else part.batches
+            slots, heap = slots + part.slot_bytes, heap + part.heap_bytes
         self.num_finished -= len(batches)
         build.num_delivered += len(batches)
         self.num_batches -= len(batches)

@@ -137,7 +137,7 @@ class Engine(Generic[T]):
             if self._windows.error:
                 raise self._windows.error
             return ()
-        if head.error and not head.pieces:  # it comes behind the batches before it
+        if head.error and not head.parts:  # it comes behind the batches before it
             self._drop(head)
             raise head.error
         batches, slots, heap = self._queue.take(self._ledger.limit_bytes // _DELIVERED_SHARE)
@@ -145,7 +145,7 @@ class Engine(Generic[T]):
             self._ledger.move(State.READY, State.IN_USE, slots + heap)
         self._delivered_heap_bytes += heap
         self._delivered_bytes += slots
-        if head.is_done and not head.pieces and not head.error:
+        if head.is_done and not head.parts and not head.error:
             self._drop(head)
         self._windows.delivered(head.chunk)
         self._delivered += len(batches)

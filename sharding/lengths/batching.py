@@ -33,7 +33,7 @@ class BatchedColumns:
     columns: Sequence[str] = ()
     """Those that are cut, packed or padded alike: lists, in each sample as long as that of `column`."""
     whole: Sequence[str] = ()
-    """Columns of lists that come whole, once a piece, where others are cut."""
+    """Columns of lists that come whole, once a segment, where others are cut."""
     pad: int | Mapping[str, int] = 0
     """What fills up; for each column by name, 0 for those not named."""
     lengths: Lengths | None = field(default=None, compare=False, repr=False)
@@ -80,7 +80,7 @@ class BatchedColumns:
 
     @property
     def cuts(self) -> bool:
-        """Whether a piece need not be a whole sample."""
+        """Whether a segment need not be a whole sample."""
         return False
 
     @property
@@ -105,8 +105,8 @@ class BatchedColumns:
         """How many elements of samples of these lengths are delivered."""
         return lengths
 
-    def num_pieces(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
-        """How many pieces samples of these lengths become, whichever units they are in, [n]."""
+    def num_segments(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+        """How many segments samples of these lengths become, whichever units they are in, [n]."""
         return np.ones_like(lengths)
 
     def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
@@ -175,10 +175,10 @@ class Packed(BatchedColumns):
         """See `BatchedColumns`."""
         return np.minimum(lengths, self.length) if self.overlong == "truncate" else lengths
 
-    def num_pieces(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+    def num_segments(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
         """See `BatchedColumns`; samples of length 0 are in no row."""
-        pieces: NDArray[np.integer] = -(-self.delivered(lengths).astype(np.int64) // self.length)
-        return pieces
+        segments: NDArray[np.integer] = -(-self.delivered(lengths).astype(np.int64) // self.length)
+        return segments
 
     def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
         """See `cutting.pack`."""

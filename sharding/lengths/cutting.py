@@ -1,15 +1,15 @@
 """How a megabatch is cut into units: packed rows, or batches of samples of like length.
 
-*Packed rows* take pieces of documents by best-fit decreasing (Johnson et al. 1974; at most 11/9 of the
+*Packed rows* take segments of documents by best-fit decreasing (Johnson et al. 1974; at most 11/9 of the
 optimal number of rows, plus one): longest first, each into the fullest row that still has room. What it does
-depends only on how many pieces have each length and how many rows have each room left, so it runs on those
-two histograms: a step takes all rows of one room at once, fills each with as many pieces of one length as fit
-(after one piece, the same row is the fullest again), and moves them to the room that is left. The result is
-exactly best-fit decreasing; the steps number a few for each distinct length, not one for each piece. The
-smallest sufficient room is found by a bit trick on an integer with one bit a room. Actual pieces take their
+depends only on how many segments have each length and how many rows have each room left, so it runs on those
+two histograms: a step takes all rows of one room at once, fills each with as many segments of one length as
+fit (after one, the same row is the fullest again), and moves them to the room that is left. The result is
+exactly best-fit decreasing; the steps number a few for each distinct length, not one for each segment. The
+smallest sufficient room is found by a bit trick on an integer with one bit a room. Actual segments take their
 places afterwards, in bulk, equal lengths in the order of their positions. A megabatch with more than 8,192
 distinct lengths has long documents: there they are rounded up to that many classes while packing, which
-bounds the steps and costs 1/16,384 of a row a piece on average.
+bounds the steps and costs 1/16,384 of a row a segment on average.
 
 *Batches of like length*, by buckets of length or by a budget of elements with padding, come from sorting the
 samples by length and cutting; then they are put in keyed order, so that lengths do not drift within a
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.errors import DataflowError
-from sharding.lengths.units import LengthStats, Pieces, Units, stable_order
+from sharding.lengths.units import LengthStats, Segments, Units, stable_order
 from sharding.order.keyed import keyed_order
 from sharding.order.windows import ranges
 
@@ -52,33 +52,35 @@ def pack(
         length: elements of a row.
         overlong: "split" cuts longer samples into full rows and a rest, "truncate" keeps their beginning,
             "error" raises `DataflowError`.
-        key: decides the order of the rows; None: that of their first pieces.
+        key: decides the order of the rows; None: that of their first segments.
 
     Returns:
-        One unit a row; its pieces in order of position. Samples of length 0 are in no row.
+        One unit a row; its segments in order of position. Samples of length 0 are in no row.
     """
-    pieces, cut = pieces_of(lengths, length, overlong)
-    row, num_rows = best_fit_rows(pieces.length, length)
+    segments, cut = segments_of(lengths, length, overlong)
+    row, num_rows = best_fit_rows(segments.length, length)
     place = np.empty(num_rows, np.int64)
     place[_by_first_piece(row) if key is None else keyed_order(num_rows, key)] = np.arange(num_rows)
     row = place[row]
     first = np.concatenate(([0], np.cumsum(np.bincount(row, minlength=num_rows)))).astype(np.int64)
     packed = LengthStats(
         units=num_rows,
-        pieces=len(pieces),
-        tokens=int(pieces.length.sum()),
+        segments=len(segments),
+        tokens=int(segments.length.sum()),
         capacity=num_rows * length,
     )
-    return Units(pieces.take(stable_order(row)), first, LengthStats.total([cut, packed]))
+    return Units(segments.take(stable_order(row)), first, LengthStats.total([cut, packed]))
 
 
 def _by_first_piece(row: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The rows in the order in which pieces, which lie in the order of their samples, first name them."""
+    """The rows in the order in which segments, which lie in the order of their samples, first name them."""
     return np.argsort(np.unique(row, return_index=True)[1])
 
 
-def pieces_of(lengths: NDArray[np.integer], length: int, overlong: Overlong) -> tuple[Pieces, LengthStats]:
-    """The pieces of at most `length` elements that samples become, by position, and what was cut."""
+def segments_of(
+    lengths: NDArray[np.integer], length: int, overlong: Overlong
+) -> tuple[Segments, LengthStats]:
+    """The segments of at most `length` elements that samples become, by position, and what was cut."""
     sizes = lengths.astype(np.int64)
     over = sizes > length
     num_over, empty = int(np.count_nonzero(over)), int(np.count_nonzero(sizes == 0))
@@ -90,17 +92,17 @@ def pieces_of(lengths: NDArray[np.integer], length: int, overlong: Overlong) -> 
     if overlong == "truncate":
         samples = np.flatnonzero(sizes)
         lost = int((sizes - length)[over].sum())
-        cut = Pieces(samples, np.zeros(len(samples), np.int64), np.minimum(sizes[samples], length))
+        cut = Segments(samples, np.zeros(len(samples), np.int64), np.minimum(sizes[samples], length))
         return cut, LengthStats(truncated=num_over, truncated_tokens=lost, empty=empty)
     count = -(-sizes // length)
     begin = ranges(np.zeros_like(count), count) * length
     position = np.repeat(np.arange(len(sizes)), count)
     rest = np.minimum(sizes[position] - begin, length)
-    return Pieces(position, begin, rest), LengthStats(split=num_over, empty=empty)
+    return Segments(position, begin, rest), LengthStats(split=num_over, empty=empty)
 
 
 def best_fit_rows(lengths: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], int]:
-    """The row of each piece under best-fit decreasing, int64 [n], and the number of rows.
+    """The row of each segment under best-fit decreasing, int64 [n], and the number of rows.
 
     Args:
         lengths: [n], each in [1, length].
@@ -109,7 +111,7 @@ def best_fit_rows(lengths: NDArray[np.int64], length: int) -> tuple[NDArray[np.i
     counts = np.bincount(lengths, minlength=1)
     grain = 1 if np.count_nonzero(counts) <= _CLASSES else -(-length // _CLASSES)
     classes = lengths
-    if grain > 1:  # the longest pieces may be rounded up beyond a row: they take all of one anyway
+    if grain > 1:  # the longest segments may be rounded up beyond a row: they take all of one anyway
         classes = np.minimum(-(-lengths // grain), length // grain)
         counts = np.bincount(classes)
     placements, num_rows = best_fit(counts, length // grain)
@@ -124,11 +126,11 @@ def best_fit(counts: NDArray[np.integer], length: int) -> tuple[NDArray[np.int64
     """Best-fit decreasing on histograms.
 
     Args:
-        counts: `counts[size]` pieces have that size; sizes above `length` may not occur, nor size 0.
+        counts: `counts[size]` segments have that size; sizes above `length` may not occur, nor size 0.
         length: room of an empty row.
 
     Returns:
-        Placements int64 [p, 3] and the number of rows. Pieces taken in descending order of size, the next
+        Placements int64 [p, 3] and the number of rows. Segments taken in descending order of size, the next
         `rows * each` go to rows `first` up to `first + rows`, `each` to a row: columns (first, rows, each).
     """
     free = _FreeRows(length)
@@ -310,14 +312,14 @@ def _units(
     longest = np.maximum.reduceat(elements[order], first[:-1]) if len(order) else counts
     capacity = int((_padded(longest, multiple) * counts).sum())
     order = order[ranges(first[:-1][units], counts[units])]
-    pieces = Pieces(order, np.zeros(len(order), np.int64), elements[order])
+    segments = Segments(order, np.zeros(len(order), np.int64), elements[order])
     cut = sizes > elements
     stats = LengthStats(
         units=len(counts),
-        pieces=len(order),
+        segments=len(order),
         tokens=int(elements.sum()),
         capacity=capacity,
         truncated=int(np.count_nonzero(cut)),
         truncated_tokens=int((sizes - elements)[cut].sum()),
     )
-    return Units(pieces, np.concatenate(([0], np.cumsum(counts[units]))).astype(np.int64), stats)
+    return Units(segments, np.concatenate(([0], np.cumsum(counts[units]))).astype(np.int64), stats)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.lengths.unit_plan import MegabatchPlan, UnitSequence, items_of
-from sharding.lengths.units import BatchPieces, Pieces, Units
+from sharding.lengths.units import BatchSegments, Segments, Units
 from sharding.order.epoch_order import EpochOrder
 from sharding.plan.batch_plan import BatchPlan
 
@@ -68,15 +68,15 @@ class MeasuredUnits:
         for megabatch in [m for m in self._units if self.sequence.first_unit[m + 1] <= unit]:
             del self._units[megabatch]
 
-    def take(self, units: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
+    def take(self, units: NDArray[np.int64]) -> tuple[Segments, NDArray[np.int64]]:
         """As `UnitSequence.take`."""
         return self.sequence.take(units, self._units.__getitem__)
 
-    def batches(self, dealt: BatchPlan, first_batch: int, last_batch: int) -> BatchPieces:
+    def batches(self, dealt: BatchPlan, first_batch: int, last_batch: int) -> BatchSegments:
         """What a rank's batches [first_batch, last_batch) consist of."""
         units, rows = items_of(dealt, first_batch, last_batch)
-        pieces, pieces_of_row = self.take(units)
-        return BatchPieces.of(pieces, rows, pieces_of_row)
+        segments, segments_of_row = self.take(units)
+        return BatchSegments.of(segments, rows, segments_of_row)
 
 
 class SharePlan(MegabatchPlan):

@@ -35,9 +35,9 @@ from sharding.cached_property import cached_property
 from sharding.lengths.batching import Batching, Bucketed, Packed
 from sharding.lengths.units import (
     DEFAULT_MEGABATCH_SAMPLES,
-    BatchPieces,
+    BatchSegments,
     LengthStats,
-    Pieces,
+    Segments,
     Units,
     joined,
     megabatch_bounds,
@@ -60,7 +60,7 @@ _KEPT_EPOCHS = 3
 """The loader and its stream, which is an epoch ahead at times, ask for the same ones."""
 _KEPT_MEGABATCHES = 4
 _KEPT_COUNTS = 1024
-"""16 KiB each, if no sample is cut into more than 255 pieces."""
+"""16 KiB each, if no sample is cut into more than 255 segments."""
 Counts = NDArray[np.unsignedinteger[Any]] | NDArray[np.bool_]
 
 
@@ -202,7 +202,7 @@ class UnitSequence:
         if len(made) == len(lengths):
             return self.batching.cut(lengths, self._key_of(megabatch))
         units = self.batching.cut(lengths[made], self._key_of(megabatch))  # what it chooses is by these alone
-        return replace(units, pieces=replace(units.pieces, position=made[units.pieces.position]))
+        return replace(units, segments=replace(units.segments, position=made[units.segments.position]))
 
     def add(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
         """Note what was measured of a megabatch; its units. `ValueError` if it was other lengths before."""
@@ -234,8 +234,8 @@ class UnitSequence:
 
     def take(
         self, units: NDArray[np.int64], units_of: Callable[[int], Units] | None = None
-    ) -> tuple[Pieces, NDArray[np.int64]]:
-        """The pieces of the units, in the order given, and how many each has, int64 [n].
+    ) -> tuple[Segments, NDArray[np.int64]]:
+        """The segments of the units, in the order given, and how many each has, int64 [n].
 
         Positions count from the epoch's first. Units that follow one another in a megabatch are cheapest.
         `units_of` gives the units of a megabatch, where lengths are measured.
@@ -248,7 +248,7 @@ class UnitSequence:
             plan, own = (units_of or self.units)(megabatch), units[begin:end] - firsts[megabatch]
             counts[begin:end] = np.diff(plan.first)[own]
             rows = ranges(plan.first[own], counts[begin:end])
-            parts.append(plan.pieces.take(rows).shifted(int(self.bounds[megabatch])))
+            parts.append(plan.segments.take(rows).shifted(int(self.bounds[megabatch])))
         return joined(parts), counts
 
 
@@ -271,9 +271,9 @@ class MegabatchPlan(RankPlan):
     """First position of every megabatch, and the number of samples, int64 [megabatches + 1]."""
 
     def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64]:
-        """See `RankPlan.own_indices`. An index comes once for each of its pieces.
+        """See `RankPlan.own_indices`. An index comes once for each of its segments.
 
-        So a window is done with when as many pieces were delivered.
+        So a window is done with when as many segments were delivered.
         """
         positions = (windows or self.order).window_positions(window)
         indices = np.flatnonzero(positions >= 0)  # of a mixture's window, some may come in another epoch
@@ -292,7 +292,7 @@ class MegabatchPlan(RankPlan):
 
     @abstractmethod
     def _count_own(self, megabatch: int) -> Counts:
-        """How many pieces of each position of a megabatch are this rank's."""
+        """How many segments of each position of a megabatch are this rank's."""
 
 
 class UnitPlan(MegabatchPlan):
@@ -382,20 +382,20 @@ class UnitPlan(MegabatchPlan):
             return self.batch_plan.position_after(num_batches)
         return self.start + num_batches * self.global_batch_size
 
-    def batches(self, first_batch: int, last_batch: int) -> BatchPieces:
+    def batches(self, first_batch: int, last_batch: int) -> BatchSegments:
         """What this rank's batches [first_batch, last_batch) consist of. Raises `IndexError` beyond them."""
         units, rows = items_of(self.batch_plan, first_batch, last_batch)
-        pieces, pieces_of_row = self.sequence.take(units)
-        return BatchPieces.of(pieces, rows, pieces_of_row)
+        segments, segments_of_row = self.sequence.take(units)
+        return BatchSegments.of(segments, rows, segments_of_row)
 
     def positions(self, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See `RankPlan.positions`; one entry a piece, and the number of pieces of each batch."""
+        """See `RankPlan.positions`; one entry a segment, and the number of segments of each batch."""
         batches = self.batches(first_batch, last_batch)
-        return batches.pieces.position, batches.sizes
+        return batches.segments.position, batches.sizes
 
     @property
     def padding(self) -> NDArray[np.int64]:
-        """See `RankPlan.padding`; one entry a piece."""
+        """See `RankPlan.padding`; one entry a segment."""
         last = max(0, self.num_batches - 1), self.num_batches
         units = items_of(self.batch_plan, *last)[0][self.repeats(*last)]
         return self.sequence.take(units)[0].position
@@ -410,7 +410,7 @@ class UnitPlan(MegabatchPlan):
             own = self.batch_plan.own_items(first_unit, end_unit)
         if own is None:
             assert sequence.lengths is not None
-            counts = sequence.batching.num_pieces(sequence.lengths[first:end])
+            counts = sequence.batching.num_segments(sequence.lengths[first:end])
         else:
             counts = np.bincount(sequence.take(own)[0].position - first, minlength=end - first)
         return counts.astype(np.min_scalar_type(counts.max(initial=0)))

@@ -1,10 +1,10 @@
 """Megabatches, and the units of delivery that they are cut into.
 
 An epoch's positions are cut into *megabatches* of consecutive positions, each planned on its own from the
-lengths of its samples. The plan of a megabatch is a list of *units*, each a list of *pieces* of samples: a
-packed row, or a batch of samples of like length. Megabatches are closed: all pieces of a sample are in units
-of its own one. So a unit follows from the lengths of one megabatch, whether they were known before or are
-measured on the way, and the number of units in all megabatches before counts them.
+lengths of its samples. The plan of a megabatch is a list of *units*, each a list of *segments* of samples: a
+packed row, or a batch of samples of like length. Megabatches are closed: all segments of a sample are in
+units of its own one. So a unit follows from the lengths of one megabatch, whether they were known before or
+are measured on the way, and the number of units in all megabatches before counts them.
 
 The first megabatches of an epoch are small and double, so that the first batch waits for few reads. Of an
 epoch that has few rows, so much would be left unfilled in them that they are larger.
@@ -30,14 +30,14 @@ class LengthStats:
 
     units: int = 0
     """Packed rows, or batches."""
-    pieces: int = 0
-    """Pieces of samples in them."""
+    segments: int = 0
+    """Segments of samples in them."""
     tokens: int = 0
     """Elements that are delivered."""
     capacity: int = 0
     """Elements that the units have room for, padding included."""
     split: int = 0
-    """Samples cut into several pieces; all their elements are delivered."""
+    """Samples cut into several segments; all their elements are delivered."""
     truncated: int = 0
     """Samples cut off at the end."""
     truncated_tokens: int = 0
@@ -58,30 +58,30 @@ class LengthStats:
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
-    """e pieces of samples, in order."""
+class Segments:
+    """e segments of samples, in order."""
 
     position: NDArray[np.int64]
     """[e]: the sample; counted in its megabatch, or in the epoch."""
     begin: NDArray[np.int64]
-    """[e]: first element of the sample that the piece takes."""
+    """[e]: first element of the sample that the segment takes."""
     length: NDArray[np.int64]
     """[e]: elements it takes."""
 
     def __len__(self) -> int:
         return len(self.position)
 
-    def take(self, rows: NDArray[np.int64] | slice) -> Pieces:
-        """Some of the pieces."""
-        return Pieces(self.position[rows], self.begin[rows], self.length[rows])
+    def take(self, rows: NDArray[np.int64] | slice) -> Segments:
+        """Some of the segments."""
+        return Segments(self.position[rows], self.begin[rows], self.length[rows])
 
-    def shifted(self, by: int) -> Pieces:
-        """The same pieces of positions that count from elsewhere."""
-        return Pieces(self.position + by, self.begin, self.length)
+    def shifted(self, by: int) -> Segments:
+        """The same segments of positions that count from elsewhere."""
+        return Segments(self.position + by, self.begin, self.length)
 
 
 _NONE = np.empty(0, np.int64)
-NO_PIECES = Pieces(_NONE, _NONE, _NONE)
+NO_PIECES = Segments(_NONE, _NONE, _NONE)
 """None at all."""
 
 
@@ -89,10 +89,10 @@ NO_PIECES = Pieces(_NONE, _NONE, _NONE)
 class Units:
     """The units of one megabatch."""
 
-    pieces: Pieces
+    segments: Segments
     """In unit order; positions count from the megabatch's first."""
     first: NDArray[np.int64]
-    """[units + 1]: unit u has the pieces `first[u]` up to `first[u + 1]`."""
+    """[units + 1]: unit u has the segments `first[u]` up to `first[u + 1]`."""
     stats: LengthStats
 
     def __len__(self) -> int:
@@ -100,47 +100,49 @@ class Units:
 
 
 @dataclass(frozen=True, eq=False)
-class BatchPieces:
+class BatchSegments:
     """What consecutive batches consist of."""
 
-    pieces: Pieces
+    segments: Segments
     """Batch after batch, row after row."""
     sizes: NDArray[np.int64]
-    """[batches]: pieces of each batch."""
+    """[batches]: segments of each batch."""
     rows: NDArray[np.int64]
     """[batches]: units of each batch."""
-    pieces_of_row: NDArray[np.int64]
-    """[sum of rows]: pieces of each unit."""
+    segments_of_row: NDArray[np.int64]
+    """[sum of rows]: segments of each unit."""
 
     @classmethod
-    def of(cls, pieces: Pieces, rows: NDArray[np.int64], pieces_of_row: NDArray[np.int64]) -> BatchPieces:
-        """Batches of so many rows each, of so many pieces each."""
-        ends = np.concatenate(([0], np.cumsum(pieces_of_row)))
+    def of(
+        cls, segments: Segments, rows: NDArray[np.int64], segments_of_row: NDArray[np.int64]
+    ) -> BatchSegments:
+        """Batches of so many rows each, of so many segments each."""
+        ends = np.concatenate(([0], np.cumsum(segments_of_row)))
         bounds = ends[np.concatenate(([0], np.cumsum(rows)))]
-        return cls(pieces, np.diff(bounds), rows, pieces_of_row)
+        return cls(segments, np.diff(bounds), rows, segments_of_row)
 
-    def one(self, batch: int) -> BatchPieces:
+    def one(self, batch: int) -> BatchSegments:
         """A batch alone, counted from 0."""
         first, row = int(self.sizes[:batch].sum()), int(self.rows[:batch].sum())
         own = slice(batch, batch + 1)
-        pieces = self.pieces.take(slice(first, first + int(self.sizes[batch])))
-        of_row = self.pieces_of_row[row : row + int(self.rows[batch])]
-        return BatchPieces(pieces, self.sizes[own], self.rows[own], of_row)
+        segments = self.segments.take(slice(first, first + int(self.sizes[batch])))
+        of_row = self.segments_of_row[row : row + int(self.rows[batch])]
+        return BatchSegments(segments, self.sizes[own], self.rows[own], of_row)
 
-    def keep(self, pieces: NDArray[np.int64]) -> BatchPieces:
-        """Only some pieces of one batch, ascending; its rows stay, if need be empty."""
-        num_rows = len(self.pieces_of_row)
-        row = np.repeat(np.arange(num_rows), self.pieces_of_row)[pieces]
+    def keep(self, segments: NDArray[np.int64]) -> BatchSegments:
+        """Only some segments of one batch, ascending; its rows stay, if need be empty."""
+        num_rows = len(self.segments_of_row)
+        row = np.repeat(np.arange(num_rows), self.segments_of_row)[segments]
         of_row = np.bincount(row, minlength=num_rows).astype(np.int64)
-        return BatchPieces(self.pieces.take(pieces), np.array([len(pieces)]), self.rows, of_row)
+        return BatchSegments(self.segments.take(segments), np.array([len(segments)]), self.rows, of_row)
 
 
-def joined(parts: list[Pieces]) -> Pieces:
-    """Pieces one after the other."""
+def joined(parts: list[Segments]) -> Segments:
+    """Segments one after the other."""
     if len(parts) == 1:
         return parts[0]
     columns = [(p.position, p.begin, p.length) for p in parts or [NO_PIECES]]
-    return Pieces(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+    return Segments(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
 def megabatch_bounds(num_samples: int, size: int, multiple: int = 1, least: int = 1) -> NDArray[np.int64]:

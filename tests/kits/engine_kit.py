@@ -14,7 +14,7 @@ from prefetch.engine.engine import Engine
 from prefetch.engine.ledger import Ledger
 from prefetch.engine.stats import EngineOptions
 from prefetch.memory.interrupts import Monitor
-from prefetch.work import Piece
+from prefetch.work import PartialChunk
 
 TIMEOUT_S = 10
 Action = Callable[[], None]
@@ -95,7 +95,7 @@ class FakeChunk:
         self._on_begin()
         return [*self._parts]
 
-    def finish(self) -> Iterator[Piece[Batch]]:
+    def finish(self) -> Iterator[PartialChunk[Batch]]:
         self.finished += 1
         self._on_finish()  # which may wake a test that looks at the count
         assert all(window.closed == 0 for window in self.needs), "a window was closed too early"
@@ -106,10 +106,10 @@ class FakeChunk:
         weakref.finalize(slot, self.give_back, self.leased).atexit = False
         self.leased_bytes = self.leased
         if not self.heap:
-            yield Piece(batches)
+            yield PartialChunk(batches)
         for nbytes in self.heap:
             self.made += 1
-            yield Piece([batches.pop(0)], heap_bytes=nbytes, is_due=self.made - 1 in self.due)
+            yield PartialChunk([batches.pop(0)], heap_bytes=nbytes, is_due=self.made - 1 in self.due)
 
 
 READS_AFTER_CLOSE: list[FakeWindow] = []

@@ -30,7 +30,7 @@ def batches_of(dataset, plan):
     batching = plan.sequence.batching
     for b in range(plan.num_batches):
         found = plan.batches(b, b + 1)
-        samples = dataset.__getitems__(plan.order.samples(found.pieces.position).tolist())
+        samples = dataset.__getitems__(plan.order.samples(found.segments.position).tolist())
         rows = [
             torch.as_tensor(np.frombuffer(v, np.uint8).copy() if isinstance(v, bytes) else v)
             for v in (sample[batching.column] for sample in samples)

@@ -402,7 +402,7 @@ def test_stats_tell_how_full_the_rows_are_and_what_was_lost(made: Make) -> None:
     assert stats.lengths is not None
     assert (stats.lengths.truncated, stats.lengths.truncated_tokens) == (len(lost), sum(lost))
     assert 0.8 < stats.lengths.efficiency <= 1
-    assert stats.samples == stats.lengths.pieces == len(data.samples)
+    assert stats.samples == stats.lengths.segments == len(data.samples)
     with DataLoader(data.open(), 4, topology=rank(0, 1)) as loader:
         assert loader.stats().lengths is None
 

@@ -109,16 +109,16 @@ def planned(loader: DataLoader, documents: list[list[int]], epoch: int) -> list[
     for megabatch in range(sequence.num_megabatches):
         first, end = sequence.bounds[megabatch : megabatch + 2].tolist()
         units = sequence.cut(megabatch, np.array([len(d) for d in documents[first:end]]))
-        columns = zip(units.pieces.position, units.pieces.begin, units.pieces.length, strict=True)
+        columns = zip(units.segments.position, units.segments.begin, units.segments.length, strict=True)
         pieces = [documents[first + p][b : b + n] for p, b, n in columns]
         out += [pieces[a:b] for a, b in zip(units.first[:-1], units.first[1:], strict=True)]
     return out
 
 
-def pieces_of(value: Any) -> list[list[list[int]]]:
+def segments_of(value: Any) -> list[list[list[int]]]:
     """Of every unit of a batch the pieces' tokens."""
     if isinstance(value, PackedRows):
-        columns = zip(value.pieces.row, value.pieces.start, value.pieces.length, strict=True)
+        columns = zip(value.segments.row, value.segments.start, value.segments.length, strict=True)
         rows: list[list[list[int]]] = [[] for _ in value.tokens]
         for row, start, length in columns:
             rows[int(row)].append(value.tokens[row, start : start + length].tolist())
@@ -128,7 +128,7 @@ def pieces_of(value: Any) -> list[list[list[int]]]:
 
 def delivered(loader: DataLoader) -> list[list[list[list[int]]]]:
     """Units of each batch of an epoch."""
-    return [pieces_of(batch["tokens"]) for batch in loader]
+    return [segments_of(batch["tokens"]) for batch in loader]
 
 
 def whole_batches(units: list[Any], size: int) -> list[list[Any]]:
@@ -162,7 +162,7 @@ def test_a_sample_is_made_once_an_epoch(folder: Path) -> None:
 def test_other_columns_come_once_a_piece(folder: Path) -> None:
     with loader_of(folder, BATCHINGS["packed"]()) as loader:
         for batch in loader:
-            firsts = [piece[0] // 100 for unit in pieces_of(batch["tokens"]) for piece in unit]
+            firsts = [piece[0] // 100 for unit in segments_of(batch["tokens"]) for piece in unit]
             assert batch["n"].tolist() == firsts
 
 
@@ -178,7 +178,7 @@ def test_columns_cut_alike_lie_place_by_place(folder: Path) -> None:
             inside = rows.segment_ids > 0
             assert torch.equal(batch["mask"][inside], rows.tokens[inside] % 2)
             assert not batch["mask"][~inside].any()
-            numbers = [piece[0] // 100 for unit in pieces_of(rows) for piece in unit]
+            numbers = [piece[0] // 100 for unit in segments_of(rows) for piece in unit]
             assert batch["whole"].lengths.tolist() == [length_of(i) for i in numbers]
 
 
@@ -221,8 +221,8 @@ def test_loops_at_a_time_share_little_memory(folder: Path) -> None:
         one, other = iter(loader), iter(loader)
         got: list[list[Any]] = [[], []]
         for a, b in zip_longest(one, other):
-            got[0] += [] if a is None else [pieces_of(a["tokens"])]
-            got[1] += [] if b is None else [pieces_of(b["tokens"])]
+            got[0] += [] if a is None else [segments_of(a["tokens"])]
+            got[1] += [] if b is None else [segments_of(b["tokens"])]
         assert got == [whole_batches(units_of(loader, epoch), 3) for epoch in range(2)]
 
 
@@ -251,7 +251,7 @@ def of_rank(folder: Path, kind: str, options: dict[str, Any], cuts: Collection[i
         if load is not None:
             loader.load_state_dict(load)
         for number, batch in enumerate(loader, 1):
-            units.append(pieces_of(batch["tokens"]))
+            units.append(segments_of(batch["tokens"]))
             if number in cuts:
                 states[number] = loader.state_dict()
     return units, states, tokens.made
@@ -386,7 +386,7 @@ def trained(folder: Path, tail: str, state: Any = None) -> Any:
             for batch in sched:
                 tokens = batch["tokens"].tokens[:, :1].float()
                 sched.backward(model(tokens).sum() * 1e-6)
-                seen.append(pieces_of(batch["tokens"]))
+                seen.append(segments_of(batch["tokens"]))
                 if sched.step():
                     windows.append(seen)
                     seen = []
@@ -499,7 +499,7 @@ def test_what_is_no_sample_is_left_out_and_counted(folder: Path, batching: Any, 
         return bad if sample["n"] % 3 == 0 else tokens_of(sample)
 
     with loader_of(folder, batching, transform, on_error="skip") as loader:
-        whole = [list(chain(*pieces_of(batch["tokens"]))) for batch in loader]
+        whole = [list(chain(*segments_of(batch["tokens"]))) for batch in loader]
         assert loader.stats().skipped_samples == len(range(0, NUM_DOCUMENTS, 3))
     assert {piece[0] // 100 for piece in chain(*whole) if piece} <= {n for n in range(NUM_DOCUMENTS) if n % 3}
 
@@ -513,7 +513,7 @@ def test_a_sample_that_cannot_be_made_is_left_out_and_counted_once(folder: Path)
     with loader_of(folder, batching, tokens, on_error="skip") as loader:
         whole, states = [], []
         for batch in loader:
-            whole += chain(*pieces_of(batch["tokens"]))
+            whole += chain(*segments_of(batch["tokens"]))
             states.append(loader.state_dict())
         assert loader.stats().skipped_samples == 2
         assert loader.stats().batches == len(states)
@@ -541,7 +541,7 @@ def test_a_sample_of_known_length_that_cannot_be_made_is_missing_in_its_rows(fol
     with loader_of(folder, batching, tokens, on_error="skip") as loader:
         whole, states = [], []
         for batch in loader:
-            whole.append(pieces_of(batch["tokens"]))
+            whole.append(segments_of(batch["tokens"]))
             states.append(loader.state_dict())
         assert loader.stats().skipped_samples == 2
     expected = [batch for batch in whole_batches(rows, 3) if any(batch)]
@@ -583,7 +583,7 @@ def test_once_all_lengths_were_found_later_loaders_know_them(folder: Path, kind:
     with loader_of(folder, kept(kind)) as loader:
         whole, states = [], []
         for batch in loader:
-            whole.append(pieces_of(batch["tokens"]))
+            whole.append(segments_of(batch["tokens"]))
             states.append(loader.state_dict())
         assert len(loader) == loader.batches_left == len(list(loader))
     with loader_of(folder, kept(kind)) as loader:

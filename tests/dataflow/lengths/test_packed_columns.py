@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 from torch.nn.functional import scaled_dot_product_attention
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, Ragged, ShardedDataset, TokenBudget
-from dataflow.batch.packed import PackedPieces, PackedRows, PaddedRows
+from dataflow.batch.packed import PackedRows, PackedSegments, PaddedRows
 from prefetch.memory.device import DeviceCopier
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
@@ -190,7 +190,7 @@ def test_lists_may_come_whole_once_a_piece(tmp_path: Path) -> None:
             assert isinstance(batch["weight"], Ragged)
             whole = [value.tolist() for value in batch["weight"].rows()]
             assert whole == [rows[number]["weight"] for number in batch["id"].tolist()]
-            assert len(batch["id"]) == len(batch["input_ids"].pieces.row)
+            assert len(batch["id"]) == len(batch["input_ids"].segments.row)
 
 
 def test_documents_that_are_never_cut_need_no_word_about_their_lists(tmp_path: Path) -> None:
@@ -316,8 +316,8 @@ def test_pieces_tell_which_part_of_which_document_lies_where(tmp_path: Path) -> 
     found: dict[int, dict[int, list[int]]] = {}
     for batch in packed_batches(tmp_path):
         rows = batch["input_ids"]
-        assert isinstance(rows.pieces, PackedPieces)
-        places = zip(*(column.tolist() for column in rows.pieces), batch["id"].tolist(), strict=True)
+        assert isinstance(rows.segments, PackedSegments)
+        places = zip(*(column.tolist() for column in rows.segments), batch["id"].tolist(), strict=True)
         for row, start, begin, length, document in places:
             piece = rows.tokens[row, start : start + length].tolist()
             assert piece == ids(document, LENGTHS[document])[begin : begin + length]
@@ -355,7 +355,7 @@ def test_attention_over_packed_rows_is_that_of_each_document_alone(tmp_path: Pat
             assert mask.shape == (len(rows.tokens), 1, 16, 16)
             together = scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
             assert together.isfinite().all()  # padding sees padding: a row without any would be NaN
-            for row, start, _, length in zip(*(column.tolist() for column in rows.pieces), strict=True):
+            for row, start, _, length in zip(*(column.tolist() for column in rows.segments), strict=True):
                 part = heads[row, :, start : start + length]
                 alone = scaled_dot_product_attention(part, part, part, is_causal=causal)
                 assert torch.allclose(together[row, :, start : start + length], alone)
@@ -422,11 +422,11 @@ def test_flattened_rows_are_what_the_collator_of_transformers_gives(tmp_path: Pa
         rows, mask = batch["input_ids"], batch["loss_mask"]
         pieces = [
             slice(start, start + length)
-            for start, length in zip(rows.pieces.start.tolist(), rows.pieces.length.tolist(), strict=True)
+            for start, length in zip(rows.segments.start.tolist(), rows.segments.length.tolist(), strict=True)
         ]
         parts = [
             (rows.tokens[row, own], mask[row, own])
-            for row, own in zip(rows.pieces.row.tolist(), pieces, strict=True)
+            for row, own in zip(rows.segments.row.tolist(), pieces, strict=True)
         ]
         plain = [{"input_ids": tokens.tolist()} for tokens, _ in parts]
         labelled = [
@@ -456,7 +456,7 @@ def test_a_model_of_transformers_trains_on_flattened_rows_as_on_documents_alone(
     together = model(**flat, num_items_in_batch=1, use_cache=False).loss
     alone = [
         model(input_ids=tokens[None], labels=tokens[None], num_items_in_batch=1).loss
-        for tokens in flat["input_ids"][0].split(batch["input_ids"].pieces.length.tolist())
+        for tokens in flat["input_ids"][0].split(batch["input_ids"].segments.length.tolist())
         if len(tokens) > 1
     ]
     assert len(alone) > 2
@@ -478,7 +478,7 @@ def test_packed_rows_move_to_a_device_as_they_are(tmp_path: Path) -> None:
     moved = DeviceCopier(HostStreams()).to_device(batch)  # type: ignore[arg-type]
     assert moved["input_ids"].tokens.data_ptr() != batch["input_ids"].tokens.data_ptr()
     assert type(moved["input_ids"]) is PackedRows
-    assert type(moved["input_ids"].pieces) is PackedPieces
+    assert type(moved["input_ids"].segments) is PackedSegments
     assert torch.equal(moved["input_ids"].targets(), batch["input_ids"].targets())
 
 

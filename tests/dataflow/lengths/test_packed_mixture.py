@@ -452,18 +452,18 @@ def test_masks_and_whole_images_ride_along(urls: list[str], tmp_path: Path, rule
     names, decode = ["tokens", "mask", "image"], {"image": Image(size=4)}
     sources = [ShardedDataset(str(tmp_path / n / "*.parquet"), columns=names, decode=decode) for n in "abc"]
     batching = Packed(8, columns=["tokens", "mask"], window=16, pad={"mask": 9})
-    num_pieces = 0
+    num_segments = 0
     with loader_of(RULES[rule](*sources), batching) as loader:
         for batch in loader:
             rows = batch["tokens"]
             inside = rows.segment_ids > 0
             assert torch.equal(batch["mask"][inside], rows.tokens[inside] % 2)
             assert (batch["mask"][~inside] == 9).all()
-            first = rows.tokens[rows.pieces.row, rows.pieces.start] // 20
+            first = rows.tokens[rows.segments.row, rows.segments.start] // 20
             pixels = batch["image"][:, :, 0, 0].int()
             assert (pixels[:, 0] * 256 + pixels[:, 1]).tolist() == first.tolist()
-            num_pieces += len(first)
-        assert num_pieces == sum(len(unit) for unit in units_of(loader, 0))
+            num_segments += len(first)
+        assert num_segments == sum(len(unit) for unit in units_of(loader, 0))
 
 
 def test_an_endless_mixture_is_refused_with_the_way_out(abc: list[ShardedDataset]) -> None:

@@ -33,7 +33,7 @@ class LengthOutput(Output):
         return 0
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
-        lengths = columns.pieces(self.name, None)[1]
+        lengths = columns.segments(self.name, None)[1]
 
         def split(sizes: Sequence[int]) -> list[torch.Tensor]:
             return list(torch.from_numpy(np.array(lengths)).split(list(sizes)))

@@ -13,7 +13,7 @@ from dataflow.batch.delivered import Delivered
 from dataflow.processes.builder_main import run
 from dataflow.processes.threads_first import ThreadsFirstBuilders, content_of
 from dataflow.stream.builders import BUILDER_MAIN
-from prefetch.work import Piece
+from prefetch.work import PartialChunk
 
 TIMEOUT_S = 20
 
@@ -30,7 +30,7 @@ class FakeBuild:
     def may_go_on(self) -> bool:
         return self._may_go_on
 
-    def add(self, piece: object) -> None: ...
+    def add(self, part: object) -> None: ...
 
     def end(self, error: BaseException | None = None) -> None: ...
 
@@ -203,9 +203,9 @@ def test_batches_that_cannot_be_sent_stay_in_threads() -> None:
     builders = builders_of(threads, start)
     give(builders, *range(5))
     first, second = threads.given
-    second.add(Piece())
+    second.add(PartialChunk())
     assert not start.is_done.is_set()
-    first.add(Piece([Delivered(0, 0, {"x": threading.Lock()}, 1)]))
+    first.add(PartialChunk([Delivered(0, 0, {"x": threading.Lock()}, 1)]))
     assert threads.numbers == [0, 1, 2, 3, 4]
     assert builders.choice[1].startswith("batches cannot be sent from processes: cannot pickle")
     builders.close()

@@ -45,7 +45,7 @@ def pieces_in(batch: dict[str, Any], column: str = "input_ids") -> list[tuple[in
     rows = batch["input_ids"]
     assert isinstance(rows, PackedRows)
     values = rows.tokens if column == "input_ids" else batch[column]
-    parts = zip(*(part.tolist() for part in rows.pieces), strict=True)
+    parts = zip(*(part.tolist() for part in rows.segments), strict=True)
     return [(begin, tuple(values[row, at : at + n].tolist())) for row, at, begin, n in parts]
 
 

@@ -68,7 +68,7 @@ def test_packed_pairs_are_two_segments_side_by_side(stored: tuple[Path, list[Pai
     for batch in batches_of(path, batching, batch_size=3):
         rows = batch["input_ids"]
         assert isinstance(rows, PackedRows)
-        pieces = zip(*(part.tolist() for part in rows.pieces), strict=True)
+        pieces = zip(*(part.tolist() for part in rows.segments), strict=True)
         documents, taken = [], torch.zeros_like(rows.segment_ids)
         for row, start, begin, length in pieces:
             inside = slice(start, start + length)
@@ -95,7 +95,7 @@ def test_segments_of_a_pair_do_not_see_each_other(stored: tuple[Path, list[Pair]
     path, _ = stored
     rows = batches_of(path, Packed(64, columns=COLUMNS, overlong="error"))[0]["input_ids"]
     mask = rows.attention_mask(causal=False)[0, 0]
-    first, second = rows.pieces.length[:2].tolist()
+    first, second = rows.segments.length[:2].tolist()
     assert mask[:first, :first].all()
     assert not mask[:first, first:].any()
     assert mask[first : first + second, first : first + second].all()

@@ -72,7 +72,7 @@ class FakeBuilders:
 
 
 def make(build: Build[Batch], most: int = 100) -> bool:
-    """Make pieces of a build as long as the engine lets it; whether its chunk is whole. Does not end it."""
+    """Make parts of a build as long as the engine lets it; whether its chunk is whole. Does not end it."""
     if build.progress is None:
         for part in build.chunk.begin():
             part()
@@ -80,10 +80,10 @@ def make(build: Build[Batch], most: int = 100) -> bool:
     for _ in range(most):
         if not build.may_go_on():
             return False
-        piece = next(build.progress, None)
-        if piece is None:
+        part = next(build.progress, None)
+        if part is None:
             return True
-        build.add(piece)
+        build.add(part)
     return False
 
 

@@ -28,7 +28,7 @@ from engine_kit import (
 from forked_kit import fork
 
 from prefetch.engine.engine import Engine
-from prefetch.work import Piece
+from prefetch.work import PartialChunk
 
 # ---- life --------------------------------------------------------------------------------------------------
 
@@ -160,11 +160,11 @@ def test_close_lets_every_prefetched_batch_go() -> None:
     watched: list[weakref.ref[Batch]] = []
 
     class WatchedChunk(FakeChunk):
-        def finish(self) -> Iterator[Piece[Batch]]:
-            for piece in super().finish():
-                watched.append(weakref.ref(piece.batches[0]))
-                yield piece
-                del piece
+        def finish(self) -> Iterator[PartialChunk[Batch]]:
+            for part in super().finish():
+                watched.append(weakref.ref(part.batches[0]))
+                yield part
+                del part
 
     chunks = [WatchedChunk("a"), WatchedChunk("b", on_finish=ready.set)]
     with running([FakeWindow(*chunks)], num_workers=1) as engine:

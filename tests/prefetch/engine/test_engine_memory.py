@@ -29,7 +29,7 @@ from engine_kit import (
 from prefetch.control.depth import Decision, Observation
 from prefetch.engine.engine import Engine
 from prefetch.errors import MemoryLimitError
-from prefetch.work import Piece
+from prefetch.work import PartialChunk
 from sharding.errors import DataflowError
 
 # ---- credits -----------------------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ def test_small_batches_of_a_chunk_are_handed_out_together() -> None:
 
 def test_an_error_comes_in_its_place_behind_the_batches_before_it_and_frees_their_credits() -> None:
     class Failing(FakeChunk):
-        def finish(self) -> Iterator[Piece[Batch]]:
-            pieces = super().finish()
-            yield next(pieces)
+        def finish(self) -> Iterator[PartialChunk[Batch]]:
+            parts = super().finish()
+            yield next(parts)
             raise BoomError("a.1")
 
     with running([FakeWindow(Failing("a", num_batches=2, heap=[10, 10]), FakeChunk("b"))]) as engine:

@@ -14,12 +14,12 @@ multiples = st.integers(1, 9)
 
 def batches_of(units):
     """Each batch as (positions, lengths)."""
-    assert (units.pieces.begin == 0).all()
+    assert (units.segments.begin == 0).all()
     cuts = units.first[1:-1]
     return [
         (p.tolist(), n.tolist())
         for p, n in zip(
-            np.split(units.pieces.position, cuts), np.split(units.pieces.length, cuts), strict=True
+            np.split(units.segments.position, cuts), np.split(units.segments.length, cuts), strict=True
         )
         if len(p)
     ]

@@ -54,11 +54,11 @@ def test_a_megabatch_is_planned_of_its_own_lengths_alone() -> None:
     one, other = unmeasured(6), unmeasured(6)
     other.add(0, np.full(6, 9))
     units = other.add(1, lengths)
-    assert [p.tolist() for p in vars(one.cut(1, lengths).pieces).values()] == [
-        p.tolist() for p in vars(units.pieces).values()
+    assert [p.tolist() for p in vars(one.cut(1, lengths).segments).values()] == [
+        p.tolist() for p in vars(units.segments).values()
     ]
-    assert sorted(set(units.pieces.position.tolist())) == [0, 2, 3, 5]
-    assert units.pieces.length.sum() == 22
+    assert sorted(set(units.segments.position.tolist())) == [0, 2, 3, 5]
+    assert units.segments.length.sum() == 22
 
 
 def test_a_place_names_the_megabatch_that_is_to_be_found_again() -> None:

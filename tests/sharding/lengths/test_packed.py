@@ -64,7 +64,7 @@ def test_an_epoch_of_batches_holds_every_token_once(lengths, batching):
     bounds = np.cumsum([0, *found.sizes]).tolist()
     seen = []
     for b in range(plan.num_batches):
-        samples = numbers[found.pieces.position[bounds[b] : bounds[b + 1]]].tolist()
+        samples = numbers[found.segments.position[bounds[b] : bounds[b + 1]]].tolist()
         columns = {"tokens": ragged([tokens_of[i] for i in samples]), "id": samples}
         batch = batch_columns(batching, found.one(b), columns)
         assert batch["id"] == samples

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from sharding.errors import DataflowError
 from sharding.lengths.batching import Packed
-from sharding.lengths.cutting import best_fit_rows, pack, pieces_of
+from sharding.lengths.cutting import best_fit_rows, pack, segments_of
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import stable_order
 from sharding.order.order import Order
@@ -45,7 +45,7 @@ def first_fit_rows(lengths, capacity):
 
 def rows_of(units):
     """Each row as a list of (position, begin, length)."""
-    p = units.pieces
+    p = units.segments
     flat = list(zip(p.position.tolist(), p.begin.tolist(), p.length.tolist(), strict=True))
     bounds = units.first.tolist()
     return [flat[a:b] for a, b in pairwise(bounds)]
@@ -84,7 +84,7 @@ def test_rows_are_neither_empty_nor_too_full(lengths, capacity, overlong):
         assert row == sorted(row)
     assert units.stats.capacity == len(units) * capacity
     assert units.stats.units == len(units)
-    assert units.stats.pieces == len(units.pieces)
+    assert units.stats.segments == len(units.segments)
 
 
 @given(documents, capacities)
@@ -101,8 +101,8 @@ def test_too_long_a_sample_is_an_error_that_names_the_cure():
     assert len(pack(np.array([3, 8]), 8, "error", 1)) == 2
 
 
-def test_pieces_of_a_split_document_are_full_rows_and_a_rest():
-    pieces, stats = pieces_of(np.array([2, 21, 0, 8]), 8, "split")
+def test_segments_of_a_split_document_are_full_rows_and_a_rest():
+    pieces, stats = segments_of(np.array([2, 21, 0, 8]), 8, "split")
     assert pieces.position.tolist() == [0, 1, 1, 1, 3]
     assert pieces.begin.tolist() == [0, 0, 8, 16, 0]
     assert pieces.length.tolist() == [2, 8, 8, 5, 8]
@@ -112,7 +112,7 @@ def test_pieces_of_a_split_document_are_full_rows_and_a_rest():
 @given(documents, capacities)
 def test_no_more_rows_than_best_fit_decreasing_may_take(lengths, capacity):
     """11/9 of any packing's rows, and one (Johnson 1974): adversaries may beat it by that much."""
-    pieces, _ = pieces_of(np.array(lengths, np.int64), capacity, "split")
+    pieces, _ = segments_of(np.array(lengths, np.int64), capacity, "split")
     _, num_rows = best_fit_rows(pieces.length, capacity)
     assert num_rows <= first_fit_rows(pieces.length.tolist(), capacity) * 11 / 9 + 1
 
@@ -146,7 +146,7 @@ def test_very_many_distinct_lengths_are_packed_by_classes():
     lengths = np.random.default_rng(0).permutation(np.arange(1, 40_001))[:12_000]
     units = pack(lengths, 40_001, "split", 1)
     assert all(sum(length for _, _, length in row) <= 40_001 for row in rows_of(units))
-    assert sorted(units.pieces.length.tolist()) == sorted(lengths.tolist())
+    assert sorted(units.segments.length.tolist()) == sorted(lengths.tolist())
     assert units.stats.efficiency > 0.995
 
 
@@ -182,4 +182,4 @@ def test_equal_keys_stay_in_order_whether_they_have_sixteen_bits_or_more(keys):
 def test_no_samples_make_no_rows():
     for lengths in ([], [0, 0]):
         units = pack(np.array(lengths, np.int64), 8, "split", 1)
-        assert (len(units), len(units.pieces), units.stats.efficiency) == (0, 0, 0.0)
+        assert (len(units), len(units.segments), units.stats.efficiency) == (0, 0, 0.0)

@@ -67,11 +67,11 @@ def units_of_batches(plan):
     out = []
     for b in range(plan.num_batches):
         found = plan.batches(b, b + 1)
-        p = found.pieces
+        p = found.segments
         flat = list(zip(p.position.tolist(), p.begin.tolist(), p.length.tolist(), strict=True))
         assert found.sizes.tolist() == [len(flat)]
-        bounds = np.cumsum([0, *found.pieces_of_row.tolist()]).tolist()
-        assert len(found.pieces_of_row) == found.rows.sum()
+        bounds = np.cumsum([0, *found.segments_of_row.tolist()]).tolist()
+        assert len(found.segments_of_row) == found.rows.sum()
         out.append([tuple(flat[a:b]) for a, b in pairwise(bounds)])
     return out
 
