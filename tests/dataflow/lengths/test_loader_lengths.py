@@ -219,7 +219,7 @@ def test_credits_bound_what_a_chunk_takes(made: Make, kind: str) -> None:
 @pytest.mark.parametrize("kind", BATCHINGS)
 @pytest.mark.parametrize("shuffle", [*SHUFFLES[:2], Shuffle("full")], ids=str)
 def test_windows_are_staged_once_and_closed_on_the_way(made: Make, kind: str, shuffle: Shuffle) -> None:
-    """Nothing but the count of pieces tells that a window is done with: one too few and it comes twice."""
+    """Nothing but the count of segments tells that a window is done with: one too few and it comes twice."""
     data, batching = made("megatron"), BATCHINGS[kind]("tokens")
     batching = type(batching)(**{**vars(batching), "window": 4})
     limit = 8 * 5 * 530  # a window of a full shuffle has an eighth of it: room for 5 samples

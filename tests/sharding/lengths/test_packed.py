@@ -113,7 +113,7 @@ def test_integers_are_packed_and_padded_as_int64_and_others_as_stored(dtype, del
 
 
 def test_lengths_that_disagree_with_the_data_are_an_error():
-    with pytest.raises(ValueError, match=r"piece 1 are shorter.*lengths="):
+    with pytest.raises(ValueError, match=r"segment 1 are shorter.*lengths="):
         cut(ragged([[1, 2], [3]]), np.array([0, 0]), np.array([2, 2]))
     with pytest.raises(ValueError, match="exceeds length=2"):
         packed(ragged([[1, 2], [3]]), np.array([2]), 2)
