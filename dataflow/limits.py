@@ -1,4 +1,4 @@
-"""How many bytes a loader may hold: in memory, and on a disk of this machine in a `Cache`."""
+"""Limits of the bytes that a loader may hold: in memory, and on a disk of this machine in a `Cache`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Cache:
 
     @property
     def folder(self) -> str:
-        """Absolute path."""
+        """The absolute path of the cache."""
         return os.path.abspath(os.path.expanduser(os.fspath(self.path)))
 
     @property

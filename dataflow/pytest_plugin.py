@@ -35,13 +35,13 @@ _RUNNING: list[Generator[None, object, object]] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Make the marker known to pytest."""
     config.addinivalue_line("markers", _MARKER)
 
 
 @dataclass(frozen=True)
 class PytestOptions:
-    """What a rank explains failures by, as this pytest would. Picklable."""
+    """The options by which a rank explains failures, as this pytest would. Picklable."""
 
     option: Mapping[str, Any]
     """The command line's: only plain values, as verbosity and style of tracebacks are."""
@@ -52,7 +52,7 @@ class PytestOptions:
 
     @classmethod
     def of(cls, config: pytest.Config, module: str) -> PytestOptions:
-        """Of this process, for a test of a module."""
+        """Return the options of this process, for a test of a module."""
         plain = str | int | float | bool | None
         option = {name: value for name, value in vars(config.option).items() if isinstance(value, plain)}
         attributes = vars(config)  # which of them it is depends on pytest's release

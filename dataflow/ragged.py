@@ -32,16 +32,16 @@ class Ragged(NamedTuple):
     """int64 [n + 1], starting at 0; `offsets[-1] == len(values)`."""
 
     def row(self, i: int) -> Tensor:
-        """Row i, a view."""
+        """Return row i as a view."""
         return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
     def rows(self) -> Iterator[Tensor]:
-        """All rows, views."""
+        """Return all rows as views."""
         return iter(self.values.split(self.lengths.tolist()))
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [n]."""
+        """The length of each row, int64 [n]."""
         return torch.diff(self.offsets)
 
     @classmethod

@@ -31,7 +31,7 @@ class Sharded:
 
     @property
     def commit(self) -> str:
-        """Which commit of a repository its samples are of; "": of none, or of several."""
+        """Return which commit of a repository its samples are of; "": of none, or of several."""
         return ""
 
 
@@ -90,22 +90,22 @@ class ShardOrder(DistributedSampler[int]):
 
     @property
     def dataset(self) -> Any:  # type: ignore[override]
-        """The loader's dataset."""
+        """The dataset of the loader."""
         return self._stream.dataset
 
     @property
     def seed(self) -> int:  # type: ignore[override]
-        """Of the order."""
+        """The seed of the order."""
         return int(self._stream.seed)
 
     @property
     def shuffle(self) -> bool:  # type: ignore[override]
-        """Whether the order is another one than that of the shards."""
+        """Return whether the order is another one than that of the shards."""
         return bool(self._stream.shuffle.kind != "none")
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether the last, incomplete global batch is left out."""
+        """Return whether the last, incomplete global batch is left out."""
         return bool(self._stream.tail == "drop")
 
     @property
@@ -118,11 +118,11 @@ class ShardOrder(DistributedSampler[int]):
 
     @property
     def nothing_left(self) -> bool:
-        """Whether no batches are left of the epoch that the next loop runs, after a state was loaded."""
+        """True if no batches are left of the epoch that the next loop runs, after a state was loaded."""
         return bool(self._stream.nothing_left)
 
     def is_after(self, epoch: int, num_batches: int) -> bool:
-        """Whether the next loop goes on after so many batches of an epoch on this rank."""
+        """Return whether the next loop goes on after so many batches of an epoch on this rank."""
         return bool(self._stream.is_after(epoch, num_batches))
 
     def begin_next(self, epoch: int) -> None:

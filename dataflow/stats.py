@@ -1,4 +1,4 @@
-"""What `loader.stats()` returns: frozen values, each field with its unit and what its extremes mean."""
+"""The values that `loader.stats()` returns: frozen, each field with its unit and what its extremes mean."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_STARTED = Decision(0, "not started")
 
 @dataclass(frozen=True, kw_only=True)
 class SessionStats:
-    """What threads did for the batches of a loader."""
+    """The work of threads for the batches of a loader."""
 
     engine: EngineStats = NOT_STARTED
     read_bytes: int = 0
@@ -127,12 +127,12 @@ class LoaderStats(SessionStats):
 
     @property
     def read(self) -> StageStats:
-        """Reading and decoding blocks."""
+        """The stage that reads and decodes blocks."""
         return self.engine.read
 
     @property
     def build(self) -> StageStats:
-        """Gathering and decoding batches."""
+        """The stage that gathers and decodes batches."""
         return self.engine.build
 
     @property
@@ -147,7 +147,7 @@ class LoaderStats(SessionStats):
 
     @property
     def depth_reason(self) -> str:
-        """Why that many."""
+        """The reason for the value of `depth`."""
         return self.engine.depth_reason
 
     @property
@@ -157,7 +157,7 @@ class LoaderStats(SessionStats):
 
     @property
     def in_flight_reason(self) -> str:
-        """Why that many."""
+        """The reason for the value of `in_flight_limit`."""
         return self.in_flight.reason
 
     @property
@@ -167,7 +167,7 @@ class LoaderStats(SessionStats):
 
     @property
     def window_reason(self) -> str:
-        """Why that many."""
+        """The reason for the value of `window_blocks`."""
         return self.window.reason
 
     @property

@@ -1,4 +1,4 @@
-"""What an actor does: it builds chunks one after another, of values that have crossed or that it reads.
+"""An actor builds chunks one after another, of values that were sent to it or that it reads.
 
 What crosses is as for processes (`dataflow.processes.serialized`); what an actor reads itself (`reading`) it
 begins to read when the chunk is announced, while it builds the one before.
@@ -37,7 +37,7 @@ Layout = tuple[int, int, int]
 
 
 class ActorResponse(NamedTuple):
-    """What an actor says of a chunk; what it means to hand over follows as an object of its own."""
+    """An actor's message about a chunk; the batches that it delivers follow as an object of their own."""
 
     kind: int
     """Of `WorkerResult`."""
@@ -47,7 +47,7 @@ class ActorResponse(NamedTuple):
 
 
 class ActorPlace(NamedTuple):
-    """Where an actor runs, and what."""
+    """The process and node that an actor runs in, and its versions."""
 
     pid: int
     node: str
@@ -142,7 +142,7 @@ class BuilderActor:
         self._ended = threading.Event()
 
     def place(self) -> ActorPlace:
-        """Where it runs; before it is sent anything."""
+        """Return where it runs; before it is sent anything."""
         return ActorPlace(os.getpid(), platform.node(), Versions.here())
 
     def open(self, name: str, packed: NDArray[np.uint8], layout: Layout) -> RemoteError | None:
@@ -162,7 +162,7 @@ class BuilderActor:
         return None
 
     def handle(self, kind: int, number: int, content: Any, memory: Any) -> tuple[ActorResponse, Any]:
-        """What there is to say to a message about a chunk.
+        """Return what there is to say to a message about a chunk.
 
         `memory`: with the stored values of the chunk; an argument of its own, which Ray's store takes.
         """

@@ -71,7 +71,7 @@ _PATIENCE_S = 15.0
 
 
 def cluster_nodes() -> ClusterNodes:
-    """Where actors would run. Raises as `RayBuilders` does."""
+    """Return where actors would run. Raises as `RayBuilders` does."""
     return ClusterNodes.of(connected_ray())
 
 
@@ -84,7 +84,7 @@ class _Actor:
     end: futures.Future[Any]
     """Fails when it dies."""
     reserves: bool = True
-    """Whether Ray waits for a free CPU before it begins."""
+    """True if Ray waits for a free CPU before it begins."""
     windows: frozenset[tuple[int, int]] = frozenset()
     """Those of the newest chunk that it was sent, by source and first block."""
     is_ready: bool = False
@@ -154,7 +154,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._num_wanted = min(self.num_builders, ClusterNodes.of(self._ray).actors_of(num_ranks))
         """Actors that are asked for by now."""
         self._is_patient = True
-        """Whether an actor that reserves no CPU is yet to be asked for, if no other begins."""
+        """True if an actor that reserves no CPU is yet to be asked for, if no other begins."""
         self._ask_for_actors()
         self._start(self._run, initializer)
 
@@ -232,7 +232,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._when_there(actor.end, partial(self._has_died, actor))
 
     def _open(self, actor: _Actor, place: futures.Future[ActorPlace]) -> None:
-        """An actor has begun."""
+        """Note an actor that has begun, once it has answered from where."""
         if actor.is_lost or not self._is_answered(actor, place):
             return
         pid, node, versions = place.result()
@@ -258,7 +258,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
             self._ask_for_actors()
 
     def _is_answered(self, actor: _Actor, result: futures.Future[Any]) -> bool:
-        """Whether a call has returned; False: the actor died, of which its end tells."""
+        """Return whether a call has returned; False: the actor died, of which its end tells."""
         error = result.exception()
         if isinstance(error, self._ray.exceptions.RayTaskError):
             raise RayClusterError(
@@ -305,7 +305,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         return failure
 
     def _is_own_death(self, error: BaseException | None) -> bool:
-        """Whether an actor died by itself: not with its machine, nor because the way there is lost."""
+        """Return whether an actor died by itself: not with its machine, nor because the way there is lost."""
         return isinstance(error, self._ray.exceptions.ActorDiedError) and "node has died" not in str(error)
 
     def _kill_all(self) -> None:
@@ -332,7 +332,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._kill_all()  # here, too: after a time-out nobody waits for us
 
     def _next_event(self) -> Task:
-        """What to deal with next: what has come, or that no actor has begun."""
+        """Return what to deal with next: what has come, or that no actor has begun."""
         waits = self._is_patient and self._failure is None and not any(one.is_ready for one in self._actors)
         try:
             return self._events.get(timeout=_PATIENCE_S if waits else None)
@@ -396,7 +396,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         return one if error is None else None
 
     def _take(self, number: int, actor: _Actor, head: ActorResponse, packed: futures.Future[Any]) -> None:
-        """What an actor hands over: copied, since Ray's memory is read-only and has to go back."""
+        """Take what an actor delivers: copied, since Ray's memory is read-only and has to go back."""
         one = self._build_of(number, actor, packed)
         if one is None:
             return

@@ -18,7 +18,7 @@ from typing import Any
 from sharding.errors import DataflowError
 
 _is_forked = False
-"""Whether this process has a copy of another one's connection, whose threads it lacks."""
+"""True if this process has a copy of another one's connection, whose threads it lacks."""
 
 
 def _note_fork() -> None:
@@ -39,7 +39,7 @@ class BuilderActorError(DataflowError):
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """What must be the same in the training process and in its actors: pickles and code cross."""
+    """Versions that must be the same in the training process and in its actors: pickles and code are sent."""
 
     python: str
     dataflow: str
@@ -47,7 +47,7 @@ class Versions:
 
     @classmethod
     def here(cls) -> Versions:
-        """Those of this process."""
+        """Return the versions of this process."""
         return cls(
             python=".".join(platform.python_version_tuple()[:2]),
             dataflow=_version("dataflow-loader"),
@@ -121,17 +121,17 @@ class ClusterNodes:
 
     @classmethod
     def of(cls, ray: Any) -> ClusterNodes:
-        """Those of the cluster that we are connected to."""
+        """Return the nodes of the cluster that this process is connected to."""
         nodes = [node for node in ray.nodes() if node["Alive"]]
         return cls(nodes=nodes, own=ray.get_runtime_context().get_node_id())
 
     @property
     def num_cpus(self) -> int:
-        """Of all nodes, whoever uses them."""
+        """The number of CPUs of all nodes, whoever uses them."""
         return sum(int(node["Resources"].get("CPU", 0)) for node in self.nodes)
 
     def actors_of(self, num_ranks: int) -> int:
-        """How many actors one rank of so many can have, if all are to have as many; at least one."""
+        """Return how many actors one rank of so many can have, if all are to have as many; at least one."""
         return max(1, self.num_cpus // max(1, num_ranks))
 
     def cpus_of_actor(self, num_ranks: int) -> float:

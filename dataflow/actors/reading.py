@@ -55,19 +55,19 @@ class ReadPlanPart:
     chunk_rows: NDArray[np.int64]
     """[n] the rows of the chunk that they fill, ascending."""
     whole: bool
-    """Whether blocks that have checksums are to be held to them."""
+    """True if blocks that have checksums are to be held to them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReadPlan:
-    """What an actor that reads by itself needs to build a chunk."""
+    """All that an actor that reads by itself needs to build a chunk."""
 
     plan: ChunkPlan
     parts: Sequence[ReadPlanPart]
 
 
 class ReadCounts(NamedTuple):
-    """What an actor has read since it last said so."""
+    """Counts of what an actor has read since it last reported them."""
 
     read_bytes: int = 0
     decoded_bytes: int = 0
@@ -156,7 +156,7 @@ class BlockReader:
         """Those that were told."""
 
     def take_counts(self) -> ReadCounts:
-        """What was read since the last call, and what went wrong with it."""
+        """Return what was read since the last call, and what went wrong with it."""
         with self._lock:
             before = self._faults
             self._faults = sum((source.reader.stats() for source in self._sources), NO_FAULTS)

@@ -1,4 +1,4 @@
-"""Where a builder stands, told from its stack when somebody asks: which function and line, and which sample.
+"""A builder's function, line and sample at this moment, told from its stack when somebody asks.
 
 Nothing is noted while batches are built, so that this costs nothing.
 """

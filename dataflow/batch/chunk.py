@@ -48,7 +48,7 @@ class BatchChunk:
         *,
         copies: Copies | None = None,
     ) -> None:
-        """`windows`: those of `batches.parts`."""
+        """Build `batches` from `windows`, which are those of `batches.parts`."""
         self._context, self._copies = context, copies
         self.plan = ChunkPlan.of(plan, batches.first, batches.sizes, context.settings.postprocessing)
         self.num_batches = len(batches)
@@ -56,7 +56,7 @@ class BatchChunk:
         self.closes: list[StagedWindow] = []
         self.leased_bytes = 0
         self.reads_windows = copies is not None
-        """Whether batches that were handed out are still to be made of its windows."""
+        """True if batches that were handed out are still to be made of its windows."""
         locate = partial(_window_parts, plan, batches, self.needs, context.arena)
         self.rows = ChunkRows(int(batches.sizes.sum()), locate, self.plan.cut)
         self._builder = BatchBuilder(context, self.plan, self.rows)
@@ -77,7 +77,7 @@ class BatchChunk:
         return built
 
     def _stored_bytes(self, output: StagedOutput) -> int:
-        """Of all values of a column, as they were staged."""
+        """Return the bytes of all values of a column, as they were staged."""
         if output.stays_in_place:
             return int(self.rows.bytes_of(output.name).sum())
         return sum(part.array(output.name)[:1].nbytes * len(part.rows) for part in self.rows.parts)

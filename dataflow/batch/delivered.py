@@ -1,4 +1,4 @@
-"""What is delivered: batches with their place in the stream, and jobs of those that are copies alone."""
+"""Delivered batches with their position in the stream, and jobs of those that are copies alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNTRAINED = "no token of it is to be learned"
 
 
 class Remark(NamedTuple):
-    """What is odd about values of a batch that are delivered all the same."""
+    """An oddity of values of a batch that are delivered all the same."""
 
     kind: str
     num_values: int

@@ -51,7 +51,10 @@ class Lists:
         begin: NDArray[np.int64] | None = None,
         length: NDArray[np.int64] | None = None,
     ) -> Ragged:
-        """Of each of some rows, `length[i]` elements from `begin[i]` on; else all. A copy."""
+        """Copy `length[i]` elements of each of some rows, from `begin[i]` on.
+
+        Without these, copy all elements.
+        """
         starts = self.starts[rows] if begin is None else self.starts[rows] + begin
         whole = Lists(self.values, starts, self.lengths[rows] if length is None else length).gathered()
         offsets = np.append(whole.starts, len(whole.values))
@@ -68,7 +71,7 @@ class Lists:
 
     @classmethod
     def of(cls, rows: Ragged) -> Lists:
-        """Those of a batch; not copied."""
+        """Wrap the lists of a batch, which are not copied."""
         return cls(rows.values.numpy(), rows.offsets.numpy()[:-1], rows.lengths.numpy())
 
     @classmethod
@@ -95,7 +98,7 @@ class MeasuredSamples:
 
     @classmethod
     def of_batch(cls, batch: Mapping[str, Any], positions: NDArray[np.int64]) -> MeasuredSamples:
-        """Those that `GatherSamples` put together, of the positions of all that it might have got."""
+        """Keep what `GatherSamples` put together, of the positions of all that it might have got."""
         columns = {
             name: Lists.of(value) if isinstance(value, Ragged) else value
             for name, value in batch.items()
@@ -105,24 +108,24 @@ class MeasuredSamples:
 
     @property
     def nbytes(self) -> int:
-        """About what they hold."""
+        """The bytes that the samples hold, about."""
         own = [column for column in self.columns.values() if isinstance(column, Lists)]
         others = [column for column in self.columns.values() if not isinstance(column, Lists)]
         return sum(lists.values.nbytes for lists in own) + held_bytes(others, Ranges())
 
     def take(self, rows: NDArray[np.int64]) -> MeasuredSamples:
-        """Some of them, ascending."""
+        """Return some of the samples, ascending."""
         return MeasuredSamples(
             self.positions[rows], {name: _taken(c, rows) for name, c in self.columns.items()}
         )
 
     def has(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these positions it has the samples of, bool [n]."""
+        """Return which of these positions it has the samples of, bool [n]."""
         at = np.minimum(np.searchsorted(self.positions, positions), max(0, len(self) - 1))
         return self.positions[at] == positions if len(self) else np.zeros(len(positions), bool)
 
     def among(self, positions: NDArray[np.int64]) -> MeasuredSamples:
-        """Those of some positions, ascending, which may lack some of these."""
+        """Return the samples of some positions, ascending; some of these may be lacking."""
         return self.take(np.flatnonzero(np.isin(self.positions, positions, assume_unique=True)))
 
     @classmethod

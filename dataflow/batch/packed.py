@@ -37,7 +37,7 @@ def _new(nbytes: int) -> NDArray[np.uint8]:
 
 
 class PackedSegments(NamedTuple):
-    """Which part of its document each segment is, all int64 [segments].
+    """The part of its document that each segment is, all int64 [segments].
 
     In the order of the segments, and of the columns that come once a segment.
     """
@@ -83,7 +83,7 @@ class PackedRows(NamedTuple):
     def targets(
         self, values: Tensor | None = None, *, mask: Tensor | None = None, ignore: int = IGNORE
     ) -> Tensor:
-        """What is to be predicted at each place: the next token of the same segment.
+        """Return what is to be predicted at each place: the next token of the same segment.
 
         Args:
             values: another packed column to take instead of the tokens.
@@ -103,7 +103,7 @@ class PackedRows(NamedTuple):
         return out
 
     def attention_mask(self, *, causal: bool = True) -> Tensor:
-        """Which places each place may attend to: bool [rows, 1, length, length], as SDPA's `attn_mask`.
+        """Return which places each may attend to: bool [rows, 1, length, length], as SDPA's `attn_mask`.
 
         A segment sees itself, up to the place itself if `causal`. Padding sees padding: a place that sees
         nothing would be NaN.
@@ -153,7 +153,7 @@ class PackedRows(NamedTuple):
         )
 
     def document_ids(self) -> Tensor:
-        """Which segment each place is of, counted through the batch: int32 [rows, length].
+        """Return which segment each place is of, counted through the batch: int32 [rows, length].
 
         Where `cu_seqlens` counts them, so padding has numbers, too; for masks over all rows laid end to end.
         """
@@ -205,7 +205,9 @@ class PackedRows(NamedTuple):
 
 
 def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> Ragged:
-    """Of each row, `length[i]` elements from `begin[i]` on; a row of just that length is the segment itself.
+    """Take `length[i]` elements of each row i from `begin[i]` on.
+
+    A row of just that length is the segment itself.
 
     Raises `ValueError` where a row is shorter than the plan says: lengths and data disagree.
     """
@@ -290,7 +292,7 @@ def packed(
 
 
 class PaddedRows(NamedTuple):
-    """A padded column."""
+    """One column of a batch as a padded tensor."""
 
     tokens: Tensor
     """[n, longest rounded up to `multiple`], int64 or the dtype of what is no integer."""
@@ -321,7 +323,7 @@ def _rounded(length: int, multiple: int) -> int:
 
 
 def batch_bytes(batching: Batching, segments: BatchSegments, column: str, dtype: np.dtype[Any]) -> int:
-    """What `batch_columns` allocates for one column of one batch alone, stored as `dtype`."""
+    """Return what `batch_columns` allocates for one column of one batch alone, stored as `dtype`."""
     itemsize = delivered_dtype(dtype).itemsize
     if isinstance(batching, Packed):
         numbers = 8 if column == batching.column else 0  # segment ids and positions
@@ -367,7 +369,7 @@ def batch_columns(
 
 
 def _segments(name: str, values: Any, segments: Segments) -> Ragged:
-    """Of a gathered column, the segments of a batch."""
+    """Return the segments of a batch, of a gathered column."""
     if isinstance(values, Tensor) and values.dim() == 2:  # samples of one length
         offsets = torch.from_numpy(np.arange(len(values) + 1) * values.shape[1])
         values = Ragged(values.reshape(-1), offsets)

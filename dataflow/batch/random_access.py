@@ -112,7 +112,7 @@ class _OpenSource:
 def transformed(
     samples: list[dict[str, Any]], columns: ChunkColumns, transform: Callable[..., S], *, wants_rng: bool
 ) -> list[S]:
-    """What a transform makes of samples that `RandomAccess.build` gave with their columns.
+    """Return what a transform makes of samples that `RandomAccess.build` gave with their columns.
 
     Raises `SampleError` for one that it fails with.
     """

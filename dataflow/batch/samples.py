@@ -42,7 +42,7 @@ class BatchSamples:
         return {name: values[at] for name, values in self.columns.items()}
 
     def decoded(self, sample: Mapping[str, Any]) -> list[Any]:
-        """What was decoded for one sample alone."""
+        """Return what was decoded for one sample alone."""
         return [sample[name] for name, values in self.columns.items() if isinstance(values, OnDemand)]
 
 
@@ -216,7 +216,7 @@ def _array_keeps_more(array: NDArray[Any], decoded: Ranges, slots: Ranges) -> bo
 
 
 def _is_much(whole_bytes: int, own_bytes: int, address: int, decoded: Ranges, slots: Ranges) -> bool:
-    """Whether what is kept alive is much more than the value's own bytes."""
+    """Return whether what is kept alive is much more than the value's own bytes."""
     whole_bytes = max(whole_bytes, decoded.length_at(address))
     return whole_bytes > 2 * own_bytes + _WORTH_A_COPY and address not in slots
 
@@ -251,7 +251,7 @@ class Misfit:
     other: str = ""
     """What that one has."""
     is_bad: bool = True
-    """Whether it is this one that is wrong; False: nobody knows which of the two."""
+    """True if it is this one that is wrong; False: nobody knows which of the two."""
 
 
 def misfit_of(
@@ -296,7 +296,7 @@ def _misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) -> Mis
 
 
 def _inner_misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) -> Misfit | None:
-    """Of dicts, or of lists and tuples."""
+    """Return how two dicts, lists or tuples differ inside."""
     first = values[0]
     kind = Mapping if isinstance(first, Mapping) else (list, tuple)
     for at, value in enumerate(values):
@@ -321,7 +321,10 @@ def _inner_misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) 
 
 
 def _is_too_deep(value: Any, depth: int = 0) -> bool:
-    """Whether lists and dicts lie in one another without an end: torch's function would fail on them late."""
+    """Return whether lists and dicts lie in one another without an end.
+
+    torch's function would fail on them late.
+    """
     if not isinstance(value, Mapping | list | tuple):
         return False
     inner = value.values() if isinstance(value, Mapping) else value
@@ -331,7 +334,7 @@ def _is_too_deep(value: Any, depth: int = 0) -> bool:
 def _unlike(
     at: int, column: str, value: Any, other: Any, cure: str, *, beside: int = 0, is_bad: bool = False
 ) -> Misfit:
-    """What does not fit another sample's."""
+    """Return what does not fit another sample's."""
     what, than = described(value), described(other)
     return Misfit(at=at, column=column, what=what, cure=cure, beside=beside, other=than, is_bad=is_bad)
 

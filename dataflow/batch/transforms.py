@@ -1,4 +1,4 @@
-"""What a transform may be, beyond a function of one sample: `BatchTransform`, and who asks for its parts.
+"""Transforms beyond a function of one sample: `BatchTransform`, and who asks for its parts.
 
 A transform is any callable that takes a sample. What works on many samples at once much faster than one by
 one, as tokenizers do, has a `batch` form besides. Nobody needs to inherit anything: the parts are looked up
@@ -67,7 +67,10 @@ def trains_nothing(transform: object, sample: Any) -> str:
 
 
 def fingerprint_of(transform: object) -> str:
-    """What a state knows of the transform; "": nothing. `ValueError` for what a state has no room for."""
+    """Return what a state knows of the transform; "": nothing.
+
+    `ValueError` for what a state has no room for.
+    """
     mark = str(getattr(transform, "fingerprint", "") or "")
     if len(mark) > _MOST or not (mark.isascii() and mark.isprintable()) or {*"@+~"} & {*mark}:
         raise ValueError(
@@ -78,14 +81,14 @@ def fingerprint_of(transform: object) -> str:
 
 
 def releases_gil(function: object) -> bool:
-    """Whether it says that threads may do its work side by side."""
+    """Return whether it says that threads may do its work side by side."""
     return bool(getattr(function, "releases_gil", False))
 
 
 def transformed_together(
     samples: Sequence[Sample] | BatchSamples, transforms: Sequence[tuple[object, bool]]
 ) -> tuple[dict[int, Any], BaseException | None]:
-    """What batch forms make of the samples.
+    """Return what batch forms make of the samples.
 
     Args:
         samples: [n], made when they are asked for.

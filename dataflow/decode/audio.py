@@ -37,7 +37,7 @@ class Audio:
     seconds: float | None = None
     """Length of a clip. None: all of each file, and a batch is a list."""
     mono: bool = True
-    """Whether all channels are mixed into one. False: each file's own, and a batch is a list."""
+    """True if all channels are mixed into one. False: each file's own, and a batch is a list."""
     channels: int | None = None
     """With `mono=False`: every file is mixed into so many channels."""
     clip: ClipPlace = "random"
@@ -45,7 +45,7 @@ class Audio:
     pad: Literal["error", "zeros", "loop"] = "error"
     """What a file does that is shorter than the clip: an error, silence at its end, or it begins again."""
     mask: bool = False
-    """Whether batches have a column `<name>_is_pad` after it, bool [batch, samples] (without `rate` a list):
+    """True if batches have a column `<name>_is_pad` after it, bool [batch, samples] (without `rate` a list):
     True where a sample is padding, since the file is shorter than the clip."""
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Audio:
 
     @property
     def dtype(self) -> str:
-        """Of results: "float32"."""
+        """The dtype of results: "float32"."""
         return "float32"
 
     @property
@@ -82,12 +82,12 @@ class Audio:
 
     @property
     def random(self) -> bool:
-        """Whether decoding needs draws."""
+        """Return whether decoding needs draws."""
         return self.seconds is not None and self.clip == "random"
 
     @property
     def pads_shape(self) -> tuple[int, ...] | None:
-        """Of a mask of padding, [samples]; None where clips differ in length."""
+        """The shape of a mask of padding, [samples]; None where clips differ in length."""
         return None if self.rate is None or self.seconds is None else (self._num_samples(self.rate),)
 
     @property
@@ -127,7 +127,7 @@ class Audio:
         return out
 
     def pads(self, data: Bytes, most_bytes: int) -> NDArray[np.bool_]:
-        """Which samples of the clip of a stored sound are padding, [samples]. Raises as `decode`."""
+        """Return which samples of the clip of a stored sound are padding, [samples]. Raises as `decode`."""
         decoder = decoders().AudioDecoder(as_tensor(data), sample_rate=self.rate, num_channels=1)
         room = _Room(decoder.metadata, self.rate, 1, most_bytes)
         room.check_rate(data, decoder.metadata)
@@ -144,7 +144,7 @@ class Audio:
         return round(self.seconds * rate)
 
     def _clip(self, decoder: Any, draws: Draws | None, room: _Room) -> tuple[NDArray[np.float32], int]:
-        """What a sound has of the clip, [channels, samples], and how many samples the clip should have."""
+        """Return what a sound has of the clip, [channels, samples], and how many samples it should have."""
         if self.seconds is None:
             whole = room.all_samples(decoder)
             return whole, whole.shape[1]
@@ -192,7 +192,7 @@ any number, and of a stream that never knew its length the header says nonsense.
 
 
 class _Room:
-    """How many samples a sound may have.
+    """The number of samples that a sound may have.
 
     Args:
         metadata: of the stream.

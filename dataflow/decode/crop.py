@@ -1,4 +1,4 @@
-"""Which part of each image is wanted: crop boxes of a whole batch at once, from given random numbers.
+"""Crop boxes of a whole batch at once, from given random numbers: the part of each image that is wanted.
 
 A box is `(top, left, height, width)` in pixels of the encoded image. Everything here is a pure function of
 image sizes and draws in [0, 1), so the same sample gets the same crop in any batch, on any rank and after any

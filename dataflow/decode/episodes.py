@@ -1,4 +1,4 @@
-"""Where the frames of a robot's camera lie: LeRobot keeps many episodes in one video, one after the other."""
+"""The frames of a robot's camera: LeRobot keeps many episodes in one video, one after the other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EpisodeVideos:
     def beyond(
         self, rule: Video, episodes: NDArray[np.int64], seconds: NDArray[np.float64]
     ) -> NDArray[np.bool_]:
-        """Which frames of the clips at n moments lie beyond their episodes: [n, frames]."""
+        """Return which frames of the clips at n moments lie beyond their episodes: [n, frames]."""
         known = (episodes >= 0) & (episodes < len(self.file))
         count = self.num_frames[np.where(known, episodes, 0)]
         return rule.beyond(seconds, count, self.fps) & known[:, None]
@@ -55,7 +55,7 @@ class EpisodeVideos:
         index_of: Callable[[Shard], FrameIndex | None],
         read_of: Callable[[Shard], ReadBytes],
     ) -> list[Bytes]:
-        """What the clips at n moments need, [n] episodes and seconds in them: values as of `MediaRule.cut`.
+        """Return what clips at n moments need, [n] episodes and seconds: values as of `MediaRule.cut`.
 
         What several of them need of a video is read once. Raises what reading raises.
         """

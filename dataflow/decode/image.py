@@ -86,7 +86,7 @@ class Image:
     resize_shorter: int | None = None
     """For "center": length of the shorter side that `size` is cut from; default `max(size) * 256 / 224`."""
     strict: bool | None = None
-    """Whether JPEG data that libjpeg only warns about is an error. None: yes, but for leftover bytes before
+    """True if JPEG data that libjpeg only warns about is an error. None: yes, but for leftover bytes before
     the end mark and a missing end mark, which are delivered, counted in `stats()`, and warned of once."""
     max_pixels: int = _MAX_PIXELS
     """Images larger than this are errors, not decoded (for formats other than JPEG, PNG and WebP: decoded
@@ -112,7 +112,7 @@ class Image:
 
     @classmethod
     def for_training(cls, size: int | tuple[int, int] = 224, **settings: Any) -> Image:
-        """As torchvision's reference for ImageNet trains: a random part, mirrored or not, normalised.
+        """Decode as torchvision's reference for ImageNet trains: a random part, mirrored or not, normalised.
 
         `settings` are those of `Image` and take the place of the preset's.
         """
@@ -120,7 +120,7 @@ class Image:
 
     @classmethod
     def for_evaluation(cls, size: int | tuple[int, int] = 224, **settings: Any) -> Image:
-        """As torchvision's `ImageClassification` preset: the middle of the resized image, normalised.
+        """Decode as torchvision's `ImageClassification` preset: the middle of the resized image, normalised.
 
         The shorter side is resized to 256 for a `size` of 224, and in this proportion for others, unless
         `resize_shorter` says otherwise. `settings` are those of `Image` and take the place of the preset's.
@@ -177,11 +177,11 @@ class Image:
 
     @property
     def dtype(self) -> str:
-        """Of results: "uint8" or "float32"."""
+        """The dtype of results: "uint8" or "float32"."""
         return "uint8" if self.mean is None else "float32"
 
     def form(self) -> ImageForm:
-        """What results are like. Raises ValueError where size is None."""
+        """Return what results are like. Raises ValueError where size is None."""
         height, width = self.height_width
         numbers = None
         if self.mean is not None and self.std is not None:
@@ -200,7 +200,7 @@ class Image:
 
     @property
     def random(self) -> bool:
-        """Whether decoding needs draws."""
+        """Return whether decoding needs draws."""
         return self.crop == "random_resized" or self.flip > 0
 
     def boxes(self, sizes: NDArray[np.int64], draws: Draws | None) -> NDArray[np.int64] | NDArray[np.float64]:
@@ -214,7 +214,7 @@ class Image:
         return whole_boxes(widths, heights)
 
     def flips(self, n: int, draws: Draws | None) -> NDArray[np.bool_]:
-        """Which of n images to mirror, [n]."""
+        """Return which of n images to mirror, [n]."""
         return _required(draws)[:, DRAW_FLIP] < self.flip if self.flip > 0 else np.zeros(n, bool)
 
 
@@ -279,7 +279,7 @@ def decode_images(
 def resize_part(
     spec: Image, size: tuple[int, int], draws: Draws | None
 ) -> Callable[[NDArray[np.uint8], NDArray[Any]], None]:
-    """What makes a result of pixels, uint8 [height, width, channels] of this size: the same part of each.
+    """Return a function that resizes pixels, uint8 [height, width, channels] of this size: one part of each.
 
     The second argument is what it writes: C-contiguous, `spec.shape`. `draws`: [1, DRAWS], of all of them.
     """

@@ -39,17 +39,17 @@ _END_MARK = np.array([0xFF, 0xD9], np.uint8)
 
 @dataclass(frozen=True)
 class Decoding:
-    """How pixels are made of bytes."""
+    """The settings by which bytes become pixels."""
 
     gray: bool
     fast: bool
     """Approximate DCT, and half, quarter or eighth scale where the result is that much smaller."""
     strict: bool | None
-    """Whether what libjpeg only warns about is an error; None: but for leftover bytes and the end mark."""
+    """True if what libjpeg only warns about is an error; None: but for leftover bytes and the end mark."""
 
 
 def is_jpeg(data: Pixels) -> bool:
-    """Whether the bytes start as a JPEG does."""
+    """Return whether the bytes start as a JPEG does."""
     return len(data) > 2 and bool(data[0] == 0xFF and data[1] == 0xD8)
 
 
@@ -78,7 +78,7 @@ def image_size(data: Pixels) -> tuple[int, int]:
 
 
 class Decoded(NamedTuple):
-    """An image."""
+    """The pixels of a decoded JPEG."""
 
     pixels: Pixels
     """uint8 [h, w, 3], or [h, w, 1] for gray."""

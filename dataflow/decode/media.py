@@ -1,4 +1,4 @@
-"""What rules for sound and video have in common: torchcodec, where a clip begins, what it needs of a file.
+"""The parts that rules for sound and video share: torchcodec, where a clip begins, what it needs of a file.
 
 A rule first *cuts* what it needs out of the stored value, then *decodes* that. Cutting reads parts of the
 value and decodes nothing, so whoever fetches a value from afar fetches these parts only, and what was cut is
@@ -44,30 +44,30 @@ def check_choices(rule: object, **choices: Any) -> None:
 
 
 class MediaRule(Protocol):
-    """What is wanted of files of sound or video: `Video` or `Audio`."""
+    """A rule that says what is wanted of files of sound or video: `Video` or `Audio`."""
 
     @property
     def dtype(self) -> str:
-        """Of results."""
+        """The dtype of the results."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Of each result, where all have the same."""
+        """The shape of each result, where all have the same; else None."""
         ...
 
     @property
     def random(self) -> bool:
-        """Whether it needs draws."""
+        """Return whether it needs draws."""
         ...
 
     @property
     def reads_parts(self) -> bool:
-        """Whether `cut` may read less than all of a value."""
+        """Return whether `cut` may read less than all of a value."""
         ...
 
     def cut(self, read: ReadBytes, length: int, draws: Draws | None) -> Bytes:
-        """What is needed of a value of so many bytes. Raises what `read` raises, and nothing else."""
+        """Return what is needed of a value of so many bytes. Raises what `read` raises, and nothing else."""
         ...
 
     def decode(
@@ -98,7 +98,7 @@ def with_frames(clip: Bytes, numbers: NDArray[np.int64], ticks: NDArray[np.int64
 
 
 def with_reason(reason: str) -> Bytes:
-    """What stands for a value of which nothing can be cut."""
+    """Return what stands for a value of which nothing can be cut."""
     return np.frombuffer(_MARK + struct.pack("<q", -1) + reason.encode(), np.uint8)
 
 
@@ -118,7 +118,7 @@ def frames_of(data: Bytes) -> tuple[Bytes, NDArray[np.int64], NDArray[np.int64]]
 
 
 def begins_at(room: float, place: str, draws: Draws | None) -> float:
-    """Where in [0, room] a clip begins: "start", "middle", "end" or "random"."""
+    """Return where in [0, room] a clip begins: "start", "middle", "end" or "random"."""
     if place == "random":
         if draws is None:
             raise ValueError("random clips need draws")

@@ -62,7 +62,7 @@ class FrameIndex:
         return sum(array.nbytes for array in arrays) + sum(map(len, self.boxes.values()))
 
     def at(self, seconds: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Of each time, which of the frames shown is seen then, to half a tick; the first before all."""
+        """Return which of the frames shown is seen at each time, to half a tick; the first before all."""
         ticks = np.floor(seconds * self.ticks_per_s + 0.5).astype(np.int64)
         found = np.searchsorted(self.times[self.shown], ticks, side="right") - 1
         return np.maximum(found, 0)
@@ -291,7 +291,10 @@ def _offsets(boxes: dict[bytes, bytes], sizes: NDArray[np.int64]) -> NDArray[np.
 
 
 def _edit(body: bytes, ticks: int, movie_ticks: int) -> tuple[int, int, int] | None:
-    """Which part of the track is shown: its first tick, ticks before it, ticks (0: all). None: several."""
+    """Return which part of the track is shown: its first tick, ticks before it, ticks (0: all).
+
+    None: several.
+    """
     if not body:
         return 0, 0, 0
     edits = _table(body, ">u8,>i8,>i4" if body[:1] == b"\1" else ">u4,>i4,>i4")

@@ -1,4 +1,4 @@
-"""Which parts of a clip are padding: the column that `Video(mask=True)` or `Audio(mask=True)` adds."""
+"""Masks of the padding of clips: the column that `Video(mask=True)` or `Audio(mask=True)` adds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PadMask:
 
     @property
     def dtype(self) -> str:
-        """Of results: "bool"."""
+        """The dtype of results: "bool"."""
         return "bool"
 
     @property
@@ -46,7 +46,7 @@ class PadMask:
 
     @property
     def reads_parts(self) -> bool:
-        """Whether a file's list of frames may do."""
+        """Return whether a file's list of frames may do."""
         return self.rule.reads_parts
 
     def cut(self, read: ReadBytes, length: int, draws: Draws | None) -> Bytes:
@@ -67,7 +67,7 @@ class PadMask:
         *,
         most_bytes: int = sys.maxsize,
     ) -> NDArray[Any]:
-        """The mask. See `MediaRule.decode`."""
+        """Return the mask of a stored value. See `MediaRule.decode`."""
         try:
             cut = frames_of(data)
             pads = self.rule.pads(data, most_bytes) if cut is None else cut[1] != 0

@@ -1,4 +1,4 @@
-"""What the bytes of a value become: numbers, parsed for a whole block at once, or Python objects one by one.
+"""The bytes of a value become numbers, parsed for a whole block at once, or Python objects one by one.
 
 `CONVERTERS` holds the decoders that `decode=` knows by name: a new one is one more line there.
 """

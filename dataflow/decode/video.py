@@ -71,7 +71,7 @@ class Video:
     """What a video does that is shorter than the clip: it is an error, shows its last frame on and on, or
     begins again."""
     mask: bool = False
-    """Whether batches have a column `<name>_is_pad` after it, bool [batch, frames]: True where a frame is
+    """True if batches have a column `<name>_is_pad` after it, bool [batch, frames]: True where a frame is
     padding, since the clip reaches beyond its video (of a LeRobot dataset, its episode)."""
 
     def __post_init__(self) -> None:
@@ -92,38 +92,41 @@ class Video:
 
     @property
     def frame(self) -> Image:
-        """What becomes of each frame."""
+        """Return what becomes of each frame."""
         return self.image or Image(size=self.size)
 
     @property
     def dtype(self) -> str:
-        """Of results: "uint8", or "float32" where `image` normalises."""
+        """The dtype of results: "uint8", or "float32" where `image` normalises."""
         return self.frame.dtype
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Of each result; None where videos differ."""
+        """The shape of each result; None where videos differ."""
         if self.frames is None or self.frame.size is None:
             return None
         return (self.frames, *self.frame.shape)
 
     @property
     def random(self) -> bool:
-        """Whether decoding needs draws."""
+        """Return whether decoding needs draws."""
         return self.frame.random or (self.frames is not None and self.clip == "random")
 
     @property
     def reads_parts(self) -> bool:
-        """Whether a clip may need less than the whole file: not if all frames are wanted."""
+        """Return whether a clip may need less than the whole file: not if all frames are wanted."""
         return self.frames is not None
 
     @property
     def pads_shape(self) -> tuple[int, ...] | None:
-        """Of a mask of padding, [frames]; None where clips differ in length."""
+        """The shape of a mask of padding, [frames]; None where clips differ in length."""
         return None if self.frames is None else (self.frames,)
 
     def cut(self, read: ReadBytes, length: int, draws: Draws | None) -> Bytes:
-        """What a clip needs of a video; all of what is not MP4, or not cut by us. See `MediaRule.cut`."""
+        """Return what a clip needs of a video; all of what is not MP4, or not cut by us.
+
+        See `MediaRule.cut`.
+        """
         try:
             index = read_index(read, length)
             if index is not None:
@@ -196,7 +199,7 @@ class Video:
         return moments
 
     def beyond(self, at_s: Numbers, count: Numbers, fps: float) -> NDArray[np.bool_]:
-        """Which frames of clips about times in episodes of `count` frames are padding: [..., frames]."""
+        """Return which frames of clips at times in episodes of `count` frames are padding, [..., frames]."""
         wanted = self._wanted(at_s, fps)
         return (wanted < -0.5) | (wanted > np.asarray(count)[..., None] - 0.5)
 
@@ -212,7 +215,7 @@ class Video:
     # ---- padding --------------------------------------------------------------------------------------
 
     def pads(self, data: Bytes, most_bytes: int) -> NDArray[np.bool_]:
-        """Which frames of the clip of a stored video are padding, [frames]. Raises as `decode`."""
+        """Return which frames of the clip of a stored video are padding, [frames]. Raises as `decode`."""
         pads = self.pads_by_index(read_from(data), len(data))
         if pads is not None:
             return pads
@@ -223,7 +226,7 @@ class Video:
         return self._beyond_end(shown.end_stream_seconds - shown.begin_stream_seconds)
 
     def pads_by_index(self, read: ReadBytes, length: int) -> NDArray[np.bool_] | None:
-        """As `pads`, by the list of frames of an MP4; None where it must be read whole."""
+        """Do as `pads`, by the list of frames of an MP4; None where it must be read whole."""
         index = read_index(read, length)
         if index is None:
             return None
@@ -231,7 +234,7 @@ class Video:
         return self._beyond_end(len(index.shown) if self.fps is None else end - begin)
 
     def _beyond_end(self, have: float) -> NDArray[np.bool_]:
-        """Which frames a video lacks that has so many, or so many seconds; it begins the clip."""
+        """Return which frames a video lacks that has so many, or so many seconds; it begins the clip."""
         return np.arange(self.frames or 0) / (self.fps or 1) >= have
 
     # ---- which frames ---------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ class Video:
     # ---- pixels ---------------------------------------------------------------------------------------
 
     def _sized(self, height: int, width: int) -> Image:
-        """What becomes of a frame of this size. Raises `ValueError` for one that is too large."""
+        """Return what becomes of a frame of this size. Raises `ValueError` for one that is too large."""
         image = self.frame
         if height * width > image.max_pixels:
             raise ValueError(f"{height} x {width} pixels are more than max_pixels={image.max_pixels}")

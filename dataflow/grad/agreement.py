@@ -1,4 +1,4 @@
-"""What ranks tell each other about windows, on a private gloo group; and which rank is gone, if one is.
+"""The ranks' exchange about windows, on a private gloo group; and which rank is gone, if one is.
 
 A row of numbers a rank, all rows on every rank: one all-reduce of a matrix that is zero but for the own row.
 Adding zeros changes no number, so every rank computes its decisions from the same values. The group is
@@ -130,7 +130,7 @@ class Agreement:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks that agree."""
         return len(self.ranks)
 
     def compare(self, settings: Mapping[str, Any]) -> None:
@@ -142,7 +142,7 @@ class Agreement:
             self.same(name, [each.get(name, "nothing") for each in of_ranks])
 
     def gathered(self, value: Any) -> list[Any]:
-        """What each rank gave, in rank order, pickled on the way."""
+        """Return what each rank gave, in rank order, pickled on the way."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -170,17 +170,17 @@ class Agreement:
         return rows_of_all
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+        """Return whether the flag is set on any rank."""
         return any(row[0] for row in self.offer([float(flag)])())
 
     def union(self, flags: torch.Tensor) -> torch.Tensor:
-        """Which flags are set on any rank; replaces them."""
+        """Return which flags are set on any rank; replaces them."""
         if self.group is not None:
             self._call(lambda: dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group))
         return flags
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """What rank `source` (of this agreement) gave, pickled on the way."""
+        """Return what rank `source` (of this agreement) gave, pickled on the way."""
         values = [value]
         self._call(lambda: dist.broadcast_object_list(values, src=self.ranks[source], group=self.group))
         return values[0]
@@ -314,7 +314,7 @@ class Peers:
         return error
 
     def _silent(self, store: Any, ranks: Sequence[int], within: timedelta) -> list[int]:
-        """Those of the ranks that do not say "here" in time."""
+        """Return the ranks that do not say "here" in time."""
         with suppress(RuntimeError):
             store.wait([self._key(rank) for rank in ranks], within)
         return [rank for rank in ranks if not store.check([self._key(rank)])]
@@ -353,7 +353,7 @@ class Deadline:
             self._gloo._set_default_timeout(self._within)
 
     def end(self) -> None:
-        """Set it back."""
+        """Set the time-out back to what it was."""
         if self._usual is not None:
             self._gloo._set_default_timeout(self._usual)
             self._usual = None
@@ -368,7 +368,7 @@ def _receive(rank: int, group: dist.ProcessGroup) -> Any:
 
 
 def _is_closed(work: Any) -> bool:
-    """Whether the rank's end of the connection is closed. Closes this end if not."""
+    """Return whether the rank's end of the connection is closed. Closes this end if not."""
     if isinstance(work, RuntimeError):
         return not _is_time_out(work)
     try:

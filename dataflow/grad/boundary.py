@@ -25,7 +25,7 @@ from dataflow.grad.wrapper import Fsdp2Model, ModelWrapper
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step."""
+    """The result of a step."""
 
     grad_norm: float | None
     """Norm of the step's gradient before clipping; None if nothing asked for it."""
@@ -39,7 +39,7 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Boundary:
-    """What happens at the end of each step. One thread.
+    """The end of each step: sums, clipping, the optimizer. One thread.
 
     Attributes:
         model: the user's, as it is wrapped.
@@ -81,7 +81,7 @@ class Boundary:
         return {"lr": self._lr, "scale": self._scale}
 
     def load_units(self, state: Mapping[str, Any]) -> None:
-        """What the strategy counts in now is that of `units()`."""
+        """Set the learning rate and scale that the strategy counts in to those of `units()`."""
         self._lr, self._scale = float(state["lr"]), float(state["scale"])
 
     def step(self, number: int, *, equal_gradients: bool, replays: bool) -> Outcome:
@@ -144,13 +144,16 @@ class Boundary:
         return [g.to_local() if isinstance(g, DTensor) else g for g in entries]
 
     def _tell(self, value: float) -> list[float]:
-        """What each rank tells; `DisagreementError` where their collectives did not belong together."""
+        """Return what each rank tells.
+
+        `DisagreementError` where their collectives did not belong together.
+        """
         rows = self.agreement.offer([value, self._layers])()
         self.model.check_same([row[1] for row in rows], self.agreement)
         return [row[0] for row in rows]
 
     def _norm(self) -> torch.Tensor:
-        """Of the whole gradient; of sharded ones over all ranks."""
+        """Return the norm of the whole gradient; of sharded ones over all ranks."""
         norm = get_total_norm(self._local())
         if not isinstance(self.model, Fsdp2Model):
             return norm

@@ -23,7 +23,7 @@ _FEW = 2
 
 
 class Way(StrEnum):
-    """When remote reads wait."""
+    """The times at which remote reads wait."""
 
     OPEN = "open"
     SYNC = "sync"
@@ -35,7 +35,7 @@ WayOf = Callable[[int], Way]
 
 @dataclass(frozen=True)
 class GateDecision:
-    """How windows go on."""
+    """The way that the next windows take, and why."""
 
     way: Way
     reason: str

@@ -22,7 +22,7 @@ _NONE = object()
 
 @dataclass
 class Share:
-    """What one rank has for one step."""
+    """The batches that one rank has for one step."""
 
     batches: list[Any] = field(default_factory=list)
     weights: list[dict[str, float]] = field(default_factory=list)
@@ -75,7 +75,7 @@ class LookAhead:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the loader has no more batches."""
+        """Return whether the loader has no more batches."""
         return self._iterator is None
 
     def take_one(self) -> bool:
@@ -135,7 +135,7 @@ class LookAhead:
     # ---- state --------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Where the loader stood after the batches trained on.
+        """Return where the loader stood after the batches trained on.
 
         "no_windows": what is left of that epoch has none, on any rank. "left_early": it is over, though the
         loader has more.
@@ -158,7 +158,7 @@ class LookAhead:
         self._no_steps = self._rest_has_none = bool(state.get("no_windows")) and state["loader"] is not None
 
     def undo_of_load(self) -> Callable[[], None]:
-        """What undoes the next `load`; between loops."""
+        """Return what undoes the next `load`; between loops."""
         fields, loader_state = dict(vars(self)), self._loader_state()
 
         def undo() -> None:
@@ -169,7 +169,7 @@ class LookAhead:
         return undo
 
     def _loader_state(self) -> Any:
-        """What the loader says of its place; None if it has no state."""
+        """Return what the loader says of its place; None if it has no state."""
         return copy.deepcopy(self._loader.state_dict()) if self._has_state else None
 
 

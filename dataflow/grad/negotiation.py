@@ -1,4 +1,4 @@
-"""What becomes of the next step: this rank's row is sent while the present step computes, then decided.
+"""The next step is negotiated: this rank's row is sent while the present step computes, then decided.
 
 Where every rank has as many batches in the epoch (each says so when it begins), no weight depends on data and
 there is no controller, nothing is sent for steps: every rank knows what the others have.
@@ -185,13 +185,13 @@ class Negotiation:
         return batches[count - begin : forwards - begin]
 
     def _placed(self, storage: Any, location: str) -> Any:
-        """What lay on the lender's accelerator comes to this rank's."""
+        """Return what lay on the lender's accelerator comes to this rank's."""
         return None if location == "cpu" else default_restore_location(storage, str(self._model.device))
 
     def _row(
         self, at: Position, share: Share | None = None, *, can_replay: bool = False, batches: int = -1
     ) -> list[float]:
-        """What this rank tells: its columns, its weights, and what its controller says."""
+        """Return what this rank tells: its columns, its weights, and what its controller says."""
         weights = summed(share.weights) if share is not None else {}
         row = [0.0] * len(_COLUMNS)
         row[_BATCHES], row[_COUNT] = batches, len(share.batches) if share is not None else 0
@@ -249,7 +249,7 @@ class Control:
         """What was exposed in the last window that tells, and in which mode."""
 
     def row(self) -> tuple[float, ...]:
-        """What to tell the other ranks."""
+        """Return what to tell the other ranks."""
         return self._outbox[0] if self._outbox else _UNTOLD
 
     def check(self) -> int:
@@ -281,7 +281,7 @@ class Control:
         self._outbox.append((info.window, info.seconds.total, exposed_or_unknown, held_reads))
 
     def way(self, window: int) -> Way:
-        """How reads and gradients share the network in the window under way."""
+        """Return how reads and gradients share the network in the window under way."""
         return Way(self.controller.mode.settings.get(IO, Way.OPEN))
 
     @property

@@ -204,7 +204,7 @@ class GradSchedule:
 
     @property
     def io(self) -> GateDecision | None:
-        """How reads and gradients share the network at present, and why; None where no gate is needed."""
+        """The way reads and gradients share the network at present, and why; None where no gate is needed."""
         if self._gate is None:
             return None
         if self._way_of is not None:
@@ -213,7 +213,10 @@ class GradSchedule:
 
     @property
     def mode(self) -> Mode | None:
-        """What the controller has decided, and why; the same on all ranks. None if it may change nothing."""
+        """Return what the controller has decided, and why; the same on all ranks.
+
+        None if it may change nothing.
+        """
         return self._control.controller.mode if self._control else None
 
     @property
@@ -234,7 +237,7 @@ class GradSchedule:
             yield self._loop.microbatches(step)
 
     def scale(self, name: str = MICROBATCHES) -> float:
-        """What to multiply a microbatch's *sum* of losses with, for the mean over the weight `name`.
+        """Return what to multiply a microbatch's *sum* of losses with, for the mean over the weight `name`.
 
         The number of ranks divided by the weight's total over window and ranks; 0 in a replay.
         """
@@ -315,7 +318,7 @@ class GradSchedule:
     # ---- state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands after the last window that ended.
+        """Return where the run stands after the last window that ended.
 
         The loader's state in it is that of the batches trained on, not of those looked ahead at. Model,
         optimizer, scaler, schedule and average are yours to save. JSON, where loader's and strategy's are.
@@ -373,7 +376,7 @@ class GradSchedule:
         self._loop.position = position
 
     def report(self, *, all_ranks: bool = False, trace: str | None = None) -> Report:
-        """Where the time of the windows so far went (the last 2,000), and what to do about it.
+        """Return where the time of the windows so far went (the last 2,000), and what to do about it.
 
         Args:
             all_ranks: compare the ranks; collective, all call it at the same place. Else this rank tells

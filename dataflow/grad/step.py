@@ -39,7 +39,7 @@ _ENTRIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
-    """As in `GradSchedule`; `ValueError` for values that cannot be meant."""
+    """The settings as `GradSchedule` takes them; `ValueError` for values that cannot be meant."""
 
     accumulate: int | None
     global_batch: int | None
@@ -97,7 +97,7 @@ class ScheduleSettings:
         return not any(callable(weight) for weight in self.weights.values())
 
     def compared(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """Return what must be the same on all ranks."""
         return {
             "uneven": self.uneven,
             "partial": self.partial,
@@ -160,7 +160,7 @@ class UnevenRanksError(ValueError):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What is run in one step, the same value on every rank."""
+    """The work of one step, the same value on every rank."""
 
     counts: tuple[int, ...]
     """Microbatches that each rank runs and that count."""
@@ -173,12 +173,12 @@ class StepPlan:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is run."""
+        """Return whether nothing is run."""
         return not any(self.forwards)
 
     @property
     def replays(self) -> bool:
-        """Whether a rank runs a batch with weight zero."""
+        """Return whether a rank runs a batch with weight zero."""
         return self.forwards != self.counts
 
     def merged(self, at_once: int) -> StepPlan:
@@ -224,7 +224,7 @@ def plan_step(
 
 
 def scales(totals: Mapping[str, float], world_size: int) -> dict[str, float]:
-    """What a sum of losses is multiplied with: world size / total, since ranks' gradients are averaged.
+    """Return the factor of a sum of losses: world size / total, since ranks' gradients are averaged.
 
     A total of zero gives 0: then no sample of the step has weight, and a sum over none is zero anyway.
     Raises `ValueError` for a total so small that its reciprocal is not finite, on all ranks alike.
@@ -333,7 +333,7 @@ class Microbatch:
     """Its backward pass has been."""
 
     def scale(self, name: str) -> float:
-        """What its sum of losses is multiplied with."""
+        """Return what its sum of losses is multiplied with."""
         if name not in self.step.scales:
             raise ValueError(f"weights has no {name!r}; there are {', '.join(self.step.scales)}")
         return 0.0 if self.is_replay else self.step.scales[name]
@@ -369,7 +369,7 @@ class Replay:
         self._latest = None
 
     def available(self) -> bool:
-        """Whether there is a batch whose loss was finite."""
+        """Return whether there is a batch whose loss was finite."""
         if self._latest is not None:
             batch, finite = self._latest
             if bool(finite):
@@ -406,7 +406,7 @@ class Position:
 
     @classmethod
     def start(cls, weights: Iterable[str]) -> Position:
-        """Of a run that begins."""
+        """Return the position of a run that begins."""
         return cls(totals=dict.fromkeys([*weights, MICROBATCHES], 0.0))
 
     def step_ended(
@@ -422,7 +422,7 @@ class Position:
             self.totals[name] += total
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON value."""
+        """Return the position as a JSON value."""
         return {"version": _VERSION, **asdict(self)}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What wraps the model (nothing, DDP or FSDP2), how its gradient sync is switched, and what cannot be used.
+"""Wrappers of the model (none, DDP or FSDP2), how their gradient sync is switched, and what cannot be used.
 
 Whether DDP reduces is decided when a forward pass begins and again in the backward pass, so the switch must
 hold for both; this is why the schedule sets it before it hands out a microbatch. DDP with a static graph
@@ -41,7 +41,7 @@ class ModelWrapper:
     group: dist.ProcessGroup | None = None
     """Where gradients travel; None if there is no single one."""
     holds_always = False
-    """Whether `hold_together` is wanted in every microbatch, not only in those that some rank replays."""
+    """True if `hold_together` is wanted in every microbatch, not only in those that some rank replays."""
 
     def __init__(self, model: nn.Module) -> None:
         self.inner = model
@@ -49,12 +49,12 @@ class ModelWrapper:
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """The device of the parameters."""
         return next((parameter.device for parameter in self.inner.parameters()), torch.device("cpu"))
 
     @property
     def equal_forwards(self) -> bool:
-        """Whether every rank must run as many forward passes in the next step."""
+        """Return whether every rank must run as many forward passes in the next step."""
         return False
 
     @property
@@ -66,7 +66,7 @@ class ModelWrapper:
         """Before its first forward pass: whether gradients are reduced in it, and some rank replays."""
 
     def sync(self, on: bool) -> None:
-        """Whether the next forward and backward pass reduce gradients."""
+        """Set whether the next forward and backward pass reduce gradients."""
 
     def replay_begins(self) -> None:
         """The microbatches that follow in this step have weight zero."""
@@ -102,7 +102,7 @@ class ModelWrapper:
 
 
 class DdpModel(ModelWrapper):
-    """DistributedDataParallel."""
+    """A model in DistributedDataParallel."""
 
     kind = "DDP"
 
@@ -137,16 +137,16 @@ class DdpModel(ModelWrapper):
         self._reached = ReachedParameters(self.inner) if replays and may_be_unused else None
 
     def sync(self, on: bool) -> None:
-        """As `no_sync`, but held over forward and backward."""
+        """Do as `no_sync`, but held over forward and backward."""
         self.ddp.require_backward_grad_sync = on or not self._primed
 
     def replay_begins(self) -> None:
-        """What is reached from here on does not count."""
+        """Forget what is reached from here on: it does not count."""
         if self._reached is not None:
             self._reached.stop()
 
     def keep_real_gradients(self, agreement: Agreement) -> None:
-        """Those stay that a microbatch of any rank has reached; of this one, where ranks step alone."""
+        """Keep gradients that a microbatch of any rank has reached; of this one, where ranks step alone."""
         reached, self._reached = self._reached, None
         if reached is not None:
             reached.stop()
@@ -186,7 +186,7 @@ class DdpModel(ModelWrapper):
 
 
 class ReachedParameters:
-    """Which parameters get a gradient while it listens.
+    """The parameters that get a gradient while it listens.
 
     DDP knows it of all ranks together and of replays, too. Hooks cost something at each parameter, so they
     are there only in a step in which some rank replays a batch.
@@ -209,7 +209,7 @@ class ReachedParameters:
         return torch.tensor(list(self._reached), dtype=torch.uint8)
 
     def stop(self) -> None:
-        """Listen no longer; idempotent."""
+        """Stop listening to the parameters; idempotent."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -276,11 +276,11 @@ class Fsdp2Model(ModelWrapper):
         return tuple(ran + [_name_of(unit) for unit in inside[-1:]])
 
     def step_begins(self, *, reduces: bool, replays: bool) -> None:
-        """What ran before, to evaluate the model, is none of the step's."""
+        """Forget the layers that ran before, to evaluate the model: they are none of the step's."""
         self._layers, self._listed = [], len(self._order())
 
     def sync(self, on: bool) -> None:
-        """Whether the backward pass scatters sums; else gradients stay whole, on every rank."""
+        """Set whether the backward pass scatters sums; else gradients stay whole, on every rank."""
         self._fsdp.set_requires_gradient_sync(on)
         self._fsdp.set_is_last_backward(on)
 
@@ -322,7 +322,7 @@ class Fsdp2Model(ModelWrapper):
         self._listed = len(order)
 
     def checksum(self) -> int:
-        """Of the layers that ran, and the parameters that have a gradient."""
+        """Return a checksum of the layers that ran, and the parameters that have a gradient."""
         has_gradient = bytes(parameter.grad is not None for parameter in self._parameters.values())
         return zlib.crc32("\n".join(self._layers).encode(), zlib.crc32(has_gradient))
 
@@ -356,7 +356,7 @@ class Fsdp2Model(ModelWrapper):
         return order
 
     def _units(self) -> list[Any]:
-        """What FSDP2 gathers at once, from the outside in; none before the first forward pass."""
+        """Return what FSDP2 gathers at once, from the outside in; none before the first forward pass."""
         states: Any = self._fsdp._get_fsdp_state()._state_ctx.all_states
         of_states = [
             getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -370,7 +370,7 @@ class Fsdp2Model(ModelWrapper):
         self._let_go()
 
     def exposed_s(self, sync_s: float) -> float | None:
-        """FSDP2 does not tell."""
+        """Return None where gradients were reduced: FSDP2 does not tell."""
         return None if sync_s else 0.0
 
 
@@ -378,13 +378,13 @@ _ROOT = "the model itself"
 
 
 def _is_debugged() -> bool:
-    """Whether PyTorch was asked to compare collectives before they run."""
+    """Return whether PyTorch was asked to compare collectives before they run."""
     torch_dist: Any = dist
     return bool(torch_dist.get_debug_level() == torch_dist.DebugLevel.DETAIL)
 
 
 def _is_gloo(mesh: Any) -> bool:
-    """Whether gloo gathers parameters; groups of several backends have one a device."""
+    """Return whether gloo gathers parameters; groups of several backends have one a device."""
     backend: Any = mesh.get_group(mesh.ndim - 1)._get_backend(torch.device(mesh.device_type))
     return bool(backend.name() == "gloo")
 
@@ -394,7 +394,7 @@ def _name_of(unit: Any) -> str:
 
 
 def wrapper_of(model: nn.Module) -> ModelWrapper:
-    """What the model is wrapped in; `ValueError` for what windows cannot be exact with."""
+    """Return what the model is wrapped in; `ValueError` for what windows cannot be exact with."""
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper: the switches lie inside
     if type(model).__module__.split(".")[0] == "deepspeed":
         raise ValueError(
@@ -491,7 +491,10 @@ def copied_buffers(model: nn.Module) -> Iterable[tuple[torch.Tensor, torch.Tenso
 
 
 def mixes_batches(model: nn.Module) -> bool:
-    """Whether the batches of all ranks meet in forward passes, where a replay would change the others."""
+    """Return whether the batches of all ranks meet in forward passes.
+
+    A replay would change the others there.
+    """
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 

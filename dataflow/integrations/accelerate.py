@@ -39,7 +39,7 @@ ADDED = frozenset((_FINISHED, _ITERATION))
 def prepare_loader(
     accelerator: Accelerator, loader: DataLoader, *, device_placement: bool | None = None
 ) -> DataLoader:
-    """What `accelerator.prepare(loader)` does, with a loader of this package inside.
+    """Return what `accelerator.prepare(loader)` does, with a loader of this package inside.
 
     Args:
         accelerator: used as it is configured, except that states are the loader's own whatever
@@ -96,7 +96,7 @@ class _Keeping:
         self._update_state_dict()
 
     def begin(self) -> None:
-        """As Accelerate's, which cuts the last batch that it gathers for metrics off at `remainder`."""
+        """Begin as Accelerate does. It cuts the last batch that it gathers for metrics off at `remainder`."""
         super().begin()  # type: ignore[misc]
         if isinstance(order := getattr(self.base_dataloader, "sampler", None), ShardOrder):
             self.remainder = order.remainder

@@ -64,7 +64,7 @@ def resume(trainer: Any) -> KeepPlace:
 
 
 def _skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """As Accelerate's, but for loaders over shards, which stand where they should.
+    """Skip as Accelerate does, but for loaders over shards, which stand where they should.
 
     `Trainer` has no other seam between the loader and its skip: it looks this function up in its module.
     """
@@ -88,17 +88,17 @@ def _is_over_shards(loader: Any) -> bool:
 
 
 class KeepPlace(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """What `resume` adds to a trainer: the loader's state in each checkpoint, loaded when training begins."""
+    """The callback that `resume` adds: the loader's state in each checkpoint, loaded when training begins."""
 
     def __init__(self) -> None:
         self._loader: Any = None
         self._epoch = 0
         """Trainer's, that of the checkpoint."""
         self._is_elsewhere = False
-        """Whether the epoch that runs begins where Trainer believes itself elsewhere."""
+        """True if the epoch that runs begins where Trainer believes itself elsewhere."""
 
     def state(self) -> dict[str, Any]:
-        """What transformers writes into `trainer_state.json`, on the ranks that write.
+        """Return what transformers writes into `trainer_state.json`, on the ranks that write.
 
         Where transformers restores callbacks, "attributes" become the callback's; nobody reads them.
         """

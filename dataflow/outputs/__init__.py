@@ -1,4 +1,4 @@
-"""What becomes of a column: one class for each kind of value, from staged bytes to the value in a batch.
+"""Outputs turn staged bytes into the value of a column in a batch: one class for each kind of value.
 
 In: staged windows, the rows of a chunk. Out: values of each batch, in slots of the arena. Read `output`
 first, then one of its kinds: `fixed`, `ragged`, or `decoded` with `images`, `media`, `objects`. `resolve`

@@ -1,4 +1,4 @@
-"""What outputs build the columns of a chunk with: its rows, slots, random numbers, a list of bad samples.
+"""The means to build the columns of a chunk with: rows, slots, random numbers, a list of bad samples.
 
 What the stream found for its batches (`sharding.plan.batch_rows`) becomes rows of staged windows once a chunk
 (`ChunkRows`): values are gathered, random numbers drawn and bad samples named by this one answer.
@@ -39,7 +39,7 @@ StoredValue = tuple[NDArray[np.uint8], int]
 
 @dataclass(frozen=True)
 class Cut:
-    """Of some columns only segments of the values are taken, [rows] each; all in elements."""
+    """The segments of the values that some columns take, [rows] each; all in elements."""
 
     columns: Sequence[str]
     """The first is the one that the plan's lengths are of."""
@@ -78,7 +78,10 @@ class ChunkRows:
         return self.locate()
 
     def bytes_of(self, column: str, missing_bytes: int = 0) -> NDArray[np.int64]:
-        """Of every row's value, read-only int64 [rows]; `missing_bytes` where it is missing."""
+        """Return the bytes of every row's value, read-only int64 [rows].
+
+        A missing one has `missing_bytes`.
+        """
         known = self._bytes.get((column, missing_bytes))
         if known is None:
             known = np.empty(self.num_rows, np.int64)
@@ -95,7 +98,7 @@ class ChunkRows:
         return self.find_all(np.array([row]))[0]
 
     def find_all(self, rows: NDArray[np.int64]) -> list[tuple[StagedRows, int]]:
-        """Of rows of the chunk, as `find`."""
+        """Do as `find` for many rows of the chunk."""
         part_of, window_row = self._by_row
         owners = [self.parts[number].window for number in part_of[rows].tolist()]
         return [*zip(owners, window_row[rows].tolist(), strict=True)]
@@ -118,7 +121,7 @@ class ChunkRows:
         return numbers
 
     def array_rows(self, column: str) -> tuple[int, int, NDArray[np.int64]]:
-        """Where the rows of an array column lie: base, step and index of a `PlanColumn`."""
+        """Return where the rows of an array column lie: base, step and index of a `PlanColumn`."""
         first, *others = self.parts
         if not others:
             values = first.array(column)
@@ -143,7 +146,7 @@ class ChunkRows:
 
 @dataclass(frozen=True)
 class Randomness:
-    """What random augmentation is a function of, beside the sample."""
+    """The seed and epoch that random augmentation depends on, beside the sample."""
 
     seed: int
     epoch: int
@@ -162,7 +165,7 @@ class Randomness:
         return uniform(self.seed, self.epoch_of(window), window.samples.numbers(rows), DRAWS, item)
 
     def key(self, window: StagedRows, row: int, *, of_batch: bool) -> int:
-        """What a sample, or the batch that begins with it, seeds generators with."""
+        """Return what a sample, or the batch that begins with it, seeds generators with."""
         return mix_key(self.seed, self.epoch_of(window), GLOBALS, window.samples.number(row), of_batch)
 
     def generator(self, window: StagedRows, row: int) -> np.random.Generator:
@@ -298,7 +301,10 @@ class ChunkColumns:
     def decoded(
         self, column: str, value: StoredValue | None, decode: Callable[[NDArray[np.uint8], int], Any]
     ) -> Any:
-        """What `decode` makes of stored bytes and row; None where it is missing or bad, which is noted."""
+        """Return what `decode` makes of stored bytes and row.
+
+        None where it is missing or bad, which is noted.
+        """
         if value is None:
             return None
         raise_if_closing(self._closing)

@@ -78,9 +78,9 @@ class DecodedOutput(Output):
     """What stands in a list for a value that is missing, in words."""
 
     is_list: bool = False
-    """Whether samples have any number of values each."""
+    """True if samples have any number of values each."""
     is_joined: bool = False
-    """Whether each source holds one item of a list; else there is one source, of lists in one piece."""
+    """True if each source holds one item of a list; else there is one source, of lists in one piece."""
     mean_items: int = field(default=1, compare=False)
     """Values of a sample, about."""
 
@@ -91,12 +91,12 @@ class DecodedOutput(Output):
 
     @property
     def is_sized(self) -> bool:
-        """Whether all values have one shape."""
+        """Return whether all values have one shape."""
         return False
 
     @property
     def is_random(self) -> bool:
-        """Whether decoding needs draws."""
+        """Return whether decoding needs draws."""
         return False
 
     def decode_few(
@@ -206,7 +206,7 @@ class DecodedOutput(Output):
         return [[] if value is None else _items(value) for value in stored[0]] if self.is_list else stored[0]
 
     def made(self, columns: ChunkColumns, stored: Any, decode: Callable[..., Any]) -> Any:
-        """What `decode` makes of bytes, row and number of a stored value, or of each of a list.
+        """Return what `decode` makes of bytes, row and number of a stored value, or of each of a list.
 
         None where it is bad, which is noted; the default where it is missing.
         """
@@ -295,7 +295,7 @@ class DecodedOutput(Output):
         return int(self._counts(rows).sum()) if self.is_list else rows.num_rows
 
     def _counts(self, rows: ChunkRows) -> NDArray[np.int64]:
-        """How many items each row of the chunk has, int64 [rows]."""
+        """Return how many items each row of the chunk has, int64 [rows]."""
         counts = np.zeros(rows.num_rows, np.int64)
         for part in rows.parts:
             if self.is_joined:
@@ -339,7 +339,7 @@ class DecodedOutput(Output):
                 columns.note_bad(part.chunk_row(row), self.name, reason)
 
     def _lengths(self, part: WindowPart) -> NDArray[np.int64]:
-        """Of the items of several sources, int64 [rows, sources]."""
+        """Return the lengths of the items of several sources, int64 [rows, sources]."""
         return np.stack([part.spans(each.name).lengths[part.rows] for each in self.staged], axis=1)
 
     def _lists(self, part: WindowPart) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:

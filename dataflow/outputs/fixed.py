@@ -25,7 +25,7 @@ MASK_SUFFIX = "_mask"
 
 @dataclass(frozen=True, kw_only=True)
 class FixedOutput(Output):
-    """What all columns of fixed-size rows have in common."""
+    """The base of all columns of fixed-size rows."""
 
     is_view: ClassVar[bool] = True
     is_fixed: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class FixedOutput(Output):
         return self.shape[0] if len(self.shape) == 1 else None
 
     def description(self) -> str:
-        """Kind, dtype and shape."""
+        """Return the kind, dtype and shape."""
         return f"{super().description()} {list(self.shape)}"
 
     def optional(self, default: Any, *, has_mask: bool) -> Self:
@@ -52,11 +52,11 @@ class FixedOutput(Output):
 
     @property
     def _stored_dtype(self) -> str:
-        """Of what is copied into a batch."""
+        """The dtype of what is copied into a batch."""
         return self.dtype
 
     def batch_bytes(self, rows: ChunkRows) -> int:
-        """Bytes of the slot."""
+        """Return the bytes of the slot."""
         return rounded_bytes(rows.num_rows * self.row_bytes)
 
     def _views(self, memory: NDArray[np.uint8], first: int, sizes: Sequence[int]) -> list[Tensor]:
@@ -83,7 +83,7 @@ class ArrayOutput(FixedOutput):
     """How byte strings become numbers; None: they are stored as numbers."""
 
     def takes(self, column: Column) -> bool:
-        """Whether a decoded column of a block is of the type that the schema promised."""
+        """Return whether a decoded column of a block is of the type that the schema promised."""
         if isinstance(column, Spans):
             return bool(column.buffer.dtype == ("uint8" if self.parse else self.source_dtype))
         shape = self.shape[:-1] if len(self.sources) > 1 else self.shape
@@ -119,7 +119,7 @@ class ArrayOutput(FixedOutput):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskOutput(ArrayOutput):
-    """Whether the values of another column are there: bool [batch], [batch, n] of n stacked ones."""
+    """A mask of the values of another column that are there: bool [batch], [batch, n] of n stacked ones."""
 
     kind: ClassVar[str] = "mask"
     takes_bytes: ClassVar[bool] = False
@@ -172,7 +172,7 @@ class RowsOutput(FixedOutput):
 
 
 def default_row(output: Output, default: Any, unknown: float, dtype: str, *, has_mask: bool) -> Default:
-    """What stands for a missing row of a tensor: the default, or `unknown` where a mask tells.
+    """Return what stands for a missing row of a tensor: the default, or `unknown` where a mask tells.
 
     Raises `ValueError` for a default that is no value of this type and the output's shape, or for none where
     nothing else tells.

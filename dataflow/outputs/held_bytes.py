@@ -1,4 +1,4 @@
-"""How many bytes the objects of a batch hold, by a shallow look: what a user's function or a decoder made.
+"""The bytes that the objects of a batch hold, by a shallow look: what a user's function or a decoder made.
 
 Tensors and arrays count by the memory they keep alive, each once; text, bytes and numbers as Python says; of
 an object with attributes those that are tensors, arrays, text or bytes count. Memory that is counted
@@ -49,7 +49,7 @@ class Ranges:
 
     @classmethod
     def of(cls, values: Iterable[Any]) -> Ranges:
-        """Those of tensors, and of lists of tensors."""
+        """Return the ranges of tensors, and of lists of tensors."""
         ranges, parts = cls(), [*values]
         while parts:
             part = parts.pop()
@@ -61,7 +61,7 @@ class Ranges:
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all ranges together."""
         return sum(self._ends) - sum(self._starts)
 
 

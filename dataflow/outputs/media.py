@@ -114,19 +114,19 @@ class EpisodeClipOutput(ClipOutput):
 
     @property
     def parts_rule(self) -> None:
-        """None: nothing is stored."""
+        """None, since nothing is stored."""
         return
 
     def takes(self, column: Column) -> bool:
-        """Whether a column is one of numbers, a row each."""
+        """Return whether a column is one of numbers, a row each."""
         return isinstance(column, np.ndarray) and column.size == len(column)
 
     def staged_bytes(self, num_rows: int) -> int:
-        """Of addresses, lengths and moments."""
+        """Return the bytes of addresses, lengths and moments."""
         return 32 * num_rows
 
     def stage(self, num_rows: int, arena: Arena) -> StagedMoments:
-        """Where moments and clips go."""
+        """Return where moments and clips go."""
         return StagedMoments(
             np.zeros(num_rows, np.int64),
             np.full(num_rows, -1, np.int64),
@@ -136,7 +136,7 @@ class EpisodeClipOutput(ClipOutput):
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodePadOutput(MaskOutput):
-    """Which frames of the clips of a robot's camera are padding: [batch, frames]. Moments tell, unread."""
+    """A mask of the padding frames of a robot camera's clips: [batch, frames]. Moments tell, unread."""
 
     rule: Video
     episodes: EpisodeVideos = field(compare=False)
@@ -176,7 +176,7 @@ def pads_beside(output: Output, names: Collection[str]) -> list[Output]:
 
 
 def _failure(error: Exception) -> Exception:
-    """What is wrong with a clip, without the traceback, whose frames hold the stored bytes."""
+    """Return what is wrong with a clip, without the traceback, whose frames hold the stored bytes."""
     if isinstance(error, MemoryLimitError):
         return error
     return SampleError("", _reason(error), stage="decode")

@@ -29,7 +29,7 @@ class ObjectOutput(DecodedOutput):
     convert: Callable[[bytes], Any]
     """The bytes of one value -> a Python object."""
     is_stacked: bool = False
-    """Whether arrays of a batch, which are all of one shape, become one tensor."""
+    """True if arrays of a batch, which are all of one shape, become one tensor."""
 
     @property
     def missing_cure(self) -> str:
@@ -37,7 +37,7 @@ class ObjectOutput(DecodedOutput):
         return super().missing_cure if self.is_list else "Optional()"
 
     def description(self) -> str:
-        """Kind, dtype and function."""
+        """Return the kind, dtype and function."""
         stacked = ", stacked" if self.is_stacked else ""
         return f"{super().description()} {getattr(self.convert, '__name__', '')}".rstrip() + stacked
 
@@ -87,7 +87,7 @@ class ObjectOutput(DecodedOutput):
 
 
 def is_text(output: Output) -> bool:
-    """Whether a column is delivered as `str`."""
+    """Return whether a column is delivered as `str`."""
     return isinstance(output, ObjectOutput) and output.convert is CONVERTERS["text"]
 
 
@@ -108,7 +108,7 @@ def as_tensor(value: Any) -> Any:
 
 
 def described(value: Any) -> str:
-    """What a value is, for messages: type and shape, columns of a dict, no content."""
+    """Return what a value is, for messages: type and shape, columns of a dict, no content."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, np.ndarray):

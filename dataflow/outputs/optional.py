@@ -36,7 +36,7 @@ class Optional:
     default: Any = None
     """What stands for a missing value: a number, an array of the value's shape, bytes, text, an object."""
     mask: bool = False
-    """Whether batches have a column `<name>_mask` after it, bool [batch] ([batch, n] of n stacked columns):
+    """True if batches have a column `<name>_mask` after it, bool [batch] ([batch, n] of n stacked columns):
     True where the value is there."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a column, from stored bytes to the value in a batch: one class for each kind of value.
+"""The base of outputs: a column from stored bytes to the value in a batch, one class for each kind of value.
 
 A column arrives per block, as an array or as spans (`sharding.blocks`). It is *staged*: copied into one array
 of the window, or left where it was read, of which only addresses are kept. For each chunk the output then
@@ -37,7 +37,7 @@ Views = Callable[[NDArray[np.uint8], int, Sequence[int]], Iterable[Any]]
 
 @dataclass(kw_only=True)
 class BuiltColumn:
-    """What is left to do for one output column of a chunk."""
+    """The work that is left for one output column of a chunk."""
 
     split: Callable[[Sequence[int]], Iterable[Any]] | None = None
     """Batch sizes -> one value a batch; of Python objects each is made when asked for. None: see `views`."""
@@ -83,7 +83,7 @@ def make_copies(built: Sequence[BuiltColumn], columns: ChunkColumns) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Default:
-    """What stands for a value that is missing."""
+    """The value that stands for a missing one."""
 
     value: Any
     """Of tensors an array of the stored type: a row, or the elements of a list. Of objects the object."""
@@ -100,45 +100,45 @@ class Output(StagedOutput, ABC):
     """One column of the batches."""
 
     is_copied: ClassVar[bool] = False
-    """Whether values are views of copies of what was stored, and `build` gives `copies` and `views`."""
+    """True if values are views of copies of what was stored, and `build` gives `copies` and `views`."""
     is_decoded: ClassVar[bool] = False
-    """Whether values are decoded one by one when a batch is built, not copied as they were staged."""
+    """True if values are decoded one by one when a batch is built, not copied as they were staged."""
     releases_gil: ClassVar[bool] = False
-    """Whether decoding runs without the lock of the interpreter, but for moments."""
+    """True if decoding runs without the lock of the interpreter, but for moments."""
 
     default: Default | None = None
     """What stands for a missing value; None: a sample without one is a bad sample."""
     is_member: bool = field(default=False, compare=False)
-    """Whether its columns are members of samples; else "a.b" is a field b of a struct."""
+    """True if its columns are members of samples; else "a.b" is a field b of a struct."""
 
     @property
     @abstractmethod
     def kind(self) -> str:
-        """What messages call it."""
+        """Return what messages call it."""
 
     @property
     def is_view(self) -> bool:
-        """Whether a batch's value is a view of the chunk's slot, so that nothing is made batch by batch."""
+        """True if a batch's value is a view of the chunk's slot, so that nothing is made batch by batch."""
         return False
 
     @property
     def is_fixed(self) -> bool:
-        """Whether every row takes `row_bytes`."""
+        """Return whether every row takes `row_bytes`."""
         return False
 
     @property
     def one_shape_cure(self) -> str:
-        """What in `decode=` gives all its values one shape, and what it does; "" where nothing does."""
+        """The part of `decode=` that gives all values one shape, and what it does; "" where nothing does."""
         return ""
 
     @property
     def missing_cure(self) -> str:
-        """What in `decode=` lets values be missing."""
+        """Return what in `decode=` lets values be missing."""
         return "Optional(default=...)"
 
     @property
     def suffix(self) -> str:
-        """What its name has behind that of the column which it tells about; "": it tells of itself."""
+        """Return what its name has behind that of the column which it tells about; "": it tells of itself."""
         return ""
 
     @property
@@ -158,16 +158,16 @@ class Output(StagedOutput, ABC):
 
     @property
     def staged(self) -> tuple[StagedOutput, ...]:
-        """What windows hold of it."""
+        """Return what windows hold of it."""
         return (self,)
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Those of its sources that every sample must have."""
+        """The sources that every sample must have."""
         return self.sources
 
     def description(self) -> str:
-        """What it delivers, for messages: kind, dtype and what else decides."""
+        """Return what it delivers, for messages: kind, dtype and what else decides."""
         missing = "" if self.default is None else f" ({self.default.value!r} where missing)"
         return f"{self.kind} {self.dtype}{missing}"
 
@@ -186,7 +186,7 @@ class Output(StagedOutput, ABC):
 
     @property
     def default_array(self) -> NDArray[Any] | None:
-        """Of tensors, what stands for a missing value."""
+        """The array that stands for a missing value of a tensor; None where there is none."""
         return None if self.default is None else self.default.value
 
     @property
@@ -196,7 +196,7 @@ class Output(StagedOutput, ABC):
 
     @property
     def cure(self) -> str:
-        """What to do about samples that lack it."""
+        """Return what to do about samples that lack it."""
         paths = ([source] if self.is_member else source.split(".") for source in self.sources)
         is_there = " & ".join(f"field({', '.join(map(repr, path))}).is_valid()" for path in paths)
         return (
@@ -218,7 +218,7 @@ class Output(StagedOutput, ABC):
 
 
 def staged_outputs(outputs: Sequence[Output]) -> list[StagedOutput]:
-    """What windows hold of several."""
+    """Return what windows hold of several."""
     return [staged for output in outputs for staged in output.staged]
 
 

@@ -38,7 +38,7 @@ class Pad:
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedOutput(Output):
-    """A `Ragged` a batch."""
+    """A column that is delivered as a `Ragged` a batch."""
 
     kind: ClassVar[str] = "ragged"
     is_view: ClassVar[bool] = True
@@ -71,7 +71,7 @@ class RaggedOutput(Output):
         return rounded_bytes(int(self.row_sizes(rows).sum()))
 
     def row_sizes(self, rows: ChunkRows) -> NDArray[np.int64]:
-        """Of the values, or of the segments that length-aware batches take of them."""
+        """Return the bytes of the values, or of the segments that length-aware batches take of them."""
         cut = rows.cut_of(self.name)
         if cut is not None:
             return cut.length * np.dtype(self.dtype).itemsize
@@ -128,7 +128,7 @@ class PaddedOutput(RaggedOutput):
     pad: Pad
 
     def description(self) -> str:
-        """Kind, dtype and padding."""
+        """Return the kind, dtype and padding."""
         return f"{super().description()} {self.pad}"
 
     def _delivered(self, rows: Ragged) -> Any:

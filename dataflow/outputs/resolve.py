@@ -1,4 +1,4 @@
-"""Which columns a dataset delivers, and as what: `columns=` and `decode=` resolved into outputs.
+"""The columns that a dataset delivers: `columns=` and `decode=` are resolved into outputs.
 
 Rules by name, and what `decode="auto"` does with the columns of a tar, are here; the named functions of bytes
 are `dataflow.decode.values.CONVERTERS`.
@@ -159,14 +159,14 @@ def _matched(schema: Mapping[str, ColumnSpec], sources: Sequence[str]) -> tuple[
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
-    """What sorts "2.jpg" before "10.jpg"."""
+    """Return what sorts "2.jpg" before "10.jpg"."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split("([0-9]+)", name)]
 
 
 def _several(
     name: str, sources: tuple[str, ...], specs: list[ColumnSpec], rule: object, codec: Format
 ) -> Output:
-    """What becomes of several columns: numbers are stacked, byte strings listed."""
+    """Return what becomes of several columns: numbers are stacked, byte strings listed."""
     if any(spec.kind != "bytes" for spec in specs):
         return _stacked(name, sources, specs, rule)
     if rule == "auto":
@@ -175,7 +175,7 @@ def _several(
 
 
 def _single(name: str, source: str, specs: list[ColumnSpec], rule: object, codec: Format) -> Output:
-    """What becomes of one column."""
+    """Return what becomes of one column."""
     sources, spec = (source,), specs[0]
     if spec.kind == "fixed":
         return _fixed(name, source, spec, rule, codec)
@@ -216,7 +216,10 @@ def _converter(name: str, rule: object, others: str, names: Sequence[str] = ()) 
 
 
 def _list_of(name: str, sources: tuple[str, ...], rule: object, *, items: int = 0) -> Output:
-    """What becomes of lists of byte strings: the rule is for each. `items`: of a stored list, about."""
+    """Return what becomes of lists of byte strings: the rule is for each.
+
+    `items`: of a stored list, about.
+    """
     what: dict[str, Any] = {"is_list": True, "is_joined": not items, "mean_items": items or len(sources)}
     if rule == "image":
         rule = Image()

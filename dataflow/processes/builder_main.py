@@ -1,4 +1,4 @@
-"""What a builder does: it builds chunks, and hands batches over, a few at a time; and its process's main.
+"""A builder builds chunks, and delivers batches a few at a time; and its process's main.
 
 It knows nothing of shards: what it builds was sent (`serialized`). Two things it asks the training process,
 and waits for the answer: what an error is to say of a sample, and whether that is left out.
@@ -89,15 +89,15 @@ class BuiltBatches(NamedTuple):
     is_due: bool
     """As of a `PartialChunk`."""
     is_last: bool
-    """Whether no others follow."""
+    """True if no others follow."""
     asks: bool
-    """Whether the builder waits to be told to go on."""
+    """True if the builder waits to be told to go on."""
     cpu_s: float
     """Processor time of the process since it last handed over."""
 
 
 class ChunkInputs(Protocol):
-    """Where the values of the chunks' rows are."""
+    """The addresses of the values of the chunks' rows."""
 
     def rows(self, number: int, error_of: SampleErrorOf, chunk: Any, *where: Any) -> ChunkRows:
         """The rows of a chunk, as it was sent. `error_of` asks for the errors of its samples."""
@@ -233,7 +233,7 @@ def _next_part(build: _Build) -> PartialChunk[tuple[Any, ...]]:
 
 
 def _standing_at(frame: FrameType | None) -> str:
-    """Of a stack of a builder process: the place, and the numbers of the chunk and of its row, if it has one.
+    """Return where a builder process's stack stands, and the numbers of the chunk and of its row, if any.
 
     Which sample that is the training process knows.
     """

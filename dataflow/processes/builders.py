@@ -88,7 +88,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         self._started: set[int] = set()
         """Processes that have said that they are there."""
         self._reads_files = True
-        """Whether processes read what lies in files that are open here; not once one of them could not."""
+        """True if processes read what lies in files that are open here; not once one of them could not."""
         context = start_context(None)
         try:
             job = packed_job(settings, context)
@@ -119,7 +119,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
     # ---- for the engine -----------------------------------------------------------------------------------
 
     def has(self, build: Build[Delivered]) -> bool:
-        """Whether a chunk that was begun is built here."""
+        """Return whether a chunk that was begun is built here."""
         return isinstance(build.progress, _ProcessBuild)
 
     def places(self) -> list[str]:
@@ -220,7 +220,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         self._processes.pool.send(one.builder, WorkerRequest(kind, one.build.number, content))
 
     def _take(self, response: WorkerResponse) -> None:
-        """What a process says of itself, or of a chunk."""
+        """Take a process's message about itself, or about a chunk."""
         process, kind = response.runner, response.kind
         with self._lock:
             one = self._assigned.get(response.task)

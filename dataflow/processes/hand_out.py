@@ -1,4 +1,4 @@
-"""What builders outside of this process have in common: one thread hands out, and takes what comes back.
+"""The common part of builders outside of this process: one thread dispatches, and takes what comes back.
 
 Each builder has a chunk that it builds and one that it builds next, so none waits for the way there and back.
 Before a chunk is begun and where a builder asks, the engine decides whether there is room for what it makes
@@ -40,7 +40,7 @@ MOST_DEATHS = 2
 
 
 class ShippableChunk(Protocol):
-    """What is shipped of a chunk."""
+    """A chunk that can be sent to a builder elsewhere."""
 
     plan: ChunkPlan
     rows: ChunkRows
@@ -52,7 +52,7 @@ class ShippableChunk(Protocol):
 
 
 class BuildAnswers:
-    """What a builder elsewhere was answered about a chunk, in order. Used by one thread.
+    """The answers to a builder elsewhere about a chunk, in order. Used by one thread.
 
     One that builds the chunk anew asks the same questions, and nothing may be decided and counted twice.
     """
@@ -104,7 +104,7 @@ class RemoteBuild:
     builder: Any = None
     """Who has it; None: it waits for one."""
     is_active: bool = True
-    """Whether it is built or waits for it; else the engine has laid it aside."""
+    """True if it is built or waits for it; else the engine has laid it aside."""
     num_added: int = 0
     """Batches that the engine has."""
     answers: BuildAnswers = field(default_factory=BuildAnswers)
@@ -116,7 +116,7 @@ B = TypeVar("B", bound=RemoteBuild)
 
 
 class BusyTimes:
-    """How long builders have been at work, as their chunks come and go. Guarded by its owner's lock.
+    """The time that builders have been at work, as their chunks come and go. Guarded by its owner's lock.
 
     Measured where chunks are sent, not where they are built: what a builder is at counts before it says so.
     """
@@ -192,18 +192,18 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
 
     @abstractmethod
     def _choose(self, one: B, loads: Counter[Any]) -> Any:
-        """Who is to build it, given the chunks that each has; None: nobody can. Under the lock."""
+        """Return who is to build it, given the chunks that each has; None: nobody can. Under the lock."""
 
     @abstractmethod
     def _content(self, one: B) -> tuple[Any, ...]:
-        """What a builder is sent of a chunk. What it raises ends the chunk."""
+        """Return what a builder is sent of a chunk. What it raises ends the chunk."""
 
     @abstractmethod
     def _send(self, one: B, kind: int, content: Any = None) -> None:
         """Send a message about a chunk to the builder that has it."""
 
     def _has_started(self, builder: Any) -> bool:
-        """Whether a builder that was sent a chunk can be at it. Under the lock."""
+        """Return whether a builder that was sent a chunk can be at it. Under the lock."""
         return True
 
     @abstractmethod
@@ -337,7 +337,10 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
             one.build.end(error)
 
     def _take_response(self, one: B, kind: int, obj: Any, slot_bytes: int = 0) -> None:
-        """What a builder says of a chunk; `slot_bytes`: of its batches, if they are not charged yet."""
+        """Take a builder's response about a chunk.
+
+        `slot_bytes`: of its batches, if they are not charged yet.
+        """
         if kind == WorkerResult.QUESTION:
             self._send(one, WorkerMessage.ANSWER, one.answers.to(obj, one.build, self._decide))
         elif kind == WorkerResult.ERROR:

@@ -59,7 +59,7 @@ class SerializedSource:
 
 @dataclass(frozen=True, kw_only=True)
 class SerializedChunk:
-    """What another process needs to build a chunk, beside its memory and what all chunks have in common."""
+    """The message by which another process builds a chunk, beside its memory and what all chunks share."""
 
     plan: ChunkPlan
     columns: Mapping[str, SerializedColumn]
@@ -115,7 +115,7 @@ def _lengths(column: str) -> Callable[[WindowPart], NDArray[np.int64]]:
 
 
 def _in_files(rows: ChunkRows, column: str) -> FileParts | None:
-    """Where the values of a column lie in files, row by row of the chunk, if all of them do."""
+    """Return where the values of a column lie in files, row by row of the chunk, if all of them do."""
     files: list[OpenFile] = []
     numbers, offsets = np.empty((2, rows.num_rows), np.int64)
     for part in rows.parts:
@@ -132,7 +132,7 @@ def _lengths_of(plan_column: PlanColumn, column: StagedSpans) -> NDArray[np.int6
 
 
 def _staged(rows: ChunkRows, output: StagedOutput) -> tuple[PlanColumn, StagedArray | StagedSpans]:
-    """How the chunk's rows of a column are copied, and what is known of them by row of the chunk."""
+    """Return how the chunk's rows of a column are copied, and what is known of them by row of the chunk."""
     name = output.name
     may_load = all(part.window.may_load for part in rows.parts)
     if output.stays_in_place:
@@ -189,7 +189,10 @@ class _SerializedNumbers:
 
 
 class SerializedRows(StagedRows):
-    """What crossed: the values of a chunk's rows. Another process is asked for the errors of its samples."""
+    """The values of a chunk's rows as they were sent.
+
+    Another process is asked for the errors of its samples.
+    """
 
     def __init__(
         self,

@@ -66,13 +66,13 @@ class ThreadsFirstBuilders(Builders[Delivered]):
         """Who builds what is new, and why."""
         self._lock = threading.RLock()  # guards what follows
         self._is_decided = False
-        """Whether that stays so."""
+        """True if that stays so."""
         self._num_running = 0
         """Chunks that threads are at, until then."""
         self._waiting: list[Build[Delivered]] = []
         """Those that nobody is at, until then."""
         self._has_seen_batch = self._has_built = False
-        """Whether threads have built a batch, and a chunk."""
+        """True if threads have built a batch, and a chunk."""
         self._is_starting = self._are_ready = self._is_stopped = False
         self._processes: ProcessBuilders | None = None
         self._starter = PriorityPool(1, "dataflow-start", initializer=one_torch_thread)
@@ -109,7 +109,7 @@ class ThreadsFirstBuilders(Builders[Delivered]):
             self._starter.submit(0, self._start)
 
     def _builders_of(self, build: Build[Delivered]) -> Builders[Delivered]:
-        """Who builds a chunk: a suspended one stays with whom it is."""
+        """Return who builds a chunk: a suspended one stays with whom it is."""
         processes = self._processes
         if processes is None or not self._are_ready:
             return self._threads

@@ -100,7 +100,7 @@ def resolve_source(
 
 
 def _has_layout(text: str) -> bool:
-    """Whether a source is a local folder that holds no shards itself: they may lie as on the Hub."""
+    """Return whether a source is a local folder that holds no shards itself: they may lie as on the Hub."""
     if not is_local(text) or not os.path.isdir(path := local_path(text)):
         return False
     return not any(has_suffix(name) and not name.startswith((".", "_")) for name in os.listdir(path))
@@ -221,7 +221,7 @@ def _agree(note: str | None, commit: str) -> None:
 
 
 def _shared(key: str, ask: Callable[[], Snapshot]) -> Snapshot:
-    """What another rank has asked for, or else what the Hub says, for other ranks to find."""
+    """Return what another rank has asked for, or else what the Hub says, for other ranks to find."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

@@ -44,7 +44,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class JoinReport:
-    """What a join found."""
+    """The counts of a join, and the names of samples without a match."""
 
     on: tuple[str, str]
     """The key column of the dataset, and of the other."""
@@ -73,7 +73,7 @@ class JoinSide:
 
     @property
     def catalog(self) -> Catalog:
-        """Of its shards."""
+        """The catalog of its shards."""
         return self.source.catalog
 
     def numbers(self) -> NDArray[np.int64]:
@@ -144,7 +144,7 @@ class JoinSide:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KeyMatch:
-    """What two datasets have in common."""
+    """The samples that two datasets have in common."""
 
     selection: Selection
     """The samples of the first that have a match."""

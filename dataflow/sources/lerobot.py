@@ -30,7 +30,7 @@ _ASKED_AT_ONCE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RobotDataset:
-    """What `meta/` says."""
+    """The contents of a LeRobot dataset's `meta/`."""
 
     data: list[str]
     """The Parquet shards, in the order of their episodes."""
@@ -77,7 +77,7 @@ def open_lerobot(source: Any, options: Mapping[str, Any]) -> RobotDataset:
 
 
 def _height_width(shape: Sequence[int], names: Any) -> tuple[int, int]:
-    """Of frames, whose channels come first or last."""
+    """Return height and width of frames, whose channels come first or last."""
     first = isinstance(names, list) and names[:1] in (["channels"], ["channel"], ["c"])
     return (shape[1], shape[2]) if first else (shape[0], shape[1])
 
@@ -96,7 +96,7 @@ def _read(url: str, options: Mapping[str, Any]) -> bytes:
 
 
 def _episodes(root: str, keys: Sequence[str], options: Mapping[str, Any]) -> pa.Table:
-    """What is needed of the tables in `meta/episodes`, a row an episode, by its number."""
+    """Return what is needed of the tables in `meta/episodes`, a row an episode, by its number."""
     columns = ["episode_index", "length", "data/chunk_index", "data/file_index"]
     for key in keys:
         columns += [f"videos/{key}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]
@@ -118,7 +118,7 @@ def _numbers(table: pa.Table, name: str) -> Any:
 
 
 def _paths(root: str, pattern: str, episodes: pa.Table, of: str, **more: str) -> list[str]:
-    """Of each episode, the file that has it."""
+    """Return the file that has each episode."""
     chunks, files = (_numbers(episodes, f"{of}/{name}").tolist() for name in ("chunk_index", "file_index"))
     return [
         f"{root}/{pattern.format(chunk_index=chunk, file_index=file, **more)}"

@@ -1,4 +1,4 @@
-"""What a dataset is known to lack before anything is read: members of tar, nulls that statistics count."""
+"""Values that a dataset lacks, as known before it is read: members of tar, nulls that statistics count."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Missing = tuple[str, str | None, str]
 
 
 def _first_of_all(catalog: Catalog, codec: Format, column: str) -> Missing:
-    """What indexing found."""
+    """Return the first missing value that indexing found."""
     number, which = catalog.missing[column]
     shard = catalog.shard(number).url
     if not which:
@@ -52,7 +52,7 @@ def _no_column(codec: Format, column: str) -> str:
 
 
 def _first_selected(catalog: Catalog, codec: Format, selection: Selection, column: str) -> Missing | None:
-    """What the indexes of the blocks in question tell for certain."""
+    """Return what the indexes of the blocks in question tell for certain."""
     for number in np.flatnonzero(selection.num_samples).tolist():
         block = catalog.block(number)
         if not codec.columns_are_extensions and column not in catalog.schemas[catalog.schema_of(block)]:

@@ -47,7 +47,7 @@ _REMOTE_INDEX_THREADS = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """How a dataset is opened; see `ShardedDataset` for what the fields mean."""
+    """The settings by which a dataset is opened; see `ShardedDataset` for what the fields mean."""
 
     format: str | Format
     catalog: str | os.PathLike[str] | Catalog | None
@@ -144,7 +144,7 @@ class Opening:
         return catalog.signed_by(shards_of(source, self.storage_options, retrier))
 
     def _fits(self, catalog: Catalog) -> bool:
-        """Whether its blocks are those asked for; the default takes any."""
+        """Return whether its blocks are those asked for; the default takes any."""
         return self.block_bytes in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)
 
     def _checked(self, catalog: Catalog, retrier: Retrier, rebuild: Callable[[], Catalog] | None) -> Catalog:
@@ -180,12 +180,12 @@ def _explain_signatures(catalog: Catalog) -> Iterator[None]:
 
 
 def is_there(url: str, options: Mapping[str, Any], retrier: Retrier) -> bool:
-    """Whether a file exists."""
+    """Return whether a file exists."""
     return retrier(lambda: exists(url, options), url)
 
 
 def load_catalog(url: str, options: Mapping[str, Any], retrier: Retrier) -> Catalog:
-    """A saved catalog."""
+    """Load a catalog that was saved."""
     return retrier(lambda: Catalog.load(url, options), url)
 
 
@@ -201,7 +201,7 @@ def _kept(path: str, options: Mapping[str, Any], retrier: Retrier) -> Catalog | 
 
 
 def save_catalog(catalog: Catalog, url: str, options: Mapping[str, Any], retrier: Retrier) -> None:
-    """Keep a catalog."""
+    """Save a catalog at a URL."""
     retrier(lambda: catalog.save(url, options), url)
 
 
@@ -213,7 +213,7 @@ def shards_of(source: Any, options: Mapping[str, Any], retrier: Retrier, looks_u
 
 
 def _some(num_shards: int) -> Sequence[int]:
-    """As many shards as are asked at once, the first and the last among them."""
+    """Return as many shards as are asked at once, the first and the last among them."""
     count = min(num_shards, _INDEX_THREADS)
     return [i * (num_shards - 1) // max(1, count - 1) for i in range(count)]
 

@@ -90,7 +90,10 @@ class StagedArray:
         return values, [(int(have[row]), reason) for row, reason in bad]
 
     def bad_among(self, rows: NDArray[np.int64]) -> list[tuple[int, str]]:
-        """Which of some rows are bad, as indices into them, and why; asked once the window is staged."""
+        """Return which of some rows are bad, as indices into them, and why.
+
+        Asked once the window is staged.
+        """
         found = []
         if self.bad:
             among = np.flatnonzero(np.isin(rows, list(self.bad))).tolist()
@@ -109,7 +112,7 @@ class StagedArray:
 
 
 class StagedPresence(StagedArray):
-    """Whether a column's values are there, bool [rows], or [rows, columns] of several stacked ones."""
+    """Flags of values of a column that are there, bool [rows], or [rows, columns] of several stacked ones."""
 
     def put(self, first: int, columns: Sequence[Column]) -> None:
         """Stage what one block has at rows from `first`."""
@@ -118,7 +121,7 @@ class StagedPresence(StagedArray):
             out[:, at] = _is_there(column)
 
     def parsed(self, column: Spans) -> tuple[Array, BadRows]:
-        """Which byte strings are there; nothing of them is read."""
+        """Return which byte strings are there; nothing of them is read."""
         return _is_there(column), ()
 
 
@@ -149,7 +152,7 @@ class StagedSpans:
 
     @cached_property
     def has_missing(self) -> bool:
-        """Whether any row lacks the column; asked once the window is staged."""
+        """Return whether any row lacks the column; asked once the window is staged."""
         return bool((self.lengths < 0).any())
 
     def put(self, first: int, columns: Sequence[Column]) -> None:
@@ -190,7 +193,7 @@ class StagedMoments(StagedSpans):
 
 @dataclass
 class StagedPads(StagedArray):
-    """Which frames of clips about moments are padding, bool [rows, frames]."""
+    """A flag for each frame of clips about moments that is padding, bool [rows, frames]."""
 
     _: KW_ONLY
     pads: Callable[[NDArray[np.int64], NDArray[np.float64]], Array] = field(kw_only=True)
@@ -220,9 +223,9 @@ class StagedOutput:
     """An output column as staging sees it. Equal to another of the same types, whatever its sources."""
 
     stays_in_place: ClassVar[bool] = True
-    """Whether a window keeps addresses of values, not values."""
+    """True if a window keeps addresses of values, not values."""
     takes_bytes: ClassVar[bool] = True
-    """Whether what is staged depends on the bytes of values, not on where they are alone."""
+    """True if what is staged depends on the bytes of values, not on where they are alone."""
 
     name: str
     sources: tuple[str, ...] = field(compare=False)
@@ -238,16 +241,19 @@ class StagedOutput:
 
     @property
     def videos(self) -> tuple[Video, EpisodeVideos] | None:
-        """Which files its values are cut out of, by episode and time, its sources. None: they are stored."""
+        """Return which files its values are cut out of, by episode and time, its sources.
+
+        None: they are stored.
+        """
         return None
 
     @property
     def parts_rule(self) -> MediaRule | None:
-        """Which parts of its values are read, where not all of them need be; None: values come whole."""
+        """The rule for which parts of its values are read, where not all need be; None: values come whole."""
         return None
 
     def takes(self, column: Column) -> bool:
-        """Whether a decoded column of a block is of the type that the schema promised."""
+        """Return whether a decoded column of a block is of the type that the schema promised."""
         if isinstance(column, Spans):
             return bool(column.buffer.dtype == self.source_dtype)
         values = column.values if isinstance(column, Masked) else column
@@ -258,5 +264,5 @@ class StagedOutput:
         return 16 * num_rows
 
     def stage(self, num_rows: int, arena: Arena) -> StagedArray | StagedSpans:
-        """Where a window of so many rows puts it, before anything is read."""
+        """Return where a window of so many rows puts it, before anything is read."""
         return StagedSpans(np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64))

@@ -96,7 +96,7 @@ class JoinedWindow(StagedWindow):
     # ---- the engine's window ------------------------------------------------------------------------
 
     def reads(self) -> Sequence[Task]:
-        """Those of all its windows; the last one that ends puts their columns side by side."""
+        """Return the reads of all its windows; the last one that ends puts their columns side by side."""
         tasks = [*self._own.reads(), *(task for rows in self._matches for task in rows.opened.reads())]
         self._tasks_left = len(tasks)
         return [partial(self._read, task) for task in tasks]
@@ -142,7 +142,7 @@ class JoinedWindow(StagedWindow):
 
     @property
     def may_load(self) -> bool:
-        """Whether values of all its windows may be touched where they lie."""
+        """Return whether values of all its windows may be touched where they lie."""
         return all(window.may_load for window in self._windows)
 
     def buffer_of(
@@ -172,7 +172,7 @@ class JoinedWindow(StagedWindow):
     def _located(
         self, spans: StagedSpans, rows: NDArray[np.int64], column: str, owners: NDArray[np.int64] | None
     ) -> tuple[StagedRows, StagedSpans, NDArray[np.int64], NDArray[np.int64] | None]:
-        """Who tells how the values of some rows may be touched, and what to ask for.
+        """Return who tells how the values of some rows may be touched, and what to ask for.
 
         Mapped ones, which are all in one window, by that; what was read is memory like any other.
         """

@@ -136,7 +136,7 @@ class MappedWindow(StagedWindow):
             parsed.note_known(self._places.numbers[~has_bad])  # bad rows are to be found anew
 
     def _spans_of(self, name: str, samples: NDArray[np.int64]) -> StagedSpans:
-        """Where the values of a column lie in the mappings."""
+        """Return where the values of a column lie in the mappings."""
         if name == "__url__":
             num_rows = self.samples.num_rows
             spans = StagedSpans(np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64))

@@ -1,4 +1,4 @@
-"""Where the values of a source's blocks lie in their shards, and the numbers that were parsed of them.
+"""The positions of the values of a source's blocks in their shards, and the numbers that were parsed of them.
 
 Both are remembered from one epoch to the next while those of the whole source fit a fixed size, in arrays by
 sample: a window takes its part of them in one step, however many blocks it has.
@@ -103,7 +103,7 @@ class ValuePlaces:
         return known
 
     def remembered(self, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of all samples, where values start in their shard and their bytes."""
+        """Return where the values of all samples start in their shard, and their bytes."""
         return self._starts[column], self._lengths[column]
 
 
@@ -135,7 +135,7 @@ class BlockPlaces:
         return ranges(first, self.counts)
 
     def column(self, name: str, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where values start in their shard and their bytes, each a new int64 [rows]; -1: it has none.
+        """Return where values start in their shard and their bytes, each a new int64 [rows]; -1: it has none.
 
         `samples`: those of the method.
         """

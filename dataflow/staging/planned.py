@@ -32,11 +32,11 @@ class PlannedWindow(StagedWindow):
         self.numbers = numbers
         """[b] of the blocks, in read order."""
         self.whole = whole
-        """Whether its blocks are read whole, so that they can be held to their checksums."""
+        """True if its blocks are read whole, so that they can be held to their checksums."""
         self.nbytes = rows.nbytes
 
     def reads(self) -> Sequence[Callable[[], None]]:
-        """None."""
+        """Return no tasks: a planned window reads nothing."""
         return ()
 
     def _release(self) -> None:

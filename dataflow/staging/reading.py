@@ -196,7 +196,7 @@ class SparseWindow(StagedWindow):
 
     @staticmethod
     def _is_long(spans: Spans) -> NDArray[np.bool_]:
-        """Which values are cut where parts will do: a few requests cost more than a short value."""
+        """Return which values are cut where parts will do: a few requests cost more than a short value."""
         return spans.lengths > _LEAST_CUT_BYTES
 
     def _read_whole(self, spans: dict[str, Spans]) -> dict[str, Spans]:
@@ -208,7 +208,7 @@ class SparseWindow(StagedWindow):
         }
 
     def _locate(self, block: Block, rows: NDArray[np.int64]) -> dict[str, Spans]:
-        """Where the values of rows of a block lie in its stored bytes."""
+        """Return where the values of rows of a block lie in its stored bytes."""
         spans = self.source.format.locate(block, self.source.columns)
         if spans is None:
             raise NotLocatableError(f"format {self.source.format.name} cannot tell where values lie")
@@ -287,7 +287,7 @@ class SparseWindow(StagedWindow):
 
 
 def _adjoin(before: Block, block: Block) -> bool:
-    """Whether two blocks may be read at once into neighbouring places."""
+    """Return whether two blocks may be read at once into neighbouring places."""
     same_file = before.shard.url == block.shard.url and before.offset + before.length == block.offset
     checked = before.checksum is not None or block.checksum is not None
     return same_file and not checked and before.length == _aligned(before.length)

@@ -63,7 +63,7 @@ class FrameIndexes:
         self._making: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def of(self, shard: Shard, read: ReadBytes) -> FrameIndex | None:
-        """As `read_index`; several threads that ask for the same read it once."""
+        """Do as `read_index`; several threads that ask for the same read it once."""
         with self._lock:
             making = self._making[shard.url]
         with making:
@@ -107,20 +107,20 @@ class Source:
     """Asks reads to wait for gradients; None: never."""
     cache: SourceCache | None = field(default=None, compare=False)
     all_columns: bool = False
-    """Whether every column was asked for, so that one of a type we cannot deliver is an error."""
+    """True if every column was asked for, so that one of a type we cannot deliver is an error."""
     number: int = 0
     """Which of a mixture's sources it is."""
     matches: Sequence[MatchSource] = ()
     """Datasets that are joined to it."""
     reads_whole: bool = False
-    """Whether values are read whole where parts would do: what joined samples draw is not known then."""
+    """True if values are read whole where parts would do: what joined samples draw is not known then."""
     may_map: bool = True
-    """Whether local files are mapped where that saves a copy."""
+    """True if local files are mapped where that saves a copy."""
     _locates: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def places(self) -> ValuePlaces:
-        """Where values lie in the stored bytes, where the format can tell."""
+        """Return where values lie in the stored bytes, where the format can tell."""
         return ValuePlaces(self.catalog, self.format, self.columns)
 
     def read_into(
@@ -132,7 +132,7 @@ class Source:
         checksum: int | None = None,
         awaited: Awaited | None = None,
     ) -> None:
-        """What `StoreReader.read_into` does: from the cache, or when the gate says so."""
+        """Do what `StoreReader.read_into` does: from the cache, or when the gate says so."""
 
         def fetch() -> None:
             pause = nullcontext() if self.pause is None else self.pause.read()
@@ -161,7 +161,7 @@ class Source:
         seconds: NDArray[np.float64],
         awaited: Awaited | None,
     ) -> list[NDArray[np.uint8]]:
-        """What an output of `clips` needs for n moments, [n] episodes and seconds in them."""
+        """Return what an output of `clips` needs for n moments, [n] episodes and seconds in them."""
         assert output.videos is not None
         rule, videos = output.videos
 
@@ -212,11 +212,11 @@ class Source:
 
     @property
     def first_number(self) -> int:
-        """What its samples are numbered from: their random numbers depend on no other source's size."""
+        """The number of its first sample: its random numbers depend on no other source's size."""
         return self.number << _SOURCE_SHIFT
 
     def locates(self, blocks: NDArray[np.int64]) -> bool:
-        """Whether values of all these blocks lie in the stored bytes: not so in compressed shards."""
+        """Return whether values of all these blocks lie in the stored bytes: not so in compressed shards."""
         shards, first = np.unique(self.catalog.blocks.shard[blocks], return_index=True)
         for shard, number in zip(shards.tolist(), blocks[first].tolist(), strict=True):
             if shard not in self._locates:
@@ -226,7 +226,7 @@ class Source:
 
     @cached_property
     def maps(self) -> bool:
-        """Whether windows may be mapped: local files whose values lie in the stored bytes.
+        """Return whether windows may be mapped: local files whose values lie in the stored bytes.
 
         Blocks with checksums are read, because all their bytes must be seen before any is used; and so are
         values of which parts will do.
@@ -249,4 +249,4 @@ class MatchSource:
     table: MatchTable = field(compare=False)
     """Which of its samples belongs to each of the other's."""
     keeps: bool = False
-    """Whether its blocks stay in memory once they were read, where only whole ones can be decoded."""
+    """True if its blocks stay in memory once they were read, where only whole ones can be decoded."""

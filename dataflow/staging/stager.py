@@ -56,7 +56,7 @@ class FullWindows:
         return np.arange(*self.window_span(window))
 
     def window_length(self, window: int) -> int:
-        """Samples in a window."""
+        """The number of samples in a window."""
         first, end = self.window_span(window)
         return end - first
 
@@ -133,7 +133,7 @@ class Stager:
         )
 
     def _full_sample_bytes(self) -> int:
-        """What one sample of a full shuffle takes in a window, on average: its values, or its whole block."""
+        """Return the mean bytes of a sample of a full shuffle in a window: of its values, or its block."""
         source = self._sources[0]
         table = source.catalog.blocks
         used = np.flatnonzero(table.num_samples)

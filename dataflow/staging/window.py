@@ -41,7 +41,7 @@ class NotLocatableError(DataflowError):
 
 
 class WindowSamples:
-    """Which samples the rows of a window are.
+    """The samples that the rows of a window are.
 
     Args:
         first_number: number of the source's first sample.
@@ -104,7 +104,7 @@ class FileParts(NamedTuple):
 
 
 class RowNumbers(Protocol):
-    """Which samples the rows of a window are, by number."""
+    """The samples that the rows of a window are, by number."""
 
     def number(self, row: int) -> int:
         """Number of a row in the dataset; no two sources of a mixture share one."""
@@ -125,7 +125,7 @@ class StagedRows(ABC):
     """
 
     mapped: ClassVar[bool] = False
-    """Whether values lie in mapped files."""
+    """True if values lie in mapped files."""
 
     def __init__(self, source_number: int, samples: RowNumbers, source_epoch: int | None = None) -> None:
         self.source_number, self.source_epoch = source_number, source_epoch
@@ -133,7 +133,9 @@ class StagedRows(ABC):
         self.staged: dict[str, StagedArray | StagedSpans] = {}
 
     def in_files(self, column: str, rows: NDArray[np.int64]) -> FileParts | None:
-        """Where values of a column that stays in place lie in open files; None where they lie in memory.
+        """Return where values of a column that stays in place lie in open files.
+
+        None where they lie in memory.
 
         To be asked inside `FileGuards.loading`.
         """
@@ -141,7 +143,7 @@ class StagedRows(ABC):
 
     @property
     def may_load(self) -> bool:
-        """Whether values may be touched where they lie; else only the kernel may copy them."""
+        """Return whether values may be touched where they lie; else only the kernel may copy them."""
         return True
 
     def buffer_of(
@@ -164,7 +166,7 @@ class StagedRows(ABC):
         return memory_at(base, end - base, (spans.keep, self._mapped_shards())), spans.addresses[rows] - base
 
     def _mapped_shards(self) -> Sequence[object]:
-        """What keeps values alive that are no memory of ours."""
+        """Return what keeps values alive that are no memory of ours."""
         return ()
 
     @contextmanager
@@ -175,7 +177,7 @@ class StagedRows(ABC):
         column: str,
         owners: NDArray[np.int64] | None = None,
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-        """As `buffer_of`, of memory that may be read inside only."""
+        """Do as `buffer_of`, for memory that may be read inside only."""
         yield self.buffer_of(spans, rows, column, owners)
 
     @abstractmethod
@@ -204,7 +206,7 @@ class StagedWindow(StagedRows):
     """
 
     holds_blocks: ClassVar[bool] = False
-    """Whether the stored bytes of its blocks are in memory."""
+    """True if the stored bytes of its blocks are in memory."""
     samples: WindowSamples
     nbytes: int
     """Bytes held from admission to close, at most."""
@@ -245,7 +247,7 @@ class StagedWindow(StagedRows):
         return
 
     def close(self) -> None:
-        """Drop every buffer."""
+        """Drop every buffer of the window."""
         self.chunk_list = []  # chunks and windows refer to each other: let reference counts free both
         self.staged.clear()
         self.in_batches = None
@@ -253,7 +255,7 @@ class StagedWindow(StagedRows):
 
     @abstractmethod
     def _release(self) -> None:
-        """Drop the stored bytes."""
+        """Drop the stored bytes of the window."""
 
     # ---- staging ------------------------------------------------------------------------------------
 

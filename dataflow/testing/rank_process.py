@@ -27,7 +27,7 @@ from types import TracebackType
 
 @dataclass(frozen=True, kw_only=True)
 class RankTask:
-    """What a rank does. Picklable."""
+    """The work of a rank. Picklable."""
 
     call: bytes
     """Pickled (function, args, kwargs); unpickled only after the environment is set."""

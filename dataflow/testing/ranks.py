@@ -232,11 +232,11 @@ class _Rank:
         self.process.join()
 
     def stack_text(self) -> str:
-        """What faulthandler wrote, or ""."""
+        """Return what faulthandler wrote, or ""."""
         return _text_of(self.task.stacks).strip()
 
     def print_output(self) -> None:
-        """What was kept of it, each line with the rank's number."""
+        """Print the output that was kept, each line with the rank's number."""
         for line in _text_of(self.task.output).splitlines() if self.task.output else ():
             print(f"[rank {self.number}] {line}")
 
@@ -267,7 +267,7 @@ class _Ranks:
             rank.print_output()
 
     def start(self, task: RankTask) -> None:
-        """Start the next rank."""
+        """Start the process of the next rank."""
         ours, theirs = self._context.Pipe()
         watched, alive = self._context.Pipe(duplex=False)
         number = len(self._ranks)
@@ -373,7 +373,7 @@ class _Ranks:
 
 
 def _text_of(path: str) -> str:
-    """Of a file that a rank wrote; "" if it has not begun."""
+    """Return the text of a file that a rank wrote; "" if it has not begun."""
     try:
         return Path(path).read_text("utf-8", errors="replace")
     except OSError:

@@ -137,14 +137,14 @@ def messages_of(value: object) -> list[dict[str, Any]]:
 
 
 def _from_json(value: object) -> Any:
-    """What JSON text says; anything else is that already."""
+    """Return what JSON text says; anything else is that already."""
     if value is None or isinstance(value, list | Mapping):
         return value
     return json.loads(text_of(value))
 
 
 def overlapping(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Which tokens have a character in a span.
+    """Return which tokens have a character in a span.
 
     Args:
         offsets: [n], where each token begins and ends.

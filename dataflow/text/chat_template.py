@@ -82,7 +82,7 @@ class ChatText:
         return "".join(blocks)
 
     def _turn(self, messages: Messages, tools: Any, turn: int, text: str) -> tuple[int, int]:
-        """Where a turn of the assistant lies: behind what comes before it, to the end of what is with it."""
+        """Return where an assistant's turn lies, from what comes before it to the end of what is with it."""
         before = self._text(messages[:turn], tools, [], prompt=True)
         through = self._text(messages[: turn + 1], tools, [])
         if not (text.startswith(through) and through.startswith(before)):
@@ -117,7 +117,7 @@ def compiled(source: str) -> Any:
             return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
         def noted(self, context: Any, caller: Any) -> str:
-            """What is inside the marks."""
+            """Return what is inside the marks."""
             text, (blocks, spans) = str(caller()), context[_TRACE]
             begin = sum(map(len, blocks))
             spans.append((begin, begin + len(text)))

@@ -22,7 +22,7 @@ CHOSEN_LENGTH = "chosen_length"
 
 
 class TextStage(Protocol):
-    """What pairs need of a transform: `Tokenize` and `ChatTemplate` have it."""
+    """The part of a transform that pairs need: `Tokenize` and `ChatTemplate` have it."""
 
     column: str
     lists: tuple[str, ...]
@@ -74,7 +74,7 @@ class PreferencePairs:
         return f"{self.stage.fingerprint.partition('-')[0]}-{short_hash(own)}"
 
     def __call__(self, sample: Sample) -> Sample:
-        """One sample."""
+        """Turn one sample into token ids of a pair."""
         return self.batch([sample])[0]
 
     def batch(self, samples: list[Sample]) -> list[Sample]:

@@ -107,7 +107,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def hash_of(data: bytes) -> str:
-    """16 hex digits."""
+    """Return a hash of 16 hex digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
@@ -137,7 +137,7 @@ def checked_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def kept_length(length: int, max_length: int | None, overlong: Overlong) -> int:
-    """How many of so many tokens are kept. `ValueError` where there are too many."""
+    """Return how many of so many tokens are kept. `ValueError` where there are too many."""
     if max_length is None or length <= max_length:
         return length
     if overlong == "error":
@@ -149,7 +149,7 @@ def kept_length(length: int, max_length: int | None, overlong: Overlong) -> int:
 
 
 def ids_tensor(ids: Sequence[int] | Iterable[int], dtype: np.dtype[Any]) -> Tensor:
-    """Token ids, 1-D."""
+    """Return token ids as a 1-D tensor."""
     return torch.from_numpy(np.fromiter(ids, dtype))
 
 

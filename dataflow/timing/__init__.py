@@ -1,4 +1,4 @@
-"""Where the time of training steps goes: phases, windows, reports with advice, traces.
+"""Timing of training steps: phases, windows, reports with advice, traces.
 
 In: clock reads of a schedule, or of a plain loop over a loader. Out: a `Report` of one rank or of all.
 Read `phases` first, then `records` (kept by `steps` or `loops`) and `report`; `diagnosis` and `advice` say

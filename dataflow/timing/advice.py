@@ -28,7 +28,7 @@ _STORES = {
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do next."""
+    """The next thing to do about the time of steps."""
 
     verdict: str
     """Such as "network-bound: 37 % exposed"."""
@@ -91,7 +91,7 @@ def _data(diagnosis: Diagnosis, critical: RankRecord, num_ranks: int) -> Advice:
 
 
 def _cores_are_shared(one: RankRecord) -> bool:
-    """Whether making batches takes most of the cores that computing may need: not where it has a device."""
+    """Return whether batches take most of the cores that computing may need: not where it has a device."""
     return one.device in ("", "cpu") and (one.loader.cores_busy or 0.0) >= _MOST
 
 
@@ -147,7 +147,7 @@ def _held(loader: LoaderTimes) -> str:
 
 
 def _builders_action(loader: LoaderTimes, *, cores_are_busy: bool) -> str:
-    """What helps where those that build do not keep up."""
+    """Return what helps where those that build do not keep up."""
     if cores_are_busy:
         return "cheaper decoding or transforms, or more cores"
     cores, (least, most) = loader.build_cores, _LOCKED_CORES

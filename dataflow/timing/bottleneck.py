@@ -1,4 +1,4 @@
-"""What holds a training loop up, and what curing it would bring: a pure function of measured rates.
+"""The bottleneck of a training loop, and what curing it would bring: a pure function of measured rates.
 
 Each part is measured without the others, in the way of DS-Analyzer (Mohan et al., VLDB 2021) and Plumber
 (Kuchnik et al., MLSys 2022): the computation over synthetic data, the storage without decoding, loading from
@@ -45,7 +45,7 @@ class Epochs:
 
     @property
     def are_measured(self) -> bool:
-        """Whether their borders are: too few batches for the read-ahead, or much time lost there."""
+        """Return whether their borders are: too few batches for the read-ahead, or much time lost there."""
         return self.batches <= 2 * self.ahead or self.border_share >= 1 - 1 / WORTH
 
 
@@ -78,7 +78,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What the rates say."""
+    """The part that bounds a training, by measured rates."""
 
     bound: Bound
     """What holds the training up."""
@@ -90,7 +90,7 @@ class Bottleneck:
 
     @property
     def gain(self) -> float:
-        """Of curing the bound."""
+        """The gain of curing the bound."""
         return self.gains[self.bound]
 
 
@@ -125,7 +125,7 @@ def bottleneck_of(rates: Rates) -> Bottleneck:
 
 
 def _at_borders(bound: Bound, rates: Rates) -> bool:
-    """Whether borders of epochs were measured, where the figures name a part that alone is much faster."""
+    """Return whether the figures name a part that is much faster alone, with borders of epochs measured."""
     alone: dict[Bound, float] = {"storage": rates.storage, "decode": rates.decode}  # memory's was measured
     measured = rates.epochs is not None and rates.epochs.are_measured
     return measured and bound in alone and alone[bound] > _REACHED * rates.loader

@@ -1,4 +1,4 @@
-"""What holds training steps up, and what curing it would bring: pure functions of measured windows.
+"""A diagnosis of what holds training steps up, and what a cure would bring: pure functions of windows.
 
 A window takes as long as its critical rank, the one that has its own gradients last: the others wait for it.
 Its time is split into data (waiting for the loader), straggler (how much longer it computes than the median
@@ -30,7 +30,7 @@ turns."""
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What the windows say."""
+    """The shares of the time of windows, and what bounds them."""
 
     bound: Part
     """What holds the steps up."""
@@ -45,11 +45,11 @@ class Diagnosis:
 
     @property
     def total_s(self) -> float:
-        """Of all windows."""
+        """The seconds of all windows."""
         return sum(self.seconds.values())
 
     def share(self, part: Part) -> float:
-        """Of the time, in [0, 1]."""
+        """Return the share of the time, in [0, 1]."""
         return self.seconds[part] / self.total_s if self.total_s else 0.0
 
     def halved(self, part: Part) -> float:
@@ -71,7 +71,7 @@ def same_steps(ranks: Sequence[Sequence[StepTimes]]) -> list[tuple[StepTimes, ..
 
 
 def diagnose(rows: Sequence[Sequence[StepTimes]]) -> Diagnosis:
-    """What holds the ranks' common windows up. `ValueError` without any."""
+    """Return what holds the ranks' common windows up. `ValueError` without any."""
     if not rows:
         raise ValueError("no window has ended on all ranks yet: there is nothing to report")
     seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
@@ -111,18 +111,18 @@ def rank_parts(rows: Sequence[Sequence[StepTimes]], rank: int) -> dict[Part, flo
 
 
 def takes_turns(diagnosis: Diagnosis, num_ranks: int) -> bool:
-    """Whether no single rank is the slow one."""
+    """Return whether no single rank is the slow one."""
     return diagnosis.critical_share < max(_MOSTLY, min(0.9, 2 / num_ranks))
 
 
 def _critical(row: Sequence[StepTimes]) -> int:
-    """Who has its gradients last; or waited longest for data, where waiting for others is in computing."""
+    """Return who has its gradients last, or waited longest for data if waiting for others is in computing."""
     measured = _is_measured(row)
     return max(range(len(row)), key=lambda rank: row[rank].own_s if measured else row[rank].data_s)
 
 
 def _is_measured(row: Sequence[StepTimes]) -> bool:
-    """Whether waiting for others is told apart from computing."""
+    """Return whether waiting for others is told apart from computing."""
     return all(one.exposed_s is not None for one in row)
 
 

@@ -39,7 +39,7 @@ class MeasuredSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadspaceRecord(RankRecord):
-    """What one rank measured: windows are steps with the loader, then as many with batches from memory."""
+    """The measurements of a rank: steps with the loader, then as many with batches from memory."""
 
     steps: int
     """That were to be measured, of either kind."""
@@ -48,11 +48,11 @@ class HeadspaceRecord(RankRecord):
     shared: str
     """Why these could not be copied, and steps shared them; "" where they were copied."""
     ended: bool = False
-    """Whether the command was ended here."""
+    """True if the command was ended here."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all steps were measured."""
+        """Return whether all steps were measured."""
         return len(self.windows) >= 2 * (WARM_UP + self.steps)
 
     @property
@@ -62,7 +62,7 @@ class HeadspaceRecord(RankRecord):
 
     @property
     def replayed(self) -> MeasuredSteps:
-        """With batches from memory."""
+        """The windows with batches from memory."""
         return self._measured_from(2 * WARM_UP + self.steps)
 
     def _measured_from(self, begin: int) -> MeasuredSteps:
@@ -94,7 +94,7 @@ class BatchStock:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no copy lies ready."""
+        """Return whether no copy lies ready."""
         return not self._copies
 
     def fill(self) -> None:

@@ -1,4 +1,4 @@
-"""What a perfect loader would give: pure functions of steps with a loader, and with batches from memory.
+"""The gain of a perfect loader: pure functions of steps with a loader, and with batches from memory.
 
 One verdict for all that measures both: `dataflow doctor --headspace`, of a training as it is, and
 `dataflow bench loader`, of an emulated one.
@@ -27,7 +27,7 @@ _GROWN = 0.05
 
 @dataclass(frozen=True)
 class StepRate:
-    """Steps a second."""
+    """A rate of steps a second."""
 
     usual: float
     """With all waiting, and the median of the rest."""
@@ -41,7 +41,7 @@ class StepRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Headspace:
-    """How much faster a training would be with a perfect loader."""
+    """The gain that a training would have of a perfect loader."""
 
     gain: float
     """Times as fast. Near 1: nothing is to be gained by the loader."""
@@ -64,7 +64,7 @@ class Headspace:
 
     @property
     def verdict(self) -> str:
-        """In a line."""
+        """The result in a line."""
         if self.gain < WORTH:
             return f"nothing is to be gained by a faster loader: {self.gain:.2f}x with a perfect one"
         return f"the training would be {self.gain:.2f}x faster with a perfect loader"
@@ -82,7 +82,7 @@ class Headspace:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value."""
+        """Return the figures as a JSON value."""
         return {"verdict": self.verdict, **asdict(self)}
 
 

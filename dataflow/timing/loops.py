@@ -28,14 +28,14 @@ _SERIAL = itertools.count()
 
 
 class _OptimizerSteps:
-    """How often torch's optimizers stepped in this process since somebody asked."""
+    """The number of steps of torch's optimizers in this process since somebody asked."""
 
     def __init__(self) -> None:
         self.count = 0
         self._begun = False
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Count steps from now on."""
         if not self._begun:
             self._begun = True
             register_optimizer_step_post_hook(self._stepped)
@@ -83,7 +83,7 @@ class Loop:
         """When the present batch was asked for, and when it came."""
 
     def begin(self, loader: Any, engine: Any) -> Any:
-        """What iterates over an epoch's batches."""
+        """Return what iterates over an epoch's batches."""
         return iter(engine)
 
     def next_of(self, batches: Iterator[Any], loader: Any) -> Any:
@@ -107,7 +107,7 @@ class Loop:
         self.save(loader)
 
     def save(self, loader: Any) -> None:
-        """Write the record."""
+        """Write the record of the loop."""
         self._recorder.save(loader, optimizer_steps=self._optimizer_steps)
 
     def _step_ended(self, loader: Any) -> None:
@@ -157,12 +157,12 @@ class HeadspaceLoop(Loop):
 
     @property
     def replays(self) -> bool:
-        """Whether batches come from memory: as soon as the loader's own are measured."""
+        """Return whether batches come from memory: as soon as the loader's own are measured."""
         return self._num_batches >= WARM_UP + self._planned
 
     @property
     def is_measured(self) -> bool:
-        """Whether nothing is left to measure."""
+        """Return whether nothing is left to measure."""
         return self._num_batches >= 2 * (WARM_UP + self._planned)
 
     def begin(self, loader: Any, engine: Any) -> Any:
@@ -185,7 +185,7 @@ class HeadspaceLoop(Loop):
         return batch
 
     def save(self, loader: Any) -> None:
-        """Write the record."""
+        """Write the record of the loop."""
         self._recorder.save(
             loader,
             optimizer_steps=self._optimizer_steps,
@@ -261,7 +261,7 @@ _LOOPS: weakref.WeakKeyDictionary[Any, Loop] = weakref.WeakKeyDictionary()
 
 
 def watched(engine: Any, loader: Any) -> Any:
-    """What iterates over the batches of a loader's engine, watched where `dataflow doctor` asked for it."""
+    """Return an iterator over a loader's batches, watched where `dataflow doctor` asked for it."""
     folder, steps = os.environ.get(VARIABLE), os.environ.get(HEADSPACE)
     if not folder or torch.utils.data.get_worker_info() is not None:
         return iter(engine)

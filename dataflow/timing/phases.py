@@ -1,4 +1,4 @@
-"""Where a training step stands: COMPUTE, SYNC (gradients travel) or STEP (the optimizer), and for how long.
+"""Phases of a training step: COMPUTE, SYNC (gradients travel) or STEP (the optimizer), and for how long.
 
 `GradSchedule` enters the phases; listeners (the gate that holds data traffic back, reports) are told of each
 change. SYNC begins with the first bucket that DDP hands to a communication hook, or without a hook with the
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Phase(StrEnum):
-    """What a training step is doing."""
+    """A phase of a training step."""
 
     COMPUTE = "compute"
     SYNC = "sync"
@@ -56,7 +56,7 @@ class PhaseSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """What came of one window; `GradSchedule.step` returns it.
+    """The result of one window; `GradSchedule.step` returns it.
 
     Example:
         >>> schedule = GradSchedule(loader, model, optimizer, accumulate=2)
@@ -129,7 +129,7 @@ class PhaseLedger:
                 listener(what, began, self._since)
 
     def take(self) -> PhaseSeconds:
-        """What was counted since the last call."""
+        """Return what was counted since the last call."""
         self._account()
         seconds, self._seconds = self._seconds, dict.fromkeys(Phase, 0.0)
         waits, self._waits = self._waits, dict.fromkeys(get_args(Wait), 0.0)

@@ -1,4 +1,4 @@
-"""What one rank knows of its steps: kept while it trains, gathered for a report, saved for `dataflow doctor`.
+"""Records of one rank's steps: kept while it trains, gathered for a report, saved for `dataflow doctor`.
 
 `dataflow doctor` sets the variable `DATAFLOW_DOCTOR` to a folder; a schedule that finds it saves its record
 there after 50, 100, 200, ... windows, at the end of each loop and when it is closed, so that a run that is
@@ -57,7 +57,7 @@ class StepTimes:
 
     @property
     def total_s(self) -> float:
-        """Of the window."""
+        """The seconds of the window."""
         return self.data_s + self.peers_s + self.compute_s + (self.exposed_s or 0.0) + self.optimizer_s
 
     @property
@@ -68,7 +68,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """What a rank was doing from one time to another, in seconds since 1970."""
+    """An activity of a rank from one time to another, in seconds since 1970."""
 
     lane: str
     """"window", "phase" or "wait"."""
@@ -79,7 +79,7 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class LoaderTimes:
-    """What the loader says of itself, since it was made; None where it does not count that."""
+    """The loader's own times and counts, since it was made; None where it does not count that."""
 
     kind: str
     """"shards", "process", "thread", "main" or "other"."""
@@ -108,12 +108,12 @@ class LoaderTimes:
     cores_busy: float | None = None
     """Share of them that making batches kept busy. Near 1: what computes on them goes at a crawl."""
     file_order: bool = False
-    """Whether samples come in the order of the dataset, as far as its sampler tells."""
+    """True if samples come in the order of the dataset, as far as its sampler tells."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What one rank knows."""
+    """The record of one rank's steps."""
 
     rank: int
     world_size: int
@@ -133,7 +133,7 @@ class RankRecord:
     """Of torch's optimizers in a plain loop. 0: it evaluates."""
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON value."""
+        """Return the record as a JSON value."""
         lists = {"windows": [vars(one) for one in self.windows], "events": [vars(one) for one in self.events]}
         return {**vars(self), "loader": vars(self.loader), **lists}  # asdict copies deeply, and takes long
 
@@ -189,7 +189,7 @@ class Recorder:
 
     @property
     def saves(self) -> bool:
-        """Whether `dataflow doctor` asked for records."""
+        """Return whether `dataflow doctor` asked for records."""
         return self._path is not None
 
     def keep_event(self, lane: str, name: str, began: float, ended: float) -> None:
@@ -207,7 +207,7 @@ class Recorder:
         return is_time
 
     def record(self, loader: Any, *, events: bool = True, **latest: Any) -> RankRecord:
-        """What was kept so far, with what the loader says of itself, and fields of now."""
+        """Return what was kept so far, with what the loader says of itself, and fields of now."""
         self._loader_times = loader_times(loader, self._loader_times, since=self._first)
         return self._record_type(
             **self._about,
@@ -247,7 +247,7 @@ def _stream_stats(loader: Any) -> LoaderStats | None:
 def loader_times(
     loader: Any, before: LoaderTimes | None = None, *, since: LoaderStats | None = None
 ) -> LoaderTimes:
-    """What a loader's `stats()` say; little of a loader that is not ours.
+    """Return what a loader's `stats()` say; little of a loader that is not ours.
 
     Args:
         loader: of any kind.

@@ -1,4 +1,4 @@
-"""What `sched.report()` returns and `dataflow doctor` prints: verdict, next action, tables; or a trace."""
+"""The report of `sched.report()` and `dataflow doctor`: verdict, next action, tables; or a trace."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOOP_NOTE = (
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Of the windows, in seconds."""
+    """Quantiles of the times of windows, in seconds."""
 
     p10: float
     p50: float
@@ -49,7 +49,7 @@ class Quantiles:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """Where one rank's time went."""
+    """The shares of one rank's time."""
 
     rank: int
     host: str
@@ -65,7 +65,7 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Where the time of training steps goes. `str` of it is the text; `to_json` the figures."""
+    """A report of where the time of training steps goes. `str` of it is the text; `to_json` the figures."""
 
     advice: Advice
     bound: Part
@@ -101,7 +101,7 @@ class Report:
 
     @property
     def facts(self) -> str:
-        """What was looked at, in a line."""
+        """Return what was looked at, in a line."""
         what = f"windows of up to {self.microbatches} microbatches" if self.in_schedule else "batches"
         return (
             f"{self.windows} {what} on {len(self.ranks)} of {self.world_size} ranks, "
@@ -110,7 +110,7 @@ class Report:
         )
 
     def is_critical(self, one: RankReport) -> bool:
-        """Whether this rank of several most often kept the others waiting."""
+        """Return whether this rank of several most often kept the others waiting."""
         return one.rank == self.critical_rank and len(self.ranks) > 1
 
     def to_json(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Report:
         return text.getvalue().rstrip()
 
     def show(self, console: Console) -> None:
-        """Print it."""
+        """Print the report on a console."""
         console.print(printable(self.advice.verdict), markup=False, style="bold", soft_wrap=True)
         console.print(printable(str(self.advice).partition("\n")[2]), markup=False, soft_wrap=True)
         console.print(self.facts)
@@ -233,7 +233,7 @@ def _quantiles(values: Sequence[float]) -> Quantiles:
 
 
 def loader_text(loader: LoaderTimes) -> str:
-    """How busy its threads were, or how long it was waited for."""
+    """Return how busy its threads were, or how long it was waited for."""
     if loader.read_busy is not None and loader.build_busy is not None:
         return f"read {loader.read_busy:.0%}, decode {loader.build_busy:.0%}"
     return "-" if loader.stall_share is None else f"waited {loader.stall_share:.0%}"

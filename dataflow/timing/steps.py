@@ -62,7 +62,7 @@ class StepRecorder:
             self.save()
 
     def record(self, *, events: bool) -> RankRecord:
-        """What was kept so far."""
+        """Return what was kept so far."""
         return self._recorder.record(self._loader, events=events, mode=self._mode())
 
     def save(self) -> None:

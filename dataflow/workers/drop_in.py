@@ -66,7 +66,7 @@ class DropInEngine:
             begin_to_start(self._loader)
 
     def __len__(self) -> int:
-        """As torch counts. `TypeError` where it cannot."""
+        """Return the number of batches as torch counts them. `TypeError` where it cannot."""
         return TorchDataLoader.__len__(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -96,7 +96,7 @@ class DropInEngine:
 
     @property
     def resumed(self) -> bool:
-        """Whether the next loop goes on where a loaded state says."""
+        """Return whether the next loop goes on where a loaded state says."""
         return self._state.progress.loaded is not None
 
     def set_epoch(self, epoch: int) -> None:
@@ -115,7 +115,7 @@ class DropInEngine:
                 part.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop begun last stands."""
+        """Return where the loop begun last stands."""
         return self._state.progress.to_json(self._loader)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class DropInEngine:
         self._state.load(progress_from(state, self._loader), self._loader)
 
     def stats(self) -> WorkerStats:
-        """A snapshot; cheap."""
+        """Return a snapshot of the counts; cheap."""
         from dataflow.stats import WorkerStats
 
         state, meter = self._state, self._state.meter

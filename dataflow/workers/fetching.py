@@ -40,7 +40,7 @@ class WorkerLoader(TorchDataLoader[Any]):
     """Bytes."""
     snapshot_every_n_steps: int
     prefetch_across_epochs: bool
-    """Whether persistent workers may begin the next epoch before anybody asks for it."""
+    """True if persistent workers may begin the next epoch before anybody asks for it."""
     worker_limits = WorkerLimits()
     _drop_in: DropInState
 
@@ -51,7 +51,7 @@ class WorkerLoader(TorchDataLoader[Any]):
 
 
 class DeliveryMeter:
-    """What was handed out, and what that took, over all iterators of a loader."""
+    """The batches that were delivered, and what that took, over all iterators of a loader."""
 
     def __init__(self) -> None:
         self.batches = self.bytes = 0
@@ -81,7 +81,10 @@ class DeliveryMeter:
 
 
 class DropInState:
-    """What the loops over one loader share. A copy begins an own epoch, or where a loaded state says."""
+    """The state that loops over one loader share.
+
+    A copy begins an own epoch, or where a loaded state says.
+    """
 
     def __init__(self) -> None:
         self.start = ("", "")
@@ -109,7 +112,7 @@ class DropInState:
             self._name(epoch, loader)
 
     def place_for(self, loader: WorkerLoader) -> EpochProgress:
-        """Where a loop that begins now goes on, or what it comes after.
+        """Return where a loop that begins now goes on, or what it comes after.
 
         A sampler whose epoch was set since the state was loaded says the same as `set_epoch` of the loader.
         """
@@ -143,7 +146,7 @@ class DropInState:
 
 
 class FetchIterator(_BaseDataLoaderIter):
-    """What iterators with and without workers share: the sampler's place and what a state needs."""
+    """The base of iterators with and without workers: the sampler's position and what a state needs."""
 
     _begins_sampler_twice = False
     """As torch's iterator with workers does when it is made: a sampler that draws in `iter` draws twice."""
@@ -176,7 +179,7 @@ class FetchIterator(_BaseDataLoaderIter):
         self._num_yielded = self._progress.batches
 
     def _resumed_worker(self, worker: int) -> WorkerProgress:
-        """Where a worker goes on; at the beginning if nothing was loaded."""
+        """Return where a worker goes on; at the beginning if nothing was loaded."""
         workers = self._resumed.workers if self._resumed is not None else {}
         return workers.get(worker, WorkerProgress())
 

@@ -1,4 +1,4 @@
-"""What there is once a process and each worker has for itself: `get_worker_info()` and random numbers.
+"""The things that exist once a process and once a worker: `get_worker_info()` and random numbers.
 
 torch keeps the answer in a global of one module, of which each worker process has its own. A caller may hold
 the function itself, so replacing it where it can be found would not reach everybody: while worker
@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """One less."""
+    """Count one user less; the last one puts torch's function back."""
     global _users
     with _lock:
         _users -= 1
@@ -70,7 +70,7 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 
 
 def become(info: Any) -> None:
-    """What `get_worker_info` answers in the calling thread from now on."""
+    """Set what `get_worker_info` answers in the calling thread from now on."""
     _own.info = info
 
 
@@ -90,7 +90,7 @@ class Generators:
         self._numpy: np.random.Generator | None = None
 
     def begin(self, *key: Any) -> None:
-        """Work on something else."""
+        """Begin with something else: generators are drawn anew for it."""
         self._key = key
         self.go_to(0)
 
@@ -115,21 +115,21 @@ class Generators:
 
     @property
     def random_generator(self) -> random.Random:
-        """Of Python's `random`."""
+        """The generator of Python's `random`."""
         if self._random is None:
             self._random = random.Random(self._seed(16))
         return self._random
 
     @property
     def torch_generator(self) -> torch.Generator:
-        """Of torch."""
+        """The generator of torch."""
         if self._torch is None:
             self._torch = torch.Generator().manual_seed(self._seed(7))
         return self._torch
 
     @property
     def numpy_generator(self) -> np.random.Generator:
-        """Of numpy."""
+        """The generator of numpy."""
         if self._numpy is None:
             self._numpy = np.random.Generator(np.random.PCG64(self._seed(16)))
         return self._numpy

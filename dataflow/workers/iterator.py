@@ -119,7 +119,7 @@ class WorkerIterator(FetchIterator):
 
     @property
     def ends_with_epoch(self) -> bool:
-        """Whether the next epoch needs other workers than these, though they are persistent.
+        """Return whether the next epoch needs other workers than these, though they are persistent.
 
         After a resume there may be fewer workers than runners, or more; if none of them has a state, the
         next epoch has as many workers as runners.

@@ -1,4 +1,4 @@
-"""What a worker process does: fetch batches of a dataset and hand them over in shared memory.
+"""A worker process fetches batches of a dataset and delivers them in shared memory.
 
 It runs one or more workers (`dataflow.workers.worker`). There are as many workers as processes, unless a
 state is resumed that was taken with another number of them: then the workers of the state go on, in the

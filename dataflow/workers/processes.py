@@ -33,18 +33,18 @@ class ProcessRunners:
         self.send, self.receive, self.wait, self.stacks = pool.send, pool.receive, pool.wait, pool.stacks
         self.processes = pool.processes
         self.isolated = pool.isolated
-        """Whether nothing that this process changes reaches them."""
+        """True if nothing that this process changes reaches them."""
         self.dumps: Callable[[Any], bytes] = dumps_by_value if pool.context is None else pickle.dumps
         self.start, self.start_reason = pool.start, pool.start_reason
 
     @property
     def started(self) -> bool:
-        """Whether all can take work."""
+        """Return whether all can take work."""
         return self.pool.started
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the processes that run, as far as they are known."""
+        """The ids of the processes that run, as far as they are known."""
         pids = map(self.pool.known_pid, range(self.pool.num_workers))
         alive = [process.is_alive() for process in self.processes]
         return tuple(pid for pid, runs in zip(pids, alive, strict=True) if pid is not None and runs)
@@ -59,7 +59,7 @@ class ProcessRunners:
         self.file.header.set(Header.GENERATION, generation)
 
     def unpack(self, response: Any) -> Any:
-        """What a response brings: batch or error, state of the worker, state of its global generators."""
+        """Return what a response brings: batch or error, the worker's state, its global generators' state."""
         data, state, random = self._workers.unpack(response)
         # These are kept for long, and must not keep the memory of the batch they came with.
         return data, copy.deepcopy(state), random and copied_random_state(random)

@@ -1,4 +1,4 @@
-"""What decides the order of a sampler's indices, and the place in it.
+"""Samplers' orders: what decides the order of the indices, and the position in it.
 
 A state does not hold indices. It holds what the sampler drew them from: a seed, the state of a generator, a
 `DistributedSampler`'s epoch, or the sampler's own state where it has one. Resuming draws the same order again
@@ -209,7 +209,7 @@ class SamplerProgress:
         return checksum
 
     def reached(self, sampled: int, checksum: int) -> None:
-        """Compare what was handed out with what was drawn again. `sampled` -1: that has fewer batches."""
+        """Note that so many batches were drawn again, with this checksum. Those left out come next."""
         expected = self.marks.get("order", checksum)
         if self._checksums is not None and (checksum != expected or sampled < 0):
             _warn_of_other_order()
@@ -232,7 +232,7 @@ class SamplerProgress:
 
     @property
     def has_state(self) -> bool:
-        """Whether the sampler tells its own state."""
+        """Return whether the sampler tells its own state."""
         return self._state is not None
 
     def own_marks(self, handed_out: int, *, now: bool) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class SamplerProgress:
 
 
 def marks_between(sampler: Any) -> dict[str, Any]:
-    """What a state between two epochs says about a sampler, for `restore_between`."""
+    """Return what a state between two epochs says about a sampler, for `restore_between`."""
     if (stateful := stateful_part(sampler)) is not None:
         return {"state": copy.deepcopy(stateful.state_dict())}
     sources = _sources_of(sampler)
@@ -281,13 +281,13 @@ _Generators = torch.Generator | np.random.Generator | np.random.RandomState | ra
 
 
 class _Sources:
-    """What a sampler may draw from: generators that it holds, and, where it may, the three global ones."""
+    """The generators a sampler may draw from: those that it holds, and, if allowed, the three global ones."""
 
     def __init__(self, held: list[Any], *, with_global: bool) -> None:
         self.held, self.with_global = held, with_global
 
     def states(self) -> list[Any]:
-        """Of each that is held; at the end those of the global ones, or None."""
+        """Return the state of each that is held; at the end those of the global ones, or None."""
         return [*map(_state_of, self.held), random_state() if self.with_global else None]
 
     def set(self, states: list[Any]) -> None:
@@ -358,7 +358,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 @contextlib.contextmanager
 def from_chain(chain: torch.Generator | None) -> Iterator[None]:
-    """What is drawn from torch's global generator comes from this one, if there is one."""
+    """Yield what is drawn from torch's global generator comes from this one, if there is one."""
     if chain is None:
         yield
         return
@@ -453,7 +453,7 @@ class _Once(Iterator[Any]):
 
 
 def predicted_indices(sampler: Any, chain: torch.Generator | None, epoch_step: int) -> Iterator[Any] | None:
-    """What `sampler` will yield in the next epoch if nothing else draws random numbers; None: unknown.
+    """Return what `sampler` will yield in the next epoch if nothing else draws random numbers; None: unknown.
 
     Args:
         sampler: a torch sampler, or a `BatchSampler` over one.
@@ -503,12 +503,12 @@ def num_readable(sampler: Any) -> float:
 
 
 def _core(sampler: Any) -> Any:
-    """What torch's own batch sampler takes its indices from; any other sampler itself."""
+    """Return what torch's own batch sampler takes its indices from; any other sampler itself."""
     return sampler.sampler if type(sampler) is BatchSampler else sampler
 
 
 def _batched(sampler: Any, indices: Iterable[Any]) -> Iterator[Any]:
-    """What `sampler` makes of indices of its core: batches, or these."""
+    """Return what `sampler` makes of indices of its core: batches, or these."""
     if _core(sampler) is sampler:
         return iter(indices)
     return iter(BatchSampler(indices, sampler.batch_size, sampler.drop_last))
@@ -524,7 +524,7 @@ def draw_seed(generator: torch.Generator | None) -> int:
 
 
 def draws_globally(sampler: Any) -> bool:
-    """Whether the order of each epoch may come from torch's global generator."""
+    """Return whether the order of each epoch may come from torch's global generator."""
     core = _core(sampler)
     if type(core) in _TAKE_A_GENERATOR:
         return core.generator is None
@@ -562,17 +562,17 @@ def epochs_kept(sampler: Any) -> Iterator[None]:
 
 
 def _is_distributed(sampler: Any) -> bool:
-    """Whether its order is a function of its seed and epoch."""
+    """Return whether its order is a function of its seed and epoch."""
     return getattr(type(sampler), "__iter__", None) is DistributedSampler.__iter__
 
 
 def is_iterable(loader: TorchDataLoader[Any]) -> bool:
-    """Whether the dataset is iterated over; else it is indexed."""
+    """Return whether the dataset is iterated over; else it is indexed."""
     return bool(loader._dataset_kind == _DatasetKind.Iterable)
 
 
 def identity(loader: TorchDataLoader[Any]) -> dict[str, Any]:
-    """What decides which samples a place in an epoch means, as part of a state.
+    """Return what decides which samples a place in an epoch means, as part of a state.
 
     Lengths of samplers are compared where they are known to be the same in every epoch.
     """

@@ -1,4 +1,4 @@
-"""Where a loader over a map-style or iterable dataset stands, as a JSON value and back.
+"""The state of a loader over a map-style or iterable dataset, as a JSON value and back.
 
 Kept are: how many batches of the epoch were handed out; what decided their order (see `samplers`); and for
 datasets or iterators with a `state_dict`, their state on each worker. Nothing of what was merely prefetched
@@ -42,7 +42,7 @@ _TAG = "__dataflow__"
 
 @dataclass(kw_only=True)
 class WorkerProgress:
-    """Where a worker stands."""
+    """The position of a worker in the epoch."""
 
     batches: int = 0
     """Delivered in this epoch."""
@@ -56,15 +56,15 @@ class WorkerProgress:
 
     @property
     def has_state(self) -> bool:
-        """Whether a dataset, an iterator or generators that were drawn from have a state here."""
+        """Return whether a dataset, an iterator or generators that were drawn from have a state here."""
         return any(x is not None for x in (self.state.dataset, self.state.iterator, self.random))
 
     def at_next_epoch(self) -> WorkerProgress:
-        """What outlives the epoch."""
+        """Return what outlives the epoch."""
         return WorkerProgress(state=WorkerState(self.state.dataset), random=self.random)
 
     def to_json(self) -> dict[str, Any]:
-        """As part of a state."""
+        """Return it as part of a state."""
         return {
             "batches": self.batches,
             "since": self.since,
@@ -76,7 +76,7 @@ class WorkerProgress:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> WorkerProgress:
-        """Inverse of `to_json`."""
+        """Return the inverse of `to_json`."""
         dataset, iterator = decoded(value["dataset"]), decoded(value["iterator"])
         return cls(
             batches=_count(value, "batches"),
@@ -88,7 +88,7 @@ class WorkerProgress:
 
 @dataclass(kw_only=True)
 class EpochProgress:
-    """What has been delivered of an epoch."""
+    """The part of an epoch that has been delivered."""
 
     epoch: int = -1
     """Of the loop begun last, as loops and `set_epoch` count; -1: none was."""
@@ -128,7 +128,7 @@ class EpochProgress:
         return self.epoch + 1 if self.named is None else self.named
 
     def left(self, loader: TorchDataLoader[Any]) -> EpochProgress:
-        """What follows this loaded epoch without the rest of it: as if that had been delivered.
+        """Return what follows this loaded epoch without the rest of it: as if that had been delivered.
 
         The sampler is run to its end where it has one, as what it draws from decides the next epoch's order;
         one without a length is left where the state was taken.
@@ -228,7 +228,7 @@ class EpochProgress:
         return max(self.ahead, default=self.batches - 1) + 1
 
     def workers_for(self, num_workers: int) -> int:
-        """How many workers go on with a loaded epoch: another number would draw other random values."""
+        """Return how many workers continue a loaded epoch: another number would draw other random values."""
         goes_on = num_workers > 0 and self.num_workers > 0 and not self.complete
         return self.num_workers if self.workers or goes_on else num_workers
 
@@ -240,7 +240,7 @@ class EpochProgress:
             self.workers.setdefault(number, WorkerProgress())
 
     def worker_opened(self, worker: int, state: WorkerState | None) -> None:
-        """What a worker tells before its first batch."""
+        """Take what a worker tells before its first batch."""
         if state is not None and not self.workers[worker].batches:
             self.workers[worker].state = state
 
@@ -296,7 +296,7 @@ class EpochProgress:
     # ---- as JSON -------------------------------------------------------------------------------
 
     def to_json(self, loader: TorchDataLoader[Any]) -> dict[str, Any]:
-        """The state."""
+        """Return the state as a JSON value."""
         if self.loaded is not None:
             epoch = self.following if self.complete else self.epoch
             return {**copy.deepcopy(dict(self.loaded)), "epoch": epoch}
@@ -341,7 +341,7 @@ class EpochProgress:
         return [worker.at_next_epoch() for worker in workers] if stateful and outlives else []
 
     def _draws_globally(self, loader: TorchDataLoader[Any]) -> bool:
-        """Whether seeds of later epochs come from torch's global generator."""
+        """Return whether seeds of later epochs come from torch's global generator."""
         if loader.generator is not None:
             return False
         if loader.num_workers:  # the seeds of workers
@@ -352,7 +352,7 @@ class EpochProgress:
 
 
 def progress_from(state: Mapping[str, Any], loader: TorchDataLoader[Any]) -> EpochProgress:
-    """What a state says.
+    """Return what a state says.
 
     Args:
         state: its fields, without the checksum.
@@ -458,7 +458,7 @@ def encoded(value: Any) -> Any:
 
 
 def decoded(value: Any) -> Any:
-    """Inverse of `encoded`."""
+    """Return the inverse of `encoded`."""
     if type(value) is list:
         return [decoded(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What worker threads do: fetch the items of batches, each by whichever thread is free.
+"""Worker threads fetch the items of batches, each by whichever thread is free.
 
 Over a map-style dataset every thread is told of every batch and takes the next item that nobody has taken,
 of the first batch that has one; whoever finishes the last item of a batch collates it. So a slow item
@@ -75,7 +75,7 @@ class ThreadRunners:
     def __init__(self, job: WorkerJob, *, copied: bool) -> None:
         self._job, self._turn = job, job.turn
         self.isolated = copied and job.collate_fn in (default_collate, default_convert)
-        """Whether nothing that the training code changes reaches them."""
+        """True if nothing that the training code changes reaches them."""
         self._generation = 0
         self._threads = WorkerThreads(job.num_runners, "dataflow-worker", stop_s=job.limits.stop_s)
         self.receive, self.wait, self.stacks = self._threads.receive, self._threads.wait, self._threads.stacks
@@ -88,7 +88,7 @@ class ThreadRunners:
             raise
 
     def unpack(self, response: Any) -> Any:
-        """What a finished task brings."""
+        """Return what a finished task brings."""
         return response.value
 
     def discard(self, response: Any) -> None:
@@ -143,7 +143,7 @@ class _Batch:
                 self.failed_at, self.error = place, error
 
     def add(self, count: int) -> bool:
-        """So many more items are there; whether they all are."""
+        """Count so many more items that are there; return whether they all are."""
         with self._lock:
             self._left -= count
             return self._left == 0
@@ -186,7 +186,7 @@ class _ItemFetcher:
 
 
 def by_item(job: WorkerJob) -> bool:
-    """Whether the items of a batch can be asked for one by one."""
+    """Return whether the items of a batch can be asked for one by one."""
     dataset = job.dataset
     while type(dataset) is Subset:  # its `__getitems__` is a loop, unless there is one below
         dataset = dataset.dataset
@@ -240,7 +240,7 @@ class ItemThreads(ThreadRunners):
 
 
 def needs_own_datasets(job: WorkerJob) -> bool:
-    """Whether it matters who fetches what: each worker then has a dataset of its own."""
+    """Return whether it matters who fetches what: each worker then has a dataset of its own."""
     iterable = job.kind == _DatasetKind.Iterable
     return iterable or has_state(job.dataset) or isinstance(job.dataset, MapDataPipe)
 

@@ -48,7 +48,7 @@ class WorkerLimits:
 
 @dataclass(kw_only=True)
 class WorkerJob:
-    """What all workers of a loader need to know."""
+    """The facts that all workers of a loader need to know."""
 
     kind: int
     dataset: Any
@@ -85,7 +85,7 @@ class WorkerJob:
 
 @dataclass
 class WorkerState:
-    """Where a worker stands, for a dataset or an iterator that tells its own state."""
+    """The position of a worker, for a dataset or an iterator that tells its own state."""
 
     dataset: Any = None
     iterator: Any = None
@@ -94,12 +94,12 @@ class WorkerState:
 
 
 def has_state(thing: Any) -> bool:
-    """Whether a dataset, iterator or sampler follows the `state_dict` protocol."""
+    """Return whether a dataset, iterator or sampler follows the `state_dict` protocol."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 def worker_info(job: WorkerJob, number: int, dataset: Any, rng: Any = None) -> Any:
-    """What `get_worker_info()` answers in a worker; `rng`: generators of one in a thread."""
+    """Return what `get_worker_info()` answers in a worker; `rng`: generators of one in a thread."""
     more = {} if rng is None else {"rng": rng, "worker_method": "thread"}
     return torch_worker.WorkerInfo(
         id=number, num_workers=job.num_workers, seed=job.base_seed + number, dataset=dataset, **more
@@ -138,7 +138,7 @@ class Worker:
         """Why it could not be opened."""
 
     def open(self, shared_seed: int | None) -> None:
-        """Begin an epoch."""
+        """Begin an epoch of the dataset."""
         self._ended, self._since_state = False, 0
         if isinstance(self._dataset, torch.utils.data.IterDataPipe) and shared_seed is not None:
             self._shared_rng.manual_seed(shared_seed)
@@ -216,7 +216,10 @@ class Worker:
             return WorkerResult.ERROR, wrapped_error(self._number, in_thread=self._in_thread), None
 
     def _state_in_turn(self) -> WorkerState | None:
-        """Where the worker stands after the batch just fetched; None when it is not its turn to tell."""
+        """Return where the worker stands after the batch just fetched.
+
+        None when it is not its turn to tell.
+        """
         self._since_state += 1
         if not self._job.state_every or self._since_state < self._job.state_every:
             return None
@@ -224,7 +227,7 @@ class Worker:
         return self.snapshot()
 
     def snapshot(self) -> WorkerState | None:
-        """Where the worker stands now; None if neither dataset nor iterator tells."""
+        """Return where the worker stands now; None if neither dataset nor iterator tells."""
         iterator = self._iterator
         ended = bool(getattr(self._fetcher, "ended", False))
         # An iterable that is its own iterator would be told twice, and loaded twice.

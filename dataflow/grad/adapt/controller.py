@@ -64,7 +64,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Mode:
-    """How a window goes."""
+    """The settings that a window runs with."""
 
     settings: Mapping[str, str]
     """The option of each setting, by name."""
@@ -82,7 +82,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What came of a trial."""
+    """The result of a trial."""
 
     option: int
     reason: str
@@ -92,7 +92,7 @@ class TrialResult:
 
 @dataclass(kw_only=True)
 class _Setting:
-    """What is known of one tunable. Numbers are windows."""
+    """The knowledge of one tunable. Numbers are windows."""
 
     chosen: int = 0
     """The option in use outside trials."""
@@ -109,7 +109,7 @@ class _Setting:
 
 @dataclass(kw_only=True)
 class _Trial:
-    """A trial under way."""
+    """A trial that is under way."""
 
     at: int
     """Place of its tunable."""
@@ -178,7 +178,7 @@ class Controller:
         )
 
     def result(self, name: str) -> TrialResult:
-        """Of the last trial of a tunable."""
+        """Return the result of the last trial of a tunable."""
         settings = zip(self._tunables, self._known.settings, strict=True)
         return next(setting.result for one, setting in settings if one.name == name)
 
@@ -213,7 +213,7 @@ class Controller:
             self._notice(one.window)
 
     def to_json(self) -> dict[str, Any]:
-        """What it knows, as a JSON value; the same on every rank."""
+        """Return what it knows, as a JSON value; the same on every rank."""
         return {"tunables": [[one.name, *one.options] for one in self._tunables], **asdict(self._known)}
 
     def load_json(self, state: Mapping[str, Any]) -> None:
@@ -316,7 +316,7 @@ def _by_cycle(values: Sequence[float], cycle: int) -> list[float]:
 
 
 def _judged(tunable: Tunable, trial: _Trial, incumbent: int) -> tuple[TrialResult, bool]:
-    """What is best, and whether more turns would not change it."""
+    """Return what is best, and whether more turns would not change it."""
     # All but the slowest sample: a checkpoint is not the network's fault. No more: bursts of reads are rare.
     every = [sorted(_by_cycle(seconds, tunable.cycle)) for seconds in trial.seconds]
     samples = {option: values[: max(1, len(values) - 1)] for option, values in enumerate(every) if values}

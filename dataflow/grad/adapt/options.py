@@ -1,4 +1,4 @@
-"""What a controller may change: what leaves the numbers as they are, and what `adapt=` allows by name."""
+"""The options of a controller: those that leave the numbers as they are, and those that `adapt=` allows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Join = Callable[[list[Any]], Any]
 
 
 class Adapt(TypedDict, total=False):
-    """What may be changed although the numbers change with it."""
+    """The options that a controller may change although the numbers change with them."""
 
     accumulate: Sequence[int]
     """Other numbers of passes in a full window, in descending order: microbatches are merged, so that the
@@ -61,7 +61,7 @@ class Tunable:
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a controller may change, safest first, and what its options mean."""
+    """The tunables that a controller may change, safest first, and what their options mean."""
 
     tunables: tuple[Tunable, ...]
     at_once: tuple[int, ...]
@@ -111,7 +111,7 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
 def allowed(
     adapt: Adapt | None, strategy: Strategy, window_size: int, *, ways: Sequence[str] = ()
 ) -> Allowed:
-    """What a controller may change. Raises `ValueError`.
+    """Return what a controller may change. Raises `ValueError`.
 
     Args:
         adapt: as given by the user.

@@ -38,7 +38,7 @@ class AllReduce(Strategy):
         self._bytes_sent += self._bytes_a_window
 
     def bytes_sent(self) -> int:
-        """What a ring all-reduce sends for these gradients; computed, not measured."""
+        """Return what a ring all-reduce sends for these gradients; computed, not measured."""
         return self._bytes_sent
 
 
@@ -104,7 +104,7 @@ class Delayed(Strategy):
         super().__init__("delayed")
 
     def setup(self, context: StrategyContext) -> None:
-        """Start the thread."""
+        """Start the thread that reduces in the background."""
         super().setup(context)
         self._comm = OrderedComm("comm-delayed")
         self._late: dict[str, Tensor] = {}
@@ -146,7 +146,7 @@ class Delayed(Strategy):
             mean.mul_(ratio)
 
     def bytes_sent(self) -> int:
-        """What has arrived and what is under way."""
+        """Return what has arrived and what is under way."""
         self._means()
         return super().bytes_sent()
 
@@ -155,7 +155,7 @@ class Delayed(Strategy):
         return {"late": {name: mean.clone() for name, mean in self._means().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue."""
+        """Continue with the late gradients of the state."""
         self.check_entries(state, {"late"})
         self._means()
         self._late = self.checked_tensors(state["late"])

@@ -79,7 +79,7 @@ class Hierarchical(BucketStrategy):
         return self._inside.sent + self._between.sent
 
     def bytes_between_nodes(self) -> int:
-        """What of it went to other nodes."""
+        """Return what of it went to other nodes."""
         return self._between.sent
 
     def close(self) -> None:

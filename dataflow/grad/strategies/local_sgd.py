@@ -27,7 +27,7 @@ class LocalStrategy(Strategy):
     """Keeps account of whether parameters are equal on all ranks. Args: as `Strategy`."""
 
     drifted = False
-    """Whether ranks have stepped by themselves since all parameters were last averaged."""
+    """True if ranks have stepped by themselves since all parameters were last averaged."""
 
     def parameters(self) -> Iterable[Tensor]:
         """The data of all parameters, in the model's order."""
@@ -261,7 +261,7 @@ class PostLocalSGD(LocalStrategy):
         self._step = step
 
     def close(self) -> None:
-        """Destroy the groups."""
+        """Destroy the process groups of the averages."""
         if hasattr(self, "_averaging"):
             for wire in dict.fromkeys((self._inside, *self._averaging.values())):
                 if wire is not self.wire:

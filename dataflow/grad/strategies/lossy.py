@@ -84,7 +84,7 @@ class LossyStrategy(BucketStrategy):
                 residual.div_(ratio)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank owes, shaped as the parameters, and the step: every rank saves its own."""
+        """Return what this rank owes, shaped as the parameters, and the step: every rank saves its own."""
         parameters = self.context.parameters
         owed = {name: flat.view(parameters[name].shape).clone() for name, flat in self.residuals.items()}
         return {"step": self.step, "residuals": owed}
@@ -99,7 +99,7 @@ class LossyStrategy(BucketStrategy):
 
 @dataclass(frozen=True)
 class _BlockOwners:
-    """Who owns the blocks of a bucket."""
+    """The ranks that own the blocks of a bucket."""
 
     order: Tensor
     """Blocks sorted by owner."""

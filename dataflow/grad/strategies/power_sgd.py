@@ -25,7 +25,7 @@ _KINDS = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a step did with a bucket."""
+    """A record of what a step did with a bucket."""
 
     names: tuple[str, ...]
     reduced: Tensor
@@ -87,7 +87,7 @@ class PowerSGD(BucketStrategy):
 
     @torch.no_grad()
     def reduced(self, bucket: GradBucket) -> Tensor:
-        """What the stock hook makes of the bucket; called on the thread."""
+        """Return what the stock hook makes of the bucket; called on the thread."""
         if self.wire.size == 1:
             return bucket.buffer()
         names, number = self.names_in(bucket), bucket.index()
@@ -190,7 +190,7 @@ class PowerSGD(BucketStrategy):
             getattr(self._hook_state, kind).clear()
 
     def _take_apart(self) -> None:
-        """From buckets to parameters."""
+        """Turn state by buckets into state by parameters."""
         for number, names in self._layouts.items():
             errors = self._hook_state.error_dict.get(number)
             if errors is None:

@@ -1,4 +1,4 @@
-"""How gradients, or parameters, travel between ranks: what all strategies begin from.
+"""Strategies say how gradients, or parameters, travel between ranks: what all of them begin from.
 
 `Strategy` exchanges nothing; ours override their own part. `Wire` has the collectives, and counts what they
 send. `BucketStrategy` is for those that need several collectives a bucket, on a thread of its own.
@@ -24,7 +24,7 @@ from sharding.topology.topology import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyContext:
-    """What a strategy is set up with, once, by `GradSchedule`; the same on every rank but for `rank`.
+    """The context that `GradSchedule` sets a strategy up with, once; the same on every rank but for `rank`.
 
     Attributes:
         model: the user's module, inside DDP's wrapper where there is one.
@@ -167,9 +167,9 @@ class Strategy:
     name = key = ""
     """`key` has all settings that change the numbers: ranks compare it, checkpoints keep it."""
     hooks_gradients = False
-    """Whether `reduce` replaces DDP's all-reduce; False leaves DDP as it is."""
+    """True if `reduce` replaces DDP's all-reduce; False leaves DDP as it is."""
     short_memory = False
-    """Whether another may take its place at any step: it owes no gradients, ranks stay equal."""
+    """True if another may take its place at any step: it owes no gradients, ranks stay equal."""
     context: StrategyContext
     wire: Wire
     """Over the context's group."""
@@ -202,7 +202,7 @@ class Strategy:
         return tuple(self._names[id(parameter)] for parameter in bucket.parameters())
 
     def syncs(self, step: int) -> bool:
-        """Whether gradients are reduced in the window that ends with optimizer step `step` (0, 1, ...)."""
+        """Return whether the window that ends with optimizer step `step` (0, 1, ...) reduces gradients."""
         return self.hooks_gradients
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
@@ -319,7 +319,7 @@ class BucketStrategy(Strategy):
     _comm: OrderedComm | None = None
 
     def setup(self, context: StrategyContext) -> None:
-        """Start the thread."""
+        """Start the thread that reduces buckets."""
         super().setup(context)
         self._comm = OrderedComm(f"comm-{self.name}")
 
@@ -335,7 +335,7 @@ class BucketStrategy(Strategy):
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread that reduces buckets."""
         if self._comm is not None:
             self._comm.close()
             self._comm = None

@@ -34,7 +34,7 @@ class StrategySwitch(Strategy):
 
     @property
     def current(self) -> Strategy:
-        """The one in use."""
+        """The strategy that is in use."""
         return self.options[self._at]
 
     def use(self, option: int) -> None:
@@ -53,19 +53,19 @@ class StrategySwitch(Strategy):
         self._new = [each.state_dict() for each in self.options]
 
     def syncs(self, step: int) -> bool:
-        """As the one in use."""
+        """Answer as the strategy in use."""
         return self.current.syncs(step)
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """As the one in use."""
+        """Reduce as the strategy in use."""
         return self.current.reduce(bucket)
 
     def before_step(self, step: int) -> None:
-        """As the one in use."""
+        """Do what the strategy in use does before a step."""
         self.current.before_step(step)
 
     def after_step(self, step: int, *, skipped: bool) -> None:
-        """As the one in use."""
+        """Do what the strategy in use does after a step."""
         self.current.after_step(step, skipped=skipped)
 
     def lr_changed(self, ratio: float) -> None:
@@ -73,15 +73,15 @@ class StrategySwitch(Strategy):
         self.current.lr_changed(ratio)
 
     def scale_changed(self, ratio: float) -> None:
-        """As the one in use."""
+        """Tell the strategy in use of the new scale."""
         self.current.scale_changed(ratio)
 
     def bytes_sent(self) -> int:
-        """By all of them."""
+        """The bytes sent by all of the strategies."""
         return sum(each.bytes_sent() for each in self.options)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which one is in use, and its state."""
+        """Return which one is in use, and its state."""
         return {"option": self._at, "state": self.current.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -93,6 +93,6 @@ class StrategySwitch(Strategy):
         self._at = state["option"]
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all of the strategies."""
         for each in self.options:
             each.close()

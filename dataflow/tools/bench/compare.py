@@ -1,4 +1,4 @@
-"""What `dataflow bench compare` does: torch's DataLoader and this one over the user's own dataset.
+"""`dataflow bench compare` runs torch's DataLoader and this one over the user's own dataset.
 
 Each run is a fresh process that makes the dataset and one loader, takes the first batch, and then counts
 samples for some seconds, epoch after epoch; nothing is trained. Runs take turns (A B C A B C ...), so that
@@ -50,7 +50,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class LoaderRun:
-    """What one process measured."""
+    """The measurements of one process."""
 
     samples_per_s: float
     """After the first batch."""
@@ -62,7 +62,7 @@ class LoaderRun:
 
 @dataclass(frozen=True, eq=False)
 class ComparisonFigures:
-    """What `dataflow bench compare` measured."""
+    """The measurements of `dataflow bench compare`."""
 
     settings: Comparison
     dataset: str
@@ -73,7 +73,7 @@ class ComparisonFigures:
         return [run.samples_per_s for run in self.runs[contestant]]
 
     def median(self, contestant: Contestant) -> float:
-        """Samples a second."""
+        """Return the median of samples a second."""
         return statistics.median(self.rates(contestant))
 
     def best(self, whose: Whose) -> Contestant:
@@ -82,11 +82,11 @@ class ComparisonFigures:
 
     @property
     def ratio(self) -> float:
-        """Of the best medians: above 1, dataflow is faster."""
+        """The ratio of the best medians: above 1, dataflow is faster."""
         return self.median(self.best("dataflow")) / self.median(self.best("torch"))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON types."""
+        """Return all figures as JSON types."""
         contestants = [
             {
                 "name": one.name,
@@ -133,7 +133,7 @@ def compare(
 
 
 def contestants_over(dataset: Any, workers: Sequence[int]) -> list[Contestant]:
-    """Who runs: over shards, dataflow chooses its own threads; `ValueError` for what torch cannot read."""
+    """Return who runs. Over shards, dataflow chooses its threads; `ValueError` for what torch cannot read."""
     if isinstance(dataset, Mixture):
         raise ValueError("torch's DataLoader cannot read a Mixture: compare its datasets one by one")
     by_torch = [Contestant("torch", number) for number in workers]
@@ -251,7 +251,7 @@ def _row(figures: ComparisonFigures, one: Contestant) -> list[str]:
 
 
 def sentences(figures: ComparisonFigures) -> Iterator[str]:
-    """What the medians say, one sentence each."""
+    """Yield what the medians say, one sentence each."""
     ours, theirs = figures.best("dataflow"), figures.best("torch")
     yield _sentence(figures, ours, theirs)
     for one in figures.runs:

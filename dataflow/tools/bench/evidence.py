@@ -1,4 +1,4 @@
-"""Whether reads came from the device: what is known about it, and which word that allows.
+"""Evidence that reads came from the device: what is known about it, and which word that allows.
 
 "Cold" is said only with evidence from both ends: the reads went around the page cache, or none of the files'
 pages was in it (`mincore`) and nothing was read twice; and the kernel counted as many bytes that this process
@@ -33,7 +33,7 @@ _LOOKED_THROUGH_BYTES = 256 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What is known about where the bytes of some reads came from."""
+    """The facts about where the bytes of some reads came from."""
 
     read_bytes: int
     device_bytes: int | None
@@ -41,15 +41,15 @@ class Evidence:
     resident_share: float | None
     """Share of the files' pages in the page cache before, in [0, 1]; None: not known, or not of interest."""
     direct: bool
-    """Whether the reads went around the page cache (`O_DIRECT`)."""
+    """True if the reads went around the page cache (`O_DIRECT`)."""
     repeated: bool
-    """Whether some bytes were read more than once."""
+    """True if some bytes were read more than once."""
     remote: bool
 
 
 @dataclass(frozen=True)
 class Label:
-    """How warm the data was, and how that is known."""
+    """A word for how warm the data was, and how that is known."""
 
     word: Word
     reason: str
@@ -96,7 +96,7 @@ def device_bytes(path: str = "/proc/self/io") -> int | None:
 
 
 def may_see_pages(path: str, status: os.stat_result) -> bool:
-    """Whether the kernel tells this user which pages of a file are in memory."""
+    """Return whether the kernel tells this user which pages of a file are in memory."""
     return status.st_uid == os.geteuid() or os.access(path, os.W_OK)
 
 

@@ -90,7 +90,7 @@ class InMemory(ShardedDataset):
         *,
         is_awaited: bool = False,
     ) -> Source:
-        """What the loader reads with: memory."""
+        """Return what the loader reads with: memory."""
         source = super().source(keep_mapped_bytes, guards, pause, is_awaited=is_awaited)
         return source if self._kept is None else replace(source, reader=self._kept)
 

@@ -1,4 +1,4 @@
-"""What `dataflow bench loader` does: emulate accelerators, measure each part alone, say what holds them up.
+"""`dataflow bench loader` emulates accelerators, measures each part alone, and says what holds them up.
 
 Phases run one after the other, each in fresh gloo ranks: the whole (load, compute, in step), and the same
 once more with a batch from memory in the loader's place; the loader without computing, the storage without
@@ -47,7 +47,7 @@ _GOOD_UTILISATION = 0.9
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EmulationFigures:
-    """What `dataflow bench loader` measured."""
+    """The measurements of `dataflow bench loader`."""
 
     settings: Emulation
     memory_limit: int
@@ -56,7 +56,7 @@ class EmulationFigures:
     phases: Mapping[EmulationPhase, Sequence[RankFigures]]
     """Of each rank."""
     evicted: bool
-    """Whether the data was dropped from memory before the phases after the first."""
+    """True if the data was dropped from memory before the phases after the first."""
     headspace: Headspace
     """How much faster the whole is with a batch from memory in the loader's place."""
     rates: Rates
@@ -68,7 +68,7 @@ class EmulationFigures:
         return self.phases["training"]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON types."""
+        """Return all figures as JSON types."""
         return {
             "asked": settings_json(self.settings),
             "memory_limit": self.memory_limit,
@@ -158,7 +158,7 @@ def _shards(dataset: ShardedDataset) -> list[Shard]:
 
 
 def _from_device(ranks: Sequence[RankFigures]) -> bool:
-    """Whether most of what was read came from a disk of this machine."""
+    """Return whether most of what was read came from a disk of this machine."""
     device_bytes = sum(one.device_bytes or 0 for one in ranks)
     return device_bytes > _FROM_DEVICE * max(1, sum(one.read_bytes for one in ranks))
 
@@ -188,7 +188,7 @@ def _rates(phases: Mapping[EmulationPhase, Sequence[RankFigures]]) -> Rates:
 
 
 def _epochs(ranks: Sequence[RankFigures]) -> Epochs | None:
-    """How epochs began in a phase, on the rank that has the fewest batches."""
+    """Return how epochs began in a phase, on the rank that has the fewest batches."""
     known = [one for one in ranks if one.epoch_batches and one.steps and one.stats]
     if not known:
         return None

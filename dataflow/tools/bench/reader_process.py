@@ -37,7 +37,7 @@ _fork = multiprocessing.get_context("fork")
 
 
 def random_share(order: BlockOrder, number: int, readers: int, *, at_once: int) -> Iterator[Block]:
-    """What one of several readers takes of a random order: each `readers`-th place.
+    """Return what one of several readers takes of a random order: each `readers`-th place.
 
     `at_once` are made together, the first of them now: it takes time, which is not to lie between two reads.
     """
@@ -54,7 +54,7 @@ def shared_counter() -> memoryview:
 def sequential_share(
     order: BlockOrder, lock: AbstractContextManager[Any], counter: memoryview
 ) -> Iterator[Block]:
-    """What one of several readers takes of their common stream: what comes next when it asks.
+    """Yield what one of several readers takes of their common stream: what comes next when it asks.
 
     Args:
         order: of the blocks.
@@ -147,7 +147,7 @@ def part_of_case(
     seconds: float,
     line_up: Callable[[], None],
 ) -> CaseTimes | DataflowError:
-    """What the readers of these numbers do, in a process of their own."""
+    """Return what the readers of these numbers do, in a process of their own."""
     part = replace(case, concurrency=len(numbers))
     with ThreadPoolExecutor(len(numbers)) as pool:
         try:
@@ -165,7 +165,7 @@ def part_of_case(
 
 
 def _replies(running: dict[Connection, BaseProcess], parent: Connection) -> list[Any]:
-    """One of each process."""
+    """Return one reply of each process."""
     replies: dict[Connection, Any] = {}
     while len(replies) < len(running):
         ready: list[Any] = wait([parent, *(ours for ours in running if ours not in replies)])

@@ -57,7 +57,7 @@ def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked of the store."""
+    """One case of reads that are asked of the store."""
 
     pattern: Pattern
     block_bytes: int
@@ -74,7 +74,7 @@ class CaseRequest:
 
 
 class BlockOrder:
-    """Which block comes when: place -> (shard, offset, bytes). Thread-safe.
+    """The order of the blocks: position -> (shard, offset, bytes). Thread-safe.
 
     Blocks are whole ones, aligned in their shard; a shard that is smaller than a block is one block.
     """
@@ -93,7 +93,7 @@ class BlockOrder:
             self._part(0)
 
     def __len__(self) -> int:
-        """Blocks of one pass."""
+        """Return the number of blocks of one pass."""
         return self._total
 
     def __getitem__(self, place: int) -> Block:
@@ -125,7 +125,7 @@ class BlockOrder:
         return shard, offset, min(self._block_bytes, shard.size - offset)
 
     def blocks(self, places: range) -> list[Block]:
-        """Those at many places. Nothing is kept."""
+        """Return the blocks at many positions. Nothing is kept."""
         at = np.arange(places.start, places.stop, places.step, dtype=np.uint64) % np.uint64(self._total)
         random = self._pattern == "random"
         numbers = (feistel(at, self._total, self._seed) if random else at).astype(np.int64)
@@ -139,7 +139,7 @@ class BlockOrder:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CaseTimes:
-    """What was measured. Times are seconds on one clock."""
+    """The measurements of one case. Times are seconds on one clock."""
 
     began_s: NDArray[np.float64]
     """[n]"""
@@ -152,11 +152,11 @@ class CaseTimes:
     device_bytes: int | None
     """Bytes that they caused to be fetched from storage meanwhile; None: the kernel does not say."""
     exhausted: bool
-    """Whether it ended because every block was read once."""
+    """True if it ended because every block was read once."""
 
     @staticmethod
     def together(parts: Sequence[CaseTimes]) -> CaseTimes:
-        """Those of several processes at the same time."""
+        """Return the times of several processes that read at the same time."""
         fetched = [part.device_bytes for part in parts if part.device_bytes is not None]
         return CaseTimes(
             began_s=np.concatenate([part.began_s for part in parts]),
@@ -174,7 +174,7 @@ class CaseTimes:
 
     @property
     def total_bytes(self) -> int:
-        """Of all reads."""
+        """The bytes of all reads."""
         return int(self.nbytes.sum())
 
     def mb_per_s_over_time(self, parts: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""What `dataflow bench` is asked for: settings of its commands, and the dataset that they run over.
+"""The settings of the commands of `dataflow bench`, and the dataset that they run over.
 
 A dataset is shards, or what a function of the user's own makes: `package.module:name`. Its module is imported
 because the user named it, from the current folder too, and it is called without arguments, in every process.
@@ -38,7 +38,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What `dataflow bench storage` measures: every combination of order, block size and reads in flight."""
+    """The cases of `dataflow bench storage`: every combination of order, block size and reads in flight."""
 
     source: Sequence[str] = argument(nargs=-1, required=True)
     patterns: Sequence[Pattern] = option(
@@ -148,7 +148,7 @@ class BenchDataset(DatasetArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """What `dataflow bench loader` emulates."""
+    """The settings of `dataflow bench loader`."""
 
     compute_ms: float = option("Milliseconds that the emulated accelerator computes a step.", Finite(min=0))
     ranks: int = option("Number of emulated accelerators, a process each.", COUNT, 1)
@@ -167,7 +167,7 @@ class Emulation:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What `dataflow bench compare` runs."""
+    """The settings of `dataflow bench compare`."""
 
     batch_size: int = option("Number of samples in a batch.", COUNT, 64)
     workers: Sequence[int] = option(
@@ -199,7 +199,7 @@ def settings_json(settings: Emulation | Comparison) -> dict[str, Any]:
 
 
 def named_function(function: str) -> Any:
-    """What the user calls `package.module:name`.
+    """Return what the user calls `package.module:name`.
 
     Raises:
         ImportError: there is no such module.

@@ -1,4 +1,4 @@
-"""What one rank does in each phase of `dataflow bench loader`. Runs in a process of its own.
+"""One rank's part in each phase of `dataflow bench loader`. Runs in a process of its own.
 
 Steps are those of an emulated accelerator, with its utilisation as MLPerf Storage defines it: AU = total
 compute time / total running time. The compute time of a step is given, not measured, so what a timer
@@ -38,7 +38,7 @@ _READERS_LOCAL, _READERS_REMOTE = 2, 32
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a rank shall do. Picklable."""
+    """The work of one rank. Picklable."""
 
     phase: EmulationPhase
     dataset: BenchDataset
@@ -53,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """What one rank found in one phase, after the first step."""
+    """The measurements of one rank in one phase, after the first step."""
 
     rank: int
     samples: int
@@ -75,7 +75,7 @@ class RankFigures:
     """Batches of an epoch; None where the loader makes none."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Return the figures as JSON types."""
         return {
             **vars(self),
             "steps": self.steps and self.steps.to_json(),
@@ -120,7 +120,7 @@ class Steps:
 
     @property
     def running_s(self) -> float:
-        """Time that counts."""
+        """The seconds that count."""
         return sum(self.measured.total_s)
 
     @property
@@ -131,7 +131,7 @@ class Steps:
         return self.counted * self.compute_s / self.running_s
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types, without the single steps."""
+        """Return the figures as JSON types, without the single steps."""
         values = {
             **vars(self),
             "count": self.counted + 1,
@@ -209,7 +209,7 @@ def run_steps(
 
 
 class _ResourceUse:
-    """What this process used since all ranks began together."""
+    """The resources that this process used since all ranks began together."""
 
     def begin(self) -> None:
         """Wait for all ranks, and count from now on."""
@@ -285,7 +285,7 @@ class _Epochs:
     def __init__(self, loader: DataLoader) -> None:
         self._loader = loader
         self.begins = False
-        """Whether the batch that came last is the first one of an epoch."""
+        """True if the batch that came last is the first one of an epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         if not len(self._loader):
@@ -355,7 +355,7 @@ def _world() -> int:
 
 
 def _any_has_enough(enough: bool) -> bool:
-    """Whether any rank has; no rank goes on before all have asked, as a step ends for all together."""
+    """Return whether any rank has; no rank goes on before all have asked, as a step ends for all together."""
     if _world() == 1:
         return enough
     flag = torch.tensor([int(enough)])

@@ -1,4 +1,4 @@
-"""What `dataflow bench storage` does: sweep order, block size and reads in flight over shards where they lie.
+"""`dataflow bench storage` sweeps order, block size and reads in flight over shards where they lie.
 
 Local shards are read around the page cache (`dataflow.tools.bench.direct`), or buffered on demand; those and
 all remote ones with the reader that training uses (`prefetch.store.reader`), so what is measured is what
@@ -68,7 +68,7 @@ _MANY_READS_PER_S = 10_000
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CaseFigures:
-    """One case, measured."""
+    """The measurements of one case."""
 
     case: Case
     reads: int
@@ -114,7 +114,7 @@ class FirstByte:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StorageFigures:
-    """What `dataflow bench storage` measured."""
+    """The measurements of `dataflow bench storage`."""
 
     settings: Sweep
     shards: int
@@ -124,7 +124,7 @@ class StorageFigures:
     cases: Sequence[CaseFigures]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON types."""
+        """Return all figures as JSON types."""
         return {
             "source": list(map(without_secrets, self.settings.source)),
             "shards": self.shards,
@@ -143,7 +143,7 @@ class StorageFigures:
 
 @dataclass(frozen=True)
 class KernelAccounts:
-    """Where it is asked what was in memory and what a device gave."""
+    """The kernel's accounts of what was in memory and what a device gave."""
 
     from_device: Callable[[], int | None] = device_bytes
     resident_share: Callable[[Sequence[Shard]], float | None] = resident_share
@@ -200,7 +200,7 @@ def _shards(settings: Sweep, pool: Executor, retrier: Retrier) -> list[Shard]:
 
 
 def _how(settings: Sweep, shards: Sequence[Shard]) -> How:
-    """How these shards are read. Raises what need not be measured to be known."""
+    """Return how these shards are read. Raises what need not be measured to be known."""
     if not all(is_local(shard.url) for shard in shards):
         if settings.require_cold or settings.evict:
             raise DataflowError(
@@ -218,7 +218,7 @@ def _how(settings: Sweep, shards: Sequence[Shard]) -> How:
 
 @dataclass(frozen=True)
 class _Reader:
-    """What reads, and the account of its faults."""
+    """A reader, and the account of its faults."""
 
     read: ReadInto
     run: Callable[[Case, BlockOrder], CaseTimes]
@@ -378,7 +378,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def sentences(figures: StorageFigures) -> Iterator[str]:
-    """What a reader of the table must know, one sentence each."""
+    """Yield what a reader of the table must know, one sentence each."""
     cases = figures.cases
     for word, group in _grouped(cases, lambda one: one.label.word).items():
         yield f"{word}: {group[0].label.reason}" + _where(group, cases)
@@ -401,7 +401,7 @@ def sentences(figures: StorageFigures) -> Iterator[str]:
 
 
 def client_is_busy(one: CaseFigures, how: How, cores: int) -> bool:
-    """Whether this client may be the limit: of its cores, or of the one that an interpreter's lock allows.
+    """Return whether this client may be the limit: its cores, or the one that an interpreter's lock allows.
 
     That one counts over remote stores, whose event loop runs on one, and where buffered reads are many and
     small.

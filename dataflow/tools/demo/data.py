@@ -29,7 +29,7 @@ _SEPARATOR = b"\n\0\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What was written."""
+    """The shards that were written."""
 
     folder: str
     num_modules: int

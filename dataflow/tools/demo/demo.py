@@ -34,7 +34,7 @@ _SMALL_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class DemoFigures:
-    """What the demo measured. Trainings are those of rank 0."""
+    """The measurements of the demo. Trainings are those of rank 0."""
 
     settings: DemoSettings
     corpus: Corpus
@@ -46,7 +46,7 @@ class DemoFigures:
 
     @property
     def identical(self) -> bool:
-        """Whether interrupted and resumed gave the losses of the uninterrupted one, bit for bit."""
+        """Return whether interrupted and resumed gave the losses of the uninterrupted one, bit for bit."""
         return self.interrupted.losses + self.resumed.losses == self.whole.losses
 
     def to_json(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _said(text: str, style: str = "") -> Sentence:
 
 
 def _corpus(corpus: Corpus, tars: TarPass) -> Iterator[Part]:
-    """What was written, whether every byte came back, and the largest modules."""
+    """Yield what was written, whether every byte came back, and the largest modules."""
     yield _said(
         f"{corpus.num_modules:,} modules, {corpus.num_bytes / 1e6:.1f} MB of source text: "
         f"{corpus.token_shards} files of byte tokens and {corpus.tar_shards} WebDataset tars, "
@@ -159,7 +159,7 @@ def _corpus(corpus: Corpus, tars: TarPass) -> Iterator[Part]:
 
 
 def losses_text(whole: Sequence[float], pieces: Sequence[float], half: int) -> Sentence:
-    """Whether the interrupted training is the uninterrupted one; if not, the first step that differs."""
+    """Say whether the interrupted training is the uninterrupted one; if not, the first step that differs."""
     pairs = enumerate(zip_longest(whole, pieces), 1)
     step = next((step for step, (one, other) in pairs if one != other), None)
     if step is None:
@@ -185,14 +185,14 @@ def _training_table(result: TrainingResult) -> Table:
 
 
 def waiting_text(result: TrainingResult) -> str:
-    """Whether the loader kept up."""
+    """Return whether the loader kept up."""
     if result.waiting_share < _SMALL_SHARE:
         return "the model is the limit: no loader could make this training faster"
     return f"the loader made the training wait for {result.waiting_share:.0%} of its time"
 
 
 def _end(figures: DemoFigures, folder: Path) -> Iterator[Sentence]:
-    """How long it took, and where things are."""
+    """Yield how long it took, and where things are."""
     where = f"  done in {figures.seconds:.0f} s; the training loop is {train_module.__file__}"
     yield Sentence(where, whole=True)
     if folder.exists():

@@ -1,4 +1,4 @@
-"""What a user may choose of `dataflow demo`: the options of the command."""
+"""The options of `dataflow demo`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataflow.tools.terminal.options import COUNT, option
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """Where the demo works, and how much of it."""
+    """The folder that the demo works in, and how much it does."""
 
     folder: Path | None = option(
         "Folder that shards and the checkpoint are written to and kept in.",

@@ -33,7 +33,7 @@ _PLAIN_LINES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What to train, and how far."""
+    """A training of the demo, and how far it goes."""
 
     title: str
     folder: str
@@ -55,7 +55,7 @@ class Training:
 
 @dataclass(kw_only=True)
 class TrainingResult:
-    """What a rank measured. Seconds are counted from its first batch on, unless said otherwise."""
+    """The measurements of a rank. Seconds are counted from its first batch on, unless said otherwise."""
 
     first_step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -76,7 +76,7 @@ class TrainingResult:
 
     @property
     def waiting_share(self) -> float:
-        """`waited_s / seconds`."""
+        """The share of time spent waiting: `waited_s / seconds`."""
         return self.waited_s / self.seconds if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def next_byte_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 class ProgressLine:
-    """Where a training stands: redrawn in place on a terminal, a few plain lines elsewhere."""
+    """A line of a training's progress: redrawn in place on a terminal, a few plain lines elsewhere."""
 
     def __init__(self, title: str, steps: int, *, visible: bool) -> None:
         self._title, self._steps, self._visible = title, steps, visible

@@ -94,7 +94,7 @@ def _parsed(files: Iterable[Path], record_type: type[R], notes: list[str]) -> It
 
 
 def _name_of(path: Path) -> str:
-    """Of a schedule or a loop: the same on all ranks."""
+    """Return the name of a schedule or a loop: the same on all ranks."""
     return path.stem.partition("-")[2]
 
 

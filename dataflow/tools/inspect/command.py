@@ -1,4 +1,4 @@
-"""What `dataflow inspect` does: measure a plan and a full shuffle of the same data, show them side by side.
+"""`dataflow inspect` measures a plan and a full shuffle of the same data, and shows them side by side.
 
 Only the catalog is used; no sample is read, unless labels are asked for (`dataflow.tools.inspect.labels`).
 """
@@ -156,7 +156,7 @@ def _host(url: str) -> str:
 
 
 def page_of(inspection: Inspection) -> Page:
-    """What was looked at, and the figures of both orders; a drawing of them."""
+    """Return what was looked at, and the figures of both orders; a drawing of them."""
     sides = [_cells(side.figures) for side in (inspection.plan, inspection.full)]
     rows = [(name, plan, full) for (name, plan), (_, full) in zip(*sides, strict=True)]
     drawing = Drawing(11, 7, lambda figure: _draw(inspection, figure))
@@ -191,7 +191,7 @@ def _facts(inspection: Inspection) -> list[tuple[str, str]]:
 
 
 def _cells(f: Figures) -> list[tuple[str, str]]:
-    """The figures in words."""
+    """Return the figures in words."""
     spots = [(f"hot spot, {kind}", spot) for kind, spot in f.hot_spots.items()]
     return [
         ("distinct blocks a batch", f"{f.blocks_per_batch:,.1f}"),
@@ -214,7 +214,7 @@ def _cells(f: Figures) -> list[tuple[str, str]]:
 
 
 def _draw(inspection: Inspection, figure: Any) -> None:
-    """Where samples lie, shards in each batch, and memory of open windows."""
+    """Draw where samples lie, shards in each batch, and memory of open windows."""
     axes = figure.subplots(2, 2)
     sides = {"this plan": inspection.plan, "full shuffle": inspection.full}
     for column, (name, side) in enumerate(sides.items()):

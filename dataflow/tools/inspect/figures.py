@@ -41,7 +41,7 @@ Targets = Mapping[str, NDArray[np.int64]]
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Of one plan. Shares are of the dataset; bytes are those stored unless said otherwise."""
+    """The figures of one plan. Shares are of the dataset; bytes are those stored unless said otherwise."""
 
     blocks_per_batch: float
     """Distinct blocks in a global batch, on average. Near the batch size: as good as independent draws."""
@@ -165,7 +165,7 @@ def hot_spots(stretch: Stretch, reads: BlockRequests, targets: Targets) -> dict[
 def _first_batch_bytes(
     plans: Sequence[EpochPlan], nodes: Sequence[int], table: BlockTable, located: bool
 ) -> int:
-    """Of the node that reads most; its ranks share what they read."""
+    """Return the bytes before the first batch of the node that reads most; its ranks share what they read."""
     of_node: dict[int, list[EpochPlan]] = {}
     for plan, node in zip(plans, nodes, strict=True):
         of_node.setdefault(node, []).append(plan)

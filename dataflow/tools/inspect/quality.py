@@ -1,4 +1,4 @@
-"""How well a plan mixes: what its batches hold, measured by running its arithmetic, without reading data.
+"""The quality of a plan's mixing: what its batches hold, by running its arithmetic, without reading data.
 
 A `Stretch` is a run of consecutive global batches as all ranks deliver them: the whole epoch where it is
 small enough, else a piece from its middle, where windows have their full size. Everything here is a function
@@ -52,7 +52,7 @@ class Stretch:
 
     @property
     def whole(self) -> bool:
-        """Whether these are all batches of the epoch."""
+        """Return whether these are all batches of the epoch."""
         return (self.first_batch, self.last_batch) == (0, self.num_batches)
 
     @property
@@ -126,7 +126,7 @@ def _rows(plan: EpochPlan, first: int, last: int) -> tuple[NDArray[np.int64], ND
 
 
 def _first_time(in_last: NDArray[np.bool_], position: NDArray[np.int64], begin: int) -> NDArray[np.bool_]:
-    """Which rows are no padding: the last batch's positions from where it begins on, each once."""
+    """Return which rows are no padding: the last batch's positions from where it begins on, each once."""
     rows = np.flatnonzero(in_last & (position >= begin))
     _, first = np.unique(position[rows], return_index=True)
     out = ~in_last

@@ -1,4 +1,4 @@
-"""What a plan costs to read: requests, amplification, bytes that are open at a time, and before a batch.
+"""The costs of reading a plan: requests, amplification, bytes that are open at a time, and before a batch.
 
 The unit of staging is a window: what a node takes of it is read when its first sample is due, and held until
 its last one is delivered. A full shuffle has no windows: `together` consecutive positions are read as one,
@@ -95,7 +95,7 @@ def _sample_reads(stretch: Stretch, table: BlockTable, window: NDArray[np.int64]
 
 
 def windows_of(order: Order, positions: NDArray[np.int64], together: int = TOGETHER) -> NDArray[np.int64]:
-    """What each position is staged with: its window, or its piece of a full shuffle; int64 [n]."""
+    """Return what each position is staged with: its window, or its piece of a full shuffle; int64 [n]."""
     return positions // together if order.shuffle.kind == "full" else order.locate(positions)[0]
 
 

@@ -1,4 +1,4 @@
-"""Which plan `dataflow inspect` looks at: the options of the command."""
+"""The options of `dataflow inspect`: the plan that it looks at."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a round puts on the links of a cluster: its seconds follow, whatever data flows beside it.
+    """The load of a round on the links of a cluster: its seconds follow, whatever data flows beside it.
 
     Attributes:
         latency_s: of a message.
@@ -74,7 +74,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where ranks run and what joins them.
+    """The nodes and racks that ranks run on, and the links between them.
 
     Attributes:
         nodes_of_ranks: node of each rank.
@@ -159,7 +159,7 @@ class Cluster:
         return replace(self, nodes_of_ranks=tuple(self.nodes_of_ranks[rank] for rank in order))
 
     def seconds(self, rounds: Sequence[Round], *, data_bytes_per_s: float = 0.0) -> float:
-        """How long rounds take, one after the other.
+        """Return how long rounds take, one after the other.
 
         Args:
             rounds: of a collective (`dataflow.tools.plan.collectives`).
@@ -169,11 +169,11 @@ class Cluster:
         return self.loaded_seconds(self.loads(rounds), data_bytes_per_s=data_bytes_per_s)
 
     def loads(self, rounds: Sequence[Round]) -> Sequence[Load]:
-        """What rounds put on the links, to be asked again and again: counting messages takes long."""
+        """Return what rounds put on the links, to be asked again and again: counting messages takes long."""
         return [self.load(each) for each in rounds if len(each.source)]
 
     def loaded_seconds(self, loads: Sequence[Load], *, data_bytes_per_s: float = 0.0) -> float:
-        """As `seconds`, of `loads(rounds)`."""
+        """Return the `seconds` of rounds of which `loads(rounds)` are given."""
         card = _left(self.network.bytes_per_s, data_bytes_per_s)
         rack = 1.0
         if self.uplink is not None:
@@ -185,7 +185,7 @@ class Cluster:
         )
 
     def load(self, messages: Round) -> Load:
-        """What one round puts on the links."""
+        """Return what one round puts on the links."""
         source, target = messages.source, messages.target
         sends, takes = self.nodes[source], self.nodes[target]
         far = sends != takes
@@ -217,7 +217,7 @@ def _most(places: NDArray[np.int64]) -> int:
 
 
 def _both_ways(source: NDArray[np.int64], target: NDArray[np.int64]) -> bool:
-    """Whether two ranks send to each other."""
+    """Return whether two ranks send to each other."""
     most = 1 + int(max(source.max(), target.max()))
     return bool(np.isin(source * most + target, target * most + source).any())
 

@@ -12,7 +12,7 @@ _POWERCAP = Path("/sys/class/powercap")
 
 @dataclass(frozen=True)
 class Prices:
-    """What is charged. None: not known, and not counted."""
+    """The prices of a run. None: not known, and not counted."""
 
     node_hour: float | None = None
     """Of one node."""
@@ -24,7 +24,7 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True)
 class Expenses:
-    """Of a whole run. None where a price or a power was not given."""
+    """The expenses of a whole run. None where a price or a power was not given."""
 
     hours: float
     updates: int
@@ -41,7 +41,7 @@ class Expenses:
 
 
 def expenses(step: Prediction, nodes: int, samples: int, sample_bytes: float, prices: Prices) -> Expenses:
-    """Of so many samples, epochs counted."""
+    """Return the expenses of a run of so many samples, epochs counted."""
     updates = -(-samples // step.batch)
     hours = updates * step.window_s / 3600
     joules = None if prices.node_watts is None else prices.node_watts * nodes * step.window_s
@@ -56,7 +56,7 @@ def expenses(step: Prediction, nodes: int, samples: int, sample_bytes: float, pr
 
 
 class Rapl:
-    """What Intel's and AMD's counters of whole packages say (RAPL, read through powercap)."""
+    """The energy by Intel's and AMD's counters of whole packages (RAPL, read through powercap)."""
 
     name = "RAPL"
 
@@ -82,7 +82,7 @@ class Rapl:
 
 
 class Nvml:
-    """What NVIDIA's GPUs count themselves (NVML; package nvidia-ml-py)."""
+    """The energy that NVIDIA's GPUs count themselves (NVML; package nvidia-ml-py)."""
 
     name = "NVML"
 

@@ -31,7 +31,7 @@ _EXACT = 1e-9
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement."""
+    """One measurement of an all-reduce."""
 
     rounds: int
     """Messages one after the other."""
@@ -60,7 +60,7 @@ class Fitted:
 
 
 def seconds(link: Link, point: Point) -> float:
-    """What the model says."""
+    """Return what the model says."""
     return point.rounds * link.latency_s + point.nbytes / link.bytes_per_s
 
 
@@ -136,13 +136,13 @@ def measure_link(
 
 
 def save_link(fitted: Fitted, path: str) -> None:
-    """As `dataflow plan --link` reads it."""
+    """Write the link as `dataflow plan --link` reads it."""
     figures = asdict(fitted.link) | {"median_error": fitted.median_error, "worst_error": fitted.worst_error}
     Path(path).write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def load_link(path: str) -> Link:
-    """What `save_link` wrote; `ValueError` for another file."""
+    """Return what `save_link` wrote; `ValueError` for another file."""
     text = Path(path).read_text()
     try:
         figures = json.loads(text)

@@ -1,4 +1,4 @@
-"""What `dataflow plan` does: predictions of all reductions, placements and accumulations, and their costs."""
+"""`dataflow plan` predicts all reductions, placements and accumulations, and their costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHUFFLE_SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """All predictions."""
+    """All predictions for a cluster."""
 
     best: Prediction
     doubts: Sequence[str]
@@ -35,7 +35,7 @@ class ClusterPlan:
     """Energy meters that can be read on this machine, or why not."""
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON types."""
+        """Return all figures as JSON types."""
         figures = asdict(self)
         if self.expenses is not None:
             figures["expenses"]["cost"] = self.expenses.cost

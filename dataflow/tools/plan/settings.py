@@ -1,4 +1,4 @@
-"""What `dataflow plan` is asked: the options of the command."""
+"""The options of `dataflow plan`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _FEW_UPDATES = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What every rank does in a window of `accumulate` microbatches.
+    """The work of every rank in a window of `accumulate` microbatches.
 
     Attributes:
         gradient_bytes: of all gradients together, as they are sent.
@@ -85,7 +85,7 @@ def predict(cluster: Cluster, work: StepWork, algorithm: str | None = None) -> P
 
 
 def _loads(cluster: Cluster, work: StepWork, algorithm: str | None) -> Mapping[str, Sequence[Load]]:
-    """What one bucket's all-reduces put on the links, by name."""
+    """Return what one bucket's all-reduces put on the links, by name."""
     rounds = all_reduces(cluster, work.gradient_bytes / work.buckets)
     if algorithm is not None and algorithm not in rounds:
         raise ValueError(f"no all-reduce {algorithm!r} on this cluster: {', '.join(rounds)}")

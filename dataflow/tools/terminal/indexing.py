@@ -1,4 +1,4 @@
-"""What `dataflow index` does: find the catalog of a source, say what changed, index, show what is there.
+"""`dataflow index` finds the catalog of a source, says what changed, indexes, and shows what is there.
 
 A saved catalog is believed only after every shard was asked for its size and version; what makes it stale
 (other shards, changed shards, other options) is listed before the dataset is indexed again.
@@ -49,7 +49,7 @@ _NAMED = 10
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogTarget:
-    """What the catalog shall be of, and where it lies."""
+    """The shards that a catalog shall be of, and where it lies."""
 
     urls: list[str]
     codec: Format
@@ -189,7 +189,7 @@ def checksums_of(catalog: Catalog, storage_options: Mapping[str, Any] | None = N
 
 
 def _parts(catalog: Catalog, path: str) -> Iterator[Part]:
-    """What a catalog holds, and where it lies."""
+    """Yield what a catalog holds, and where it lies."""
     stored = sum(catalog.rows.column("size").to_pylist())
     codec = catalog.codec() if catalog.format in FORMATS else None
     footers = catalog.rows.column("footer").to_pylist()

@@ -131,7 +131,7 @@ class Finite(click.FloatRange):
     """A range without NaN, which no comparison finds outside, and without infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As `FloatRange`."""
+        """Do as `FloatRange`, and refuse infinity."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
@@ -170,7 +170,7 @@ class OutputPath(click.ParamType):  # type: ignore[type-arg]  # generic since cl
         self._endings = endings
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, unchanged."""
+        """Check the path, and return it unchanged."""
         if value == "-" and not self._endings:
             return value
         path = Path(value)
@@ -211,7 +211,7 @@ json_option = click.option(
 def picture_option(
     *endings: str, name: str = "--picture", text: str = "Draw the figures to this file"
 ) -> Decorator:
-    """Where a picture goes, as `picture`."""
+    """Return where a picture goes, as `picture`."""
     kinds = " or ".join(endings)
     return click.option(
         name, "picture", type=OutputPath(*endings), metavar="PATH", help=f"{text}, as {kinds} (extra: plot)."

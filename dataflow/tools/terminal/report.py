@@ -1,4 +1,4 @@
-"""What a command tells, as text on a terminal, as JSON and as a page or picture: one writer for all commands.
+"""Reports of commands, as text on a terminal, as JSON and as a page or picture: one writer for all commands.
 
 Commands turn their results into a `Page` of sentences, tables and drawings; nothing here knows what a figure
 means. Drawings are made by matplotlib, from the extra `plot`, which is imported only when one is asked for.
@@ -61,7 +61,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of matplotlib."""
+    """A drawing as a figure of matplotlib."""
 
     width: float
     """Inches, as `height`."""
@@ -119,7 +119,7 @@ def save(page: Page, json_path: str | None = None, picture: str | None = None) -
 
 
 def show(parts: Sequence[Part], console: Console | None = None) -> None:
-    """Print sentences and tables."""
+    """Print sentences and tables on a console."""
     console = console or Console(highlight=False)
     for part in parts:
         if isinstance(part, str):
@@ -209,7 +209,7 @@ def bytes_text(count: float) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What figures are to be read with, as JSON types: cores that this process may use, and the system."""
+    """Return what figures are to be read with, as JSON types: cores this process may use, and the system."""
     return {"cores": usable_cores(), "system": platform.platform()}
 
 
@@ -224,7 +224,7 @@ def optional(value: float | None, form: str) -> str:
 
 
 class Bar:
-    """What runs now, and steps done of so many: on a terminal, on stderr, gone at the end of the block."""
+    """A progress bar: what runs now, and steps done of so many; on stderr, gone at the end of the block."""
 
     def __init__(self, title: str) -> None:
         console = Console(stderr=True)
@@ -236,7 +236,7 @@ class Bar:
         self._task = self._progress.add_task("")
 
     def show(self, done: int, total: int, now: str) -> None:
-        """So many are done, and this begins."""
+        """Show that so many are done, and what begins."""
         self._progress.update(self._task, completed=done, total=total, description=now, refresh=True)
 
     def __enter__(self) -> Self:
