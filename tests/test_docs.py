@@ -30,7 +30,6 @@ TO_BE_WRITTEN_ANEW = {
     "docs/guide/strategies.md",
     "docs/guide/text.md",
     "docs/guide/tour.md",
-    "docs/guide/workers.md",
     "docs/notes/adaptive.md",
     "docs/notes/bench-and-plan.md",
     "docs/notes/benchmarks.md",

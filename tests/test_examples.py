@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from parameters_kit import in_full
-from programs_kit import IMPORTED, Script
+from programs_kit import IMPORTED, Script, printed_on, run_script, without_figures
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -26,6 +26,15 @@ SMALL = {
     "image_classifier": ["--batch-size", "24", "--accumulate", "2"],
 }
 
+EXACT = [
+    pytest.param("torch_loader", "docs/guide/workers.md", marks=pytest.mark.full),
+]
+"""Examples that need one process, and the pages that show what they print."""
+TIMED = [
+    # Under load, processes may not have started before the second epoch has ended.
+    pytest.param("workers", "docs/guide/workers.md", r"^default.*\n.*\n", marks=pytest.mark.full),
+]
+"""Those that print times or rates; what else may differ between two runs, as a pattern."""
 
 IMPORTED_HERE = (*IMPORTED, "torch._dynamo", "torch.distributed.run", "torch.distributed.launcher.api")
 """What every rank would import anew; DDP needs torch._dynamo."""
@@ -136,6 +145,39 @@ def test_an_example_on_text_resumes_on_another_number_of_ranks_to_the_same_losse
     launcher = FORKED_RANKS.replace("nproc_per_node=2", "nproc_per_node=3")
     resumed = losses(launched(launcher, *program, folder=tmp_path))  # as if stopped after the checkpoint
     assert resumed == {step: pytest.approx(whole[step], rel=1e-4) for step in (8, 9)}
+
+
+def alone(script: str, folder: Path) -> str:
+    """What an example prints that needs one process, in an empty folder."""
+    code, out, err = run_script(
+        (EXAMPLES / f"{script}.py").read_text("utf-8"),
+        how="forked",
+        folder=folder,
+        cwd=folder,
+        variables={
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)]),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+        },
+        imported=IMPORTED_HERE,
+    )
+    assert code == 0, out + err
+    return out
+
+
+@pytest.mark.parametrize(("script", "page"), EXACT)
+def test_an_example_prints_what_its_page_shows(script: str, page: str, tmp_path: Path) -> None:
+    assert alone(script, tmp_path) == printed_on(page, script)
+
+
+@pytest.mark.parametrize(("script", "page", "changing"), TIMED)
+def test_an_example_prints_what_its_page_shows_but_for_times(
+    script: str, page: str, changing: str, tmp_path: Path
+) -> None:
+    printed, shown = alone(script, tmp_path), printed_on(page, script)
+    for pattern in filter(None, [changing]):
+        printed, shown = (re.sub(pattern, "", text, flags=re.MULTILINE) for text in (printed, shown))
+    assert without_figures(printed) == without_figures(shown)
 
 
 def code_lines(path: Path) -> int:

@@ -16,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -237,3 +238,18 @@ def run_command(*arguments: object) -> tuple[int, str]:
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, "\n".join(" ".join(line.split()) for line in result.output.splitlines())
+
+
+def printed_on(page: str, script: str) -> str:
+    """The first text block behind the first lines of `examples/<script>.py` on a page."""
+    text = (ROOT / page).read_text("utf-8")
+    _, begun, rest = text.partition(f"<!-- include examples/{script}.py")
+    found = re.search(r"^```text\n(.*?)^```$", rest, re.MULTILINE | re.DOTALL)
+    assert begun, f"{page} does not show {script}.py"
+    assert found, f"{page} does not show what {script}.py prints"
+    return found[1]
+
+
+def without_figures(text: str) -> str:
+    """A text as any run prints it: each number is 0, and runs of spaces are one."""
+    return re.sub(r"[ \t]+", " ", re.sub(r"\d[\d,]*(\.\d+)?", "0", text))
