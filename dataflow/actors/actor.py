@@ -46,7 +46,7 @@ class ActorResponse(NamedTuple):
     counts: ReadCounts = ReadCounts()
 
 
-class ActorPlace(NamedTuple):
+class ActorInfo(NamedTuple):
     """The process and node that an actor runs in, and its versions."""
 
     pid: int
@@ -141,9 +141,9 @@ class BuilderActor:
         self._reader: BlockReader | None = None
         self._ended = threading.Event()
 
-    def place(self) -> ActorPlace:
+    def info(self) -> ActorInfo:
         """Return where it runs; before it is sent anything."""
-        return ActorPlace(os.getpid(), platform.node(), Versions.here())
+        return ActorInfo(os.getpid(), platform.node(), Versions.here())
 
     def open(self, name: str, packed: NDArray[np.uint8], layout: Layout) -> RemoteError | None:
         """Take what all chunks have in common, and look whether its shards are there; gives what fails."""
@@ -177,6 +177,6 @@ class BuilderActor:
             response = response._replace(counts=self._reader.take_counts())
         return response, packed
 
-    def outlive(self) -> None:
+    def heartbeat(self) -> None:
         """Never return: the call fails when the actor dies."""
         self._ended.wait()

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dataflow.actors.actor import ActorPlace, ActorResponse, BuilderActor, packed_bytes
+from dataflow.actors.actor import ActorInfo, ActorResponse, BuilderActor, packed_bytes
 from dataflow.actors.cluster import (
     BuilderActorError,
     ClusterNodes,
@@ -224,18 +224,18 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         name = f"Ray actor {self._num_started}"
         self._num_started += 1
         reserves = placement["num_cpus"] > 0
-        actor = _Actor(handle=handle, name=name, end=handle.outlive.remote().future(), reserves=reserves)
+        actor = _Actor(handle=handle, name=name, end=handle.heartbeat.remote().future(), reserves=reserves)
         with self._lock:
             self._actors.append(actor)
         # Before it is there for the others, what its end calls is set: it may be dead already.
-        self._when_there(handle.place.remote().future(), partial(self._open, actor))
+        self._when_there(handle.info.remote().future(), partial(self._open, actor))
         self._when_there(actor.end, partial(self._has_died, actor))
 
-    def _open(self, actor: _Actor, place: futures.Future[ActorPlace]) -> None:
+    def _open(self, actor: _Actor, info: futures.Future[ActorInfo]) -> None:
         """Note an actor that has begun, once it has answered from where."""
-        if actor.is_lost or not self._is_answered(actor, place):
+        if actor.is_lost or not self._is_answered(actor, info):
             return
-        pid, node, versions = place.result()
+        pid, node, versions = info.result()
         actor.name += f" (pid {pid} on {node})"
         Versions.here().check(versions, actor.name)
         opened = actor.handle.open.remote(actor.name, self._job, self._layout).future()

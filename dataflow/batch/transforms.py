@@ -71,13 +71,17 @@ def fingerprint_of(transform: object) -> str:
 
     `ValueError` for what a state has no room for.
     """
-    mark = str(getattr(transform, "fingerprint", "") or "")
-    if len(mark) > _MOST or not (mark.isascii() and mark.isprintable()) or {*"@+~"} & {*mark}:
+    fingerprint = str(getattr(transform, "fingerprint", "") or "")
+    if (
+        len(fingerprint) > _MOST
+        or not (fingerprint.isascii() and fingerprint.isprintable())
+        or {*"@+~"} & {*fingerprint}
+    ):
         raise ValueError(
             f"the fingerprint of a transform is at most {_MOST} printable ASCII characters, without @, + and "
-            f"~, got {mark!r}: take a hash of it"
+            f"~, got {fingerprint!r}: take a hash of it"
         )
-    return mark
+    return fingerprint
 
 
 def releases_gil(function: object) -> bool:
@@ -95,7 +99,7 @@ def transformed_together(
         transforms: [n], of each sample: its transform, or None, and whether that takes `rng=`.
 
     Returns:
-        By place, what became of the samples whose transform has a batch form that did not fail; and the first
+        By row, what became of the samples whose transform has a batch form that did not fail; and the first
         failure. What is not there is to be transformed one by one.
     """
     made: dict[int, Any] = {}
@@ -105,12 +109,12 @@ def transformed_together(
         form = batch_form(transform)
         if form is None or wants_rng:
             continue
-        places = [at for at, other in enumerate(own) if other == number]
+        rows = [at for at, other in enumerate(own) if other == number]
         try:
-            results = form([samples[at] for at in places])
-            if len(results) != len(places):
-                raise TypeError(f"the batch form returned {len(results)} samples for {len(places)}")
-            made.update(zip(places, results, strict=True))
+            results = form([samples[at] for at in rows])
+            if len(results) != len(rows):
+                raise TypeError(f"the batch form returned {len(results)} samples for {len(rows)}")
+            made.update(zip(rows, results, strict=True))
         except BaseException as error:
             if must_go_on(error):
                 raise

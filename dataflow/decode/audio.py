@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.crop import Draws
-from dataflow.decode.media import Bytes, ClipPlace, as_tensor, begins_at, check_choices, decoders
+from dataflow.decode.media import Bytes, ClipPosition, as_tensor, begins_at, check_choices, decoders
 from dataflow.decode.mp4 import ReadBytes
 from dataflow.decode.values import check_fits
 
@@ -40,7 +40,7 @@ class Audio:
     """True if all channels are mixed into one. False: each file's own, and a batch is a list."""
     channels: int | None = None
     """With `mono=False`: every file is mixed into so many channels."""
-    clip: ClipPlace = "random"
+    clip: ClipPosition = "random"
     """Where the clip lies in its file."""
     pad: Literal["error", "zeros", "loop"] = "error"
     """What a file does that is shorter than the clip: an error, silence at its end, or it begins again."""
@@ -61,7 +61,7 @@ class Audio:
             raise ValueError(f"Audio seconds={self.seconds} at rate={self.rate} has no sample")
         if self.mono and self.channels not in (None, 1):
             raise ValueError(f"Audio channels={self.channels} needs mono=False")
-        check_choices(self, clip=ClipPlace, pad=Literal["error", "zeros", "loop"])
+        check_choices(self, clip=ClipPosition, pad=Literal["error", "zeros", "loop"])
 
     @property
     def dtype(self) -> str:

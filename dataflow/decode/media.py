@@ -23,7 +23,7 @@ from dataflow.decode.mp4 import ReadBytes
 from sharding.errors import DataflowError
 
 Bytes = NDArray[np.uint8]
-ClipPlace = Literal["random", "middle", "start", "end"]
+ClipPosition = Literal["random", "middle", "start", "end"]
 """Where a clip lies in its file."""
 DRAW_CLIP = 23
 """Which of a sample's random numbers says where its clip begins: the one that images leave."""
@@ -117,13 +117,13 @@ def frames_of(data: Bytes) -> tuple[Bytes, NDArray[np.int64], NDArray[np.int64]]
     return data[at + 16 * count :], numbers, ticks
 
 
-def begins_at(room: float, place: str, draws: Draws | None) -> float:
+def begins_at(room: float, position: str, draws: Draws | None) -> float:
     """Return where in [0, room] a clip begins: "start", "middle", "end" or "random"."""
-    if place == "random":
+    if position == "random":
         if draws is None:
             raise ValueError("random clips need draws")
         return float(draws[0, DRAW_CLIP]) * room
-    return {"start": 0.0, "middle": room / 2, "end": room}[place]
+    return {"start": 0.0, "middle": room / 2, "end": room}[position]
 
 
 def as_tensor(data: Bytes) -> Tensor:

@@ -90,17 +90,17 @@ def cut(
     """
     wanted = index.shown[frames]
     chosen = needed_frames(index, wanted)
-    starts, sizes = _places(index, chosen, length)
+    starts, sizes = _ranges(index, chosen, length)
     head, ranks, shown_at = _clip_head(index, chosen)
     out = np.empty(len(head) + int(sizes.sum()), np.uint8)
     out[: len(head)] = np.frombuffer(head, np.uint8)
-    places = len(head) + np.cumsum(sizes) - sizes
+    offsets = len(head) + np.cumsum(sizes) - sizes
     for first, end in _spans(starts, sizes):
         low = int(starts[first])
         data = read(low, int(starts[end - 1] + sizes[end - 1]) - low)
         for i in range(first, end):
             begin = int(starts[i]) - low
-            out[places[i] : places[i] + sizes[i]] = data[begin : begin + int(sizes[i])]
+            out[offsets[i] : offsets[i] + sizes[i]] = data[begin : begin + int(sizes[i])]
     at = np.searchsorted(chosen, wanted)
     return out, ranks[at], shown_at[at]
 
@@ -275,7 +275,7 @@ def _runs(table: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 
 def _offsets(boxes: dict[bytes, bytes], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """First byte of each frame: frames lie one behind the other in chunks, of which the places are known."""
+    """First byte of each frame: frames lie one behind the other in chunks, of which the offsets are known."""
     chunks = _table(boxes[b"stco"], ">u4") if b"stco" in boxes else _table(boxes[b"co64"], ">i8")
     runs = _table(boxes[b"stsc"], ">u4,>u4,>u4")
     firsts = np.append(runs[:, 0] - 1, len(chunks))
@@ -327,12 +327,12 @@ def needed_frames(index: FrameIndex, wanted: NDArray[np.int64]) -> NDArray[np.in
 def spans_of(index: FrameIndex, frames: NDArray[np.int64], length: int) -> list[tuple[int, int]]:
     """First byte and end of what is read of a file for some frames; those that it lacks are left out."""
     frames = frames[(index.offsets + index.sizes)[frames] <= length]
-    starts, sizes = _places(index, frames[np.argsort(index.offsets[frames], kind="stable")], length)
+    starts, sizes = _ranges(index, frames[np.argsort(index.offsets[frames], kind="stable")], length)
     cuts = _spans(starts, sizes) if len(frames) else ()
     return [(int(starts[first]), int(starts[end - 1] + sizes[end - 1])) for first, end in cuts]
 
 
-def _places(
+def _ranges(
     index: FrameIndex, frames: NDArray[np.int64], length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """First byte and bytes of frames. Raises `ValueError` where the file ends before them."""

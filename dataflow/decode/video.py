@@ -21,7 +21,7 @@ from dataflow.decode.crop import Draws
 from dataflow.decode.image import Image, resize_part
 from dataflow.decode.media import (
     Bytes,
-    ClipPlace,
+    ClipPosition,
     as_tensor,
     begins_at,
     check_choices,
@@ -64,7 +64,7 @@ class Video:
     image: Image | None = None
     """What becomes of each frame, in place of `size`: `Image(size=112, crop="random_resized", flip=0.5)`.
     All frames of a clip have the same part and the same mirroring."""
-    clip: ClipPlace = "random"
+    clip: ClipPosition = "random"
     """Where the clip lies in its video; of a LeRobot dataset, where it lies about the time of its row:
     "start" is from there on, "end" until there, and "random" is none."""
     pad: Literal["error", "last", "loop"] = "error"
@@ -83,7 +83,7 @@ class Video:
             raise ValueError(f"Video frames must be at least 1, got {self.frames}")
         if self.fps is not None and not 0 < self.fps < float("inf"):
             raise ValueError(f"Video fps must be greater than 0, got {self.fps}")
-        check_choices(self, clip=ClipPlace, pad=Literal["error", "last", "loop"])
+        check_choices(self, clip=ClipPosition, pad=Literal["error", "last", "loop"])
         if self.image is not None and self.size is not None:
             raise ValueError("Video size is image's: give Video(image=Image(size=...)) alone")
         if self.image is not None and self.image.mode != "RGB":
@@ -292,16 +292,16 @@ class Video:
     def _decoded(
         self,
         get: Callable[[list[Any]], Any],
-        places: NDArray[Any],
+        positions: NDArray[Any],
         expected_s: NDArray[np.float64] | None,
         draws: Draws | None,
         out: NDArray[Any] | None,
         at_once: int,
     ) -> NDArray[Any]:
-        """Decode and resize the frames at some places, a few at a time."""
+        """Decode and resize the frames at some positions, a few at a time."""
         resize: Callable[[NDArray[np.uint8], NDArray[Any]], None] | None = None
-        for first in range(0, len(places), at_once):
-            batch = get(places[first : first + at_once].tolist())
+        for first in range(0, len(positions), at_once):
+            batch = get(positions[first : first + at_once].tolist())
             pixels = batch.data.numpy()
             if expected_s is not None:
                 have_s = batch.pts_seconds.numpy()
@@ -311,7 +311,7 @@ class Video:
                 height, width = pixels.shape[1:3]
                 image = self._sized(height, width)
                 if out is None:
-                    out = np.empty((len(places), *image.shape), image.dtype)
+                    out = np.empty((len(positions), *image.shape), image.dtype)
                 resize = resize_part(image, (height, width), draws)
             assert out is not None
             for i, frame in enumerate(pixels, first):

@@ -52,10 +52,10 @@ class PartValues:
     """Index of its row in the part."""
     number: NDArray[np.int64]
     """Which of its sample's values it is."""
-    places: StagedSpans
+    spans: StagedSpans
     """Where values lie."""
     at: NDArray[np.int64]
-    """Which of the places is its."""
+    """Index of its span among `spans`."""
     target: NDArray[np.int64]
     """Its place among the values of the chunk; ascends."""
 
@@ -264,10 +264,10 @@ class DecodedOutput(Output):
         def remark(index: int, text: str) -> None:
             columns.remark(row(index), self.name, text)
 
-        with part.window.values_of(values.places, values.at, self.name, owners) as (buffer, starts):
-            ends = starts + values.places.lengths[values.at]
+        with part.window.values_of(values.spans, values.at, self.name, owners) as (buffer, starts):
+            ends = starts + values.spans.lengths[values.at]
             encoded = [buffer[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
-            own = [out[place] for place in values.target.tolist()]
+            own = [out[index] for index in values.target.tolist()]
             failures = self.decode_few(columns, encoded, own, draws, remark)
         for index, error in failures:
             named = _of_item(error, int(values.number[index])) if self.is_list else error
@@ -284,7 +284,7 @@ class DecodedOutput(Output):
             part=part,
             row=have,
             number=np.zeros(len(have), np.int64),
-            places=spans,
+            spans=spans,
             at=part.rows[have],
             target=target[have],
         )
@@ -313,18 +313,18 @@ class DecodedOutput(Output):
             lengths = self._lengths(part)
             row, source = np.nonzero(lengths >= 0)
             addresses = np.stack([part.spans(each.name).addresses[part.rows] for each in self.staged], axis=1)
-            places = StagedSpans(addresses[row, source], lengths[row, source])
+            spans = StagedSpans(addresses[row, source], lengths[row, source])
             number = np.cumsum(lengths >= 0, axis=1)[row, source] - 1
         else:
             buffer, list_starts, have = self._lists(part)
             counts, starts, item_lengths = list_items(buffer, list_starts)
-            places = StagedSpans(starts + buffer.__array_interface__["data"][0], item_lengths, [buffer])
+            spans = StagedSpans(starts + buffer.__array_interface__["data"][0], item_lengths, [buffer])
             row = np.repeat(have, counts)
             number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
         chunk_rows = np.arange(len(offsets) - 1)[part.chunk_rows]
         target = offsets[chunk_rows[row]] + number
         return PartValues(
-            part=part, row=row, number=number, places=places, at=np.arange(len(row)), target=target
+            part=part, row=row, number=number, spans=spans, at=np.arange(len(row)), target=target
         )
 
     def _note_missing(self, columns: ChunkColumns) -> None:

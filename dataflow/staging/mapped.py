@@ -57,12 +57,12 @@ class MappedWindow(StagedWindow):
         share: Share,
         num_readers: int = 1,
     ) -> None:
-        places = source.places.of_blocks(numbers)
-        if places is None:
+        located = source.locator.of_blocks(numbers)
+        if located is None:
             raise NotLocatableError(f"format {source.format.name} cannot tell where values lie")
-        blocks = places.blocks
+        blocks = located.blocks
         super().__init__(source, arena, WindowSamples(source.first_number, blocks), rows)
-        self._share, self._whole, self._places = share, share != "few", places
+        self._share, self._whole, self._located = share, share != "few", located
         self._shards: list[MappedShard | None] = [None] * len(blocks)
         self._lock = threading.Lock()  # guards _tasks_left
         self._tasks_left = min(num_readers, len(blocks))
@@ -96,7 +96,7 @@ class MappedWindow(StagedWindow):
         """Stage what the whole window needs at once, in the thread that mapped the last block."""
         rows = np.arange(self.samples.num_rows) if self._share == "all" else self.rows[self.rows >= 0]
         rows = rows if self._whole else np.unique(rows)
-        samples = self._places.samples()
+        samples = self._located.samples()
         for output in self.source.outputs:
             if output.stays_in_place:
                 spans = self.staged[output.name] = self._spans_of(output.sources[0], samples)
@@ -106,7 +106,7 @@ class MappedWindow(StagedWindow):
             if not output.stays_in_place:
                 self._parse(output, rows, samples)
         if not self._whole:
-            lengths = [self._places.column(name, samples)[1][rows] for name in self.source.columns]
+            lengths = [self._located.column(name, samples)[1][rows] for name in self.source.columns]
             nbytes = sum(int(np.maximum(own, 0).sum()) for own in lengths)
             self.source.traffic.add(nbytes, nbytes)
 
@@ -116,13 +116,13 @@ class MappedWindow(StagedWindow):
         assert isinstance(staged, StagedArray)
         parsed = None
         if self._whole:  # else few rows of many blocks
-            parsed = self.source.places.parsed(output.name, staged.values)
+            parsed = self.source.locator.parsed(output.name, staged.values)
         if parsed is not None:
-            is_known = parsed.known(self._places.numbers)
+            is_known = parsed.known(self._located.numbers)
             np.take(parsed.values, samples, axis=0, out=staged.values, mode="clip")
             if is_known.all():
                 return
-            rows = np.flatnonzero(np.repeat(~is_known, self._places.counts))
+            rows = np.flatnonzero(np.repeat(~is_known, self._located.counts))
         spans = self._spans_of(column, samples)
         buffer, starts = spans.addresses[:0].view(np.uint8), spans.addresses
         if output.takes_bytes:
@@ -131,9 +131,9 @@ class MappedWindow(StagedWindow):
         staged.bad.update((int(rows[index]), reason) for index, reason in bad)
         if parsed is not None:
             parsed.values[samples[rows]] = staged.values[rows]
-            has_bad = np.zeros(len(self._places.numbers), np.bool_)
+            has_bad = np.zeros(len(self._located.numbers), np.bool_)
             has_bad[np.array([self.samples.find(row)[0] for row in staged.bad], np.int64)] = True
-            parsed.note_known(self._places.numbers[~has_bad])  # bad rows are to be found anew
+            parsed.note_known(self._located.numbers[~has_bad])  # bad rows are to be found anew
 
     def _spans_of(self, name: str, samples: NDArray[np.int64]) -> StagedSpans:
         """Return where the values of a column lie in the mappings."""
@@ -143,9 +143,9 @@ class MappedWindow(StagedWindow):
             for ordinal in range(len(self.samples.blocks)):
                 spans.put(self.samples.rows_of(ordinal).start, [self._constant(ordinal, name)])
             return spans
-        addresses, lengths = self._places.column(name, samples)
+        addresses, lengths = self._located.column(name, samples)
         bases = np.array([mapped.address for mapped in self._shards if mapped is not None], np.int64)
-        addresses += np.repeat(bases, self._places.counts)
+        addresses += np.repeat(bases, self._located.counts)
         return StagedSpans(addresses, lengths)
 
     @cached_property

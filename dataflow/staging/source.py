@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dataflow.decode.mp4 import FrameIndex, ReadBytes, read_index
 from dataflow.staging.columns import StagedOutput
-from dataflow.staging.places import ValuePlaces
+from dataflow.staging.locator import ValueLocator
 from prefetch.control.gate import ReadGate
 from prefetch.control.pause import ReadPause
 from prefetch.memory.mapping import Mappings, can_map
@@ -119,9 +119,9 @@ class Source:
     _locates: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
-    def places(self) -> ValuePlaces:
+    def locator(self) -> ValueLocator:
         """Return where values lie in the stored bytes, where the format can tell."""
-        return ValuePlaces(self.catalog, self.format, self.columns)
+        return ValueLocator(self.catalog, self.format, self.columns)
 
     def read_into(
         self,

@@ -20,8 +20,8 @@ from dataflow.text.tokenizer import (
     checked_length,
     ids_tensor,
     kept_length,
-    mark_of,
     text_of,
+    tokenizer_fingerprint,
 )
 
 Sample = dict[str, Any]
@@ -95,7 +95,7 @@ class ChatTemplate:
     def fingerprint(self) -> str:
         """See `BatchTransform`."""
         text = (self.text.source, self.text.variables)
-        return mark_of(self.file, *text, self.column, self.tools, self.max_length)
+        return tokenizer_fingerprint(self.file, *text, self.column, self.tools, self.max_length)
 
     def __call__(self, sample: Sample) -> Sample:
         """One sample: `into` and `mask` in place of `column`."""
@@ -151,8 +151,10 @@ def overlapping(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) ->
         spans: ascending, none within another.
     """
     bounds = np.fromiter(chain.from_iterable(spans), np.int64).reshape(-1, 2)
-    places = np.fromiter(chain.from_iterable(offsets), np.int64).reshape(-1, 2)
-    span = np.searchsorted(bounds[:, 1], places[:, 0], side="right")  # the first that ends behind its begin
+    token_spans = np.fromiter(chain.from_iterable(offsets), np.int64).reshape(-1, 2)
+    span = np.searchsorted(
+        bounds[:, 1], token_spans[:, 0], side="right"
+    )  # the first that ends behind its begin
     inside = span < len(bounds)
-    inside[inside] = places[inside, 1] > bounds[span[inside], 0]
+    inside[inside] = token_spans[inside, 1] > bounds[span[inside], 0]
     return inside

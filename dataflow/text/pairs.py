@@ -145,8 +145,8 @@ def split_pairs(
     def split(name: str, values: Tensor) -> Tensor:
         fill = pad.get(name, 0) if isinstance(pad, Mapping) else pad
         out = values.new_full((len(lengths), int(lengths.max())), fill)
-        places = torch.arange(shape[1])
-        chosen, inside = places < first[:, None], places < rows.lengths[:, None]
+        positions = torch.arange(shape[1])
+        chosen, inside = positions < first[:, None], positions < rows.lengths[:, None]
         out[torch.arange(out.shape[1]) < lengths[:, None]] = torch.cat(
             (values[chosen], values[inside & ~chosen])
         )

@@ -12,8 +12,8 @@ from dataflow.text.tokenizer import (
     checked_length,
     ids_tensor,
     kept_length,
-    mark_of,
     text_of,
+    tokenizer_fingerprint,
 )
 
 Sample = dict[str, Any]
@@ -78,7 +78,7 @@ class Tokenize:
     def fingerprint(self) -> str:
         """See `BatchTransform`."""
         options = (self.column, self._bos, self._eos, self.add_special_tokens, self.max_length, self.errors)
-        return mark_of(self.file, *options)
+        return tokenizer_fingerprint(self.file, *options)
 
     def __call__(self, sample: Sample) -> Sample:
         """One sample: `into` in place of `column`."""
@@ -91,8 +91,8 @@ class Tokenize:
         return [self._with_ids(sample, each.ids) for sample, each in zip(samples, encodings, strict=True)]
 
     def _with_ids(self, sample: Sample, ids: list[int]) -> Sample:
-        num_marks = len(self._bos) + len(self._eos)
-        kept = kept_length(len(ids) + num_marks, self.max_length, self.overlong) - num_marks
+        num_special = len(self._bos) + len(self._eos)
+        kept = kept_length(len(ids) + num_special, self.max_length, self.overlong) - num_special
         rest = {name: value for name, value in sample.items() if name != self.column}
         ids = [*self._bos, *(ids[:kept] if kept < len(ids) else ids), *self._eos]
         return {**rest, self.into: ids_tensor(ids, self._dtype)}

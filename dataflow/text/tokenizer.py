@@ -116,17 +116,17 @@ def short_hash(text: str) -> str:
     return hash_of(text.encode())[:8]
 
 
-def mark_of(file: TokenizerFile, *options: object) -> str:
+def tokenizer_fingerprint(file: TokenizerFile, *options: object) -> str:
     """A transform's fingerprint: hash of the file, "-", hash of what else decides about its tokens."""
     return f"{file.hash}-{short_hash(json.dumps(options, sort_keys=True))}"
 
 
-def checked_length(max_length: int | None, overlong: Overlong, num_marks: int = 0) -> None:
+def checked_length(max_length: int | None, overlong: Overlong, num_special: int = 0) -> None:
     """Raise `ValueError` for a `max_length` without room for anything, and an `overlong` that is none."""
     if overlong not in get_args(Overlong):
         raise ValueError(f"overlong must be one of {', '.join(get_args(Overlong))}, got {overlong!r}")
-    if max_length is not None and (type(max_length) is not int or max_length <= num_marks):
-        raise ValueError(f"max_length must be an integer > {num_marks}, got {max_length!r}")
+    if max_length is not None and (type(max_length) is not int or max_length <= num_special):
+        raise ValueError(f"max_length must be an integer > {num_special}, got {max_length!r}")
 
 
 def checked_dtype(dtype: str) -> np.dtype[Any]:

@@ -102,8 +102,8 @@ class DropInEngine:
     def set_epoch(self, epoch: int) -> None:
         """The next loop runs this epoch; sampler, batch sampler and dataset are told where they want to know.
 
-        A loaded place is kept where it is in this epoch. Of another epoch, it is left: what remains of that
-        is passed over, and what decides orders stands as if it had been delivered.
+        A loaded position is kept where it is in this epoch. Of another epoch, it is left: what remains of
+        that is passed over, and what decides orders stands as if it had been delivered.
         """
         if not isinstance(epoch, Integral) or epoch < 0:
             raise ValueError(f"epoch must be an integer >= 0, got {epoch!r}")

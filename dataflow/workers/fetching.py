@@ -107,11 +107,11 @@ class DropInState:
         progress.restore_between(loader)
 
     def set_epoch(self, epoch: int, loader: WorkerLoader) -> None:
-        """Let the next loop run this epoch: a loaded place in it is kept, one in another epoch is left."""
+        """Let the next loop run this epoch: a loaded position in it is kept, one in another epoch is left."""
         if epoch != self._loaded_epoch:
             self._name(epoch, loader)
 
-    def place_for(self, loader: WorkerLoader) -> EpochProgress:
+    def progress_for(self, loader: WorkerLoader) -> EpochProgress:
         """Return where a loop that begins now goes on, or what it comes after.
 
         A sampler whose epoch was set since the state was loaded says the same as `set_epoch` of the loader.
@@ -123,11 +123,11 @@ class DropInState:
 
     @property
     def _loaded_epoch(self) -> int | None:
-        """That of a loaded place inside an epoch: what the sampler counts, else what loops count."""
+        """That of a loaded position inside an epoch: what the sampler counts, else what loops count."""
         progress = self.progress
         if progress.loaded is None or progress.complete:
             return None
-        return int(progress.sampler.marks.get("epoch", progress.epoch))
+        return int(progress.sampler.tokens.get("epoch", progress.epoch))
 
     def _name(self, epoch: int | None, loader: WorkerLoader) -> None:
         if self._loaded_epoch is not None:
@@ -152,7 +152,7 @@ class FetchIterator(_BaseDataLoaderIter):
     """As torch's iterator with workers does when it is made: a sampler that draws in `iter` draws twice."""
 
     def __init__(self, loader: WorkerLoader) -> None:
-        before = loader._drop_in.place_for(loader)
+        before = loader._drop_in.progress_for(loader)
         resumed = before if before.loaded is not None else None
         self._resumed = resumed
         """The loaded state that this goes on from, until it has begun."""

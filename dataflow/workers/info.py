@@ -83,7 +83,7 @@ class Generators:
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
-        self._place = 0
+        self._position = 0
         self._used = False
         self._random: random.Random | None = None
         self._torch: torch.Generator | None = None
@@ -94,9 +94,9 @@ class Generators:
         self._key = key
         self.go_to(0)
 
-    def go_to(self, place: int) -> None:
+    def go_to(self, position: int) -> None:
         """Work on another part of it."""
-        self._place = place
+        self._position = position
         if self._used:
             self._seed_again()
 
@@ -110,7 +110,7 @@ class Generators:
 
     def _seed(self, num_bytes: int) -> int:
         self._used = True
-        text = repr((self._key, self._place))
+        text = repr((self._key, self._position))
         return int.from_bytes(blake2b(text.encode(), digest_size=num_bytes).digest())
 
     @property

@@ -64,9 +64,9 @@ class ProcessRunners:
         # These are kept for long, and must not keep the memory of the batch they came with.
         return data, copy.deepcopy(state), random and copied_random_state(random)
 
-    def close(self, *, hurry: bool = False) -> None:
-        """See `WorkerProcesses`. `hurry`: do not let them finish what they are doing."""
-        self._workers.close(stop_s=0 if hurry else None)
+    def close(self, *, immediately: bool = False) -> None:
+        """See `WorkerProcesses`. `immediately`: do not let them finish what they are doing."""
+        self._workers.close(stop_s=0 if immediately else None)
 
 
 def begin_to_start(loader: WorkerLoader) -> None:

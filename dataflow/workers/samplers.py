@@ -62,17 +62,17 @@ _DRAWN_AT_ONCE = {SequentialSampler, SubsetRandomSampler, WeightedRandomSampler}
 
 
 class SamplerProgress:
-    """The place of one epoch in a sampler's order.
+    """The position of one epoch in a sampler's order.
 
-    `marks` is the part of a state about that: {} where the epoch begins.
+    `tokens` is the part of a state about that: {} where the epoch begins.
 
     Args:
-        marks: of a state that was taken inside the epoch.
+        tokens: of a state that was taken inside the epoch.
         is_restored: the sampler was set to a state of its own that was taken between two epochs.
     """
 
-    def __init__(self, marks: Mapping[str, Any] | None = None, *, is_restored: bool = False) -> None:
-        self.marks: Mapping[str, Any] = marks or {}
+    def __init__(self, tokens: Mapping[str, Any] | None = None, *, is_restored: bool = False) -> None:
+        self.tokens: Mapping[str, Any] = tokens or {}
         self._is_restored = is_restored
         self._own: dict[str, Any] = {}
         """What decides the order of this epoch."""
@@ -112,10 +112,10 @@ class SamplerProgress:
             begun: what `iter(sampler)` gave for this epoch; a second `iter` might draw a second time.
         """
         counting = [part for part in parts(sampler) if _counts_epochs(part)]
-        if "epoch" in self.marks:
+        if "epoch" in self.tokens:
             for part in counting:
-                part.set_epoch(int(self.marks["epoch"]))
-        if self.marks:
+                part.set_epoch(int(self.tokens["epoch"]))
+        if self.tokens:
             begun = None  # it began before what decides the order was set back
         iterator, skipped = self._iterator(sampler, skip, handed_out, chain, begun)
         if counting:
@@ -136,24 +136,24 @@ class SamplerProgress:
         begun: Iterator[Any] | None,
     ) -> tuple[Iterator[Any], int]:
         """The iterator, and how many batches are left out already."""
-        core, marks = _core(sampler), self.marks
+        core, tokens = _core(sampler), self.tokens
         stateful = stateful_part(sampler)
-        if "state" in marks or stateful is not None:
+        if "state" in tokens or stateful is not None:
             self._stateful = core if stateful is None else stateful
-            if "state" in marks and stateful is not None:
-                stateful.load_state_dict(marks["state"])
+            if "state" in tokens and stateful is not None:
+                stateful.load_state_dict(tokens["state"])
             iterator: Any = iter(sampler) if begun is None else begun
             self._state = self._stateful.state_dict()
             if self._is_restored:
                 iterator = _NotEmpty(iterator, sampler)
-            return iterator, skip if "state" in marks else 0
-        iterator = self._begun_by_marks(sampler) if begun is None else begun
+            return iterator, skip if "state" in tokens else 0
+        iterator = self._begun_by_tokens(sampler) if begun is None else begun
         if has_state(iterator):
             self._stateful, self._state_name = iterator, "iterator"
-            if "iterator" in marks:
-                iterator.load_state_dict(marks["iterator"])
+            if "iterator" in tokens:
+                iterator.load_state_dict(tokens["iterator"])
             self._state = iterator.state_dict()
-            return iterator, skip if "iterator" in marks else 0
+            return iterator, skip if "iterator" in tokens else 0
         if type(core) is SequentialSampler and skip:
             first = skip * (sampler.batch_size if core is not sampler else 1)
             return _batched(sampler, range(first, len(core))), skip
@@ -161,10 +161,10 @@ class SamplerProgress:
             return _Once(iterator), 0
         if type(core) is RandomSampler and core.generator is None:
             # The sampler draws its seed when it is first asked: drawn here instead, it can be told.
-            self._own["seed"] = seed = int(marks["seed"]) if "seed" in marks else draw_seed(chain)
+            self._own["seed"] = seed = int(tokens["seed"]) if "seed" in tokens else draw_seed(chain)
             return _batched(sampler, _random_copy(core, torch.Generator().manual_seed(seed))), 0
         assert self._sources is not None
-        self._own["draws"] = marks["draws"] if "draws" in marks else self._sources.states()
+        self._own["draws"] = tokens["draws"] if "draws" in tokens else self._sources.states()
         self._checksums = None if num_readable(sampler) else {}
         return _Redrawn(_Once(iterator, partial(self._note_draws, chain)), self, handed_out), 0
 
@@ -174,11 +174,11 @@ class SamplerProgress:
             self._sources.set(self._own["begun"])
         return iter(sampler)
 
-    def _begun_by_marks(self, sampler: Any) -> Iterator[Any]:
+    def _begun_by_tokens(self, sampler: Any) -> Iterator[Any]:
         """`iter(sampler)`, from where generators stood when the epoch began."""
         if self._sources is None:
             self.begin(sampler)
-        sources, begun = self._sources, self.marks.get("begun", self.marks.get("draws"))
+        sources, begun = self._sources, self.tokens.get("begun", self.tokens.get("draws"))
         if sources is None or begun is None:
             return iter(sampler)
         self._own["begun"] = begun
@@ -187,10 +187,10 @@ class SamplerProgress:
 
     def _note_draws(self, chain: torch.Generator | None, step: Callable[[], Any]) -> Any:
         """Take the first element of a sampler, from where what it draws from stood then."""
-        sources, marks = self._sources, self.marks
+        sources, tokens = self._sources, self.tokens
         assert sources is not None
-        if "draws" in marks:
-            with sources.set_to(marks["draws"]):
+        if "draws" in tokens:
+            with sources.set_to(tokens["draws"]):
                 return step()
         with from_chain(chain if sources.with_global else None):
             self._own["draws"] = sources.states()
@@ -210,11 +210,11 @@ class SamplerProgress:
 
     def reached(self, sampled: int, checksum: int) -> None:
         """Note that so many batches were drawn again, with this checksum. Those left out come next."""
-        expected = self.marks.get("order", checksum)
+        expected = self.tokens.get("order", checksum)
         if self._checksums is not None and (checksum != expected or sampled < 0):
             _warn_of_other_order()
-        if self._sources is not None and "now" in self.marks:
-            self._sources.set(self.marks["now"])
+        if self._sources is not None and "now" in self.tokens:
+            self._sources.set(self.tokens["now"])
 
     def sampled(self) -> Any:
         """The sampler's state after the index just taken; None without one."""
@@ -235,26 +235,26 @@ class SamplerProgress:
         """Return whether the sampler tells its own state."""
         return self._state is not None
 
-    def own_marks(self, handed_out: int, *, now: bool) -> dict[str, Any]:
-        """The `marks` to go on from here, with a checksum of the batches up to the last that was handed out.
+    def own_tokens(self, handed_out: int, *, now: bool) -> dict[str, Any]:
+        """The `tokens` to go on from here, with a checksum of the batches up to the last that was handed out.
 
         `now`: nothing was sampled beyond it.
         """
         if now and self._stateful is not None:
             self._state = copy.deepcopy(self._stateful.state_dict())
-        marks = dict(self._own)
-        if now and "draws" in marks and self._sources is not None:
+        tokens = dict(self._own)
+        if now and "draws" in tokens and self._sources is not None:
             # Others may have drawn from these, too.
-            marks["now"] = [*self._sources.states()[:-1], marks["draws"][-1]]
+            tokens["now"] = [*self._sources.states()[:-1], tokens["draws"][-1]]
         for name in ("begun", "now"):
-            if name in marks and ("draws" not in marks or _same(marks[name], marks["draws"])):
-                del marks[name]
+            if name in tokens and ("draws" not in tokens or _same(tokens[name], tokens["draws"])):
+                del tokens[name]
         if (checksum := (self._checksums or {}).get(handed_out - 1)) is not None:
-            marks["order"] = checksum
-        return {**marks, **({self._state_name: self._state} if self._state is not None else {})}
+            tokens["order"] = checksum
+        return {**tokens, **({self._state_name: self._state} if self._state is not None else {})}
 
 
-def marks_between(sampler: Any) -> dict[str, Any]:
+def tokens_between(sampler: Any) -> dict[str, Any]:
     """Return what a state between two epochs says about a sampler, for `restore_between`."""
     if (stateful := stateful_part(sampler)) is not None:
         return {"state": copy.deepcopy(stateful.state_dict())}
@@ -262,13 +262,13 @@ def marks_between(sampler: Any) -> dict[str, Any]:
     return {"draws": [*sources.states()[:-1], None]} if sources is not None and sources.held else {}
 
 
-def restore_between(sampler: Any, marks: Mapping[str, Any]) -> None:
+def restore_between(sampler: Any, tokens: Mapping[str, Any]) -> None:
     """Set a sampler, or the generators that it holds, to where they stood between two epochs."""
     stateful, sources = stateful_part(sampler), _sources_of(sampler)
-    if "state" in marks and stateful is not None:
-        stateful.load_state_dict(copy.deepcopy(marks["state"]))
-    elif "draws" in marks and sources is not None:
-        sources.set(marks["draws"])
+    if "state" in tokens and stateful is not None:
+        stateful.load_state_dict(copy.deepcopy(tokens["state"]))
+    elif "draws" in tokens and sources is not None:
+        sources.set(tokens["draws"])
 
 
 def stateful_part(sampler: Any) -> Any:
@@ -328,12 +328,12 @@ def _sources_of(sampler: Any) -> _Sources | None:
         seen.add(id(part))
         values = list(getattr(part, "__dict__", {}).values())
         left += [value for value in values if isinstance(value, Sampler)]
-        held |= {id(value): value for value in values if _has_places(value)}
+        held |= {id(value): value for value in values if _has_positions(value)}
     is_torchs = type(core) in _TAKE_A_GENERATOR and core.generator is not None
     return _Sources(list(held.values()), with_global=not is_torchs)
 
 
-def _has_places(value: Any) -> bool:
+def _has_positions(value: Any) -> bool:
     return isinstance(value, _Generators) and not isinstance(value, random.SystemRandom)
 
 
@@ -418,7 +418,7 @@ class _Redrawn(Iterator[Any]):
 class _NotEmpty(Iterator[Any]):
     """A sampler's items; it is begun again where it had nothing more.
 
-    The state of one that has just ended may be a place in the epoch that ended, or one before the next.
+    The state of one that has just ended may be a position in the epoch that ended, or one before the next.
     """
 
     def __init__(self, items: Iterator[Any], sampler: Any) -> None:
@@ -572,7 +572,7 @@ def is_iterable(loader: TorchDataLoader[Any]) -> bool:
 
 
 def identity(loader: TorchDataLoader[Any]) -> dict[str, Any]:
-    """Return what decides which samples a place in an epoch means, as part of a state.
+    """Return what decides which samples a position in an epoch means, as part of a state.
 
     Lengths of samplers are compared where they are known to be the same in every epoch.
     """

@@ -2,7 +2,7 @@
 
 Kept are: how many batches of the epoch were handed out; what decided their order (see `samplers`); and for
 datasets or iterators with a `state_dict`, their state on each worker. Nothing of what was merely prefetched
-is in it. An iterable without a state is read again up to the place.
+is in it. An iterable without a state is read again up to the position.
 
 One class is both what an iterator writes while it delivers, and what a loaded state says until an iterator
 goes on from it. In a state's JSON, workers are called lanes.
@@ -31,8 +31,8 @@ from dataflow.workers.samplers import (
     epochs_kept,
     identity,
     is_iterable,
-    marks_between,
     restore_between,
+    tokens_between,
 )
 from dataflow.workers.worker import WorkerState
 
@@ -141,7 +141,7 @@ class EpochProgress:
             with epochs_kept(sampler), contextlib.suppress(TypeError, NotImplementedError):
                 count = max(0, len(sampler) - self.batches)
                 deque(itertools.islice(rest.sampler_iterator(loader), count + 1), maxlen=0)
-        else:  # an iterable's own state is a place in the epoch that is left
+        else:  # an iterable's own state is a position in the epoch that is left
             rest.workers = {}
         rest.begin_workers(max(1, rest.num_workers))
         rest.end()
@@ -164,8 +164,8 @@ class EpochProgress:
                 ahead=set(self.ahead),
                 turn=0,
                 sampler=SamplerProgress(
-                    {} if self.complete else copy.deepcopy(self.sampler.marks),
-                    is_restored=self.complete and "state" in self.sampler.marks,
+                    {} if self.complete else copy.deepcopy(self.sampler.tokens),
+                    is_restored=self.complete and "state" in self.sampler.tokens,
                 ),
                 workers={number: replace(worker) for number, worker in self.workers.items()},
                 loaded=None,
@@ -188,7 +188,7 @@ class EpochProgress:
         if self.complete:
             self.restore_generator(loader)
             if not is_iterable(loader):
-                restore_between(loader._index_sampler, self.sampler.marks)
+                restore_between(loader._index_sampler, self.sampler.tokens)
 
     def begun_with_same_workers(self, loader: TorchDataLoader[Any]) -> EpochProgress:
         """The epoch after this one, of persistent workers, which go on with the seed that they have."""
@@ -306,9 +306,9 @@ class EpochProgress:
         if self._draws_globally(loader):
             chain = torch.get_rng_state() if self.chain is None else self.chain.get_state()
         if self.complete:
-            marks = {} if is_iterable(loader) else marks_between(loader._index_sampler)
+            tokens = {} if is_iterable(loader) else tokens_between(loader._index_sampler)
         else:
-            marks = self.sampler.own_marks(self._handed_out, now=self.look is not None)
+            tokens = self.sampler.own_tokens(self._handed_out, now=self.look is not None)
         if self.look is not None:
             for worker, state in zip(self.workers.values(), self.look(), strict=False):
                 if state is not None:
@@ -327,7 +327,7 @@ class EpochProgress:
             "turn": self.turn,
             "num_lanes": self.num_workers,
             "next_lane": 0 if self.complete else self.next_worker,
-            "sampler": {name: encoded(mark) for name, mark in marks.items()},
+            "sampler": {name: encoded(token) for name, token in tokens.items()},
             "lanes": [worker.to_json() for worker in self._workers_to_tell(loader)],
         }
 
@@ -337,8 +337,8 @@ class EpochProgress:
         if not self.complete:
             return workers if is_iterable(loader) or stateful else []
         # What outlives the epoch: the dataset in this process or in persistent workers.
-        outlives = loader.num_workers == 0 or loader.persistent_workers
-        return [worker.at_next_epoch() for worker in workers] if stateful and outlives else []
+        persists = loader.num_workers == 0 or loader.persistent_workers
+        return [worker.at_next_epoch() for worker in workers] if stateful and persists else []
 
     def _draws_globally(self, loader: TorchDataLoader[Any]) -> bool:
         """Return whether seeds of later epochs come from torch's global generator."""
@@ -371,7 +371,7 @@ def progress_from(state: Mapping[str, Any], loader: TorchDataLoader[Any]) -> Epo
         if state[name] != value and not (name == "sampler_length" and state["complete"]):
             raise ValueError(
                 f"the state was taken with {name}={state[name]!r}, and this loader has {name}={value!r}: its "
-                "place means other samples here"
+                "position means other samples here"
             )
     try:
         return _checked_progress(state)
@@ -395,7 +395,7 @@ def _checked_progress(state: Mapping[str, Any]) -> EpochProgress:
         raise ValueError(f"the state is damaged: batches {ahead} were delivered ahead of {batches}")
     complete, sampler = _checked(state, "complete", bool), _checked(state, "sampler", dict)
     if complete and (batches or next_worker or ahead or sampler.keys() - {"draws", "state"}):
-        raise ValueError("the state is damaged: it is of no epoch, and has a place in one")
+        raise ValueError("the state is damaged: it is of no epoch, and has a position in one")
     for name in sampler.keys() & {"seed", "epoch"}:
         _count(sampler, name)
     if batches and not sampler and not str(state["sampler_kind"]).endswith(("None", "SequentialSampler")):
@@ -412,7 +412,7 @@ def _checked_progress(state: Mapping[str, Any]) -> EpochProgress:
         next_worker=next_worker,
         generator=decoded(state["generator"]),
         chain=chain,
-        sampler=SamplerProgress({name: decoded(mark) for name, mark in sampler.items()}),
+        sampler=SamplerProgress({name: decoded(token) for name, token in sampler.items()}),
         workers={number: WorkerProgress.from_json(value) for number, value in enumerate(workers)},
         loaded=state,
     )

@@ -99,8 +99,8 @@ class ThreadRunners:
         self._generation = generation
         self._turn += 1
 
-    def close(self, *, hurry: bool = False) -> None:
-        """End the threads, after the items they work on; nothing can hurry those. Idempotent."""
+    def close(self, *, immediately: bool = False) -> None:
+        """End the threads, after the items they work on; nothing can end those sooner. Idempotent."""
         if self._generation < sys.maxsize:
             self._generation = sys.maxsize
             try:
@@ -130,17 +130,17 @@ class _Batch:
         self.runner, self.generation, self.task = runner, generation, task
         count = len(indices)
         self.items: list[Any] = [None] * count
-        self.places = [*reversed(range(count))]
+        self.positions = [*reversed(range(count))]
         """Left to fetch, the last one first."""
         self._lock = threading.Lock()  # guards _left, failed_at and error
         self._left = self.failed_at = count
         self.error: ExceptionWrapper | None = None
 
-    def fail(self, place: int, error: ExceptionWrapper) -> None:
+    def fail(self, position: int, error: ExceptionWrapper) -> None:
         """An item could not be fetched: of several the first counts, as in a loop over them."""
         with self._lock:
-            if place < self.failed_at:
-                self.failed_at, self.error = place, error
+            if position < self.failed_at:
+                self.failed_at, self.error = position, error
 
     def add(self, count: int) -> bool:
         """Count so many more items that are there; return whether they all are."""
@@ -220,15 +220,15 @@ class ItemThreads(ThreadRunners):
         rng.begin(self._job.base_seed, *batch.key)
         if fetcher.failure is not None:
             batch.fail(-1, fetcher.failure)
-        for place in taken_by_one(batch.places):
+        for position in taken_by_one(batch.positions):
             if batch.generation < self._generation:
                 return
-            if place <= batch.failed_at:
-                rng.go_to(place)
+            if position <= batch.failed_at:
+                rng.go_to(position)
                 try:
-                    batch.items[place] = get(batch.indices[place])
+                    batch.items[position] = get(batch.indices[position])
                 except BaseException:
-                    batch.fail(place, fetcher.error())
+                    batch.fail(position, fetcher.error())
             count += 1
         # Items that others still fetch are theirs to count: whoever counts the last one collates.
         if count and batch.add(count):

@@ -1,4 +1,4 @@
-"""A worker: one copy of a dataset, and the place in it.
+"""A worker: one copy of a dataset, and the position in it.
 
 Worker k of n has its own copy of the dataset, its own `get_worker_info()`, its own random state, and takes
 every n-th batch. Who runs it differs: a process (`process_main`), a thread (`threads`), or the training
@@ -122,7 +122,7 @@ def wrapped_error(number: int, *, in_thread: bool = False) -> ExceptionWrapper:
 
 
 class Worker:
-    """One worker's dataset and the place in it. `rng`: generators of one that runs in a thread."""
+    """One worker's dataset and the position in it. `rng`: generators of one that runs in a thread."""
 
     def __init__(self, job: WorkerJob, number: int, dataset: Any, rng: Any = None) -> None:
         self._job, self._number = job, number

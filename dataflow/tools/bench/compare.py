@@ -124,9 +124,9 @@ def compare(
     dataset = settings.dataset.open()
     contestants = contestants_over(dataset, settings.workers)
     runs: dict[Contestant, list[LoaderRun]] = {one: [] for one in contestants}
-    turns = [one for _ in range(settings.repeats) for one in contestants]
-    for number, one in enumerate(turns):
-        progress(number, len(turns), one.name)
+    rounds = [one for _ in range(settings.repeats) for one in contestants]
+    for number, one in enumerate(rounds):
+        progress(number, len(rounds), one.name)
         runs[one].append(run(one, settings))
     name = repr(dataset) if isinstance(dataset, ShardedDataset) else type(dataset).__name__
     return ComparisonFigures(settings, name, runs)

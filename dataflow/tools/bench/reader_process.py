@@ -37,7 +37,7 @@ _fork = multiprocessing.get_context("fork")
 
 
 def random_share(order: BlockOrder, number: int, readers: int, *, at_once: int) -> Iterator[Block]:
-    """Return what one of several readers takes of a random order: each `readers`-th place.
+    """Return what one of several readers takes of a random order: each `readers`-th position.
 
     `at_once` are made together, the first of them now: it takes time, which is not to lie between two reads.
     """
@@ -59,13 +59,13 @@ def sequential_share(
     Args:
         order: of the blocks.
         lock: guards the counter among all readers.
-        counter: [1] the place that comes next, in memory that they share.
+        counter: [1] the position that comes next, in memory that they share.
     """
     while True:
         with lock:
-            place = counter[0]
-            counter[0] = place + 1
-        yield order.in_line(place)
+            position = counter[0]
+            counter[0] = position + 1
+        yield order.in_line(position)
 
 
 def serve(parent: Connection) -> None:

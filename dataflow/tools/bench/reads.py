@@ -96,9 +96,9 @@ class BlockOrder:
         """Return the number of blocks of one pass."""
         return self._total
 
-    def __getitem__(self, place: int) -> Block:
-        """The block at a place; places beyond the first pass begin another one, in the same order."""
-        part, at = divmod(place % self._total, _AT_ONCE)
+    def __getitem__(self, position: int) -> Block:
+        """The block at a position; positions beyond the first pass begin another one, in the same order."""
+        part, at = divmod(position % self._total, _AT_ONCE)
         if at == _AT_ONCE // 2:  # one thread, while the others read on
             self._part((part + 1) % -(-self._total // _AT_ONCE))
         blocks = self._parts.get(part)
@@ -124,9 +124,11 @@ class BlockOrder:
         shard = self._shards[at]
         return shard, offset, min(self._block_bytes, shard.size - offset)
 
-    def blocks(self, places: range) -> list[Block]:
+    def blocks(self, positions: range) -> list[Block]:
         """Return the blocks at many positions. Nothing is kept."""
-        at = np.arange(places.start, places.stop, places.step, dtype=np.uint64) % np.uint64(self._total)
+        at = np.arange(positions.start, positions.stop, positions.step, dtype=np.uint64) % np.uint64(
+            self._total
+        )
         random = self._pattern == "random"
         numbers = (feistel(at, self._total, self._seed) if random else at).astype(np.int64)
         shard = np.searchsorted(self._ends, numbers, side="right")
@@ -194,15 +196,15 @@ def in_turn(order: BlockOrder, *, once: bool) -> Callable[[int], Iterator[Block]
         order: of the blocks.
         once: end when every block was given once.
     """
-    places, taking = itertools.count(), threading.Lock()
+    positions, taking = itertools.count(), threading.Lock()
 
     def blocks(number: int) -> Iterator[Block]:
         while True:
             with taking:
-                place = next(places)
-            if once and place >= len(order):
+                position = next(positions)
+            if once and position >= len(order):
                 return
-            yield order[place]
+            yield order[position]
 
     return blocks
 

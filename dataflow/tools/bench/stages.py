@@ -307,7 +307,7 @@ def _read_blocks(work: Work, use: _ResourceUse) -> RankFigures:
     numbers = own_blocks(dataset, work.seed, _rank(), _world())
     table, source = dataset.kept_blocks, dataset.source()
     local = is_local(dataset.catalog.shard(0).url)
-    threads, places = _READERS_LOCAL if local else _READERS_REMOTE, count()
+    threads, positions = _READERS_LOCAL if local else _READERS_REMOTE, count()
     largest = int(table.length[numbers].max())
     use.begin()
     began = time.perf_counter()
@@ -316,7 +316,7 @@ def _read_blocks(work: Work, use: _ResourceUse) -> RankFigures:
         out = np.empty(largest, np.uint8)
         samples = nbytes = 0
         while time.perf_counter() - began < work.seconds:
-            number = int(numbers[next(places) % len(numbers)])
+            number = int(numbers[next(positions) % len(numbers)])
             block = dataset.catalog.block(number)
             source.reader.read_into(block.shard, block.offset, out[: block.length])
             samples, nbytes = samples + int(table.num_samples[number]), nbytes + block.length

@@ -266,8 +266,8 @@ def _first_byte(shards: Sequence[Shard], how: How, read: ReadInto) -> FirstByte:
     order = BlockOrder(shards, max(nbytes, 4096), "random", seed=1)
     latencies: list[float] = []
     began = now = time.perf_counter()
-    for place in range(_FIRST_BYTE_READS + 1):
-        shard, offset, _ = order[place]
+    for position in range(_FIRST_BYTE_READS + 1):
+        shard, offset, _ = order[position]
         read(shard, offset, out)
         latencies.append(time.perf_counter() - now)
         now += latencies[-1]

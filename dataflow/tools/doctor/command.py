@@ -102,18 +102,18 @@ def doctor(
     if steps and not headspace:
         raise click.UsageError("--steps is for --headspace")
     with TemporaryDirectory(prefix="dataflow-doctor-") as temporary:
-        place = (folder or Path(temporary)).absolute()
-        code = _run(command, place, (steps or DEFAULT_STEPS) if headspace else None) if command else 0
+        records = (folder or Path(temporary)).absolute()
+        code = _run(command, records, (steps or DEFAULT_STEPS) if headspace else None) if command else 0
         if headspace:
-            _show_headspace(place, json_path, code)
+            _show_headspace(records, json_path, code)
         else:
-            _show(place, json_path, picture, trace)
+            _show(records, json_path, picture, trace)
     if code:
         raise click.exceptions.Exit(code)
 
 
 def _run(command: Sequence[str], folder: Path, headspace_steps: int | None) -> int:
-    """Run it, with a place for records; its exit code, or as in shells 128 + the signal that ended it."""
+    """Run it, with a folder for records; its exit code, or as in shells 128 + the signal that ended it."""
     from dataflow.timing import HEADSPACE, VARIABLE
     from dataflow.tools.doctor.saved import all_files
 

@@ -165,16 +165,16 @@ def page_of(inspection: Inspection) -> Page:
 
 
 def _facts(inspection: Inspection) -> list[tuple[str, str]]:
-    catalog, order, place = inspection.catalog, inspection.shuffle, inspection.topology
+    catalog, order, topology = inspection.catalog, inspection.shuffle, inspection.topology
     stretch, size = inspection.plan.stretch, inspection.settings.batch_size
     mixing: str = order.kind
     if order.kind != "full":
         mixing += f", {order.num_lanes} lanes"
         mixing += "" if order.exchange == 1 else f"; {order.exchange:.0%} of the blocks dealt anew each epoch"
-    each = place.world_size // place.num_nodes
+    each = topology.world_size // topology.num_nodes
     job = f"one node of {each:,} ranks (assumed)"
-    if place.num_nodes > 1:
-        job = f"{place.num_nodes:,} equal nodes of {each:,} ranks, numbered node by node (assumed)"
+    if topology.num_nodes > 1:
+        job = f"{topology.num_nodes:,} equal nodes of {each:,} ranks, numbered node by node (assumed)"
     batches = f"{stretch.first_batch:,} to {stretch.last_batch:,} of {stretch.num_batches:,}"
     window = f"{order.window_blocks:,} blocks: {inspection.window_reason}" if order.window_blocks else ""
     facts = {
@@ -183,7 +183,7 @@ def _facts(inspection: Inspection) -> list[tuple[str, str]]:
         "shuffle": mixing,
         "window": window,
         "topology": job,
-        "batches": f"{size:,} samples a rank, {size * place.world_size:,} in all",
+        "batches": f"{size:,} samples a rank, {size * topology.world_size:,} in all",
         "measured": "the whole epoch" if stretch.whole else f"a sample: batches {batches}",
         "labels": inspection.labels_from,
     }

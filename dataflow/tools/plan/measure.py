@@ -24,7 +24,7 @@ from dataflow.tools.plan.cluster import Link
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))
 """Bytes: 1 KiB to 16 MiB."""
-_TURNS = 50
+_ITERATIONS = 50
 _EXACT = 1e-9
 """An error that counts as none."""
 
@@ -78,7 +78,7 @@ def fit(points: Sequence[Point]) -> Fitted:
         raise ValueError("measured times must be > 0 seconds")
     design = np.array([[point.rounds, point.nbytes] for point in points]) / measured[:, None]
     weights = np.ones(len(points))
-    for _ in range(_TURNS):
+    for _ in range(_ITERATIONS):
         latency, per_byte = _least_squares(design, weights)
         errors = np.abs(design @ (latency, per_byte) - 1)
         weights = 1 / np.sqrt(np.maximum(errors, _EXACT))
@@ -100,15 +100,17 @@ def _least_squares(design: NDArray[np.float64], weights: NDArray[np.float64]) ->
 def time_all_reduce(nbytes: int, *, repeats: int, device: str = "cpu") -> float:
     """Median seconds of an all-reduce, of the slowest rank; the same value on every rank."""
     values = torch.zeros(max(1, nbytes // 4), dtype=torch.float32, device=device)
-    seconds_of_turns = []
+    seconds_of_rounds = []
     for _ in range(repeats + 1):
         distributed.barrier()
         began = time.perf_counter()
         distributed.all_reduce(values)
         if device != "cpu":
             torch.cuda.synchronize()
-        seconds_of_turns.append(time.perf_counter() - began)
-    slowest = torch.tensor(seconds_of_turns[1:], dtype=torch.float64, device=device)  # the first one connects
+        seconds_of_rounds.append(time.perf_counter() - began)
+    slowest = torch.tensor(
+        seconds_of_rounds[1:], dtype=torch.float64, device=device
+    )  # the first one connects
     distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
     return float(statistics.median(slowest.tolist()))
 

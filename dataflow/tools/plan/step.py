@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from dataflow.tools.plan.cluster import Cluster, Load
 from dataflow.tools.plan.collectives import all_reduces
 
-_TURNS = 40
+_ITERATIONS = 40
 _GOOD_SHARE = 0.95
 _FEW_UPDATES = 1000
 """Trainings with very large batches that reached their quality took several times as many: BERT with LAMB
@@ -107,7 +107,7 @@ def _predict(cluster: Cluster, work: StepWork, algorithm: str, loads: Sequence[L
     window = compute
     # Data takes from gradients what it needs in a second, which depends on how long the window is: a fixed
     # point, approached from both sides at half speed since each makes the other shorter.
-    for _ in range(_TURNS):
+    for _ in range(_ITERATIONS):
         rate = 0.0 if work.gated else min(data / window if window else 0.0, card)
         piece = cluster.loaded_seconds(loads, data_bytes_per_s=rate)
         sync = pieces * piece

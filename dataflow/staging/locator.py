@@ -43,7 +43,7 @@ class ParsedNumbers:
             self._is_known[blocks] = True
 
 
-class ValuePlaces:
+class ValueLocator:
     """Finds blocks and where their values lie. Thread-safe: threads that find a block at once find the same.
 
     Args:
@@ -66,18 +66,18 @@ class ValuePlaces:
             {column: np.zeros(num_kept, np.int64) for column in columns} for _ in range(2)
         )
 
-    def of_blocks(self, numbers: NDArray[np.int64]) -> BlockPlaces | None:
+    def of_blocks(self, numbers: NDArray[np.int64]) -> LocatedBlocks | None:
         """Some blocks, [b] numbers, and where their values lie; None where the format cannot tell."""
         if not self._is_remembered:
             blocks = [self._catalog.block(number) for number in numbers.tolist()]
             located = [self._codec.locate(block, self._columns) for block in blocks]
             spans = [columns for columns in located if columns is not None]
-            return BlockPlaces(self, blocks, numbers, spans) if len(spans) == len(blocks) else None
+            return LocatedBlocks(self, blocks, numbers, spans) if len(spans) == len(blocks) else None
         wanted = numbers.tolist()
         for number in wanted:
             if number not in self._blocks and not self._remember(number):
                 return None
-        return BlockPlaces(self, [self._blocks[number] for number in wanted], numbers, None)
+        return LocatedBlocks(self, [self._blocks[number] for number in wanted], numbers, None)
 
     def _remember(self, number: int) -> bool:
         """Find a block; whether the format can tell where its values lie."""
@@ -89,7 +89,7 @@ class ValuePlaces:
         for column in self._columns:
             self._starts[column][samples] = spans[column].starts + block.offset
             self._lengths[column][samples] = spans[column].lengths
-        self._blocks[number] = block  # at last: from now on its places are there for all threads
+        self._blocks[number] = block  # at last: from now on its values are located for all threads
         return True
 
     def parsed(self, column: str, like: NDArray[Any]) -> ParsedNumbers | None:
@@ -107,24 +107,24 @@ class ValuePlaces:
         return self._starts[column], self._lengths[column]
 
 
-class BlockPlaces:
+class LocatedBlocks:
     """Some blocks of a source, one after the other, and where their values lie.
 
     Args:
-        places: the source's.
+        locator: the source's.
         blocks: [b]
         numbers: [b] of the blocks.
-        spans: per block, where its values lie in it; None: `places` remembers.
+        spans: per block, where its values lie in it; None: `locator` remembers.
     """
 
     def __init__(
         self,
-        places: ValuePlaces,
+        locator: ValueLocator,
         blocks: list[Block],
         numbers: NDArray[np.int64],
         spans: Sequence[dict[str, Spans]] | None,
     ) -> None:
-        self._places, self._spans = places, spans
+        self._locator, self._spans = locator, spans
         self.blocks, self.numbers = blocks, numbers
         self.counts = np.array([block.num_samples for block in blocks], np.int64)
         """[b] samples of each."""
@@ -140,7 +140,7 @@ class BlockPlaces:
         `samples`: those of the method.
         """
         if self._spans is None:
-            starts, lengths = self._places.remembered(name)
+            starts, lengths = self._locator.remembered(name)
             return starts[samples], lengths[samples]
         if not self._spans:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
