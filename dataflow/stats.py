@@ -29,15 +29,15 @@ class SessionStats:
     in_flight: Decision = _NOT_STARTED
     """Bytes that may be in flight at a remote store; 0: local shards, read without such a limit."""
     faults: ReadStats = NO_FAULTS
-    """What went wrong with remote reads: retries, throttling, second requests, wrong checksums."""
+    """Faults of remote reads: retries, throttling, second requests, wrong checksums."""
     num_workers: int = 0
     """Builders of batches, threads or processes; 0: batches are built in `next`."""
     workers: str = ""
-    """Who builds: "main" (whoever asks), "thread", "process" or "ray"; "" before the first batch."""
+    """The builders: "main" (whoever asks), "thread", "process" or "ray"; "" before the first batch."""
     workers_reason: str = ""
-    """Why."""
+    """The reason for these builders."""
     cache: CacheStats = NO_CACHE
-    """What became of reads through a `Cache`: hits, misses, bytes, blocks dropped, errors."""
+    """Counts of reads through a `Cache`: hits, misses, bytes, blocks dropped, errors."""
 
     def with_past(self, past: SessionStats) -> SessionStats:
         """The session as it is, its sums together with those of earlier ones."""
@@ -86,14 +86,14 @@ class LoaderStats(SessionStats):
     untrained_samples: int
     """Samples delivered of which no token is to be learned, as where `max_length` has cut all answers off."""
     read_amplification: float | None
-    """How often the ranks together read each byte of the shards in an epoch, by the plan, caches left out. 1:
-    no block by two ranks, as with one rank or `shuffle=True` on up to eight. Up to the number of ranks in
+    """Times that the ranks together read each byte of the shards in an epoch, by the plan, caches left out.
+    1: no block by two ranks, as with one rank or `shuffle=True` on up to eight. Up to the number of ranks in
     file order, where each takes a part of every batch. None: not known (full shuffles, mixtures,
     `batching=`)."""
     lengths: LengthStats | None
-    """What `batching=` makes of the lengths of the epoch that was begun last, over all ranks: efficiency,
-    elements cut off, and more, as far as they are measured, from the megabatch on in which a state or other
-    weights went on. None without `batching=`."""
+    """Figures of the lengths, as `batching=` takes them, of the epoch that was begun last, over all ranks:
+    efficiency, elements cut off, and more, as far as they are measured, from the megabatch on in which a
+    state or other weights went on. None without `batching=`."""
     mapped_bytes: int
     """Bytes of local shards whose pages are in this process now: windows in use, which `memory` counts, too,
     and up to a quarter of the limit beside them. They are the page cache's: shared with other processes, and
@@ -217,13 +217,13 @@ class WorkerStats:
     num_workers: int
     """Processes or threads; 0: none."""
     workers: str
-    """Who fetches: "main" (this process), "process" or "thread"."""
+    """The workers: "main" (this process), "process" or "thread"."""
     workers_reason: str
-    """Why."""
+    """The reason for these workers."""
     ahead_batches: int
     """Batches of the loop begun last that are in work or ready. 0: none is fetched before it is asked for."""
     ready_batches: int
-    """Those of them that are ready. 0 while training: the workers are behind. At `ahead_batches`: they are
+    """Number of them that are ready. 0 while training: the workers are behind. At `ahead_batches`: they are
     ahead, and wait for the training code."""
     shared_bytes: int
     """Bytes of memory that the workers' shared file takes now, batches that are still used included. 0
@@ -231,7 +231,7 @@ class WorkerStats:
     worker_pids: tuple[int, ...]
     """Process ids of the workers of the loop begun last; empty without worker processes."""
     start: str = ""
-    """How those processes were started: "forked server", "fork server" (which takes 1 to 2 s once), or the
-    start method that was asked for; see docs/guide/workers.md. Empty without worker processes."""
+    """The start method of those processes: "forked server", "fork server" (which takes 1 to 2 s once), or the
+    one that was asked for; see docs/guide/workers.md. Empty without worker processes."""
     start_reason: str = ""
-    """Why so."""
+    """The reason for this start method."""

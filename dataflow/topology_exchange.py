@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _GATHERED: WeakKeyDictionary[dist.ProcessGroup, list[RankFacts]] = WeakKeyDictionary()
-"""What the ranks of a process group said; it goes with the group."""
+"""The messages of the ranks of a process group; they go with the group."""
 
 
 def detect_topology(

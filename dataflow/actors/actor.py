@@ -33,14 +33,14 @@ from prefetch.ipc.protocol import RemoteError, WorkerLoop, WorkerMessage, Worker
 from prefetch.memory.arena import Arena
 
 Layout = tuple[int, int, int]
-"""What `unpack` needs to know of a packed object."""
+"""The layout of a packed object, as `unpack` takes it."""
 
 
 class ActorResponse(NamedTuple):
     """An actor's message about a chunk; the batches that it delivers follow as an object of their own."""
 
     kind: int
-    """Of `WorkerResult`."""
+    """One of `WorkerResult`."""
     nbytes: int
     layout: Layout
     counts: ReadCounts = ReadCounts()
@@ -126,7 +126,7 @@ def _begun(reader: BlockReader, chunk: ReadPlan) -> ChunkReads | Exception:
 
 
 _KEPT_BYTES = 256 << 20
-"""Of slots that an actor keeps for the next chunk."""
+"""Bytes of slots that an actor keeps for the next chunk."""
 _KEPT_SHARE = 4
 """An actor keeps decoded blocks for chunks to come, of so large a part of the loader's limit."""
 
@@ -137,7 +137,7 @@ class BuilderActor:
     def __init__(self) -> None:
         self._transport = _CallTransport()
         self._pool: PriorityPool | None = None
-        """The thread that builds."""
+        """The one thread that builds."""
         self._reader: BlockReader | None = None
         self._ended = threading.Event()
 

@@ -82,11 +82,11 @@ class _Actor:
     handle: Any
     name: str
     end: futures.Future[Any]
-    """Fails when it dies."""
+    """The call that fails when it dies."""
     reserves: bool = True
     """True if Ray waits for a free CPU before it begins."""
     windows: frozenset[tuple[int, int]] = frozenset()
-    """Those of the newest chunk that it was sent, by source and first block."""
+    """Windows of the newest chunk that it was sent, by source and first block."""
     is_ready: bool = False
     is_lost: bool = False
 
@@ -96,7 +96,7 @@ class _ActorBuild(RemoteBuild):
     """A build for actors; `builder` is an `_Actor`."""
 
     charged_bytes: int = 0
-    """Of the batches that are asked for."""
+    """Bytes of the batches that are asked for."""
 
 
 class RayBuilders(RemoteBuilders[_ActorBuild]):
@@ -147,10 +147,10 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._job, self._layout = packed_bytes(packed), packed.layout
         self._remote = self._ray.remote(BuilderActor)
         self._actors: list[_Actor] = []
-        """Under the lock."""
+        """The actors, guarded by the lock."""
         self._num_started = self._num_failed_starts = 0
         self._events: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        """What has come, for the thread that hands out. Ray's thread and the engine put it there."""
+        """Events for the thread that dispatches. Ray's thread and the engine put them there."""
         self._num_wanted = min(self.num_builders, ClusterNodes.of(self._ray).actors_of(num_ranks))
         """Actors that are asked for by now."""
         self._is_patient = True

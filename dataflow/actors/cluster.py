@@ -115,7 +115,7 @@ class ClusterNodes:
     """The nodes of a cluster that live now: what there is for actors."""
 
     nodes: Sequence[Mapping[str, Any]]
-    """As `ray.nodes()` describes them."""
+    """The nodes, as `ray.nodes()` describes them."""
     own: str
     """Id of the node that the training process is on."""
 

@@ -45,7 +45,7 @@ class ReadPlanPart:
 
     source: int
     epoch: int | None
-    """Of the source's own, in a mixture."""
+    """The source's own epoch, in a mixture."""
     blocks: NDArray[np.int64]
     """[b] numbers of the blocks that hold them."""
     ordinals: NDArray[np.int64]
@@ -153,7 +153,7 @@ class BlockReader:
         self._threads = PriorityPool(_READERS, "dataflow-read")
         self._lock = threading.Lock()  # guards the faults
         self._faults = NO_FAULTS
-        """Those that were told."""
+        """The faults that were reported."""
 
     def take_counts(self) -> ReadCounts:
         """Return what was read since the last call, and what went wrong with it."""

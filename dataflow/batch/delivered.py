@@ -21,7 +21,7 @@ class Remark(NamedTuple):
     kind: str
     num_values: int
     first: str
-    """Where the first one is: shard, key and column; "" where that was said before."""
+    """The position of the first one: shard, key and column; "" where that was said before."""
 
 
 class Delivered(NamedTuple):
@@ -33,7 +33,7 @@ class Delivered(NamedTuple):
     batch: Any
     num_samples: int
     skipped: tuple[SampleError, ...] = ()
-    """What was left out of it; where that is all, `num_samples` is 0 and nobody has seen the batch."""
+    """Samples left out of it; where these are all, `num_samples` is 0 and nobody has seen the batch."""
     in_place: bool = False
     """An earlier batch, in place of one of which nothing was left."""
     remarks: tuple[Remark, ...] = ()

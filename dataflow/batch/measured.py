@@ -35,7 +35,7 @@ class Lists:
     starts: NDArray[np.int64]
     """[n]: first element of each."""
     lengths: NDArray[np.int64]
-    """[n]: elements of each."""
+    """[n] elements of each."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         whole = self.gathered()  # nobody else's elements go along
@@ -89,9 +89,9 @@ class MeasuredSamples:
     """Samples that were made, by position."""
 
     positions: NDArray[np.int64]
-    """[n] ascending."""
+    """[n] positions, ascending, each once."""
     columns: Mapping[str, Lists | list[Any]]
-    """Of n samples each."""
+    """Columns of n samples each."""
 
     def __len__(self) -> int:
         return len(self.positions)

@@ -49,7 +49,7 @@ class PackedSegments(NamedTuple):
     begin: Tensor
     """Its first element's place in the document: 0 unless the document was split."""
     length: Tensor
-    """Elements."""
+    """Number of elements of the segment."""
 
 
 class PackedRows(NamedTuple):
@@ -78,7 +78,7 @@ class PackedRows(NamedTuple):
     max_seqlen: int
     """The longest segment, padding included."""
     segments: PackedSegments
-    """What each segment is, padding left out."""
+    """The segments, padding left out."""
 
     def targets(
         self, values: Tensor | None = None, *, mask: Tensor | None = None, ignore: int = IGNORE

@@ -228,7 +228,7 @@ _DEEPEST = 50
 _NAMED = 20
 """Columns that a message names."""
 _OF_OTHER_ARGUMENTS = (KeyError, TypeError, AttributeError)
-"""What is raised by code that takes its argument for something else."""
+"""Errors of code that takes its argument for something else."""
 _LEAVE_OUT = "or leave such samples out by on_error='skip'"
 _ONE_SHAPE = "pad or cut them to one shape in transform=, or give a collate_fn= that does"
 _ONE_TYPE = "return one type for every sample, or give a collate_fn= that takes both"
@@ -240,16 +240,16 @@ class Misfit:
     """The first sample that `default_collate` cannot put together with the others."""
 
     at: int
-    """Its place among them."""
+    """Its index among the samples."""
     column: str
     """Such as "x", or "x.y[0]" inside a column; "": the sample as a whole."""
     what: str
-    """What it has there."""
+    """The value that it has there."""
     cure: str
     beside: int | None = None
     """The sample that it does not fit; None: it cannot be in any batch."""
     other: str = ""
-    """What that one has."""
+    """The value that the other has."""
     is_bad: bool = True
     """True if it is this one that is wrong; False: nobody knows which of the two."""
 

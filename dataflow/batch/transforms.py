@@ -17,7 +17,7 @@ from prefetch.memory.interrupts import must_go_on
 
 Sample = dict[str, Any]
 _MOST = 32
-"""Characters of a fingerprint."""
+"""Most characters of a fingerprint."""
 
 
 class BatchTransform(Protocol):

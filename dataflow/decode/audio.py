@@ -41,9 +41,9 @@ class Audio:
     channels: int | None = None
     """With `mono=False`: every file is mixed into so many channels."""
     clip: ClipPosition = "random"
-    """Where the clip lies in its file."""
+    """The position of the clip in its file."""
     pad: Literal["error", "zeros", "loop"] = "error"
-    """What a file does that is shorter than the clip: an error, silence at its end, or it begins again."""
+    """A file that is shorter than the clip is an error, has silence at its end, or begins again."""
     mask: bool = False
     """True if batches have a column `<name>_is_pad` after it, bool [batch, samples] (without `rate` a list):
     True where a sample is padding, since the file is shorter than the clip."""

@@ -27,11 +27,11 @@ class EpisodeVideos:
 
     shards: tuple[Shard, ...]
     file: NDArray[np.int64]
-    """[episodes] which of `shards`."""
+    """[episodes] index of the video in `shards`."""
     begin_s: NDArray[np.float64]
     """[episodes] seconds in the video."""
     num_frames: NDArray[np.int64]
-    """[episodes]"""
+    """[episodes] number of frames of each."""
     fps: float
 
     def clip_bytes(self, frames: int) -> int:

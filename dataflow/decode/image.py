@@ -35,7 +35,8 @@ _MAX_PIXELS = 178_956_970  # Pillow's limit against decompression bombs: 0.5 GB 
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-"""Of red, green and blue of ImageNet's training images, in [0, 1], which pretrained models expect."""
+"""Deviations of red, green and blue of ImageNet's training images, in [0, 1], which pretrained models
+expect."""
 
 
 class MissingImageSupportError(DataflowError, ImportError):

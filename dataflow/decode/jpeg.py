@@ -85,7 +85,7 @@ class Decoded(NamedTuple):
     shrink: int
     """By how much they are fewer along each side than the header says."""
     remark: str
-    """What is odd about the file, one of a few texts; "": nothing."""
+    """An oddity of the file, one of a few texts; "": none."""
 
 
 def decode_pixels(data: Pixels, size: tuple[int, int], how: Decoding, shrink: int = 1) -> Decoded:

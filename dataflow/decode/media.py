@@ -24,9 +24,9 @@ from sharding.errors import DataflowError
 
 Bytes = NDArray[np.uint8]
 ClipPosition = Literal["random", "middle", "start", "end"]
-"""Where a clip lies in its file."""
+"""The position of a clip in its file."""
 DRAW_CLIP = 23
-"""Which of a sample's random numbers says where its clip begins: the one that images leave."""
+"""Index of the random number that says where a clip begins: the one that images leave."""
 _MARK = b"\0dataflow\0clip\0"
 """Begins what was cut. No file of sound or video begins so."""
 

@@ -23,11 +23,11 @@ ReadBytes = Callable[[int, int], NDArray[np.uint8]]
 """Offset in a value, bytes -> so many bytes of it."""
 
 _HEAD_BYTES = 64 << 10
-"""What is read at a time until `moov` is found; many a file has it there."""
+"""Bytes read at a time until `moov` is found; many a file has it there."""
 _GAP_BYTES = 64 << 10
 """Bytes between two spans that are read as one: sound lies between the frames of most files."""
 _TRAILING = 16
-"""As many as H.264 may keep back."""
+"""Frames that H.264 may keep back."""
 CLIP_TICKS = 25
 """A second: a clip's frames are a tick apart, whatever their times were."""
 _BRANDS = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp", b"uuid", b"moof", b"sidx")
@@ -40,7 +40,7 @@ class FrameIndex:
     offsets: NDArray[np.int64]
     """First byte in the file."""
     sizes: NDArray[np.int64]
-    """Bytes."""
+    """Bytes of each frame."""
     times: NDArray[np.int64]
     """When each is shown, in ticks."""
     keys: NDArray[np.int64]
@@ -53,7 +53,7 @@ class FrameIndex:
     """Frames after one that are decoded, too: FFmpeg keeps back the last ones of an open group in H.264."""
     ticks_per_s: int
     boxes: dict[bytes, bytes]
-    """Of the track, as they are stored: what a clip takes over."""
+    """Boxes of the track, as they are stored: a clip takes them over."""
 
     @property
     def nbytes(self) -> int:

@@ -27,7 +27,7 @@ class PadMask:
     """
 
     rule: Video | Audio
-    """Of the clip."""
+    """The rule of the clip."""
 
     @property
     def dtype(self) -> str:

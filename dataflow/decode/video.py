@@ -36,7 +36,7 @@ from dataflow.decode.values import check_fits
 
 Numbers = np.number[Any] | NDArray[np.number[Any]]
 _TICK_S = 5e-4
-"""How near to a frame's time counts as it, where ticks are not known: half of Matroska's."""
+"""Seconds to a frame's time that count as it, where ticks are not known: half of Matroska's."""
 _AT_ONCE = 8
 """Frames decoded by one call."""
 
@@ -62,14 +62,13 @@ class Video:
     size: int | tuple[int, int] | None = None
     """Height and width of the result, as `Image(size=...)`. None: each video's own, and a batch is a list."""
     image: Image | None = None
-    """What becomes of each frame, in place of `size`: `Image(size=112, crop="random_resized", flip=0.5)`.
-    All frames of a clip have the same part and the same mirroring."""
+    """The rule for each frame, in place of `size`: `Image(size=112, crop="random_resized", flip=0.5)`. All
+    frames of a clip have the same part and the same mirroring."""
     clip: ClipPosition = "random"
-    """Where the clip lies in its video; of a LeRobot dataset, where it lies about the time of its row:
+    """The position of the clip in its video. Of a LeRobot dataset, its position about the time of its row:
     "start" is from there on, "end" until there, and "random" is none."""
     pad: Literal["error", "last", "loop"] = "error"
-    """What a video does that is shorter than the clip: it is an error, shows its last frame on and on, or
-    begins again."""
+    """A video that is shorter than the clip is an error, shows its last frame on and on, or begins again."""
     mask: bool = False
     """True if batches have a column `<name>_is_pad` after it, bool [batch, frames]: True where a frame is
     padding, since the clip reaches beyond its video (of a LeRobot dataset, its episode)."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from sharding.errors import DataflowError
 
 _SERIAL = itertools.count()
-"""Of agreements made by this process; making one is collective, so it is equal on all ranks."""
+"""Number of agreements made by this process; making one is collective, so it is equal on all ranks."""
 
 
 _SHOWN = 8

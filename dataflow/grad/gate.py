@@ -16,7 +16,7 @@ from dataflow.timing.phases import Phase, PhaseLedger
 from prefetch.control.pause import ReadPause
 
 Io = Literal["auto", "open", "sync"]
-"""How reads and gradients share the network; "auto" finds out."""
+"""The way reads and gradients share the network; "auto" finds out."""
 
 _FEW = 2
 """Reads at a time: what the kernel holds of each comes although it stands still."""

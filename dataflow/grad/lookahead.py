@@ -44,7 +44,7 @@ class LookAhead:
         self._has_state = callable(getattr(loader, "state_dict", None))
         self._iterator: Iterator[Any] | None = None
         self.share = Share()
-        """Of the next step, as far as it was taken."""
+        """The share of the next step, as far as it was taken."""
         self.num_taken = 0
         """Batches taken in this epoch."""
         self._state = self._loader_state()

@@ -52,7 +52,7 @@ _COLUMNS = (
     "the controller's mode",
 )
 _BATCHES, _COUNT, _WINDOW, _STEP, _ACCUMULATE, _ORDER, _REPLAY, _MODE = range(len(_COLUMNS))
-"""Of a rank's row; the weights follow, and what a controller tells. `_MODE`: a checksum."""
+"""Indices of a rank's row; the weights follow, and what a controller tells. `_MODE`: a checksum."""
 _ALIKE = (_WINDOW, _STEP, _ACCUMULATE, _ORDER, _MODE)
 """Columns in which ranks that do the same have the same."""
 
@@ -221,10 +221,10 @@ def _packed(batches: list[Any]) -> bytes | str:
 # ---- the controller's part ------------------------------------------------------------------------------
 
 _CONTROL_VERSION = 3
-"""Of the controller's part of a state."""
+"""Version of the controller's part of a state."""
 _UNTOLD = (-1.0, 0.0, -1.0, 0.0)
 _SEEN, _SECONDS, _EXPOSED, _HELD = range(len(_UNTOLD))
-"""Of what a rank tells of a window, here its number; -1: no window, unknown."""
+"""Indices of what a rank tells of a window, here its number; -1: no window, unknown."""
 
 
 class Control:
@@ -246,7 +246,7 @@ class Control:
         self._outbox: deque[tuple[float, ...]] = deque()
         self._options: tuple[int, ...] = ()
         self._exposed: tuple[tuple[int, ...], float] | None = None
-        """What was exposed in the last window that tells, and in which mode."""
+        """The mode of the last window that tells what was exposed, and its seconds."""
 
     def row(self) -> tuple[float, ...]:
         """Return what to tell the other ranks."""

@@ -191,7 +191,7 @@ class GradSchedule:
         self._warned_of_scale = False
         self._implied: str | None = None
         self.last: StepInfo | None = None
-        """What `step` returned last at a boundary."""
+        """The last return value of `step` at a boundary."""
         self._end_strategy = _set_up(
             self.strategy,
             wrapper,

@@ -25,7 +25,7 @@ from dataflow.ragged import Ragged
 Uneven = Literal["pad", "min", "error"]
 Partial = Literal["keep", "drop"]
 Weight = float | Callable[[Any], Any]
-"""Of one microbatch: a constant, or a function of the batch."""
+"""The weight of one microbatch: a constant, or a function of the batch."""
 
 MICROBATCHES = "microbatches"
 """The weight that every step has: 1 a microbatch."""
@@ -34,7 +34,7 @@ _ENTRIES = (
     *("window", "step", "order", "left_out", "totals", "accumulate", "global_batch", "world_size"),
     *("lr", "scale", "loader", "strategy"),
 )
-"""What every state of a schedule has."""
+"""Entries that every state of a schedule has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +308,7 @@ class Step:
     totals: dict[str, float]
     """Each weight over all ranks."""
     scales: dict[str, float]
-    """What sums of losses are multiplied with, by weight."""
+    """Factors of sums of losses, by weight."""
     is_scaled: bool = False
     """A loss of it was scaled."""
     has_ended: bool = False
@@ -328,7 +328,7 @@ class Microbatch:
     """Its backward pass reduces gradients."""
     batch: Any = field(repr=False)
     buffers: Iterable[tuple[Tensor, Tensor]] = ()
-    """Those that a replay must not move, with their values."""
+    """Buffers that a replay must not move, with their values."""
     is_done: bool = False
     """Its backward pass has been."""
 
@@ -394,9 +394,9 @@ class Position:
     """Equal on all ranks, but for `left_out`."""
 
     window: int = 0
-    """Windows that have ended."""
+    """Number of windows that have ended."""
     step: int = 0
-    """Optimizer steps taken."""
+    """Number of optimizer steps taken."""
     order: int = 0
     """Checksum of every window's passes, syncs and layers: ranks that differ issued other collectives."""
     left_out: int = 0

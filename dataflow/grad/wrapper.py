@@ -39,13 +39,13 @@ class ModelWrapper:
     ranks: list[int] | None = None
     """Global ranks that the gradients are averaged over; None in a single process."""
     group: dist.ProcessGroup | None = None
-    """Where gradients travel; None if there is no single one."""
+    """The group that gradients travel in; None if there is no single one."""
     holds_always = False
     """True if `hold_together` is wanted in every microbatch, not only in those that some rank replays."""
 
     def __init__(self, model: nn.Module) -> None:
         self.inner = model
-        """The user's module."""
+        """The module of the user."""
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +102,7 @@ class ModelWrapper:
 
 
 class DdpModel(ModelWrapper):
-    """A model in DistributedDataParallel."""
+    """A model that DistributedDataParallel wraps."""
 
     kind = "DDP"
 

@@ -33,7 +33,7 @@ _FINISHED = "_iterator_finished"
 """Accelerate's mark in a state: the last batch of the epoch is out."""
 _ITERATION = "iteration"
 ADDED = frozenset((_FINISHED, _ITERATION))
-"""What prepared loaders add to the state."""
+"""Entries that prepared loaders add to the state."""
 
 
 def prepare_loader(

@@ -65,7 +65,7 @@ class ChunkRows:
     locate: Callable[[], Sequence[WindowPart]]
     """Finds the parts; called once."""
     cut: Cut | None = None
-    """Which segments are taken of some columns; None: all values come whole."""
+    """The segments that are taken of some columns; None: all values come whole."""
     _bytes: dict[tuple[str, int], NDArray[np.int64]] = field(default_factory=dict)
 
     def cut_of(self, column: str) -> Cut | None:
@@ -207,9 +207,9 @@ class ChunkColumns:
         """Row, column and what is odd about a value that is delivered all the same."""
         """Row of the chunk -> what is wrong with it."""
         self.leased_bytes = 0
-        """Of slots within the chunk's credits."""
+        """Bytes of slots within the chunk's credits."""
         self._zeros: list[Array] = []
-        """What is copied where no row has a value; kept until the copies are made."""
+        """Values that are copied where no row has one; kept until the copies are made."""
         self.slots = Ranges()
         """All slots: what lies there has credits."""
 

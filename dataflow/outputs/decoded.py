@@ -51,9 +51,9 @@ class PartValues:
     row: NDArray[np.int64]
     """Index of its row in the part."""
     number: NDArray[np.int64]
-    """Which of its sample's values it is."""
+    """Index of the value among its sample's."""
     spans: StagedSpans
-    """Where values lie."""
+    """The spans of the values."""
     at: NDArray[np.int64]
     """Index of its span among `spans`."""
     target: NDArray[np.int64]
@@ -73,9 +73,10 @@ class DecodedOutput(Output):
 
     is_decoded: ClassVar[bool] = True
     kinds: ClassVar[tuple[str, str, str, str]]
-    """What messages call values of one shape, of any shape, lists of the former, and lists of the latter."""
+    """Names in messages for values of one shape, of any shape, lists of the former, and lists of the
+    latter."""
     instead: ClassVar[str] = ""
-    """What stands in a list for a value that is missing, in words."""
+    """The words for an item of a list in place of a missing value."""
 
     is_list: bool = False
     """True if samples have any number of values each."""

@@ -80,7 +80,7 @@ class ArrayOutput(FixedOutput):
     stays_in_place: ClassVar[bool] = False
 
     parse: Callable[[Spans], tuple[NDArray[Any], BadRows]] | None = field(default=None, compare=False)
-    """How byte strings become numbers; None: they are stored as numbers."""
+    """Turns byte strings into numbers; None: they are stored as numbers."""
 
     def takes(self, column: Column) -> bool:
         """Return whether a decoded column of a block is of the type that the schema promised."""

@@ -95,7 +95,7 @@ class _ImagesOfOwnSize:
         """The sizes of the batch's images to come; None of a bad one."""
         self._slot_bytes = 0
         self._slot = _NO_SLOT
-        """Where they go."""
+        """The slot that they go to."""
 
     def ahead(self, size: int) -> int:
         """Read the headers of the next batch's images; gives the bytes of its slot."""

@@ -31,10 +31,11 @@ class Optional:
     """
 
     rule: object = "auto"
-    """What becomes of values that are there: anything else that `decode=` takes."""
+    """The rule for values that are there: anything else that `decode=` takes."""
     _: KW_ONLY
     default: Any = None
-    """What stands for a missing value: a number, an array of the value's shape, bytes, text, an object."""
+    """The value in place of a missing one: a number, an array of the value's shape, bytes, text, an
+    object."""
     mask: bool = False
     """True if batches have a column `<name>_mask` after it, bool [batch] ([batch, n] of n stacked columns):
     True where the value is there."""

@@ -44,7 +44,7 @@ class BuiltColumn:
     copies: PlanColumn | None = None
     """Copies of values from where they were read to where nobody has said yet."""
     views: Views | None = None
-    """How what was copied becomes values."""
+    """Turns what was copied into values."""
     decodes: Sequence[Task] = ()
     """Decoding into a slot: parts that may run in parallel, after the copies."""
     each: Callable[[int], Any] | None = None
@@ -86,7 +86,7 @@ class Default:
     """The value that stands for a missing one."""
 
     value: Any
-    """Of tensors an array of the stored type: a row, or the elements of a list. Of objects the object."""
+    """For tensors, an array of the stored type: a row, or the elements of a list. For objects, the object."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Default) and pickle.dumps(self.value) == pickle.dumps(other.value)
@@ -107,7 +107,7 @@ class Output(StagedOutput, ABC):
     """True if decoding runs without the lock of the interpreter, but for moments."""
 
     default: Default | None = None
-    """What stands for a missing value; None: a sample without one is a bad sample."""
+    """The value in place of a missing one; None: a sample without one is a bad sample."""
     is_member: bool = field(default=False, compare=False)
     """True if its columns are members of samples; else "a.b" is a field b of a struct."""
 

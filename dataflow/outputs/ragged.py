@@ -31,7 +31,7 @@ class Pad:
     """
 
     value: float = 0
-    """What fills the rest of a short row."""
+    """The value that fills the rest of a short row."""
     length: int | None = None
     """Elements a row; longer rows are cut. None: the longest row of the batch."""
 

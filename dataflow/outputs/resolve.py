@@ -43,8 +43,8 @@ FEATURE_RULES: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
     "Image": lambda feature: Image(mode="L") if feature.get("mode") == "L" else Image(),
     "Json": lambda _: "json",
 }
-"""What `decode="auto"` does with a column of this feature of Hugging Face `datasets`, given its description;
-of lists, with each item. Columns of other features are delivered as stored, sound and video among them: their
+"""Rules of `decode="auto"` for a column of this feature of Hugging Face `datasets`, given its description;
+for lists, for each item. Columns of other features are delivered as stored, sound and video among them: their
 types must not depend on whether torchcodec is installed."""
 UNSAFE_SUFFIXES = ("pyd", "pkl", "pickle", "pth", "pt")
 KEY_COLUMNS = ("__key__", "__url__")

@@ -74,7 +74,7 @@ class _Build:
     num_left: int
     """Batches that were not handed over."""
     num_skipped: int = 0
-    """Of those to come, the first ones, which another builder has handed over before it died."""
+    """Number of the first ones to come, which another builder delivered before it died."""
     unasked_bytes: int = 0
     """Made since the training process last said that it may go on."""
 
@@ -83,11 +83,11 @@ class BuiltBatches(NamedTuple):
     """Batches of a chunk on their way to the training process, in order."""
 
     batches: list[tuple[Any, ...]]
-    """Fields of each `Delivered`."""
+    """The fields of each `Delivered`."""
     heap_bytes: int
     made_bytes: int
     is_due: bool
-    """As of a `PartialChunk`."""
+    """See the field of `PartialChunk`."""
     is_last: bool
     """True if no others follow."""
     asks: bool

@@ -36,7 +36,7 @@ ASSIGNED = 2
 """Chunks that a builder has at a time: one that it builds, and one that it builds next. Until it is known
 what batches weigh, it has one."""
 MOST_DEATHS = 2
-"""So many builders that died on a chunk are no accident."""
+"""Number of builders' deaths on a chunk that are no accident."""
 
 
 class ShippableChunk(Protocol):
@@ -102,14 +102,14 @@ class RemoteBuild:
 
     build: Build[Delivered]
     builder: Any = None
-    """Who has it; None: it waits for one."""
+    """The builder that has it; None: it waits for one."""
     is_active: bool = True
     """True if it is built or waits for it; else the engine has laid it aside."""
     num_added: int = 0
     """Batches that the engine has."""
     answers: BuildAnswers = field(default_factory=BuildAnswers)
     deaths: list[Any] = field(default_factory=list)
-    """Of the builders that were at it."""
+    """Number of builders that died on it."""
 
 
 B = TypeVar("B", bound=RemoteBuild)

@@ -33,17 +33,17 @@ class SerializedColumn:
     """The values of a column, in the chunk's shared memory."""
 
     offset: int
-    """Where they begin in it."""
+    """The offset of the values in it."""
     nbytes: int
     shape: tuple[int, ...] | None = None
-    """Of a row, where all are alike; None: `lengths` says."""
+    """The shape of a row, where all are alike; None: `lengths` says."""
     dtype: str = "uint8"
     lengths: NDArray[np.int64] | int | None = None
     """[rows] bytes, or those of every row; -1 where the sample lacks it."""
     bad: Mapping[int, str] = field(default_factory=dict)
     """Row of the chunk -> why its value could not be parsed."""
     files: FileParts | None = None
-    """Where the values lie instead, one after the other as here."""
+    """The files that hold the values instead, one after the other as here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class SerializedSource:
 
     number: int
     epoch: int | None
-    """Of its own, in a mixture."""
+    """The source's own epoch, in a mixture."""
     rows: NDArray[np.int64]
     """[n] of the chunk, ascending."""
 

@@ -34,7 +34,7 @@ from prefetch.work import Chunk, PartialChunk
 _MOST_BEGUN = 2
 """Chunks that threads are at, until processes are ready."""
 _COMPARED_BYTES = 64 << 20
-"""Of what functions hold; where it is more, arrays are left out."""
+"""Bytes of what functions hold; where it is more, arrays are left out."""
 
 OpenProcesses = Callable[[Callable[[BaseException | None], None]], ProcessBuilders]
 """Opens processes; it is given what hears that they are ready for work, or why they are not."""
@@ -63,14 +63,14 @@ class ThreadsFirstBuilders(Builders[Delivered]):
         self._threads, self._open_processes, self._functions = threads, open_processes, functions
         self.num_builders, self._num_processes, self._reason = threads.num_builders, num_processes, reason
         self.choice = "thread", f"until {num_processes} processes have started: {reason}"
-        """Who builds what is new, and why."""
+        """The builders of what is new, and why."""
         self._lock = threading.RLock()  # guards what follows
         self._is_decided = False
         """True if that stays so."""
         self._num_running = 0
         """Chunks that threads are at, until then."""
         self._waiting: list[Build[Delivered]] = []
-        """Those that nobody is at, until then."""
+        """Builds that nobody is at, until then."""
         self._has_seen_batch = self._has_built = False
         """True if threads have built a batch, and a chunk."""
         self._is_starting = self._are_ready = self._is_stopped = False
@@ -78,7 +78,7 @@ class ThreadsFirstBuilders(Builders[Delivered]):
         self._starter = PriorityPool(1, "dataflow-start", initializer=one_torch_thread)
         """Nobody waits while processes are opened."""
         self._content = b""
-        """Of the functions, before they were called."""
+        """The content of the functions, before they were called."""
         try:
             self._content = content_of(functions)
         except Exception as error:

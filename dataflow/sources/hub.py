@@ -38,7 +38,7 @@ from sharding.write.file import private_folder
 _PATIENCE_S = 60.0
 """For a listing that another process fetches."""
 _AGREED_S = 3600.0
-"""So long after the first process of a job, one that starts takes the same commit."""
+"""Seconds after the first process of a job in which one that starts takes the same commit."""
 
 
 def resolve_source(

@@ -57,7 +57,7 @@ class JoinReport:
     unused: int
     """Samples of the other that are nobody's match."""
     first_unused: tuple[str, ...]
-    """The first of them."""
+    """The first unused samples of the other."""
     amplification: float
     """Bytes of the other's blocks that are read in file order, over the bytes of those that are needed. 1:
     it is ordered alike."""

@@ -42,7 +42,7 @@ from sharding.write.file import warn_not_kept
 
 _INDEX_THREADS = 16
 _REMOTE_INDEX_THREADS = 48
-"""As many as read at a time in training: they wait most of the time."""
+"""Number of threads, as many as read at a time in training: they wait most of the time."""
 
 
 @dataclass(frozen=True, kw_only=True)

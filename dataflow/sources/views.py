@@ -30,7 +30,7 @@ from sharding.order.selection import MOST_DRAWN, Selection
 
 _FILTER_THREADS = 16
 _SAMPLES_AT_ONCE = 1 << 20
-"""Of which members are looked at together: to evaluate a condition costs more than a small block has."""
+"""Number of samples whose members are looked at together: a condition costs more than a small block has."""
 
 
 def picked(selection: Selection, indices: Any) -> Selection:

@@ -20,7 +20,7 @@ from sharding.cached_property import cached_property
 
 Array = NDArray[Any]
 ALIGN = 512
-"""Where a window puts blocks and values side by side, each begins at a multiple of this."""
+"""Bytes that the begins of blocks and values, which a window puts side by side, are multiples of."""
 REASONS = {
     MISSING: LACKING,
     ABSENT: LACKING,
@@ -30,7 +30,7 @@ REASONS = {
         "push_to_hub(embed_external_files=True) or save_to_disk, and ShardWriter writes what it is given"
     ),
 }
-"""What is wrong with a value that says so in place of its length."""
+"""Reasons why a value is bad, by the number in place of its length."""
 
 
 @dataclass
@@ -38,16 +38,16 @@ class StagedArray:
     """A fixed-size column of a window."""
 
     values: Array
-    """[rows, *shape]."""
+    """Values of all rows, [rows, *shape]."""
     _: KW_ONLY
     parse: Callable[[Spans], tuple[Array, BadRows]] | None = None
-    """How byte strings become numbers; None: they are stored as numbers."""
+    """Turns byte strings into numbers; None: they are stored as numbers."""
     fill: Array | None = None
     """[*shape] what stands for a value that is missing; None: NaN of floats, else such a row is bad."""
     bad: dict[int, str] = field(default_factory=dict)
     """Rows whose value could not be parsed, with the reason."""
     _gaps: dict[int, NDArray[np.int8]] = field(default_factory=dict)
-    """Of blocks with bad rows for lack of a value: first row -> `Masked.lacks`."""
+    """Blocks with bad rows for lack of a value: first row -> `Masked.lacks`."""
 
     def put(self, first: int, columns: Sequence[Column]) -> None:
         """Stage one block's values at rows from `first`; those of several columns become a last dimension."""
@@ -140,7 +140,7 @@ class StagedSpans:
     lengths: NDArray[np.int64]
     """[rows] bytes; what `Spans` has where there is no value."""
     keep: list[Any] = field(default_factory=list)
-    """What keeps the memory alive."""
+    """Objects that keep the memory alive."""
     is_cut: NDArray[np.bool_] | None = None
     """[rows] those of whose values only parts are read: `put_cut` stages them, and `put` leaves them out."""
 

@@ -127,7 +127,7 @@ class LocatedBlocks:
         self._locator, self._spans = locator, spans
         self.blocks, self.numbers = blocks, numbers
         self.counts = np.array([block.num_samples for block in blocks], np.int64)
-        """[b] samples of each."""
+        """[b] number of samples of each."""
 
     def samples(self) -> NDArray[np.int64]:
         """[rows] of each row, its number in the source; made anew, to be dropped when all is staged."""

@@ -36,7 +36,7 @@ class Traffic:
         self.read_bytes = 0
         self.decoded_bytes = 0
         self.faults = NO_FAULTS
-        """Of readers elsewhere; those here count theirs."""
+        """Faults of readers elsewhere; those here count theirs."""
 
     def add(self, read_bytes: int, decoded_bytes: int, faults: ReadStats = NO_FAULTS) -> None:
         """Count one block, or what was read elsewhere."""
@@ -88,7 +88,7 @@ class SourceCache:
     begins: Callable[[int, int], None]
     """`SourceUse.begins`: a window of an epoch is going to be read; one thread at a time. Cheap."""
     read_into: Callable[..., None]
-    """`BlockCache.read_into`."""
+    """The method `BlockCache.read_into`, which reads through the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class Source:
     all_columns: bool = False
     """True if every column was asked for, so that one of a type we cannot deliver is an error."""
     number: int = 0
-    """Which of a mixture's sources it is."""
+    """Index of it among a mixture's sources."""
     matches: Sequence[MatchSource] = ()
     """Datasets that are joined to it."""
     reads_whole: bool = False
@@ -247,6 +247,6 @@ class MatchSource:
 
     source: Source
     table: MatchTable = field(compare=False)
-    """Which of its samples belongs to each of the other's."""
+    """The table of matches: which of its samples belongs to each of the other's."""
     keeps: bool = False
     """True if its blocks stay in memory once they were read, where only whole ones can be decoded."""

@@ -27,7 +27,7 @@ from sharding.order.selection import SelectedOrder
 
 _FULL_WINDOW_SAMPLES = 4096
 _PLAN_BYTES = 16
-"""What planning a window takes for each of its samples."""
+"""Bytes that planning a window takes for each of its samples."""
 
 
 class FullWindows:

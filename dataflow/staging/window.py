@@ -33,7 +33,7 @@ from sharding.order.keyed import uniform
 from sharding.urls import is_local
 
 Share = Literal["all", "many", "few"]
-"""How many rows of its blocks are wanted in a window: all, many, so that it is read whole, or few of each."""
+"""The share of rows wanted of its blocks: all, many, so that it is read whole, or few of each."""
 
 
 class NotLocatableError(DataflowError):
@@ -59,7 +59,7 @@ class WindowSamples:
         self._row_in_block = np.concatenate(rows_in_block) if rows_in_block else None
         counts = map(len, rows_in_block) if rows_in_block else (block.num_samples for block in blocks)
         self.first_row = np.cumsum([0, *counts], dtype=np.int64)
-        """Of every block, and the number of rows, int64 [b + 1]."""
+        """First row of every block, and the number of rows, int64 [b + 1]."""
         self.num_rows = int(self.first_row[-1])
 
     def rows_of(self, ordinal: int) -> slice:
@@ -215,12 +215,12 @@ class StagedWindow(StagedRows):
         super().__init__(source.number, samples)
         self.source, self.arena, self.rows = source, arena, rows
         self.seed = self.epoch = 0
-        """What is read of a value that need not be read whole is a function of both, and of the sample."""
+        """With the epoch and the sample, it decides what is read of a value that need not be read whole."""
         self.chunk_list: list[Any] = []
         self.in_batches: tuple[int, NDArray[np.int64]] | None = None
         """The first batch that lies in it alone, and the rows of all such batches; once asked for."""
         self._names: tuple[int, Sequence[str] | None, NDArray[np.int64] | None] | None = None
-        """Of a block, by its ordinal, what `_names_of` tells."""
+        """The result of `_names_of` for each block, by its ordinal."""
         self._awaited: Awaited = Future()
 
     # ---- the engine's window ------------------------------------------------------------------------

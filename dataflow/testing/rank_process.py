@@ -52,7 +52,7 @@ class Raised:
     error: bytes | None
     """The pickled exception; None where it cannot be pickled and back."""
     summary: str
-    """Its type and message."""
+    """The error's type and message."""
     traceback: str
 
 

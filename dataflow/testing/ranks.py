@@ -34,7 +34,8 @@ Output = Literal["shared", "by rank"]
 _EXIT_S = 10.0
 """Seconds a process gets to end by itself once it is told to."""
 _PRELOADED = ["__main__", "torch.distributed", "torch._dynamo", __name__]
-"""What the fork server imports; making a DistributedDataParallel imports torch._dynamo, 1.3 s a rank."""
+"""Modules that the fork server imports; making a DistributedDataParallel imports torch._dynamo, 1.3 s a
+rank."""
 _GRACE_S = 1.0
 """Seconds to look for a dead rank behind another rank's complaint."""
 

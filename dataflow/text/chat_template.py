@@ -31,7 +31,7 @@ class RenderedChat(NamedTuple):
 
     text: str
     spans: list[tuple[int, int]]
-    """Where the assistant's parts begin and end, in characters; ascending."""
+    """Begin and end of each of the assistant's parts, in characters; ascending."""
 
 
 class ChatText:

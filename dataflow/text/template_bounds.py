@@ -23,18 +23,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MOST_SOURCE_CHARS = 128 << 10
-"""Of a template's source; those of models have at most some 50,000."""
+"""Most characters of a template's source; those of models have at most some 50,000."""
 _UNITS = 64 << 20
-"""Of a rendering, and `_TIMES_INPUT` for each unit of its messages besides."""
+"""Most units of a rendering, and `_TIMES_INPUT` for each unit of its messages besides."""
 _TIMES_INPUT = 100
 _ITEM_UNITS = 64
 _CPU_S = 3.0
 _LOOK_EVERY = 16
 """Operations between two looks at the clock. Each takes a quarter of a second at most."""
 _MOST_BITS = 4096
-"""Of an integer that is multiplied."""
+"""Most bits of an integer that is multiplied."""
 _MOST_WIDTH = 100_000
-"""Of a number that says how wide a text shall be, or how often something comes."""
+"""Largest number that says how wide a text shall be, or how often something comes."""
 _MOST_SLOW = 1 << 20
 """Units of what filters take that look at a text more than once."""
 _SMALL = {bool, float, int, type(None)}

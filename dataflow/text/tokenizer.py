@@ -22,7 +22,7 @@ from sharding.errors import DataflowError
 
 Overlong = Literal["truncate", "error"]
 DTYPES: dict[str, np.dtype[Any]] = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
-"""Of token ids, as delivered."""
+"""Types of token ids, as delivered."""
 
 
 class MissingTextSupportError(DataflowError, ImportError):

@@ -15,9 +15,10 @@ from dataflow.timing.records import LoaderTimes, RankRecord
 _BUSY = 0.7
 _MOST = 0.5
 _FULL = 0.8
-"""Of a memory limit: where no more was held at any time, a larger one brings nothing."""
+"""Share of a memory limit: where no more was held at any time, a larger one brings nothing."""
 _LOCKED_CORES = 0.8, 1.2
-"""So many cores kept busy by several busy threads: they take turns, as one interpreter lock lets them."""
+"""Cores that several busy threads keep busy, from and to, where one interpreter lock lets them run in
+turn."""
 _STORES = {
     "": "a faster or nearer store",
     "local": "a faster disk",

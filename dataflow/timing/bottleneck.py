@@ -37,7 +37,7 @@ class Epochs:
     """The epochs of a loader that was measured without computing."""
 
     batches: int
-    """Of an epoch, on a rank."""
+    """Number of batches of an epoch, on a rank."""
     ahead: int
     """That the loader makes ahead."""
     border_share: float
@@ -66,7 +66,7 @@ class Rates:
     more_memory: float | None = None
     """The same with four times the memory limit; None: not tried."""
     epochs: Epochs | None = None
-    """How epochs began while the loader was measured; None: not known."""
+    """Begins of epochs while the loader was measured; None: not known."""
     cores_used: float | None = None
     """Share of the cores that the loader kept busy then, in [0, 1]."""
 
@@ -81,7 +81,7 @@ class Bottleneck:
     """The part that bounds a training, by measured rates."""
 
     bound: Bound
-    """What holds the training up."""
+    """The part that holds the training up."""
     predicted: float
     """Samples a second, if the slowest of computation, storage and decoding alone decided."""
     gains: Mapping[Bound, float]

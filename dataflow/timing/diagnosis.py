@@ -33,9 +33,9 @@ class Diagnosis:
     """The shares of the time of windows, and what bounds them."""
 
     bound: Part
-    """What holds the steps up."""
+    """The part that holds the steps up."""
     seconds: Seconds
-    """Of each part, summed over the windows, on the critical ranks."""
+    """Seconds of each part, summed over the windows, on the critical ranks."""
     gains: Mapping[Part, float]
     """Times faster that training would become if this alone were gone (at least 1); not for compute."""
     critical: int

@@ -25,7 +25,7 @@ from dataflow.timing.records import RankRecord
 WARM_UP = 20
 """Steps that are left out before each measurement: programs compile, and queues that were filled run dry."""
 _STOCK_BYTES = 256 << 20
-"""Of the batches that are kept, and of the copies that lie ready; one at least."""
+"""Bytes of the batches that are kept, and of the copies that lie ready; one at least."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MeasuredSteps:
 
     total_s: tuple[float, ...]
     wait_s: tuple[float, ...]
-    """Of each, waiting for its batch."""
+    """Seconds that each waited for its batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class StepRate:
     usual: float
     """With all waiting, and the median of the rest."""
     slowest: float
-    """Of the rounds."""
+    """The rate of the slowest round."""
     fastest: float
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class Headspace:
     live: StepRate
     """With the loader as it is."""
     replayed: StepRate
-    """With batches from memory."""
+    """The rate with batches from memory."""
     waited: float
     """Share of the live steps' time that the rank that waited most waited for the loader, in [0, 1]."""
     steps: int
@@ -60,7 +60,7 @@ class Headspace:
     ranks: int
     world_size: int
     notes: tuple[str, ...]
-    """What these figures do not tell."""
+    """Notes on what these figures do not tell."""
 
     @property
     def verdict(self) -> str:

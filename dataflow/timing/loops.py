@@ -24,7 +24,7 @@ from dataflow.timing.records import IN_SCHEDULES, MOST_STEPS, RankRecord, Record
 from sharding.topology.topology import Topology
 
 _SERIAL = itertools.count()
-"""Of loaders that this process looped over: one file each."""
+"""Number of loaders that this process looped over: one file each."""
 
 
 class _OptimizerSteps:
@@ -152,7 +152,7 @@ class HeadspaceLoop(Loop):
         self._position = 0
         """Batches handed out in this epoch."""
         self._epoch_batches: int | None = None
-        """Of an epoch that the loader ended itself."""
+        """Number of batches of an epoch that the loader ended itself."""
         self._closed = self._ended = False
 
     @property

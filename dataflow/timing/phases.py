@@ -42,7 +42,7 @@ class PhaseSeconds:
     sync: float = 0.0
     """From the first gradient on its way until all are there. Near 0: nothing to send, or all hidden."""
     step: float = 0.0
-    """Clipping, optimizer, schedule, averages."""
+    """Seconds of clipping, optimizer, schedule, averages."""
     data_wait: float = 0.0
     """Waiting for the loader. Near 0: it keeps up."""
     peer_wait: float = 0.0
@@ -83,7 +83,7 @@ class StepInfo:
     replays: int
     """Passes of this rank with weight zero, for want of data."""
     seconds: PhaseSeconds
-    """Where this rank's time went since the window before."""
+    """Seconds of this rank's phases since the window before."""
 
 
 class PhaseLedger:

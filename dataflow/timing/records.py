@@ -71,7 +71,7 @@ class TraceEvent:
     """An activity of a rank from one time to another, in seconds since 1970."""
 
     lane: str
-    """"window", "phase" or "wait"."""
+    """One of "window", "phase" and "wait"."""
     name: str
     began_s: float
     ended_s: float
@@ -91,16 +91,16 @@ class LoaderTimes:
     build_busy: float | None = None
     """Share of the time that its threads or processes that decode and gather batches were busy."""
     builders: str = ""
-    """Who these are: "main" (whoever asks for a batch), "thread", "process" or "ray"."""
+    """The builders: "main" (whoever asks for a batch), "thread", "process" or "ray"."""
     num_builders: int = 0
     build_cores: float | None = None
     """Cores that they kept busy. Far below `build_busy x num_builders`: they wait, as in a sleep."""
     memory_held: float | None = None
     """The most of its memory limit that was held, in [0, 1]. Far below 1: a larger one is no use."""
     reason: str = ""
-    """What it says about its workers or its depth."""
+    """The loader's words about its workers or its depth."""
     store: str = ""
-    """Of shards: "local", "remote", or "cached" where a cache on this machine is in use."""
+    """For shards: "local", "remote", or "cached" where a cache on this machine is in use."""
     batching: str = ""
     """"Packed", "TokenBudget" or "Bucketed", where lengths decide about batches."""
     cores: float | None = None
@@ -119,18 +119,18 @@ class RankRecord:
     world_size: int
     host: str
     model: str
-    """"plain", "DDP" or "FSDP2"."""
+    """One of "plain", "DDP" and "FSDP2"."""
     strategy: str
     device: str
     loader: LoaderTimes
     windows: tuple[StepTimes, ...]
     events: tuple[TraceEvent, ...] = ()
     mode: str = ""
-    """What the controller of the schedule has decided, and why; "" without one."""
+    """The decisions of the schedule's controller, and why; "" without one."""
     in_schedule: bool = True
     """False: a plain loop. A window is a batch, and computing is all that is not waiting for it."""
     optimizer_steps: int = 0
-    """Of torch's optimizers in a plain loop. 0: it evaluates."""
+    """Number of steps of torch's optimizers in a plain loop. 0: it evaluates."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON value."""
@@ -185,7 +185,7 @@ class Recorder:
         self._num_steps, self._save_at = 0, _FIRST_SAVED
         self._loader_times: LoaderTimes | None = None
         self._first: LoaderStats | None = None
-        """What the loader said after the first step: shares count from there on, without what starts."""
+        """The loader's times after the first step: shares count from there on, without what starts."""
 
     @property
     def saves(self) -> bool:

@@ -27,7 +27,7 @@ NAMES: Mapping[Part, str] = {
 
 
 LOOP_NAMES: Mapping[Part, str] = {"compute": "all else", "data": "data wait"}
-"""What is known of a loop without a schedule."""
+"""Names for a loop without a schedule."""
 _FILE_ORDER = (
     "this training takes its samples in the order of the files, which are mostly sorted by something: say "
     "DataLoader(..., shuffle=True), unless that order is meant (docs/guide/order.md)"
@@ -54,10 +54,10 @@ class RankReport:
     rank: int
     host: str
     shares: Mapping[Part, float]
-    """Of its time, in [0, 1]; "straggler" is its waiting for the slowest rank."""
+    """Shares of its time, in [0, 1]; "straggler" is its waiting for the slowest rank."""
     window_s: Quantiles
     seconds: Mapping[str, Quantiles]
-    """Of what is measured: data_s, peers_s, compute_s, exposed_s, optimizer_s."""
+    """Quantiles of what is measured: data_s, peers_s, compute_s, exposed_s, optimizer_s."""
     h2d_s: float | None
     """Copying to a device: 0 without one; None: not measured (it is in compute)."""
     loader: LoaderTimes
@@ -70,7 +70,8 @@ class Report:
     advice: Advice
     bound: Part
     shares: Mapping[Part, float]
-    """Of the steps' time, in [0, 1], on the rank that was critical in each window; they add up to 1."""
+    """Shares of the steps' time, in [0, 1], on the rank that was critical in each window; they add up to
+    1."""
     gains: Mapping[Part, float]
     """Times faster, at most, with that part gone."""
     critical_rank: int
@@ -79,7 +80,7 @@ class Report:
     """In how many of the windows, in (0, 1]."""
     world_size: int
     windows: int
-    """Windows looked at."""
+    """Number of windows looked at."""
     window_s: Quantiles
     microbatches: int
     """A window and rank, the most."""
@@ -87,7 +88,7 @@ class Report:
     """False: a plain loop over a `DataLoader`. Windows are batches, and "compute" is all but data wait."""
     ranks: tuple[RankReport, ...]
     notes: tuple[str, ...]
-    """What these figures do not tell."""
+    """Notes on what these figures do not tell."""
 
     @property
     def names(self) -> Mapping[Part, str]:

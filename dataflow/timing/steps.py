@@ -13,7 +13,7 @@ from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
 from dataflow.timing.records import IN_SCHEDULES, RankRecord, Recorder, StepTimes
 
 _SERIAL = itertools.count()
-"""Of schedules made by this process: one file each."""
+"""Number of schedules made by this process: one file each."""
 
 
 class StepRecorder:

@@ -35,9 +35,9 @@ class WorkerLoader(TorchDataLoader[Any]):
     """
 
     workers: str
-    """"process" or "thread"."""
+    """Either "process" or "thread"."""
     memory_limit: int
-    """Bytes."""
+    """Limit in bytes."""
     snapshot_every_n_steps: int
     prefetch_across_epochs: bool
     """True if persistent workers may begin the next epoch before anybody asks for it."""
@@ -88,15 +88,15 @@ class DropInState:
 
     def __init__(self) -> None:
         self.start = ("", "")
-        """How the workers of the loop begun last were started, and why so."""
+        """The start method of the workers of the loop begun last, and the reason."""
         self.meter = DeliveryMeter()
-        """Of all iterators."""
+        """The meter of all iterators."""
         self.progress = EpochProgress()
-        """Of the loop begun last, or a loaded state where the next loop goes on."""
+        """The progress of the loop begun last, or a loaded state where the next loop goes on."""
         self.latest: weakref.ref[Any] | None = None
-        """The iterator begun last."""
+        """The iterator that was begun last."""
         self.iterators: WeakRegistry[Any] = WeakRegistry()
-        """Those with workers."""
+        """The iterators that have workers."""
         self.times_closed = 0
         self._epoch_at_load: int | None = None
         """That of the sampler when a state was loaded."""
@@ -149,7 +149,8 @@ class FetchIterator(_BaseDataLoaderIter):
     """The base of iterators with and without workers: the sampler's position and what a state needs."""
 
     _begins_sampler_twice = False
-    """As torch's iterator with workers does when it is made: a sampler that draws in `iter` draws twice."""
+    """True if a sampler that draws in `iter` draws twice, as with torch's iterator with workers when it is
+    made."""
 
     def __init__(self, loader: WorkerLoader) -> None:
         before = loader._drop_in.progress_for(loader)
@@ -230,7 +231,7 @@ class MainIterator(FetchIterator):
     """`num_workers=0`: batches are fetched when they are asked for."""
 
     runners = None
-    """This process alone fetches."""
+    """No runners: this process alone fetches."""
 
     def __init__(self, loader: WorkerLoader) -> None:
         super().__init__(loader)

@@ -115,21 +115,21 @@ class Generators:
 
     @property
     def random_generator(self) -> random.Random:
-        """The generator of Python's `random`."""
+        """The generator of Python's `random`, seeded anew."""
         if self._random is None:
             self._random = random.Random(self._seed(16))
         return self._random
 
     @property
     def torch_generator(self) -> torch.Generator:
-        """The generator of torch."""
+        """The generator of torch, seeded anew."""
         if self._torch is None:
             self._torch = torch.Generator().manual_seed(self._seed(7))
         return self._torch
 
     @property
     def numpy_generator(self) -> np.random.Generator:
-        """The generator of numpy."""
+        """The generator of numpy, seeded anew."""
         if self._numpy is None:
             self._numpy = np.random.Generator(np.random.PCG64(self._seed(16)))
         return self._numpy

@@ -46,7 +46,7 @@ class _Task:
     """A batch on its way."""
 
     number: int
-    """Of the batch, in the epoch."""
+    """Number of the batch, in the epoch."""
     worker: int
     sampled: Any
     response: Response | None = None
@@ -58,7 +58,7 @@ class NextEpoch:
 
     predicted: Iterator[Any]
     indices: list[Any] = field(default_factory=list)
-    """What was given out of that."""
+    """The indices that were given out of that."""
     tasks: dict[int, _Task] = field(default_factory=dict)
 
 
@@ -78,11 +78,12 @@ class WorkerIterator(FetchIterator):
         self._limits = loader.worker_limits
         self._failure: BaseException | None = None
         self.generation = 0
-        """Of messages and responses: 1 more with an epoch that was guessed, 2 more with another."""
+        """Generation of messages and responses: 1 more with an epoch that was guessed, 2 more with
+        another."""
         job = self._job(loader)
         self._announced = job.announce
         self.runners: Runners = self._start(loader, job)
-        """Who fetches."""
+        """The workers that fetch."""
         loader._drop_in.start = self.runners.start, self.runners.start_reason
         self._dumps = self.runners.dumps
         self._closer = InPlaceFinalizer(self, self.runners.close)

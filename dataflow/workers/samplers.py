@@ -54,9 +54,9 @@ _CONSTANT_SAMPLERS = {
         *(list, tuple, range),
     )
 }
-"""Those whose length is the same in every epoch."""
+"""Samplers whose length is the same in every epoch."""
 _TAKE_A_GENERATOR = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
-"""Those of torch's that draw from their `generator`, or else from torch's global one."""
+"""Samplers of torch's that draw from their `generator`, or else from torch's global one."""
 _DRAWN_AT_ONCE = {SequentialSampler, SubsetRandomSampler, WeightedRandomSampler}
 """Beside `RandomSampler` and `DistributedSampler`, those of torch's that draw all indices when they begin."""
 
@@ -75,11 +75,11 @@ class SamplerProgress:
         self.tokens: Mapping[str, Any] = tokens or {}
         self._is_restored = is_restored
         self._own: dict[str, Any] = {}
-        """What decides the order of this epoch."""
+        """The tokens that decide the order of this epoch."""
         self._sources: _Sources | None = None
-        """What the sampler may draw from, where that has to be told."""
+        """The generators that the sampler may draw from, where these have to be told."""
         self._checksums: dict[int, int] | None = None
-        """Of the indices up to each batch, from the last that was handed out on."""
+        """Checksums of the indices up to each batch, from the last that was handed out on."""
         self._stateful: Any = None
         """The sampler, or its iterator, that tells its own state."""
         self._state: Any = None

@@ -45,9 +45,9 @@ class WorkerProgress:
     """The position of a worker in the epoch."""
 
     batches: int = 0
-    """Delivered in this epoch."""
+    """Number of batches delivered in this epoch."""
     since: int = 0
-    """Of those, delivered after `state` was taken."""
+    """Number of those delivered after `state` was taken."""
     state: WorkerState = field(default_factory=WorkerState)
     random: Any = None
     """State of the worker's global generators after the last batch, if the batches draw from them."""
@@ -91,15 +91,15 @@ class EpochProgress:
     """The part of an epoch that has been delivered."""
 
     epoch: int = -1
-    """Of the loop begun last, as loops and `set_epoch` count; -1: none was."""
+    """Epoch of the loop begun last, as loops and `set_epoch` count; -1: none was."""
     named: int | None = None
-    """What `set_epoch` says about the next loop."""
+    """Epoch that `set_epoch` names for the next loop."""
     complete: bool = True
     """No epoch is under way: the next loop begins one."""
     persistent: bool = False
-    """Of workers that outlive epochs: nothing is seeded anew."""
+    """True if workers outlive epochs: nothing is seeded anew."""
     batches: int = 0
-    """Delivered without a gap."""
+    """Number of batches delivered without a gap."""
     ahead: set[int] = field(default_factory=set)
     """Numbers of batches delivered beyond those."""
     base_seed: int = 0

@@ -60,7 +60,7 @@ class ThreadRunners:
     """Threads that fetch batches, to `WorkerIterator` what `ProcessRunners` is."""
 
     isolated = False
-    """What the caller changes in the dataset, the threads see."""
+    """False: the threads see what the caller changes in the dataset."""
     processes: Sequence[Any] = ()
     pids: tuple[int, ...] = ()
     started = True
@@ -158,7 +158,7 @@ class _ItemFetcher:
         self.rng = Generators()
         self._info = worker_info(job, number, dataset, self.rng)
         self.failure: ExceptionWrapper | None = None
-        """Of `worker_init_fn`."""
+        """The error of `worker_init_fn`."""
         self.get: Any = partial(operator.getitem, dataset) if by_item(job) else job.fetcher(dataset).fetch
 
     def begin(self) -> None:

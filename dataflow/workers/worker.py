@@ -58,14 +58,14 @@ class WorkerJob:
     init_fn: Callable[[int], Any] | None
     base_seed: int
     num_workers: int
-    """As `get_worker_info().num_workers` tells; 0: fetching as if there were no workers."""
+    """Number that `get_worker_info().num_workers` tells; 0: fetching as if there were no workers."""
     shared_seed: int | None = None
     state_every: int = 0
     """Ship the state of the dataset with every so many batches; 0: never."""
     announce: bool = False
     """Tell when a worker is open, with its state or what went wrong."""
     states: Mapping[int, WorkerState] = field(default_factory=dict)
-    """Where the workers of a resumed epoch go on."""
+    """Positions from which the workers of a resumed epoch go on."""
     num_runners: int = 1
     turn: int = 0
     """Epochs that were begun with this base seed before."""

@@ -44,7 +44,7 @@ _PATIENCE = 1024
 """Windows from a trial to the next one where nothing happens; doubled, at most twice, when nothing came of
 it."""
 _BAND = 0.4
-"""What the option in use must save to stay, as a share of what a new one must."""
+"""Share of a new option's saving that the option in use must have to stay."""
 _ENOUGH = 6
 """Windows after which an option may be found hopeless: of two turns, so that a burst in one does not do."""
 
@@ -55,11 +55,11 @@ class Measurement:
 
     window: int
     seconds: float
-    """Mean over ranks."""
+    """Mean seconds over the ranks."""
     exposed_s: float | None
     """Gradients on their way with nothing left to compute, on the rank that waited least; None: unknown."""
     held_reads: int = 0
-    """Over all ranks."""
+    """Sum over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,16 @@ class _Trial:
     """A trial that is under way."""
 
     at: int
-    """Place of its tunable."""
+    """Index of its tunable."""
     alive: list[int]
     """Options that are not hopeless."""
     seconds: list[list[float]]
-    """Of each option's windows that count."""
+    """Seconds of each option's windows that count."""
     plan: list[list[Any]] = field(default_factory=list)
-    """Of each window to come: its option, and whether it counts."""
+    """The windows to come: the option of each, and whether it counts."""
     rounds: int = 0
     held: int = 0
-    """Reads that waited."""
+    """Number of reads that waited."""
 
 
 @dataclass(kw_only=True)

@@ -39,7 +39,7 @@ class Tunable:
 
     name: str
     options: tuple[str, ...]
-    """As reported. The run begins with the first; each changes more than those before it."""
+    """The options, as reported. The run begins with the first; each changes more than those before it."""
     _: KW_ONLY
     turn: int = 5
     """Windows of a turn, at least two; the first does not count."""
@@ -56,7 +56,7 @@ class Tunable:
     hopeless: float | None = 2.5
     """An option whose windows are so many times as long as the best ones is tried no longer; None: is."""
     only_if_held: bool = False
-    """Where no read waited in the whole trial, the options did nothing, and the first is kept."""
+    """The first option is kept where no read waited in the whole trial: the options did nothing."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Allowed:
     at_once: tuple[int, ...]
     """Microbatches in a pass, for each option of "accumulate"."""
     merge: Join | None
-    """As the user gave it."""
+    """The way to join microbatches, as the user gave it."""
 
 
 def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:

@@ -44,7 +44,7 @@ class LossyStrategy(BucketStrategy):
         super().__init__(name, **settings, error_feedback=error_feedback)
         self._error_feedback = error_feedback
         self.residuals: dict[str, Tensor] = {}
-        """What is owed, flat, by parameter name."""
+        """Gradients that are owed, flat, by parameter name."""
         self._of_step: dict[str, Tensor] = {}
         """Valid when the step is known to have been taken."""
         self.step = 0
@@ -102,9 +102,9 @@ class _BlockOwners:
     """The ranks that own the blocks of a bucket."""
 
     order: Tensor
-    """Blocks sorted by owner."""
+    """Blocks, sorted by their owner."""
     counts: list[int]
-    """Blocks of each owner."""
+    """Number of blocks of each owner."""
 
 
 class Int8(LossyStrategy):

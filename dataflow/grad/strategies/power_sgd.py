@@ -29,7 +29,7 @@ class _Sent:
 
     names: tuple[str, ...]
     reduced: Tensor
-    """What it made of the bucket."""
+    """The result of the bucket."""
     factors: Tensor | None
     """Q before it, laid out as the hook has it; None where there was none."""
 

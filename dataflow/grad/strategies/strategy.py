@@ -172,7 +172,7 @@ class Strategy:
     """True if another may take its place at any step: it owes no gradients, ranks stay equal."""
     context: StrategyContext
     wire: Wire
-    """Over the context's group."""
+    """The wire over the context's group."""
 
     def __init__(self, name: str, **settings: Any) -> None:
         self.name = name

@@ -53,7 +53,7 @@ class LoaderRun:
     """The measurements of one process."""
 
     samples_per_s: float
-    """After the first batch."""
+    """Samples a second, after the first batch."""
     first_batch_s: float
     """From making the loader to its first batch; workers' start is in it."""
     samples: int

@@ -126,7 +126,7 @@ class DirectProcesses:
                 env={**os.environ, **_NO_THREADS, "PYTHONPATH": path},
             )
         self.pid = self._process.pid
-        """Of the process that starts readers."""
+        """The id of the process that starts readers."""
         self._send(shards)
 
     def run(

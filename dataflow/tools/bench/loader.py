@@ -42,7 +42,7 @@ _START_S = 120.0
 _MORE = 4
 _MOST_CORES = 0.5
 _GOOD_UTILISATION = 0.9
-"""What MLPerf Storage asks of most workloads."""
+"""The utilisation that MLPerf Storage asks of most workloads."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,14 +51,14 @@ class EmulationFigures:
 
     settings: Emulation
     memory_limit: int
-    """A rank's, in bytes."""
+    """Limit of a rank, in bytes."""
     dataset: str
     phases: Mapping[EmulationPhase, Sequence[RankFigures]]
-    """Of each rank."""
+    """Figures of each rank."""
     evicted: bool
     """True if the data was dropped from memory before the phases after the first."""
     headspace: Headspace
-    """How much faster the whole is with a batch from memory in the loader's place."""
+    """Times faster that the whole is with a batch from memory in the loader's place."""
     rates: Rates
     bottleneck: Bottleneck
 

@@ -32,13 +32,13 @@ from sharding.order.keyed import feistel
 
 ReadInto = Callable[[Shard, int, NDArray[np.uint8]], None]
 Block = tuple[Shard, int, int]
-"""Shard, offset, bytes."""
+"""A block: shard, offset, bytes."""
 _AT_ONCE = 4096
 _KEPT = 16
 ALIGNMENT = 4096
-"""Of offsets, lengths and memory: what every device accepts."""
+"""Alignment of offsets, lengths and memory: every device accepts it."""
 PERCENTILES = ("50", "90", "99", "99.9")
-"""Those that are reported, in per cent."""
+"""Percentiles that are reported, in per cent."""
 _BEYOND = 10
 
 
@@ -144,11 +144,11 @@ class CaseTimes:
     """The measurements of one case. Times are seconds on one clock."""
 
     began_s: NDArray[np.float64]
-    """[n]"""
+    """[n] when each read began, in seconds."""
     ended_s: NDArray[np.float64]
-    """[n]"""
+    """[n] when each read ended, in seconds."""
     nbytes: NDArray[np.int64]
-    """[n]"""
+    """[n] bytes of each read."""
     cpu_s: float
     """Processor time of the processes that read, all threads, user and system, while they did."""
     device_bytes: int | None

@@ -48,7 +48,7 @@ class Work:
     seed: int
     memory_limit: int | None
     kept_bytes: int
-    """What a rank may hold of the data in the phases from memory."""
+    """Bytes that a rank may hold of the data in the phases from memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,13 @@ class RankFigures:
     """Read from the store in the whole phase, the first step included, but not what was brought into memory
     before it."""
     device_bytes: int | None
-    """Of them, fetched from this machine's storage devices; None: not known. 0 over a network."""
+    """Bytes of them from this machine's storage devices; None: not known. 0 over a network."""
     cpu_s: float
     """Processor time of this process, and of those that built batches, meanwhile."""
     steps: Steps | None = None
     """None where no steps are made."""
     replayed: Steps | None = None
-    """Of the training once more, over batches from memory; None in the other phases."""
+    """Figures of the training once more, over batches from memory; None in the other phases."""
     stats: dict[str, Any] | None = None
     """The loader's own, at the end."""
     epoch_batches: int | None = None
@@ -120,7 +120,7 @@ class Steps:
 
     @property
     def running_s(self) -> float:
-        """The seconds that count."""
+        """The seconds of the steps that count."""
         return sum(self.measured.total_s)
 
     @property

@@ -75,7 +75,7 @@ class CaseFigures:
     seconds: float
     total_bytes: int
     mb_per_s: float
-    """Units of 10**6 bytes."""
+    """Throughput in units of 10**6 bytes a second."""
     reads_per_s: float
     latency_s: Mapping[str, float | None]
     """Percentile -> seconds; None where there were too few reads to know it."""
@@ -87,12 +87,12 @@ class CaseFigures:
     mb_per_s_over_time: Sequence[float]
     """In twenty equal parts of the time."""
     passes: float
-    """How often every block was read: above 1, some were read again."""
+    """Number of times that every block was read: above 1, some were read again."""
     exhausted: bool
     """It ended early, since every block was read once."""
     label: Label
     faults: ReadStats
-    """What went wrong with remote reads, and was cured."""
+    """Faults of remote reads that were cured."""
 
     def to_json(self) -> dict[str, Any]:
         """All figures, as JSON types."""
@@ -108,7 +108,7 @@ class FirstByte:
     first_s: float
     """The very first one: over a network, with connecting and looking the shard up."""
     reads: int
-    """Those after it."""
+    """Number of reads after it."""
     latency_s: Mapping[str, float | None]
 
 

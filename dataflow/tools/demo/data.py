@@ -34,7 +34,7 @@ class Corpus:
     folder: str
     num_modules: int
     num_bytes: int
-    """Of source text."""
+    """Bytes of source text."""
     token_shards: int
     tar_shards: int
     seconds: float
@@ -47,7 +47,7 @@ class TarPass:
     modules: tuple[dict[str, Any], ...]
     """Name, bytes and lines of each, as its JSON tells them, in the order of the tars."""
     num_bytes: int
-    """Of source text delivered."""
+    """Bytes of source text delivered."""
     seconds: float
 
 

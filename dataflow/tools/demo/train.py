@@ -24,7 +24,7 @@ from dataflow.loader import DataLoader
 from dataflow.tools.demo.data import LENGTH, tokens
 
 _VOCABULARY = 256
-"""Values of a byte."""
+"""Number of values of a byte."""
 _LEARNING_RATE = 3e-3
 _REDRAW_S = 0.1
 _PLAIN_LINES = 4
@@ -61,7 +61,7 @@ class TrainingResult:
     losses: list[float] = field(default_factory=list)
     """Mean over all ranks, per step."""
     samples_per_s: float = 0.0
-    """All ranks together."""
+    """Samples a second of all ranks together."""
     seconds: float = 0.0
     waited_s: float = 0.0
     """Seconds in `next(batches)` after the first batch. Near 0: the loader keeps up."""
@@ -72,7 +72,7 @@ class TrainingResult:
     loader_peak_bytes: int = 0
     """Most bytes that the loader's buffers held."""
     loader_state: dict[str, Any] = field(default_factory=dict)
-    """What was saved of the loader at `stop`."""
+    """State of the loader that was saved at `stop`."""
 
     @property
     def waiting_share(self) -> float:

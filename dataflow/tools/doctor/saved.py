@@ -16,8 +16,8 @@ from dataflow.timing.records import RankRecord
 R = TypeVar("R", bound=RankRecord)
 _SHOWN = 8
 _NAME = re.compile(r"\d{6,}-(loop-|headspace-)?\d{3,}\.json")
-"""As `timing.records.Recorder` and `timing.headspace` name them: the folder may be a user's own, with other
-files in it."""
+"""Names as `timing.records.Recorder` and `timing.headspace` give them: the folder may be a user's own, with
+other files in it."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class SavedRecords(Generic[R]):
     """Records of one schedule or loader."""
 
     records: tuple[R, ...]
-    """Of the schedule with most windows, by rank; without one, of the loader with most batches (of those in
-    whose loops an optimizer stepped, if any).
+    """Records of the schedule with most windows, by rank; without one, of the loader with most batches (of
+    those in whose loops an optimizer stepped, if any).
 
     Where no window and no step has ended: all, and none has windows.
     """
     notes: tuple[str, ...]
-    """What is missing or could not be read."""
+    """Notes on what is missing or could not be read."""
 
 
 def record_files(folder: Path) -> list[Path]:

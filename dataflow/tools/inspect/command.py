@@ -41,13 +41,13 @@ class Inspection:
     settings: InspectSettings
     catalog: Catalog
     shuffle: Shuffle
-    """With nothing left open."""
+    """The shuffle, with nothing left open."""
     window_reason: str
     topology: Topology
     targets: Mapping[str, list[str]]
     """Names of shards, prefixes and hosts."""
     labels_from: str
-    """What the label figures are of, or why there are none."""
+    """The column that the label figures are of, or why there are none."""
     plan: Inspected
     full: Inspected
 

@@ -47,15 +47,16 @@ class Figures:
     """Distinct blocks in a global batch, on average. Near the batch size: as good as independent draws."""
     shards_per_batch: float
     fewest_shards: int
-    """In any batch."""
+    """Fewest shards in any batch."""
     neighbour_distance_median: float | None
     """Between the sample numbers of consecutive samples, as a share; 0.29 for independent draws."""
     neighbour_distance_mean: float | None
     """The same; 0.33 for independent draws."""
     label_correlation: float | None
-    """Of consecutive labels: 0 for independent draws, 1 for runs of one label."""
+    """Correlation of consecutive labels: 0 for independent draws, 1 for runs of one label."""
     label_dispersion: float | None
-    """Of label counts per batch: 1 for independent draws, the batch size where each batch has one label."""
+    """Dispersion of label counts per batch: 1 for independent draws, the batch size where each batch has one
+    label."""
     labels_per_batch: float | None
     labels_per_node: float | None
     """Distinct labels in a node's part of a batch: what batch normalisation on one node sees."""
@@ -63,11 +64,11 @@ class Figures:
     amplification: float | None
     """Bytes read by all nodes over the bytes there are, where the ranks of a node share what they read."""
     worst_amplification: float | None
-    """Of the node that reads most, over its share."""
+    """Bytes of the node that reads most, over its share."""
     rank_amplification: float | None
     """The same as `amplification` where each rank reads for itself; None for a full shuffle."""
     hot_spots: dict[str, HotSpot]
-    """Per kind of target."""
+    """Hot spots by kind of target."""
     open_bytes: int
     """In memory: the windows that a node has open at a time, at most."""
     cache_bytes: int

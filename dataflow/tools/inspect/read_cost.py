@@ -36,7 +36,7 @@ class BlockRequests:
     """Ascends but where several windows are open."""
     block: NDArray[np.int64]
     length: NDArray[np.int64]
-    """Bytes to read."""
+    """Number of bytes to read."""
     held: NDArray[np.int64]
     """Bytes it occupies in memory, at most."""
     first_row: NDArray[np.int64]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from sharding.cached_property import cached_property
 
 _LEAST_SHARE = 0.5
-"""Of a link that data flows would fill: TCP shares it between a gradient and a data flow."""
+"""Share of a link that data flows would fill: TCP shares it between a gradient and a data flow."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Link:
     """One direction of a link."""
 
     latency_s: float
-    """Of a message, from the call that sends it to the call that has it."""
+    """Latency of a message, from the call that sends it to the call that has it."""
     bytes_per_s: float
     both_ways: float = 1.0
-    """How many times longer large messages take where two ranks send to each other at once. gloo over TCP:
-    about 1.8, as both directions share one connection (benchmarks/cost_model.py)."""
+    """Times longer that large messages take where two ranks send to each other at once. gloo over TCP: about
+    1.8, as both directions share one connection (benchmarks/cost_model.py)."""
 
     def __post_init__(self) -> None:
         if self.latency_s < 0 or not self.bytes_per_s > 0 or self.both_ways < 1:

@@ -15,11 +15,11 @@ class Prices:
     """The prices of a run. None: not known, and not counted."""
 
     node_hour: float | None = None
-    """Of one node."""
+    """Price of one node for an hour."""
     egress_gb: float | None = None
     """For 10**9 bytes that leave the store."""
     node_watts: float | None = None
-    """Of one node under this load."""
+    """Watts of one node under this load."""
 
 
 @dataclass(frozen=True, kw_only=True)

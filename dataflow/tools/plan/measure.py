@@ -46,7 +46,7 @@ class Fitted:
 
     link: Link
     errors: tuple[float, ...]
-    """Of each point: predicted over measured, minus 1."""
+    """Error of each point: predicted over measured, minus 1."""
 
     @property
     def median_error(self) -> float:

@@ -64,13 +64,13 @@ class Prediction:
     compute_s: float
     """Forward and backward of all microbatches."""
     sync_s: float
-    """Gradients on the links."""
+    """Seconds of gradients on the links."""
     exposed_s: float
-    """Of `sync_s`, what no backward hides."""
+    """Seconds of `sync_s` that no backward hides."""
     data_wait_s: float
-    """What the window is longer because data does not come faster."""
+    """Seconds that the window is longer because data does not come faster."""
     data_bytes_per_s: float
-    """What each node reads, on average."""
+    """Bytes a second that each node reads, on average."""
     samples_per_s: float
     batch: int
     """Samples of a window, of all ranks."""

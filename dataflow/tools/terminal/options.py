@@ -252,7 +252,7 @@ class DatasetArguments:
     """A dataset as the user names it: SOURCE, and how to read it. Picklable."""
 
     source: Sequence[str] = argument(nargs=-1, required=True)
-    """What `ShardedDataset` takes, one or several."""
+    """Sources as `ShardedDataset` takes them, one or several."""
     format: str = option(
         "Format of the shards: tar, parquet, arrow, arrow-stream, jsonl, tokens, megatron, or auto, which "
         "goes by the file endings.",

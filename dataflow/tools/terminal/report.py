@@ -40,7 +40,7 @@ class Sentence:
 
     text: str
     style: str = ""
-    """Of rich, such as "bold", "dim" or "green"."""
+    """A style of rich, such as "bold", "dim" or "green"."""
     indent: int = 0
     """Columns on a terminal; lines that are wrapped keep it."""
     whole: bool = False
@@ -64,7 +64,7 @@ class Drawing:
     """A drawing as a figure of matplotlib."""
 
     width: float
-    """Inches, as `height`."""
+    """Width in inches, as `height`."""
     height: float
     draw: Callable[[Any], None]
     """Draws into an empty `matplotlib.figure.Figure`."""
@@ -85,7 +85,7 @@ class Page:
 
     title: str
     figures: Mapping[str, Any]
-    """Everything, as JSON types."""
+    """All figures, as JSON types."""
     parts: Sequence[Part] = field(default=())
     """In order. Drawings are shown on pages and pictures only."""
 
