@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from parameters_kit import in_full
-from programs_kit import IMPORTED, Script, printed_on, run_script, without_figures
+from programs_kit import IMPORTED, WAIT_S, Script, printed_on, without_figures
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -27,6 +27,8 @@ SMALL = {
 }
 
 EXACT = [
+    ("choose_shuffle", "docs/guide/order.md"),
+    ("mix_datasets", "docs/guide/mixtures.md"),
     pytest.param("torch_loader", "docs/guide/workers.md", marks=pytest.mark.full),
 ]
 """Examples that need one process, and the pages that show what they print."""
@@ -79,19 +81,31 @@ elastic_launch(config, run)(*sys.argv[1:])
 """
 
 
-def launched(launcher: str, *command: str, folder: Path) -> str:
-    """What a program prints in two ranks; all processes have ended after it."""
+def launched(
+    launcher: str, *command: str, folder: Path, cwd: Path = ROOT, ends_well: bool = True, **given: str
+) -> str:
+    """What a program prints in two ranks; all processes have ended after it.
+
+    Args:
+        launcher: a program that starts the ranks.
+        command: the program of a rank, and its arguments.
+        folder: for the launcher and the cache of catalogs.
+        cwd: where the ranks run.
+        ends_well: whether the launcher ends with 0.
+        given: environment variables.
+    """
     variables = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)]),
         "XDG_CACHE_HOME": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        **given,
     }
     options = {
         "how": "forked",
         "folder": folder,
         "variables": variables,
-        "cwd": ROOT,
+        "cwd": cwd,
         "imported": IMPORTED_HERE,
     }
     with Script(launcher, *command, **options) as program:
@@ -102,7 +116,7 @@ def launched(launcher: str, *command: str, folder: Path) -> str:
             for left in psutil.Process(program.process.pid).children(recursive=True):
                 left.kill()
             raise
-    assert code == 0, out + err
+    assert (code == 0) == ends_well, out + err
     return out + err
 
 
@@ -147,20 +161,68 @@ def test_an_example_on_text_resumes_on_another_number_of_ranks_to_the_same_losse
     assert resumed == {step: pytest.approx(whole[step], rel=1e-4) for step in (8, 9)}
 
 
-def alone(script: str, folder: Path) -> str:
-    """What an example prints that needs one process, in an empty folder."""
-    code, out, err = run_script(
-        (EXAMPLES / f"{script}.py").read_text("utf-8"),
-        how="forked",
-        folder=folder,
-        cwd=folder,
-        variables={
+@pytest.mark.full
+def test_a_training_that_is_killed_goes_on_with_other_ranks_as_its_page_shows(tmp_path: Path) -> None:
+    program = str(EXAMPLES / "elastic_training.py")
+    killed = launched(FORKED_RANKS, program, folder=tmp_path, cwd=tmp_path, ends_well=False, KILL_AT="12")
+    launcher = FORKED_RANKS.replace("nproc_per_node=2", "nproc_per_node=3")
+    resumed = losses(launched(launcher, program, folder=tmp_path, cwd=tmp_path))
+    assert list(resumed) == list(range(11, 21))
+    assert {step: resumed[step] for step in (11, 12)} == pytest.approx(
+        {step: losses(killed)[step] for step in (11, 12)}, abs=2e-4
+    )
+    shown = losses(printed_on("docs/guide/ranks.md", "elastic_training"))
+    assert shown == {step: pytest.approx((losses(killed) | resumed)[step], abs=2e-3) for step in shown}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_evaluation_is_exact_on_any_number_of_ranks_as_its_page_shows(ranks: int, tmp_path: Path) -> None:
+    launcher = FORKED_RANKS.replace("nproc_per_node=2", f"nproc_per_node={ranks}")
+    printed = launched(launcher, str(EXAMPLES / "exact_evaluation.py"), folder=tmp_path, cwd=tmp_path)
+    assert printed_on("docs/guide/evaluation.md", "exact_evaluation") in printed
+    assert len((tmp_path / "out" / "evaluation" / "predictions.txt").read_text().split()) == 1_003
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_packed_rows_compiled_print_what_their_page_shows(tmp_path: Path) -> None:
+    cache = str(tmp_path / "inductor")
+    printed = alone("packed_rows", tmp_path, seconds=300, TORCHINDUCTOR_CACHE_DIR=cache).splitlines()
+    shown = printed_on("docs/guide/batching.md", "packed_rows").splitlines()
+    assert [line.partition("loss")[0] for line in [*printed[:3], printed[-1]]] == [
+        line.partition("loss")[0] for line in shown
+    ]
+    assert all(4 < float(line.split()[-1]) < 5 for line in printed[:-1])  # about log(64), that of chance
+
+
+@pytest.mark.full
+def test_packed_documents_have_the_loss_of_each_document_alone(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    printed = alone("packed_transformers", tmp_path).splitlines()
+    shown = printed_on("docs/guide/batching.md", "packed_transformers").splitlines()
+    figures = [float(line.split()[-1]) for line in printed]
+    assert [float(line.split()[-1]) for line in shown] == pytest.approx(figures[:2], abs=2e-3)
+    assert figures[0] == pytest.approx(figures[1], abs=2e-4)
+    assert figures[-1] < 0.5 * figures[1]
+
+
+def alone(script: str, folder: Path, *, seconds: float = WAIT_S, **given: str) -> str:
+    """What an example prints that needs one process, in an empty folder, with environment variables given."""
+    options = {
+        "how": "forked",
+        "folder": folder,
+        "cwd": folder,
+        "variables": {
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(EXAMPLES)]),
             "XDG_CACHE_HOME": str(folder / "cache"),
             "OMP_NUM_THREADS": "1",
+            **given,
         },
-        imported=IMPORTED_HERE,
-    )
+        "imported": IMPORTED_HERE,
+    }
+    with Script((EXAMPLES / f"{script}.py").read_text("utf-8"), **options) as program:
+        code, out, err = program.end(seconds)
     assert code == 0, out + err
     return out
 
