@@ -1,14 +1,14 @@
 """Builders that are actors of a Ray cluster: they get chunks, and give back batches by Ray's object store.
 
-One thread hands out, as with processes (`dataflow.processes.builders`): it sends a chunk, with the stored
+One thread dispatches, as with processes (`dataflow.processes.builders`): it sends a chunk, with the stored
 values or without where actors read by themselves (`reading`), to the actor that has least to do, and takes
-what comes back; Ray's own thread only puts what has come into a queue. A chunk's credits cover what is
-shipped; what comes back is charged when its size is known, before it is asked for, is copied into a slot, and
+what comes back; Ray's own thread only puts what has come into a queue. A chunk's credits cover what
+is sent; what comes back is charged when its size is known, before it is asked for, is copied into a slot, and
 leaves Ray's store at once.
 
 Whatever happens to an actor, each build comes to its end. Plan, windows and decisions about bad samples stay
 here, so an actor that dies, alone or with its machine, costs time only: its chunks are built again by others,
-from the first batch that was not handed over, with the same answers, and another actor is asked for. Actors
+from the first batch that was not delivered, with the same answers, and another actor is asked for. Actors
 that the cluster has no room for yet are used once they are there.
 
 Each rank has actors of its own, which know of no others and end with it. Ranks share the cluster's CPUs, and
@@ -45,8 +45,8 @@ from dataflow.actors.reading import only_read, read_plan
 from dataflow.batch.builder import BuildSettings
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.output import staged_outputs
-from dataflow.processes.hand_out import ASSIGNED, RemoteBuild, RemoteBuilders, chunk_of
-from dataflow.processes.serialized import ship
+from dataflow.processes.dispatch import ASSIGNED, RemoteBuild, RemoteBuilders, chunk_of
+from dataflow.processes.serialized import serialize
 from dataflow.staging.source import Traffic
 from prefetch.engine.builders import Build
 from prefetch.ipc.batch_writer import TorchSettings
@@ -109,9 +109,9 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         decide: whether a bad sample is left out.
         arena: where values lie until Ray has them, and then batches.
         on_return: bytes of a slot -> what is called when its last view dies.
-        datasets: whose shards actors read by themselves; none: values are shipped.
+        datasets: whose shards actors read by themselves; none: values are serialized.
         traffic: where what actors read is counted.
-        initializer: runs first in the thread that hands out.
+        initializer: runs first in the thread that dispatches.
 
     Raises `RayClusterError`, `ImportError` without Ray, `ValueError` for functions that cannot be sent.
     """
@@ -131,7 +131,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
     ) -> None:
         super().__init__(settings.num_builders, decide=decide)
         self._outputs, self._guards = staged_outputs(settings.outputs), guards
-        self._arena, self._on_return, self._ships = arena, on_return, not datasets
+        self._arena, self._on_return, self._serializes = arena, on_return, not datasets
         # A chunk comes whole: a part of it would be a call more, which costs this process 3 ms.
         settings = replace(settings, hand_over_s=math.inf)
         self._traffic, self._num_ranks = traffic, num_ranks
@@ -316,16 +316,16 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         with suppress(Exception):  # the cluster may be gone
             self._ray.kill(actor.handle)
 
-    # ---- the thread that hands out ------------------------------------------------------------------------
+    # ---- the thread that dispatches ------------------------------------------------------------------------
 
     def _when_there(self, result: futures.Future[Any], then: Callable[[Any], None]) -> None:
-        """Have the thread that hands out deal with a result once it has come."""
+        """Have the thread that dispatches deal with a result once it has come."""
         result.add_done_callback(lambda there: self._events.put(partial(then, there)))
 
     def _run(self) -> None:
         while not self._is_stopped:
             try:
-                self._hand_out()
+                self._dispatch()
                 self._next_event()()  # no name keeps it: it holds memory of Ray's store
             except Exception as error:  # versions, or no actor can live: that ends all
                 self._fail(error)
@@ -349,11 +349,11 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
 
     def _content(self, one: _ActorBuild) -> tuple[Any, ...]:
         chunk = chunk_of(one.build)
-        if not self._ships:
+        if not self._serializes:
             return read_plan(chunk.plan, chunk.rows), one.num_added, None
         with self._guards.loading():
-            shipped, memory = ship(chunk.plan, chunk.rows, self._outputs, self._arena)
-        return shipped, one.num_added, memory  # which Ray's store has once it is sent
+            serialized, memory = serialize(chunk.plan, chunk.rows, self._outputs, self._arena)
+        return serialized, one.num_added, memory  # which Ray's store has once it is sent
 
     def _send(self, one: _ActorBuild, kind: int, content: Any = None) -> None:
         actor, memory = one.builder, None
@@ -368,7 +368,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
     def _charge(
         self, number: int, actor: _Actor, packed: Any, response: futures.Future[ActorResponse]
     ) -> None:
-        """An actor has said how much it has to hand over: take credits, and ask for it."""
+        """An actor has said how much it has to deliver: take credits, and ask for it."""
         one = self._build_of(number, actor, response)
         if one is None:
             return
@@ -414,7 +414,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
 
 
 def _nothing() -> None:
-    """Wakes the thread that hands out."""
+    """Wakes the thread that dispatches."""
 
 
 def _window_names(one: _ActorBuild) -> frozenset[tuple[int, int]]:

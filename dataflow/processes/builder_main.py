@@ -72,7 +72,7 @@ class _Build:
 
     parts: Iterator[PartialChunk[Delivered]]
     num_left: int
-    """Batches that were not handed over."""
+    """Batches that were not delivered."""
     num_skipped: int = 0
     """Number of the first ones to come, which another builder delivered before it died."""
     unasked_bytes: int = 0
@@ -93,7 +93,7 @@ class BuiltBatches(NamedTuple):
     asks: bool
     """True if the builder waits to be told to go on."""
     cpu_s: float
-    """Processor time of the process since it last handed over."""
+    """Processor time of the process since it last delivered."""
 
 
 class ChunkInputs(Protocol):
@@ -147,7 +147,7 @@ class BuildTask:
             now=now,
         )
         self._cpu_s = time.process_time()
-        """Processor time of this process up to the last batches that were handed over."""
+        """Processor time of this process up to the last batches that were delivered."""
 
     def serve(self, request: WorkerRequest) -> None:
         """Begin or go on with a chunk. Raises only `EngineClosedError`, when nobody wants it any more."""
@@ -188,13 +188,13 @@ class BuildTask:
         """Make batches and hand them over, until the training process is to say whether to go on.
 
         Memory is all that it has a say in, so it is asked when as much is made as is charged at once. To wait
-        for it where batches are handed over for the time they took would leave the core to the next chunk.
+        for it where batches are delivered for the time they took would leave the core to the next chunk.
         """
         build.unasked_bytes = 0
-        while self._hand_over(build):
+        while self._flush(build):
             pass
 
-    def _hand_over(self, build: _Build) -> bool:
+    def _flush(self, build: _Build) -> bool:
         """Make the next batches; whether to make more of them without being told to."""
         part = _next_part(build)
         build.num_left -= len(part.batches)
@@ -220,7 +220,7 @@ class BuildTask:
 
 
 def _next_part(build: _Build) -> PartialChunk[tuple[Any, ...]]:
-    """The next batches that were not handed over, and what is charged for them."""
+    """The next batches that were not delivered, and what is charged for them."""
     slot_bytes = 0
     for part in build.parts:
         slot_bytes += part.slot_bytes

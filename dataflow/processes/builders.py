@@ -1,6 +1,6 @@
 """Builders that are processes: they take staged chunks, and give back batches in shared memory.
 
-The thread that hands out (`hand_out`) copies a chunk's values to where the processes see them, or says in
+The thread that dispatches (`dispatch`) copies a chunk's values to where the processes see them, or says in
 which open files they lie (`serialized`), sends the chunk to the process that has least to do, and takes what
 they respond. A process that dies is replaced by one that works in a region of its own; the pages of the dead
 one's go with its last batch.
@@ -24,8 +24,8 @@ from dataflow.batch.builder import BuildSettings
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.output import staged_outputs
 from dataflow.processes.builder_main import run
-from dataflow.processes.hand_out import MOST_DEATHS, RemoteBuild, RemoteBuilders, chunk_of
-from dataflow.processes.serialized import SerializedChunk, ship
+from dataflow.processes.dispatch import MOST_DEATHS, RemoteBuild, RemoteBuilders, chunk_of
+from dataflow.processes.serialized import SerializedChunk, serialize
 from prefetch.engine.builders import Build
 from prefetch.engine.pool import place_in
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
@@ -49,7 +49,7 @@ class _ProcessBuild(RemoteBuild):
 
     serialized: SerializedChunk | None = None
     memory: NDArray[np.uint8] | None = None
-    """Its values, from when it is shipped until it ends."""
+    """Its values, from when it is serialized until it ends."""
 
 
 class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
@@ -62,7 +62,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         give_back: hears of the bytes of batches that have died.
         max_restarts: how many processes are replaced that have died.
         on_start: hears once that all processes are ready for work, or why they are not.
-        initializer: runs first in the thread that hands out.
+        initializer: runs first in the thread that dispatches.
 
     Raises `ValueError` for functions that cannot be sent.
     """
@@ -159,12 +159,12 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
             self._processes.close()
         self._on_start = None
 
-    # ---- the thread that hands out ------------------------------------------------------------------------
+    # ---- the thread that dispatches ------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._is_stopped:
             try:
-                self._hand_out()
+                self._dispatch()
                 self._listen()
             except Exception as error:  # nobody can tell what processes have
                 self._fail(error)
@@ -206,7 +206,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         if one.memory is None:  # else a process has had it, and died
             chunk = chunk_of(one.build)
             with self._guards.loading():
-                one.serialized, one.memory = ship(
+                one.serialized, one.memory = serialize(
                     chunk.plan,
                     chunk.rows,
                     staged_outputs(self._settings.outputs),

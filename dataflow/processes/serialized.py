@@ -68,7 +68,7 @@ class SerializedChunk:
     """[rows] of the samples, which random numbers are drawn by."""
 
 
-def ship(
+def serialize(
     plan: ChunkPlan, rows: ChunkRows, outputs: Sequence[StagedOutput], arena: Arena, *, by_file: bool = False
 ) -> tuple[SerializedChunk, NDArray[np.uint8]]:
     """A chunk whose windows are staged, and its memory: a lease of `arena`.
@@ -220,10 +220,10 @@ def serialized_rows(
     error_of: SampleErrorOf,
     read: Callable[[FileParts, NDArray[np.int64]], NDArray[np.uint8]] | None = None,
 ) -> ChunkRows:
-    """The rows of a chunk that crossed, of which `memory` has the values.
+    """The rows of a chunk that was sent, of which `memory` has the values.
 
     `read`: brings values that lie in files, of so many bytes each, one after the other; needed where it was
-    shipped with `by_file`.
+    serialized with `by_file`.
     """
     staged: dict[str, StagedArray | StagedSpans] = {}
     num_rows = len(chunk.numbers)

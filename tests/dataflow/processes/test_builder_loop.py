@@ -16,7 +16,7 @@ from dataflow.batch.builder import BuildSettings, ChunkPlan, Postprocessing
 from dataflow.outputs.columns import ChunkRows
 from dataflow.outputs.fixed import ArrayOutput
 from dataflow.processes.builder_main import BuildTask, BuiltBatches
-from dataflow.processes.hand_out import BusyTimes
+from dataflow.processes.dispatch import BusyTimes
 from dataflow.processes.serialized import SerializedChunk, SerializedColumn, SerializedSource, serialized_rows
 from prefetch.ipc.protocol import WorkerLoop, WorkerMessage, WorkerRequest, WorkerResult
 from prefetch.memory.arena import Arena
@@ -130,16 +130,16 @@ def test_so_many_batches_cross_together_as_take_a_while() -> None:
     assert loop.numbers == [[0, 1], [2, 3], [4]]
 
 
-@pytest.mark.parametrize(("sample_s", "crossed"), [(0.0, [[0, 1]]), (HAND_OVER_S, [[0], [1]])])
+@pytest.mark.parametrize(("sample_s", "flushed"), [(0.0, [[0, 1]]), (HAND_OVER_S, [[0], [1]])])
 def test_a_builder_asks_when_as_much_is_made_as_is_charged_at_once_however_long_it_takes(
-    sample_s: float, crossed: list[list[int]]
+    sample_s: float, flushed: list[list[int]]
 ) -> None:
     whole = HandFed(sample_s=0.0)
     whole.build()
     loop = HandFed(sample_s, charge_bytes=2 * whole.built[0].heap_bytes // BATCHES)
     loop.build()
-    assert loop.numbers == crossed
-    assert [built.asks for built in loop.built] == [False] * (len(crossed) - 1) + [True]
+    assert loop.numbers == flushed
+    assert [built.asks for built in loop.built] == [False] * (len(flushed) - 1) + [True]
     for _ in range(2):
         loop.send(WorkerMessage.GO_ON)
     assert [*chain(*loop.numbers)] == [0, 1, 2, 3, 4]

@@ -30,7 +30,7 @@ from worker_kit import Gate
 from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
 from dataflow.processes import builders, serialized
 from dataflow.processes.builders import ProcessBuilders
-from dataflow.processes.hand_out import RemoteBuild, RemoteBuilders
+from dataflow.processes.dispatch import RemoteBuild, RemoteBuilders
 from dataflow.processes.serialized import SerializedChunk
 from dataflow.stream import session
 from prefetch.memory.open_files import OpenFile
@@ -75,12 +75,12 @@ def shipped_by(monkeypatch: pytest.MonkeyPatch) -> list[SerializedChunk]:
     """The chunks that are shipped from now on."""
     chunks: list[SerializedChunk] = []
 
-    def shipping(*arguments: Any, **options: Any) -> Any:
-        chunk, memory = serialized.ship(*arguments, **options)
+    def serializing(*arguments: Any, **options: Any) -> Any:
+        chunk, memory = serialized.serialize(*arguments, **options)
         chunks.append(chunk)
         return chunk, memory
 
-    monkeypatch.setattr(builders, "ship", shipping)
+    monkeypatch.setattr(builders, "serialize", serializing)
     return chunks
 
 
@@ -678,5 +678,5 @@ def test_a_failure_ends_each_build_once_and_those_to_come() -> None:
     failure = OSError("none is left")
     builders._fail(failure)
     builders.build(later)  # type: ignore[arg-type]
-    builders._hand_out()
+    builders._dispatch()
     assert [build.errors for build in builds] == [[failure]] * 4

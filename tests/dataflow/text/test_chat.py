@@ -208,9 +208,9 @@ def test_threads_render_chats_at_the_same_time(tokenizer: Path) -> None:
 
 def test_processes_get_the_template_as_text_and_make_the_same(tokenizer: Path, tmp_path: Path) -> None:
     stage = ChatTemplate(tokenizer, template=MARKED, variables=START)
-    crossed = pickle.loads(pickle.dumps(stage))
-    assert crossed.fingerprint == stage.fingerprint
-    assert crossed({"messages": CHATS[3]})["loss_mask"].equal(stage({"messages": CHATS[3]})["loss_mask"])
+    copied = pickle.loads(pickle.dumps(stage))
+    assert copied.fingerprint == stage.fingerprint
+    assert copied({"messages": CHATS[3]})["loss_mask"].equal(stage({"messages": CHATS[3]})["loss_mask"])
     assert stage.fingerprint != ChatTemplate(tokenizer, template=PLAIN, variables=START).fingerprint
     shard = write_jsonl(tmp_path / "x.jsonl", [{"messages": messages} for messages in CHATS])
     with DataLoader(ShardedDataset(shard, transform=stage), 4, num_workers=2) as loader:

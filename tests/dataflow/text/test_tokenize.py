@@ -130,8 +130,8 @@ def test_a_file_that_changes_while_a_job_runs_is_an_error(tokenizer: Path, tmp_p
     path = tmp_path / "tokenizer.json"
     path.write_bytes(tokenizer.read_bytes())
     stage = Tokenize(tmp_path)  # the folder of a model
-    crossed = pickle.loads(pickle.dumps(stage))
-    assert crossed({"text": "one"})["input_ids"].tolist() == ids_of(tokenizer, "one")
+    copied = pickle.loads(pickle.dumps(stage))
+    assert copied({"text": "one"})["input_ids"].tolist() == ids_of(tokenizer, "one")
     late = pickle.loads(pickle.dumps(stage))
     write_tokenizer(path, vocabulary=290)
     with pytest.raises(

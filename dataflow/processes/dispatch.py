@@ -3,7 +3,7 @@
 Each builder has a chunk that it builds and one that it builds next, so none waits for the way there and back.
 Before a chunk is begun and where a builder asks, the engine decides whether there is room for what it makes
 next, as with threads. A builder that dies costs
-time only: its chunks are built again by others, which pass over the batches that were handed over and get the
+time only: its chunks are built again by others, which pass over the batches that were delivered and get the
 same answers. A chunk on which two builders have died is the likely reason, so its error is raised. Whatever
 happens, each build comes to its end, once.
 """
@@ -39,7 +39,7 @@ MOST_DEATHS = 2
 """Number of builders' deaths on a chunk that are no accident."""
 
 
-class ShippableChunk(Protocol):
+class SerializableChunk(Protocol):
     """A chunk that can be sent to a builder elsewhere."""
 
     plan: ChunkPlan
@@ -83,17 +83,17 @@ def _answer(question: tuple[Any, ...], build: Build[Delivered], decide: Callable
     try:
         if kind == "error":
             return chunk_of(build).rows.sample_error(*arguments)
-        (crossed,) = arguments
-        error = crossed.restored()
+        (remote,) = arguments
+        error = remote.restored()
         num_notes = len(getattr(error, "__notes__", ()))
         return decide(error), getattr(error, "__notes__", [])[num_notes:]
     except Exception as raised:
         return RemoteError.of(raised, "the training process")
 
 
-def chunk_of(build: Build[Delivered]) -> ShippableChunk:
-    """The chunk of a build, as one that is shipped."""
-    return cast("ShippableChunk", build.chunk)
+def chunk_of(build: Build[Delivered]) -> SerializableChunk:
+    """The chunk of a build, as one that is serialized."""
+    return cast("SerializableChunk", build.chunk)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -169,7 +169,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         self._thread: PriorityPool
 
     def _start(self, run: Task, initializer: Task | None) -> None:
-        """Start the thread that hands out: it runs `run`, and `initializer` first; then it ends."""
+        """Start the thread that dispatches: it runs `run`, and `initializer` first; then it ends."""
         self._thread = PriorityPool(1, "dataflow-hand-out", initializer=initializer)
 
         def run_to_the_end() -> None:
@@ -254,9 +254,9 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
     def _end_builders(self) -> None:
         """End all builders, and free what they need; the thread has ended."""
 
-    # ---- the thread that hands out ------------------------------------------------------------------------
+    # ---- the thread that dispatches ------------------------------------------------------------------------
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
         """Send what may go on, then new chunks while a builder has room for one."""
         with self._lock:
             resumed, self._resumed = self._resumed, []
@@ -274,7 +274,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
                 self._set_active(one, False)
 
     def _begin(self, one: B, builder: Any) -> None:
-        """Send a chunk to a builder, but for the batches that were handed over."""
+        """Send a chunk to a builder, but for the batches that were delivered."""
         try:
             if one.build.is_cancelled:
                 raise EngineClosedError("the loader was closed while the batch was built")
