@@ -300,8 +300,8 @@ class Fsdp2Model(ModelWrapper):
         """The layer with this number comes next here; 0: none."""
         if self._held is None or torch.compiler.is_compiling():  # of a recomputation, or in one graph
             return
-        told = [self._names[int(row[0])] for row in self._held.offer([at])()]
-        if error := differing_layers([[*self._layers, name] for name in told], self._held.ranks):
+        names = [self._names[int(row[0])] for row in self._held.offer([at])()]
+        if error := differing_layers([[*self._layers, name] for name in names], self._held.ranks):
             raise error
 
     def keep_real_gradients(self, agreement: Agreement) -> None:
@@ -330,9 +330,9 @@ class Fsdp2Model(ModelWrapper):
         """`DisagreementError` with the layers that differ, or else the parameters."""
         if len(set(checksums)) == 1:
             return
-        told = agreement.gathered((self._layers, self._with_gradient()))
-        error = differing_layers([layers for layers, _ in told], agreement.ranks)
-        raise error or differing_gradients([names for _, names in told], agreement.ranks)
+        facts = agreement.gathered((self._layers, self._with_gradient()))
+        error = differing_layers([layers for layers, _ in facts], agreement.ranks)
+        raise error or differing_gradients([names for _, names in facts], agreement.ranks)
 
     def step_left(self) -> None:
         """Drop sums that are not scattered yet: the optimizer does not have them."""

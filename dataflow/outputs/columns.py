@@ -337,11 +337,11 @@ class ChunkColumns:
         with self._lock:
             self.remarks.append((row, column, text))
 
-    def warn_once(self, told: set[str]) -> None:
-        """Warn of what is odd, but for kinds that were told, and add those to them."""
+    def warn_once(self, warned: set[str]) -> None:
+        """Warn of what is odd, but for kinds in `warned`, and add those to them."""
         for row, column, kind in self.remarks:
-            if kind not in told:
-                told.add(kind)
+            if kind not in warned:
+                warned.add(kind)
                 warnings.warn(odd_text(str(self.rows.sample_error(row, kind, column))), stacklevel=4)
 
     def note_missing(self, column: str, lacking: str | None) -> None:

@@ -113,10 +113,10 @@ def compiled(source: str) -> Any:
             """See Jinja's `Extension`."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("noted", [nodes.ContextReference()])
+            call = self.call_method("record", [nodes.ContextReference()])
             return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-        def noted(self, context: Any, caller: Any) -> str:
+        def record(self, context: Any, caller: Any) -> str:
             """Return what is inside the marks."""
             text, (blocks, spans) = str(caller()), context[_TRACE]
             begin = sum(map(len, blocks))

@@ -564,7 +564,7 @@ def test_a_method_that_fails_ends_the_loop_and_does_not_come_again(
         raise KeyError("no such method")
 
     dataset = made("parquet").open(transform=told)
-    for name, error in (("place", RayClusterError), ("handle", RayTaskError)):
+    for name, error in (("info", RayClusterError), ("handle", RayTaskError)):
         with monkeypatch.context() as patch:
             patch.setattr(BuilderActor, name, fails)
             with in_actors(dataset, 4) as loader, pytest.raises(error, match="no such method"):
