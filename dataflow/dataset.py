@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -29,13 +29,9 @@ from dataflow.outputs.columns import Randomness
 from dataflow.outputs.output import Output, columns_read, staged_outputs
 from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
-from dataflow.sources.joins import JoinReport, JoinSide, columns_beside, match_sides
-from dataflow.sources.lerobot import open_lerobot
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import Opening
-from dataflow.sources.views import matching, picked
 from dataflow.staging.source import MatchSource, Source
-from prefetch.control.pause import ReadPause
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import Mappings
 from prefetch.retries import RetryPolicy
@@ -47,16 +43,20 @@ from sharding.catalog.build import is_catalog
 from sharding.catalog.schema import DatasetSchema
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import SampleError
-from sharding.formats.arrow.columns import TabularFormat
-from sharding.formats.arrow.features import features_of
 from sharding.hub.names import is_hub, is_pinned, parse_name
 from sharding.order.keyed import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
-from sharding.plan.matches import MatchTable
-from sharding.plan.split import By, split_selection
 from sharding.printable import listed, printable
 from sharding.urls import is_local, local_path
+
+if TYPE_CHECKING:
+    from dataflow.decode.episodes import Camera
+    from dataflow.sources.joins import JoinReport
+    from prefetch.control.pause import ReadPause
+    from sharding.plan.matches import MatchTable
+    from sharding.plan.split import By
+
 
 _log = logging.getLogger("dataflow")
 
@@ -166,9 +166,12 @@ class ShardedDataset(Sharded, Dataset[S]):
         if retry is not None and not isinstance(retry, RetryPolicy):
             raise ValueError(f"retry must be a dataflow.RetryPolicy, got {retry!r}")
         self.storage_options = dict(storage_options or {})
-        robot = open_lerobot(source, self.storage_options) if format == "lerobot" else None
-        if robot is not None:
-            source, format = robot.data, "parquet"  # noqa: A001
+        cameras: Mapping[str, Camera] = {}
+        if format == "lerobot":
+            from dataflow.sources.lerobot import open_lerobot
+
+            robot = open_lerobot(source, self.storage_options)
+            source, format, cameras = robot.data, "parquet", robot.cameras  # noqa: A001
         self.retry, self._hosts = retry or RetryPolicy(), Hosts()
         opening = Opening(
             format=format,
@@ -192,7 +195,6 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
         self._codec = self.catalog.codec() if isinstance(format, str) else format
-        cameras = robot.cameras if robot else {}
         self._resolve: Callable[..., tuple[Output, ...]] | None = partial(
             resolve_outputs, columns=columns, decode=decode, codec=self._codec, cameras=cameras
         )
@@ -226,6 +228,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         Name -> description, as JSON has it: `dataset.features["label"]["names"]` are the names of classes,
         `datasets.Features.from_dict(dataset.features)` gives the package's own values. Of the first shard.
         """
+        from sharding.formats.arrow.columns import TabularFormat
+        from sharding.formats.arrow.features import features_of
+
         if not isinstance(self._codec, TabularFormat) or not self.catalog.num_blocks:
             return {}
         return features_of(self._codec.schema(bytes(self.catalog.block(0).footer)))
@@ -374,6 +379,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         A view, like all that follow: it reads nothing, and shares catalog and settings with this dataset.
         Samples keep their order, so indices may neither fall nor repeat. Raises `ValueError` if they do.
         """
+        from dataflow.sources.views import picked
+
         with told_of_memory(
             f"pick among {len(self):,} samples", "take a slice without a step, or fewer", [self.catalog]
         ):
@@ -395,6 +402,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         A sample's part depends on the seed, its shard's file name and its row in the shard: it stays when
         shards are added. `by="shard"` gives whole shards to a part. See `sharding.plan.split`.
         """
+        from sharding.plan.split import split_selection
+
         # A part that is split again draws anew, or its parts would be skewed.
         drawn = mix_key(seed, self._num_splits) if self._num_splits else seed
         with told_of_memory(f"split {len(self):,} samples", 'split whole shards: by="shard"', [self.catalog]):
@@ -423,6 +432,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         `field("txt").is_valid() & (field("jpg", "size") > 1000)`. Raises `ValueError` for other formats, and
         for a condition that does not fit the columns.
         """
+        from dataflow.sources.views import matching
+
         return self._view(matching(self.source(), self.selection, expression))
 
     def join(
@@ -454,6 +465,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         Raises `ValueError` for names that both deliver, keys that repeat in `other`, keys of unlike types, no
         key in common, and an order of `other` that takes more reads than `amplification` allows.
         """
+        from dataflow.sources.joins import JoinSide, columns_beside, match_sides
+
         names = (on, on) if isinstance(on, str) else tuple(on)
         if len(names) != 2:
             raise ValueError(f"on must be the name of a column, or one of each dataset, got {on!r}")

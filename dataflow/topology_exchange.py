@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from sharding.errors import DataflowError
 from sharding.topology.launchers import Env, RankPlace, detect_place, slurm_switch
-from sharding.topology.rank_facts import RankFacts, facts_of, placed
 from sharding.topology.replicas import Replicate
 from sharding.topology.topology import Racks, Topology, given_variables
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from sharding.topology.rank_facts import RankFacts
 
 _GATHERED: WeakKeyDictionary[dist.ProcessGroup, list[RankFacts]] = WeakKeyDictionary()
 """The messages of the ranks of a process group; they go with the group."""
@@ -49,6 +50,8 @@ def detect_topology(
     here = Topology.detect(env, place=place, racks=racks, replicate=replicate, sysfs=sysfs, host=host)
     if place is None or place.world_size == 1:
         return here
+    from sharding.topology.rank_facts import facts_of, placed
+
     # What is gathered holds Slurm's racks, not this call's: a rack map is looked up here, by host.
     return placed(here, _gathered(facts_of(here)._replace(rack=slurm_switch(env)[0])), racks)
 

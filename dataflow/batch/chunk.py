@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from dataflow.batch.builder import NO_ROWS, BatchBuilder, BuildContext, ChunkPlan
 from dataflow.batch.delivered import Delivered, LazyBatches, job_ends, largest_job
-from dataflow.batch.packed import batch_bytes
 from dataflow.outputs.columns import ChunkRows
 from dataflow.outputs.output import Output, staged_outputs
 from dataflow.staging.columns import StagedOutput
@@ -93,6 +92,8 @@ class BatchChunk:
         steps, segments = self._context.settings.postprocessing, self.plan.segments
         if segments is None or not steps.forms(output.name):
             return 0
+        from dataflow.batch.packed import batch_bytes
+
         assert steps.batching is not None
         batches, dtype = map(segments.one, range(self.num_batches)), np.dtype(output.dtype)
         laid = (batch_bytes(steps.batching, own, output.name, dtype) for own in batches)

@@ -15,11 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batch.samples import samples_of, transform_reason
 from dataflow.batch.transforms import transformed_together
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness
 from dataflow.outputs.output import Output
-from dataflow.staging.joined import MatchStager, joined
 from dataflow.staging.rows import RowReader, WindowPart
 from dataflow.staging.source import Source
 from dataflow.staging.window import StagedRows
@@ -56,6 +54,8 @@ class RandomAccess:
 
         Raises what reading raises.
         """
+        from dataflow.batch.samples import samples_of
+
         opened = self._opened
         if opened is None or opened.pid != os.getpid():
             # Without a lock, which another thread may have held when this process was forked; threads that
@@ -78,6 +78,8 @@ class _OpenSource:
     """A source as one process reads single samples of it. Thread-safe."""
 
     def __init__(self, source: Source) -> None:
+        from dataflow.staging.joined import MatchStager
+
         self.pid, self.arena, self._source = os.getpid(), Arena(limit_bytes=_ARENA_BYTES), source
         self._reader = RowReader(self.arena, keep_blocks=_KEPT_BLOCKS)
         self._stagers = [MatchStager(match, self.arena, keep_blocks=_KEPT_BLOCKS) for match in source.matches]
@@ -86,6 +88,8 @@ class _OpenSource:
         self, blocks: NDArray[np.int64], rows: NDArray[np.int64], randomness: Randomness
     ) -> list[WindowPart]:
         """Reads some samples, and what they have in other files and datasets; where they lie then."""
+        from dataflow.staging.joined import joined
+
         used, ordinal = np.unique(blocks, return_inverse=True)
         opened = self._reader.open(
             self._source,
@@ -116,6 +120,8 @@ def transformed(
 
     Raises `SampleError` for one that it fails with.
     """
+    from dataflow.batch.samples import transform_reason
+
     names, origins = [*samples[0]], columns.rows.find_all(np.arange(len(samples)))
     together, failure = transformed_together(samples, [(transform, wants_rng)] * len(samples))
     if failure is None and len(together) == len(samples):

@@ -8,12 +8,15 @@ by name, here and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from dataflow.batch.samples import BatchSamples
 from prefetch.memory.interrupts import must_go_on
+
+if TYPE_CHECKING:
+    from dataflow.batch.samples import BatchSamples
+
 
 Sample = dict[str, Any]
 _MOST = 32

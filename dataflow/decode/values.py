@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from prefetch.errors import MemoryLimitError
 from sharding.blocks import Spans
-from sharding.formats.tokens import plain_header
 
 Array = NDArray[Any]
 BadRows = Sequence[tuple[int, str]]
@@ -79,6 +78,8 @@ def _parse_each(parse: Callable[[bytes], Any], column: Spans, dtype: type) -> tu
 
 
 def _from_npy(data: bytes) -> Array:
+    from sharding.formats.tokens import plain_header
+
     header = plain_header(data)
     if header is not None:
         dtype, fortran, shape, start = header

@@ -16,25 +16,27 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dataflow.decode.crop import Draws
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue
 from dataflow.outputs.fixed import default_row
 from dataflow.outputs.output import BuiltColumn, Output, split_list, split_rows
-from dataflow.ragged import Ragged
 from dataflow.staging.columns import REASONS, StagedOutput, StagedSpans
 from dataflow.staging.rows import WindowPart
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import rounded_bytes
 from prefetch.memory.interrupts import must_go_on
 from sharding.blocks import MISSING, Column
-from sharding.byte_lists import ByteLists, list_counts, list_items
 from sharding.errors import SampleError
+
+if TYPE_CHECKING:
+    from dataflow.decode.crop import Draws
+    from dataflow.ragged import Ragged
+
 
 Bytes = NDArray[np.uint8]
 Failures = Sequence[tuple[int, Exception]]
@@ -176,6 +178,8 @@ class DecodedOutput(Output):
 
     def takes(self, column: Column) -> bool:
         """See `StagedOutput`; of lists: the bytes of others would be taken for numbers of bytes."""
+        from sharding.byte_lists import ByteLists
+
         return isinstance(column, ByteLists) if self.is_list else super().takes(column)
 
     # ---- a chunk ------------------------------------------------------------------------------------------
@@ -297,6 +301,8 @@ class DecodedOutput(Output):
 
     def _counts(self, rows: ChunkRows) -> NDArray[np.int64]:
         """Return how many items each row of the chunk has, int64 [rows]."""
+        from sharding.byte_lists import list_counts
+
         counts = np.zeros(rows.num_rows, np.int64)
         for part in rows.parts:
             if self.is_joined:
@@ -310,6 +316,8 @@ class DecodedOutput(Output):
 
     def _listed(self, part: WindowPart, offsets: NDArray[np.int64]) -> PartValues:
         """The items of a part; `offsets`: of the rows among the items of the chunk, int64 [rows + 1]."""
+        from sharding.byte_lists import list_items
+
         if self.is_joined:
             lengths = self._lengths(part)
             row, source = np.nonzero(lengths >= 0)
@@ -362,6 +370,8 @@ def _of_item(error: BaseException, number: int) -> Exception:
 
 
 def _items(value: StoredValue) -> list[StoredValue]:
+    from sharding.byte_lists import list_items
+
     data, row = value
     _, starts, lengths = list_items(data, np.zeros(1, np.int64))
     items = zip(starts.tolist(), lengths.tolist(), strict=True)
@@ -370,6 +380,8 @@ def _items(value: StoredValue) -> list[StoredValue]:
 
 def _split_lists(out: NDArray[Any], offsets: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[Ragged]:
     """The values of each batch; offsets count from the batch's own first value."""
+    from dataflow.ragged import Ragged
+
     row = 0
     for size in sizes:
         own = offsets[row : row + size + 1]

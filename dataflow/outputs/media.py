@@ -99,6 +99,23 @@ class ClipOutput(DecodedOutput):
             return None
         return torch.from_numpy(np.ascontiguousarray(clip))
 
+    def pads_beside(self, names: Collection[str]) -> Sequence[Output]:
+        """See `Output`. Of a clip that is missing all is padding."""
+        if not isinstance(self.rule, Video | Audio) or not self.rule.mask:
+            return []
+        rule = PadMask(self.rule)
+        default = Default(None if rule.shape is None else np.ones(rule.shape, np.bool_))
+        return [
+            ClipOutput(
+                name=name_beside(self, PAD_SUFFIX, names),
+                sources=self.sources,
+                dtype=rule.dtype,
+                shape=rule.shape or (),
+                rule=rule,
+                default=default if self.default is not None else None,
+            )
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeClipOutput(ClipOutput):
@@ -133,6 +150,23 @@ class EpisodeClipOutput(ClipOutput):
             moments=(np.full(num_rows, -1, np.int64), np.zeros(num_rows)),
         )
 
+    def pads_beside(self, names: Collection[str]) -> Sequence[Output]:
+        """See `Output`."""
+        if not self.rule.mask:
+            return []
+        mask = PadMask(self.rule)
+        return [
+            EpisodePadOutput(
+                name=name_beside(self, PAD_SUFFIX, names),
+                sources=self.sources,
+                dtype=mask.dtype,
+                source_dtype=mask.dtype,
+                shape=mask.shape or (),
+                rule=self.rule,
+                episodes=self.episodes,
+            )
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodePadOutput(MaskOutput):
@@ -149,30 +183,6 @@ class EpisodePadOutput(MaskOutput):
     def stage(self, num_rows: int, arena: Arena) -> StagedPads:
         """The window's array, [num_rows, frames]."""
         return StagedPads(self._array(num_rows, arena), pads=partial(self.episodes.beyond, self.rule))
-
-
-def pads_beside(output: Output, names: Collection[str]) -> list[Output]:
-    """The column that tells which parts of an output's clips are padding, where its rule asks for it.
-
-    Of a clip that is missing all is. Raises `ValueError` if a column of the batch has its name.
-    """
-    if not isinstance(output, ClipOutput) or not isinstance(output.rule, Video | Audio):
-        return []
-    if not output.rule.mask:
-        return []
-    rule = PadMask(output.rule)
-    common: dict[str, Any] = {
-        "name": name_beside(output, PAD_SUFFIX, names),
-        "sources": output.sources,
-        "dtype": rule.dtype,
-        "rule": rule,
-    }
-    if isinstance(output, EpisodeClipOutput):
-        common.update(rule=output.rule, shape=rule.shape, source_dtype=rule.dtype)
-        return [EpisodePadOutput(**common, episodes=output.episodes)]
-    default = Default(None if rule.shape is None else np.ones(rule.shape, np.bool_))
-    missing = output.default is not None
-    return [ClipOutput(**common, shape=rule.shape or (), default=default if missing else None)]
 
 
 def _failure(error: Exception) -> Exception:

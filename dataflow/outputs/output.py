@@ -178,6 +178,13 @@ class Output(StagedOutput, ABC):
         """
         raise ValueError(f"column {self.name!r} is of kind {self.kind!r}, of which no value may be missing")
 
+    def pads_beside(self, names: Collection[str]) -> Sequence[Output]:
+        """The columns that tell which parts of its values are padding, where its rule asks for that.
+
+        Raises `ValueError` if a column of the batch, `names`, has the name of one.
+        """
+        return ()
+
     def _without_default(self, default: Any, missing: str) -> Self:
         """`optional` of an output that has one value alone for what is missing; `missing`: that, in words."""
         if default is not None:

@@ -14,38 +14,27 @@ from dataclasses import replace
 from functools import partial
 from pathlib import PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dataflow.decode.audio import Audio
-from dataflow.decode.episodes import MOMENT_COLUMNS, Camera
-from dataflow.decode.image import Image
-from dataflow.decode.media import decoders
 from dataflow.decode.values import CONVERTERS, parse_floats, parse_ints
-from dataflow.decode.video import Video
 from dataflow.outputs.fixed import ArrayOutput, RowsOutput
-from dataflow.outputs.images import ImageOutput
-from dataflow.outputs.media import ClipOutput, EpisodeClipOutput, pads_beside
-from dataflow.outputs.objects import ObjectOutput, bytes_tensor
 from dataflow.outputs.optional import Optional, mask_of
 from dataflow.outputs.output import Output
-from dataflow.outputs.ragged import Pad, PaddedOutput, RaggedOutput
 from sharding.blocks import ColumnSpec, Format, spec_text
 from sharding.printable import listed
+
+if TYPE_CHECKING:
+    from dataflow.decode.episodes import Camera
+    from dataflow.decode.image import Image
+
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
 TEXT_SUFFIXES = ("txt", "text", "transcript")
 INT_SUFFIXES = ("cls", "cls2", "class", "count", "index", "inx", "id")
 JSON_SUFFIXES = ("json", "jsn")
 FLOAT_SUFFIXES = ("float", "flt")
-FEATURE_RULES: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
-    "Image": lambda feature: Image(mode="L") if feature.get("mode") == "L" else Image(),
-    "Json": lambda _: "json",
-}
-"""Rules of `decode="auto"` for a column of this feature of Hugging Face `datasets`, given its description;
-for lists, for each item. Columns of other features are delivered as stored, sound and video among them: their
-types must not depend on whether torchcodec is installed."""
 UNSAFE_SUFFIXES = ("pyd", "pkl", "pickle", "pth", "pt")
 KEY_COLUMNS = ("__key__", "__url__")
 
@@ -72,7 +61,7 @@ def resolve_outputs(
     chosen = _chosen(schema, columns)
     needed = [source for sources, _ in chosen.values() for source in sources]
     if check is not None:
-        check([*needed, *(MOMENT_COLUMNS if cameras.keys() & {*needed} else ())])
+        check([*needed, *(_moments() if cameras.keys() & {*needed} else ())])
     rules = decode if isinstance(decode, Mapping) else {}
     unknown = sorted(set(rules) - set(chosen) - set(schema))
     if unknown:
@@ -90,21 +79,28 @@ def resolve_outputs(
             rule = decode
         if len(sources) == 1 and sources[0] in cameras:
             camera = _camera(name, cameras[sources[0]], rule, own)
-            outputs += [camera, *pads_beside(camera, [*chosen])]
+            outputs += [camera, *camera.pads_beside([*chosen])]
             continue
         specs = [schema_of(schema, source) for source in sources]
         resolve = partial(_several, name, sources) if is_list else partial(_single, name, sources[0])
         if not isinstance(rule, Optional):
             output = resolve(specs, rule, codec)
-            outputs += [output, *pads_beside(output, [*chosen])]
+            outputs += [output, *output.pads_beside([*chosen])]
             continue
         # What some lack no longer keeps the others from being of one length.
         output = resolve([replace(spec, optional=False) for spec in specs], rule.rule, codec)
         output = output.optional(rule.default, has_mask=rule.mask)
-        outputs += [output, *pads_beside(output, [*chosen])]
+        outputs += [output, *output.pads_beside([*chosen])]
         if rule.mask:
             outputs.append(mask_of(output, [*chosen]))
     return tuple(replace(output, is_member=codec.columns_are_extensions) for output in outputs)
+
+
+def _moments() -> tuple[str, ...]:
+    """The columns that tell where the frames of a camera lie."""
+    from dataflow.decode.episodes import MOMENT_COLUMNS
+
+    return MOMENT_COLUMNS
 
 
 def schema_of(schema: Mapping[str, ColumnSpec], name: str) -> ColumnSpec:
@@ -183,6 +179,25 @@ def _single(name: str, source: str, specs: list[ColumnSpec], rule: object, codec
         rule = _auto_rule(source, spec, codec)
     if spec.kind == "bytes_list":
         return _list_of(name, sources, rule, items=max(1, spec.items))
+    if rule is None or rule in ("bytes", "raw", "list"):
+        return _raw(name, source, spec)
+    if rule in ("int", "float"):
+        parse = parse_ints if rule == "int" else parse_floats
+        dtype = "int64" if rule == "int" else "float64"
+        return ArrayOutput(name=name, sources=sources, dtype=dtype, source_dtype=dtype, parse=parse)
+    return _decoded(name, sources, spec, rule)
+
+
+def _decoded(name: str, sources: tuple[str, ...], spec: ColumnSpec, rule: object) -> Output:
+    """What a decoder makes of byte strings, or a function of the user's."""
+    from dataflow.decode.audio import Audio
+    from dataflow.decode.image import Image
+    from dataflow.decode.media import decoders
+    from dataflow.decode.video import Video
+    from dataflow.outputs.media import ClipOutput
+    from dataflow.outputs.objects import ObjectOutput
+    from dataflow.outputs.ragged import Pad, PaddedOutput
+
     if isinstance(rule, Image):
         return _image(name, sources, rule)
     if isinstance(rule, Audio | Video):
@@ -190,14 +205,8 @@ def _single(name: str, source: str, specs: list[ColumnSpec], rule: object, codec
         return ClipOutput(name=name, sources=sources, dtype=rule.dtype, shape=rule.shape or (), rule=rule)
     if isinstance(rule, Pad):
         return PaddedOutput(name=name, sources=sources, dtype=spec.dtype, source_dtype=spec.dtype, pad=rule)
-    if rule is None or rule in ("bytes", "raw", "list"):
-        return _raw(name, source, spec)
     if callable(rule):
         return ObjectOutput(name=name, sources=sources, convert=rule)
-    if rule in ("int", "float"):
-        parse = parse_ints if rule == "int" else parse_floats
-        dtype = "int64" if rule == "int" else "float64"
-        return ArrayOutput(name=name, sources=sources, dtype=dtype, source_dtype=dtype, parse=parse)
     if rule == "image":
         return _image(name, sources, Image())
     others = "None, Image(...), Video(...), Audio(...), Pad(...), Optional(...), a function of bytes"
@@ -220,6 +229,9 @@ def _list_of(name: str, sources: tuple[str, ...], rule: object, *, items: int = 
 
     `items`: of a stored list, about.
     """
+    from dataflow.decode.image import Image
+    from dataflow.outputs.objects import ObjectOutput, bytes_tensor
+
     what: dict[str, Any] = {"is_list": True, "is_joined": not items, "mean_items": items or len(sources)}
     if rule == "image":
         rule = Image()
@@ -234,10 +246,9 @@ def _list_of(name: str, sources: tuple[str, ...], rule: object, *, items: int = 
 
 def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
     if spec.feature:
-        feature = json.loads(spec.feature)
-        rule_of = FEATURE_RULES.get(feature["_type"])
-        if rule_of is not None and spec.kind != "json" and feature.get("decode", True):
-            return rule_of(feature)
+        rule = _feature_rule(json.loads(spec.feature))
+        if rule is not None and spec.kind != "json":
+            return rule
     if spec.kind in ("text", "json"):
         return spec.kind
     if not codec.columns_are_extensions:
@@ -259,6 +270,21 @@ def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
             f'ask for it with decode={{"{source}": "pickle"}} or "torch", or leave the column out'
         )
     return None
+
+
+def _feature_rule(feature: Mapping[str, Any]) -> object:
+    """What `decode="auto"` does with a feature of Hugging Face `datasets`; of lists, with each item.
+
+    None: the column is delivered as stored. So are sound and video: their types must not depend on whether
+    torchcodec is installed.
+    """
+    from dataflow.decode.image import Image
+
+    if not feature.get("decode", True):
+        return None
+    if feature["_type"] == "Image":
+        return Image(mode="L") if feature.get("mode") == "L" else Image()
+    return "json" if feature["_type"] == "Json" else None
 
 
 def _fixed(name: str, source: str, spec: ColumnSpec, rule: object, codec: Format) -> Output:
@@ -301,6 +327,8 @@ def _stacked(name: str, sources: tuple[str, ...], specs: list[ColumnSpec], rule:
 
 
 def _raw(name: str, source: str, spec: ColumnSpec) -> Output:
+    from dataflow.outputs.ragged import RaggedOutput
+
     low, high = spec.size_range or (0, -1)
     if low == high and not spec.optional:
         return RowsOutput(
@@ -311,6 +339,11 @@ def _raw(name: str, source: str, spec: ColumnSpec) -> Output:
 
 def _camera(name: str, camera: Camera, rule: object, schema: Mapping[str, ColumnSpec]) -> Output:
     """The frame at a row's time, or a clip about it."""
+    from dataflow.decode.image import Image
+    from dataflow.decode.media import decoders
+    from dataflow.decode.video import Video
+    from dataflow.outputs.media import EpisodeClipOutput
+
     if rule in (None, "auto", "image"):
         rule = Image()
     if isinstance(rule, Image):
@@ -324,7 +357,7 @@ def _camera(name: str, camera: Camera, rule: object, schema: Mapping[str, Column
         )
     if video.frame.size is None:
         video = replace(video, size=None, image=replace(video.frame, size=camera.height_width))
-    lacking = [source for source in MOMENT_COLUMNS if source not in schema]
+    lacking = [source for source in _moments() if source not in schema]
     if lacking:
         raise ValueError(f"the shards have no column {lacking[0]!r}, which tells where frames lie")
     decoders()
@@ -332,7 +365,7 @@ def _camera(name: str, camera: Camera, rule: object, schema: Mapping[str, Column
     assert shape is not None
     return EpisodeClipOutput(
         name=name,
-        sources=MOMENT_COLUMNS,
+        sources=_moments(),
         dtype=video.dtype,
         shape=shape if is_clip else shape[1:],
         rule=video,
@@ -341,5 +374,7 @@ def _camera(name: str, camera: Camera, rule: object, schema: Mapping[str, Column
 
 
 def _image(name: str, sources: tuple[str, ...], image: Image, **what: Any) -> Output:
+    from dataflow.outputs.images import ImageOutput
+
     shape = () if image.size is None else image.shape
     return ImageOutput(name=name, sources=sources, dtype=image.dtype, shape=shape, image=image, **what)

@@ -16,7 +16,7 @@ import hashlib
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -41,41 +41,23 @@ _AGREED_S = 3600.0
 """Seconds after the first process of a job in which one that starts takes the same commit."""
 
 
-def resolve_source(
-    source: Any,
+def at_commits(
+    texts: Sequence[str],
     options: Mapping[str, Any],
     retrier: Retrier,
     *,
-    config: str | None = None,
-    split: str | None = None,
-    revision: str | None = None,
-    format: str = "auto",  # noqa: A002
+    config: str | None,
+    split: str | None,
+    revision: str | None,
+    format: str,  # noqa: A002
 ) -> Any:
-    """The source with dataset repositories at their commits, or the files of its split.
+    """Sources with repositories among them, these at their commits; of a single one the files of its split.
 
-    Any other source comes back as it is.
-
-    Raises:
-        ValueError: `config`, `split` or `revision` where they mean nothing, unknown ones, or none of several.
-        DataflowError: the split has no files.
-        ShardReadError: the repository or folder cannot be listed.
+    Raises what `resolve_source` raises.
     """
-    items = [source] if isinstance(source, (str, os.PathLike)) else source
-    if not isinstance(items, (list, tuple)) or not all(isinstance(one, (str, os.PathLike)) for one in items):
-        return source
-    texts = [os.fspath(one) for one in items]
-    single = len(texts) == 1
-    if revision is not None and not all(map(is_hub, texts)):
-        raise ValueError(f"revision= is for datasets on the Hub (hf://datasets/...), got {revision!r}")
-    if (config is not None or split is not None) and len(texts) != 1:
-        raise ValueError("config= and split= are for one repository or folder, not for a list of sources")
-    if not any(map(is_hub, texts)):
-        if single and (config is not None or split is not None or _has_layout(texts[0])):
-            return _files_of_folder(texts[0], options, retrier, config=config, split=split, format=format)
-        return source
     access = HubAccess.given(options)
     pinned = [_pinned(one, access, retrier, revision) if is_hub(one) else one for one in texts]
-    if not single:
+    if len(texts) != 1:
         return pinned
     name = parse_name(pinned[0])
     snapshot = Snapshot.kept(access.endpoint, name.repo, str(name.revision))
@@ -99,14 +81,7 @@ def resolve_source(
     return [replace(name, path=below + file).url for file in files]
 
 
-def _has_layout(text: str) -> bool:
-    """Return whether a source is a local folder that holds no shards itself: they may lie as on the Hub."""
-    if not is_local(text) or not os.path.isdir(path := local_path(text)):
-        return False
-    return not any(has_suffix(name) and not name.startswith((".", "_")) for name in os.listdir(path))
-
-
-def _files_of_folder(
+def files_of_folder(
     url: str,
     options: Mapping[str, Any],
     retrier: Retrier,
@@ -115,6 +90,7 @@ def _files_of_folder(
     split: str | None,
     format: str,  # noqa: A002
 ) -> list[str]:
+    """The files of a folder's split, which lie as on the Hub. Raises what `resolve_source` raises."""
     is_folder = os.path.isdir(local_path(url)) if is_local(url) else not is_glob(url)
     if is_http(url) or (not is_folder and not retrier(lambda: exists(url, options), url)):
         raise ValueError(f"config= and split= are for a folder or a repository of the Hub, got {url!r}")

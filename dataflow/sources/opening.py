@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dataflow.sources.hub import resolve_source
-from prefetch.store.filesystems import shard_file
-from prefetch.store.reader import StoreReader
+from dataflow.sources.named import resolve_source
 from prefetch.store.retrier import Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.build import (
@@ -230,6 +228,9 @@ def index(
     """Build a catalog in parallel, with a progress bar (None: on a terminal)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from prefetch.store.filesystems import shard_file
+    from prefetch.store.reader import StoreReader
 
     console = Console(stderr=True)
     hidden = not (console.is_terminal if progress is None else progress)

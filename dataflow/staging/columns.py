@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.decode.episodes import EpisodeVideos
-from dataflow.decode.media import MediaRule
 from dataflow.decode.values import LACKING, BadRows
-from dataflow.decode.video import Video
 from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena
 from sharding.blocks import ABSENT, MISSING, NULL_INSIDE, PATH_ONLY, Column, Masked, Spans
 from sharding.cached_property import cached_property
+
+if TYPE_CHECKING:
+    from dataflow.decode.episodes import EpisodeVideos
+    from dataflow.decode.media import MediaRule
+    from dataflow.decode.video import Video
+
 
 Array = NDArray[Any]
 ALIGN = 512

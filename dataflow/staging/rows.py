@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -24,11 +24,14 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedArray, StagedSpans
 from dataflow.staging.mapped import MappedWindow
-from dataflow.staging.reading import ReadWindow, SparseWindow
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, Share, StagedRows, StagedWindow
 from prefetch.memory.arena import Arena
 from prefetch.work import Task
+
+if TYPE_CHECKING:
+    from dataflow.staging.reading import ReadWindow
+
 
 Ints = NDArray[np.int64]
 
@@ -56,7 +59,11 @@ def open_rows(
         if source.maps and _num_shards(source, blocks) <= _MOST_MAPPED:
             return MappedWindow(source, arena, blocks, rows, share=share, num_readers=num_readers)
         if share == "few" or source.parts:
+            from dataflow.staging.reading import SparseWindow
+
             return SparseWindow(source, arena, blocks, rows)
+    from dataflow.staging.reading import ReadWindow
+
     return ReadWindow(source, arena, blocks, rows, num_readers=num_readers)
 
 
@@ -245,6 +252,8 @@ class RowReader:
         return OpenRows([part], [window], window.reads, nbytes=window.nbytes, is_alone=True)
 
     def _shared(self, source: Source, source_epoch: int | None, number: int) -> _SharedBlock:
+        from dataflow.staging.reading import ReadWindow
+
         key = source.number, source_epoch, number
         with self._lock:
             block = self._used.get(key)

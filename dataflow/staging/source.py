@@ -7,23 +7,28 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataflow.decode.mp4 import FrameIndex, ReadBytes, read_index
 from dataflow.staging.columns import StagedOutput
 from dataflow.staging.locator import ValueLocator
-from prefetch.control.gate import ReadGate
-from prefetch.control.pause import ReadPause
 from prefetch.memory.mapping import Mappings, can_map
-from prefetch.store.reader import NO_FAULTS, Awaited, ReadStats, StoreReader
+from prefetch.store.reader import NO_FAULTS, ReadStats, StoreReader
 from sharding.blocks import Block, Format, Shard
 from sharding.cached_property import cached_property
-from sharding.catalog.reading import ColumnReader
 from sharding.catalog.table import Catalog
-from sharding.plan.matches import MatchTable
+
+if TYPE_CHECKING:
+    from dataflow.decode.mp4 import FrameIndex, ReadBytes
+    from prefetch.control.gate import ReadGate
+    from prefetch.control.pause import ReadPause
+    from prefetch.store.ranges import Awaited
+    from sharding.catalog.reading import ColumnReader
+    from sharding.plan.matches import MatchTable
+
 
 _SOURCE_SHIFT = 44  # 2**44 samples a source
 
@@ -64,6 +69,8 @@ class FrameIndexes:
 
     def of(self, shard: Shard, read: ReadBytes) -> FrameIndex | None:
         """Do as `read_index`; several threads that ask for the same read it once."""
+        from dataflow.decode.mp4 import read_index
+
         with self._lock:
             making = self._making[shard.url]
         with making:
@@ -203,10 +210,14 @@ class Source:
     @cached_property
     def column_reader(self) -> ColumnReader:
         """Decodes those columns of whole blocks."""
+        from sharding.catalog.reading import ColumnReader
+
         return ColumnReader(self.catalog, self.format, self.columns, with_all=self.all_columns)
 
     def read_table(self, block: Block, columns: Sequence[str]) -> pa.Table:
         """Some columns of a block of a tabular format, as `ColumnReader.table`; only their bytes are read."""
+        from sharding.catalog.reading import ColumnReader
+
         reader = ColumnReader(self.catalog, self.format, columns)
         return reader.table(block, reader.read(block, self.reader.read_into))
 

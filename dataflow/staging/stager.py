@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.staging.columns import ALIGN
-from dataflow.staging.joined import MatchStager, joined
-from dataflow.staging.planned import PlannedWindow
 from dataflow.staging.rows import counted_through, open_rows
 from dataflow.staging.source import Source
 from dataflow.staging.window import Share, StagedWindow
@@ -24,6 +23,9 @@ from prefetch.memory.arena import Arena
 from sharding.order.epoch_order import EpochOrder, SourceWindow, Windows
 from sharding.order.order import Order
 from sharding.order.selection import SelectedOrder
+
+if TYPE_CHECKING:
+    from dataflow.staging.joined import MatchStager
 
 _FULL_WINDOW_SAMPLES = 4096
 _PLAN_BYTES = 16
@@ -102,10 +104,7 @@ class Stager:
         self._sources, self._arena, self._limit_bytes, self._reads = sources, arena, limit_bytes, reads
         self._seed = seed
         self._num_readers, self._full_window_bytes = num_readers, limit_bytes // 8
-        self._matches = [
-            [MatchStager(match, arena, num_readers=num_readers) for match in source.matches]
-            for source in sources
-        ]
+        self._matches = [_match_stagers(source, arena, num_readers) for source in sources]
 
     def units(self, order: EpochOrder) -> Windows:
         """The windows to stage of an epoch's order."""
@@ -154,7 +153,11 @@ class Stager:
     ) -> StagedWindow:
         """A window of a source, with what is joined to it."""
         window, matches = self._staged(source, units, number, indices), self._matches[source.number]
-        return joined(window, window.rows, matches) if matches else window
+        if not matches:
+            return window
+        from dataflow.staging.joined import joined
+
+        return joined(window, window.rows, matches)
 
     def _staged(
         self, source: Source, units: Windows, number: int, indices: NDArray[np.int64] | None
@@ -181,5 +184,16 @@ class Stager:
         self, source: Source, blocks: NDArray[np.int64], rows: NDArray[np.int64], share: Share
     ) -> StagedWindow:
         if not self._reads:
+            from dataflow.staging.planned import PlannedWindow
+
             return PlannedWindow(source, self._arena, blocks, rows, whole=share != "few")
         return open_rows(source, self._arena, blocks, rows, share=share, num_readers=self._num_readers)
+
+
+def _match_stagers(source: Source, arena: Arena, num_readers: int) -> list[MatchStager]:
+    """What opens the windows of datasets that are joined to a source."""
+    if not source.matches:
+        return []
+    from dataflow.staging.joined import MatchStager
+
+    return [MatchStager(match, arena, num_readers=num_readers) for match in source.matches]

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,13 +24,15 @@ from dataflow.staging.source import Source
 from prefetch.addresses import memory_at
 from prefetch.memory.arena import Arena
 from prefetch.memory.open_files import OpenFile
-from prefetch.store.reader import Awaited
 from sharding.blocks import Block, Columns, Spans
 from sharding.cached_property import cached_property
-from sharding.catalog.reading import read_block
 from sharding.errors import DataflowError, SampleError, ShardReadError
 from sharding.order.keyed import uniform
 from sharding.urls import is_local
+
+if TYPE_CHECKING:
+    from prefetch.store.ranges import Awaited
+
 
 Share = Literal["all", "many", "few"]
 """The share of rows wanted of its blocks: all, many, so that it is read whole, or few of each."""
@@ -346,6 +348,8 @@ class StagedWindow(StagedRows):
 
     def _stored(self, ordinal: int) -> memoryview | None:
         """The stored bytes of a block, if they can be had: read anew, as a row is bad, maybe by its page."""
+        from sharding.catalog.reading import read_block
+
         with suppress(DataflowError):
             return read_block(self.samples.blocks[ordinal], self.source.reader.read_into)
         return None

@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from dataflow.workers.fetching import MainIterator, WorkerLoader
-from dataflow.workers.iterator import WorkerIterator
-from dataflow.workers.processes import begin_to_start
-from dataflow.workers.samplers import parts
-from dataflow.workers.state import progress_from
 
 if TYPE_CHECKING:
     from dataflow.stats import WorkerStats
+    from dataflow.workers.iterator import WorkerIterator
 
 
 def checked_workers(workers: Any, num_workers: int, context: Any) -> str:
@@ -62,6 +59,8 @@ class DropInEngine:
 
     def warm_up(self) -> None:
         """Start what worker processes will come from, without waiting for it."""
+        from dataflow.workers.processes import begin_to_start
+
         if self._loader.num_workers and self._loader.workers == "process":
             begin_to_start(self._loader)
 
@@ -80,6 +79,8 @@ class DropInEngine:
 
     def new_iterator(self) -> MainIterator | WorkerIterator:
         """An iterator that begins an epoch, or goes on where a loaded state says."""
+        from dataflow.workers.iterator import WorkerIterator
+
         state = self._state
         if self._loader.num_workers == 0:
             main = MainIterator(self._loader)
@@ -105,6 +106,8 @@ class DropInEngine:
         A loaded position is kept where it is in this epoch. Of another epoch, it is left: what remains of
         that is passed over, and what decides orders stands as if it had been delivered.
         """
+        from dataflow.workers.samplers import parts
+
         if not isinstance(epoch, Integral) or epoch < 0:
             raise ValueError(f"epoch must be an integer >= 0, got {epoch!r}")
         self._state.set_epoch(int(epoch), self._loader)
@@ -120,6 +123,8 @@ class DropInEngine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop go on there. `ValueError`, and nothing changes, for what fits no such loader."""
+        from dataflow.workers.state import progress_from
+
         self._state.load(progress_from(state, self._loader), self._loader)
 
     def stats(self) -> WorkerStats:

@@ -13,7 +13,7 @@ import functools
 import pickle
 import time
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader as TorchDataLoader, IterDataPipe, MapDat
 from torch.utils.data._utils import pin_memory as torch_pin, worker as torch_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
-from dataflow.workers.samplers import from_chain, sampler_epoch
-from dataflow.workers.state import EpochProgress, WorkerProgress
 from dataflow.workers.worker import Worker, WorkerJob, WorkerLimits, WorkerState, has_state
-from prefetch.ipc.payload import array_bytes
 from prefetch.weak_registry import WeakRegistry
+
+if TYPE_CHECKING:
+    from dataflow.workers.state import EpochProgress, WorkerProgress
 
 
 class WorkerLoader(TorchDataLoader[Any]):
@@ -87,6 +87,8 @@ class DropInState:
     """
 
     def __init__(self) -> None:
+        from dataflow.workers.state import EpochProgress
+
         self.start = ("", "")
         """The start method of the workers of the loop begun last, and the reason."""
         self.meter = DeliveryMeter()
@@ -103,6 +105,8 @@ class DropInState:
 
     def load(self, progress: EpochProgress, loader: WorkerLoader) -> None:
         """Let the next loop go on where a state says."""
+        from dataflow.workers.samplers import sampler_epoch
+
         self.progress, self._epoch_at_load = progress, sampler_epoch(loader._index_sampler)
         progress.restore_between(loader)
 
@@ -116,6 +120,8 @@ class DropInState:
 
         A sampler whose epoch was set since the state was loaded says the same as `set_epoch` of the loader.
         """
+        from dataflow.workers.samplers import sampler_epoch
+
         epoch = sampler_epoch(loader._index_sampler)
         if None not in (epoch, self._loaded_epoch) and epoch not in (self._loaded_epoch, self._epoch_at_load):
             self._name(epoch, loader)
@@ -135,6 +141,8 @@ class DropInState:
         self.progress.named = epoch
 
     def __getstate__(self) -> dict[str, Any]:
+        from dataflow.workers.state import EpochProgress
+
         progress = self.progress
         if progress.loaded is None:
             progress = EpochProgress(chain=progress.chain, epoch=progress.following - 1)
@@ -153,6 +161,8 @@ class FetchIterator(_BaseDataLoaderIter):
     made."""
 
     def __init__(self, loader: WorkerLoader) -> None:
+        from dataflow.workers.samplers import from_chain
+
         before = loader._drop_in.progress_for(loader)
         resumed = before if before.loaded is not None else None
         self._resumed = resumed
@@ -181,6 +191,8 @@ class FetchIterator(_BaseDataLoaderIter):
 
     def _resumed_worker(self, worker: int) -> WorkerProgress:
         """Return where a worker goes on; at the beginning if nothing was loaded."""
+        from dataflow.workers.state import WorkerProgress
+
         workers = self._resumed.workers if self._resumed is not None else {}
         return workers.get(worker, WorkerProgress())
 
@@ -267,6 +279,8 @@ class MainIterator(FetchIterator):
             torch_worker._worker_info = None
 
     def _next_data(self) -> Any:
+        from prefetch.ipc.payload import array_bytes
+
         index = self._next_index_or_end()
         while True:
             number = self._turns.next()

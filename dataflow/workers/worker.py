@@ -22,8 +22,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from prefetch.ipc.protocol import WorkerMessage, WorkerResult
 from prefetch.memory.interrupts import PROGRAM_ENDS
-from prefetch.workers.pool import STOP_S
-from prefetch.workers.shared_arena import REGION_BYTES
+from prefetch.workers import REGION_BYTES, STOP_S
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,16 +6,19 @@ import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.core.compile import LIBRARY
-from prefetch.core.images import CropBox, ImageForm
 from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.core.queue import CopyQueue, address_of, column_table
 from sharding.cached_property import cached_property
+
+if TYPE_CHECKING:
+    from prefetch.core.images import CropBox, ImageForm
+
 
 VERSION = 6
 """Of the contract in core.h."""

@@ -32,7 +32,6 @@ from pathlib import Path
 from types import FrameType
 
 from prefetch.engine.stats import StageStats
-from prefetch.interpreter import frames_of_threads
 from prefetch.memory.interrupts import Monitor, UnlistedThread
 from prefetch.work import Task
 
@@ -119,6 +118,8 @@ class PriorityPool:
 
         What `about` has to say of the innermost frame comes behind.
         """
+        from prefetch.interpreter import frames_of_threads
+
         frames = frames_of_threads()
         known = [frame for ident in self.idents if (frame := frames.get(ident)) is not None]
         return [place + self._about(frame) for frame in known if (place := place_of(frame))]

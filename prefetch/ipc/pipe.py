@@ -29,8 +29,9 @@ from prefetch.ipc.payload import (
 from prefetch.ipc.protocol import WorkerLoop, WorkerRequest
 from prefetch.ipc.server import server_needs
 from prefetch.memory.device import register_pinned
-from prefetch.workers.pool import STOP_S, WorkerPool
-from prefetch.workers.shared_arena import REGION_BYTES, Buffer, Header, Region, SharedFile
+from prefetch.workers import REGION_BYTES, STOP_S
+from prefetch.workers.pool import WorkerPool
+from prefetch.workers.shared_arena import Buffer, Header, Region, SharedFile
 from prefetch.workers.worker_start import WorkerResponse, WorkerStart, begin
 
 # ---- in a worker process ----------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from prefetch.errors import EngineClosedError
-from prefetch.ipc.payload import pack
 
 
 class WorkerMessage:
@@ -115,6 +114,8 @@ class RemoteError:
     @classmethod
     def of(cls, error: BaseException, where: str) -> RemoteError:
         """An exception of this process, to be sent; one that does not pickle is sent as its text."""
+        from prefetch.ipc.payload import pack
+
         text = "".join(traceback.format_exception(error, chain=False))
         sendable = error
         try:

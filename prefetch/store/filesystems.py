@@ -19,10 +19,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, BinaryIO
 
 import numpy as np
-from fsspec.implementations.cached import CachingFileSystem
 from numpy.typing import NDArray
 
-from prefetch.http.clients import client_of
 from sharding.blocks import Shard
 from sharding.catalog.storage import SCAN_READ_BYTES, open_shard, open_url
 from sharding.urls import is_chain, protocol_of
@@ -50,6 +48,8 @@ class Filesystems:
 
     def open(self, url: str) -> tuple[Any, str]:
         """The filesystem of a URL and the path in it; raises what `open_url` raises."""
+        from fsspec.implementations.cached import CachingFileSystem
+
         protocol, _, rest = url.partition("://")
         place = protocol, rest.partition("/")[0]
         with self._lock:
@@ -68,6 +68,8 @@ class Filesystems:
 
     def turn(self, fs: Any, url: str) -> AbstractContextManager[Any]:
         """Held while this filesystem reads from a file, where several threads at a time may not."""
+        from fsspec.implementations.cached import CachingFileSystem
+
         if not isinstance(fs, CachingFileSystem):
             return nullcontext()
         with self._lock:
@@ -93,6 +95,8 @@ def shard_file(read_into: ReadInto, shard: Shard, fs: Any, path: str) -> BinaryI
     `fs` and `path` are those of the URL. Filesystems that are not asynchronous open their files themselves:
     some keep what they read of an archive.
     """
+    from prefetch.http.clients import client_of
+
     if fs is None or client_of(fs) is None:
         return open_shard(shard, fs, path)
     return io.BufferedReader(_ShardBytes(read_into, shard), SCAN_READ_BYTES)

@@ -1,13 +1,8 @@
-"""Read byte ranges of shards into given memory, through faults; notice a shard that is not the indexed one.
+"""Read byte ranges of shards into given memory; notice a shard that is not the indexed one.
 
-Local files are read straight into the destination (`prefetch.store.local`); values that are wanted as they
-are stored are not read but mapped (`prefetch.memory.mapping`).
-
-Remote ranges are copied into the destination as they arrive (`prefetch.store.fetching`). What fails is tried
-again as `prefetch.retries` decides, from the byte that was reached; a range of several parts has them
-in flight together. The reading thread waits outside the event loop and ends waits of any kind when the reader
-is closed; it returns only when nothing writes into its memory any more. Calls of filesystems that are not
-asynchronous are given up and abandoned (`prefetch.store.blocking`). Thread-safe.
+Local files are read straight into the destination (`prefetch.store.local`), remote ones through faults
+(`prefetch.store.remote`); values that are wanted as they are stored are not read but mapped
+(`prefetch.memory.mapping`).
 """
 
 from __future__ import annotations
@@ -17,29 +12,22 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial
-from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from fsspec.implementations.cached import CachingFileSystem
 from numpy.typing import NDArray
 
-from prefetch.control.pause import ReadPause
-from prefetch.errors import next_notice_s
-from prefetch.http.clients import client_of
-from prefetch.memory.mapping import touch_pages
-from prefetch.retries import RetryPolicy, failure_of
-from prefetch.store.blocking import BlockingCall
-from prefetch.store.fetching import WHOLE_PART_PATIENCE, LoopCall, RangeFetcher, closed_error
-from prefetch.store.filesystems import Filesystems
-from prefetch.store.local import read_local, truncated
-from prefetch.store.ranges import MOST_BYTES, Awaited as Awaited, RangePart, RangeRead
-from prefetch.store.retrier import Hosts, host_of
+from prefetch.retries import RetryPolicy
+from prefetch.store.local import read_local
+from prefetch.store.retrier import Hosts
 from sharding.blocks import Shard
-from sharding.catalog.storage import failure_text
-from sharding.errors import DataflowError, ShardReadError
+from sharding.errors import ShardReadError
 from sharding.urls import is_local
+
+if TYPE_CHECKING:
+    from prefetch.control.pause import ReadPause
+    from prefetch.store.ranges import Awaited
+    from prefetch.store.remote import RemoteReader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +69,7 @@ class StoreReader:
         storage_options: keyword arguments of the fsspec filesystem.
         policy: when a remote read is tried again.
         hedge_share: share of all bytes that may be asked for a second time.
-        part_bytes: as much as one request brings.
+        part_bytes: as much as one request brings; None: 4 MiB.
         hosts: that have answered; the one that opened the dataset knows.
         say: is given a line on what a read waits for, after 3 s and at growing intervals. None: who waits
             asks `waiting`.
@@ -97,31 +85,28 @@ class StoreReader:
         *,
         policy: RetryPolicy | None = None,
         hedge_share: float = 0.02,
-        part_bytes: int = MOST_BYTES,
+        part_bytes: int | None = None,
         hosts: Hosts | None = None,
         say: Callable[[str], None] | None = None,
         pause: ReadPause | None = None,
         now: Callable[[], float] | None = None,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        self._filesystems = Filesystems(storage_options or {})
-        self._policy, self._say, self._part_bytes = policy or RetryPolicy(), say, part_bytes
-        self._hosts = Hosts() if hosts is None else hosts
-        self._now = now or (pause.running_s if pause else time.monotonic)
         self._closed = threading.Event()
-        self._wait = wait or self._closed.wait
-        self._lock = threading.Lock()  # guards everything below
-        self._running: dict[LoopCall | BlockingCall, RangeRead] = {}
-        self._failing: dict[int, RangeRead] = {}
+        self._settings: dict[str, Any] = {
+            "storage_options": dict(storage_options or {}),
+            "policy": policy or RetryPolicy(),
+            "hedge_share": hedge_share,
+            "part_bytes": part_bytes,
+            "hosts": Hosts() if hosts is None else hosts,
+            "say": say,
+            "pause": pause,
+            "now": now or (pause.running_s if pause else time.monotonic),
+            "wait": wait or self._closed.wait,
+        }
+        self._lock = threading.Lock()  # guards what follows
+        self._remote: RemoteReader | None = None
         self._counts = NO_FAULTS
-        self._fetcher = RangeFetcher(
-            policy=self._policy,
-            hedge_share=hedge_share,
-            hosts=self._hosts,
-            pause=pause,
-            now=self._now,
-            count=self._count,
-        )
 
     def read_into(
         self,
@@ -168,167 +153,32 @@ class StoreReader:
 
     def waiting(self) -> str:
         """What its remote reads wait for, in words; "": none runs."""
-        with self._lock:
-            failing = [read for read in self._failing.values() if read.left == read.left_then]
-            running = list(self._running.values())
-        now = self._now()
-        if failing:
-            oldest = min(failing, key=lambda read: read.last_byte_s)
-            silent_s = now - oldest.last_byte_s
-            return (
-                f"{_reads(len(failing))} of {host_of(oldest.shard.url)} without a byte for {silent_s:.0f} s, "
-                f"asked again for {max(0.0, self._policy.deadline_s - silent_s):.0f} s more; the last time: "
-                f"{oldest.reason}"
-            )
-        if running:
-            heard_s = max(part.heard_s for read in running for part in read.parts)
-            total = sum(read.out.nbytes for read in running)
-            come = total - sum(read.left for read in running)
-            return (
-                f"{_reads(len(running))} of {host_of(running[0].shard.url)} on the way, {come / 1e6:.1f} of "
-                f"{total / 1e6:.1f} MB came, the last byte {now - heard_s:.1f} s ago"
-            )
-        return ""
+        return self._remote.waiting() if self._remote is not None else ""
 
     def close(self) -> None:
         """End all reads that run, with `ReaderClosedError`. Idempotent, thread-safe, does not wait."""
         self._closed.set()
         with self._lock:
-            running = list(self._running)
-        for call in running:
-            call.cancel()
+            remote = self._remote
+        if remote is not None:
+            remote.close()
 
     def _read(self, shard: Shard, offset: int, out: NDArray[np.uint8], awaited: Awaited | None) -> None:
         if is_local(shard.url):
             read_local(shard, offset, out)
         else:
-            self._read_remote(shard, offset, out, awaited)
+            self._reader().read(shard, offset, out, awaited)
+
+    def _reader(self) -> RemoteReader:
+        """What reads remote shards, made for the first one: local ones need no filesystem, and no retries."""
+        if self._remote is None:
+            from prefetch.store.remote import RemoteReader
+
+            with self._lock:
+                if self._remote is None:
+                    self._remote = RemoteReader(**self._settings, closed=self._closed, count=self._count)
+        return self._remote
 
     def _count(self, **more: int) -> None:
         with self._lock:
             self._counts += ReadStats(**more)
-
-    # ---- attempts ---------------------------------------------------------------------------------------
-
-    def _read_remote(
-        self, shard: Shard, offset: int, out: NDArray[np.uint8], awaited: Awaited | None
-    ) -> None:
-        if offset + out.nbytes > shard.size:
-            raise truncated(shard, offset, out.nbytes, max(0, shard.size - offset))
-        began_s = self._now()
-        starts = range(0, out.nbytes, self._part_bytes)
-        parts = [RangePart(at, at, min(at + self._part_bytes, out.nbytes), began_s) for at in starts]
-        read = RangeRead(shard=shard, offset=offset, out=out, awaited=awaited, began_s=began_s, parts=parts)
-        try:
-            attempts = self._attempt_until_whole(read)
-        finally:
-            if read.failures:
-                with self._lock:
-                    self._failing.pop(id(read), None)
-        # What others took says how long a read takes that nothing befalls.
-        self._fetcher.ended(out.nbytes, self._now() - began_s if attempts == 1 else None)
-
-    def _attempt_until_whole(self, read: RangeRead) -> int:
-        """Ask for what is missing until nothing is; how often that was."""
-        shard, offset, due_s = read.shard, read.offset, next_notice_s(0.0)
-        for attempts in count(1):
-            if self._closed.is_set():
-                raise closed_error()
-            left = read.left
-            idle_s = self._now() - read.last_byte_s
-            stall_s = self._policy.stall_timeout_s(read.stalls, idle_s, self._fetcher.long_s(read))
-            try:
-                self._attempt(read, stall_s)
-                return attempts
-            except DataflowError:
-                raise
-            except Exception as caught:
-                error = caught  # deleted below: its traceback leads back here
-            now = self._now()
-            if read.left < left:
-                read.failures, read.stalls, read.last_byte_s, due_s = 0, 0, now, next_notice_s(0.0)
-            failure, idle_s = failure_of(error), now - read.last_byte_s
-            read.failures += 1
-            read.stalls += failure.kind == "timeout"
-            self._count(throttled=failure.kind == "throttled", timeouts=failure.kind == "timeout")
-            if failure.kind not in ("connection", "timeout"):
-                self._hosts.add(shard.url)
-            decision = self._policy.next_attempt(
-                f"{shard.url} {offset}", read.failures, failure, idle_s, answered=shard.url in self._hosts
-            )
-            reason = failure_text(error)
-            if decision.delay_s is None:
-                if failure.kind != "final":
-                    last = offset + read.out.nbytes - 1
-                    reason = (
-                        f"bytes {offset} to {last} were given up after {attempts} attempts in "
-                        f"{now - read.began_s:.1f} s: {decision.reason}; the last one: {reason}"
-                    )
-                raise ShardReadError(shard.url, reason, offset, stage="read") from error
-            del error
-            resumed = sum(part.begin < part.at < part.end for part in read.parts)
-            self._count(retries=1, resumed=resumed)
-            read.reason, read.left_then = reason, read.left
-            with self._lock:
-                self._failing[id(read)] = read
-            if self._say and idle_s >= due_s:
-                self._say(f"waiting {idle_s:.0f} s for a read: {self.waiting()}")
-                due_s = next_notice_s(idle_s)
-            if self._wait(decision.delay_s):
-                raise closed_error()
-        raise AssertionError("unreachable")
-
-    def _attempt(self, read: RangeRead, stall_s: float) -> None:
-        """Ask once for all that is missing. Raises what the store's client raises."""
-        fs, path = self._filesystems.open(read.shard.location)
-        client = client_of(fs)
-        if client is not None:
-            call = LoopCall(fs.loop)
-            with self._lock:
-                self._running[call] = read
-            try:
-                call.run(
-                    self._fetcher.fetch(read, fs, path, client, stall_s),
-                    cancelled=self._closed.is_set,
-                    meanwhile=partial(touch_pages, read.out),
-                )
-            finally:
-                with self._lock:
-                    del self._running[call]
-            return
-        if not self._fetcher.is_checked(read.shard):
-            self._fetcher.check(read.shard, self._block(read, fs, stall_s, lambda: fs.info(path)))
-        for part in read.parts:
-            if part.left:
-                ask = partial(self._piece, fs, path, read.shard.url, read.offset + part.at, part.left)
-                piece = self._block(read, fs, stall_s, ask)[: part.left]
-                read.out.data[part.at : part.at + len(piece)] = piece
-                part.at, part.heard_s = part.at + len(piece), self._now()
-                part.check_whole()
-
-    def _piece(self, fs: Any, path: str, url: str, start: int, nbytes: int) -> bytes:
-        with self._filesystems.turn(fs, url):
-            piece: bytes = fs.cat_file(path, start=start, end=start + nbytes)
-        return piece
-
-    def _block(self, read: RangeRead, fs: Any, stall_s: float, ask: Callable[[], Any]) -> Any:
-        """What a client's call returns; it is abandoned if it takes too long, or at the end of the reader."""
-        call = BlockingCall(ask)
-        with self._lock:
-            self._running[call] = read
-        if self._closed.is_set():  # before `close` could know of this call
-            call.cancel()
-        # A copy of a whole file takes as long as it takes.
-        patient_s = None if isinstance(fs, CachingFileSystem) else WHOLE_PART_PATIENCE * stall_s
-        try:
-            return call.run(patient_s)
-        except TimeoutError:
-            type(fs).clear_instance_cache()  # the one that hangs may not be used by two threads
-            raise
-        finally:
-            with self._lock:
-                del self._running[call]
-
-
-def _reads(count: int) -> str:
-    return "a read" if count == 1 else f"{count} reads"

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from prefetch.weak_registry import WeakRegistry
+from prefetch.workers import STOP_S
 from prefetch.workers.fork_server import (
     Server,
     ServerNeeds,
@@ -56,8 +57,6 @@ from prefetch.workers.worker_start import (
     stdio_descriptors,
 )
 
-STOP_S = 5.0
-"""Time that workers have to end by themselves, together."""
 _KILL_S = 2.0
 _STACKS_S = 2.0
 """A worker begins to write its stacks within this time."""

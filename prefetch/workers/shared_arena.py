@@ -27,11 +27,10 @@ from numpy.typing import NDArray
 from prefetch.addresses import array_interface, memory_at
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.lifetimes import DeathWatch, only_ours
+from prefetch.workers import REGION_BYTES
 
 _PAGE = mmap.PAGESIZE
 HEADER_BYTES = 16 * _PAGE
-REGION_BYTES = 1 << 36
-"""Address space of one worker's region: 64 GiB, of which only touched pages exist."""
 _MIN_REGION_BYTES = 1 << 26
 
 Buffer = NDArray[np.uint8]

@@ -21,11 +21,10 @@ from prefetch.interpreter import frames_of_threads
 from prefetch.memory.interrupts import Uninterrupted
 from prefetch.memory.lifetimes import Finalizer
 from prefetch.work import Task
+from prefetch.workers import STOP_S
 
 _log = logging.getLogger("dataflow")
 
-STOP_S = 5.0
-"""Time that running tasks have to end, together."""
 _CLOSED = object()
 """Wakes the receiver."""
 

@@ -18,8 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
-from fsspec.utils import glob_translate
-
 from sharding.catalog.storage import open_url, store_errors
 from sharding.errors import ShardReadError
 from sharding.formats import has_suffix, may_be_empty
@@ -219,6 +217,8 @@ def _matches(fs: Any, path: str) -> dict[str, dict[str, Any]]:
     if end == first or not has_glob_signs(pattern):
         matches: dict[str, dict[str, Any]] = fs.glob(path, detail=True)
         return matches
+    from fsspec.utils import glob_translate
+
     depth = None if "**" in pattern else pattern.count("/") + 1
     is_match = re.compile(glob_translate(pattern)).match
     found = fs.find(folder, maxdepth=depth, withdirs=True, detail=True)

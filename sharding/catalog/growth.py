@@ -9,7 +9,6 @@ import numpy as np
 
 from sharding.blocks import ColumnSpec
 from sharding.catalog.widening import is_alike
-from sharding.formats.arrow.schema import NUMBER_BYTES, SPAN_BYTES, fixed_bytes
 
 _NULL_BYTES = 4
 """What indexing counts at least for each null of a list of nulls, which is stored in no bytes at all."""
@@ -36,6 +35,8 @@ class Growth(NamedTuple):
             before, after = own.get(name), merged.get(name)
             if after is None or (before is not None and is_alike(before, after)):
                 continue
+            from sharding.formats.arrow.schema import NUMBER_BYTES, SPAN_BYTES, fixed_bytes
+
             row_bytes += fixed_bytes(after) if after.kind == "fixed" else SPAN_BYTES
             if before is not None and before.kind == "list" and after.kind == "json":
                 times += NUMBER_BYTES / np.dtype(before.dtype).itemsize

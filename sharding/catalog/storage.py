@@ -15,9 +15,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, BinaryIO, cast
 
-from fsspec.asyn import sync
-from fsspec.implementations.cached import CachingFileSystem
-
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardReadError
 from sharding.hub.names import is_hub
@@ -133,9 +130,7 @@ def shard_info(url: str, fs: Any, path: str) -> Info:
     `fs` and `path` are those of `open_url`; for a local URL they are not used.
     """
     with store_errors(url):
-        info: Info = local_info(os.stat(local_path(url))) if is_local(url) else fs.info(path)
-        if info.get("size") is None or isinstance(fs, CachingFileSystem):
-            info = _info_of_bytes(fs, path, info)
+        info = local_info(os.stat(local_path(url))) if is_local(url) else _remote_info(fs, path)
     if info.get("type", "file") == "directory":
         raise ShardReadError(url, "is a directory, not a file; give the directory alone, or a glob")
     if info.get("type", "file") == "other":
@@ -146,15 +141,21 @@ def shard_info(url: str, fs: Any, path: str) -> Info:
     return info
 
 
-def _info_of_bytes(fs: Any, path: str, info: Info) -> Info:
-    """What is said of a file whose size the store did not say, once its bytes were asked for."""
+def _remote_info(fs: Any, path: str) -> Info:
+    """What a store says of a file; where it did not say the size, once its bytes were asked for."""
+    from fsspec.asyn import sync
+    from fsspec.implementations.cached import CachingFileSystem
+
+    info: Info = fs.info(path)
     if isinstance(fs, CachingFileSystem):  # a copy of the whole file has every range
         if info.get("size") is not None:
             return {**info, "partial": None}
         with fs.open(path, "rb") as file:
             return {**info, "size": file.seek(0, os.SEEK_END), "partial": None}
+    if info.get("size") is not None or not hasattr(fs, "encode_url"):
+        return info
     # fsspec believes no length beside a `Content-Encoding`; a range tells how long the object is.
-    return cast(Info, sync(fs.loop, _ranged_info, fs, path, info)) if hasattr(fs, "encode_url") else info
+    return cast(Info, sync(fs.loop, _ranged_info, fs, path, info))
 
 
 async def _ranged_info(fs: Any, path: str, info: Info) -> Info:

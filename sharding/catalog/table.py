@@ -41,7 +41,6 @@ from sharding.catalog.schema import (
 )
 from sharding.errors import CorruptShardError
 from sharding.formats import ENTRIES, resolve_format
-from sharding.formats.arrow.columns import TabularFormat
 from sharding.hub.names import is_pinned
 from sharding.redaction import identity_of
 from sharding.urls import file_name
@@ -428,8 +427,11 @@ class Catalog:
             if type(value) is not kinds[name]:
                 raise TypeError(f"option {name} is {value!r}")
         lists = any(spec.kind == "bytes_list" for own in self.schemas for spec in own.values())
-        if lists and self._codec is not None and not isinstance(self._codec, TabularFormat):
-            raise ValueError(f"format {self.format!r} has no lists of bytes")
+        if lists and self._codec is not None:
+            from sharding.formats.arrow.columns import TabularFormat
+
+            if not isinstance(self._codec, TabularFormat):
+                raise ValueError(f"format {self.format!r} has no lists of bytes")
         if self._codec is not None and dict(self.options) != self._codec.options():
             raise ValueError(f"options {self.options!r} of format {self.format!r}")
 

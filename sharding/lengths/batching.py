@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from sharding.lengths.cutting import Overlong, bucket, budget, equal_share_boundaries, pack
-from sharding.lengths.units import Units
+if TYPE_CHECKING:
+    from sharding.lengths.cutting import Overlong
+    from sharding.lengths.units import Units
+
 
 _ROWS = 256
 """Rows of a megabatch of which one is half full on average: 0.998 of them holds elements."""
@@ -150,6 +152,8 @@ class Packed(BatchedColumns):
     """Samples longer than a row: "split" over several rows, "truncate" (what is lost is counted), "error"."""
 
     def __post_init__(self) -> None:
+        from sharding.lengths.cutting import Overlong
+
         self._resolve(self.column)
         _check_at_least(self, 1, "length")
         if self.overlong not in get_args(Overlong):
@@ -182,6 +186,8 @@ class Packed(BatchedColumns):
 
     def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
         """See `cutting.pack`."""
+        from sharding.lengths.cutting import pack
+
         return pack(lengths, self.length, self.overlong, key)
 
 
@@ -237,6 +243,8 @@ class TokenBudget(BatchedColumns):
 
     def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
         """See `cutting.budget`."""
+        from sharding.lengths.cutting import budget
+
         return budget(lengths, self.max_tokens, self.max_samples, self.multiple, self.cuts, key)
 
 
@@ -281,6 +289,8 @@ class Bucketed(BatchedColumns):
 
     def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
         """See `cutting.bucket`; a number of buckets is resolved by the lengths of the megabatch."""
+        from sharding.lengths.cutting import bucket, equal_share_boundaries
+
         bounds = self.boundaries
         if isinstance(bounds, int):
             bounds = tuple(equal_share_boundaries(lengths, bounds).tolist())

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from sharding.blocks import MISSING, Block, Column, Format, Masked, Shard, Spans
 from sharding.catalog.build import Map, OpenShard
-from sharding.catalog.reading import ColumnReader
 from sharding.catalog.storage import open_shard, open_url, store_errors
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError
@@ -80,6 +79,8 @@ def column_lengths(
 
     Raises as `resolve_lengths` does, and as reading and decoding do where the format needs that.
     """
+    from sharding.catalog.reading import ColumnReader
+
     spec = catalog.schema.get(column)
     if spec is None:
         raise ValueError(f"no column {column!r} to take lengths from; there are {listed(catalog.schema)}")

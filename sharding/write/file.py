@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from fsspec.implementations.local import LocalFileSystem
-
 from sharding.redaction import identity_of, redact_logs
 from sharding.url_to_fs import url_to_fs
 from sharding.urls import has_glob_signs
@@ -46,6 +44,7 @@ class NewFile:
         self._fs, self._path = url_to_fs(url, storage_options or {})
         protocols = self._fs.protocol
         protocols = {protocols} if isinstance(protocols, str) else {*protocols}
+        self._is_local = bool(protocols & {"file", "local"})
         self._refuse_existing()
         if protocols & _OBJECT_STORES:
             self._temporary = self._path
@@ -78,11 +77,11 @@ class NewFile:
         """Show the file under its name. Where this fails, the file is discarded and the error raised."""
         try:
             self._refuse_existing()
-            if isinstance(self._fs, LocalFileSystem):
+            if self._is_local:
                 self._file.flush()
                 os.fsync(self._file.fileno())
             self._file.close()
-            if isinstance(self._fs, LocalFileSystem):
+            if self._is_local:
                 os.replace(self._temporary, self._path)
             elif self._temporary != self._path:
                 if self._fs.exists(self._path):
@@ -115,7 +114,7 @@ class NewFile:
     @property
     def space(self) -> str:
         """Bytes that are free where it is written, in words; "": not known."""
-        return space_at(self._path) if isinstance(self._fs, LocalFileSystem) else ""
+        return space_at(self._path) if self._is_local else ""
 
     def _refuse_existing(self) -> None:
         if not self._overwrite and self._fs.exists(self._path):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dataflow.sources.hub import resolve_source
+from dataflow.sources.named import resolve_source
 from prefetch.store.retrier import Retrier
 
 with warnings.catch_warnings():

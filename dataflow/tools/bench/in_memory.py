@@ -20,7 +20,8 @@ from dataflow.outputs.resolve import resolve_outputs
 from dataflow.staging.source import Source
 from prefetch.control.pause import ReadPause
 from prefetch.memory.guards import FileGuards
-from prefetch.store.reader import Awaited, StoreReader
+from prefetch.store.ranges import Awaited
+from prefetch.store.reader import StoreReader
 from sharding.blocks import Block, Shard
 from sharding.catalog.reading import read_block
 from sharding.urls import is_local

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NoReturn
 
 import numpy as np
@@ -236,7 +237,12 @@ def _fail_returning(
 
 
 _HASH_WORDS = -(-NAME.stop // 8)
-_HASH_FACTORS = np.random.default_rng(0).integers(1 << 63, size=_HASH_WORDS).astype(np.uint64) * 2 + 1
+
+
+@cache
+def _hash_factors() -> NDArray[np.uint64]:
+    """[words] odd numbers."""
+    return np.random.default_rng(0).integers(1 << 63, size=_HASH_WORDS).astype(np.uint64) * 2 + 1
 
 
 def _key_hashes(names: _Names, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -251,7 +257,7 @@ def _key_hashes(names: _Names, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
             long[i] = hash(key) % (1 << 64)
         else:
             text[i, : len(key)] = np.frombuffer(key, np.uint8)
-    hashes = text.view(np.uint64) @ _HASH_FACTORS
+    hashes = text.view(np.uint64) @ _hash_factors()
     hashes[np.array([*long], np.int64)] = np.array([*long.values()], np.uint64)
     return hashes
 

@@ -27,8 +27,8 @@ from worker_kit import Does, Gate, Streams, ended, workers_of_this_process
 
 from dataflow import DataLoader
 from dataflow.workers.worker import WorkerLimits
-from prefetch.workers import fork_server
-from prefetch.workers.pool import STOP_S, WorkerDiedError, cgroup_memory, own_cgroup
+from prefetch.workers import STOP_S, fork_server
+from prefetch.workers.pool import WorkerDiedError, cgroup_memory, own_cgroup
 
 pytestmark = [
     pytest.mark.timeout(120),
