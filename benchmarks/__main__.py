@@ -11,14 +11,18 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from benchmarks import remote
-from benchmarks.bars import verdicts
-from benchmarks.child import Job
+from benchmarks import REPOSITORY
 from benchmarks.data import Data, read_through
-from benchmarks.harness import REPOSITORY, Run, bare_torch, interleaved, medians, run_job, to_run
+from benchmarks.harness import bare_torch, interleaved, medians
 from benchmarks.memory import Memory
-from benchmarks.report import machine, show_rows, show_verdicts, versions, write_json
-from benchmarks.workloads import LIMIT, OURS, WORKLOADS, Contestant, Workload
+from benchmarks.options import data_option, jpegs_option, json_option
+from benchmarks.peers.bars import verdicts
+from benchmarks.peers.measured import Job
+from benchmarks.peers.runs import POINT, Run, run_job, to_run
+from benchmarks.peers.tables import show_rows, show_verdicts, write_json
+from benchmarks.peers.workloads import LIMIT, OURS, WORKLOADS, Contestant, Workload
+from benchmarks.remote import w5
+from benchmarks.report import machine, versions
 
 NAMES = [workload.name for workload in WORKLOADS]
 REMOTE = "W5"
@@ -68,11 +72,13 @@ class Session:
         self._console.print(f"{workload.name} {contestant.name}, samples/s by setting: {shown}")
         return best
 
-    def tell(self, run: Run) -> None:
+    def told(self, run: Run) -> Run:
+        """Print a run, and give it back."""
         shown = f"not run: {run.reason}" if run.reason else f"{run.samples_per_s:,.0f} samples/s"
         self._console.print(
             f"{run.workload} {run.contestant} ({run.workers} workers, {run.consumer}): {shown}"
         )
+        return run
 
 
 def _setting(contestant: Contestant) -> str:
@@ -87,18 +93,19 @@ def measure(
     by_name = {c.name: c for c in chosen}
 
     def plain(name: str) -> Run:
-        return session.run(workload, by_name[name])
+        return session.told(session.run(workload, by_name[name]))
 
-    runs = interleaved(list(by_name), repeats, plain, session.tell)
+    runs = list(interleaved(list(by_name), repeats, plain))
     if "burn" not in consumers:
         return runs
-    alone = {run.contestant: run.batch_s for run in medians(runs) if not run.reason}
+    alone = {run.contestant: run.batch_s for run in medians(runs, *POINT) if not run.reason}
 
     def burning(name: str) -> Run:
-        return session.run(workload, by_name[name], burn_s=workload.burn_s or 1.5 * alone[name])
+        burn_s = workload.burn_s or 1.5 * alone[name]
+        return session.told(session.run(workload, by_name[name], burn_s=burn_s))
 
     names = [name for name in alone if not name.startswith(LIMIT)]
-    return runs + interleaved(names, repeats, burning, session.tell)
+    return [*runs, *interleaved(names, repeats, burning)]
 
 
 def select(workload: Workload, peers: str | None) -> list[Contestant]:
@@ -129,15 +136,9 @@ def _split(allowed: Sequence[str]) -> Callable[[click.Context, click.Parameter, 
 @click.option("--repeats", type=click.IntRange(1), help="Interleaved repeats; 3, or 1 with --quick.")
 @click.option("--seconds", type=float, help="Timed seconds a run; 5, or 1 with --quick.")
 @click.option("--sweep/--no-sweep", default=None, help="Search each peer's best number of workers first.")
-@click.option(
-    "--data", "root", type=click.Path(path_type=Path), envvar="DATAFLOW_BENCH_DATA", help="Data folder."
-)
-@click.option(
-    "--jpegs", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Real JPEGs for W1."
-)
-@click.option(
-    "--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Where to keep the results."
-)
+@data_option
+@jpegs_option
+@json_option
 @click.option("--cores", help="Comma-separated cores to run on; all by default.")
 @click.option("--list", "list_only", is_flag=True, help="List workloads and contestants, and stop.")
 def main(
@@ -184,7 +185,7 @@ def main(
     if REMOTE in names:
         if len(names) > 1:
             raise click.UsageError(f"{REMOTE} runs alone")
-        remote.main(
+        w5.main(
             data,
             console=console,
             peers=peers,
@@ -204,17 +205,18 @@ def main(
         if sweep if sweep is not None else not quick:
             chosen = [session.at_its_best(workload, c) for c in chosen]
         runs += measure(session, workload, chosen, consumers, repeats)
-        show_rows(console, workload, medians(runs))
+        show_rows(console, workload, medians(runs, *POINT))
     if disturbed := sum(run.others_cpu_s_per_s > DISTURBED for run in runs):
         console.print(
             f"DISTURBED: in {disturbed} of {len(runs)} runs other processes used > {DISTURBED} cores"
         )
-    held = [verdict for workload in workloads for verdict in verdicts(workload, medians(runs))]
+    rows = medians(runs, *POINT)
+    held = [verdict for workload in workloads for verdict in verdicts(workload, rows)]
     show_verdicts(console, held)
     if output:
         shared = {"repeats": repeats, "quick": quick, "consumers": consumers, "job": asdict(job)}
         arguments = shared | {"bare_torch": asdict(bare), "peers": peers, "ours": OURS}
-        write_json(output, arguments, runs, medians(runs), held, workloads)
+        write_json(output, arguments, runs, rows, held, workloads)
         console.print(f"written: {output}")
 
 

@@ -1,7 +1,6 @@
-"""Run contestants side by side: each in a fresh process, repeats interleaved, medians over repeats.
+"""Run measurements side by side: each in a fresh process, repeats interleaved, medians over repeats.
 
 All processes get the same cores and environment (plus what a contestant's own documentation advises).
-The memory of each is its peak over that of a bare `import torch` process, measured in the same way.
 """
 
 from __future__ import annotations
@@ -15,72 +14,44 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
 
-from benchmarks.child import Job
+from benchmarks import REPOSITORY
 from benchmarks.memory import Memory, tree_memory
+from benchmarks.runner import call_command
 
 SAMPLE_EVERY_S = 0.02
 EXIT_S = 5.0
 """A child that has told everything may take this long to exit."""
-_LAST = ("watched", "prepared")
-"""What a child tells last."""
+LIMIT_S = 300.0
+"""A process that takes longer is ended, and the benchmark with it."""
 _WATCHED = ("first", "timed", "loading")
 """After these memory is sampled, up to the next event: in the warm-up and after the timed phase, because to
 read a loader's page tables slows it down, its first batch most of all; throughout, where nothing is timed."""
-REPOSITORY = Path(__file__).resolve().parent.parent
 
-
-@dataclass(frozen=True)
-class Run:
-    """One run. Either `reason` says why there are no figures, or all of them are there."""
-
-    workload: str
-    contestant: str
-    workers: int
-    omp_threads: int | None
-    """`OMP_NUM_THREADS` of the run; None: unset."""
-    consumer: str
-    samples_per_s: float = 0.0
-    first_batch_s: float = 0.0
-    """From constructing the loader, its index at hand, to its first batch; imports excluded."""
-    stall_share: float = 0.0
-    """Time blocked in `next` over the whole time: near 0 the loader keeps up, near 1 it is the bottleneck."""
-    cpu_s_per_s: float = 0.0
-    """CPU seconds per second over the process tree, consumer included; 2.0 keeps two cores busy."""
-    others_cpu_s_per_s: float = 0.0
-    """The same of all other processes: near 0 on a quiet machine; above that, the run was disturbed."""
-    batch_s: float = 0.0
-    """Seconds per batch, consumer included."""
-    burn_s: float = 0.0
-    """CPU seconds the consumer burns on each batch."""
-    rss_mb: float = 0.0
-    pss_mb: float = 0.0
-    held_mb: float = 0.0
-    """Peak over the bare `import torch` process, without mapped files; see `memory`."""
-    delivers: str = ""
-    row_groups_per_batch: float | None = None
-    reason: str = ""
-
-
-def run_job(job: Job, environment: Mapping[str, str], *, limit_s: float) -> tuple[dict[str, Any], Memory]:
-    """Run one contestant; return its events merged into one dict, and its peak memory."""
-    return run_child("benchmarks.child", asdict(job), environment, limit_s=limit_s)
+P = TypeVar("P")
+R = TypeVar("R")
 
 
 def run_child(
-    module: str, argument: Mapping[str, Any], environment: Mapping[str, str], *, limit_s: float
+    function: Callable[..., Any],
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float = LIMIT_S,
 ) -> tuple[dict[str, Any], Memory]:
-    """Run a module with one JSON argument to its end; return its events merged, and its peak memory."""
+    """Call a module's function by `runner`; return its events merged into one dict, and its peak memory.
+
+    What failed has a "reason". Processes that it leaves behind are ended.
+    """
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", module, json.dumps(argument)],
+        call_command(function, *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **environment},  # installed packages are compiled
+        # Installed packages are compiled.
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONWARNINGS": "ignore", **(environment or {})},
         start_new_session=True,
     ) as child:
         try:
@@ -92,6 +63,17 @@ def run_child(
                 os.killpg(child.pid, signal.SIGKILL)  # its own group: ends workers it left behind
 
 
+def in_own_process(function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> Any:
+    """What a module's function gives in a fresh process; `RuntimeError` if it fails.
+
+    Arguments and result must be JSON.
+    """
+    events, _ = run_child(function, *arguments, limit_s=limit_s)
+    if "reason" in events:
+        raise RuntimeError(f"{function.__name__}{arguments}: {events['reason']}")
+    return events["result"]
+
+
 def _follow(child: subprocess.Popen[bytes], deadline: float) -> tuple[dict[str, Any], Memory]:
     assert child.stdout is not None
     assert child.stderr is not None
@@ -101,7 +83,7 @@ def _follow(child: subprocess.Popen[bytes], deadline: float) -> tuple[dict[str, 
         ready.register(child.stdout, selectors.EVENT_READ)
         ready.register(child.stderr, selectors.EVENT_READ)
         # Workers that a peer leaves behind hold the pipes open: its last event is the end.
-        while result.get("event") not in _LAST and child.stdout in {
+        while result.get("event") != "done" and child.stdout in {
             key.fileobj for key in ready.get_map().values()
         }:
             if time.monotonic() > deadline:
@@ -118,9 +100,11 @@ def _follow(child: subprocess.Popen[bytes], deadline: float) -> tuple[dict[str, 
                         event = json.loads(line)
                         watching = event["event"] in _WATCHED
                         result |= event
+                        if event["event"] == "done":
+                            break
             if watching:
                 peak = peak.peak(tree_memory(child.pid))
-    if result.get("event") not in _LAST:
+    if result.get("event") != "done":
         lines_of_tail = tail.decode(errors="replace").strip().splitlines()
         result.setdefault("reason", lines_of_tail[-1] if lines_of_tail else f"exit status {child.wait()}")
     return result, peak
@@ -139,69 +123,38 @@ def bare_torch() -> Memory:
     return memory
 
 
-def to_run(
-    job: Job,
-    contestant: str,
-    omp_threads: int | None,
-    outcome: tuple[dict[str, Any], Memory],
-    bare: Memory,
-) -> Run:
-    """Turn a child's events into figures."""
-    events, peak = outcome
-    consumer = "burn" if job.burn_s else "plain"
-    run = Run(job.workload, contestant, job.workers, omp_threads, consumer)
-    if events.get("reason"):
-        return replace(run, reason=events["reason"])
-    elapsed = events["elapsed_s"]
-    return replace(
-        run,
-        samples_per_s=events["samples"] / elapsed,
-        first_batch_s=events["first_batch_s"],
-        stall_share=events["blocked_s"] / elapsed,
-        cpu_s_per_s=events["cpu_s"] / elapsed,
-        others_cpu_s_per_s=events["others_cpu_s"] / elapsed,
-        batch_s=elapsed / events["batches"],
-        burn_s=job.burn_s,
-        rss_mb=max(0.0, peak.rss_mb - bare.rss_mb),
-        pss_mb=max(0.0, peak.pss_mb - bare.pss_mb),
-        held_mb=max(0.0, peak.held_mb - bare.held_mb),
-        delivers=events["delivers"],
-        row_groups_per_batch=events.get("row_groups_per_batch"),
-    )
-
-
 def interleaved(
-    jobs: Sequence[str], repeats: int, run: Callable[[str], Run], tell: Callable[[Run], None]
-) -> list[Run]:
-    """A B C A B C ...: drift of the machine falls on all alike. A contestant that failed is not run again."""
-    runs: list[Run] = []
-    failed: set[str] = set()
+    points: Sequence[P],
+    repeats: int,
+    measure: Callable[[P], R],
+    reason: Callable[[R], str] = lambda run: getattr(run, "reason", ""),
+) -> Iterator[R]:
+    """A B C A B C ...: drift of the machine falls on all alike. What failed is not run again."""
+    failed: set[P] = set()
     for _ in range(repeats):
-        for name in jobs:
-            if name in failed:
-                continue
-            runs.append(run(name))
-            tell(runs[-1])
-            if runs[-1].reason:
-                failed.add(name)
-    return runs
+        for point in points:
+            if point not in failed:
+                run = measure(point)
+                if reason(run):
+                    failed.add(point)
+                yield run
 
 
-def medians(runs: Sequence[Run]) -> list[Run]:
-    """One row per contestant and consumer, in order of appearance: the median of each figure."""
-    groups: dict[tuple[str, str, str], list[Run]] = {}
+def medians(runs: Sequence[Any], *alike: str) -> list[Any]:
+    """One row for runs whose fields `alike` are the same: the median of each float, or one that failed.
+
+    Runs are dataclasses with a `reason`, which says why a run has no figures.
+    """
+    groups: dict[tuple[Any, ...], list[Any]] = {}
     for run in runs:
-        groups.setdefault((run.workload, run.contestant, run.consumer), []).append(run)
-    return [_median(group) for group in groups.values()]
+        groups.setdefault(tuple(getattr(run, name) for name in alike), []).append(run)
+    return [next((run for run in group if run.reason), None) or _median(group) for group in groups.values()]
 
 
-def _median(group: Sequence[Run]) -> Run:
-    last = group[-1]
-    if last.reason:
-        return last
+def _median(group: Sequence[Any]) -> Any:
     numbers = {
         name: statistics.median(getattr(run, name) for run in group)
-        for name, value in asdict(last).items()
+        for name, value in asdict(group[-1]).items()
         if isinstance(value, float)
     }
-    return replace(last, **numbers)
+    return replace(group[-1], **numbers)

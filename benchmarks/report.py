@@ -1,4 +1,4 @@
-"""Tables for people, and one JSON file that holds everything a row was made from."""
+"""Verdicts on bars, and one JSON file that holds everything a row was made from."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.bars import Verdict
-from benchmarks.harness import REPOSITORY, Run
-from benchmarks.workloads import Workload
+from benchmarks import REPOSITORY
+from benchmarks.runner import module_name
 
 PACKAGES = (
     "array_record",
@@ -49,75 +46,27 @@ PACKAGES = (
 )
 
 
-def show_rows(console: Console, workload: Workload, medians: Sequence[Run]) -> None:
-    """Print the medians of one workload, the fastest first within each consumer."""
-    table = Table(title=f"{workload.name}: {workload.delivers}", title_justify="left")
-    table.add_column("contestant")
-    for heading in (
-        "workers",
-        "consumer",
-        "samples/s",
-        "first batch ms",
-        "MB",
-        "MB mapped",
-        "stall %",
-        "cores",
-        "others",
-    ):
-        table.add_column(heading, justify="right")
-    for run in sorted(medians, key=lambda r: (r.consumer != "plain", -r.samples_per_s)):
-        if run.workload == workload.name and not run.reason:
-            table.add_row(*_cells(run))
-    console.print(table)
-    failed = {run.contestant: run.reason for run in medians if run.workload == workload.name and run.reason}
-    for name, reason in (failed | dict(workload.not_run)).items():
-        console.print(f"  {name}: not run: {reason}", markup=False, highlight=False)
+@dataclass(frozen=True)
+class Verdict:
+    """One bar, and whether it was reached in this run."""
 
+    workload: str
+    bar: str
+    measured: float | None
+    wanted: float
+    at_most: bool = False
 
-def _cells(run: Run) -> list[str]:
-    return [
-        run.contestant,
-        str(run.workers),
-        f"burn {run.burn_s * 1e3:.3g} ms" if run.burn_s else run.consumer,
-        f"{run.samples_per_s:,.0f}",
-        f"{run.first_batch_s * 1e3:,.0f}",
-        f"{run.held_mb:,.0f}",
-        f"{run.pss_mb:,.0f}",
-        f"{run.stall_share * 100:.1f}",
-        f"{run.cpu_s_per_s:.2f}",
-        f"{run.others_cpu_s_per_s:.2f}",
-    ]
-
-
-def show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
-    """Print each bar with what was measured."""
-    table = Table(title="Bars", title_justify="left")
-    for heading in ("workload", "measured", "bar", "verdict"):
-        table.add_column(heading, justify="right" if heading == "measured" else "left")
-    for verdict in verdicts:
-        measured = "" if verdict.measured is None else f"{verdict.measured:,.4g}"
-        sign = "<=" if verdict.at_most else ">="
-        table.add_row(verdict.workload, measured, f"{sign} {verdict.wanted:,.4g} {verdict.bar}", verdict.says)
-    console.print(table)
-
-
-def write_json(
-    path: Path,
-    arguments: Mapping[str, Any],
-    runs: Sequence[Run],
-    medians: Sequence[Run],
-    verdicts: Sequence[Verdict],
-    workloads: Sequence[Workload],
-) -> None:
-    """Save arguments, every run, the medians and the verdicts."""
-    save_figures(
-        path,
-        arguments=dict(arguments),
-        not_run={w.name: dict(w.not_run) for w in workloads},
-        verdicts=[asdict(v) | {"verdict": v.says} for v in verdicts],
-        medians=[asdict(run) for run in medians],
-        runs=[asdict(run) for run in runs],
-    )
+    @property
+    def says(self) -> str:
+        """'reached', 'short by x %', or why there is no answer."""
+        if self.measured is None:
+            return "not measured"
+        if self.measured <= self.wanted if self.at_most else self.measured >= self.wanted:
+            return "reached"
+        if not self.wanted:
+            return f"short by {self.measured:g}"
+        gap = self.measured / self.wanted - 1 if self.at_most else 1 - self.measured / self.wanted
+        return f"short by {100 * gap:.1f} %"
 
 
 def save_figures(path: Path, **told: Any) -> None:
@@ -157,12 +106,6 @@ def _portable(argument: str) -> str:
         inside = path.resolve().is_relative_to(REPOSITORY)
         value = str(path.resolve().relative_to(REPOSITORY)) if inside else path.name
     return option + equals + value
-
-
-def module_name(module: str) -> str:
-    """The name by which `python -m` or an import finds a module, also if it is the one that was started."""
-    spec = sys.modules[module].__spec__
-    return spec.name.removesuffix(".__main__") if spec else module
 
 
 def machine() -> dict[str, Any]:

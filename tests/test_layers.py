@@ -209,10 +209,6 @@ MOST_MODULES = 12
 AT_THE_FRONT = {"dataflow": 13}
 MOST_SCRIPTS = 20
 """Files that a folder of tests or benchmarks may have."""
-LARGE_FOLDERS = {
-    "benchmarks": "a script for each question; they do not lie in folders by subject yet",
-}
-"""Folders of tests and benchmarks that have more, and why."""
 
 
 def name_of(module: Path) -> str:
@@ -358,7 +354,4 @@ def test_files_of_the_packages_are_short(folder: str) -> None:
 @pytest.mark.parametrize("folder", SCRIPTS)
 def test_a_folder_of_tests_or_benchmarks_has_few_files(folder: str) -> None:
     files = len(SCRIPTS[folder])
-    if folder in LARGE_FOLDERS:
-        assert files > MOST_SCRIPTS, f"{folder} has {files} files: it is no exception any more"
-    else:
-        assert files <= MOST_SCRIPTS, f"{folder} has {files} files of {MOST_SCRIPTS}: split it by subject"
+    assert files <= MOST_SCRIPTS, f"{folder} has {files} files of {MOST_SCRIPTS}: split it by subject"

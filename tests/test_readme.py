@@ -19,7 +19,7 @@ import pytest
 from programs_kit import run_script
 
 import dataflow
-from benchmarks import image_options
+from benchmarks.kernels import image_options
 from dataflow.testing import run_ranks
 from prefetch.cache.block_cache import CacheStats
 from prefetch.control.pause import PauseStats

@@ -1,1 +1,1 @@
-"""Instruments: the network lab, and what a batch passes on its way."""
+"""Hosts on links of limited rate, and what they show; and what a batch passes on its way."""

@@ -1,8 +1,7 @@
-"""Hosts on links of limited rate, as network namespaces of this machine: `benchmarks/netlab.sh`."""
+"""Hosts on links of limited rate, as network namespaces of this machine: `benchmarks/lab/netlab.sh`."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import REPOSITORY
-from benchmarks.slow_server import call_command
+from benchmarks import REPOSITORY
+from benchmarks.runner import call_command, result_of
 
-_SCRIPT = ["bash", str(REPOSITORY / "benchmarks" / "netlab.sh")]
+_SCRIPT = ["bash", str(REPOSITORY / "benchmarks" / "lab" / "netlab.sh")]
 TCP = "cubic"
 """How its hosts control congestion: as most servers do."""
 NUMBER = 78
@@ -115,7 +114,7 @@ def on_hosts(
             stack.callback(process.kill)
             processes.append(process)
         told = [process.communicate(timeout=limit_s)[0] for process in processes]
-    return json.loads(told[0].splitlines()[-1])
+    return result_of(told[0])
 
 
 def _run(command: list[str], environment: Mapping[str, str] | None = None) -> str:

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import simplejpeg
 
-from benchmarks.harness import REPOSITORY
+from benchmarks import REPOSITORY
 from benchmarks.report import save_figures
 from benchmarks.tars import write_tar
 from dataflow import DataLoader, Image, ShardedDataset

@@ -48,7 +48,7 @@ _REMOTE_READERS = 48
 _START_IN_FLIGHT = 64 << 20
 _START_TOGETHER = 16 << 20
 """Of all nodes of a job. One that begins with too much delays its own second window only; several delay each
-other's first batch (`benchmarks.fair_share`)."""
+other's first batch (`benchmarks.lab.fair_share`)."""
 _LEAST_START = 4 << 20
 _DEPTH = 4
 _MEGABATCHES_IN_LIMIT = 8

@@ -3,9 +3,9 @@
 More blocks mix better; the bytes of a window are memory, and the read-ahead. A dataset that fits into 256 MiB
 and a quarter of the memory limit is one window, which mixes like a full shuffle. Of larger ones a window is
 about 128 MiB: 64 blocks of the usual size, which hold each of ten sorted labels alike enough that a batch of
-256 tells no difference from chance (`benchmarks.label_mixing`). Blocks of more than 2 MiB would need far
-more memory for that, and rows from 128 MiB of columns are gathered a tenth slower than from 64: windows of
-such blocks shrink to 64 MiB, which those of 4 MiB and more have. A window has never fewer than 8 blocks
+256 tells no difference from chance (`benchmarks.order.label_mixing`). Blocks of more than 2 MiB would need
+far more memory for that, and rows from 128 MiB of columns are gathered a tenth slower than from 64: windows
+of such blocks shrink to 64 MiB, which those of 4 MiB and more have. A window has never fewer than 8 blocks
 while a quarter of the memory limit holds them (two windows are open at a time, and batches need the rest).
 The choice is a function of the block table and of the limit the user gave, never of the machine: ranks of
 unlike machines must agree on the order.

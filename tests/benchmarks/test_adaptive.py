@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from benchmarks.adaptive import COARSE_DEPTHS, RESULTS, jain, main, turns_per_100_steps
-from benchmarks.storage_simulation import (
+from benchmarks.simulation.adaptive import COARSE_DEPTHS, RESULTS, jain, main, turns_per_100_steps
+from benchmarks.simulation.store import (
     RankResult,
     Simulation,
     Trace,
@@ -21,7 +21,7 @@ from benchmarks.storage_simulation import (
     finish_s,
     static,
 )
-from benchmarks.storage_traces import INFLIGHTS, MIB, TRACES
+from benchmarks.simulation.traces import INFLIGHTS, MIB, TRACES
 from prefetch.control.depth import AdaptiveDepth, Observation
 from prefetch.control.inflight import Inflight
 
@@ -43,7 +43,7 @@ def test_it_is_near_the_best_static_setting_in_hindsight(name: str) -> None:
     trace, ours, known = TRACES[name](0), ran(name), BEST[name]
     pair = static(known["best_inflight_mib"] * MIB, known["best_depth"])
     best_s = finish_s(Simulation(trace, pair).run())
-    assert best_s == pytest.approx(known["best_seconds"], abs=1e-3), "run python -m benchmarks.adaptive anew"
+    assert best_s == pytest.approx(known["best_seconds"], abs=1e-3), "run benchmarks.simulation.adaptive anew"
     assert best_s / finish_s(ours) >= (0.95 if trace.stationary else 0.9)
     assert sum(result.over_bound for result in ours) == 0
     assert max(result.peak_bytes for result in ours) <= trace.memory_bytes

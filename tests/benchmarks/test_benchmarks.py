@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,14 +13,17 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from benchmarks.bars import Verdict, verdicts
-from benchmarks.child import leaves, touch
+from benchmarks import REPOSITORY
 from benchmarks.data import Data, Sizes, once
-from benchmarks.harness import REPOSITORY, Run, interleaved, medians
-from benchmarks.report import command, command_line, machine, origin, save_figures
-from benchmarks.slow_server import in_own_process, serving
+from benchmarks.harness import in_own_process, interleaved, medians, run_child
+from benchmarks.peers.bars import verdicts
+from benchmarks.peers.measured import leaves, touch
+from benchmarks.peers.runs import POINT, Run
+from benchmarks.peers.workloads import LIMIT, ONE_THREAD, OURS, WORKLOADS
+from benchmarks.remote.slow_server import serving
+from benchmarks.report import Verdict, command, command_line, machine, origin, save_figures
+from benchmarks.runner import Tell
 from benchmarks.tars import TarIndex
-from benchmarks.workloads import LIMIT, ONE_THREAD, OURS, WORKLOADS
 
 SMALL = Sizes(
     images=6,
@@ -123,7 +127,7 @@ def test_runs_are_interleaved_and_a_failed_contestant_is_not_run_again() -> None
         order.append(name)
         return run(name, 1.0, reason="broken" if name == "b" else "")
 
-    interleaved(["a", "b", "c"], 3, measure, lambda _: None)
+    list(interleaved(["a", "b", "c"], 3, measure))
     assert order == ["a", "b", "c", "a", "c", "a", "c"]
 
 
@@ -134,12 +138,17 @@ def test_the_median_is_taken_figure_by_figure_within_contestant_and_consumer() -
             run("a", 5.0, held_mb=1.0),
             run("a", 2.0, held_mb=2.0),
             run("a", 7.0, "burn"),
-        ]
+            run("b", 1.0),
+            run("b", 0.0, reason="broken"),
+        ],
+        *POINT,
     )
     assert [(r.samples_per_s, r.held_mb, r.consumer) for r in rows] == [
         (2.0, 2.0, "plain"),
         (7.0, 0.0, "burn"),
+        (0.0, 0.0, "plain"),
     ]
+    assert [r.reason for r in rows] == ["", "", "broken"]
 
 
 def test_a_verdict_says_reached_or_by_how_much_it_is_short() -> None:
@@ -204,15 +213,15 @@ RESULTS = sorted((REPOSITORY / "benchmarks" / "results").glob("*.json"))
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_every_result_tells_the_command_that_made_it(path: Path) -> None:
     command = json.loads(path.read_text())["command"]
-    assert re.match(r"python -m benchmarks(\.\w+)?( |$)", command)
+    assert re.match(r"python -m benchmarks(\.\w+)*( |$)", command)
     assert not re.search(r"(^| |=)[\"']?/", command)  # no paths of a machine
 
 
 def test_a_command_is_told_without_the_paths_of_this_machine(tmp_path: Path) -> None:
     path, inside = tmp_path / "x.json", REPOSITORY / "benchmarks" / "results" / "y.json"
     given = ["--json", str(path), f"--other={inside}", "--in", "exec {}", "a/b"]
-    assert command_line("benchmarks.cache", given) == (
-        "python -m benchmarks.cache --json x.json --other=benchmarks/results/y.json --in 'exec {}' a/b"
+    assert command_line("benchmarks.remote.cache", given) == (
+        "python -m benchmarks.remote.cache --json x.json --other=benchmarks/results/y.json --in 'exec {}' a/b"
     )
 
 
@@ -230,7 +239,36 @@ def test_saved_figures_come_with_their_command_and_read_back_as_they_were(tmp_pa
 def test_a_function_runs_in_a_process_of_its_own() -> None:
     told = in_own_process(origin)
     assert told["machine"] == machine()
-    assert "benchmarks.report origin" in told["command"]
+    assert "benchmarks.report:origin" in told["command"]
+
+
+KIT = {"PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parent, REPOSITORY)))}
+
+
+def telling_itself(name: str, tell: Tell) -> None:
+    """Called by the runner."""
+    print("not an event")
+    tell("first", name=name, count=1)
+    tell("done", count=2)
+    raise RuntimeError("a loader that does not end well")
+
+
+def failing(name: str) -> None:
+    """Called by the runner."""
+    raise ValueError(f"a story\nof {name}")
+
+
+def test_events_are_merged_and_what_comes_after_the_last_one_is_nobody_s_concern() -> None:
+    events, peak = run_child(telling_itself, "ours", environment=KIT)
+    assert events == {"event": "done", "name": "ours", "count": 2}
+    assert peak.rss_mb >= 0
+
+
+def test_an_error_is_a_reason_and_ends_a_script_that_does_not_expect_one() -> None:
+    events, _ = run_child(failing, "ours", environment=KIT)
+    assert events["reason"] == "ValueError: of ours"
+    with pytest.raises(RuntimeError, match=r"machine.*: TypeError"):
+        in_own_process(machine, "an argument too many")
 
 
 def test_the_slow_server_counts_what_comes_after_its_warm_up(tmp_path: Path) -> None:
@@ -252,7 +290,7 @@ def test_the_search_tries_a_peer_with_and_without_torch_threads_and_ours_only_as
 
 @pytest.mark.parametrize("contestant", ["ours", "ours-uneven", "ours-exchange", "ours-full"])
 def test_the_scale_benchmark_measures_a_small_dataset(contestant: str) -> None:
-    from benchmarks.order_scale import measure, table
+    from benchmarks.order.scale import measure, table
 
     case = {"contestant": contestant, "samples": 10**6} | measure(contestant, 10**6, num_positions=2_000)
     assert case["state_bytes"] < 1024

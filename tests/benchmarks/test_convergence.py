@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.convergence import ARMS, Setup, batches, make_task, summary, table, train
+from benchmarks.order.convergence import ARMS, Setup, batches, make_task, summary, table, train
 
 SETUP = Setup(samples_per_block=4, blocks_per_shard=3, window_blocks=5, batch_size=8, epochs=2)
 

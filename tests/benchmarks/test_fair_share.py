@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from benchmarks.fair_share import at_time, figures, jain, longest_gap
+from benchmarks.lab.fair_share import at_time, figures, jain, longest_gap
 from benchmarks.lab.network import TRIAL, lab, why_not
-from benchmarks.storage_fio import median_interval, told
+from benchmarks.storage.fio import median_interval, told
 
 
 def test_equal_shares_are_fair_and_one_that_has_everything_is_not():

@@ -11,12 +11,11 @@ from torch.utils.data import default_collate
 
 pytest.importorskip("psutil")
 
-from benchmarks import handover_feeds as feeds
-from benchmarks.handover import Results, interleaved, parse, points, said
-from benchmarks.handover_bars import FIGURES, loss, medians, table, verdict_table, verdicts
-from benchmarks.handover_child import MEASURES, is_shared_memory
-from benchmarks.handover_loaders import LOADERS
-from benchmarks.memory import Memory
+from benchmarks.handover import feeds
+from benchmarks.handover.bars import FIGURES, loss, medians, table, verdict_table, verdicts
+from benchmarks.handover.compare import Results, parse, points, said
+from benchmarks.handover.loaders import LOADERS
+from benchmarks.handover.measured import MEASURES, is_shared_memory
 
 
 def run(case: str, loader: str, workers: int = 2, variant: str = "", **figures: float) -> dict[str, Any]:
@@ -134,18 +133,6 @@ def test_arguments_choose_cases_and_loaders_and_wrong_ones_are_named(capsys: Any
         assert wrong[1] in capsys.readouterr().err
 
 
-def test_a_point_that_fails_is_not_run_again() -> None:
-    order: list[str] = []
-
-    def measure(point: Any, bare: Memory) -> dict[str, Any]:
-        order.append(point.loader)
-        return {"reason": "broken" if point.loader == "grain" else ""}
-
-    chosen = [point for name in ("torch", "grain", "ours") for point in points("tiny", name)]
-    list(interleaved(chosen, 2, Memory(), measure))
-    assert order == ["torch", "grain", "ours", "torch", "ours"]
-
-
 def test_a_file_gathers_the_runs_of_sessions_with_the_same_settings_only(tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
     for rate in (1.0, 3.0):
@@ -195,7 +182,7 @@ def test_shared_memory_is_told_from_semaphores_and_files() -> None:
 
 def test_the_command_explains_itself() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "benchmarks.handover", "--help"],
+        [sys.executable, "-m", "benchmarks.handover.compare", "--help"],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],

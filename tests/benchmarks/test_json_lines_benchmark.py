@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from benchmarks import json_lines
+from benchmarks.kernels import json_lines
 
 
 @pytest.mark.parametrize("kind", json_lines.KINDS)

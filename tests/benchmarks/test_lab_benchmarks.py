@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import controller, cost_model, io_gate
+from benchmarks.lab import controller, cost_model, io_gate
 from benchmarks.lab.stations import is_station, takers_of
 from dataflow.tools.plan.cluster import Cluster, Link
 from dataflow.tools.plan.collectives import all_reduces

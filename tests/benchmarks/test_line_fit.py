@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.line_fit import means_of_bins, slope
-from benchmarks.soak import MIB, Notes, judged
+from benchmarks.remote.line_fit import means_of_bins, slope
+from benchmarks.remote.soak import MIB, Notes, judged
 
 
 def test_a_line_without_noise_is_found_exactly() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.remote import OURS, RemoteRun, median, verdicts
+from benchmarks.remote.w5 import OURS, RemoteRun, median, verdicts
 
 PLAN = {"requests": 100, "bytes": 200_000_000}
 MINE = RemoteRun(

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from benchmarks import strategies
-from benchmarks.strategies import ARMS, REFERENCE, Setup, lr_at, summary, table, train, windows
+from benchmarks.training import strategies
+from benchmarks.training.strategies import ARMS, REFERENCE, Setup, lr_at, summary, table, train, windows
 from dataflow.testing import run_ranks
 
 pytest.importorskip("scipy")

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("psutil")
 pytest.importorskip("tokenizers")
 
-from benchmarks.tokens import TokensRun, documents, measured, medians, prepared, verdicts
-from benchmarks.tokens_child import LIMIT, LOADERS, OURS, DatasetsMap, TextData
+from benchmarks.tokens.compare import TokensRun, documents, prepared, run_twice, verdicts
+from benchmarks.tokens.loaders import LIMIT, LOADERS, OURS, DatasetsMap, TextData
 
 MINE = TokensRun(loader=OURS, tokens_per_s=300.0, fill=0.995, resume_s=1.0)
 THEIRS = replace(MINE, loader="Grain", tokens_per_s=100.0)
@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> TextData:
 @pytest.mark.parametrize("loader", LOADERS)
 def test_each_loader_delivers_the_tokens_and_resumes(data: TextData, loader: str) -> None:
     pytest.importorskip(NEEDS[loader])
-    run = measured(data, TokensRun(loader=loader), length=256, rows=4, window=None)
+    run = run_twice(data, TokensRun(loader=loader), length=256, rows=4, window=None)
     if loader == "torchtitan" and run.reason == "resuming: RuntimeError: nothing was left to deliver":
         return  # it gives up what it has of the last document
     assert run.reason == ""
@@ -57,16 +57,6 @@ def test_the_packer_by_hand_fills_rows_and_takes_every_document_once() -> None:
     assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
     assert all(sum(lengths[number] for number in row) <= 10 for row in rows)
     assert len(rows) == 6
-
-
-def test_what_failed_says_why_and_others_are_medians() -> None:
-    broken = replace(THEIRS, reason="no")
-    slow = replace(MINE, tokens_per_s=100.0)
-    rows = medians([MINE, broken, slow, slow])
-    assert [(row.loader, row.reason, row.tokens_per_s) for row in rows] == [
-        (OURS, "", 100.0),
-        ("Grain", "no", 100.0),
-    ]
 
 
 def test_bars_compare_with_the_best_peer() -> None:

@@ -15,9 +15,10 @@ import torch
 pytest.importorskip("psutil")
 
 from benchmarks.data import Data, Sizes
-from benchmarks.transform_kinds import augmented, burned, kind
-from benchmarks.transforms import TransformRun, checked, interleaved, medians, plan, ratios, verdicts
-from benchmarks.transforms_child import DEFAULT, LOADERS, OURS, TORCH, wrong
+from benchmarks.harness import medians
+from benchmarks.transforms.compare import POINT, TransformRun, checked, in_turns, plan, ratios, verdicts
+from benchmarks.transforms.kinds import augmented, burned, kind
+from benchmarks.transforms.loaders import DEFAULT, LOADERS, OURS, TORCH, wrong
 
 TINY = Sizes(records=128, record_shards=2, record_bytes=1_100)
 MINE = TransformRun(kind="2", loader=OURS, workers=2, samples_per_s=900.0, first_batch_s=0.2)
@@ -94,15 +95,10 @@ def test_a_peer_that_failed_is_no_peer_and_is_not_run_again() -> None:
         return replace(run, reason="broken" if run.loader == "Grain" else "")
 
     planned = [MINE, failing, replace(THEIRS, loader="Grain")]
-    rows = medians(interleaved(planned, 2, measure))
+    rows = medians(in_turns(planned, 2, measure), *POINT)
     assert calls == [OURS, "Grain", OURS]
     assert [row.reason for row in rows] == ["", "broken", "broken"]
     assert ratios(MINE, rows) == (None, None)
-
-
-def test_the_median_is_taken_figure_by_figure() -> None:
-    runs = [replace(MINE, samples_per_s=rate, held_mb=10 - rate) for rate in (1.0, 5.0, 3.0)]
-    assert [(row.samples_per_s, row.held_mb) for row in medians(runs)] == [(3.0, 7.0)]
 
 
 def test_by_default_ours_is_run_once_a_kind() -> None:

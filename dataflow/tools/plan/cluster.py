@@ -28,7 +28,7 @@ class Link:
     bytes_per_s: float
     both_ways: float = 1.0
     """Times longer that large messages take where two ranks send to each other at once. gloo over TCP: about
-    1.8, as both directions share one connection (benchmarks/cost_model.py)."""
+    1.8, as both directions share one connection (benchmarks/lab/cost_model.py)."""
 
     def __post_init__(self) -> None:
         if self.latency_s < 0 or not self.bytes_per_s > 0 or self.both_ways < 1:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks_kit import RankSet
 from test_strategies import STRATEGIES, on_nodes
 
-from benchmarks.strategies import bytes_sent_since, socket_bytes_sent
+from benchmarks.training.strategies import bytes_sent_since, socket_bytes_sent
 from dataflow.grad.strategies import Hierarchical, Int8, PostLocalSGD
 
 if sys.platform != "linux":

@@ -1,0 +1,1 @@
+"""What one thread makes of bytes: copies, resized images, columns of JSON."""

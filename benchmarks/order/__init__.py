@@ -1,0 +1,1 @@
+"""What orders cost, how well they mix, and whether training notices."""

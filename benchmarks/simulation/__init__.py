@@ -1,0 +1,1 @@
+"""The adaptive loader on a virtual clock. Read `store` first."""

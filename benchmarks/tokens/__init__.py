@@ -1,0 +1,1 @@
+"""Raw text, tokenized and packed into rows. Read `compare` first."""

@@ -1,0 +1,1 @@
+"""What loaders, gradient schedules and strategies cost or gain a training."""

@@ -1,0 +1,1 @@
+"""Transforms that are Python, in worker processes. Read `compare` first, then `kinds`."""
