@@ -202,8 +202,8 @@ class WorkerStats:
     batches: int
     """Batches handed to the training code."""
     delivered_bytes: int
-    """Bytes of those batches. From processes, all that crossed; otherwise tensors and arrays in lists, tuples
-    and mappings. 0 with many batches: they are made of other objects."""
+    """Bytes of those batches. From processes, all that was sent; otherwise tensors and arrays in lists,
+    tuples and mappings. 0 with many batches: they are made of other objects."""
     elapsed_s: float
     """Seconds since the first loop began; 0 before."""
     starved_s: float

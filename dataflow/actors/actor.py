@@ -40,7 +40,7 @@ class ActorResponse(NamedTuple):
     """An actor's message about a chunk; the batches that it delivers follow as an object of their own."""
 
     kind: int
-    """One of `WorkerResult`."""
+    """The kind of response, a `WorkerResult`."""
     nbytes: int
     layout: Layout
     counts: ReadCounts = ReadCounts()

@@ -1,4 +1,4 @@
-"""Chunks whose values an actor reads by itself: what crosses of them, and how they are read there.
+"""Chunks whose values an actor reads by itself: what is sent of them, and how they are read there.
 
 What crosses is which rows of which blocks a chunk has. Where values lie in the stored bytes (tar, tokens), an
 actor reads those of the chunk's rows and no others, so that however chunks are dealt out, each value is read
@@ -199,11 +199,11 @@ class BlockReader:
     def _begun(self, read: Task) -> Future[None]:
         """A read that threads do, in the order in which they come."""
         future: Future[None] = Future()
-        self._threads.submit(0, partial(_settle, future, read))
+        self._threads.submit(0, partial(_set_result, future, read))
         return future
 
 
-def _settle(future: Future[None], read: Task) -> None:
+def _set_result(future: Future[None], read: Task) -> None:
     try:
         read()
         future.set_result(None)

@@ -35,7 +35,7 @@ class Lists:
     starts: NDArray[np.int64]
     """[n]: first element of each."""
     lengths: NDArray[np.int64]
-    """[n] elements of each."""
+    """[n] number of elements of each list."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         whole = self.gathered()  # nobody else's elements go along

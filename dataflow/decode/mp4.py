@@ -40,7 +40,7 @@ class FrameIndex:
     offsets: NDArray[np.int64]
     """First byte in the file."""
     sizes: NDArray[np.int64]
-    """Bytes of each frame."""
+    """The bytes of each frame."""
     times: NDArray[np.int64]
     """When each is shown, in ticks."""
     keys: NDArray[np.int64]

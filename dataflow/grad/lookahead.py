@@ -54,7 +54,7 @@ class LookAhead:
 
     # ---- an epoch -----------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def leave_ended_epoch(self) -> None:
         """Before an epoch: leave the one that had ended when the state was taken, by beginning its rest."""
         if self._must_leave:
             self._iterator = iter(self._loader)

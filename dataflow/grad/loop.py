@@ -79,7 +79,7 @@ class StepLoop:
             raise RuntimeError("two loops ran over one GradSchedule at the same time")
         self.is_running, self.microbatch = True, None
         try:
-            self.look.settle()
+            self.look.leave_ended_epoch()
             self._negotiation.begin_epoch(self.position)
             self.look.begin()
             self._offer()

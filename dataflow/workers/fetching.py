@@ -35,7 +35,7 @@ class WorkerLoader(TorchDataLoader[Any]):
     """
 
     workers: str
-    """Either "process" or "thread"."""
+    """The workers' kind: "process" or "thread"."""
     memory_limit: int
     """Limit in bytes."""
     snapshot_every_n_steps: int

@@ -59,7 +59,7 @@ class Measurement:
     exposed_s: float | None
     """Gradients on their way with nothing left to compute, on the rank that waited least; None: unknown."""
     held_reads: int = 0
-    """Sum over all ranks."""
+    """Number of reads that waited, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Trial:
     """A trial that is under way."""
 
     at: int
-    """Index of its tunable."""
+    """The index of its tunable."""
     alive: list[int]
     """Options that are not hopeless."""
     seconds: list[list[float]]

@@ -54,7 +54,7 @@ class EmulationFigures:
     """Limit of a rank, in bytes."""
     dataset: str
     phases: Mapping[EmulationPhase, Sequence[RankFigures]]
-    """Figures of each rank."""
+    """The figures of each rank, by phase."""
     evicted: bool
     """True if the data was dropped from memory before the phases after the first."""
     headspace: Headspace

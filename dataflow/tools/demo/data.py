@@ -34,7 +34,7 @@ class Corpus:
     folder: str
     num_modules: int
     num_bytes: int
-    """Bytes of source text."""
+    """The bytes of source text."""
     token_shards: int
     tar_shards: int
     seconds: float
