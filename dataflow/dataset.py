@@ -44,7 +44,7 @@ from sharding.catalog.schema import DatasetSchema
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import SampleError
 from sharding.hub.names import is_hub, is_pinned, parse_name
-from sharding.order.keyed import mix_key
+from sharding.order.permutations import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
 from sharding.printable import listed, printable

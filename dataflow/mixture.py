@@ -36,7 +36,7 @@ from sharding.mixture.shares import (
     integer_shares,
     temperature_weights,
 )
-from sharding.mixture.token_turns import TokenEpochs
+from sharding.mixture.token_schedule import TokenEpochs
 from sharding.mixture.windows import MixtureWindows, source_seed
 from sharding.order.selection import SelectedOrder
 from sharding.order.shuffle import Shuffle
@@ -183,7 +183,7 @@ class Mixture(Sharded):
         self.weights_set = (self.weights_set[0] + 1 if self.weights_set else 1, parts)
 
     def with_spec(self, spec: MixtureSpec) -> Mixture:
-        """The same sources in another order of turns."""
+        """The same sources in another order of draws."""
         other = copy.copy(self)
         other.spec = spec
         return other
@@ -195,8 +195,8 @@ class Mixture(Sharded):
         """The share of each source, as it is delivered (at the first step of a schedule)."""
         if self.spec.stop is None:
             return self.spec.steps[0][1]
-        turns = integer_shares(self.spec.steps[0][1])
-        return tuple(Fraction(n, sum(turns)) for n in turns)
+        draws = integer_shares(self.spec.steps[0][1])
+        return tuple(Fraction(n, sum(draws)) for n in draws)
 
     def sample_shares(self, lengths: Sequence[NDArray[np.integer]]) -> tuple[Fraction, ...]:
         """The share of the samples that each source has, given what is delivered of each, by source."""
@@ -254,7 +254,7 @@ class Mixture(Sharded):
             return epoch_lengths(self._order(source, epoch, shuffle.resolved(), seed), parts[source])
 
         kept = lru_cache(2 * len(self.sources))(in_order)
-        return TokenEpochs(self.spec, kept, starts=starts, take=executor().token_turns)
+        return TokenEpochs(self.spec, kept, starts=starts, take=executor().token_draws)
 
     def _order(self, source: int, epoch: int, shuffle: Shuffle, seed: int) -> SelectedOrder:
         own = source_seed(seed, source)

@@ -1,4 +1,4 @@
-"""The place of this process and of all others: the launcher's environment, and what ranks tell each other.
+"""Find the rank information of all processes: from the launcher's environment, and from what ranks exchange.
 
 With `torch.distributed` initialised, its rank and world size are the truth, and each rank's host name, node
 and rack are gathered by one collective, once a process group. Every rank must take part: the first loader of
@@ -15,7 +15,7 @@ import numpy as np
 import torch.distributed as dist
 
 from sharding.errors import DataflowError
-from sharding.topology.launchers import Env, RankPlace, detect_place, slurm_switch
+from sharding.topology.launchers import Env, RankInfo, detect_rank_info, slurm_switch
 from sharding.topology.replicas import Replicate
 from sharding.topology.topology import Racks, Topology, given_variables
 
@@ -46,14 +46,14 @@ def detect_topology(
         DataflowError: the exchange failed or timed out.
     """
     env = given_variables(env)
-    place = _place_in_group(env) if dist.is_available() and dist.is_initialized() else None
-    here = Topology.detect(env, place=place, racks=racks, replicate=replicate, sysfs=sysfs, host=host)
-    if place is None or place.world_size == 1:
+    rank_info = _rank_info_in_group(env) if dist.is_available() and dist.is_initialized() else None
+    here = Topology.detect(env, rank_info=rank_info, racks=racks, replicate=replicate, sysfs=sysfs, host=host)
+    if rank_info is None or rank_info.world_size == 1:
         return here
-    from sharding.topology.rank_facts import facts_of, placed
+    from sharding.topology.rank_facts import facts_of, with_facts
 
     # What is gathered holds Slurm's racks, not this call's: a rack map is looked up here, by host.
-    return placed(here, _gathered(facts_of(here)._replace(rack=slurm_switch(env)[0])), racks)
+    return with_facts(here, _gathered(facts_of(here)._replace(rack=slurm_switch(env)[0])), racks)
 
 
 def data_ranks_of_mesh(mesh: DeviceMesh, *data_dims: str) -> list[int]:
@@ -70,23 +70,23 @@ def data_ranks_of_mesh(mesh: DeviceMesh, *data_dims: str) -> list[int]:
     if sorted(ranks.ravel()) != list(range(dist.get_world_size())):
         raise ValueError("the mesh must have every rank of the job: pass the whole mesh, not a part of it")
     axes = [names.index(dim) for dim in data_dims]
-    places = np.indices(ranks.shape)[axes]
+    coordinates = np.indices(ranks.shape)[axes]
     data_ranks = np.empty(ranks.size, np.int64)
-    data_ranks[ranks] = np.ravel_multi_index(tuple(places), tuple(ranks.shape[axis] for axis in axes))
+    data_ranks[ranks] = np.ravel_multi_index(tuple(coordinates), tuple(ranks.shape[axis] for axis in axes))
     return [int(rank) for rank in data_ranks]
 
 
-def _place_in_group(env: Env) -> RankPlace:
+def _rank_info_in_group(env: Env) -> RankInfo:
     """The launcher's word if it has this rank, else torch.distributed's, which knows no nodes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
-        place = detect_place(env)
-        why = f"the launcher's variables tell of rank {place.rank} of {place.world_size}"
+        rank_info = detect_rank_info(env)
+        why = f"the launcher's variables tell of rank {rank_info.rank} of {rank_info.world_size}"
     except ValueError as error:
-        place, why = None, str(error)
-    if place is not None and (place.rank, place.world_size) == (rank, world):
-        return place
-    return RankPlace.alone_on_its_node(rank, world, "torch.distributed", why)
+        rank_info, why = None, str(error)
+    if rank_info is not None and (rank_info.rank, rank_info.world_size) == (rank, world):
+        return rank_info
+    return RankInfo.alone_on_its_node(rank, world, "torch.distributed", why)
 
 
 def _gathered(own: RankFacts) -> list[RankFacts]:
@@ -98,8 +98,8 @@ def _gathered(own: RankFacts) -> list[RankFacts]:
             _GATHERED[group] = _all_gather(own)
         except RuntimeError as error:
             raise DataflowError(
-                "the ranks could not exchange their places: all of them must make their first DataLoader "
-                "(or call detect_topology); give topology= to a loader that only some ranks make"
+                "the ranks could not exchange their rank information: all of them must make their first "
+                "DataLoader (or call detect_topology); give topology= to a loader that only some ranks make"
             ) from error
     return _GATHERED[group]
 

@@ -33,7 +33,7 @@ class PartialChunk(Generic[T_co]):
     """Beyond the chunk's `nbytes`, of objects whose death nobody sees."""
     made_bytes: int = field(default=0, kw_only=True)
     """What making these took beyond the chunk's `nbytes`: so much is reserved for those to come."""
-    is_due: bool = False
+    flush_now: bool = False
     """Whether the consumer may have them before the chunk is whole. Never those that make it whole."""
 
 
@@ -50,14 +50,14 @@ class Chunk(Protocol[T_co]):
     closes: Sequence[StreamWindow]
     """Those of `needs` that no later chunk needs."""
     reads_windows: bool
-    """Whether batches are still to be made of its windows, though they were handed out."""
+    """Whether batches are still to be made of its windows, though they were delivered."""
 
     def begin(self) -> Sequence[Task]:
         """Take slots and give the parts that may run in parallel. On a builder's thread."""
         ...
 
     def finish(self) -> Iterator[PartialChunk[T_co]]:
-        """The batches in order. Between two parts any time may pass, and any builder go on."""
+        """The batches in order. Between two partial chunks any time may pass, and any builder go on."""
         ...
 
 
@@ -77,7 +77,7 @@ class StreamWindow(Protocol):
         """Its chunks in stream order; called once, at admission. Cheap."""
         ...
 
-    def hurry(self) -> None:
+    def raise_priority(self) -> None:
         """The consumer waits for its reads. Called under the engine's lock, maybe often. Cheap."""
         ...
 

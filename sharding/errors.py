@@ -1,6 +1,6 @@
-"""Errors that name the place, then the rule.
+"""Errors that name the context, then the rule.
 
-Every error of the three packages derives from `DataflowError`. Place and reason are fields, `args`
+Every error of the three packages derives from `DataflowError`. Context and reason are fields, `args`
 equals the fields, so an error survives pickling into another process.
 """
 
@@ -47,12 +47,12 @@ class ShardError(DataflowError):
         self.offset, self.key, self.stage = offset, key, stage
 
     def __str__(self) -> str:
-        place = [printable_name(self.shard) or "dataset"]
+        context = [printable_name(self.shard) or "dataset"]
         if self.offset is not None:
-            place.append(f"byte {self.offset}")
+            context.append(f"byte {self.offset}")
         if self.key is not None:
-            place.append(f"sample {self.key!r}")
-        return f"{', '.join(place)}: {printable(self.reason)} (stage: {self.stage})"
+            context.append(f"sample {self.key!r}")
+        return f"{', '.join(context)}: {printable(self.reason)} (stage: {self.stage})"
 
 
 class ShardReadError(ShardError, OSError):

@@ -42,9 +42,9 @@ _QUERY_MARK = "?versionId="
 
 def is_chain(url: str) -> bool:
     """Whether the URL is an fsspec chain, and not one in whose name "::" stands."""
-    outer, mark, _ = url.partition("::")
+    outer, separator, _ = url.partition("::")
     protocol, colon, _ = outer.partition("://")
-    return bool(mark) and (protocol not in _STORES if colon else bool(_BARE_PROTOCOL.fullmatch(outer)))
+    return bool(separator) and (protocol not in _STORES if colon else bool(_BARE_PROTOCOL.fullmatch(outer)))
 
 
 def naming_part(url: str) -> str:
@@ -53,16 +53,16 @@ def naming_part(url: str) -> str:
         return url
     parts = url.split("::")
     for part in parts:
-        _, mark, path = part.partition("://")
-        if path if mark else not _BARE_PROTOCOL.fullmatch(part):
+        _, separator, path = part.partition("://")
+        if path if separator else not _BARE_PROTOCOL.fullmatch(part):
             return part
     return parts[-1]
 
 
 def protocol_of(url: str) -> str:
     """Protocol of the part that names the file; "file" for a plain path."""
-    protocol, mark, _ = naming_part(url).partition("://")
-    return protocol if mark else "file"
+    protocol, separator, _ = naming_part(url).partition("://")
+    return protocol if separator else "file"
 
 
 def is_http(url: str) -> bool:

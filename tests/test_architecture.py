@@ -181,7 +181,7 @@ def test_no_python_code_runs_where_a_member_of_a_set_dies(module: Path) -> None:
 
 @every(MODULES)
 def test_no_python_code_runs_where_the_object_of_a_thread_dies(module: Path) -> None:
-    """As it does for those of `threading.Thread` itself: `UnlistedThread` has none."""
+    """As it does for those of `threading.Thread` itself: `HiddenThread` has none."""
     assert "Thread" not in set(called_names(module))
 
 

@@ -4,10 +4,10 @@
 
 One thread copies values that lie anywhere in 64 MiB of memory into one slot of 8 MiB, as chunks of W4, W2,
 W1-raw and W3 do, turns 20 columns into rows, as staging of W3 does, mixes the samples of windows of eight
-lanes, and takes turns of mixtures by tokens. Rows a second of processor time, the ways in turns, medians.
+lanes, and draws sources of mixtures by tokens. Rows a second of processor time, the ways in turns, medians.
 torch has no gather for values of different lengths and none that widens: there it is `index_select` over
 values of one length, and numpy widens tiles that stay in the cache. numpy stacks columns, and mixes as
-`sharding.order.keyed` defines it.
+`sharding.order.permutations` defines it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from benchmarks.report import save_figures
 from prefetch.core.executor import executor
 from prefetch.core.plan import BuildPlan, PlanColumn
-from sharding.order.keyed import KeyedOrders, keyed_orders
+from sharding.order.permutations import SeededPermutations, seeded_permutations
 
 CASES = {
     "W4 record": (3072, 64, ""),
@@ -40,7 +40,7 @@ WINDOWS = {"W1-raw window": 80, "W4 window": 1_560, "W3 window": 96_000}
 """Samples of each lane."""
 TURNS = {f"turns by tokens, {number} sources": number for number in (2, 5, 16)}
 _LANES = 8
-_TURNS = 1 << 16
+_DRAWS = 1 << 16
 SLOT_BYTES = 8 << 20
 _TILE_BYTES = 1 << 20
 
@@ -76,20 +76,20 @@ def interleaving(rows: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def mixing(mix: KeyedOrders, samples: int) -> Callable[[], object]:
+def mixing(mix: SeededPermutations, samples: int) -> Callable[[], object]:
     sizes, out = np.full(_LANES, samples), np.zeros(_LANES * samples, np.int64)
     return lambda: mix(sizes, range(_LANES), out)
 
 
-def turning(num_sources: int) -> Callable[[], object]:
-    """Turns of sources whose samples have 1 to 4,000 elements, in shares 1, 2, 3 ..."""
-    take = executor().token_turns
-    lengths = np.random.default_rng(0).integers(1, 4000, num_sources * _TURNS)
-    shares, out = np.arange(1, num_sources + 1), np.zeros(_TURNS, np.uint16)
+def drawing(num_sources: int) -> Callable[[], object]:
+    """Draws of sources whose samples have 1 to 4,000 elements, in shares 1, 2, 3 ..."""
+    take = executor().token_draws
+    lengths = np.random.default_rng(0).integers(1, 4000, num_sources * _DRAWS)
+    shares, out = np.arange(1, num_sources + 1), np.zeros(_DRAWS, np.uint16)
 
     def run() -> int:
-        first = np.arange(num_sources) * _TURNS
-        return take(shares, np.zeros(num_sources, np.int64), lengths, first, first + _TURNS, out)
+        first = np.arange(num_sources) * _DRAWS
+        return take(shares, np.zeros(num_sources, np.int64), lengths, first, first + _DRAWS, out)
 
     return run
 
@@ -118,10 +118,13 @@ def ways() -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:
     rows = 1 << 16
     found["W3 columns"] = rows, interleaving(rows)
     for name, samples in WINDOWS.items():
-        mixes: dict[str, KeyedOrders] = {"compiled": executor().keyed_orders, "numpy": keyed_orders}
+        mixes: dict[str, SeededPermutations] = {
+            "compiled": executor().seeded_permutations,
+            "numpy": seeded_permutations,
+        }
         found[name] = _LANES * samples, {by: mixing(mix, samples) for by, mix in mixes.items()}
     for name, number in TURNS.items():
-        found[name] = _TURNS, {"compiled": turning(number)}
+        found[name] = _DRAWS, {"compiled": drawing(number)}
     return found
 
 

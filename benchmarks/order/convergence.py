@@ -42,8 +42,8 @@ from benchmarks.report import save_figures, versions
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.tools.inspect.command import inspect_dataset
 from dataflow.tools.inspect.settings import InspectSettings
-from sharding.order.keyed import mix_key
 from sharding.order.order import Order
+from sharding.order.permutations import mix_key
 
 ARMS = ("full", "full again", "default", "buffer 2", "buffer 4", "shard")
 

@@ -31,8 +31,8 @@ from benchmarks.report import origin, save_figures
 from sharding.lengths.batching import Packed
 from sharding.lengths.cutting import segments_of
 from sharding.lengths.unit_plan import UnitPlanner, UnitSequence
-from sharding.order.keyed import keyed_order
 from sharding.order.order import Order
+from sharding.order.permutations import seeded_permutation
 from sharding.order.shuffle import Shuffle
 
 Documents = NDArray[np.int64]
@@ -92,7 +92,7 @@ def distributions(texts: tuple[Path, ...]) -> dict[str, Documents]:
     for path in texts:
         paragraphs = path.read_bytes().split(b"\n\n")
         lengths[f"paragraphs of {path.name}"] = [len(p) for p in paragraphs if p]
-    return {name: np.array(ns)[keyed_order(len(ns), 1)] for name, ns in lengths.items()}
+    return {name: np.array(ns)[seeded_permutation(len(ns), 1)] for name, ns in lengths.items()}
 
 
 # ---- packers: documents, length -> rows, documents that were cut -------------------------------------------

@@ -169,7 +169,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
     def _wake(self) -> None:
         self._events.put(_nothing)
 
-    def places(self) -> list[str]:
+    def contexts(self) -> list[str]:
         """See `Builders`."""
         with self._lock:
             if not any(actor.is_ready for actor in self._actors):

@@ -275,16 +275,18 @@ class BatchBuilder:
             heap_bytes, most_bytes = heap_bytes + own_bytes, max(most_bytes, own_bytes)
             row += size
             is_last = row == self.rows.num_rows
-            is_due = not is_last and context.now() - began_s >= context.settings.hand_over_s
-            if is_last or is_due or ahead or heap_bytes >= context.settings.charge_bytes:
+            flush_now = not is_last and context.now() - began_s >= context.settings.hand_over_s
+            if is_last or flush_now or ahead or heap_bytes >= context.settings.charge_bytes:
                 context.heap.made(heap_bytes)
                 # While samples are put together, they are there as well as their batch.
                 made_bytes = heap_bytes + (most_bytes if context.settings.postprocessing.takes_samples else 0)
-                part = PartialChunk(delivered, heap_bytes=heap_bytes, made_bytes=made_bytes, is_due=is_due)
+                part = PartialChunk(
+                    delivered, heap_bytes=heap_bytes, made_bytes=made_bytes, flush_now=flush_now
+                )
                 delivered, heap_bytes, most_bytes = [], 0, 0
                 yield part
                 del part
-                if is_due:
+                if flush_now:
                     began_s = context.now()
 
     def _values(self, built: BuiltColumn, sizes: Sequence[int]) -> Iterable[Any]:

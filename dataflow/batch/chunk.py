@@ -28,7 +28,7 @@ from prefetch.memory.copies import ChunkCopies, Copies
 from prefetch.work import PartialChunk
 from sharding.cached_property import cached_property
 from sharding.errors import ShardReadError
-from sharding.plan.batch_rows import BatchRows
+from sharding.plan.batch_index import BatchIndex
 from sharding.plan.plan import EpochPlan, RankPlan
 
 
@@ -42,7 +42,7 @@ class BatchChunk:
         self,
         context: BuildContext,
         plan: RankPlan,
-        batches: BatchRows,
+        batches: BatchIndex,
         windows: Sequence[StagedWindow],
         *,
         copies: Copies | None = None,
@@ -187,7 +187,7 @@ class BatchChunk:
 
 
 def _window_parts(
-    plan: RankPlan, batches: BatchRows, windows: Sequence[StagedWindow], arena: Arena
+    plan: RankPlan, batches: BatchIndex, windows: Sequence[StagedWindow], arena: Arena
 ) -> list[WindowPart]:
     """The rows of a chunk, window by window."""
     parts = []

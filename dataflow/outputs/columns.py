@@ -1,7 +1,7 @@
 """The means to build the columns of a chunk with: rows, slots, random numbers, a list of bad samples.
 
-What the stream found for its batches (`sharding.plan.batch_rows`) becomes rows of staged windows once a chunk
-(`ChunkRows`): values are gathered, random numbers drawn and bad samples named by this one answer.
+What the stream found for its batches (`sharding.plan.batch_index`) becomes rows of staged windows once a
+chunk (`ChunkRows`): values are gathered, random numbers drawn and bad samples named by this one answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from prefetch.memory.interrupts import must_go_on
 from sharding.blocks import MISSING
 from sharding.cached_property import cached_property
 from sharding.errors import SampleError, ShardReadError
-from sharding.order.keyed import GLOBALS, mix_key, uniform
+from sharding.order.permutations import GLOBALS, mix_key, uniform
 
 Array = NDArray[Any]
 StoredValue = tuple[NDArray[np.uint8], int]

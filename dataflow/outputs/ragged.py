@@ -92,7 +92,7 @@ class RaggedOutput(Output):
             name=self.name,
             index=addresses,
             lengths=lengths,
-            places=ends - lengths,
+            offsets=ends - lengths,
             may_load=columns.may_load,
         )
         return BuiltColumn(copies=copies, views=partial(self._views, np.append(0, ends)))

@@ -26,20 +26,20 @@ class LengthExchange:
     """The exchange between the ranks of one loader. Making it is a collective, as every method is.
 
     Args:
-        seat: this rank's in the plan; those of a replica group share one, and get the same samples.
+        shard_index: this rank's in the plan; those of a replica group share one, and get the same samples.
         timeout_s: how long it waits for other ranks.
 
     Raises `DataflowError`, here and later, where ranks do not come in time.
     """
 
-    def __init__(self, seat: int, timeout_s: float) -> None:
+    def __init__(self, shard_index: int, timeout_s: float) -> None:
         self._rank = dist.get_rank()
         with _named_failures():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            seats = self._gathered(seat)
-        # Finders are numbered by seat, so that they read what they will mostly be asked for by lanes.
-        self._ranks = sorted(range(len(seats)), key=lambda rank: (seats[rank], rank))
-        self.seats = [seats[rank] for rank in self._ranks]
+            shard_indices = self._gathered(shard_index)
+        # Finders are numbered by shard index, so that they read what they will mostly be asked for by lanes.
+        self._ranks = sorted(range(len(shard_indices)), key=lambda rank: (shard_indices[rank], rank))
+        self.shard_indices = [shard_indices[rank] for rank in self._ranks]
         """Of each maker."""
         self.maker = self._ranks.index(self._rank)
         """Which one this rank is."""

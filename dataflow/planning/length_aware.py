@@ -172,12 +172,12 @@ def make_planner(
     each = sum(
         share * max(1, int(n)) / max(1, len(s)) for share, n, s in zip(shares, held, sources, strict=True)
     )
-    num_marked, most, lengths, mean = sum(map(len, _used(dataset))), DEFAULT_MEGABATCH_SAMPLES, None, None
+    num_in_token, most, lengths, mean = sum(map(len, _used(dataset))), DEFAULT_MEGABATCH_SAMPLES, None, None
     if parts is not None:
         lengths = parts[0] if len(parts) == 1 else np.concatenate(parts)
         means = (float(part.mean()) if len(part) else 0.0 for part in parts)
         mean = sum(float(share) * own for share, own in zip(shares, means, strict=True))
-        most = max(most, batching.least_samples(lengths[:num_marked]))
+        most = max(most, batching.least_samples(lengths[:num_in_token]))
     if measured:
         most = min(DEFAULT_MEGABATCH_SAMPLES, max(_LEAST_MEASURED, int(_MEASURED_BYTES / each)))
     return UnitPlanner(
@@ -186,7 +186,7 @@ def make_planner(
         lengths=lengths,
         measured_as=_lengths_key(batching, dataset) if measured else None,
         mean_length=mean,
-        num_marked=num_marked,
+        num_in_token=num_in_token,
     )
 
 
@@ -234,7 +234,7 @@ class SampleLengths:
         """Whether those of all samples are kept."""
         return self._kept is not None and self._kept.is_complete
 
-    def join_ranks(self, planner: UnitPlanner, topology: Topology, seat: int) -> UnitPlanner:
+    def join_ranks(self, planner: UnitPlanner, topology: Topology, shard_index: int) -> UnitPlanner:
         """Join the other ranks, once; the planner that knows what all of them know. A collective."""
         ranks, kept = topology.world_size, self._kept
         if self.exchange is None and ranks > 1 and dist.is_available() and dist.is_initialized():
@@ -243,7 +243,7 @@ class SampleLengths:
                     f"topology= tells of {ranks} ranks, but torch.distributed of {dist.get_world_size()}: "
                     "lengths that are measured on the way are exchanged among all of them"
                 )
-            self.exchange = LengthExchange(seat, self._timeout_s)
+            self.exchange = LengthExchange(shard_index, self._timeout_s)
             if not self.exchange.agreed(kept.digest if kept else "") and kept:
                 kept.forget()  # as on the ranks of a machine that has not seen these samples
                 planner = planner.with_lengths(None)
@@ -304,7 +304,7 @@ def _lengths_file(batching: Batching, source: ShardedDataset) -> LengthsFile:
     return LengthsFile(
         num_samples=len(source),
         catalog=source.catalog.fingerprint(),
-        marks=[source.fingerprint(), batching.column, *outputs, _lengths_key(batching, source)],
+        facts=[source.fingerprint(), batching.column, *outputs, _lengths_key(batching, source)],
         catalog_path=source.catalog_path,
     )
 

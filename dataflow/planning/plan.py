@@ -13,7 +13,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
 from sharding.cached_property import cached_property
 from sharding.lengths.unit_plan import UnitPlanner
-from sharding.mixture.token_turns import TokenEpochs
+from sharding.mixture.token_schedule import TokenEpochs
 from sharding.mixture.weight_steps import MAX_STEPS
 from sharding.mixture.windows import MixturePlan, MixtureWindows
 from sharding.order.epoch_order import EpochOrder
@@ -126,8 +126,8 @@ class StreamPlan:
         assert isinstance(order, MixtureWindows)
         change, since = position, None
         if planner is not None:
-            place, change = planner.place(order, position), planner.change_after(order, position)
-            since, planner = place.position, planner.changed(place)
+            start, change = planner.megabatch_start(order, position), planner.change_after(order, position)
+            since, planner = start.position, planner.changed(start)
         if self.epoch(epoch, position).num_global_batches == 0:
             change = order.num_samples
         spec = mixture.spec.changed(order.interleaving, epoch, weights, position=change, since=since)

@@ -25,7 +25,7 @@ from dataflow.batch.delivered import Delivered
 from dataflow.outputs.columns import ChunkRows
 from dataflow.processes.serialized import SampleErrorOf, SerializedChunk, serialized_rows
 from dataflow.staging.window import FileParts
-from prefetch.engine.pool import place_of
+from prefetch.engine.pool import context_of
 from prefetch.errors import EngineClosedError
 from prefetch.ipc.generators import seed_by_key
 from prefetch.ipc.pipe import PipeTransport, run_worker
@@ -86,7 +86,7 @@ class BuiltBatches(NamedTuple):
     """The fields of each `Delivered`."""
     heap_bytes: int
     made_bytes: int
-    is_due: bool
+    flush_now: bool
     """See the field of `PartialChunk`."""
     is_last: bool
     """True if no others follow."""
@@ -199,7 +199,7 @@ class BuildTask:
         part = _next_part(build)
         build.num_left -= len(part.batches)
         build.unasked_bytes += part.slot_bytes + part.heap_bytes
-        asks = not part.is_due or build.unasked_bytes >= self._context.settings.charge_bytes
+        asks = not part.flush_now or build.unasked_bytes >= self._context.settings.charge_bytes
         if not build.num_left:
             for _ in build.parts:
                 pass
@@ -210,7 +210,7 @@ class BuildTask:
             batches=[*part.batches],
             heap_bytes=part.heap_bytes,
             made_bytes=part.made_bytes + part.slot_bytes,
-            is_due=part.is_due,
+            flush_now=part.flush_now,
             is_last=not build.num_left,
             asks=asks,
             cpu_s=self._cpu_s - cpu_s,
@@ -228,7 +228,7 @@ def _next_part(build: _Build) -> PartialChunk[tuple[Any, ...]]:
         new = batches[build.num_skipped :]
         build.num_skipped -= len(batches) - len(new)
         if new:
-            return PartialChunk(new, slot_bytes, part.heap_bytes, part.is_due, made_bytes=part.made_bytes)
+            return PartialChunk(new, slot_bytes, part.heap_bytes, part.flush_now, made_bytes=part.made_bytes)
     raise AssertionError("a chunk has fewer batches than planned")
 
 
@@ -237,11 +237,11 @@ def _standing_at(frame: FrameType | None) -> str:
 
     Which sample that is the training process knows.
     """
-    place, at, task = place_of(frame), row_at(frame), frame
+    context, at, task = context_of(frame), row_at(frame), frame
     while task is not None and task.f_code is not BuildTask.serve.__code__:
         task = task.f_back
     chunk = -1 if task is None else task.f_locals["self"].chunk
-    return json.dumps([place, chunk, -1 if at is None else at[1]])
+    return json.dumps([context, chunk, -1 if at is None else at[1]])
 
 
 class _SharedInputs:

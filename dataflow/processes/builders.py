@@ -27,7 +27,7 @@ from dataflow.processes.builder_main import run
 from dataflow.processes.dispatch import MOST_DEATHS, RemoteBuild, RemoteBuilders, chunk_of
 from dataflow.processes.serialized import SerializedChunk, serialize
 from prefetch.engine.builders import Build
-from prefetch.engine.pool import place_in
+from prefetch.engine.pool import context_in
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
 from prefetch.ipc.protocol import WorkerRequest, WorkerResult
 from prefetch.ipc.server import start_context
@@ -122,7 +122,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         """Return whether a chunk that was begun is built here."""
         return isinstance(build.progress, _ProcessBuild)
 
-    def places(self) -> list[str]:
+    def contexts(self) -> list[str]:
         """See `Builders`."""
         with self._lock:
             builds = dict(sorted(self._assigned.items()))
@@ -141,12 +141,12 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         """Function, line and sample that a process is at, in words; "" where it does not say so in time."""
         _, is_told, told = self._processes.pool.about(process).rpartition(ABOUT)
         if not is_told:  # it runs code that lets no other run
-            place = place_in(told)
-            return f", {place}" if place else ""
-        place, chunk, row = json.loads(told)
+            context = context_in(told)
+            return f", {context}" if context else ""
+        context, chunk, row = json.loads(told)
         one = builds.get(chunk)
         sample = "" if one is None or row < 0 else sample_text(chunk_of(one.build).rows, row)
-        return f", {place}{sample}" if place else sample
+        return f", {context}{sample}" if context else sample
 
     def _wake(self) -> None:
         self._is_asked.set()

@@ -364,7 +364,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         # Arrays of what was made on the builder's heap are in the slot: only the rest is made again here.
         heap_bytes = max(0, built.heap_bytes - slot_bytes)
         one.build.add(
-            PartialChunk(delivered, slot_bytes, heap_bytes, built.is_due, made_bytes=built.made_bytes)
+            PartialChunk(delivered, slot_bytes, heap_bytes, built.flush_now, made_bytes=built.made_bytes)
         )
         del delivered
         if built.is_last:

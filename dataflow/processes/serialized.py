@@ -143,8 +143,8 @@ def _staged(rows: ChunkRows, output: StagedOutput) -> tuple[PlanColumn, StagedAr
             return column, StagedSpans(addresses, addresses[:0])
         lengths = rows.collected(lambda part: part.spans(name).lengths)
         nbytes = np.maximum(lengths, 0)
-        places = np.cumsum(nbytes) - nbytes
-        column = PlanColumn(name=name, index=addresses, lengths=nbytes, places=places, may_load=may_load)
+        offsets = np.cumsum(nbytes) - nbytes
+        column = PlanColumn(name=name, index=addresses, lengths=nbytes, offsets=offsets, may_load=may_load)
         return column, StagedSpans(addresses, lengths)
     bad: dict[int, str] = {}
     for part in rows.parts:

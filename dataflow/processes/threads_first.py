@@ -182,9 +182,9 @@ class ThreadsFirstBuilders(Builders[Delivered]):
 
     # ---- as other builders --------------------------------------------------------------------------------
 
-    def places(self) -> list[str]:
+    def contexts(self) -> list[str]:
         """See `Builders`."""
-        return [*self._threads.places(), *(self._processes.places() if self._processes else ())]
+        return [*self._threads.contexts(), *(self._processes.contexts() if self._processes else ())]
 
     def stats(self) -> StageStats:
         """See `Builders`."""

@@ -123,10 +123,10 @@ class JoinedWindow(StagedWindow):
             for output in rows.outputs:
                 self.staged[output.name] = rows.staged(output, self.samples.num_rows, self.arena)
 
-    def hurry(self) -> None:
+    def raise_priority(self) -> None:
         """The training code waits for its reads."""
         for window in self._windows:
-            window.hurry()
+            window.raise_priority()
 
     def verify(self) -> None:
         """See `StagedWindow`."""

@@ -201,7 +201,7 @@ class MappedWindow(StagedWindow):
             name=column,
             index=spans.addresses[rows],
             lengths=lengths,
-            places=starts,
+            offsets=starts,
             out=buffer,
             may_load=False,
         )
@@ -239,5 +239,5 @@ class MappedWindow(StagedWindow):
     def _release(self) -> None:
         shards = zip(self._shards, self.samples.blocks, strict=False)
         # Their pages are left to the page cache.
-        self.source.mappings.leave([(at, b.offset, b.length) for at, b in shards if at is not None])
+        self.source.mappings.release([(at, b.offset, b.length) for at, b in shards if at is not None])
         self._shards = []

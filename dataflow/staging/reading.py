@@ -123,7 +123,7 @@ class ReadWindow(StagedWindow):
                 self._decode(ordinal, block, data.data)
                 return True
         finally:
-            source.mappings.leave([(mapped, block.offset, block.length)])
+            source.mappings.release([(mapped, block.offset, block.length)])
 
     def _decode(self, ordinal: int, block: Block, data: memoryview) -> None:
         self._data[ordinal] = data

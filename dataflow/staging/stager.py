@@ -170,7 +170,7 @@ class Stager:
             # Recycled memory: first touches cost more than the mixing.
             rows = self._arena.lease(nbytes)[:nbytes].view(np.int64)
             num_samples = source.catalog.blocks.num_samples
-            blocks = units.whole_window(number, num_samples, rows, executor().keyed_orders)
+            blocks = units.whole_window(number, num_samples, rows, executor().seeded_permutations)
             return self._opened(source, blocks, rows, "all")
         ordinal, row = units.window_samples(number, indices)
         blocks, wanted = counted_through(source, units.window_blocks(number), ordinal, row)

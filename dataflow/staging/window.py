@@ -27,7 +27,7 @@ from prefetch.memory.open_files import OpenFile
 from sharding.blocks import Block, Columns, Spans
 from sharding.cached_property import cached_property
 from sharding.errors import DataflowError, SampleError, ShardReadError
-from sharding.order.keyed import uniform
+from sharding.order.permutations import uniform
 from sharding.urls import is_local
 
 if TYPE_CHECKING:
@@ -235,14 +235,14 @@ class StagedWindow(StagedRows):
     def reads(self) -> Sequence[Callable[[], None]]:
         """Tasks that bring the window's bytes into reach and stage its columns."""
 
-    def hurry(self) -> None:
+    def raise_priority(self) -> None:
         """The training code waits for its reads."""
         if self.source.pause is not None:
-            self.source.pause.hurry()  # each time: the next pause may have begun
+            self.source.pause.raise_priority()  # each time: the next pause may have begun
         if not self._awaited.done():
             self._awaited.set_result(None)
             if self.source.gate is not None:
-                self.source.gate.hurry()
+                self.source.gate.raise_priority()
 
     def verify(self) -> None:
         """Called when the last batch that needs the window is built. Raises if its bytes may have changed."""

@@ -236,5 +236,5 @@ def _open_processes(
         on_start=on_start,
         initializer=one_torch_thread,
     )
-    ledger.settle_first(builders.file.settle)
+    ledger.reconcile_first(builders.file.reconcile)
     return builders

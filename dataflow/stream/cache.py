@@ -17,8 +17,8 @@ from sharding.mixture.windows import source_seed
 from sharding.order.order import Order
 from sharding.order.selection import SelectedOrder
 from sharding.order.shuffle import Shuffle
-from sharding.plan.next_use import LaneRange, lanes_of_seats
-from sharding.plan.placement import seat_of
+from sharding.plan.next_use import LaneRange, lanes_of_shard_indices
+from sharding.plan.placement import shard_index_of
 from sharding.topology.topology import Topology
 from sharding.urls import is_local
 
@@ -97,5 +97,5 @@ def _lanes(plan: StreamPlan, num_lanes: int, place: Topology) -> LaneRange:
     if plan.planner is not None or plan.measures_lengths:  # units or megabatches are dealt to ranks
         return LaneRange(0, num_lanes, shared=place.local_world_size > 1)
     each = max(1, world // place.num_nodes)
-    first = seat_of(place) // each * each
-    return lanes_of_seats(range(first, min(world, first + each)), world, num_lanes, plan.batch_size)
+    first = shard_index_of(place) // each * each
+    return lanes_of_shard_indices(range(first, min(world, first + each)), world, num_lanes, plan.batch_size)

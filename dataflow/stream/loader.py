@@ -56,7 +56,7 @@ from sharding.lengths.unit_plan import UNKNOWN, UnitPlan, UnitPlanner
 from sharding.order.epoch_order import EpochOrder
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
-from sharding.plan.placement import seat_of
+from sharding.plan.placement import shard_index_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import resolve_windows, window_bytes
 from sharding.topology.topology import Topology
@@ -240,8 +240,8 @@ class StreamLoader:
     def _plan_by(self, plan: StreamPlan) -> None:
         """Go on by a plan, for this rank's place, with a limit that has room for its builders."""
         place, self.seed = self._topology, plan.seed
-        # In file order what is gathered by rank must be in order: seats may be numbered otherwise.
-        rank = place.data_rank if plan.shuffle.is_file_order else seat_of(place)
+        # In file order what is gathered by rank must be in order: shard indices may be numbered otherwise.
+        rank = place.data_rank if plan.shuffle.is_file_order else shard_index_of(place)
         self._plan = replace(plan, rank=rank, world_size=place.data_world_size, tail=self.tail)
         if self.settings.memory_limit is None:
             self._building_bytes = building_bytes(self._plan, self.builder_plan)

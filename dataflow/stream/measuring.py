@@ -104,7 +104,7 @@ class MeasuringPlan(StreamPlan):
 
         def own(megabatch: int) -> NDArray[np.int64]:
             units, begin = sequence.units(megabatch), int(sequence.first_unit[megabatch])
-            items = dealt.own_items(begin, begin + len(units))
+            items = dealt.rank_items(begin, begin + len(units))
             numbers = np.arange(len(units)) if items is None else items - begin
             filled_up = last[(last >= begin) & (last < begin + len(units))] - begin
             mine = np.zeros(len(units), bool)
@@ -409,9 +409,9 @@ class MeasuringStage:
         units, outer = self._units, self._outer
         whole = outer.dealt(units.num_units, is_all=units.is_all)
         num_dealt = whole.num_global_batches
-        seats = [outer.batch_plan.rank] if self._exchange is None else self._exchange.seats
-        positions = {seat: self._positions(seat, self._num_dealt, num_dealt) for seat in {*seats}}
-        parts = [self._undealt.among(positions[seat]) for seat in seats]
+        shard_indices = [outer.batch_plan.rank] if self._exchange is None else self._exchange.shard_indices
+        positions = {one: self._positions(one, self._num_dealt, num_dealt) for one in {*shard_indices}}
+        parts = [self._undealt.among(positions[one]) for one in shard_indices]
         if self._exchange is not None:
             parts = self._exchange.samples(parts)
         rest = self._dealt.among(self._positions(outer.batch_plan.rank, self._number, self._num_dealt))
@@ -423,10 +423,10 @@ class MeasuringStage:
         made = sum(samples.nbytes for samples in self._made)
         self._hold(self._dealt.nbytes + self._undealt.nbytes + made - self._held_bytes)
 
-    def _positions(self, seat: int, first: int, last: int) -> NDArray[np.int64]:
+    def _positions(self, shard_index: int, first: int, last: int) -> NDArray[np.int64]:
         """Positions of the samples of a rank's batches [first, last), ascending."""
         units = self._units
-        dealt = self._outer.dealt(units.num_units, is_all=units.is_all, rank=seat)
+        dealt = self._outer.dealt(units.num_units, is_all=units.is_all, rank=shard_index)
         first, last = min(first, dealt.num_batches), min(last, dealt.num_batches)
         return np.unique(units.batches(dealt, first, last).segments.position)
 

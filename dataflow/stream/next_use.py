@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.stream.read_ahead import WINDOWS_OPEN
-from prefetch.cache.entry import Entry, mark_of, tag_of
+from prefetch.cache.entry import Entry, shard_hash, tag_of
 from prefetch.cache.folder import Stored
 from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
-from sharding.order.keyed import splitmix64
 from sharding.order.order import Order
+from sharding.order.permutations import splitmix64
 from sharding.plan.matches import MatchTable
 from sharding.plan.next_use import LaneRange, next_uses, windows_of_blocks
 
@@ -77,32 +77,32 @@ class NextUse:
         self._sources = sources
         self._lock = threading.Lock()  # guards what sources keep, and making the tables
 
-    def marks(self) -> NDArray[np.uint64]:
+    def shard_hashes(self) -> NDArray[np.uint64]:
         """Of all shards."""
-        return np.unique(np.concatenate(self._shard_marks))
+        return np.unique(np.concatenate(self._hashes_of_shards))
 
     def of_stored(self, stored: Stored) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """When each block of a folder is needed, and whether it is one of ours."""
-        return self._of(stored.marks, stored.offsets, just_read=False)
+        return self._of(stored.shard_hashes, stored.offsets, just_read=False)
 
     def of_entry(self, entry: Entry) -> float:
         """When a block that was just read is needed again."""
-        mark, offset = np.array([mark_of(entry.tag)], np.uint64), np.array([entry.offset])
-        return float(self._of(mark, offset, just_read=True)[0][0])
+        its, offset = np.array([shard_hash(entry.tag)], np.uint64), np.array([entry.offset])
+        return float(self._of(its, offset, just_read=True)[0][0])
 
     def _of(
-        self, marks: NDArray[np.uint64], offsets: NDArray[np.int64], *, just_read: bool
+        self, shard_hashes: NDArray[np.uint64], offsets: NDArray[np.int64], *, just_read: bool
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         with self._lock:
-            keys = _keys(marks, offsets)
+            keys = _keys(shard_hashes, offsets)
             sorted_keys, owner, block = self._table
             at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
             in_table = sorted_keys[at] == keys
             ours = in_table.copy()
             when = np.full(len(keys), np.inf)
-            for source, of_shards in zip(self._sources, self._shard_marks, strict=True):
+            for source, of_shards in zip(self._sources, self._hashes_of_shards, strict=True):
                 if source.sparse:
-                    its = ~in_table & np.isin(marks, of_shards)
+                    its = ~in_table & np.isin(shard_hashes, of_shards)
                     when[its] = 0.0
                     ours |= its
             for number, source in enumerate(self._sources):
@@ -112,9 +112,9 @@ class NextUse:
         return when, ours
 
     @cached_property
-    def _shard_marks(self) -> list[NDArray[np.uint64]]:
+    def _hashes_of_shards(self) -> list[NDArray[np.uint64]]:
         return [
-            np.array([mark_of(tag_of(c.shard(i))) for i in range(c.num_shards)], np.uint64)
+            np.array([shard_hash(tag_of(c.shard(i))) for i in range(c.num_shards)], np.uint64)
             for c in (source.catalog for source in self._sources)
         ]
 
@@ -122,9 +122,11 @@ class NextUse:
     def _table(self) -> tuple[NDArray[np.uint64], NDArray[np.int16], NDArray[np.int64]]:
         """Keys of all blocks, ascending; the source and the row in its table of each."""
         keys, owners, blocks = [], [], []
-        for number, (source, marks) in enumerate(zip(self._sources, self._shard_marks, strict=True)):
+        for number, (source, shard_hashes) in enumerate(
+            zip(self._sources, self._hashes_of_shards, strict=True)
+        ):
             table = source.catalog.blocks
-            keys.append(_keys(marks[table.shard], table.offset))
+            keys.append(_keys(shard_hashes[table.shard], table.offset))
             owners.append(np.full(len(table.shard), number, np.int16))
             blocks.append(np.arange(len(table.shard)))
         every = np.concatenate(keys)
@@ -132,5 +134,5 @@ class NextUse:
         return every[order], np.concatenate(owners)[order], np.concatenate(blocks)[order]
 
 
-def _keys(marks: NDArray[np.uint64], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
-    return splitmix64(marks ^ splitmix64(offsets.astype(np.uint64)))
+def _keys(shard_hashes: NDArray[np.uint64], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return splitmix64(shard_hashes ^ splitmix64(offsets.astype(np.uint64)))

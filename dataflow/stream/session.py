@@ -124,7 +124,7 @@ class Session:
         register = register_pinned if pinned else None
         self.pin: Callable[[Any], Any] | None = pin_memory if pinned else None
         self.arena = Arena(limit_bytes=limit, register=register)
-        self.ledger.settle_first(self.arena.settle)
+        self.ledger.reconcile_first(self.arena.reconcile)
         self.traffic = Traffic()
         self.skipped = options.skipped
         self._pause = options.pause
@@ -242,7 +242,7 @@ class Session:
     def _open_copies(self, num_threads: int, options: EngineOptions, ahead: ReadAhead) -> Copies:
         """Copies by threads that never take the interpreter lock."""
         queue = executor().open_queue(num_threads, wake_at=ahead.jobs_ready.value // 2)
-        self.guards.settle_loads = queue.settle
+        self.guards.drain_loads = queue.drain
         new_wait = partial(ConsumerWait, options=options)
         return Copies(
             queue,
@@ -349,7 +349,7 @@ class Session:
             if self.gate:
                 self.gate.close()
             if self._pause:
-                self._pause.hurry()  # reads that waited find the gate closed
+                self._pause.raise_priority()  # reads that waited find the gate closed
             self.engine.close(join=join)
             self.guards.close(join=join)
             if join:  # threads that hang may still read

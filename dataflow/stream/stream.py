@@ -1,7 +1,7 @@
 """The endless stream of windows and chunks of one rank: epoch after epoch, in order.
 
 A plan tells which positions each batch takes, the order's windows where they lie; both together are
-`BatchRows`. The stream walks through the batches and stages each window at its first use; it yields it with
+`BatchIndex`. The stream walks through the batches and stages each window at its first use; it yields it with
 the *chunks* (groups of whole batches) that can be built from it and the windows before it, and says which
 chunk is the last that needs a window. Any number of windows may be in use side by side: lanes and mixtures
 advance in parallel. Padding at the end of an epoch wraps to its first windows, which then come once more.
@@ -22,7 +22,7 @@ from dataflow.staging.stager import Stager
 from dataflow.staging.window import StagedWindow
 from prefetch.memory.copies import Copies
 from sharding.order.epoch_order import Windows
-from sharding.plan.batch_rows import BatchRows
+from sharding.plan.batch_index import BatchIndex
 from sharding.plan.plan import RankPlan
 
 _LOCATED_SAMPLES = 1 << 14
@@ -95,24 +95,24 @@ class Stream:
         if newest is not None:
             yield newest
 
-    def _inside(self, opened: Mapping[int, _DealtWindow], first: int) -> BatchRows | None:
+    def _inside(self, opened: Mapping[int, _DealtWindow], first: int) -> BatchIndex | None:
         """The full batches from `first` on that lie in one open window: most do, and are not looked up."""
         for number, window in opened.items():
             if first in window.core:
                 sizes = np.full(window.core.stop - first, self._plan.batch_size)
-                return BatchRows.inside(first, sizes, number)
+                return BatchIndex.inside(first, sizes, number)
         return None
 
-    def _locate(self, plan: RankPlan, units: Windows, first: int, last: int) -> BatchRows:
+    def _locate(self, plan: RankPlan, units: Windows, first: int, last: int) -> BatchIndex:
         """The batches from `first` on, looked up, up to `last` at most."""
         last = min(last, first + self._batches_per_lookup, plan.num_batches)
         if plan.num_padded:  # a padded batch comes alone: it may need windows that the others are done with
             last = min(last, max(first + 1, plan.num_batches - 1))
         positions, sizes = plan.positions(first, last)
-        return BatchRows.located(first, sizes, *units.locate(positions))
+        return BatchIndex.located(first, sizes, *units.locate(positions))
 
     def _cut(
-        self, plan: RankPlan, batches: BatchRows, opened: dict[int, _DealtWindow], chunks: list[BatchChunk]
+        self, plan: RankPlan, batches: BatchIndex, opened: dict[int, _DealtWindow], chunks: list[BatchChunk]
     ) -> None:
         """Cut batches into chunks, and close what no later batch needs."""
         start = 0
@@ -135,7 +135,7 @@ class Stream:
         """Stage a window for the indices given, or else for all that this rank's batches take of it."""
         self._stager.check_fits(units, number)
         if indices is None:
-            indices = plan.own_indices(number, units)
+            indices = plan.rank_indices(number, units)
         core = plan.batches_inside(number)
         if indices is None:
             return _DealtWindow(self._stager.stage(units, number, None), units.window_length(number), core)
@@ -158,7 +158,7 @@ class _DealtWindow:
     """Full batches, over all ranks, that need nothing else."""
 
 
-_NO_BATCHES = BatchRows(0, np.zeros(0, np.int64), ())
+_NO_BATCHES = BatchIndex(0, np.zeros(0, np.int64), ())
 
 
 def _until(opened: Mapping[int, _DealtWindow], first: int, count: int) -> int:
@@ -170,7 +170,7 @@ def _until(opened: Mapping[int, _DealtWindow], first: int, count: int) -> int:
     return min(cores, default=first + count)
 
 
-def _servable(ahead: BatchRows, opened: Mapping[int, _DealtWindow]) -> int:
+def _servable(ahead: BatchIndex, opened: Mapping[int, _DealtWindow]) -> int:
     """How many of the batches need open windows only."""
     missing = [part.first for part in ahead.parts if part.window not in opened]
     return ahead.batch_of(missing[0]) if missing else len(ahead)

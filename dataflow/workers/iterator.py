@@ -30,7 +30,7 @@ from dataflow.workers.samplers import num_readable, predicted_indices, sampler_e
 from dataflow.workers.threads import BatchThreads, ItemThreads, ThreadResponse, needs_own_datasets
 from dataflow.workers.worker import WorkerJob, has_state
 from prefetch.ipc.protocol import WorkerMessage, WorkerRequest, WorkerResult
-from prefetch.memory.lifetimes import InPlaceFinalizer
+from prefetch.memory.lifetimes import InlineFinalizer
 from prefetch.workers.pool import WorkerDiedError
 from prefetch.workers.worker_start import WorkerResponse
 
@@ -86,7 +86,7 @@ class WorkerIterator(FetchIterator):
         """The workers that fetch."""
         loader._drop_in.start = self.runners.start, self.runners.start_reason
         self._dumps = self.runners.dumps
-        self._closer = InPlaceFinalizer(self, self.runners.close)
+        self._closer = InlineFinalizer(self, self.runners.close)
         self.next_epoch: NextEpoch | None = None
         """Work that was given out for the epoch after this one."""
         self._speculates = (
@@ -259,7 +259,7 @@ class WorkerIterator(FetchIterator):
                 self._speculates = False
                 return
             ahead = self.next_epoch = NextEpoch(predicted)
-            kind = WorkerMessage.RESET if self._iterable else WorkerMessage.MARK
+            kind = WorkerMessage.RESET if self._iterable else WorkerMessage.REMEMBER
             for runner in range(self._num_workers):
                 self._post(runner, kind, self._dumps(None), later=1)
         while len(self._tasks) + len(ahead.tasks) < self._max_tasks and self._held_bytes < self._memory_limit:

@@ -75,7 +75,7 @@ class FetchTask:
         kind, task, content, generation, number, _ = request
         if kind == WorkerMessage.RANDOM:
             self._set_random(number, pickle.loads(content))
-        elif kind == WorkerMessage.MARK:
+        elif kind == WorkerMessage.REMEMBER:
             for own in self._workers.values():
                 own.marked = random_state() if own is self._running else own.random
         elif kind in (WorkerMessage.RESET, WorkerMessage.BACK):

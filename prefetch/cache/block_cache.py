@@ -68,7 +68,7 @@ NO_CACHE = CacheStats()
 class Future(Protocol):
     """When blocks are needed. Thread-safe."""
 
-    def marks(self) -> NDArray[np.uint64]:
+    def shard_hashes(self) -> NDArray[np.uint64]:
         """Of the shards that are read, as in `Stored`."""
         ...
 
@@ -105,7 +105,11 @@ class BlockCache:
         try:
             self._claims = Claims(prepare(path))
             self._folder = CacheFolder(
-                path, limit_bytes, claims=self._claims, marks=future.marks(), next_use=future.of_stored
+                path,
+                limit_bytes,
+                claims=self._claims,
+                shard_hashes=future.shard_hashes(),
+                next_use=future.of_stored,
             )
         except OSError as error:
             self._warn(

@@ -67,7 +67,7 @@ def tag_of(shard: Shard) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def mark_of(tag: str) -> int:
+def shard_hash(tag: str) -> int:
     """The first 64 bits of a tag: enough to tell shards apart where a mistake costs only time."""
     return int(tag[:16], 16)
 

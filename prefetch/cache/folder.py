@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.cache.claims import Claim, Claims
-from prefetch.cache.entry import MORE_BYTES, NAME, Entry, block_path, mark_of, trailer_of
+from prefetch.cache.entry import MORE_BYTES, NAME, Entry, block_path, shard_hash, trailer_of
 from prefetch.cache.eviction import victims
 from sharding.write.file import PRIVATE_FILE, private_folder
 
@@ -50,8 +50,8 @@ class Stored:
     """The blocks in the folder at one instant."""
 
     names: list[str]
-    marks: NDArray[np.uint64]
-    """[n] of their shards (`mark_of`)."""
+    shard_hashes: NDArray[np.uint64]
+    """[n] of their shards (`shard_hash`)."""
     offsets: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     """[n] on the disk."""
@@ -68,7 +68,7 @@ class CacheFolder:
         path: is made where it does not exist; may hold other files.
         limit_bytes: of all blocks, whoever wrote them.
         claims: in `live_folder(path)`, which `prepare` has made.
-        marks: uint64, of the shards that this process reads: others do not drop them while it lives.
+        shard_hashes: uint64, of the shards that this process reads: others do not drop them while it lives.
         next_use: of blocks in the folder.
 
     Raises `OSError` where the folder cannot be written.
@@ -80,7 +80,7 @@ class CacheFolder:
         limit_bytes: int,
         *,
         claims: Claims,
-        marks: NDArray[np.uint64],
+        shard_hashes: NDArray[np.uint64],
         next_use: NextUse,
     ) -> None:
         self._root = os.path.join(path, VERSION)
@@ -96,7 +96,7 @@ class CacheFolder:
                 self._drop_dead_claims()
                 self._user = _create_locked(self._path("users", self._name))
                 try:
-                    _write_all(self._user, memoryview(marks.astype("<u8").tobytes()))
+                    _write_all(self._user, memoryview(shard_hashes.astype("<u8").tobytes()))
                     # Where nothing is added any more, a limit lower than the last one would never be kept to.
                     self._has_room(0, lambda: -1.0)
                 except OSError:
@@ -205,7 +205,7 @@ class CacheFolder:
         """When each block is needed next; those of other loaders that run must stay, of others may go."""
         next_use, is_ours = self._next_use(stored)
         others = np.concatenate([*self._others(), np.zeros(0, np.uint64)])
-        return np.where(is_ours, next_use, np.where(np.isin(stored.marks, others), np.nan, np.inf))
+        return np.where(is_ours, next_use, np.where(np.isin(stored.shard_hashes, others), np.nan, np.inf))
 
     def _others(self) -> Iterator[NDArray[np.uint64]]:
         """Marks of the shards of each other loader that runs."""
@@ -220,17 +220,17 @@ class CacheFolder:
             yield np.frombuffer(data[: len(data) // 8 * 8], "<u8")
 
     def _stored(self) -> Stored:
-        names, marks, offsets, nbytes = [], [], [], []
+        names, shard_hashes, offsets, nbytes = [], [], [], []
         for fan in _folders(self._path("blocks")):
             for item in _files(fan.path):
                 parts = NAME.fullmatch(item.name)
                 if parts and os.path.dirname(self._block_path(item.name)) == fan.path:
                     names.append(item.name)
-                    marks.append(mark_of(parts[1]))
+                    shard_hashes.append(shard_hash(parts[1]))
                     offsets.append(int(parts[2]))
                     nbytes.append(int(parts[3]) + MORE_BYTES)
         return Stored(
-            names, np.array(marks, np.uint64), np.array(offsets, np.int64), np.array(nbytes, np.int64)
+            names, np.array(shard_hashes, np.uint64), np.array(offsets, np.int64), np.array(nbytes, np.int64)
         )
 
     def _sweep(self) -> int:

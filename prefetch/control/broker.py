@@ -2,7 +2,8 @@
 
 Ranks that each controlled their own share would see each other as noise, and start up side by side. Here one
 of them, the *broker*, holds the control (`prefetch.control.inflight`), and every reader thread of every rank
-asks it before it reads: "may I send for n bytes", and tells it when they came. Ranks take turns.
+asks it before it reads: "may I send for n bytes", and tells it when they came. Ranks are served one after the
+other.
 
 The broker is whoever binds a name in the abstract socket namespace first: that is atomic, and the kernel
 frees the name when its process dies. Everything else is tied to the life of processes, too: a connection that
@@ -28,7 +29,7 @@ from prefetch.control.depth import Decision
 from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import Inflight, Sent
 from prefetch.errors import ReaderClosedError
-from prefetch.memory.interrupts import UnlistedThread
+from prefetch.memory.interrupts import HiddenThread
 from prefetch.memory.lifetimes import only_ours
 
 _MESSAGE = struct.Struct("<cqi")  # kind, value, rank
@@ -67,26 +68,26 @@ class _Peer:
 
 @dataclass
 class _Line:
-    """What waits, by rank; ranks take turns."""
+    """The readers that wait, by rank: the ranks are served one after the other."""
 
     of_rank: dict[int, deque[_Peer]] = field(default_factory=dict)
-    turns: deque[int] = field(default_factory=deque)
+    ranks: deque[int] = field(default_factory=deque)
 
     def add(self, peer: _Peer) -> None:
         waiting = self.of_rank.setdefault(peer.rank, deque())
         if not waiting:
-            self.turns.append(peer.rank)
+            self.ranks.append(peer.rank)
         waiting.append(peer)
 
     def first(self) -> _Peer | None:
-        return self.of_rank[self.turns[0]][0] if self.turns else None
+        return self.of_rank[self.ranks[0]][0] if self.ranks else None
 
     def remove(self, peer: _Peer) -> None:
         waiting = self.of_rank[peer.rank]
         waiting.remove(peer)
-        self.turns.remove(peer.rank)
+        self.ranks.remove(peer.rank)
         if waiting:
-            self.turns.append(peer.rank)
+            self.ranks.append(peer.rank)
 
 
 class Broker:
@@ -115,7 +116,7 @@ class Broker:
             self._listener.close()
             raise
         self._wake, self._woken = socket.socketpair()
-        self._thread = UnlistedThread(target=self._serve, name="prefetch-broker")
+        self._thread = HiddenThread(target=self._serve, name="prefetch-broker")
         self._thread.start()
 
     def close(self) -> None:
@@ -342,7 +343,7 @@ class SharedGate(ReadGate):
         """An idle connection or a new one; None if nobody serves."""
         with self._lock:
             if self._ended:
-                raise ReaderClosedError("the loader was closed while a read waited for its turn")
+                raise ReaderClosedError("the loader was closed while a read waited to be admitted")
             if self._idle:
                 return self._idle.pop()
         with self._electing:

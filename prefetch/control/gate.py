@@ -49,16 +49,16 @@ class ReadGate:
             ReaderClosedError: the gate was closed while the read waited.
         """
         with self._admitting:
-            turn = threading.Condition(self._admitting)
-            self._line.append(turn)
+            waiter = threading.Condition(self._admitting)
+            self._line.append(waiter)
             try:
-                while not self._closed and not self._may_go(turn, nbytes):
-                    turn.wait()
+                while not self._closed and not self._may_go(waiter, nbytes):
+                    waiter.wait()
             finally:
-                self._line.remove(turn)
+                self._line.remove(waiter)
                 self._call_next()
             if self._closed:
-                raise ReaderClosedError("the loader was closed while a read waited for its turn")
+                raise ReaderClosedError("the loader was closed while a read waited to be admitted")
             sent = self._control.sent(self._now(), nbytes)
             if not self._line:
                 self._control.drained(self._now())
@@ -83,7 +83,7 @@ class ReadGate:
         with self._admitting:
             self._set_demand(self._demand.observe(nbytes, gap_s))
 
-    def hurry(self) -> None:
+    def raise_priority(self) -> None:
         """The training code waits for reads: what it used so far caps them no more."""
         with self._admitting:
             self._demand.waited()
@@ -95,8 +95,8 @@ class ReadGate:
         if self._control.decision.value > before:
             self._call_next()
 
-    def _may_go(self, turn: threading.Condition, nbytes: int) -> bool:
-        return self._line[0] is turn and self._control.admits(self._now(), nbytes)
+    def _may_go(self, waiter: threading.Condition, nbytes: int) -> bool:
+        return self._line[0] is waiter and self._control.admits(self._now(), nbytes)
 
     def _call_next(self) -> None:
         if self._line:
@@ -112,5 +112,5 @@ class ReadGate:
         """Refuse the reads that wait and all to come. Those that run end by themselves. Idempotent."""
         with self._admitting:
             self._closed = True
-            for turn in self._line:
-                turn.notify()
+            for waiter in self._line:
+                waiter.notify()

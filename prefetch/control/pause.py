@@ -96,7 +96,7 @@ class ReadPause:
             self._lift()
             self._changed.notify_all()
 
-    def hurry(self) -> None:
+    def raise_priority(self) -> None:
         """The training code waits for a read: the present pause and limit are over."""
         with self._changed:
             self._break()

@@ -90,7 +90,7 @@ def _zig() -> list[tuple[str, ...]]:
 
 
 def _reason_against(library: Path, command: tuple[str, ...]) -> str:
-    """Put what a command compiles in the library's place, or say why not.
+    """Replace the library by what a command compiles, or say why not.
 
     It is made elsewhere and then renamed: who has the old one loaded keeps it whole. It is loaded first, as a
     compiler for another processor or C library succeeds, too.

@@ -18,7 +18,7 @@ static const uint8_t *source_of(const core_column *c, int64_t row) {
 }
 
 static uint8_t *target_of(const core_column *c, int64_t row) {
-    return c->out + (c->places ? c->places[row] : c->out_step * row);
+    return c->out + (c->offsets ? c->offsets[row] : c->out_step * row);
 }
 
 static int64_t bytes_of(const core_column *c, int64_t row) { return c->lengths ? c->lengths[row] : c->each; }
@@ -84,7 +84,7 @@ static void take_small(const core_column *c, int64_t first, int64_t last) {
 }
 
 static void load_rows(const core_column *c, int64_t first, int64_t last) {
-    if (c->op == CORE_COPY && !c->lengths && !c->places) switch (c->each) {
+    if (c->op == CORE_COPY && !c->lengths && !c->offsets) switch (c->each) {
         case 1: take_1(c, first, last); return;
         case 2: take_2(c, first, last); return;
         case 4: take_4(c, first, last); return;

@@ -26,9 +26,9 @@ typedef struct {
     const int64_t *index;   /* [rows] */
     int64_t each;           /* bytes of every stored value, where `lengths` is null */
     const int64_t *lengths; /* [rows] bytes of the stored values, >= 0; null: all are as long as `each` */
-    uint8_t *out;           /* row r goes to out + places[r], or, where that is null, to out + out_step * r */
+    uint8_t *out;           /* row r goes to out + offsets[r], or, where that is null, to out + out_step * r */
     int64_t out_step;
-    const int64_t *places; /* [rows] bytes */
+    const int64_t *offsets; /* [rows] bytes */
 } core_column;
 
 /* Does rows [first, last) of all columns. status[r] becomes 0, or 1 + the first column whose value could not be
@@ -104,13 +104,13 @@ CORE_API int64_t core_read(const core_part *parts, int64_t n);
 /* ---- orders --------------------------------------------------------------------------------------------------- */
 
 /* Permutations side by side: sizes[i] numbers from the sum of the sizes before on, in the order that keys[i] stands
-   for (`keyed_order` of `sharding.order.keyed`). Takes 12 bytes for each of the largest. 0, or -1 where there is no
+   for (`seeded_permutation` of `sharding.order.permutations`). Takes 12 bytes for each of the largest. 0, or -1 where there is no
    memory for it. */
-CORE_API int64_t core_keyed_orders(const int64_t *sizes, const uint64_t *keys, int64_t count, int64_t *out);
+CORE_API int64_t core_seeded_permutations(const int64_t *sizes, const uint64_t *keys, int64_t count, int64_t *out);
 
-/* Turns of sources by the lengths of their samples, as `TakeTurns` of `sharding.mixture.token_turns` says: at most
-   `most`, fewer where the known lengths of a source end. Changes `owed` and `upcoming`; gives the number of turns. */
-CORE_API int64_t core_token_turns(const int64_t *shares, int64_t *owed, const int64_t *lengths, int64_t *upcoming,
+/* Draws of sources by the lengths of their samples, as `DrawSources` of `sharding.mixture.token_schedule` says: at most
+   `most`, fewer where the known lengths of a source end. Changes `owed` and `upcoming`; gives the number of draws. */
+CORE_API int64_t core_token_draws(const int64_t *shares, int64_t *owed, const int64_t *lengths, int64_t *upcoming,
                                   const int64_t *end, int64_t sources, uint16_t *out, int64_t most);
 
 CORE_API int64_t core_version(void);
@@ -172,7 +172,7 @@ CORE_API int64_t core_take(core_queue *queue, core_plan *plan, int64_t answer[3]
 CORE_API int64_t core_work(core_queue *queue, core_plan *plan, int64_t timeout_ns, int64_t answer[3]);
 
 /* Wait until all jobs are over that were begun before the call. */
-CORE_API void core_settle(core_queue *queue);
+CORE_API void core_drain(core_queue *queue);
 
 /* Nanoseconds that the queue's threads have worked, and the jobs that are over. */
 CORE_API void core_count(core_queue *queue, int64_t counts[2]);

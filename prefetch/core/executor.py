@@ -35,8 +35,8 @@ _FUNCTIONS = {
     "core_resize": "pp:i",
     "core_bring": "pip:i",
     "core_read": "pi:i",
-    "core_keyed_orders": "ppip:i",
-    "core_token_turns": "pppppipi:i",
+    "core_seeded_permutations": "ppip:i",
+    "core_token_draws": "pppppipi:i",
     "core_queue_bytes": ":i",
     "core_open": "pii:i",
     "core_submit": "pp:",
@@ -44,7 +44,7 @@ _FUNCTIONS = {
     "core_take_back": "p:p",
     "core_take": "ppp:i",
     "core_work": "ppip:i",
-    "core_settle": "p:",
+    "core_drain": "p:",
     "core_count": "pp:",
     "core_stop": "p:",
     "core_close": "p:",
@@ -112,17 +112,19 @@ class Executor:
         whole: int = self._library.core_read(address_of(parts), len(parts))
         return whole
 
-    def keyed_orders(self, sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]) -> None:
-        """What `sharding.order.keyed.keyed_orders` does."""
+    def seeded_permutations(
+        self, sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]
+    ) -> None:
+        """What `sharding.order.permutations.seeded_permutations` does."""
         numbers = np.array(keys, np.uint64)
         if len(numbers) != len(sizes) or int(sizes.sum()) != len(out):
-            raise ValueError(f"{len(numbers)} keys and {len(out)} places for sizes {sizes.tolist()}")
-        if self._library.core_keyed_orders(
+            raise ValueError(f"{len(numbers)} keys and {len(out)} numbers for sizes {sizes.tolist()}")
+        if self._library.core_seeded_permutations(
             address_of(sizes), address_of(numbers), len(numbers), address_of(out)
         ):
             raise MemoryError(f"no memory to order {len(out):,} samples")
 
-    def token_turns(
+    def token_draws(
         self,
         shares: NDArray[np.int64],
         owed: NDArray[np.int64],
@@ -131,9 +133,9 @@ class Executor:
         end: NDArray[np.int64],
         out: NDArray[np.uint16],
     ) -> int:
-        """What `sharding.mixture.token_turns.TakeTurns` says."""
+        """What `sharding.mixture.token_schedule.DrawSources` says."""
         tables = map(address_of, (shares, owed, lengths, upcoming, end))
-        return int(self._library.core_token_turns(*tables, len(shares), address_of(out), len(out)))
+        return int(self._library.core_token_draws(*tables, len(shares), address_of(out), len(out)))
 
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """Let columns of one shape and dtype become the last dimension of `out`, which is C-contiguous."""

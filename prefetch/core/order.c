@@ -1,10 +1,10 @@
-/* Keyed orders, the permutations that mix samples, and turns of mixtures by tokens; see core.h,
-   `sharding.order.keyed` and `sharding.mixture.token_turns`. */
+/* Seeded permutations, which mix samples, and draws of mixtures by tokens; see core.h,
+   `sharding.order.permutations` and `sharding.mixture.token_schedule`. */
 #include "core.h"
 #include "variants.h"
 #include <stdlib.h>
 
-/* `splitmix64` of Steele, Lea & Flood (2014), as `sharding.order.keyed` has it. */
+/* `splitmix64` of Steele, Lea & Flood (2014), as `sharding.order.permutations` has it. */
 VARIANTS static void hash(uint64_t *restrict out, int64_t n, uint64_t key, uint64_t low) {
     for (int64_t i = 0; i < n; i++) {
         uint64_t z = ((uint64_t)i ^ key) + 0x9E3779B97F4A7C15u;
@@ -41,7 +41,7 @@ static int sort(const uint64_t *keys, int64_t n, int bits, uint64_t *out) {
     return 0;
 }
 
-int64_t core_keyed_orders(const int64_t *sizes, const uint64_t *keys, int64_t count, int64_t *out) {
+int64_t core_seeded_permutations(const int64_t *sizes, const uint64_t *keys, int64_t count, int64_t *out) {
     int64_t most = 0, start = 0, failed = 0;
     for (int64_t i = 0; i < count; i++)
         if (sizes[i] > most) most = sizes[i];
@@ -58,7 +58,7 @@ int64_t core_keyed_orders(const int64_t *sizes, const uint64_t *keys, int64_t co
     return failed;
 }
 
-int64_t core_token_turns(const int64_t *shares, int64_t *owed, const int64_t *lengths, int64_t *upcoming,
+int64_t core_token_draws(const int64_t *shares, int64_t *owed, const int64_t *lengths, int64_t *upcoming,
                          const int64_t *end, int64_t sources, uint16_t *out, int64_t most) {
     int64_t total = 0;
     for (int64_t s = 0; s < sources; s++) total += shares[s];

@@ -43,14 +43,14 @@ class PlanColumn:
     index: NDArray[np.int64]
     """[rows]."""
     out: NDArray[Any] | None = None
-    """C-contiguous destination; None: it is not placed yet, or goes where jobs have slots."""
+    """C-contiguous destination; None: it is not allocated yet, or goes where jobs have slots."""
     base: int = 0
     step: int = 1
     each: int = 0
     """Bytes of every stored value, where `lengths` is None."""
     lengths: NDArray[np.int64] | None = None
     """[rows] bytes of the stored values, >= 0; None: all are as long as `each`, and so are rows of `out`."""
-    places: NDArray[np.int64] | None = None
+    offsets: NDArray[np.int64] | None = None
     """[rows] byte of `out` where a value begins; wherever there are `lengths`."""
     widen: str = ""
     """dtype of the stored integers, one of `WIDENED`, that become int64; "": values stay as they are."""
@@ -59,26 +59,26 @@ class PlanColumn:
 
     def __post_init__(self) -> None:
         rows, out = len(self.index), self.out
-        arrays = (out, self.index, self.lengths, self.places)
+        arrays = (out, self.index, self.lengths, self.offsets)
         is_fit = out is None or out.flags.writeable
         if not is_fit or not all(a is None or a.flags.c_contiguous for a in arrays):
             raise ValueError(f"column {self.name!r}: arrays must be C-contiguous, and out writable")
         if any(a is not None and a.dtype != np.int64 for a in arrays[1:]):  # C takes them as they are
-            raise ValueError(f"column {self.name!r}: index, lengths and places must be int64")
+            raise ValueError(f"column {self.name!r}: index, lengths and offsets must be int64")
         if self.lengths is None:
-            if self.places is not None:
-                raise ValueError(f"column {self.name!r}: places go with lengths")
+            if self.offsets is not None:
+                raise ValueError(f"column {self.name!r}: offsets go with lengths")
             if self.widen and self.widen not in WIDENED:
                 raise ValueError(f"column {self.name!r}: widen must be in {WIDENED}, not {self.widen!r}")
             fits = out is None or rows * self.row_bytes == out.nbytes
         else:
-            if self.places is None or self.widen or not len(self.places) == len(self.lengths) == rows:
-                raise ValueError(f"column {self.name!r}: lengths need places for all rows, and go unwidened")
-            ends = self.places + self.lengths
-            least = min(int(self.places.min(initial=0)), int(self.lengths.min(initial=0)))
+            if self.offsets is None or self.widen or not len(self.offsets) == len(self.lengths) == rows:
+                raise ValueError(f"column {self.name!r}: lengths need offsets of all rows, and go unwidened")
+            ends = self.offsets + self.lengths
+            least = min(int(self.offsets.min(initial=0)), int(self.lengths.min(initial=0)))
             fits = least >= 0 and (out is None or int(ends.max(initial=0)) <= out.nbytes)
         if not fits:
-            have = "no place" if out is None else f"an `out` of {out.nbytes} bytes"
+            have = "nothing" if out is None else f"an `out` of {out.nbytes} bytes"
             raise ValueError(f"column {self.name!r}: its values do not fit {have}")
 
     @property
@@ -94,9 +94,9 @@ class PlanColumn:
 
     def out_bytes(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of `out` that the rows [first, last) take, where values follow one another."""
-        if self.places is None or self.lengths is None:
+        if self.offsets is None or self.lengths is None:
             return (last - first) * self.row_bytes
-        ends: NDArray[np.int64] = np.append(0, self.places + self.lengths)
+        ends: NDArray[np.int64] = np.append(0, self.offsets + self.lengths)
         sizes: NDArray[np.int64] = ends[last] - ends[first]
         return sizes
 

@@ -51,7 +51,7 @@ struct core_queue {
     int64_t num_waiting;    /* jobs that wait */
     int64_t num_asleep, num_jobs, num_begun, busy_ns;
     int64_t running[MOST_THREADS + 1]; /* number of the job that each worker is at, 0: none; the last one: the caller */
-    int64_t awaited;        /* those in `core_settle`, `core_work` and `core_close` that wait for `over` */
+    int64_t awaited;        /* those in `core_drain`, `core_work` and `core_close` that wait for `over` */
     int64_t num_threads, wake_at;
     int stopped;
     pthread_t threads[MOST_THREADS];
@@ -136,7 +136,7 @@ static int64_t run_job(const core_plan *p, int64_t number, uint8_t *memory) {
     for (int64_t i = 0; i < p->num_columns; i++) {
         core_column *c = columns + i;
         *c = p->columns[i];
-        int64_t before = c->places ? c->places[first] : c->out_step * first; /* may lie outside the slot */
+        int64_t before = c->offsets ? c->offsets[first] : c->out_step * first; /* may lie outside the slot */
         c->out = (uint8_t *)((intptr_t)memory + p->offsets[number * (p->num_columns + 1) + i] - before);
         c->may_load = c->may_load && may_load;
     }
@@ -279,7 +279,7 @@ static void wait_for_jobs(core_queue *q, int64_t until) {
     q->awaited--;
 }
 
-void core_settle(core_queue *q) {
+void core_drain(core_queue *q) {
     pthread_mutex_lock(&q->lock);
     wait_for_jobs(q, q->num_begun);
     pthread_mutex_unlock(&q->lock);

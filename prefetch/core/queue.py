@@ -135,9 +135,9 @@ class CopyQueue:
         address, num_bad, num_waiting = self._answer
         return address, self._lent.pop(address), num_bad, num_waiting
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until the jobs that run now are over: copies of a slot each."""
-        self._library.core_settle(self._queue)
+        self._library.core_drain(self._queue)
 
     def count(self) -> tuple[float, int]:
         """Seconds that the threads have worked, and jobs that are over."""
@@ -183,5 +183,5 @@ def _entry(column: PlanColumn) -> tuple[int, ...]:
         0 if column.lengths is None else address_of(column.lengths),
         0 if column.out is None else address_of(column.out),
         column.row_bytes,
-        0 if column.places is None else address_of(column.places),
+        0 if column.offsets is None else address_of(column.offsets),
     )

@@ -1,8 +1,9 @@
 """Who builds chunks: the interface between an engine and its builders, and builders that are threads.
 
-An engine hands a chunk out as a `Build` and hears by it of finished batches or of an error; it knows neither
+An engine dispatches a chunk as a `Build` and hears by it of finished batches or of an error; it knows neither
 where nor how the chunk is built. `Builders` may be threads, processes or machines: whatever happens to one of
-them, each build that was handed out must come to its `end`, or nobody would ever have its place in the order.
+them, each build that was dispatched must come to its `end`, or nobody would ever have its position in the
+order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 class Build(Protocol[T]):
-    """A chunk that the engine has handed out. Thread-safe."""
+    """A chunk that the engine has dispatched. Thread-safe."""
 
     chunk: Chunk[T]
     number: int
@@ -38,13 +39,13 @@ class Build(Protocol[T]):
         ...
 
     def may_go_on(self) -> bool:
-        """Whether to make the next batches, asked before each part; elsewhere, of what is charged at once.
+        """Return whether to make the next batches, before each partial chunk or what is charged at once.
 
-        False: the build is laid aside and handed out again when there is room; it must be left alone at once.
+        False: the build is suspended and dispatched again when there is room; it must be left alone at once.
         """
         ...
 
-    def add(self, part: PartialChunk[T]) -> None:
+    def add(self, finished: PartialChunk[T]) -> None:
         """Batches are finished, in order. The caller must not keep them."""
         ...
 
@@ -55,7 +56,7 @@ class Build(Protocol[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class CopyStats:
-    """The copies of batches that were handed out before they were made."""
+    """The copies of batches that were delivered before they were made."""
 
     starved_s: float = 0.0
     """Seconds that the consumer has waited for them, or made them itself."""
@@ -72,7 +73,7 @@ class Builders(Protocol[T]):
     """Chunks that are built at a time."""
 
     def build(self, build: Build[T]) -> None:
-        """Build a chunk, or go on with one that was laid aside. Called under the engine's lock: no waits."""
+        """Build a chunk, or go on with one that was suspended. Called under the engine's lock: no waits."""
         ...
 
     @property
@@ -88,7 +89,7 @@ class Builders(Protocol[T]):
         """The copies so far."""
         return CopyStats()
 
-    def places(self) -> list[str]:
+    def contexts(self) -> list[str]:
         """What is being built now and where, in words."""
         ...
 
@@ -236,7 +237,7 @@ class ThreadBuilders(PriorityPool, Generic[T]):
             self.account()
 
     def _finish(self, build: Build[T]) -> None:
-        """Make the batches that are left, unless the engine lays the build aside."""
+        """Make the batches that are left, unless the engine suspends the build."""
         progress: _Progress[T] = build.progress
         while progress.error is None:
             if not build.may_go_on():
@@ -245,14 +246,14 @@ class ThreadBuilders(PriorityPool, Generic[T]):
             try:
                 if progress.batches is None:
                     progress.batches = build.chunk.finish()
-                part = next(progress.batches, None)
+                finished = next(progress.batches, None)
             except BaseException as caught:
                 progress.error = caught
                 break
-            if part is None:
+            if finished is None:
                 break
-            build.add(part)
-            del part  # the consumer may have it now
+            build.add(finished)
+            del finished  # the consumer may have it now
         self._end(build, progress.error)
 
     def _end(self, build: Build[T], error: BaseException | None) -> None:

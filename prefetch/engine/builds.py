@@ -1,10 +1,10 @@
 """Chunks in stream order, from those that wait for their windows to those that wait for the consumer.
 
 Whatever order chunks are built in, they leave in the order in which they came, each as a whole unless some of
-its batches are due. What fails comes behind the batches that were finished before it. What only shows when a
-batch is made is charged then, and before it as much is reserved as the last ones took; a build that gets no
-room is laid aside between two batches. The one at the head of the order goes on all the same when what it has
-finished was handed out, so that there always is progress.
+its batches are flushed early. What fails comes behind the batches that were finished before it. What only
+shows when a batch is made is charged then, and before it as much is reserved as the last ones took; a build
+that gets no room is suspended between two batches. The one at the head of the order goes on all the same when
+what it has finished was delivered, so that there always is progress.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FORGETS = 8
 
 
 class ChunkBuild(Generic[T]):
-    """The engine's side of a `Build`: a chunk that was handed out, and what of it waits for the consumer."""
+    """The engine's side of a `Build`: a chunk that was dispatched, and what of it waits for the consumer."""
 
     def __init__(self, queue: ChunkQueue[T], chunk: Chunk[T], nbytes: int, number: int) -> None:
         self.chunk, self.number, self._queue = chunk, number, queue
@@ -38,13 +38,13 @@ class ChunkBuild(Generic[T]):
         """Credits of its output."""
         self.began_s = time.perf_counter()
         self.error: BaseException | None = None
-        self.is_done = self.is_aside = self.is_finishing = False
-        self.parts: deque[PartialChunk[T]] = deque()
-        """Finished, to be handed out."""
+        self.is_done = self.is_suspended = self.is_finishing = False
+        self.partials: deque[PartialChunk[T]] = deque()
+        """What is finished, and to be delivered."""
         self.ahead_bytes = 0
-        """Of slots, charged for the part to come."""
+        """The bytes of slots that are charged for the next partial chunk."""
         self.reserved_bytes = 0
-        """For what the part to come makes, which shows only then."""
+        """The credits for what the next partial chunk makes, which shows only then."""
         self.num_delivered = 0
 
     @property
@@ -59,25 +59,25 @@ class ChunkBuild(Generic[T]):
             if not is_dropped and self._queue.make_room(self):
                 self.is_finishing = True
                 return True
-            self._queue.lay_aside(self)
+            self._queue.suspend(self)
             return False
 
-    def add(self, part: PartialChunk[T]) -> None:
+    def add(self, partial: PartialChunk[T]) -> None:
         """See `Build`."""
         with self._queue.lock:
-            charged = part.slot_bytes + part.heap_bytes
-            if part.batches:
-                self._queue.end_room(self, part.made_bytes or part.heap_bytes)
+            charged = partial.slot_bytes + partial.heap_bytes
+            if partial.batches:
+                self._queue.end_room(self, partial.made_bytes or partial.heap_bytes)
             if charged:  # views of the chunk's slots cost nothing beyond it
                 self._queue.ledger.charge(State.READY, charged)
-                self.ahead_bytes += part.slot_bytes
-            if part.batches:
-                if self.ahead_bytes != part.slot_bytes:
-                    part = replace(part, slot_bytes=self.ahead_bytes)
-                self.parts.append(part)
+                self.ahead_bytes += partial.slot_bytes
+            if partial.batches:
+                if self.ahead_bytes != partial.slot_bytes:
+                    partial = replace(partial, slot_bytes=self.ahead_bytes)
+                self.partials.append(partial)
                 self.ahead_bytes = 0
-                self._queue.num_finished += len(part.batches)
-                if part.is_due:
+                self._queue.num_finished += len(partial.batches)
+                if partial.flush_now:
                     self._queue.notify_if_deliverable()
 
     def end(self, error: BaseException | None = None) -> None:
@@ -88,12 +88,12 @@ class ChunkBuild(Generic[T]):
     @property
     def num_ready(self) -> int:
         """Finished batches."""
-        return sum(len(part.batches) for part in self.parts)
+        return sum(len(partial.batches) for partial in self.partials)
 
     @property
     def must_go_on(self) -> bool:
         """Whether the consumer waits for a batch that is not made: nothing else would make room for it."""
-        return self is self._queue.line[0] and not self.parts
+        return self is self._queue.line[0] and not self.partials
 
     @property
     def is_deliverable(self) -> bool:
@@ -101,7 +101,11 @@ class ChunkBuild(Generic[T]):
 
         What is being built comes whole, unless that takes long.
         """
-        return self.is_done or (self.is_aside and bool(self.parts)) or any(p.is_due for p in self.parts)
+        return (
+            self.is_done
+            or (self.is_suspended and bool(self.partials))
+            or any(one.flush_now for one in self.partials)
+        )
 
 
 class ChunkQueue(Generic[T]):
@@ -129,22 +133,23 @@ class ChunkQueue(Generic[T]):
         self.lock, self.ledger, self._windows, self._builders = options.monitor, ledger, windows, builders
         self._on_end, self._depth = on_end, depth
         self.line: deque[ChunkBuild[T]] = deque()
-        """Chunks that were handed out and not delivered."""
-        self._aside: deque[ChunkBuild[T]] = deque()
+        """The chunks that were dispatched and not delivered."""
+        self._suspended: deque[ChunkBuild[T]] = deque()
         self._copying: deque[ChunkBuild[T]] = deque()
         """Built, but for copies that are made while the consumer takes them."""
         self._num_chunks = 0
-        """Handed out so far."""
+        """The number of chunks that were dispatched so far."""
         self.num_batches = 0
         """In the line. Read without the lock, too."""
         self.num_finished = 0
         """Of them, those that are finished."""
         self.num_running = 0
-        """Chunks of the line that are neither done nor laid aside."""
+        """Chunks of the line that are neither done nor suspended."""
         self.has_held_back = False
         """Whether the depth has kept idle builders from work; reset by who reads it."""
-        self.piece_bytes = 0
-        """What making a part takes that only shows then, by those that were made last."""
+        self.partial_bytes = 0
+        """The bytes that making a partial chunk takes and that only show then, by those that were made
+        last."""
         self.leads_s: list[float] = []
         """From start to finish of chunks, since it was cleared."""
         self.is_closed = False
@@ -174,7 +179,7 @@ class ChunkQueue(Generic[T]):
             self.line.append(build)
             self.num_batches += chunk.num_batches
             if error is not None:
-                self._settle(build, error)
+                self._finish(build, error)
                 self.lock.notify_all()
                 continue
             self.num_running += 1
@@ -187,37 +192,37 @@ class ChunkQueue(Generic[T]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the consumer has made all that was handed out: nothing here gives credits back any more."""
+        """Whether the consumer has made all that was delivered: nothing here gives credits back any more."""
         return not self.line and not self._copying
 
     def make_room(self, build: ChunkBuild[T]) -> bool:
-        """Reserve what making the next part takes, by the last ones; whether it may be made."""
+        """Reserve what making the next partial chunk takes, by the last ones; whether it may be made."""
         self._release_room(build)
         if build.num_delivered + build.num_ready == build.chunk.num_batches:
             return True  # nothing is left to make
-        if not self.ledger.reserve(State.BUILDING, self.piece_bytes):
+        if not self.ledger.reserve(State.BUILDING, self.partial_bytes):
             if not build.must_go_on:
                 return False
-            self.ledger.charge(State.BUILDING, self.piece_bytes)
-        build.reserved_bytes = self.piece_bytes
+            self.ledger.charge(State.BUILDING, self.partial_bytes)
+        build.reserved_bytes = self.partial_bytes
         return True
 
     def end_room(self, build: ChunkBuild[T], made_bytes: int) -> None:
-        """A part is made, which took so much."""
+        """Record what a partial chunk took."""
         self._release_room(build)
-        self.piece_bytes = max(made_bytes, self.piece_bytes - self.piece_bytes // _FORGETS)
-        self._windows.keep_free(self.piece_bytes * self._builders.num_builders)
+        self.partial_bytes = max(made_bytes, self.partial_bytes - self.partial_bytes // _FORGETS)
+        self._windows.keep_free(self.partial_bytes * self._builders.num_builders)
 
     def _release_room(self, build: ChunkBuild[T]) -> None:
         self.ledger.release(State.BUILDING, build.reserved_bytes)
         build.reserved_bytes = 0
 
-    def lay_aside(self, build: ChunkBuild[T]) -> None:
+    def suspend(self, build: ChunkBuild[T]) -> None:
         """A build makes no more batches until there is room."""
         self._release_room(build)
         self.num_running -= 1
-        build.is_aside = True
-        self._aside.append(build)
+        build.is_suspended = True
+        self._suspended.append(build)
         self.notify_if_deliverable()
 
     def notify_if_deliverable(self) -> None:
@@ -226,45 +231,45 @@ class ChunkQueue(Generic[T]):
             self.lock.notify_all()
 
     def resume(self) -> None:
-        """Hand out again what was laid aside and has room."""
-        if not self._aside:
+        """Dispatch again what was suspended and has room."""
+        if not self._suspended:
             return
-        builds, self._aside = self._aside, deque()
+        builds, self._suspended = self._suspended, deque()
         for build in builds:
             if self.make_room(build):
-                build.is_aside = False
+                build.is_suspended = False
                 self.num_running += 1
                 self._builders.build(build)
             else:
-                self._aside.append(build)
+                self._suspended.append(build)
 
     def end(self, build: ChunkBuild[T], error: BaseException | None) -> None:
         """A chunk is built, or failed."""
         self.num_running -= 1
-        self._settle(build, error)
+        self._finish(build, error)
         self._on_end()
 
     def take(self, most_bytes: int) -> tuple[Batches[T], int, int]:
         """Batches of the head, and their charged bytes of slots and of heap.
 
-        All that cost nothing beyond their chunk, else a part of at most `most_bytes`, or one part. The last
-        ones of a chunk wait for its end, with which something must be delivered.
+        All that cost nothing beyond their chunk, else a part of at most `most_bytes`, or one partial chunk.
+        The last ones of a chunk wait for its end, with which something must be delivered.
         """
         build = self.line[0]
         batches: Batches[T] = ()
         slots = heap = 0
-        while build.parts:
-            part = build.parts[0]
-            if batches and slots + heap + part.slot_bytes + part.heap_bytes > most_bytes:
+        while build.partials:
+            partial = build.partials[0]
+            if batches and slots + heap + partial.slot_bytes + partial.heap_bytes > most_bytes:
                 break
-            num_taken = build.num_delivered + len(batches) + len(part.batches)
+            num_taken = build.num_delivered + len(batches) + len(partial.batches)
             if num_taken == build.chunk.num_batches and not build.is_done:
                 break
             # Taken out: the thread that built them may still hold the build, and must not keep what the
             # consumer drops.
-            build.parts.popleft()
-            batches = [*batches, *part.batches] if batches else part.batches
-            slots, heap = slots + part.slot_bytes, heap + part.heap_bytes
+            build.partials.popleft()
+            batches = [*batches, *partial.batches] if batches else partial.batches
+            slots, heap = slots + partial.slot_bytes, heap + partial.heap_bytes
         self.num_finished -= len(batches)
         build.num_delivered += len(batches)
         self.num_batches -= len(batches)
@@ -277,12 +282,12 @@ class ChunkQueue(Generic[T]):
 
     def drop_all(self) -> None:
         """Nothing is delivered any more."""
-        for builds in (self.line, self._aside):
+        for builds in (self.line, self._suspended):
             builds.clear()
         self._copying.clear()
         self.num_batches = 0
 
-    def _settle(self, build: ChunkBuild[T], error: BaseException | None) -> None:
+    def _finish(self, build: ChunkBuild[T], error: BaseException | None) -> None:
         """Credits move, and the chunk's windows lose a user."""
         self._release_room(build)
         self.ledger.move(State.BUILDING, State.READY, build.nbytes)
@@ -297,12 +302,12 @@ class ChunkQueue(Generic[T]):
         if error is None and build.chunk.reads_windows:
             self._copying.append(build)
         else:
-            self._windows.leave(build.chunk)
+            self._windows.release(build.chunk)
         build.is_done = True
 
-    def leave_windows(self) -> None:
-        """Let go of windows and credits of batches that were handed out before they were made."""
+    def release_windows(self) -> None:
+        """Let go of windows and credits of batches that were delivered before they were made."""
         while self._copying and not self._copying[0].chunk.reads_windows:
             build = self._copying.popleft()
-            self._windows.leave(build.chunk)
+            self._windows.release(build.chunk)
             self.ledger.release(State.READY, build.nbytes)

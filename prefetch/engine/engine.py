@@ -7,8 +7,8 @@ without end, and each window names its chunks. The engine
 * hands a chunk to the builders when its windows are staged, the ready depth asks for it, and the ledger has
   credit for its output, most urgent first; it gets batches in slots or an error back (`builders`);
 * delivers chunks in stream order, whatever order they finish in (`builds`);
-* charges what only shows when a batch is made, and lays a chunk aside between two batches while more is held
-  than the limit; the one at the head goes on when what it has finished is handed out;
+* charges what only shows when a batch is made, and suspends a chunk between two batches while more is held
+  than the limit; the one at the head goes on when what it has finished is delivered;
 * closes a window when the last chunk that needs it is built, and its batches are made, which may be while the
   consumer takes them; a chunk may need any windows that are open.
 
@@ -137,7 +137,7 @@ class Engine(Generic[T]):
             if self._windows.error:
                 raise self._windows.error
             return ()
-        if head.error and not head.parts:  # it comes behind the batches before it
+        if head.error and not head.partials:  # it comes behind the batches before it
             self._drop(head)
             raise head.error
         batches, slots, heap = self._queue.take(self._ledger.limit_bytes // _DELIVERED_SHARE)
@@ -145,7 +145,7 @@ class Engine(Generic[T]):
             self._ledger.move(State.READY, State.IN_USE, slots + heap)
         self._delivered_heap_bytes += heap
         self._delivered_bytes += slots
-        if head.is_done and not head.parts and not head.error:
+        if head.is_done and not head.partials and not head.error:
             self._drop(head)
         self._windows.delivered(head.chunk)
         self._delivered += len(batches)
@@ -155,7 +155,7 @@ class Engine(Generic[T]):
         return batches
 
     def _drop(self, head: ChunkBuild[T]) -> None:
-        """All of the head was handed out."""
+        """Record that all of the head was delivered."""
         self._queue.drop_head()
         if head.error or not head.chunk.reads_windows:  # else its credits stay as long
             leased = head.chunk.leased_bytes
@@ -182,7 +182,7 @@ class Engine(Generic[T]):
             self._limited_by = "" if self._queue.has_held_back else "building" if is_busy else "reading"
             self._queue.has_held_back = False
         self._consumer_waits = True
-        self._hurry()
+        self._raise_priority()
         try:
             while not self._is_deliverable():
                 if self._queue.is_closed:
@@ -203,8 +203,8 @@ class Engine(Generic[T]):
     def _reason(self) -> str:
         """What explains the wait, in words; "": nothing that is known."""
         if self._queue.line:
-            places = self._builders.places()
-            return f"one is being built, {places[0]}" if places else ""
+            contexts = self._builders.contexts()
+            return f"one is being built, {contexts[0]}" if contexts else ""
         return self._options.explain()
 
     def _running_work(self) -> str:
@@ -219,7 +219,7 @@ class Engine(Generic[T]):
         if self._queue.is_closed:
             return
         try:
-            self._queue.leave_windows()
+            self._queue.release_windows()
             self._queue.resume()
             self._queue.start()
             if self._failure is None:
@@ -228,7 +228,7 @@ class Engine(Generic[T]):
                 # Where nothing is to be read, no end of a read starts them.
                 if len(self._windows.chunks) > num_chunks:
                     self._queue.start()
-            self._hurry()
+            self._raise_priority()
         except Exception as error:  # a thread that ended here would leave the consumer waiting
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -241,10 +241,10 @@ class Engine(Generic[T]):
         ):  # each needless wake-up costs two switches
             self._changed.notify_all()
 
-    def _hurry(self) -> None:
+    def _raise_priority(self) -> None:
         """Tell the windows whose reads the consumer waits for."""
         if self._consumer_waits and not self._queue.line and self._windows.chunks:
-            self._windows.hurry()
+            self._windows.raise_priority()
 
     def _observe(self, nbytes: int) -> Observation:
         queue = self._queue

@@ -47,7 +47,7 @@ class MemoryHeld:
     ready_bytes: int
     """Finished batches waiting. 0 while training: the loader is the bottleneck."""
     in_use_bytes: int
-    """Batches the training code still references; of what functions of yours made, the last ones handed out.
+    """Batches the training code still references; of what functions of yours made, the last ones delivered.
     Grows without end: the code keeps batches."""
     peak_bytes: int
     """Largest sum of all four states so far, those in use included."""
@@ -65,11 +65,12 @@ class Ledger:
         self._total = 0
         self._peak = 0
         # Credits of what is in use come back from weakref callbacks, which may run inside any critical
-        # section of this very thread: they only append here (atomic), and the next reservation settles them.
+        # section of this very thread: they only append here (atomic), and the next reservation reconciles
+        # them.
         self._returned: deque[int] = deque()
         self._sources: list[Callable[[], None]] = []
 
-    def settle_first(self, source: Callable[[], None]) -> None:
+    def reconcile_first(self, source: Callable[[], None]) -> None:
         """Call `source` before the account is looked at: it gives back what has come back to it."""
         self._sources.append(source)
 
@@ -79,7 +80,7 @@ class Ledger:
         `head_of_order` requests do not count bytes in use and keep nothing free.
         """
         with self._lock:
-            self._settle()
+            self._reconcile()
             held = self._total
             if head_of_order:
                 held, keep_bytes = held - self._held[State.IN_USE], 0
@@ -91,7 +92,7 @@ class Ledger:
     def charge(self, state: State, nbytes: int) -> None:
         """Take credits for what is there already, whether or not they are."""
         with self._lock:
-            self._settle()
+            self._reconcile()
             self._add(state, nbytes)
 
     def move(self, source: State, target: State, nbytes: int) -> None:
@@ -110,7 +111,7 @@ class Ledger:
     def resize(self, limit_bytes: int) -> bool:
         """Change the limit; False, and nothing is changed, if more is held beside what is in use."""
         with self._lock:
-            self._settle()
+            self._reconcile()
             if limit_bytes <= 0 or self._total - self._held[State.IN_USE] > limit_bytes:
                 return False
             self.limit_bytes = limit_bytes
@@ -123,7 +124,7 @@ class Ledger:
     def snapshot(self) -> MemoryHeld:
         """The account now."""
         with self._lock:
-            self._settle()
+            self._reconcile()
             held = self._held
             return MemoryHeld(
                 limit_bytes=self.limit_bytes,
@@ -140,7 +141,7 @@ class Ledger:
         if self._total > self._peak:
             self._peak = self._total
 
-    def _settle(self) -> None:
+    def _reconcile(self) -> None:
         for source in self._sources:
             source()
         while self._returned:

@@ -6,7 +6,7 @@ the submitter knows to whom a failure belongs. `close` drops what has not begun 
 
 Threads are marked daemon only so that an interpreter that exits without closing the owner reaches the
 owner's `weakref.finalize` (which runs at exit and joins them); Python would otherwise wait for them
-before it runs any finaliser. They never outlive their owner.
+before it runs any finaliser. They end before their owner does.
 
 While threads of ours work beside training code, the interpreter is handed over quickly. A thread that comes
 back from a call without the interpreter lock waits until its holder has run for a *switch interval*, 5 ms
@@ -32,7 +32,7 @@ from pathlib import Path
 from types import FrameType
 
 from prefetch.engine.stats import StageStats
-from prefetch.memory.interrupts import Monitor, UnlistedThread
+from prefetch.memory.interrupts import HiddenThread, Monitor
 from prefetch.work import Task
 
 SWITCH_INTERVAL_S = 1e-4
@@ -64,7 +64,7 @@ class PriorityPool:
         """Of tasks that run: by thread, the time and the thread's processor time when they began."""
         self._initializer, self._about = initializer, about
         self._threads = [
-            UnlistedThread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
+            HiddenThread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -113,7 +113,7 @@ class PriorityPool:
         """Of the threads, as `frames_of_threads` knows them."""
         return [thread.ident for thread in self._threads if thread.ident is not None]
 
-    def places(self) -> list[str]:
+    def contexts(self) -> list[str]:
         """Where the code of each running task stands, in words: in what it calls, the task itself aside.
 
         What `about` has to say of the innermost frame comes behind.
@@ -122,7 +122,7 @@ class PriorityPool:
 
         frames = frames_of_threads()
         known = [frame for ident in self.idents if (frame := frames.get(ident)) is not None]
-        return [place + self._about(frame) for frame in known if (place := place_of(frame))]
+        return [context + self._about(frame) for frame in known if (context := context_of(frame))]
 
     @property
     def runs_here(self) -> bool:
@@ -161,8 +161,8 @@ class PriorityPool:
             del task  # a finished task must not keep its buffers alive while the thread waits
 
 
-def place_in(stacks: str) -> str:
-    """As `place_of`, of stacks that `faulthandler` wrote: the first in which our code calls another's."""
+def context_in(stacks: str) -> str:
+    """As `context_of`, of stacks that `faulthandler` wrote: the first in which our code calls another's."""
     for stack in re.split(r"^(?:Current thread|Thread) ", stacks, flags=re.MULTILINE):
         called = ""
         for file, line, name in re.findall(r'^ *File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE):
@@ -174,7 +174,7 @@ def place_in(stacks: str) -> str:
     return ""
 
 
-def place_of(frame: FrameType | None) -> str:
+def context_of(frame: FrameType | None) -> str:
     """The frame that our own code called, or its innermost; "": the thread waits for a task."""
     called = frame
     while frame is not None and not frame.f_code.co_filename.startswith(_OURS):

@@ -83,7 +83,7 @@ class EngineStats:
     delivered_batches: int
     """Those of a chunk at once, also where they are made while the consumer takes them."""
     delivered_bytes: int
-    """Slots handed out."""
+    """The bytes of the slots that were delivered."""
     ready_batches: int
     """Finished batches waiting. 0: the consumer is faster. At the depth: the loader is ahead."""
     depth: int

@@ -63,7 +63,7 @@ class WindowQueue:
         """Whether the first batch is still to be delivered, and nothing is read ahead until then."""
         self._readers = PriorityPool(options.num_readers, "dataflow-read", initializer=options.initializer)
         self.chunks: deque[Chunk[Any]] = deque()
-        """Those of admitted windows, in stream order, from the first that was not handed out to be built."""
+        """Those of admitted windows, in stream order, from the first that was not dispatched."""
         self._num_chunks = 0
         """Of all windows so far."""
         self._newest_epoch = epoch
@@ -105,18 +105,18 @@ class WindowQueue:
             is_staged = is_staged and not opened.num_reads_left
         return is_staged, None
 
-    def hurry(self) -> None:
+    def raise_priority(self) -> None:
         """The consumer waits for the windows of the first chunk."""
         for window in self.chunks[0].needs:
             if self._open[id(window)].num_reads_left:
-                window.hurry()
+                window.raise_priority()
 
     def keep_free(self, nbytes: int) -> None:
         """Leave so much credit for what builders make, but half of the limit at most."""
         most = max(self._least_kept_bytes, self._ledger.limit_bytes // 2)
         self._keep_bytes = min(max(self._least_kept_bytes, nbytes), most)
 
-    def leave(self, chunk: Chunk[Any]) -> None:
+    def release(self, chunk: Chunk[Any]) -> None:
         """A chunk needs its windows no more."""
         for window in chunk.needs:
             opened = self._open[id(window)]
@@ -136,7 +136,7 @@ class WindowQueue:
 
         Args:
             is_awaited: whether the consumer asks for batches now.
-            is_idle: whether all chunks that were handed out have been delivered, and copied.
+            is_idle: whether all chunks that were dispatched have been delivered, and copied.
 
         Raises `MemoryLimitError` if the next window can never be admitted.
         """

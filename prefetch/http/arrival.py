@@ -20,7 +20,7 @@ doubles it; by itself it would let it grow to several MiB. It is also what may c
 
 
 class Arrival:
-    """A place for the bytes, and the patience to wait for them. Used by one task of an event loop.
+    """A destination for the bytes, and the patience to wait for them. Used by one task of an event loop.
 
     Args:
         memory: for all bytes.
@@ -39,7 +39,7 @@ class Arrival:
         self._task: asyncio.Task[Any] | None = None
         self._expired = False
         self._pause_ends: asyncio.TimerHandle | None = None
-        self.place = Destination(
+        self.dest = Destination(
             memory,
             self._arrived,
             when_still=None if pause is None else pause.stand_still,
@@ -47,7 +47,7 @@ class Arrival:
         )
 
     async def wait_for(self, filling: Awaitable[None]) -> bool:
-        """Wait until the place is filled; False: no byte came for too long. Raises what `filling` raises."""
+        """Wait until all bytes came; False: none came for too long. Raises what `filling` raises."""
         self._task = task = asyncio.current_task()
         assert task is not None
         cancels = task.cancelling()
@@ -64,7 +64,7 @@ class Arrival:
             return False
         finally:
             # What is over may be kept by nobody: a task knows its frames.
-            self.place.close()
+            self.dest.close()
             self._look_again.cancel()
             if self._pause_ends is not None:
                 self._pause_ends.cancel()
@@ -90,11 +90,11 @@ class Arrival:
         if self._pause_ends is not None:
             self._pause_ends.cancel()
             self._pause_ends = None
-        if not self.place.is_open or self._expired or self._look_again is None:
+        if not self.dest.is_open or self._expired or self._look_again is None:
             return  # told too late
         if seconds is not None:
             self._pause_ends = self._loop.call_later(seconds, self._stand, None)
-        self.place.stand(still=seconds is not None)
+        self.dest.stand(still=seconds is not None)
         self._until_s = self._loop.time() + self._stall_s + (seconds or 0.0)
         self._look_again.cancel()  # a pause may end before its time
         self._look_again = self._loop.call_at(self._until_s, self._look)

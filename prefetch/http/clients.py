@@ -1,4 +1,4 @@
-"""Fill a place with the bytes of a range, by whatever a filesystem offers, as they arrive.
+"""Fill a destination with the bytes of a range, by whatever a filesystem offers, as they arrive.
 
 fsspec's `cat_file` gives a range whole or not at all; a body that breaks near its end would be paid twice.
 HTTP and S3 are read past their clients where that can be (`prefetch.http.direct`). Where it cannot, fsspec's
@@ -7,7 +7,7 @@ response says of the object is held against the catalog, so that no body is ever
 version. Other asynchronous filesystems give their ranges whole (`whole_body`).
 
 Coroutines, for the filesystem's own event loop. They have no time-outs of their own: whoever awaits has.
-They end when the place is full or the body ended, and write nothing into it after their end.
+They end when the destination is full or the body ended, and write nothing into it after their end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prefetch.http.hub import hub_body
 from prefetch.http.responses import Check, check_range, gives_own_bytes, raise_for_status
 
 Fill = Callable[[Any, str, int, Destination, Check], Awaitable[None]]
-"""`fill(fs, path, start, place, check)` puts the object's bytes from `start` into a place."""
+"""`fill(fs, path, start, dest, check)` puts the object's bytes from `start` into a destination."""
 
 Client = tuple[Fill, bool]
 """How a filesystem's bytes are asked for, and whether they come in pieces."""
@@ -50,22 +50,22 @@ def client_of(fs: Any) -> Client | None:
     return whole_body, False
 
 
-async def http_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
+async def http_body(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
     """From fsspec's HTTPFileSystem."""
     with suppress(NotDirectError):
-        await direct_http(fs, path, start, place, check)
+        await direct_http(fs, path, start, dest, check)
         return
-    await aiohttp_body(fs, path, start, place, check)
+    await aiohttp_body(fs, path, start, dest, check)
 
 
-async def aiohttp_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
+async def aiohttp_body(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
     """By the session of fsspec's HTTPFileSystem, which knows redirects, chunks and all options."""
     import aiohttp
 
     session = await fs.set_session()
     options = {"timeout": aiohttp.ClientTimeout(total=None), "read_bufsize": PIECE_BYTES, **fs.kwargs}
     # A body compressed on its way has other ranges than the object.
-    headers = {"Range": f"bytes={start}-{start + len(place.rest) - 1}", "Accept-Encoding": "identity"}
+    headers = {"Range": f"bytes={start}-{start + len(dest.rest) - 1}", "Accept-Encoding": "identity"}
     options["headers"] = {**options.get("headers", {}), **headers}
     # Unpacked are only whole objects that the server compresses whatever it is asked.
     for unpacks in (False, True):
@@ -77,27 +77,27 @@ async def aiohttp_body(fs: Any, path: str, start: int, place: Destination, check
                     continue
                 fields = {name: fields[name] for name in fields.keys() & {"etag", "last-modified"}}
             check_range(response.status, fields, start, check)
-            while len(place.rest) and (piece := await response.content.readany()):
-                place.put(piece)
+            while len(dest.rest) and (piece := await response.content.readany()):
+                dest.put(piece)
         return
 
 
-async def s3_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
+async def s3_body(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
     """From s3fs."""
     with suppress(NotDirectError):
-        await direct_s3(fs, path, start, place, check)
+        await direct_s3(fs, path, start, dest, check)
         return
-    await botocore_body(fs, path, start, place, check)
+    await botocore_body(fs, path, start, dest, check)
 
 
-async def botocore_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
+async def botocore_body(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
     """By the client of s3fs. Its own retries are passed by; those of the client, botocore, come first."""
     from s3fs.errors import translate_boto_error
 
     bucket, key, version = fs.split_path(path)
     await fs.set_session()
     client = await fs.get_s3(bucket)
-    last = start + len(place.rest) - 1
+    last = start + len(dest.rest) - 1
     request = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{last}", **fs.req_kw}
     if version is not None:
         request["VersionId"] = version
@@ -109,12 +109,12 @@ async def botocore_body(fs: Any, path: str, start: int, place: Destination, chec
     try:
         fields = {"etag": response.get("ETag", ""), "content-range": response.get("ContentRange", "")}
         check_range(206 if fields["content-range"] else 200, fields, start, check)
-        while len(place.rest) and (piece := await body.read(PIECE_BYTES)):
-            place.put(piece)
+        while len(dest.rest) and (piece := await body.read(PIECE_BYTES)):
+            dest.put(piece)
     finally:
         body.close()
 
 
-async def whole_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
+async def whole_body(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
     """In one piece, from any asynchronous filesystem; the caller has checked the object."""
-    place.put(await fs._cat_file(path, start=start, end=start + len(place.rest)))
+    dest.put(await fs._cat_file(path, start=start, end=start + len(dest.rest)))

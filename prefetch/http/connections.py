@@ -139,7 +139,7 @@ class Connections:
     async def request(
         self, origin: Origin, head: bytes, accept: Accept, *, receive_bytes: int | None = None
     ) -> None:
-        """Send a request without a body; it ends when the place that `accept` gave is full or the body ends.
+        """Send a request without a body; it ends when what `accept` gave is full or the body ends.
 
         `receive_bytes`: what the kernel may keep for us of what comes; None: as it sees fit.
 
@@ -159,7 +159,7 @@ class Connections:
                     raise
                 continue
             finally:
-                connection.leave()
+                connection.release()
                 if connection.is_reusable:
                     self._keep((origin, receive_bytes), connection)
                 else:
@@ -221,9 +221,9 @@ class _Connection(asyncio.BufferedProtocol):
         self._used = False
         self._keeps = True
         self._accept: Accept | None = None
-        self._place: Destination | None = None
+        self._dest: Destination | None = None
         self._left = 0
-        """Bytes of the body that are still to come into the place."""
+        """Bytes of the body that are still to come into the destination."""
         self._ended: asyncio.Future[None] | None = None
         """Of the request that is being answered."""
 
@@ -233,14 +233,14 @@ class _Connection(asyncio.BufferedProtocol):
         return self._ended is None and self._keeps and transport is not None and not transport.is_closing()
 
     def ask(self, request: bytes, accept: Accept) -> asyncio.Future[None]:
-        """Send a request; its answer is at its end when the future is done. Then, or before, `leave`."""
+        """Send a request; its answer is at its end when the future is done. Then, or before, `release`."""
         assert self._transport is not None
         self._ended, self._accept = asyncio.get_running_loop().create_future(), accept
         self._transport.write(request)
         return self._ended
 
-    def leave(self) -> None:
-        """Write nothing more into the place; a connection whose answer did not end is of no more use."""
+    def release(self) -> None:
+        """Write nothing more; a connection whose answer did not end is of no more use."""
         self._detach()
         self._keeps &= self._ended is not None and self._ended.done() and not self._ended.cancelled()
         self._used = True
@@ -261,7 +261,7 @@ class _Connection(asyncio.BufferedProtocol):
             kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_bytes)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._place is not None:
+        if self._dest is not None:
             self._fail(CutBodyError(f"the body ended {self._left} bytes too early"))
         elif self._used and not self._head:
             self._fail(_StaleError("the server closed the connection"))
@@ -269,14 +269,14 @@ class _Connection(asyncio.BufferedProtocol):
             self._fail(ConnectionResetError(f"the server closed the connection before it answered: {error}"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._place is not None and self._ended is not None:
-            return self._place.rest[: self._left]
+        if self._dest is not None and self._ended is not None:
+            return self._dest.rest[: self._left]
         return self._head_room
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._ended is None or self._ended.done():
             self.abort()  # nothing was asked, or more came than the answer should have
-        elif self._place is not None:
+        elif self._dest is not None:
             self._filled(nbytes)
         else:
             self._read_head(nbytes)
@@ -298,7 +298,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._keeps &= head.keeps_connection
             length = head.length
             try:
-                place = self._accept(head)  # type: ignore[misc]
+                dest = self._accept(head)  # type: ignore[misc]
             except Exception:
                 self._keeps &= length == len(body)
                 raise
@@ -308,29 +308,29 @@ class _Connection(asyncio.BufferedProtocol):
             self._fail(error, keeps=self._keeps and not isinstance(error, BadAnswerError))
             return
         # What nobody reads would come before the next answer.
-        self._keeps &= len(body) <= length <= len(place.rest)
-        self._left = min(length, len(place.rest))
-        self._place = place
-        place.attach(self._transport)
+        self._keeps &= len(body) <= length <= len(dest.rest)
+        self._left = min(length, len(dest.rest))
+        self._dest = dest
+        dest.attach(self._transport)
         if len(body):
             body = body[: self._left]
-            place.rest[: len(body)] = body
+            dest.rest[: len(body)] = body
         self._filled(len(body))
 
     def _filled(self, nbytes: int) -> None:
-        assert self._place is not None
+        assert self._dest is not None
         assert self._ended is not None
         self._left -= nbytes
         if nbytes:
-            self._place.filled(nbytes)
+            self._dest.filled(nbytes)
         if not self._left:
             self._detach()
             self._ended.set_result(None)
 
     def _detach(self) -> None:
-        if self._place is not None:
-            self._place.attach(None)
-            self._place = None
+        if self._dest is not None:
+            self._dest.attach(None)
+            self._dest = None
 
     def _fail(self, error: Exception, *, keeps: bool = False) -> None:
         self._keeps = keeps

@@ -88,8 +88,8 @@ _routes: WeakKeyDictionary[Any, _Route] = WeakKeyDictionary()
 """By filesystem, which a child of a fork has its own of."""
 
 
-async def direct_http(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
-    """Fill a place from fsspec's HTTPFileSystem.
+async def direct_http(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
+    """Fill a destination from fsspec's HTTPFileSystem.
 
     Raises:
         NotDirectError: see there.
@@ -100,11 +100,11 @@ async def direct_http(fs: Any, path: str, start: int, place: Destination, check:
     if target is None:
         url = urlsplit(str(fs.encode_url(path)))
         target = route.new_target(path, url.netloc, url)
-    await _get(route, target, path, start, place, check)
+    await _get(route, target, path, start, dest, check)
 
 
-async def direct_s3(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
-    """Fill a place from s3fs; raises what `direct_http` raises."""
+async def direct_s3(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
+    """Fill a destination from s3fs; raises what `direct_http` raises."""
     route = _of(fs, _headers_of_s3)
     target = route.target(path)
     if target is None:
@@ -116,7 +116,7 @@ async def direct_s3(fs: Any, path: str, start: int, place: Destination, check: C
         if _has_own_ways(fs, url):
             route.not_direct.add(bucket)
         target = route.new_target(path, bucket, url, for_s=_SIGNATURE_USED_S)
-    await _get(route, target, path, start, place, check, signed=True)
+    await _get(route, target, path, start, dest, check, signed=True)
 
 
 def _get(
@@ -124,7 +124,7 @@ def _get(
     target: _Target,
     path: str,
     start: int,
-    place: Destination,
+    dest: Destination,
     check: Check,
     *,
     signed: bool = False,
@@ -143,10 +143,10 @@ def _get(
             route.not_direct.add(store)
             raise NotDirectError
         check_range(status, fields, start, check)
-        return place
+        return dest
 
-    request = b"%bRange: bytes=%d-%d\r\n\r\n" % (target.request, start, start + len(place.rest) - 1)
-    return Connections.here().request(target.origin, request, accept, receive_bytes=place.receive_bytes)
+    request = b"%bRange: bytes=%d-%d\r\n\r\n" % (target.request, start, start + len(dest.rest) - 1)
+    return Connections.here().request(target.origin, request, accept, receive_bytes=dest.receive_bytes)
 
 
 def _of(fs: Any, headers_of: Any) -> _Route:

@@ -161,8 +161,8 @@ class _MovedError(Exception):
         self.head = head
 
 
-async def hub_body(fs: Any, path: str, start: int, place: Destination, check: Check) -> None:
-    """Fill a place from `sharding.hub.filesystem.HubFileSystem`.
+async def hub_body(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
+    """Fill a destination from `sharding.hub.filesystem.HubFileSystem`.
 
     Raises:
         StatusError, FileNotFoundError, OSError: as `prefetch.retries` sorts them; what `check` raises.
@@ -175,7 +175,7 @@ async def hub_body(fs: Any, path: str, start: int, place: Destination, check: Ch
     for _ in range(_MOST_REDIRECTS):
         address = await addresses.find(path, fs.file_address(path))
         try:
-            await _get(address, path, start, place, check)
+            await _get(address, path, start, dest, check)
             return
         except _MovedError as moved:
             addresses.moved(path, address, moved.head)
@@ -191,7 +191,7 @@ async def hub_body(fs: Any, path: str, start: int, place: Destination, check: Ch
     raise StatusError(508, f"the content was redirected {_MOST_REDIRECTS} times")
 
 
-async def _get(address: _Address, path: str, start: int, place: Destination, check: Check) -> None:
+async def _get(address: _Address, path: str, start: int, dest: Destination, check: Check) -> None:
     def is_the_indexed(info: Info) -> None:
         # The content network's own etag is not the Hub's: what a file is, its address says.
         check({"size": info.get("size"), "ETag": address.content})
@@ -202,12 +202,12 @@ async def _get(address: _Address, path: str, start: int, place: Destination, che
         _note_pause(address, head)
         raise_for_status(head.status, head.reason, head.fields, path)
         check_range(head.status, head.fields, start, is_the_indexed)
-        return place
+        return dest
 
     _refuse_too_early(address)
-    last = start + len(place.rest) - 1
+    last = start + len(dest.rest) - 1
     request = b"%bRange: bytes=%d-%d\r\n\r\n" % (address.request, start, last)
-    await Connections.here().request(address.origin, request, accept, receive_bytes=place.receive_bytes)
+    await Connections.here().request(address.origin, request, accept, receive_bytes=dest.receive_bytes)
 
 
 class _NoBodyError(Exception):

@@ -78,7 +78,7 @@ class BatchWriter:
         out = torch.from_numpy(leased).view(elem.dtype).view(len(batch), *elem.shape)
         return torch.stack(batch, 0, out=out)
 
-    def _place(self, tensor: torch.Tensor) -> int | None:
+    def _shared_offset(self, tensor: torch.Tensor) -> int | None:
         address = tensor.data_ptr()
         if self.takes_parts:
             return self._region.offset_of(address) if self._region.holds(address) else None
@@ -88,7 +88,7 @@ class BatchWriter:
 
     def put(self, obj: Any) -> tuple[int, PackedObject]:
         """Copy an object into shared memory; gives its offset in the file."""
-        packed = pack(obj, place=self._place, by_value=self._by_value)
+        packed = pack(obj, shared_offset=self._shared_offset, by_value=self._by_value)
         self._by_value = packed.by_value or None
         leased: Buffer = self._region.arena.lease(packed.nbytes)
         packed.copy_to(leased.__array_interface__["data"][0])

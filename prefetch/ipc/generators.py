@@ -16,7 +16,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 _STATE_BYTES = 625 * 4
-"""MT19937: 624 words and the place in them."""
+"""MT19937: 624 words and the position in them."""
 
 
 def seed_all(base_seed: int, number: int) -> None:
@@ -53,8 +53,8 @@ def _address_of_python_state() -> int | None:
         or _random.Random.__basicsize__ < object.__basicsize__ + _STATE_BYTES
     ):
         return None
-    place, *words = np.frombuffer(ctypes.string_at(address, _STATE_BYTES), np.uint32).tolist()
-    return address if (*words, place) == random.getstate()[1] else None
+    position, *words = np.frombuffer(ctypes.string_at(address, _STATE_BYTES), np.uint32).tolist()
+    return address if (*words, position) == random.getstate()[1] else None
 
 
 def copied_random_state(state: Any) -> Any:

@@ -43,8 +43,8 @@ _MOST_SHARED = 64
 
 Shared = tuple[int, int]
 """Descriptor and bytes of a tensor's storage in torch's shared memory."""
-Place = Callable[[Tensor], int | None]
-"""Where a tensor's bytes lie already in memory that both sides map, as an offset; None: nowhere."""
+SharedOffset = Callable[[Tensor], int | None]
+"""Returns the offset of a tensor's bytes in memory that both sides map already; None: they lie elsewhere."""
 ViewAt = Callable[[int, int], Buffer]
 """(offset, bytes) -> that memory."""
 
@@ -117,13 +117,13 @@ def read_packed(start: WorkerStart) -> Any:
 class _Packer:
     """Collects parts while a pickler runs."""
 
-    def __init__(self, place: Place | None, share: bool) -> None:
+    def __init__(self, shared_offset: SharedOffset | None, share: bool) -> None:
         self.shared: dict[int, Shared] | None = {} if share else None
         self.parts: list[tuple[int, int, int, Any]] = []
         self.spans: list[tuple[int, int]] = []
         self.placed: list[tuple[Tensor, int]] = []
         self.end = self.placed_bytes = 0
-        self._place = place
+        self._shared_offset = shared_offset
         self.reducers: dict[type, Callable[[Any], Any]] = {
             Tensor: self._tensor,
             torch.UntypedStorage: self._storage,
@@ -170,8 +170,8 @@ class _Packer:
             else:
                 numel = span
         nbytes = numel * size
-        if self._place is not None and nbytes:
-            offset = self._place(tensor)
+        if self._shared_offset is not None and nbytes:
+            offset = self._shared_offset(tensor)
             if offset is not None:
                 self.placed.append((tensor, offset))
                 self.placed_bytes += nbytes
@@ -248,13 +248,13 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def pack(
-    obj: Any, *, place: Place | None = None, by_value: bool | None = None, share: bool = False
+    obj: Any, *, shared_offset: SharedOffset | None = None, by_value: bool | None = None, share: bool = False
 ) -> PackedObject:
     """Take an object apart.
 
     Args:
         obj: anything that pickles.
-        place: tells of tensors that need no copy.
+        shared_offset: offset of a tensor that needs no copy, as both sides map its memory; None: copy it.
         by_value: whether objects of the main module, and those without a name, go by value; None: only if
             they cannot go by name.
         share: whether tensors in torch's shared memory stay the same memory on both sides.
@@ -262,7 +262,7 @@ def pack(
     Raises whatever pickling raises.
     """
     if not by_value:
-        packer, file = _Packer(place, share), io.BytesIO()
+        packer, file = _Packer(shared_offset, share), io.BytesIO()
         pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=packer.buffer)
         pickler.dispatch_table = {**copyreg.dispatch_table, **packer.reducers}
         try:
@@ -271,7 +271,7 @@ def pack(
         except (pickle.PicklingError, AttributeError, TypeError):
             if by_value is False:
                 raise
-    packer, file = _Packer(place, share), io.BytesIO()
+    packer, file = _Packer(shared_offset, share), io.BytesIO()
     cloud = _CloudPickler(file, packer)
     cloud.dump(obj)
     packed = _packed(packer, file, by_value=True)
@@ -318,13 +318,13 @@ def unpack(
     if spans_bytes:
         start = meta_offset + meta_bytes
         spans = list(_SPAN.iter_unpack(buffer[start : start + spans_bytes].tobytes()))
-    before = getattr(_current, "place", None)
-    _current.place = (buffer, view_at, shared)
+    before = getattr(_current, "source", None)
+    _current.source = (buffer, view_at, shared)
     try:
         meta = buffer[meta_offset : meta_offset + meta_bytes]
         return pickle.loads(meta.data, buffers=[buffer[at : at + length] for at, length in spans])
     finally:
-        _current.place = before
+        _current.source = before
 
 
 def copies(obj: Any, count: int) -> list[Any]:
@@ -358,15 +358,15 @@ def _view(buffer: Buffer, dtype: torch.dtype, shape: Any, stride: Any, numel: in
 
 
 def _tensor(dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int) -> Tensor:
-    return _view(_current.place[0], dtype, shape, stride, numel, offset)
+    return _view(_current.source[0], dtype, shape, stride, numel, offset)
 
 
 def _placed(dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int, nbytes: int) -> Tensor:
-    return _view(_current.place[1](offset, nbytes), dtype, shape, stride, numel, 0)
+    return _view(_current.source[1](offset, nbytes), dtype, shape, stride, numel, 0)
 
 
 def _storage(offset: int, nbytes: int) -> torch.UntypedStorage:
-    return _view(_current.place[0], torch.uint8, (nbytes,), None, nbytes, offset).untyped_storage()
+    return _view(_current.source[0], torch.uint8, (nbytes,), None, nbytes, offset).untyped_storage()
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
@@ -374,7 +374,7 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.T
 
 
 def _shared(dtype: torch.dtype, shape: Any, stride: Any, offset: int, index: int) -> Tensor:
-    fd, nbytes = _current.place[2][index]
+    fd, nbytes = _current.source[2][index]
     storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
     return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
@@ -382,7 +382,7 @@ def _shared(dtype: torch.dtype, shape: Any, stride: Any, offset: int, index: int
 def _array(
     shape: tuple[int, ...], dtype: np.dtype[Any], order: Any, offset: int, writeable: bool
 ) -> NDArray[Any]:
-    array: NDArray[Any] = np.ndarray(shape, dtype, _current.place[0], offset, order=order)
+    array: NDArray[Any] = np.ndarray(shape, dtype, _current.source[0], offset, order=order)
     if not writeable:
         array.flags.writeable = False
     return array

@@ -25,7 +25,7 @@ class WorkerMessage:
     set the generators; remember them; begin the next epoch; do so with the generators that were remembered.
     """
 
-    TASK, GO_ON, ANSWER, SKIP, RANDOM, MARK, RESET, BACK = range(8)
+    TASK, GO_ON, ANSWER, SKIP, RANDOM, REMEMBER, RESET, BACK = range(8)
 
 
 class WorkerResult:

@@ -5,7 +5,7 @@ base object of the numpy array made from it, and torch keeps that array alive as
 tensor lives; so the death of the slot is the death of the last view, and the callback of a weak reference
 returns the slab. It may run in any thread, inside any critical section (garbage collection), and in the
 middle of a training loop, where a Ctrl-C that struck in Python code would be lost. Hence it is the `append`
-of a deque, and the account is settled by whoever asks the arena for something. Freed slabs are reused last
+of a deque, and the account is reconciled by whoever asks the arena for something. Freed slabs are reused last
 in first out while their pages are warm; before a new slab is mapped, the coldest free ones are unmapped until
 all mappings together fit `limit_bytes` (slots alone may exceed it: batches that the user keeps). Once the
 arena is closed nobody asks it any more: a leased slab then belongs to its slot, and dies with it.
@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.addresses import array_interface
-from prefetch.memory.lifetimes import DeathWatch
+from prefetch.memory.lifetimes import WeakCallback
 
 _HUGE = 2 << 20
 _TRIMS_IN_LIMIT = 8
@@ -64,9 +64,9 @@ class _Mapping:
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.address = np.frombuffer(self.memory, np.uint8).ctypes.data
         if register:
-            watch = DeathWatch(self)  # it is heard of before the memory goes
-            watch.call = register(self.address, nbytes)
-            self._watch = watch
+            callback = WeakCallback(self)  # it is heard of before the memory goes
+            callback.call = register(self.address, nbytes)
+            self._callback = callback
 
     def unmap(self) -> None:
         """Nothing more than to be dropped."""
@@ -129,7 +129,7 @@ class Arena:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the arena is closed")
-            self._settle()
+            self._reconcile()
             stack = self._free.get(size)
             slab = stack.pop() if stack else None
             self._leased_bytes += size
@@ -156,13 +156,13 @@ class Arena:
                 self._leased_bytes -= size
             raise
 
-    def settle(self) -> None:
+    def reconcile(self) -> None:
         """Take back what has died since the account was looked at last. Cheap."""
         if self._returned:
             with self._lock:
-                self._settle()
+                self._reconcile()
 
-    def _settle(self) -> None:
+    def _reconcile(self) -> None:
         """Sort returned slabs into the free lists. Under the lock."""
         while self._returned:
             back = self._returned.popleft()
@@ -180,7 +180,7 @@ class Arena:
         """Keep free slabs within another limit from now on."""
         with self._lock:
             self._limit_bytes = limit_bytes
-            self._settle()
+            self._reconcile()
             cold = self._take_cold()
         for slab in cold:
             slab.unmap()
@@ -201,21 +201,21 @@ class Arena:
     def num_leased(self) -> int:
         """Slots alive now."""
         with self._lock:
-            self._settle()
+            self._reconcile()
             return len(self._alive)
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes mapped: leased and free."""
         with self._lock:
-            self._settle()
+            self._reconcile()
             return self._free_bytes + self._leased_bytes
 
     def close(self) -> None:
         """Unmap every free slab; leased ones are unmapped as their last view dies. Idempotent."""
         with self._lock:
             self._closed = True
-            self._settle()
+            self._reconcile()
             slabs = [slab for stack in self._free.values() for slab in stack]
             self._free.clear()
             self._free_bytes = 0

@@ -32,7 +32,7 @@ from typing import Final
 
 import numpy as np
 
-from prefetch.memory.interrupts import UnlistedThread
+from prefetch.memory.interrupts import HiddenThread
 from prefetch.memory.lifetimes import only_ours
 
 _F_SETOWN_EX: Final = 15
@@ -96,7 +96,7 @@ class FileGuards:
         """Leases that end when the loads that may touch their files have ended."""
         self.generation = np.zeros(1, np.int64)
         """A new one begins when a guard is given up: loads outside `loading` are for the one they are of."""
-        self.settle_loads: Callable[[], None] | None = None
+        self.drain_loads: Callable[[], None] | None = None
         """Waits until such loads of the generations before have ended; they take milliseconds."""
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -104,7 +104,7 @@ class FileGuards:
     def take(self, descriptor: int, holder: object) -> FileGuard | None:
         """A guard on an open file (a duplicate of the descriptor is kept), or None where there is none.
 
-        `holder` is what will load from it. A guard may outlive it, until there are too many or `close`.
+        `holder` is what will load from it. A guard may last longer, until there are too many or `close`.
         """
         if not self._is_ours:
             return None
@@ -141,7 +141,7 @@ class FileGuards:
             with self._lock:
                 self._loading.discard(token)
                 if self._given_up:
-                    self._settle(token)
+                    self._end_unused(token)
 
     def let_go(self, guard: FileGuard) -> None:
         """End a guard as soon as no load may touch its file."""
@@ -153,16 +153,16 @@ class FileGuards:
             self._held.discard(guard)
             guard.held = False
             self.generation += 1
-            if self.settle_loads is not None and guard.holder() is not None:
-                self.settle_loads()
+            if self.drain_loads is not None and guard.holder() is not None:
+                self.drain_loads()
             self._given_up.append((guard, set(self._loading)))
-            self._settle(None)
+            self._end_unused(None)
 
     def _let_go_unused(self) -> None:
         for guard in [guard for guard in self._held if guard.holder() is None]:
             self.let_go(guard)
 
-    def _settle(self, token: object) -> None:
+    def _end_unused(self, token: object) -> None:
         left = []
         for guard, loads in self._given_up:
             loads.discard(token)
@@ -181,7 +181,7 @@ class FileGuards:
         """The thread that waits for the kernel's word; its number."""
         if self._thread is None:
             # A daemon only for programs that exit without closing their loader.
-            self._thread = UnlistedThread(target=self._listen, name="dataflow-guards", daemon=True)
+            self._thread = HiddenThread(target=self._listen, name="dataflow-guards", daemon=True)
             before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
             try:
                 signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})  # the thread inherits it

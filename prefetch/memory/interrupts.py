@@ -6,7 +6,7 @@ that gives it back was entered.
 
 `with` over a `threading.Condition` runs Python code to take the lock: interrupted between the taking and the
 block, it leaves the lock taken for ever, and all threads that need it hang. A lock whose methods are C is
-taken and entered in one instruction (up to Python 3.13). The standard wait has such a place, too, between
+taken and entered in one instruction (up to Python 3.13). The standard wait has such a gap, too, between
 giving the lock up and the block that takes it again.
 """
 
@@ -95,8 +95,8 @@ def as_exception(error: BaseException) -> Exception:
     return failure
 
 
-class UnlistedThread(threading.Thread):
-    """A thread whose object dies without Python code.
+class HiddenThread(threading.Thread):
+    """A thread that `threading` does not list, so that its object dies without running Python code.
 
     `threading` lists the objects of all threads in a `WeakSet`, for its own tests. Its callback runs where
     the last reference to an ended thread goes, and a Ctrl-C that strikes there is printed and dropped.

@@ -25,12 +25,12 @@ from multiprocessing import util
 from operator import methodcaller
 from typing import Any, Protocol, TypeVar
 
-from prefetch.memory.interrupts import UnlistedThread
+from prefetch.memory.interrupts import HiddenThread
 from prefetch.weak_registry import WeakRegistry
 from prefetch.work import Task
 
 
-class DeathWatch(weakref.ref[Any]):
+class WeakCallback(weakref.ref[Any]):
     """A weak reference that makes a call when its object has died; none before `call` is set.
 
     `call` must be written in C. The reference must be kept by somebody else than its object.
@@ -39,11 +39,11 @@ class DeathWatch(weakref.ref[Any]):
     __slots__ = ("call",)
     call: Callable[[], object]
 
-    def __new__(cls, owner: Any) -> DeathWatch:
-        """Watch `owner`."""
-        watch = super().__new__(cls, owner, methodcaller("call"))
-        watch.call = bool
-        return watch
+    def __new__(cls, owner: Any) -> WeakCallback:
+        """Make a reference to `owner`."""
+        callback = super().__new__(cls, owner, methodcaller("call"))
+        callback.call = bool
+        return callback
 
 
 class Finalizer:
@@ -55,10 +55,10 @@ class Finalizer:
 
     def __init__(self, owner: object, task: Task) -> None:
         self._task = task
-        # That registry keeps the watch, too: one that went in a cycle with its owner would tell nobody.
+        # That registry keeps the callback, too: one that went in a cycle with its owner would tell nobody.
         self._at_exit = util.Finalize(None, self._run, exitpriority=10)
-        self._watch: DeathWatch | None = DeathWatch(owner)
-        self._watch.call = partial(start_new_thread, self._begin, ())
+        self._callback: WeakCallback | None = WeakCallback(owner)
+        self._callback.call = partial(start_new_thread, self._begin, ())
 
     def fire(self) -> None:
         """Run the task now, without waiting for it."""
@@ -66,19 +66,19 @@ class Finalizer:
 
     def detach(self) -> None:
         """Do not run the task. Idempotent."""
-        self._watch = None
+        self._callback = None
         self._at_exit.cancel()
 
     def _begin(self) -> None:
         # A thread that `threading` does not know would be given a name there for ever by the task's locks.
-        UnlistedThread(target=self._run, name="dataflow-close", daemon=True).start()
+        HiddenThread(target=self._run, name="dataflow-close", daemon=True).start()
 
     def _run(self) -> None:
         self._task()
         self.detach()
 
 
-class InPlaceFinalizer(util.Finalize):
+class InlineFinalizer(util.Finalize):
     """Runs a task where its owner dies, before the code there goes on; when it is called; or at exit.
 
     A Ctrl-C that strikes in the task when the owner dies is raised in the code that goes on.

@@ -2,7 +2,7 @@
 
 A block that is mapped costs no memory of its own and no copy: its pages are the kernel's. They are brought in
 by the executor (`MADV_POPULATE_READ`, which waits for the disk and reports what it cannot read) and copied
-straight to their final place by the same one (`prefetch.core`). Only while we hold a guard on the file
+straight to their destination by the same one (`prefetch.core`). Only while we hold a guard on the file
 (`prefetch.memory.guards`) may the mapping be touched otherwise: a load from a page behind the end of a
 truncated file is SIGBUS, which ends the process, while the kernel's copy fails with EFAULT, an error like any
 other.
@@ -142,7 +142,7 @@ class MappedShard:
         reason = "truncated, or its disk fails" if status == errno.EFAULT else os.strerror(status)
         return ShardReadError(self.shard.url, reason, offset, stage="read")
 
-    def leave(self, offset: int, length: int) -> None:
+    def release(self, offset: int, length: int) -> None:
         """Take the pages of a range out of this process; the page cache keeps them while it has room."""
         memory_calls().madvise(*self._pages(offset, length), mmap.MADV_DONTNEED)
 
@@ -255,13 +255,13 @@ class Mappings:
             if status[number]:
                 raise mapped[number].failure(int(status[number]), ranges[number][1])
 
-    def leave(self, ranges: Sequence[tuple[MappedShard, int, int]]) -> None:
+    def release(self, ranges: Sequence[tuple[MappedShard, int, int]]) -> None:
         """No window uses some ranges any more: shard, offset and length of each."""
         gone = []
         with self._lock:
             for mapped, offset, length in ranges:
                 key = mapped.shard.url, offset
-                self._forget(key)  # windows that overlap leave a block one after the other
+                self._forget(key)  # windows that overlap release a block one after the other
                 self._kept[key] = mapped, length
                 self._kept_bytes += length
                 self._paged[key] = length
@@ -271,7 +271,7 @@ class Mappings:
                 self._paged.pop(key, None)
                 gone.append((shard, key[1], nbytes))
         for shard, at, nbytes in gone:
-            shard.leave(at, nbytes)
+            shard.release(at, nbytes)
 
     def _forget(self, key: tuple[str, int]) -> bool:
         """Whether a range was kept; it is not any more."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from prefetch.errors import ReaderClosedError
-from prefetch.memory.interrupts import UnlistedThread
+from prefetch.memory.interrupts import HiddenThread
 
 MOST_ABANDONED = 32
 
@@ -67,7 +67,7 @@ class BlockingCall:
         """
         if abandoned.count >= MOST_ABANDONED:
             raise AbandonedCallsError
-        UnlistedThread(target=self._call, name="dataflow-client", daemon=True).start()
+        HiddenThread(target=self._call, name="dataflow-client", daemon=True).start()
         try:
             self._may_go_on.wait(timeout_s)
         finally:  # also where a Ctrl-C ends the wait

@@ -99,10 +99,10 @@ class RangeFetcher:
         if len(missing) == 1:
             await self._fetch_part(read, missing[0], fs, path, fill, stall_s)
             return
-        turns = asyncio.Semaphore(_PARTS_AT_ONCE)
+        limit = asyncio.Semaphore(_PARTS_AT_ONCE)
 
         async def fetch(part: RangePart) -> None:
-            async with turns:
+            async with limit:
                 await self._fetch_part(read, part, fs, path, fill, stall_s)
 
         # All end before the first error is raised: nothing may write into `out` after that.
@@ -153,7 +153,7 @@ class RangeFetcher:
                         self._count(hedges_won=1)
                         return
                     continue  # the second failed, and the first may be silent for ever
-                # Asking anew in its place costs no bytes, so no budget.
+                # Asking anew instead costs no bytes, so no budget.
                 silent_s = self._policy.awaited_stall_s(read.stalls, long_s)
                 if now_s >= part.heard_s + silent_s:
                     raise TimeoutError(f"no byte came for {silent_s:.3g} s, and the training waits")
@@ -192,7 +192,7 @@ class RangeFetcher:
             memory, arrived = read.out.data[part.at : part.end], partial(self._arrived, part)
             arrival = Arrival(memory, arrived, stall_s, self._pause)
             check = partial(self.check, read.shard)
-            if not await arrival.wait_for(fill(fs, path, read.offset + part.at, arrival.place, check)):
+            if not await arrival.wait_for(fill(fs, path, read.offset + part.at, arrival.dest, check)):
                 failure = TimeoutError(f"no byte came for {stall_s:g} s")
         except Exception as error:
             failure = error
@@ -261,13 +261,13 @@ class LoopCall:
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._task = self._loop.create_task(coroutine)
-        self._task.add_done_callback(self._settle)
+        self._task.add_done_callback(self._set_result)
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    def _settle(self, task: asyncio.Task[None]) -> None:
+    def _set_result(self, task: asyncio.Task[None]) -> None:
         self._error = closed_error() if task.cancelled() else task.exception()
         self._has_ended = True
         self._ended.release()

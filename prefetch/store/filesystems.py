@@ -51,23 +51,23 @@ class Filesystems:
         from fsspec.implementations.cached import CachingFileSystem
 
         protocol, _, rest = url.partition("://")
-        place = protocol, rest.partition("/")[0]
+        host = protocol, rest.partition("/")[0]
         with self._lock:
             if self._pid != os.getpid():
                 self._pid, self._shared = os.getpid(), {}
                 self._copied = defaultdict(threading.Lock)
-            fs = self._shared.get(place)
+            fs = self._shared.get(host)
             if fs is not None and not is_chain(url):
                 return fs, fs._strip_protocol(url)
             fs, path = open_url(url, self._with_connections(url))
             if isinstance(fs, CachingFileSystem):
-                fs = self._shared.setdefault(place, fs)
+                fs = self._shared.setdefault(host, fs)
             elif not is_chain(url) and getattr(fs, "async_impl", False) and not fs.asynchronous:
-                self._shared[place] = fs
+                self._shared[host] = fs
         return fs, path
 
-    def turn(self, fs: Any, url: str) -> AbstractContextManager[Any]:
-        """Held while this filesystem reads from a file, where several threads at a time may not."""
+    def lock_of(self, fs: Any, url: str) -> AbstractContextManager[Any]:
+        """Return the lock to hold while this filesystem reads from a file, where one thread at a time may."""
         from fsspec.implementations.cached import CachingFileSystem
 
         if not isinstance(fs, CachingFileSystem):
@@ -120,11 +120,11 @@ class _ShardBytes(io.RawIOBase):
         return self._at
 
     def readinto(self, out: Any) -> int:
-        place = np.frombuffer(out, np.uint8)[: max(0, self._shard.size - self._at)]
-        if len(place):
-            self._read_into(self._shard, self._at, place)
-            self._at += len(place)
-        return len(place)
+        dest = np.frombuffer(out, np.uint8)[: max(0, self._shard.size - self._at)]
+        if len(dest):
+            self._read_into(self._shard, self._at, dest)
+            self._at += len(dest)
+        return len(dest)
 
     def readall(self) -> bytes:
         rest = bytearray(

@@ -205,7 +205,7 @@ class RemoteReader:
                 part.check_whole()
 
     def _piece(self, fs: Any, path: str, url: str, start: int, nbytes: int) -> bytes:
-        with self._filesystems.turn(fs, url):
+        with self._filesystems.lock_of(fs, url):
             piece: bytes = fs.cat_file(path, start=start, end=start + nbytes)
         return piece
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from prefetch.errors import FIRST_NOTICE_S, next_notice_s
-from prefetch.memory.interrupts import UnlistedThread
+from prefetch.memory.interrupts import HiddenThread
 from prefetch.retries import RetryPolicy, failure_of
 from sharding.errors import ShardError, ShardReadError
 from sharding.printable import printable
@@ -120,7 +120,7 @@ class Retrier:
         with self._lock:
             self._running[id(request)] = request
             if self._notifier is None:
-                self._notifier = UnlistedThread(target=self._log_waits, name="dataflow-notice")
+                self._notifier = HiddenThread(target=self._log_waits, name="dataflow-notice")
                 self._notifier.start()
         try:
             answer = self._answer(call, request)

@@ -164,14 +164,14 @@ def _forked(listener: int, alive: int, preload: Sequence[str], folder: str) -> i
     """Fork a server; `folder` is this process's own, and goes with it."""
     parent = os.getpid()
     util._flush_std_streams()  # type: ignore[attr-defined]  # or the copy would write what is buffered again
-    places = _places()
+    offsets = _offsets()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, that counts as we do
         pid = os.fork()
     if pid:
         return pid
     try:
-        _serve(listener, alive, preload, places)
+        _serve(listener, alive, preload, offsets)
     except BaseException as error:  # SystemExit: nobody holds the other end of `alive`
         # Killed, perhaps in the middle of asking for a worker: at its end it would have removed this itself.
         if is_over := _has_ended(parent):
@@ -196,12 +196,12 @@ def _has_ended(pid: int) -> bool:
         os.close(descriptor)
 
 
-def _serve(listener: int, alive: int, preload: Sequence[str], places: Mapping[int, int]) -> None:
+def _serve(listener: int, alive: int, preload: Sequence[str], offsets: Mapping[int, int]) -> None:
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    _replace_descriptors({0, 1, 2, listener, alive}, places)
+    _replace_descriptors({0, 1, 2, listener, alive}, offsets)
     atexit._clear()  # Python 3.13 and later runs what is left at the end of each worker
     for name in preload:  # not by `main`, which would come behind `freeze`
         with contextlib.suppress(ImportError):
@@ -210,10 +210,10 @@ def _serve(listener: int, alive: int, preload: Sequence[str], places: Mapping[in
     forkserver.main(listener, alive, [])
 
 
-def _replace_descriptors(own: Collection[int], places: Mapping[int, int]) -> None:
+def _replace_descriptors(own: Collection[int], offsets: Mapping[int, int]) -> None:
     """Put others in the place of all but our `own`: objects here still know, and may close, their numbers.
 
-    `places`: of files, before this process was forked.
+    `offsets`: where each file was read or written, before this process was forked.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for fd in _descriptors():
@@ -222,7 +222,7 @@ def _replace_descriptors(own: Collection[int], places: Mapping[int, int]) -> Non
         with contextlib.suppress(OSError):  # it was that of the listing, or may not be opened again
             status = os.fstat(fd)
             if stat.S_ISREG(status.st_mode) and status.st_nlink:
-                copy = _reopen(fd, places[fd])
+                copy = _reopen(fd, offsets[fd])
                 os.dup2(copy, fd, inheritable=False)
                 os.close(copy)
             elif not stat.S_ISCHR(status.st_mode) and not stat.S_ISDIR(status.st_mode):
@@ -230,22 +230,22 @@ def _replace_descriptors(own: Collection[int], places: Mapping[int, int]) -> Non
     os.close(null)
 
 
-def _reopen(fd: int, place: int) -> int:
-    """The same file with a place of its own, so that reading here moves nobody else's; writers append."""
+def _reopen(fd: int, offset: int) -> int:
+    """The same file with an offset of its own, so that reading here moves nobody else's; writers append."""
     mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
     copy = os.open(f"/proc/self/fd/{fd}", mode | (os.O_APPEND if mode != os.O_RDONLY else 0))
-    os.lseek(copy, place, os.SEEK_SET)
+    os.lseek(copy, offset, os.SEEK_SET)
     return copy
 
 
-def _places() -> dict[int, int]:
+def _offsets() -> dict[int, int]:
     """Where each open file is read or written next: a forked process shares that with its parent."""
-    places = {}
+    offsets = {}
     for fd in _descriptors():
         with contextlib.suppress(OSError):  # it was that of the listing
             if stat.S_ISREG(os.fstat(fd).st_mode):
-                places[fd] = os.lseek(fd, 0, os.SEEK_CUR)
-    return places
+                offsets[fd] = os.lseek(fd, 0, os.SEEK_CUR)
+    return offsets
 
 
 def _descriptors() -> list[int]:

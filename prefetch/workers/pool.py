@@ -511,7 +511,7 @@ class WorkerPool:
             if child.exitcode is not None:
                 child._popen.close()  # type: ignore[attr-defined]
 
-    def leave_to_parent(self) -> None:
+    def close_parents_ends(self) -> None:
         """In a forked child: close our copies of the parent's ends, lest workers think that it lives.
 
         The other ends are those of a worker that was forked.
@@ -540,7 +540,7 @@ def _wait_for_ends() -> None:
 
 def _after_fork() -> None:
     for pool in _pools:
-        pool.leave_to_parent()
+        pool.close_parents_ends()
 
 
 os.register_at_fork(after_in_child=_after_fork)

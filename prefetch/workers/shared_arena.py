@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from prefetch.addresses import array_interface, memory_at
 from prefetch.memory.arena import Arena, rounded_bytes
-from prefetch.memory.lifetimes import DeathWatch, only_ours
+from prefetch.memory.lifetimes import WeakCallback, only_ours
 from prefetch.workers import REGION_BYTES
 
 _PAGE = mmap.PAGESIZE
@@ -198,14 +198,14 @@ class _Remains:
 
     def __init__(self, file: SharedFile, calls: Sequence[Callable[[], object]]) -> None:
         self._file = file
-        self._watches = [DeathWatch(self) for _ in calls]
-        for watch, call in zip(reversed(self._watches), calls, strict=True):  # the last is called first
-            watch.call = call
+        self._callbacks = [WeakCallback(self) for _ in calls]
+        for callback, call in zip(reversed(self._callbacks), calls, strict=True):  # the last is called first
+            callback.call = call
 
     def close(self) -> None:
         """In a forked child: the pages are the parent's."""
-        for watch in self._watches:
-            watch.call = bool
+        for callback in self._callbacks:
+            callback.call = bool
 
 
 class SharedFile:
@@ -293,7 +293,7 @@ class SharedFile:
         `on_end` hears of its bytes then, when the account is next looked at.
         """
         if self._register is not None and offset not in self._registered:
-            whole = rounded_bytes(nbytes)  # a slab keeps its place and size for life
+            whole = rounded_bytes(nbytes)  # a slab keeps its offset and size for life
             self._registered[offset] = self._register(self._address + offset, whole)
         grant = _Grant(self, self._address + offset, nbytes)
         end = _GrantEnd(grant, self._end)
@@ -301,7 +301,7 @@ class SharedFile:
         self._grants.add(end)
         return np.asarray(grant)
 
-    def settle(self) -> None:
+    def reconcile(self) -> None:
         """Note which grants have ended; see `prefetch.memory.arena`. Any thread may."""
         while self._ended:
             try:
@@ -318,7 +318,7 @@ class SharedFile:
     def abandon(self, worker: int) -> None:
         """A worker has died: the pages of its region go when nothing in it is used any more."""
         self._abandoned.add(worker)
-        self.settle()
+        self.reconcile()
 
     def _drop_abandoned(self) -> None:
         if self._closed or self._register is not None:  # page-locked memory goes when the file is closed
@@ -334,7 +334,7 @@ class SharedFile:
 
     def take_returned(self, worker: int) -> list[int]:
         """Offsets to tell the worker about."""
-        self.settle()
+        self.reconcile()
         queue, offsets = self._returned[worker], []
         while queue:
             offsets.append(queue.popleft())
@@ -344,7 +344,7 @@ class SharedFile:
     def held_bytes(self) -> int:
         """Memory that the file takes now: free slabs, batches in work, what is in use."""
         if self._closed:
-            self.settle()
+            self.reconcile()
             return sum(page_rounded(end.nbytes) for end in self._grants.copy())
         return os.fstat(self.fd).st_blocks * 512
 

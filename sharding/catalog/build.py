@@ -125,18 +125,18 @@ def build_catalog(
     if not urls:
         raise ValueError("urls must name at least one shard, got none")
     options = catalog_options(codec)
-    places = _opened(urls, storage_options)
+    opened_urls = _opened(urls, storage_options)
 
-    def index(place: _OpenedUrl) -> tuple[Shard, ShardScan] | ShardError:
+    def index(opened: _OpenedUrl) -> tuple[Shard, ShardScan] | ShardError:
         try:
             return retry(
-                lambda: _index_shard(place, codec, storage_options, block_bytes, open_shard), place.url
+                lambda: _index_shard(opened, codec, storage_options, block_bytes, open_shard), opened.url
             )
         except ShardError as error:
             return error
 
     shards, scans, failures, num_samples = list[Shard](), list[ShardScan](), list[ShardError](), 0
-    for count, result in enumerate(map(index, places), 1):
+    for count, result in enumerate(map(index, opened_urls), 1):
         if isinstance(result, ShardError):
             failures.append(result)
         else:
@@ -193,27 +193,27 @@ def _opened(urls: Sequence[str], options: Mapping[str, Any] | None) -> list[_Ope
 
 
 def _index_shard(
-    place: _OpenedUrl,
+    opened: _OpenedUrl,
     codec: Format,
     options: Mapping[str, Any] | None,
     block_bytes: int,
     open_shard: OpenShard,
 ) -> tuple[Shard, ShardScan]:
-    shard = _shard_at(place)
+    shard = _shard_at(opened)
     entry = ENTRIES.get(codec.name)
     if shard.size == 0:
-        if not may_be_empty(place.url, codec.name):
+        if not may_be_empty(opened.url, codec.name):
             raise CorruptShardError(shard.url, "is empty (0 bytes)")
         none = np.zeros(0, np.int64)
         return shard, ShardScan(none, none, none, none, schema={})
     with ExitStack() as files:
-        file = files.enter_context(open_shard(shard, place.fs, place.path))
-        named, beside = {place.url: file}, dict[str, BinaryIO]()
-        other_url = sibling(place.url, codec.sibling_suffix) if codec.sibling_suffix else ""
+        file = files.enter_context(open_shard(shard, opened.fs, opened.path))
+        named, beside = {opened.url: file}, dict[str, BinaryIO]()
+        other_url = sibling(opened.url, codec.sibling_suffix) if codec.sibling_suffix else ""
         if other_url and not (codec.may_lack_sibling and not exists(other_url, options)):
             other = _opened([other_url], options)[0]
-            opened = files.enter_context(open_shard(_shard_at(other), other.fs, other.path))
-            named[other_url] = beside["sibling"] = opened
+            file_beside = files.enter_context(open_shard(_shard_at(other), other.fs, other.path))
+            named[other_url] = beside["sibling"] = file_beside
         if entry is not None and entry.takes_any_bytes:
             _refuse_compressed(named, entry)
         try:
@@ -248,8 +248,8 @@ def _refuse_compressed(named: Mapping[str, BinaryIO], entry: FormatEntry | None)
             raise CorruptShardError(identity_of(url), reason, offset=0, stage="index")
 
 
-def _shard_at(place: _OpenedUrl) -> Shard:
-    return shard_of(place.url, shard_info(place.url, place.fs, place.path))
+def _shard_at(opened: _OpenedUrl) -> Shard:
+    return shard_of(opened.url, shard_info(opened.url, opened.fs, opened.path))
 
 
 def _raise_first(failed: Sequence[ShardError], num_shards: int) -> None:
@@ -277,23 +277,23 @@ def changes(
     """
     numbers = range(catalog.num_shards) if shards is None else list(shards)
     locations = catalog.locations
-    places = _opened([locations[number] for number in numbers], storage_options)
+    opened_urls = _opened([locations[number] for number in numbers], storage_options)
     if fresh:
-        for fs in {id(place.fs): place.fs for place in places if place.fs is not None}.values():
+        for fs in {id(opened.fs): opened.fs for opened in opened_urls if opened.fs is not None}.values():
             fs.invalidate_cache()
 
     def change(numbered: tuple[int, _OpenedUrl]) -> ShardChange | None:
-        number, place = numbered
+        number, opened = numbered
         try:
-            info = retry(lambda: shard_info(place.url, place.fs, place.path), place.url)
+            info = retry(lambda: shard_info(opened.url, opened.fs, opened.path), opened.url)
             what = check_shard(catalog.shard(number), info)
         except ShardReadError as error:
             if isinstance(error.__cause__, Exception) and not error.reason.startswith("no such"):
                 raise
             what = error.reason
-        return None if what is None else ShardChange(identity_of(place.url), what)
+        return None if what is None else ShardChange(identity_of(opened.url), what)
 
-    return [one for one in map(change, zip(numbers, places, strict=True)) if one is not None]
+    return [one for one in map(change, zip(numbers, opened_urls, strict=True)) if one is not None]
 
 
 def changes_text(shard_changes: Sequence[ShardChange], num_shards: int) -> str:

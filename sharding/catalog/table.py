@@ -359,7 +359,7 @@ class Catalog:
         try:
             schemas = tuple(map(schema_from_json, facts["schemas"]))
             unfinished = {int(number): str(how) for number, how in facts["unfinished"].items()}
-            missing = {name: (int(place[0]), str(place[1])) for name, place in facts["missing"].items()}
+            missing = {name: (int(shard), str(text)) for name, (shard, text) in facts["missing"].items()}
             catalog = cls(
                 facts["format"],
                 facts["options"],

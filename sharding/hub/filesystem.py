@@ -97,11 +97,11 @@ class HubFileSystem(AsyncFileSystem):  # type: ignore[misc]
             for file, (size, version) in files.items():
                 if file.startswith(below):
                     child, *deeper = file.removeprefix(below).split("/")
-                    place = posixpath.join(root, below + child)
+                    full = posixpath.join(root, below + child)
                     if deeper:
-                        entries[place] = {"name": place, "size": 0, "type": "directory"}
+                        entries[full] = {"name": full, "size": 0, "type": "directory"}
                     else:
-                        entries[place] = {"name": place, "size": size, "type": "file", "ETag": version}
+                        entries[full] = {"name": full, "size": size, "type": "file", "ETag": version}
             if not entries:
                 raise FileNotFoundError(path)
         return list(entries.values()) if detail else list(entries)

@@ -99,8 +99,8 @@ def hub_folder() -> str:
 
 
 def _path(endpoint: str, repo: str, commit: str) -> str:
-    place = hashlib.blake2b(f"{endpoint}\0{repo}".encode(), digest_size=16).hexdigest()
-    return os.path.join(hub_folder(), place, f"{commit}.json")
+    folder = hashlib.blake2b(f"{endpoint}\0{repo}".encode(), digest_size=16).hexdigest()
+    return os.path.join(hub_folder(), folder, f"{commit}.json")
 
 
 def fetch_snapshot(access: HubAccess, name: HubName, is_late: IsLate) -> Snapshot:

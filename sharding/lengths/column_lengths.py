@@ -99,7 +99,7 @@ def column_lengths(
         indexed = [one for block in blocks if (one := _indexed(codec, block, column, itemsize)) is not None]
         if len(indexed) == len(blocks):
             return indexed
-        fs, path = places[number]
+        fs, path = opened[number]
         with open_shard(blocks[0].shard, fs, path) as file:
             read_into = partial(_read_into, file)
             return [
@@ -108,7 +108,7 @@ def column_lengths(
             ]
 
     # fsspec keeps one filesystem a thread: this one's serves them all.
-    places = [(None, "") if is_local(url) else open_url(url, storage_options) for url in catalog.locations]
+    opened = [(None, "") if is_local(url) else open_url(url, storage_options) for url in catalog.locations]
     parts = [part for shard in map(of_shard, range(catalog.num_shards)) for part in shard]
     return _narrow(np.concatenate(parts))
 

@@ -7,15 +7,15 @@ two histograms: a step takes all rows of one room at once, fills each with as ma
 fit (after one, the same row is the fullest again), and moves them to the room that is left. The result is
 exactly best-fit decreasing; the steps number a few for each distinct length, not one for each segment. The
 smallest sufficient room is found by a bit trick on an integer with one bit a room. Actual segments take their
-places afterwards, in bulk, equal lengths in the order of their positions. A megabatch with more than 8,192
+positions afterwards, in bulk, equal lengths in the order of their positions. A megabatch with more than 8,192
 distinct lengths has long documents: there they are rounded up to that many classes while packing, which
 bounds the steps and costs 1/16,384 of a row a segment on average.
 
 *Batches of like length*, by buckets of length or by a budget of elements with padding, come from sorting the
-samples by length and cutting; then they are put in keyed order, so that lengths do not drift within a
-megabatch, and every one holds all lengths. Samples of one bucket, and of one length, keep the order of their
-positions, which the shuffle has mixed. In file order there is no key: units follow their first samples, and
-samples of a unit one another.
+samples by length and cutting; then they are put in a seeded permutation, so that lengths do not drift within
+a megabatch, and every one holds all lengths. Samples of one bucket, and of one length, keep the order of
+their positions, which the shuffle has mixed. In file order there is no key: units follow their first samples,
+and samples of a unit one another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from sharding.errors import DataflowError
 from sharding.lengths.units import LengthStats, Segments, Units, stable_order
-from sharding.order.keyed import keyed_order
+from sharding.order.permutations import seeded_permutation
 from sharding.order.windows import ranges
 
 Overlong = Literal["split", "truncate", "error"]
@@ -59,9 +59,9 @@ def pack(
     """
     segments, cut = segments_of(lengths, length, overlong)
     row, num_rows = best_fit_rows(segments.length, length)
-    place = np.empty(num_rows, np.int64)
-    place[_by_first_piece(row) if key is None else keyed_order(num_rows, key)] = np.arange(num_rows)
-    row = place[row]
+    number = np.empty(num_rows, np.int64)
+    number[_by_first_segment(row) if key is None else seeded_permutation(num_rows, key)] = np.arange(num_rows)
+    row = number[row]
     first = np.concatenate(([0], np.cumsum(np.bincount(row, minlength=num_rows)))).astype(np.int64)
     packed = LengthStats(
         units=num_rows,
@@ -72,7 +72,7 @@ def pack(
     return Units(segments.take(stable_order(row)), first, LengthStats.total([cut, packed]))
 
 
-def _by_first_piece(row: NDArray[np.int64]) -> NDArray[np.int64]:
+def _by_first_segment(row: NDArray[np.int64]) -> NDArray[np.int64]:
     """The rows in the order in which segments, which lie in the order of their samples, first name them."""
     return np.argsort(np.unique(row, return_index=True)[1])
 
@@ -230,8 +230,8 @@ def bucket(
     bucket_of = np.searchsorted(boundaries, sizes)
     order = stable_order(bucket_of)
     count = np.bincount(bucket_of, minlength=len(boundaries) + 1)
-    place = ranges(np.zeros_like(count), count)  # in the bucket
-    over = place >= (count - count % batch_size)[bucket_of[order]]
+    position = ranges(np.zeros_like(count), count)  # in the bucket
+    over = position >= (count - count % batch_size)[bucket_of[order]]
     order = np.concatenate((order[~over], order[over]))
     first = np.append(np.arange(0, len(order), batch_size), len(order))
     num_whole = len(order) // batch_size
@@ -308,7 +308,7 @@ def _units(
         order = order[np.lexsort((order, np.repeat(np.arange(len(counts)), counts)))]
     units = np.arange(len(counts))
     first_sample = order[first[:num_ordered]]
-    units[:num_ordered] = np.argsort(first_sample) if key is None else keyed_order(num_ordered, key)
+    units[:num_ordered] = np.argsort(first_sample) if key is None else seeded_permutation(num_ordered, key)
     longest = np.maximum.reduceat(elements[order], first[:-1]) if len(order) else counts
     capacity = int((_padded(longest, multiple) * counts).sum())
     order = order[ranges(first[:-1][units], counts[units])]

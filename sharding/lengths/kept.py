@@ -1,7 +1,7 @@
 """Lengths that were measured, kept in a file: who has them all need not measure them again.
 
 The file of a dataset lies in the user's cache folder, under a name made of what decides about lengths, and
-has one number a sample. It is written beside its place and renamed, and what several runs have measured of
+has one number a sample. It is written beside its path and renamed, and what several runs have measured of
 the same samples comes together in it. One that cannot be read or written costs only measuring again.
 `dataflow index` puts files beside a saved catalog, where all who open that catalog read them, too.
 """
@@ -35,7 +35,7 @@ class LengthsFile:
     num_samples: int
     catalog: str
     """What identifies the catalog that the samples are of."""
-    marks: Sequence[str]
+    facts: Sequence[str]
     """What decides about lengths: which samples of the catalog, and how they are made."""
     catalog_path: str | None = None
     """Where the catalog was saved; None: in the cache folder."""
@@ -43,7 +43,7 @@ class LengthsFile:
     @property
     def name(self) -> str:
         """The same for the same lengths."""
-        data = json.dumps([_VERSION, self.catalog, *self.marks]).encode()
+        data = json.dumps([_VERSION, self.catalog, *self.facts]).encode()
         return f"{self.catalog}-{hashlib.blake2b(data, digest_size=16).hexdigest()}.npy"
 
     @property

@@ -12,7 +12,7 @@ to know how many units there are (a pass of a few million samples a second, on f
 its batches are delivered. Where samples must be made to be measured (text is tokenised, say), each is planned
 when its samples were; how many units there are shows at the end of the epoch.
 
-A place in an epoch is a number of units, and the megabatch it lies in with the units before that: whoever
+A position in an epoch is a number of units, and the megabatch it lies in with the units before that: whoever
 goes on there plans this megabatch again, and none before it. What fills up the last batch of an epoch are
 that batch's own units, as the epoch's first ones may not be known.
 """
@@ -43,7 +43,7 @@ from sharding.lengths.units import (
     megabatch_bounds,
 )
 from sharding.order.epoch_order import EpochOrder, Windows
-from sharding.order.keyed import mix_key
+from sharding.order.permutations import mix_key
 from sharding.order.windows import ranges, windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
 from sharding.plan.plan import RankPlan
@@ -71,7 +71,7 @@ def epoch_lengths(order: EpochOrder, lengths: NDArray[np.integer], begin: int = 
     """
     out = np.empty(order.num_samples, lengths.dtype)
     out[:begin] = 0
-    for positions, samples in order.in_turn(begin):
+    for positions, samples in order.in_order(begin):
         out[positions] = lengths[samples]
     return out
 
@@ -90,7 +90,7 @@ def _no_key(megabatch: int) -> None:
 
 
 @dataclass(frozen=True)
-class SequencePlace:
+class MegabatchStart:
     """The begin of a megabatch."""
 
     epoch: int
@@ -100,9 +100,9 @@ class SequencePlace:
     """Units before."""
 
     @classmethod
-    def from_json(cls, mark: Mapping[str, object], epoch: int) -> SequencePlace:
-        """The place in a state's mark; the begin of the epoch where it has none."""
-        numbers = [mark.get(name) for name in ("first_sample", "units_before")]
+    def from_json(cls, token: Mapping[str, object], epoch: int) -> MegabatchStart:
+        """Read the start from a state's token; the begin of the epoch where it has none."""
+        numbers = [token.get(name) for name in ("first_sample", "units_before")]
         first, unit = (number if type(number) is int and number >= 0 else 0 for number in numbers)
         return cls(epoch, first, unit)
 
@@ -111,7 +111,7 @@ class SequencePlace:
         return {"first_sample": self.position, "units_before": self.unit}
 
 
-BEGIN = SequencePlace(0, 0, 0)
+BEGIN = MegabatchStart(0, 0, 0)
 """Of a run, or of any epoch."""
 
 
@@ -137,7 +137,7 @@ class UnitSequence:
         key_of: Callable[[int], int | None],
         *,
         least: int = 1,
-        begin: SequencePlace = BEGIN,
+        begin: MegabatchStart = BEGIN,
         lengths: NDArray[np.integer] | None = None,
     ) -> None:
         size = batching.window or DEFAULT_MEGABATCH_SAMPLES
@@ -270,8 +270,8 @@ class MegabatchPlan(RankPlan):
     bounds: NDArray[np.int64]
     """First position of every megabatch, and the number of samples, int64 [megabatches + 1]."""
 
-    def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64]:
-        """See `RankPlan.own_indices`. An index comes once for each of its segments.
+    def rank_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64]:
+        """See `RankPlan.rank_indices`. An index comes once for each of its segments.
 
         So a window is done with when as many segments were delivered.
         """
@@ -407,7 +407,7 @@ class UnitPlan(MegabatchPlan):
         first_unit, end_unit = sequence.first_unit[megabatch : megabatch + 2].tolist()
         own: NDArray[np.int64] | None = np.empty(0, np.int64)
         if first_unit < end_unit:
-            own = self.batch_plan.own_items(first_unit, end_unit)
+            own = self.batch_plan.rank_items(first_unit, end_unit)
         if own is None:
             assert sequence.lengths is not None
             counts = sequence.batching.num_segments(sequence.lengths[first:end])
@@ -427,7 +427,7 @@ class UnitPlanner:
         measured_as: of samples whose lengths are measured as they are made, also where these are known from
             before: what identifies them in states, "" where nothing does. None: lengths are of stored values.
         mean_length: of samples, where these do not come equally often.
-        num_marked: samples whose lengths the mark tells; None: all.
+        num_in_token: samples whose lengths the token covers; None: all.
     """
 
     def __init__(
@@ -438,12 +438,12 @@ class UnitPlanner:
         lengths: NDArray[np.integer] | None = None,
         measured_as: str | None = None,
         mean_length: float | None = None,
-        num_marked: int | None = None,
+        num_in_token: int | None = None,
     ) -> None:
         self.batching, self.lengths = batching.with_window(window), lengths
         self._is_window_given, self._measured_as = batching.window is not None, measured_as
-        self._mean_length, self._num_marked = mean_length, num_marked
-        self._place = BEGIN
+        self._mean_length, self._num_in_token = mean_length, num_in_token
+        self._start = BEGIN
         """A megabatch to go on with."""
         self._sequences: dict[tuple[object, int], UnitSequence] = {}
         """By order, and first known unit. Threads that ask for the same must get the same: it grows."""
@@ -475,8 +475,8 @@ class UnitPlanner:
         if kept:
             return max(kept, key=lambda sequence: sequence.at(unit)[1])
         begin, lengths = BEGIN, None
-        if self._place.epoch == order.epoch and (unit >= self._place.unit or order.known_from):
-            begin = self._place
+        if self._start.epoch == order.epoch and (unit >= self._start.unit or order.known_from):
+            begin = self._start
         if begin.position < order.known_from:
             raise ValueError(f"what epoch {order.epoch} held before sample {order.known_from} is not known")
         if self.lengths is not None:
@@ -506,11 +506,11 @@ class UnitPlanner:
         """One rank's batches of an epoch."""
         return UnitPlan(order, self.sequence(order, dealing.get("start", 0)), **dealing)
 
-    def place(self, order: EpochOrder, position: int) -> SequencePlace:
+    def megabatch_start(self, order: EpochOrder, position: int) -> MegabatchStart:
         """The megabatch that a unit is in: from there on samples and units must be known."""
         sequence = self.sequence(order, position)
         megabatch, unit = sequence.at(position)
-        return SequencePlace(order.epoch, int(sequence.bounds[megabatch]), unit)
+        return MegabatchStart(order.epoch, int(sequence.bounds[megabatch]), unit)
 
     def change_after(self, order: EpochOrder, position: int) -> int:
         """The first sample, after a unit, from which on the order may change: that of the next megabatch."""
@@ -519,26 +519,26 @@ class UnitPlanner:
         return int(sequence.bounds[min(megabatch + (position > unit), sequence.num_megabatches)])
 
     def state(self, order: EpochOrder, position: int) -> dict[str, object]:
-        """What a state keeps beside the units that are done: the mark, and the megabatch they end in."""
-        return self.mark | self.place(order, position).to_json()
+        """What a state keeps beside the units that are done: the token, and the megabatch they end in."""
+        return self.token | self.megabatch_start(order, position).to_json()
 
     def with_lengths(self, lengths: NDArray[np.integer] | None) -> UnitPlanner:
         """The planner that knows all lengths, or none."""
         return self._with(lengths=lengths)
 
-    def changed(self, place: SequencePlace) -> UnitPlanner:
-        """The planner of an order that changes behind a place."""
-        return self._with(_place=place)
+    def changed(self, start: MegabatchStart) -> UnitPlanner:
+        """The planner of an order that changes behind the start of a megabatch."""
+        return self._with(_start=start)
 
-    def resumed(self, mark: Mapping[str, object], epoch: int) -> UnitPlanner:
-        """The planner that goes on where a state of an epoch with this mark stands.
+    def resumed(self, token: Mapping[str, object], epoch: int) -> UnitPlanner:
+        """The planner that goes on where a state of an epoch with this token stands.
 
         Its megabatch is taken where the user gave none.
         """
-        window, batching = mark.get("window"), self.batching
+        window, batching = token.get("window"), self.batching
         if not self._is_window_given and type(window) is int and window >= 1:
             batching = replace(batching, window=window)
-        return self._with(batching=batching, _place=SequencePlace.from_json(mark, epoch))
+        return self._with(batching=batching, _start=MegabatchStart.from_json(token, epoch))
 
     def _with(self, **changes: object) -> Self:
         """A copy that has seen no order yet."""
@@ -547,7 +547,7 @@ class UnitPlanner:
         return other
 
     @property
-    def mark(self) -> dict[str, object]:
+    def token(self) -> dict[str, object]:
         """What must agree for a number of units to mean the same ones, as JSON types: a state keeps it."""
         if self._measured_as is not None:
             return self.batching.to_json() | {"measured": self._measured_as}
@@ -558,14 +558,14 @@ class UnitPlanner:
         """Samples of the first megabatch, at least; measured lengths do not decide about it."""
         if self.is_measured:
             return 1
-        least = self.batching.least_samples(self._marked)
-        return least if len(self._marked) < _FEW * least else 1
+        least = self.batching.least_samples(self._token_lengths)
+        return least if len(self._token_lengths) < _FEW * least else 1
 
     @cached_property
     def _digest(self) -> str:
-        return hashlib.blake2b(self._marked.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        return hashlib.blake2b(self._token_lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
 
     @property
-    def _marked(self) -> NDArray[np.integer]:
+    def _token_lengths(self) -> NDArray[np.integer]:
         assert self.lengths is not None
-        return self.lengths[: self._num_marked]
+        return self.lengths[: self._num_in_token]

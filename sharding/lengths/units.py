@@ -43,7 +43,7 @@ class LengthStats:
     truncated_tokens: int = 0
     """Elements lost by that."""
     empty: int = 0
-    """Samples of length 0, which a packed row has no place for."""
+    """Samples of length 0, which a packed row cannot hold."""
 
     @property
     def efficiency(self) -> float:
@@ -168,6 +168,6 @@ def stable_order(key: NDArray[np.int64]) -> NDArray[np.int64]:
     if key.max(initial=0) < 1 << 16:
         return np.argsort(key.astype(np.uint16), kind="stable")
     n = max(1, len(key))
-    keyed = key * n + np.arange(len(key))
-    keyed.sort()
-    return keyed % n
+    packed = key * n + np.arange(len(key))
+    packed.sort()
+    return packed % n

@@ -1,10 +1,10 @@
 """Mixtures of sources as arithmetic: `position -> (source, index)` and back, with no random-number state.
 
-A mixture is an endless sequence of *turns* (`sharding.mixture.shares`), each of `run_length` consecutive
+A mixture is an endless sequence of *draws* (`sharding.mixture.shares`), each of `run_length` consecutive
 samples of one source, cut into epochs by the stop rule. Weights hold from a step of the schedule on, counted
-in samples of all ranks since the training began, or, where they were set, from a place in an epoch on;
+in samples of all ranks since the training began, or, where they were set, from a position in an epoch on;
 neither moves when the number of ranks does. An epoch is a few *phases*, one for each set of weights in it; in
-every phase each source is within one turn of its share at every prefix. The sequence begins anew with each
+every phase each source is within one draw of its share at every prefix. The sequence begins anew with each
 epoch, but no source does: its samples are numbered through the whole training, source epoch after source
 epoch, and what one epoch leaves of a source comes first in the next. So within a source epoch each sample
 comes exactly once, and (epoch, position) is the whole state.
@@ -26,7 +26,7 @@ from sharding.cached_property import cached_property
 from sharding.mixture.shares import (
     ENDLESS,
     MAX_PERIOD,
-    Turns,
+    SourceSchedule,
     Weight,
     exact_numbers,
     exact_weights,
@@ -45,21 +45,21 @@ _CHUNK = 1 << 15  # indices looked up at a time: their temporaries stay in the L
 
 @dataclass(frozen=True)
 class MixturePhase:
-    """Turns of an epoch under one set of shares."""
+    """Draws of an epoch under one set of shares."""
 
     start: int
-    """First turn of the epoch that belongs to it."""
-    pattern: Turns
-    """The sequence of turns; it begins with the phase."""
+    """First draw of the epoch that belongs to it."""
+    pattern: SourceSchedule
+    """The sequence of draws; it begins with the phase."""
 
 
 class Interleaving:
     """Which source gives the sample of each position of one epoch. Never changes; any thread.
 
     Args:
-        phases: in order, the first from turn 0 on.
+        phases: in order, the first from draw 0 on.
         num_samples: positions of the epoch.
-        run_length: samples of a turn.
+        run_length: samples of a draw.
         first: [sources] samples that each source gave before this epoch.
         given: [sources] samples that each gave in it before the first phase, where that begins later: what
             lies before is not known.
@@ -83,7 +83,7 @@ class Interleaving:
         self._before = np.zeros((len(phases) + 1, self.num_sources), np.int64)
         if given is not None:
             self._before[0] = given // run_length
-        """[phases + 1, sources] turns of each source before each phase; at the end, all it ever has."""
+        """[phases + 1, sources] draws of each source before each phase; at the end, all it ever has."""
         for i, (phase, after) in enumerate(pairwise(phases)):
             self._before[i + 1] = self._before[i] + phase.pattern.counts(after.start - phase.start)
         self._before[-1] = np.minimum(self._before[-2] + phases[-1].pattern.totals, ENDLESS)
@@ -104,23 +104,23 @@ class Interleaving:
         if int(positions.min()) < self.begin:
             behind = self.begin + positions % (self.num_samples - self.begin)
             positions = np.where(positions < self.begin, behind, positions)
-        turns = positions // self.run_length if self.run_length > 1 else positions
-        first, last = np.searchsorted(self._starts, (turns.min(), turns.max()), side="right") - 1
+        draws = positions // self.run_length if self.run_length > 1 else positions
+        first, last = np.searchsorted(self._starts, (draws.min(), draws.max()), side="right") - 1
         if first == last:
-            source, index = self._locate_in(int(first), turns)
+            source, index = self._locate_in(int(first), draws)
         else:
-            phase = np.searchsorted(self._starts, turns, side="right") - 1
-            source, index = np.empty(len(turns), np.int32), np.empty(len(turns), np.int64)
+            phase = np.searchsorted(self._starts, draws, side="right") - 1
+            source, index = np.empty(len(draws), np.int32), np.empty(len(draws), np.int64)
             for number in range(int(first), int(last) + 1):
                 here = phase == number
-                source[here], index[here] = self._locate_in(number, turns[here])
+                source[here], index[here] = self._locate_in(number, draws[here])
         if self.run_length > 1:
-            index = index * self.run_length + (positions - turns * self.run_length)
+            index = index * self.run_length + (positions - draws * self.run_length)
         index += self.first[source]
         return source, index
 
-    def _locate_in(self, phase: int, turns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        source, index = self.phases[phase].pattern.locate(turns - self._starts[phase])
+    def _locate_in(self, phase: int, draws: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        source, index = self.phases[phase].pattern.locate(draws - self._starts[phase])
         index += self._before[phase][source]
         return source, index
 
@@ -140,17 +140,17 @@ class Interleaving:
         is_known = nth >= self._before[0, source]
         for number in np.unique(phase[is_known & (phase < len(self.phases))]).tolist():
             here = (phase == number) & is_known
-            turns = self.phases[number].pattern.turns(source, nth[here] - self._before[number, source])
-            out[here] = (turns + self._starts[number]) * self.run_length
+            draws = self.phases[number].pattern.draws(source, nth[here] - self._before[number, source])
+            out[here] = (draws + self._starts[number]) * self.run_length
             out[here] += index[here] - nth[here] * self.run_length
         out[out >= self.num_samples] = _NEVER
         return out
 
     def counts(self, position: int) -> NDArray[np.int64]:
         """Samples of each source in the epoch before a position from `begin` on, int64 [sources]."""
-        turn, rest = divmod(position, self.run_length)
-        phase = int(np.searchsorted(self._starts, turn, side="right")) - 1
-        pattern, within = self.phases[phase].pattern, turn - int(self._starts[phase])
+        draw, rest = divmod(position, self.run_length)
+        phase = int(np.searchsorted(self._starts, draw, side="right")) - 1
+        pattern, within = self.phases[phase].pattern, draw - int(self._starts[phase])
         counts: NDArray[np.int64] = (self._before[phase] + pattern.counts(within)) * self.run_length
         if rest:
             counts[pattern.locate(np.array([within]))[0]] += rest
@@ -175,7 +175,7 @@ class MixtureSpec:
     run_length: int = 1
     """Consecutive samples of one source. The global batch size makes every batch one of a single source."""
     counts: Counts = "samples"
-    """What weights are shares of. Epochs by "tokens" follow from lengths: `token_turns.TokenEpochs`."""
+    """What weights are shares of. Epochs by "tokens" follow from lengths: `token_schedule.TokenEpochs`."""
     changes: WeightSteps = NOTHING_SET
     """Weights that were set: the schedule ends with the first of them."""
 
@@ -220,7 +220,7 @@ class MixtureSpec:
     def repeated(cls, sizes: Sequence[int], repeats: Sequence[Weight], *, run_length: int = 1) -> MixtureSpec:
         """Every source exactly `repeats` times an epoch: 2 is twice, 0.5 half of it, then the other half.
 
-        A source gives repeats * size samples, rounded to whole ones, or up to whole turns. Raises
+        A source gives repeats * size samples, rounded to whole ones, or up to whole draws. Raises
         `ValueError` for repeats that are negative or do not fit the sources.
         """
         if len(repeats) != len(sizes):
@@ -269,7 +269,7 @@ class MixtureSpec:
             current: the epoch as it is now.
             epoch: its number.
             weights: of the sources.
-            position: begins a turn; at the end of the epoch, they hold from the next one on.
+            position: begins a draw; at the end of the epoch, they hold from the next one on.
             since: from where on the mixture must be known, if before that: what is still to be delivered has
                 samples since then.
 
@@ -278,7 +278,7 @@ class MixtureSpec:
         shares, is_over = self.checked_weights(weights), position == current.num_samples
         if position % self.run_length and not is_over:
             raise ValueError(
-                f"weights change between two turns of run_length={self.run_length} samples, and position "
+                f"weights change between two draws of run_length={self.run_length} samples, and position "
                 f"{position} is not: let it be the global batch size"
             )
         step = WeightStep(epoch + 1, 0, shares) if is_over else WeightStep(epoch, position, shares)
@@ -354,8 +354,8 @@ class MixtureSpec:
     def _interleaving(self, epoch: int, first: NDArray[np.int64]) -> Interleaving:
         """An epoch before which each source gave so much."""
         if self.stop is None:
-            turns = tuple(count // self.run_length for count in self.quota)
-            phases = [MixturePhase(0, quota_pattern(turns))]
+            draws = tuple(count // self.run_length for count in self.quota)
+            phases = [MixturePhase(0, quota_pattern(draws))]
             return Interleaving(phases, sum(self.quota), self.run_length, first)
         steps = self.steps_of(epoch, int(first.sum()))
         phases, given = [MixturePhase(start, fair_pattern(shares)) for start, shares in steps], None
@@ -370,7 +370,7 @@ class MixtureSpec:
         return max((step.position for step in self.changes.within(epoch)), default=0)
 
     def steps_of(self, epoch: int, at: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(first turn, turns of each source in a period) of an epoch that begins at this sample of all.
+        """(first draw, draws of each source in a period) of an epoch that begins at this sample of all.
 
         No step is empty. The first begins with the epoch, or where that is known.
         """

@@ -1,8 +1,8 @@
-"""Fair shares: who comes when, so that every prefix of the sequence is within one of each source's share.
+"""Fair shares: every prefix of the sequence of draws is within one of each source's share.
 
-This is the chairman assignment problem. Tijdeman (1980) solves it with two bounds: of k sources, turn j of
+This is the chairman assignment problem. Tijdeman (1980) solves it with two bounds: of k sources, draw j of
 the source with weight w may not come before position `(j + d) / w` and must come by `(j + 1 - d) / w`, where
-d = 1 / (2k - 2); among the turns that may come, the one that must come soonest is taken. Then
+d = 1 / (2k - 2); among the draws that may come, the one that must come soonest is taken. Then
 
     |count(p) - w * p| <= 1 - 1 / (2k - 2) < 1      for every source, every prefix p and every k,
 
@@ -29,7 +29,7 @@ MAX_PERIOD = 1 << 16
 """Entries of a table at most: shares are exact, or within about 1 / 65536 of the weights."""
 
 ENDLESS = 1 << 62
-"""Turns of a sequence that never ends."""
+"""Draws of a sequence that never ends."""
 
 Weight = int | float | Fraction
 
@@ -72,11 +72,11 @@ def temperature_weights(sizes: Sequence[int], temperature: float) -> tuple[Fract
 
 
 def integer_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Turns of each source in one period.
+    """Draws of each source in one period.
 
     Exact where the weights have a common denominator <= `MAX_PERIOD`. Else the period is that, by largest
     remainder: each share is within 1 / `MAX_PERIOD` of its weight, but that no positive weight gets less than
-    one turn, which the largest shares pay for. Raises `ValueError` for more sources than `MAX_PERIOD`.
+    one draw, which the largest shares pay for. Raises `ValueError` for more sources than `MAX_PERIOD`.
     """
     used = sum(w > 0 for w in weights)
     if used > MAX_PERIOD:
@@ -96,72 +96,74 @@ def integer_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pattern:
-    """A sequence of turns that repeats. Turns count from 0; thread-safe, O(period) memory."""
+    """A sequence of draws that repeats. Draws count from 0; thread-safe, O(period) memory."""
 
     shares: NDArray[np.int64]
-    """[sources] turns of each source in one period."""
+    """[sources] draws of each source in one period."""
     source: NDArray[np.int32]
-    """[period] whose turn it is."""
+    """[period] the source of each draw."""
     nth: NDArray[np.int64]
-    """[period] turns that this source had before, in the same period."""
-    place: NDArray[np.int64]
-    """[period] turns of the period in order of source, then of time."""
+    """[period] draws that this source had before, in the same period."""
+    by_source: NDArray[np.int64]
+    """[period] draws of the period in order of source, then of time."""
     first: NDArray[np.int64]
-    """[sources + 1] where a source's turns begin in `place`."""
+    """[sources + 1] where a source's draws begin in `by_source`."""
 
     @property
     def period(self) -> int:
-        """Turns until the sequence repeats."""
+        """Draws until the sequence repeats."""
         return len(self.source)
 
     @property
     def totals(self) -> NDArray[np.int64]:
-        """Turns that each source ever has, int64 [sources]."""
+        """The number of draws that each source ever has, int64 [sources]."""
         return np.where(self.shares > 0, ENDLESS, 0)
 
-    def locate(self, turns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Whose turns these are, int32 [n], and how many turns that source had before, int64 [n]."""
-        cycle = turns // self.period
-        within = turns - cycle * self.period
+    def locate(self, draws: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the sources of draws, int32 [n], and how many draws each source had before, int64 [n]."""
+        cycle = draws // self.period
+        within = draws - cycle * self.period
         source = self.source[within]
         cycle *= self.shares[source]
         cycle += self.nth[within]
         return source, cycle
 
-    def turns(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The inverse of `locate`: when a source of a positive share has its turns, int64 [n]."""
+    def draws(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the draws of a source of a positive share, int64 [n]: the inverse of `locate`."""
         share = int(self.shares[source])
         cycle = index // share
-        place: NDArray[np.int64] = self.place[self.first[source] + index - cycle * share]
-        return place + cycle * self.period
+        drawn: NDArray[np.int64] = self.by_source[self.first[source] + index - cycle * share]
+        return drawn + cycle * self.period
 
-    def counts(self, turn: int) -> NDArray[np.int64]:
-        """Turns of each source before this one, int64 [sources]."""
-        cycle, within = divmod(turn, self.period)
+    def counts(self, draw: int) -> NDArray[np.int64]:
+        """Draws of each source before this one, int64 [sources]."""
+        cycle, within = divmod(draw, self.period)
         counts: NDArray[np.int64] = np.bincount(self.source[:within], minlength=len(self.shares))
         return counts + self.shares * cycle
 
 
 @lru_cache(maxsize=128)  # weights may be set 64 times
 def fair_pattern(shares: tuple[int, ...]) -> Pattern:
-    """The fair sequence of integer shares >= 0, one of them positive. About 1 microsecond a turn."""
+    """The fair sequence of integer shares >= 0, one of them positive. About 1 microsecond a draw."""
     source = _chairman_assignment(np.array(shares, np.int64))
-    place = np.argsort(source, kind="stable")
+    by_source = np.argsort(source, kind="stable")
     first = np.concatenate(([0], np.cumsum(shares))).astype(np.int64)
     nth = np.empty(len(source), np.int64)
-    nth[place] = np.arange(len(source)) - first[source[place]]
-    pattern = Pattern(shares=np.array(shares, np.int64), source=source, nth=nth, place=place, first=first)
+    nth[by_source] = np.arange(len(source)) - first[source[by_source]]
+    pattern = Pattern(
+        shares=np.array(shares, np.int64), source=source, nth=nth, by_source=by_source, first=first
+    )
     for array in vars(pattern).values():
         array.flags.writeable = False
     return pattern
 
 
 class QuotaPattern:
-    """A sequence in which each source has exactly its quota of turns. Thread-safe.
+    """A sequence in which each source has exactly its quota of draws. Thread-safe.
 
-    Up to `limit` turns (a common divisor aside) are one fair sequence. More are cut into cycles: each is one
-    period of rounded shares, followed by the few turns (less than one a source, on average) that the rounding
-    left, which are themselves in fair order. Every prefix is then within sources + 3 turns of the shares.
+    Up to `limit` draws (a common divisor aside) are one fair sequence. More are cut into cycles: each is one
+    period of rounded shares, followed by the few draws (less than one a source, on average) that the rounding
+    left, which are themselves in fair order. Every prefix is then within sources + 3 draws of the shares.
     O(limit + sources * quota / limit) memory.
     """
 
@@ -174,21 +176,22 @@ class QuotaPattern:
         self._extra = fair_pattern(tuple(extra.tolist())) if extra.any() else None
         cycle = np.arange(cycles + 1)
         self._extra_start = cycle * int(extra.sum()) // cycles
-        """[cycles + 1] extra turns before each cycle."""
+        """[cycles + 1] extra draws before each cycle."""
         self._start = cycle * self._base.period + self._extra_start
-        before = [np.searchsorted(self._extra_places(i), self._extra_start) for i in range(len(shares))]
+        before = [np.searchsorted(self._extra_draws(i), self._extra_start) for i in range(len(shares))]
         self._extra_before = np.stack(before, axis=1)
         self._before = cycle[:, None] * shares + self._extra_before
-        """[cycles + 1, sources] turns of each source before each cycle."""
+        """[cycles + 1, sources] draws of each source before each cycle."""
 
-    def _extra_places(self, source: int) -> NDArray[np.int64]:
-        extra = self._extra
-        return extra.place[extra.first[source] : extra.first[source + 1]] if extra else np.zeros(0, np.int64)
+    def _extra_draws(self, source: int) -> NDArray[np.int64]:
+        if (extra := self._extra) is None:
+            return np.zeros(0, np.int64)
+        return extra.by_source[extra.first[source] : extra.first[source + 1]]
 
-    def locate(self, turns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Whose turns these are, int32 [n], and how many turns that source had before, int64 [n]."""
-        cycle = np.searchsorted(self._start, turns, side="right") - 1
-        within, period = turns - self._start[cycle], self._base.period
+    def locate(self, draws: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the sources of draws, int32 [n], and how many draws each source had before, int64 [n]."""
+        cycle = np.searchsorted(self._start, draws, side="right") - 1
+        within, period = draws - self._start[cycle], self._base.period
         source, index = self._base.locate(np.minimum(within, period - 1))
         index += self._before[cycle, source]
         late = np.flatnonzero(within >= period)
@@ -198,23 +201,23 @@ class QuotaPattern:
             index[late] = (at + 1) * self._base.shares[source[late]] + nth
         return source, index
 
-    def turns(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """When a source has its turns, int64 [n]; indices are below its quota."""
+    def draws(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the draws of a source, int64 [n]; indices are below its quota."""
         cycle = np.searchsorted(self._before[:, source], index, side="right") - 1
         nth, share = index - self._before[cycle, source], int(self._base.shares[source])
         out = np.empty(len(index), np.int64)
         early, late = nth < share, nth >= share
-        out[early] = self._base.turns(source, nth[early]) if share else 0
+        out[early] = self._base.draws(source, nth[early]) if share else 0
         if self._extra and late.any():
             at = cycle[late]
-            extra = self._extra.turns(source, self._extra_before[at, source] + nth[late] - share)
+            extra = self._extra.draws(source, self._extra_before[at, source] + nth[late] - share)
             out[late] = extra - self._extra_start[at] + self._base.period
         return out + self._start[cycle]
 
-    def counts(self, turn: int) -> NDArray[np.int64]:
-        """Turns of each source before this one, int64 [sources]."""
-        cycle = int(np.searchsorted(self._start, turn, side="right")) - 1
-        within, period = turn - int(self._start[cycle]), self._base.period
+    def counts(self, draw: int) -> NDArray[np.int64]:
+        """Draws of each source before this one, int64 [sources]."""
+        cycle = int(np.searchsorted(self._start, draw, side="right")) - 1
+        within, period = draw - int(self._start[cycle]), self._base.period
         counts: NDArray[np.int64] = self._before[cycle] + self._base.counts(min(within, period))
         if within > period and self._extra:
             start = int(self._extra_start[cycle])
@@ -222,26 +225,26 @@ class QuotaPattern:
         return counts
 
 
-class Turns(Protocol):
-    """A sequence of turns, counted from 0: one that repeats for ever, or one that ends."""
+class SourceSchedule(Protocol):
+    """A sequence of draws, counted from 0: one that repeats for ever, or one that ends."""
 
     @property
     def totals(self) -> NDArray[np.int64]:
-        """Turns that each source ever has, int64 [sources]."""
+        """The number of draws that each source ever has, int64 [sources]."""
 
-    def locate(self, turns: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Whose turns these are, int32 [n], and how many turns that source had before, int64 [n]."""
+    def locate(self, draws: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the sources of draws, int32 [n], and how many draws each source had before, int64 [n]."""
 
-    def turns(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The inverse of `locate`: when a source has its turns, int64 [n]."""
+    def draws(self, source: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the draws of a source, int64 [n]: the inverse of `locate`."""
 
-    def counts(self, turn: int) -> NDArray[np.int64]:
-        """Turns of each source before this one, int64 [sources]."""
+    def counts(self, draw: int) -> NDArray[np.int64]:
+        """Draws of each source before this one, int64 [sources]."""
 
 
 @lru_cache(maxsize=8)
 def quota_pattern(quota: tuple[int, ...]) -> QuotaPattern:
-    """The sequence in which each source has exactly its quota of turns, one of them positive."""
+    """The sequence in which each source has exactly its quota of draws, one of them positive."""
     return QuotaPattern(quota)
 
 
@@ -253,17 +256,17 @@ def _chairman_assignment(shares: NDArray[np.int64]) -> NDArray[np.int32]:
         return source
     nth = np.arange(period) - np.repeat(np.cumsum(shares) - shares, shares)
     share = shares[source] * slack
-    may_come = -(-(nth * slack + 1) * period // share) - 1  # turns from 0
+    may_come = -(-(nth * slack + 1) * period // share) - 1  # draws from 0
     must_come = ((nth + 1) * slack - 1) * period // share
     order = np.argsort(may_come, kind="stable")
     # One integer a candidate compares faster than a pair: what must come soonest, then the source.
     urgency = (must_come * len(shares) + source)[order].tolist()
     coming = np.searchsorted(may_come[order], np.arange(period), side="right").tolist()
     waiting: list[int] = []
-    turns, start = [], 0
+    draws, start = [], 0
     for stop in coming:
         for candidate in urgency[start:stop]:
             heapq.heappush(waiting, candidate)
         start = stop
-        turns.append(heapq.heappop(waiting))
-    return (np.array(turns) % len(shares)).astype(np.int32)
+        draws.append(heapq.heappop(waiting))
+    return (np.array(draws) % len(shares)).astype(np.int32)

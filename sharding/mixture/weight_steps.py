@@ -1,6 +1,6 @@
 """Weights that were set while a mixture ran, as steps behind its schedule; a state keeps them.
 
-A step holds from a place in an epoch on: where the batches that were handed out ended, or the begin of the
+A step holds from a position in an epoch on: where the batches that were delivered ended, or the begin of the
 next epoch where nothing was left of that one. So an epoch in which weights were set is known like any other,
 and may begin anew. A step takes some 50 bytes of a state. There are at most `MAX_STEPS`, fewer of very many
 sources: then the oldest are merged into a base, which tells how far each source was where the oldest step
@@ -20,7 +20,7 @@ MAX_STEPS = 64
 _MAX_WEIGHTS = 4096
 """Of all steps together: some 32 KB of a state."""
 
-Place = tuple[int, int]
+EpochPosition = tuple[int, int]
 """Epoch, and samples of it before."""
 
 
@@ -29,13 +29,13 @@ class WeightStep(NamedTuple):
 
     epoch: int
     position: int
-    """Samples of the epoch before; a turn begins there."""
+    """Samples of the epoch before; a draw begins there."""
     weights: tuple[Fraction, ...]
     """Of the sources, of sum 1."""
 
     @property
-    def place(self) -> Place:
-        """Where it begins."""
+    def begin(self) -> EpochPosition:
+        """The position at which the weights begin to hold."""
         return self.epoch, self.position
 
 
@@ -57,9 +57,9 @@ class WeightSteps:
     """At the first step, where older ones were merged; None: all are kept."""
 
     @property
-    def known_from(self) -> Place:
+    def known_from(self) -> EpochPosition:
         """From where on the mixture is known."""
-        return self.steps[0].place if self.base else (0, 0)
+        return self.steps[0].begin if self.base else (0, 0)
 
     def given(self, epoch: int) -> tuple[int, ...] | None:
         """Samples that each source gave in an epoch before what is known of it; None: it is known whole."""
@@ -67,7 +67,7 @@ class WeightSteps:
 
     def at_begin(self, epoch: int) -> tuple[Fraction, ...] | None:
         """The weights that an epoch begins with; None: those of the schedule, or it is not known."""
-        before = [step.weights for step in self.steps if step.place <= (epoch, 0)]
+        before = [step.weights for step in self.steps if step.begin <= (epoch, 0)]
         return before[-1] if before else None
 
     def within(self, epoch: int) -> list[WeightStep]:
@@ -80,17 +80,17 @@ class WeightSteps:
 
     def with_step(self, step: WeightStep) -> WeightSteps:
         """The steps up to one that is set; later ones end there."""
-        return replace(self, steps=(*(one for one in self.steps if one.place < step.place), step))
+        return replace(self, steps=(*(one for one in self.steps if one.begin < step.begin), step))
 
-    def surplus(self, since: Place) -> WeightStep | None:
-        """The step that holds at a place, if there are so many that those before it are to be merged."""
+    def surplus(self, since: EpochPosition) -> WeightStep | None:
+        """Return the step that holds at a position, if the many steps before it are to be merged."""
         most = max(4, min(MAX_STEPS, _MAX_WEIGHTS // len(self.steps[0].weights)))
-        older = [step for step in self.steps if step.place <= since]
+        older = [step for step in self.steps if step.begin <= since]
         return older[-1] if len(self.steps) > most and older else None
 
     def known_since(self, oldest: WeightStep, base: MixtureBase) -> WeightSteps:
         """The steps from one on, where each source was as far as `base` says."""
-        return WeightSteps((oldest, *(step for step in self.steps if step.place > oldest.place)), base)
+        return WeightSteps((oldest, *(step for step in self.steps if step.begin > oldest.begin)), base)
 
     def to_json(self) -> dict[str, object]:
         """What `from_json` takes, as JSON types."""
@@ -115,8 +115,8 @@ class WeightSteps:
                 raise ValueError(f"weights: a step has an epoch, a position and shares, got {one!r}")
             epoch, position, text = one
             if not (0 <= epoch < ENDLESS and 0 <= position < ENDLESS) or position % run_length:
-                raise ValueError(f"weights: a step must begin a turn of an epoch, got {one!r}")
-            if steps and (epoch, position) <= steps[-1].place:
+                raise ValueError(f"weights: a step must begin a draw of an epoch, got {one!r}")
+            if steps and (epoch, position) <= steps[-1].begin:
                 raise ValueError(f"weights: steps must ascend, got {one!r}")
             steps.append(WeightStep(epoch, position, _shares_of(text, num_sources)))
         if len(value) == 1:

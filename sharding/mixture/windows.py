@@ -7,7 +7,7 @@ scattered over the epoch: several windows, one a source or two, are open at any 
 
 A batch lists its positions by their sample's lane in its own source, as the plan of a single source does; so
 the ranks' parts, one after the other, are one list in every world, and ranks that divide the lanes read
-different blocks of every source. Since turns of the sources do not divide evenly among lanes, a boundary
+different blocks of every source. Since draws of the sources do not divide evenly among lanes, a boundary
 between ranks lies up to a few samples inside a lane, whose blocks then two ranks read.
 """
 
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from sharding.mixture.interleaving import Interleaving
 from sharding.order.epoch_order import SourceWindow, Windows
-from sharding.order.keyed import mix_key
 from sharding.order.order import Order, most_windows
+from sharding.order.permutations import mix_key
 from sharding.order.shuffle import Shuffle
 from sharding.order.windows import windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
@@ -33,10 +33,10 @@ from sharding.plan.plan import RankPlan
 _KEPT_ORDERS = 2
 """Orders kept a source: the source epoch that ends and the one that begins."""
 _CHUNK = 1 << 15  # positions located at a time, so that the temporaries stay in the L2 cache
-_IN_TURN = 1 << 18
+_AT_ONCE = 1 << 18
 """Positions that are numbered together."""
 _KEPT_OFFSETS = 1 << 21
-"""Samples of this rank whose places in their batches are kept: 8 MiB."""
+"""Samples of this rank whose positions in their batches are kept: 8 MiB."""
 _MIXTURE = 0x6D6978  # "mix", apart from the purposes of `sharding.order.order`
 
 
@@ -98,8 +98,8 @@ class MixtureWindows:
         source, epoch, position = self._find(positions)
         window, index = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
         for key, at in windows_touched(epoch * len(self._sizes) + source):
-            turn, number = divmod(key, len(self._sizes))
-            window[at], index[at] = self.order_of(number, turn).locate(position[at])
+            source_epoch, number = divmod(key, len(self._sizes))
+            window[at], index[at] = self.order_of(number, source_epoch).locate(position[at])
             window[at] += key * self._stride
         return window, index
 
@@ -108,19 +108,19 @@ class MixtureWindows:
         source, epoch, position = self._find(positions)
         out = self._first_sample[source]
         for key, at in windows_touched(epoch * len(self._sizes) + source):
-            turn, number = divmod(key, len(self._sizes))
-            out[at] += self.order_of(number, turn).samples(position[at])
+            source_epoch, number = divmod(key, len(self._sizes))
+            out[at] += self.order_of(number, source_epoch).samples(position[at])
         return out
 
-    def in_turn(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """As `Order.in_turn`: positions and sample numbers, all from `begin` on, each window mixed once.
+    def in_order(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """As `Order.in_order`: positions and sample numbers, all from `begin` on, each window mixed once.
 
         A source with a small share is in the same windows for most of the epoch: they stay until it is in
         others.
         """
         numbers: dict[int, NDArray[np.int64]] = {}
-        for start in range(begin, self.num_samples, _IN_TURN):
-            positions = np.arange(start, min(start + _IN_TURN, self.num_samples))
+        for start in range(begin, self.num_samples, _AT_ONCE):
+            positions = np.arange(start, min(start + _AT_ONCE, self.num_samples))
             window, index = self.locate(positions)
             touched = windows_touched(window)
             in_use, moved = {key for key, _ in touched}, {self.source_of(key)[0] for key, _ in touched}
@@ -214,8 +214,8 @@ class MixtureBatchPlan(BatchPlan):
             at = np.flatnonzero(mask)
             numbers, which = np.unique(batch[at], return_inverse=True)
             mask[at] = self._is_own(numbers, which, offset[at])
-        if len(self.own_tail):
-            mask |= np.isin(positions, self.own_tail)
+        if len(self.rank_tail):
+            mask |= np.isin(positions, self.rank_tail)
         return mask
 
     def _is_own(
@@ -283,7 +283,7 @@ class MixturePlan(RankPlan):
         super().__init__(order, batch_plan)
         self._takes, self._window_positions = batch_plan.takes, order.window_positions
 
-    def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
-        """See `RankPlan.own_indices`; `windows` is the mixture's."""
+    def rank_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
+        """See `RankPlan.rank_indices`; `windows` is the mixture's."""
         mask = self._takes(self._window_positions(window))
         return None if mask.all() else np.flatnonzero(mask)

@@ -1,5 +1,5 @@
-"""Orders: a place in an epoch to a sample and back, as a pure function of seed and epoch.
+"""Orders: a position in an epoch to a sample and back, as a pure function of seed and epoch.
 
 In: samples of each block, `Shuffle`, seed, epoch. Out: an `Order` and the windows that it mixes samples in.
-Read `shuffle` (the settings) first, then `order`; `keyed` has the permutations that need no memory.
+Read `shuffle` (the settings) first, then `order`; `permutations` has those that need no memory.
 """

@@ -100,6 +100,6 @@ class EpochOrder(Windows, Protocol):
         """The number of the sample at each position; those of a mixture's sources are counted through."""
         ...
 
-    def in_turn(self, begin: int = 0) -> Iterator[tuple[Ints, Ints]]:
+    def in_order(self, begin: int = 0) -> Iterator[tuple[Ints, Ints]]:
         """Positions and their sample numbers: all from `begin` on, each once."""
         ...

@@ -27,7 +27,7 @@ from heapq import heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.order.keyed import EXCHANGE, keyed_order, mix_key, splitmix64
+from sharding.order.permutations import EXCHANGE, mix_key, seeded_permutation, splitmix64
 
 _CHUNK = 1 << 16
 _ONE = 1 << 32
@@ -38,8 +38,8 @@ _ONE = 1 << 32
 class Lanes:
     """The pieces of each lane, lane after lane. A piece is a whole block, or a part of one that was cut."""
 
-    turn: NDArray[np.int64]
-    """[pieces]: place of its block in the block order; ascends within a lane but for what filled it up."""
+    position: NDArray[np.int64]
+    """[pieces]: position of its block in the block order; ascends within a lane but for what filled it up."""
     row: NDArray[np.int64]
     """[pieces]: first sample of the block that belongs to the piece."""
     start: NDArray[np.int64]
@@ -89,22 +89,22 @@ def deal_with_exchange(
     if num_lanes == 1 or not len(sizes):
         return np.zeros(len(sizes), np.uint16)
     key = mix_key(seed, EXCHANGE)
-    hashed = keyed_order(len(sizes), mix_key(key, 0))
+    hashed = seeded_permutation(len(sizes), mix_key(key, 0))
     by_size = hashed[np.argsort(-sizes[hashed], kind="stable")]
     num_groups = -(-len(sizes) // num_lanes)
     drawn = _times_drawn(num_groups, share, mix_key(key, 1), epoch)
-    seats = _nested_permutations(drawn, num_lanes, mix_key(key, 2))
-    lane_of_seat = np.empty(seats.shape, np.uint16)
-    np.put_along_axis(lane_of_seat, seats, np.arange(num_lanes, dtype=np.uint16)[None, :], axis=1)
+    permuted = _nested_permutations(drawn, num_lanes, mix_key(key, 2))
+    lane_at = np.empty(permuted.shape, np.uint16)
+    np.put_along_axis(lane_at, permuted, np.arange(num_lanes, dtype=np.uint16)[None, :], axis=1)
     lane = np.empty(len(sizes), np.uint16)
-    lane[by_size] = lane_of_seat.reshape(-1)[: len(sizes)]
+    lane[by_size] = lane_at.reshape(-1)[: len(sizes)]
     return lane
 
 
 def _times_drawn(num_groups: int, share: float, key: int, epoch: int) -> NDArray[np.uint64]:
     """How often each group has drawn a new permutation by an epoch: its phases are spread evenly."""
     whole, part = divmod(epoch * round(share * _ONE), _ONE)
-    phase = keyed_order(num_groups, key) * _ONE // num_groups
+    phase = seeded_permutation(num_groups, key) * _ONE // num_groups
     return ((phase + part) // _ONE).astype(np.uint64) + np.uint64(whole & (1 << 64) - 1)
 
 
@@ -119,7 +119,7 @@ def _nested_permutations(drawn: NDArray[np.uint64], num_lanes: int, key: int) ->
     # to a far node. A permutation of all lanes at every draw would be as fair, and move every block anywhere.
     column = np.arange(num_lanes, dtype=np.uint64)
     groups = np.arange(len(drawn), dtype=np.uint64)
-    seats = np.broadcast_to(column.astype(np.int64), (len(drawn), num_lanes))
+    permuted = np.broadcast_to(column.astype(np.int64), (len(drawn), num_lanes))
     levels = (num_lanes - 1).bit_length()
     for level in range(levels):
         part = (column << np.uint64(level)) // np.uint64(num_lanes)
@@ -129,8 +129,8 @@ def _nested_permutations(drawn: NDArray[np.uint64], num_lanes: int, key: int) ->
         # Sort by part, then by hash; the last 12 bits tell the column.
         hashed = (part << np.uint64(52)) | (hashed >> np.uint64(24) << np.uint64(12)) | column
         hashed.sort(axis=1)
-        seats = np.take_along_axis(seats, (hashed & np.uint64(0xFFF)).astype(np.int64), axis=1)
-    return seats
+        permuted = np.take_along_axis(permuted, (hashed & np.uint64(0xFFF)).astype(np.int64), axis=1)
+    return permuted
 
 
 def cut_lanes(sizes: NDArray[np.int64], lane: NDArray[np.uint16], num_lanes: int, rotation: int = 0) -> Lanes:
@@ -143,28 +143,28 @@ def cut_lanes(sizes: NDArray[np.int64], lane: NDArray[np.uint16], num_lanes: int
         rotation: added to every lane's number, modulo `num_lanes`.
     """
     bounds = lane_bounds(int(sizes.sum()), num_lanes)
-    turn = np.argsort(lane, kind="stable")
-    lane, size = lane[turn], sizes[turn]
-    row = np.zeros(len(turn), np.int64)
+    position = np.argsort(lane, kind="stable")
+    lane, size = lane[position], sizes[position]
+    row = np.zeros(len(position), np.int64)
     quota = np.roll(np.diff(bounds), -rotation)
     load = np.diff(np.concatenate(([0], np.cumsum(size)))[np.searchsorted(lane, np.arange(num_lanes + 1))])
     uneven = bool(np.any(load != quota))
     if uneven:
-        turn, lane, row, size = _level(turn, lane, size, load, quota)
+        position, lane, row, size = _level(position, lane, size, load, quota)
     if uneven or rotation:
         by_lane = np.argsort((lane + rotation) % num_lanes, kind="stable")
-        turn, row, size = turn[by_lane], row[by_lane], size[by_lane]
-    return Lanes(turn, row, np.concatenate(([0], np.cumsum(size))), bounds)
+        position, row, size = position[by_lane], row[by_lane], size[by_lane]
+    return Lanes(position, row, np.concatenate(([0], np.cumsum(size))), bounds)
 
 
 def _level(
-    turn: NDArray[np.int64],
+    position: NDArray[np.int64],
     lane: NDArray[np.uint16],
     size: NDArray[np.int64],
     load: NDArray[np.int64],
     quota: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.uint16], NDArray[np.int64], NDArray[np.int64]]:
-    """Cut every lane at its quota and fill short lanes with what was cut off: turn, lane, row, size."""
+    """Cut every lane at its quota and fill short lanes with what was cut off: position, lane, row, size."""
     begin = np.cumsum(size) - size - (np.cumsum(load) - load)[lane]
     inside = np.clip(quota[lane] - begin, 0, size)
     over, whole = np.flatnonzero(inside < size), np.flatnonzero(inside)
@@ -179,7 +179,7 @@ def _level(
     source = np.searchsorted(end, begin, side="right")
     cut = over[source]
     return (
-        np.concatenate((turn[whole], turn[cut])),
+        np.concatenate((position[whole], position[cut])),
         np.concatenate((lane[whole], np.searchsorted(room, begin, side="right"))).astype(np.uint16),
         np.concatenate((np.zeros(len(whole), np.int64), size[cut] - (end[source] - begin))),
         np.concatenate((inside[whole], stop - begin)),

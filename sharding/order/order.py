@@ -1,6 +1,6 @@
 """Order is arithmetic: `(seed, epoch, position) -> sample`, with no random-number state.
 
-An epoch puts the non-empty blocks in a keyed *spread order*, in which any run of blocks takes from all parts
+An epoch puts the non-empty blocks in a seeded *spread order*, in which any run of blocks takes from all parts
 of the dataset, and deals them to lanes (`sharding.order.lanes`): position p is sample `p // L` of lane `p %
 L`. Each lane is cut into *windows* of consecutive blocks, and samples are mixed inside their lane's window.
 
@@ -22,20 +22,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from sharding.order.epoch_order import SourceWindow
-from sharding.order.keyed import (
+from sharding.order.lanes import Lanes, cut_lanes, deal_evenly, deal_with_exchange
+from sharding.order.permutations import (
     BLOCK_ORDER,
     FULL_ORDER,
     LANE_ORDER,
     WINDOW_ORDER,
-    KeyedOrders,
+    SeededPermutations,
     feistel,
-    keyed_orders,
     mix_key,
     mix_more,
     mix_runs,
+    seeded_permutations,
     spread_order,
 )
-from sharding.order.lanes import Lanes, cut_lanes, deal_evenly, deal_with_exchange
 from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Shuffle
 from sharding.order.windows import cut_windows, first_blocks
 
@@ -190,7 +190,7 @@ class Order:
         window: int,
         num_samples: NDArray[np.int64],
         out: NDArray[np.int64],
-        mix: KeyedOrders = keyed_orders,
+        mix: SeededPermutations = seeded_permutations,
     ) -> NDArray[np.int64]:
         """A window for whoever stages all of its blocks, side by side in an order that makes this cheap.
 
@@ -214,9 +214,9 @@ class Order:
         return blocks
 
     def indices_at(self, window: int, lane: NDArray[np.int64], depth: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices of samples of a window, told by lane and place in the lane, int64 [n]."""
+        """Indices of samples of a window, given by lane and depth in it, int64 [n]."""
         table, cell = self.table, lane * self.num_windows + window
-        return depth + table.lane_bounds[lane] + table.index_of_place[cell]
+        return depth + table.lane_bounds[lane] + table.index_shift[cell]
 
     def window_core(self, window: int) -> tuple[int, int]:
         """The longest range of positions [first, end) that all lie in the window; none where end <= first."""
@@ -231,7 +231,7 @@ class Order:
         if self.shuffle.kind != "window":
             return ordinal, row
         order = np.empty(len(row), np.int64)
-        self._mixing(window, cells, order, keyed_orders)
+        self._mixing(window, cells, order, seeded_permutations)
         return ordinal[order], row[order]
 
     def _mixing(
@@ -239,9 +239,9 @@ class Order:
         window: int,
         cells: NDArray[np.int64],
         out: NDArray[np.int64],
-        mix: KeyedOrders,
+        mix: SeededPermutations,
     ) -> None:
-        """Keyed orders of the cells' samples, side by side."""
+        """Seeded permutations of the cells' samples, side by side."""
         sizes = self.table.cell_start[cells + 1] - self.table.cell_start[cells]
         lanes = (cells // self.num_windows).tolist()
         mix(sizes, [mix_more(self._window_key, lane, window) for lane in lanes], out)
@@ -257,19 +257,19 @@ class Order:
         if kind == "full":
             return feistel(positions.astype(np.uint64), self.num_samples, self._key).view(np.int64)
         if kind != "window":
-            place = table.place(positions)
-            piece = np.searchsorted(table.piece_start, place, side="right") - 1
-            place += table.piece_row[piece] - table.piece_start[piece]
-            return place + self._first_sample[table.piece_block[piece]]
-        cells, places = table.find(positions)
+            offset = table.offsets(positions)
+            piece = np.searchsorted(table.piece_start, offset, side="right") - 1
+            offset += table.piece_row[piece] - table.piece_start[piece]
+            return offset + self._first_sample[table.piece_block[piece]]
+        cells, offsets = table.find(positions)
         out = np.empty(len(positions), np.int64)
         for first, last in self._in_groups(cells):
             inside = (cells >= first) & (cells < last)
             at = slice(None) if inside.all() else np.flatnonzero(inside)
-            out[at] = self._sample_numbers(cells[at], places[at], first, last)
+            out[at] = self._sample_numbers(cells[at], offsets[at], first, last)
         return out
 
-    def in_turn(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def in_order(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Positions and their sample numbers, two int64 [n]: all from `begin` on, each once.
 
         What `samples` says, at the cost of mixing each window once, however large windows are.
@@ -299,11 +299,12 @@ class Order:
         return [(int(part[0]), int(part[-1]) + 1) for part in np.split(touched, ends) if len(part)]
 
     def _sample_numbers(
-        self, cells: NDArray[np.int64], places: NDArray[np.int64], first: int, last: int
+        self, cells: NDArray[np.int64], offsets: NDArray[np.int64], first: int, last: int
     ) -> NDArray[np.int64]:
-        """Sample numbers at places in cells of [first, last), by a table of all samples of those touched."""
-        # A keyed order is a sort, which tells nothing of one sample alone: a cell is mixed whole, and once
-        # for all of its positions. `shift` leads from a place in the lanes to one in the tables side by side.
+        """Return the sample numbers at offsets in cells of [first, last); each cell touched is tabulated."""
+        # A seeded permutation is a sort, which tells nothing of one sample alone: a cell is mixed whole, and
+        # once for all of its positions. `shift` leads from an offset in the lanes to one in the tables side
+        # by side.
         shift, size, tables = np.zeros(last - first, np.int64), 0, []
         for cell in _which(cells, first, last):
             window = int(cell) % self.num_windows
@@ -312,7 +313,7 @@ class Order:
             shift[cell - first] = size - self.table.cell_start[cell]
             size += len(row)
             tables.append(row)
-        return cast(NDArray[np.int64], np.concatenate(tables)[shift[cells - first] + places])
+        return cast(NDArray[np.int64], np.concatenate(tables)[shift[cells - first] + offsets])
 
     def _checked(self, window: int) -> int:
         if not 0 <= window < self.num_windows:

@@ -32,9 +32,9 @@ class Shuffle:
     """
 
     kind: Kind = "window"
-    """"window": blocks in keyed order, samples mixed inside windows of about `window_blocks` blocks.
-    "full": any sample anywhere, at one read per sample. "blocks": blocks in keyed order, the samples of a
-    block in file order. "none": everything in file order."""
+    """"window": blocks in a seeded permutation, samples mixed inside windows of about `window_blocks` blocks.
+    "full": any sample anywhere, at one read per sample. "blocks": blocks in a seeded permutation, the samples
+    of a block in file order. "none": everything in file order."""
     window_blocks: int | None = None
     """Blocks in a window of all lanes; None leaves it to the loader. More mixes better and holds more
     memory. Under "blocks" and "none" with one lane it only groups reads; "full" has no windows."""

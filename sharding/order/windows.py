@@ -1,7 +1,7 @@
 """Cutting lanes into windows, and finding a position's window and index again.
 
 The part of a window that one lane holds is a *cell*; cells are numbered lane after lane, and so are samples
-("places"), which makes every look-up one binary search in an ascending array. A window's indices number
+("offsets"), which makes every look-up one binary search in an ascending array. A window's indices number
 its cells' samples, lane after lane.
 """
 
@@ -33,8 +33,8 @@ class WindowTable:
     """[lanes * windows + 1]: pieces in the cells before."""
     cell_index: NDArray[np.int64]
     """[lanes * windows]: first index of the cell in its window."""
-    index_of_place: NDArray[np.int64]
-    """[lanes * windows]: what to add to a place in the cell to get its index."""
+    index_shift: NDArray[np.int64]
+    """[lanes * windows]: what to add to an offset in the cell to get its index."""
     grid: NDArray[np.int64]
     """[depths >> grid_shift]: a window at or before that of this depth of any lane."""
     grid_shift: int
@@ -67,35 +67,35 @@ class WindowTable:
         """The window's cells, one a lane."""
         return np.arange(self.num_lanes) * self.num_windows + window
 
-    def place(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def offsets(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Positions counted lane after lane, a new int64 [n]."""
         lane, depth = _lane_and_depth(positions, self.num_lanes)
         depth += self.lane_bounds[lane]
         return depth
 
     def find(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Cell and place of each position, both a new int64 [n].
+        """Cell and offset of each position, both a new int64 [n].
 
         A grid over the depth in a lane tells a window that is not too late; comparing with the ends of the
         cells corrects it, rarely by more than one. A quarter of the time of a binary search.
         """
-        lane, place = _lane_and_depth(positions, self.num_lanes)
-        cell = self.grid[place >> self.grid_shift]
+        lane, offset = _lane_and_depth(positions, self.num_lanes)
+        cell = self.grid[offset >> self.grid_shift]
         cell += lane * self.num_windows
-        place += self.lane_bounds[lane]
+        offset += self.lane_bounds[lane]
         end = self.cell_start[1:]
-        later = end[cell] <= place
+        later = end[cell] <= offset
         cell += later
         late = np.flatnonzero(later)
         while len(late):
-            late = late[end[cell[late]] <= place[late]]
+            late = late[end[cell[late]] <= offset[late]]
             cell[late] += 1
-        return cell, place
+        return cell, offset
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Window and index of each position, both int64 [n]."""
         cell, index = self.find(positions)
-        index += self.index_of_place[cell]
+        index += self.index_shift[cell]
         cell -= _lane_and_depth(positions, self.num_lanes)[0] * self.num_windows
         return cell, index
 
@@ -155,30 +155,30 @@ def cut_windows(
     in_cells = np.diff(cell_start).reshape(num_lanes, num_windows)
     cell_index = (np.cumsum(in_cells, axis=0) - in_cells).reshape(-1)
     grid, shift = _grid(cell_start, lanes.bounds, num_windows)
-    ordinal, read_turn, read_start = _reads(window, lanes.turn, num_windows)
+    ordinal, read_position, read_start = _reads(window, lanes.position, num_windows)
     return WindowTable(
         num_windows=num_windows,
         lane_bounds=lanes.bounds,
         cell_start=cell_start,
         cell_piece=cell_piece,
         cell_index=cell_index,
-        index_of_place=cell_index - cell_start[:-1],
+        index_shift=cell_index - cell_start[:-1],
         grid=grid,
         grid_shift=shift,
         window_lengths=in_cells.sum(axis=0),
         piece_start=lanes.start,
-        piece_block=blocks[lanes.turn],
+        piece_block=blocks[lanes.position],
         piece_row=lanes.row,
         piece_ordinal=ordinal,
-        read_block=blocks[read_turn],
+        read_block=blocks[read_position],
         read_start=read_start,
     )
 
 
 def windows_touched(windows: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64] | slice]]:
-    """Split places by window: (window, places with it, ascending), in order of first appearance.
+    """Split indices by window: (window, indices with it, ascending), in order of first appearance.
 
-    A slice stands for consecutive places: neither it nor what it selects is a copy.
+    A slice stands for consecutive indices: neither it nor what it selects is a copy.
     """
     if not len(windows):
         return []
@@ -196,14 +196,14 @@ def windows_touched(windows: NDArray[np.int64]) -> list[tuple[int, NDArray[np.in
     small = windows.astype(np.uint16) if int(windows.max()) < 1 << 16 else windows
     by_window = np.argsort(small, kind="stable")
     cuts = np.flatnonzero(np.diff(small[by_window])) + 1
-    groups = sorted(np.split(by_window, cuts), key=lambda places: int(places[0]))
-    return [(int(windows[places[0]]), _slice_of(places)) for places in groups]
+    groups = sorted(np.split(by_window, cuts), key=lambda indices: int(indices[0]))
+    return [(int(windows[indices[0]]), _slice_of(indices)) for indices in groups]
 
 
-def _slice_of(places: NDArray[np.int64]) -> NDArray[np.int64] | slice:
-    """Places, ascending: as a slice where they follow one another."""
-    first, last = int(places[0]), int(places[-1])
-    return slice(first, last + 1) if last - first == len(places) - 1 else places
+def _slice_of(indices: NDArray[np.int64]) -> NDArray[np.int64] | slice:
+    """Return ascending indices, as a slice where they follow one another."""
+    first, last = int(indices[0]), int(indices[-1])
+    return slice(first, last + 1) if last - first == len(indices) - 1 else indices
 
 
 def _window_of_piece(
@@ -262,17 +262,17 @@ def _grid(
 
 
 def _reads(
-    window: NDArray[np.int64], turn: NDArray[np.int64], num_windows: int
+    window: NDArray[np.int64], position: NDArray[np.int64], num_windows: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
-    """Ordinal of each piece's block in its window; block order place of each read; first read of a window."""
-    pieces = np.lexsort((turn, window))
-    window, turn = window[pieces], turn[pieces]
+    """Return each piece's block ordinal in its window, each read's block position, a window's first read."""
+    pieces = np.lexsort((position, window))
+    window, position = window[pieces], position[pieces]
     new = np.ones(len(pieces), bool)  # two parts of one block in one window are one read
-    new[1:] = (window[1:] != window[:-1]) | (turn[1:] != turn[:-1])
+    new[1:] = (window[1:] != window[:-1]) | (position[1:] != position[:-1])
     start = np.searchsorted(window[new], np.arange(num_windows + 1))
     ordinal = np.empty(len(pieces), np.int32)
     ordinal[pieces] = np.cumsum(new) - 1 - start[window]
-    return ordinal, turn[new], start
+    return ordinal, position[new], start
 
 
 def _lane_and_depth(

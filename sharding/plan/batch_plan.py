@@ -54,7 +54,8 @@ class BatchPlan:
     batch_size: int
     """Items of one rank in a full batch."""
     rank: int
-    """Place of this rank when ranks are listed rack by rack, node by node (`placement.seats`)."""
+    """The shard index of this rank: ranks are listed rack by rack, node by node
+    (`placement.shard_indices`)."""
     world_size: int
     tail: Tail
     """What becomes of the last, incomplete global batch: "drop", "pad", "even" or "uneven"."""
@@ -147,11 +148,11 @@ class BatchPlan:
         return last[last >= self.num_items] % self.num_items
 
     @property
-    def own_tail(self) -> NDArray[np.int64]:
+    def rank_tail(self) -> NDArray[np.int64]:
         """Items of this rank in the incomplete global batch, padding left out, int64 [k]."""
         return self._last_batch[self._last_batch < self.num_items]
 
-    def own_items(self, first: int, end: int) -> NDArray[np.int64] | None:
+    def rank_items(self, first: int, end: int) -> NDArray[np.int64] | None:
         """The items in [first, end) that this rank's batches take, padding left out, int64 [j]; None for all.
 
         Costs O(end - first) for this rank's share; nothing where one rank takes everything.
@@ -164,7 +165,7 @@ class BatchPlan:
         stop = min(self.num_full, max(begin, -(-(end - self.start) // self.global_batch_size)))
         items = self._full_batches(begin, stop)
         if end > done:
-            items = np.concatenate((items, self.own_tail))
+            items = np.concatenate((items, self.rank_tail))
         inside: NDArray[np.bool_] = (items >= first) & (items < end)
         return items[inside]
 

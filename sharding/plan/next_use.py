@@ -27,13 +27,15 @@ class LaneRange:
     """Whether two of these ranks take from one lane, so that a block is read more than once."""
 
 
-def lanes_of_seats(seats: range, world_size: int, num_lanes: int, batch_size: int) -> LaneRange:
-    """The lanes of consecutive seats: rank r of w takes the r-th part of each batch, listed by lane."""
-    first = seats.start * num_lanes // world_size
-    end = -(-seats.stop * num_lanes // world_size)
+def lanes_of_shard_indices(
+    shard_indices: range, world_size: int, num_lanes: int, batch_size: int
+) -> LaneRange:
+    """Return the lanes of consecutive ranks: rank r of w takes the r-th part of each batch, by lane."""
+    first = shard_indices.start * num_lanes // world_size
+    end = -(-shard_indices.stop * num_lanes // world_size)
     even = batch_size * world_size % num_lanes == 0
-    inside = all(seat * num_lanes % world_size == 0 for seat in seats[1:])
-    return LaneRange(first, end, len(seats) > 1 and not (even and inside))
+    inside = all(one * num_lanes % world_size == 0 for one in shard_indices[1:])
+    return LaneRange(first, end, len(shard_indices) > 1 and not (even and inside))
 
 
 def windows_of_blocks(order: Order, num_blocks: int, lanes: LaneRange) -> NDArray[np.int64]:

@@ -1,6 +1,6 @@
-"""Which node reads what: the seats of ranks, reads by more than one node, and hot spots.
+"""Decide which node reads what: the shard indices of ranks, reads by more than one node, and hot spots.
 
-`EpochPlan` gives runs of lanes to runs of ranks. So ranks are seated rack by rack, node by node and NUMA
+`EpochPlan` gives runs of lanes to runs of ranks. So ranks are listed rack by rack, node by node and NUMA
 node by NUMA node, and lanes with neighbouring numbers are read near each other. Blocks that change lane
 (`Shuffle(exchange=...)`) mostly go to a neighbouring lane: to the same node first, then to the same rack.
 
@@ -25,36 +25,37 @@ from sharding.order.order import Order
 from sharding.topology.topology import Topology
 
 
-def seats(places: Sequence[tuple[object, ...]]) -> list[int]:
-    """The seat of each rank, for `EpochPlan(rank=...)`: ranks in the order of their places, then of rank.
+def shard_indices(locations: Sequence[tuple[object, ...]]) -> list[int]:
+    """Return the shard index of each rank, for `EpochPlan(rank=...)`: by location, then by rank.
 
     Args:
-        places: one a rank, from far to near, such as (rack, node) or (rack, node, numa). Racks, and nodes in
+        locations: one a rank, from far to near, such as (rack, node) or (rack, node, numa). Racks, and nodes
+        in
             them, are listed as they first appear. Nodes may have different numbers of ranks.
 
-    Raises `ValueError` if places have different lengths.
+    Raises `ValueError` if locations have different lengths.
     """
-    if len({len(place) for place in places}) > 1:
+    if len({len(location) for location in locations}) > 1:
         raise ValueError("all ranks need the same facts, such as (rack, node); leave out what some lack")
     first: dict[tuple[object, ...], int] = {}
-    for rank, place in enumerate(places):
-        for depth in range(1, len(place) + 1):
-            first.setdefault(place[:depth], rank)
+    for rank, location in enumerate(locations):
+        for depth in range(1, len(location) + 1):
+            first.setdefault(location[:depth], rank)
 
     def key(rank: int) -> tuple[int, ...]:
-        place = places[rank]
-        return (*(first[place[:depth]] for depth in range(1, len(place) + 1)), rank)
+        location = locations[rank]
+        return (*(first[location[:depth]] for depth in range(1, len(location) + 1)), rank)
 
-    out = [0] * len(places)
-    for seat, rank in enumerate(sorted(range(len(places)), key=key)):
-        out[rank] = seat
+    out = [0] * len(locations)
+    for shard_index, rank in enumerate(sorted(range(len(locations)), key=key)):
+        out[rank] = shard_index
     return out
 
 
-def seat_of(topology: Topology) -> int:
-    """The seat of a process: by rack, node and NUMA node as far as all ranks know them, else its data rank.
+def shard_index_of(topology: Topology) -> int:
+    """Return the shard index of a process: by rack, node and NUMA node where known, else its data rank.
 
-    Ranks of a replica group share a seat. All ranks must know the same facts, or all must lack them.
+    Ranks of a replica group share a shard index. All ranks must know the same facts, or all must lack them.
     """
     nodes, of_rank = topology.nodes_of_data_ranks, topology.data_ranks
     if nodes is None or of_rank is None:
@@ -64,8 +65,8 @@ def seat_of(topology: Topology) -> int:
     if numa is None or None in numa:  # ranks that are bound to no NUMA node are equally near to all
         numa = (0,) * topology.world_size
     first = [of_rank.index(data_rank) for data_rank in range(topology.data_world_size)]
-    places = [(racks[group[0]], group[0], numa[rank]) for group, rank in zip(nodes, first, strict=True)]
-    return seats(places)[topology.data_rank]
+    locations = [(racks[group[0]], group[0], numa[rank]) for group, rank in zip(nodes, first, strict=True)]
+    return shard_indices(locations)[topology.data_rank]
 
 
 def reads_by_node(
@@ -80,7 +81,7 @@ def reads_by_node(
 
     Args:
         order: the epoch's; any kind but "full", which reads samples.
-        nodes: the node of each seat, [world_size], numbered from 0.
+        nodes: the node of each shard index, [world_size], numbered from 0.
         batch_size: samples of one rank in a batch.
         start: position from which the epoch is read.
         cost: [blocks] integers, such as bytes; 1 for each block when None.
@@ -123,8 +124,8 @@ def read_amplification(
     for lane in range(lanes):
         blocks, begin, end, _ = _pieces_from(order, lane, 0)
         of_depth = owner[:, lane]
-        turns = _counter(of_depth != np.roll(of_depth, 1))
-        readers = np.minimum(1 + turns(end) - turns(begin + 1), len(np.unique(of_depth)))
+        changes = _counter(of_depth != np.roll(of_depth, 1))
+        readers = np.minimum(1 + changes(end) - changes(begin + 1), len(np.unique(of_depth)))
         each = np.ones(len(blocks)) if cost is None else np.asarray(cost)[blocks]
         read += float((readers * each).sum())
     used = np.unique(order.table.piece_block)
@@ -136,10 +137,10 @@ def _owner_of_position(start: int, nodes: Sequence[int], batch_size: int, lanes:
     """The node that takes each position, counted from `start`, until the pattern repeats in every lane."""
     group = batch_size * len(nodes)
     owner = np.empty(lcm(group, lanes), np.int64)
-    of_place = np.repeat(np.asarray(nodes, np.int64), batch_size)
+    of_position = np.repeat(np.asarray(nodes, np.int64), batch_size)
     for begin in range(0, len(owner), group):
         lane = ((start + begin + np.arange(group)) % lanes).astype(np.uint16)
-        owner[begin + np.argsort(lane, kind="stable")] = of_place
+        owner[begin + np.argsort(lane, kind="stable")] = of_position
     return owner
 
 
@@ -205,8 +206,8 @@ def hot_spot(labels: ArrayLike, ahead: int) -> HotSpot:
     label = label[by_label]
     # Reads of all labels on one axis, label after label, too far apart for runs of two labels to touch: how
     # many reads a run has that begins at a read is then one binary search, for all reads at once.
-    place = label * (num_reads + run) + by_label
-    most = np.searchsorted(place, place + run) - np.arange(num_reads)
+    at = label * (num_reads + run) + by_label
+    most = np.searchsorted(at, at + run) - np.arange(num_reads)
     share = np.bincount(label)[label] * (run / num_reads)
     worst = int(np.argmax(most - share))
     return HotSpot(int(label[worst]), int(most[worst]), float(share[worst]), run)

@@ -61,7 +61,7 @@ class RankPlan(ABC):
         return self.batch_plan.padding
 
     @abstractmethod
-    def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
+    def rank_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """The indices of a window that this rank's batches take, ascending, int64 [j]; None for all.
 
         Padding, which comes back to the epoch's first windows, is left out. `windows` is the order unless
@@ -127,10 +127,10 @@ class EpochPlan(RankPlan):
     def __init__(self, order: Order, **dealing: Unpack[Dealing]) -> None:
         super().__init__(order, BatchPlan(num_items=order.num_samples, num_lanes=order.num_lanes, **dealing))
 
-    def own_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
-        """See `RankPlan.own_indices`; each comes once. O(samples of the window that are this rank's)."""
+    def rank_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
+        """See `RankPlan.rank_indices`; each comes once. O(samples of the window that are this rank's)."""
         windows = windows or self.order
-        positions = self.batch_plan.own_items(*windows.window_span(window))
+        positions = self.batch_plan.rank_items(*windows.window_span(window))
         if positions is None:
             return None
         numbers, indices = windows.locate(positions)
@@ -161,7 +161,7 @@ class PlanState:
     """What identifies the block table, at most 128 printable ASCII characters; "" where nothing does."""
     version: int = STATE_VERSION
     batching: Mapping[str, object] | None = None
-    """What decides the units of a length-aware plan (`UnitPlanner.mark`); None: positions count samples."""
+    """What decides the units of a length-aware plan (`UnitPlanner.token`); None: positions count samples."""
     sources: Sequence[int] | None = None
     """Samples that each source of a mixture by tokens gave before the epoch."""
     weights: Mapping[str, object] | None = None
@@ -188,9 +188,9 @@ class PlanState:
             raise ValueError(f"position must be in [0, num_samples={self.num_samples}], got {self.position}")
         if not isinstance(self.shuffle, Shuffle):
             raise ValueError(f"shuffle must be a Shuffle, got {self.shuffle!r}")
-        mark = self.fingerprint
-        if not isinstance(mark, str) or len(mark) > 128 or not (mark.isascii() and mark.isprintable()):
-            raise ValueError(f"fingerprint must be at most 128 printable ASCII characters, got {mark!r}")
+        text = self.fingerprint
+        if not isinstance(text, str) or len(text) > 128 or not (text.isascii() and text.isprintable()):
+            raise ValueError(f"fingerprint must be at most 128 printable ASCII characters, got {text!r}")
 
     def to_json(self) -> dict[str, object]:
         """The state as JSON types; `batching`, `sources` and `weights` only where there are any."""

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.catalog.table import Catalog
-from sharding.order.keyed import mix_key, splitmix64
+from sharding.order.permutations import mix_key, splitmix64
 from sharding.order.selection import MOST_DRAWN, Selection
 from sharding.urls import file_name
 

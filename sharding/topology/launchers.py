@@ -1,7 +1,7 @@
-"""What launchers leave in the environment: the place of a process among the ranks.
+"""Read the rank information that launchers leave in the environment.
 
 A rank is never guessed: a partial or contradictory environment is an error, because a wrong rank trains
-silently on the wrong samples. Where a launcher tells ranks but no nodes, `RankPlace.why_no_node` says so.
+silently on the wrong samples. Where a launcher tells ranks but no nodes, `RankInfo.why_no_node` says so.
 
 torchrun's variables come first, as torchrun is often started inside a Slurm step. Those of MPI launchers
 come before Slurm's: under `mpirun` in a Slurm job, SLURM_PROCID is the rank of mpirun's daemon, one per node.
@@ -23,8 +23,8 @@ _PMI_LOCAL = (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LO
 """Local rank and size by MPICH's and Intel MPI's Hydra, and by Cray's PALS."""
 
 
-class RankPlace(NamedTuple):
-    """What a launcher tells. Fields as in `Topology`, unchecked."""
+class RankInfo(NamedTuple):
+    """The rank information that a launcher gives. Fields as in `Topology`, unchecked."""
 
     rank: int = 0
     world_size: int = 1
@@ -37,22 +37,22 @@ class RankPlace(NamedTuple):
     """Why node and local rank are placeholders; "" if they are what the launcher says or implies."""
 
     @classmethod
-    def alone_on_its_node(cls, rank: int, world_size: int, source: str, why: str = _ONE_A_NODE) -> RankPlace:
+    def alone_on_its_node(cls, rank: int, world_size: int, source: str, why: str = _ONE_A_NODE) -> RankInfo:
         """A rank of which no node is known: alone, it shares nothing by mistake."""
         return cls(rank, world_size, 0, 1, rank, world_size, source, why)
 
 
-def detect_place(env: Env) -> RankPlace:
+def detect_rank_info(env: Env) -> RankInfo:
     """Read the variables of torchrun or DeepSpeed, Open MPI, MPICH or Intel MPI, Slurm; else one process.
 
     Raises `ValueError` for a partial or contradictory environment, naming the variable and the cure.
     """
     for launcher in (_torchrun, _open_mpi, _hydra, _slurm):
-        if (place := launcher(env)) is not None:
-            return place
+        if (rank_info := launcher(env)) is not None:
+            return rank_info
     if "SLURM_JOB_ID" in env:
-        return RankPlace(source="single process (in a Slurm allocation, but not a task started by srun)")
-    return RankPlace()
+        return RankInfo(source="single process (in a Slurm allocation, but not a task started by srun)")
+    return RankInfo()
 
 
 def slurm_switch(env: Env) -> tuple[str | None, str]:
@@ -71,7 +71,7 @@ def slurm_switch(env: Env) -> tuple[str | None, str]:
     return ".".join(parts[:-1]), ""
 
 
-def _torchrun(env: Env) -> RankPlace | None:
+def _torchrun(env: Env) -> RankInfo | None:
     """RANK, WORLD_SIZE and friends, as torchrun, DeepSpeed, Kubernetes operators and job scripts set them."""
     if "RANK" not in env and "WORLD_SIZE" not in env:
         local = _number(env, "LOCAL_RANK")
@@ -82,19 +82,19 @@ def _torchrun(env: Env) -> RankPlace | None:
     deepspeed = "LOCAL_SIZE" in env and "LOCAL_WORLD_SIZE" not in env  # its own name for the same number
     local_name = "LOCAL_SIZE" if deepspeed else "LOCAL_WORLD_SIZE"
     if "LOCAL_RANK" not in env and local_name not in env:
-        return RankPlace.alone_on_its_node(rank, world, "RANK and WORLD_SIZE (no LOCAL_RANK: one a node)")
+        return RankInfo.alone_on_its_node(rank, world, "RANK and WORLD_SIZE (no LOCAL_RANK: one a node)")
     if local_name not in env and (step := _slurm(env)) and (step.rank, step.world_size) == (rank, world):
         return step  # a job script that copied Slurm's variables
     local, local_world = _together(env, "LOCAL_RANK", local_name)
     node_name, nodes_name = ("CROSS_RANK", "CROSS_SIZE") if deepspeed else ("GROUP_RANK", "GROUP_WORLD_SIZE")
     node, num_nodes = _number(env, node_name), _number(env, nodes_name)
     if node is None or num_nodes is None:
-        node, num_nodes = _placed(rank, world, local, local_world, "RANK")
+        node, num_nodes = _node_of(rank, world, local, local_world, "RANK")
     source = "DeepSpeed (RANK, LOCAL_SIZE)" if deepspeed else "torchrun (RANK, WORLD_SIZE)"
-    return RankPlace(rank, world, local, local_world, node, num_nodes, source)
+    return RankInfo(rank, world, local, local_world, node, num_nodes, source)
 
 
-def _open_mpi(env: Env) -> RankPlace | None:
+def _open_mpi(env: Env) -> RankInfo | None:
     prefix = "OMPI_COMM_WORLD_"
     if f"{prefix}RANK" not in env and f"{prefix}SIZE" not in env:
         return None
@@ -102,7 +102,7 @@ def _open_mpi(env: Env) -> RankPlace | None:
     return _numbered(env, (f"{prefix}RANK", f"{prefix}SIZE"), local_names, "Open MPI (OMPI_COMM_WORLD_*)")
 
 
-def _hydra(env: Env) -> RankPlace | None:
+def _hydra(env: Env) -> RankInfo | None:
     """MPICH and Intel MPI (Hydra), Cray's PALS. `srun --mpi=pmi2` sets PMI_RANK too, but no local names."""
     if "PMI_RANK" not in env:
         return None
@@ -113,13 +113,13 @@ def _hydra(env: Env) -> RankPlace | None:
             return step
     if names is None:
         rank, world = _together(env, "PMI_RANK", "PMI_SIZE")
-        return RankPlace.alone_on_its_node(
+        return RankInfo.alone_on_its_node(
             rank, world, "PMI_RANK and PMI_SIZE (no MPI_LOCALRANKID: one a node)"
         )
     return _numbered(env, ("PMI_RANK", "PMI_SIZE"), names, f"MPICH or Intel MPI (PMI_RANK, {names[0]})")
 
 
-def _slurm(env: Env) -> RankPlace | None:
+def _slurm(env: Env) -> RankInfo | None:
     """The task of an `srun` step.
 
     sbatch and salloc set SLURM_NTASKS and even SLURM_PROCID=0 in their single shell, which is no task of a
@@ -138,12 +138,12 @@ def _slurm(env: Env) -> RankPlace | None:
     rank, world = _together(env, "SLURM_PROCID", size_name)
     nodes_name = "SLURM_STEP_NUM_NODES" if "SLURM_STEP_NUM_NODES" in env else "SLURM_NNODES"
     if "SLURM_NODEID" not in env and nodes_name not in env and world == 1:
-        return RankPlace(source="Slurm (srun step)")
+        return RankInfo(source="Slurm (srun step)")
     node, num_nodes = _together(env, "SLURM_NODEID", nodes_name)
     if (local := _number(env, "SLURM_LOCALID")) is None:
         raise ValueError(f"SLURM_LOCALID is not set in an srun step of {world} tasks: {_CURE}")
     local_world = _slurm_tasks_on(env, node, num_nodes, world)
-    return RankPlace(rank, world, local, local_world, node, num_nodes, "Slurm (srun step)")
+    return RankInfo(rank, world, local, local_world, node, num_nodes, "Slurm (srun step)")
 
 
 def _slurm_tasks_on(env: Env, node: int, num_nodes: int, world: int) -> int:
@@ -162,16 +162,16 @@ def _slurm_tasks_on(env: Env, node: int, num_nodes: int, world: int) -> int:
     return world // num_nodes
 
 
-def _numbered(env: Env, names: tuple[str, str], local_names: tuple[str, str], source: str) -> RankPlace:
-    """The place of a rank whose launcher numbers ranks and local ranks, not nodes."""
+def _numbered(env: Env, names: tuple[str, str], local_names: tuple[str, str], source: str) -> RankInfo:
+    """Return the information of a rank whose launcher numbers ranks and local ranks, not nodes."""
     rank, world = _together(env, *names)
     local, local_world = _together(env, *local_names)
-    node, num_nodes = _placed(rank, world, local, local_world, names[0])
-    return RankPlace(rank, world, local, local_world, node, num_nodes, source)
+    node, num_nodes = _node_of(rank, world, local, local_world, names[0])
+    return RankInfo(rank, world, local, local_world, node, num_nodes, source)
 
 
-def _placed(rank: int, world: int, local: int, local_world: int, name: str) -> tuple[int, int]:
-    """Node and number of nodes where the launcher does not say: ranks placed node by node, or dealt round."""
+def _node_of(rank: int, world: int, local: int, local_world: int, name: str) -> tuple[int, int]:
+    """Return node and number of nodes where the launcher says neither: ranks run node by node, or in turn."""
     if local_world >= 1 and world % local_world == 0:
         num_nodes = world // local_world
         if rank % local_world == local:

@@ -1,8 +1,8 @@
-"""Where every rank is, from what each rank says of itself.
+"""Find the node of every rank from what each rank says of itself.
 
-Each rank contributes one `RankFacts`; of the same list, `placed` makes the same map of ranks, nodes, hosts
-and racks on every rank. The launcher's node numbers are taken if all ranks have them and they agree with each
-other; else ranks of one host name are a node, numbered by their lowest ranks.
+Each rank contributes one `RankFacts`; of the same list, `with_facts` makes the same map of ranks, nodes,
+hosts and racks on every rank. The launcher's node numbers are taken if all ranks have them and they agree
+with each other; else ranks of one host name are a node, numbered by their lowest ranks.
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ class RankFacts(NamedTuple):
     numa_node: int | None
 
 
-def facts_of(place: Topology) -> RankFacts:
+def facts_of(topology: Topology) -> RankFacts:
     """What this rank tells the others."""
     return RankFacts(
-        place.host,
-        place.rack,
-        None if "node" in place.why_unknown else place.node,
-        place.num_nodes,
-        place.local_rank,
-        place.local_world_size,
-        place.numa_node,
+        topology.host,
+        topology.rack,
+        None if "node" in topology.why_unknown else topology.node,
+        topology.num_nodes,
+        topology.local_rank,
+        topology.local_world_size,
+        topology.numa_node,
     )
 
 
-def placed(place: Topology, facts: Sequence[RankFacts], racks: Racks | None = None) -> Topology:
+def with_facts(topology: Topology, facts: Sequence[RankFacts], racks: Racks | None = None) -> Topology:
     """The topology with what all ranks said.
 
     Args:
-        place: this rank's own view.
+        topology: this rank's own view.
         facts: of each rank, in rank order.
         racks: host -> rack; None: the racks in `facts`.
     """
-    if len(facts) != place.world_size:
-        raise ValueError(f"facts must be of {place.world_size} ranks, got {len(facts)}")
+    if len(facts) != topology.world_size:
+        raise ValueError(f"facts must be of {topology.world_size} ranks, got {len(facts)}")
     numa_nodes = tuple(fact.numa_node for fact in facts)
     launchers = _launchers_nodes(facts)
     nodes = launchers or _nodes_by_host(facts)
     if nodes is None:
-        why = _why_not_placed(facts)
+        why = _why_unknown(facts)
         unknown = {"hosts": None, "racks": None, "nodes_of_ranks": None}
         return _with(
-            place, {**dict.fromkeys(unknown, why), "node": why}, **unknown, numa_nodes_of_ranks=numa_nodes
+            topology, {**dict.fromkeys(unknown, why), "node": why}, **unknown, numa_nodes_of_ranks=numa_nodes
         )
-    local = [rank for rank, node in enumerate(nodes) if node == nodes[place.rank]]
+    local = [rank for rank, node in enumerate(nodes) if node == nodes[topology.rank]]
     first = _first_ranks(nodes)
     hosts, why_hosts = _hosts(facts, first)
     of_nodes, why_racks = _racks(facts, first, racks)
     return _with(
-        place,
+        topology,
         {"hosts": why_hosts, "racks": why_racks, "node": ""},
-        local_rank=facts[place.rank].local_rank if launchers else local.index(place.rank),
+        local_rank=facts[topology.rank].local_rank if launchers else local.index(topology.rank),
         local_world_size=len(local),
-        node=nodes[place.rank],
+        node=nodes[topology.rank],
         num_nodes=len(first),
-        source=place.source if launchers else f"{place.source}, nodes by host name",
-        rack=of_nodes[nodes[place.rank]] if of_nodes else place.rack,
+        source=topology.source if launchers else f"{topology.source}, nodes by host name",
+        rack=of_nodes[nodes[topology.rank]] if of_nodes else topology.rack,
         hosts=hosts,
         racks=of_nodes,
         nodes_of_ranks=nodes,
@@ -79,9 +79,9 @@ def placed(place: Topology, facts: Sequence[RankFacts], racks: Racks | None = No
     )
 
 
-def _with(place: Topology, why: dict[str, str], **known: object) -> Topology:
-    reasons = {fact: text for fact, text in (dict(place.reasons) | why).items() if text}
-    return replace(place, reasons=tuple(reasons.items()), **known)  # type: ignore[arg-type]
+def _with(topology: Topology, why: dict[str, str], **known: object) -> Topology:
+    reasons = {fact: text for fact, text in (dict(topology.reasons) | why).items() if text}
+    return replace(topology, reasons=tuple(reasons.items()), **known)  # type: ignore[arg-type]
 
 
 def _launchers_nodes(facts: Sequence[RankFacts]) -> tuple[int, ...] | None:
@@ -108,7 +108,7 @@ def _nodes_by_host(facts: Sequence[RankFacts]) -> tuple[int, ...] | None:
     return tuple(number.setdefault(fact.host, len(number)) for fact in facts)
 
 
-def _why_not_placed(facts: Sequence[RankFacts]) -> str:
+def _why_unknown(facts: Sequence[RankFacts]) -> str:
     nameless = next(rank for rank, fact in enumerate(facts) if fact.host is None)
     return f"the launcher's nodes are missing or contradictory and rank {nameless} has no host name"
 

@@ -20,7 +20,7 @@ class DataParallel(NamedTuple):
 
 Replicate = int | Sequence[int] | DataParallel
 """R: each R consecutive ranks share data (the inner dimensions of a device mesh); a sequence: the data rank
-of every rank; a `DataParallel`: this rank's place, where nothing is known of the others."""
+of every rank; a `DataParallel`: this rank's data rank, where nothing is known of the others."""
 
 
 def checked_replicate(replicate: Replicate, world_size: int) -> Replicate:
@@ -45,8 +45,8 @@ def checked_replicate(replicate: Replicate, world_size: int) -> Replicate:
     return tuple(replicate)
 
 
-def data_place(replicate: Replicate, rank: int, world_size: int) -> DataParallel:
-    """Data rank of a rank, and the number of them."""
+def data_rank_info(replicate: Replicate, rank: int, world_size: int) -> DataParallel:
+    """Return the data rank of a rank, and the number of data ranks."""
     if isinstance(replicate, DataParallel):
         return replicate
     if isinstance(replicate, int):

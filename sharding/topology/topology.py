@@ -2,8 +2,8 @@
 
 A `Topology` is a frozen value, the same for the same arguments and environment. Ranks come from the launcher
 (`sharding.topology.launchers`), NUMA nodes from sysfs (`sharding.topology.hardware`), the other
-ranks' places from what the ranks told each other (`sharding.topology.rank_facts`; the exchange itself is the
-dataflow package's).
+nodes of all ranks from what the ranks told each other (`sharding.topology.rank_facts`; the exchange itself is
+the dataflow package's).
 
 Nothing is guessed: a fact that nobody told is None, and `why_unknown` says why. Facts about all ranks
 (`hosts`, `nodes_of_ranks`, `racks`) are the same on every rank that has them, so that a plan made from them
@@ -20,8 +20,8 @@ from itertools import islice
 from typing import Any
 
 from sharding.topology.hardware import read_hardware
-from sharding.topology.launchers import Env, RankPlace, detect_place, slurm_switch
-from sharding.topology.replicas import Replicate, checked_replicate, data_place, data_ranks
+from sharding.topology.launchers import Env, RankInfo, detect_rank_info, slurm_switch
+from sharding.topology.replicas import Replicate, checked_replicate, data_rank_info, data_ranks
 
 Racks = Mapping[str, str] | Callable[[str], str | None]
 """Rack of a host: a mapping (looked up by full name, then by the part before the first dot) or a function."""
@@ -36,7 +36,7 @@ _NOT_GATHERED = (
 
 @dataclass(frozen=True)
 class Topology:
-    """One process among `world_size`. Raises `ValueError` for places outside their worlds.
+    """One process among `world_size`. Raises `ValueError` for ranks and nodes outside their worlds.
 
     Example:
         >>> dataset = ShardedDataset("images/*.tar")
@@ -97,9 +97,9 @@ class Topology:
             )
         checked = checked_replicate(self.replicate, self.world_size)
         object.__setattr__(self, "replicate", checked)
-        self._check_places()
+        self._check_nodes()
 
-    def _check_places(self) -> None:
+    def _check_nodes(self) -> None:
         for name, size in (
             ("hosts", self.num_nodes),
             ("racks", self.num_nodes),
@@ -129,7 +129,7 @@ class Topology:
         cls,
         env: Env | None = None,
         *,
-        place: RankPlace | None = None,
+        rank_info: RankInfo | None = None,
         racks: Racks | None = None,
         replicate: Replicate = 1,
         sysfs: str = "/sys",
@@ -142,7 +142,7 @@ class Topology:
 
         Args:
             env: the environment to read; `os.environ` when None.
-            place: of this process, where it is known already; None: what the launcher's variables say.
+            rank_info: what is known of this process already; None: take what the launcher's variables say.
             racks: host -> rack; None: Slurm's switches, where it has them.
             replicate: which ranks get the same batches: R for each R consecutive ranks, the data rank of
                 every rank, or a `DataParallel(rank, size)`.
@@ -153,7 +153,7 @@ class Topology:
         Raises `ValueError` for a partial or contradictory environment, naming the variable and the cure.
         """
         env = given_variables(env)
-        place = place or detect_place(env)
+        rank_info = rank_info or detect_rank_info(env)
         host = platform.node() if host is None else host
         facts: dict[str, Any] = {"host": None if host in _NO_NAMES else host}
         why = dict.fromkeys(_OF_ALL_RANKS, _NOT_GATHERED)
@@ -164,16 +164,16 @@ class Topology:
             facts["rack"], why["rack"] = rack_of(facts["host"], racks)
         for name, fact in read_hardware(sysfs, cpus).items():
             facts[name], why[name] = fact
-        if place.why_no_node:
-            why["node"] = place.why_no_node
-        elif place.num_nodes == 1:
-            facts["nodes_of_ranks"] = (0,) * place.world_size
+        if rank_info.why_no_node:
+            why["node"] = rank_info.why_no_node
+        elif rank_info.num_nodes == 1:
+            facts["nodes_of_ranks"] = (0,) * rank_info.world_size
             for one, every in (("host", "hosts"), ("rack", "racks")):
                 facts[every] = None if facts[one] is None else (facts[one],)
                 why[every] = why[one]
-        if place.world_size == 1:
+        if rank_info.world_size == 1:
             facts["numa_nodes_of_ranks"] = (facts["numa_node"],)
-        numbers = place._asdict()
+        numbers = rank_info._asdict()
         del numbers["why_no_node"]
         return cls(**numbers, replicate=replicate, **facts, reasons=tuple(why.items()))
 
@@ -204,12 +204,12 @@ class Topology:
     @property
     def data_rank(self) -> int:
         """Number of this rank's replica group, in [0, data_world_size): what the plan uses for a rank."""
-        return data_place(self.replicate, self.rank, self.world_size).rank
+        return data_rank_info(self.replicate, self.rank, self.world_size).rank
 
     @property
     def data_world_size(self) -> int:
         """Number of replica groups: what the plan uses for a world size."""
-        return data_place(self.replicate, self.rank, self.world_size).size
+        return data_rank_info(self.replicate, self.rank, self.world_size).size
 
     @property
     def data_ranks(self) -> tuple[int, ...] | None:
@@ -275,9 +275,9 @@ def rack_of(host: str | None, racks: Racks) -> tuple[str | None, str]:
 _LISTED_NODES = 16
 
 
-def description(place: Topology) -> str:
-    """The lines of `Topology.describe`."""
-    return "\n".join([*_process(place), *_nodes(place), *_hardware(place), *_unknown(place)])
+def description(topology: Topology) -> str:
+    """Return the lines of `Topology.describe`."""
+    return "\n".join([*_process(topology), *_nodes(topology), *_hardware(topology), *_unknown(topology)])
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -291,30 +291,30 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def _process(place: Topology) -> Iterable[str]:
-    yield f"rank {place.rank} of {place.world_size}, from {place.source}"
+def _process(topology: Topology) -> Iterable[str]:
+    yield f"rank {topology.rank} of {topology.world_size}, from {topology.source}"
     yield (
-        f"local rank {place.local_rank} of {place.local_world_size}"
-        f" on node {place.node} of {place.num_nodes}{_named(place.host, place.rack)}"
+        f"local rank {topology.local_rank} of {topology.local_world_size}"
+        f" on node {topology.node} of {topology.num_nodes}{_named(topology.host, topology.rack)}"
     )
-    if place.data_world_size != place.world_size:
-        group = place.replica_group
+    if topology.data_world_size != topology.world_size:
+        group = topology.replica_group
         shared = f": the same batches on ranks {ranges(group)}" if group else ""
-        yield f"data rank {place.data_rank} of {place.data_world_size}{shared}"
+        yield f"data rank {topology.data_rank} of {topology.data_world_size}{shared}"
 
 
-def _nodes(place: Topology) -> Iterable[str]:
-    if place.nodes_of_ranks is None or place.num_nodes == 1:
+def _nodes(topology: Topology) -> Iterable[str]:
+    if topology.nodes_of_ranks is None or topology.num_nodes == 1:
         return
     ranks: dict[int, list[int]] = {}
-    for rank, node in enumerate(place.nodes_of_ranks):
+    for rank, node in enumerate(topology.nodes_of_ranks):
         ranks.setdefault(node, []).append(rank)
-    for node in range(min(place.num_nodes, _LISTED_NODES)):
-        host = place.hosts[node] if place.hosts else None
-        rack = place.racks[node] if place.racks else None
+    for node in range(min(topology.num_nodes, _LISTED_NODES)):
+        host = topology.hosts[node] if topology.hosts else None
+        rack = topology.racks[node] if topology.racks else None
         yield f"  node {node}: ranks {ranges(ranks[node])}{_named(host, rack)}"
-    if place.num_nodes > _LISTED_NODES:
-        yield f"  ... and {place.num_nodes - _LISTED_NODES} more nodes"
+    if topology.num_nodes > _LISTED_NODES:
+        yield f"  ... and {topology.num_nodes - _LISTED_NODES} more nodes"
 
 
 def _named(host: str | None, rack: str | None) -> str:
@@ -322,16 +322,16 @@ def _named(host: str | None, rack: str | None) -> str:
     return f" ({', '.join(names)})" if names else ""
 
 
-def _hardware(place: Topology) -> Iterable[str]:
-    if place.num_numa_nodes is not None:
-        yield f"machine: NUMA nodes: {place.num_numa_nodes}"
-    if place.numa_node is not None:
-        yield f"NUMA node of: CPUs {place.numa_node}"
+def _hardware(topology: Topology) -> Iterable[str]:
+    if topology.num_numa_nodes is not None:
+        yield f"machine: NUMA nodes: {topology.num_numa_nodes}"
+    if topology.numa_node is not None:
+        yield f"NUMA node of: CPUs {topology.numa_node}"
 
 
-def _unknown(place: Topology) -> Iterable[str]:
+def _unknown(topology: Topology) -> Iterable[str]:
     """One line a reason, with the facts that share it."""
     facts: dict[str, list[str]] = {}
-    for fact, why in place.why_unknown.items():
+    for fact, why in topology.why_unknown.items():
         facts.setdefault(why, []).append(fact)
     yield from (f"not known: {', '.join(names)}: {why}" for why, names in islice(facts.items(), 32))

@@ -1,6 +1,6 @@
 """A file that is complete or not there, on any fsspec filesystem.
 
-Most filesystems show a file while it is written, so it is written under a temporary name beside its place
+Most filesystems show a file while it is written, so it is written under a temporary name beside its path
 and renamed at the end (atomic on local disks). Object stores show an upload only once it is closed; there
 a rename would be a copy, so the file is uploaded under its own name and the upload abandoned on failure.
 """
@@ -28,7 +28,7 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"}
 
 
 class NewFile:
-    """A file being written. `commit` puts it in its place; `discard` leaves no trace. Not thread-safe.
+    """A file being written. `commit` renames it to its path; `discard` leaves no trace. Not thread-safe.
 
     Raises `FileExistsError` where the file is there already, unless `overwrite`.
     """

@@ -185,7 +185,7 @@ class ShardWriter:
             raise ValueError(
                 f"the only shard is finished; for more, put %06d into the pattern {self._pattern!r}"
             )
-        self._file = self._new_file(self._place())
+        self._file = self._new_file(self._next_url())
         try:
             self._shard = self._new_shard(self._file)
         except BaseException:
@@ -198,7 +198,7 @@ class ShardWriter:
         full, file, num_samples = no_room(error), self._file, self._num_samples
         if full is None:
             return
-        url, written = (file.url, file.num_bytes) if file is not None else (self._place(), 0)
+        url, written = (file.url, file.num_bytes) if file is not None else (self._next_url(), 0)
         space = file.space if file is not None else space_at(url)
         self._abandon()
         lost = f"this shard, of {num_samples:,} samples and {written:,} bytes so far, is removed"
@@ -235,7 +235,7 @@ class ShardWriter:
         too_many = self._max_count is not None and self._num_samples >= self._max_count
         return too_many or (self._max_bytes is not None and self._file.num_bytes >= self._max_bytes)
 
-    def _place(self) -> str:
+    def _next_url(self) -> str:
         if self._number is None:
             return self._pattern
         width = int(self._number[1] or self._number[2] or 0)

@@ -109,7 +109,7 @@ class FakeChunk:
             yield PartialChunk(batches)
         for nbytes in self.heap:
             self.made += 1
-            yield PartialChunk([batches.pop(0)], heap_bytes=nbytes, is_due=self.made - 1 in self.due)
+            yield PartialChunk([batches.pop(0)], heap_bytes=nbytes, flush_now=self.made - 1 in self.due)
 
 
 READS_AFTER_CLOSE: list[FakeWindow] = []
@@ -167,7 +167,7 @@ class FakeWindow:
         with self._lock:
             self.reads_done += 1
 
-    def hurry(self) -> None:
+    def raise_priority(self) -> None:
         self.hurried += 1
         self.when_hurried()
 

@@ -15,7 +15,7 @@ from prefetch.addresses import memory_at
 from prefetch.core.executor import Executor
 from prefetch.core.images import CropBox, Filter, ImageForm
 from prefetch.core.plan import BuildPlan, PlanColumn
-from sharding.order.keyed import keyed_orders
+from sharding.order.permutations import seeded_permutations
 
 
 def copied(column: PlanColumn) -> NDArray[np.uint8]:
@@ -27,8 +27,8 @@ def copied(column: PlanColumn) -> NDArray[np.uint8]:
         value = memory_at(column.base + column.step * index, nbytes)
         if column.widen:
             value = value.copy().view(column.widen).astype(np.int64).view(np.uint8)
-        place = row * column.row_bytes if column.places is None else int(column.places[row])
-        out[place : place + len(value)] = value
+        at = row * column.row_bytes if column.offsets is None else int(column.offsets[row])
+        out[at : at + len(value)] = value
     return out
 
 
@@ -50,7 +50,7 @@ def use_plain_core(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Executor, "run", lambda _, plan: run(plan))
     patch.setattr(Executor, "interleave", lambda _, columns, out: interleave(columns, out))
     patch.setattr(Executor, "resizer", lambda _, form: partial(resize, form))
-    patch.setattr(Executor, "keyed_orders", staticmethod(keyed_orders))
+    patch.setattr(Executor, "seeded_permutations", staticmethod(seeded_permutations))
 
 
 # ---- images ------------------------------------------------------------------------------------------------

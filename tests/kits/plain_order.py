@@ -24,7 +24,7 @@ def bits_of(n):
     return bits
 
 
-def plain_keyed_order(n, key):
+def plain_seeded_permutation(n, key):
     return sorted(range(n), key=lambda i: (plain_splitmix64(i ^ key) >> bits_of(n), i))
 
 
@@ -64,7 +64,7 @@ class PlainOrder:
         if kind == "window":
             for w, cells in enumerate(self.windows):
                 for lane, cell in enumerate(cells):
-                    order = plain_keyed_order(len(cell), plain_key(seed, epoch, 2, lane, w))
+                    order = plain_seeded_permutation(len(cell), plain_key(seed, epoch, 2, lane, w))
                     cells[lane] = [cell[i] for i in order]
 
     @staticmethod

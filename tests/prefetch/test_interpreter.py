@@ -75,7 +75,7 @@ def test_without_the_lock_nobody_looks_at_frames_of_threads_that_run() -> None:
     pool = PriorityPool(1, "test")
     pool.submit(0, lambda: (running.set(), ended.wait(TIMEOUT_S)))
     assert running.wait(TIMEOUT_S)
-    assert pool.places() == []
+    assert pool.contexts() == []
     ended.set()
     assert pool.close(TIMEOUT_S)
     threads = WorkerThreads(1, "test")

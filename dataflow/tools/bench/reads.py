@@ -2,8 +2,8 @@
 
 "In flight" is the number of threads, each with one read at a time, as fio's jobs; they may lie in several
 processes (`dataflow.tools.bench.direct`). Sequential means one stream in the order of the shards,
-whichever thread asks; random takes the blocks in a keyed order, each once before any comes again. Every
-read's beginning and end are kept; all figures are made from them.
+whichever thread asks; random takes the blocks in a seeded permutation, each once before any comes again.
+Every read's beginning and end are kept; all figures are made from them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from dataflow.tools.bench.evidence import device_bytes
 from dataflow.tools.bench.settings import Pattern
 from sharding.blocks import Shard
-from sharding.order.keyed import feistel
+from sharding.order.permutations import feistel
 
 ReadInto = Callable[[Shard, int, NDArray[np.uint8]], None]
 Block = tuple[Shard, int, int]

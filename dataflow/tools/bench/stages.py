@@ -27,7 +27,7 @@ from dataflow.timing.headspace import MeasuredSteps
 from dataflow.tools.bench.evidence import device_bytes
 from dataflow.tools.bench.in_memory import InMemory
 from dataflow.tools.bench.settings import BenchDataset
-from sharding.order.keyed import spread_order
+from sharding.order.permutations import spread_order
 from sharding.urls import is_local
 
 EmulationPhase = Literal["training", "loader", "storage", "memory", "undecoded", "more memory"]

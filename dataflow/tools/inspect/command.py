@@ -21,8 +21,8 @@ from dataflow.tools.inspect.read_cost import open_bytes
 from dataflow.tools.inspect.settings import InspectSettings
 from dataflow.tools.terminal.report import Drawing, Page, Table, bytes_text, optional
 from sharding.catalog.table import Catalog
-from sharding.order.keyed import keyed_order
 from sharding.order.order import Order
+from sharding.order.permutations import seeded_permutation
 from sharding.order.selection import check_listed
 from sharding.order.shuffle import Shuffle
 from sharding.plan.plan import EpochPlan
@@ -115,17 +115,17 @@ def inspect_dataset(dataset: ShardedDataset, settings: InspectSettings) -> Inspe
 
 
 def _plans(catalog: Catalog, shuffle: Shuffle, world_size: int, settings: InspectSettings) -> list[EpochPlan]:
-    """One plan a seat: in an even topology, seats are ranks."""
+    """Make one plan a shard index: in an even topology, shard indices are ranks."""
     order = Order(catalog.blocks.num_samples, shuffle, seed=settings.seed, epoch=settings.epoch)
     return [
         EpochPlan(
             order,
             batch_size=settings.batch_size,
-            rank=seat,
+            rank=shard_index,
             world_size=world_size,
             tail="even" if world_size > 1 else "uneven",
         )
-        for seat in range(world_size)
+        for shard_index in range(world_size)
     ]
 
 
@@ -219,7 +219,7 @@ def _draw(inspection: Inspection, figure: Any) -> None:
     sides = {"this plan": inspection.plan, "full shuffle": inspection.full}
     for column, (name, side) in enumerate(sides.items()):
         colour, stretch = _COLOURS[name], side.stretch
-        at = keyed_order(len(stretch.sample), 0)[:_DOTS]  # even steps would see some lanes only
+        at = seeded_permutation(len(stretch.sample), 0)[:_DOTS]  # even steps would see some lanes only
         positions, samples = stretch.position[at], stretch.sample[at]
         axes[0, column].plot(positions, samples, ".", markersize=1.5, color=colour)
         title = f"{name}: where each position's sample lies"

@@ -103,8 +103,8 @@ def figures_of(
     """Measure a plan.
 
     Args:
-        plans: one a seat, of the same order.
-        nodes: [ranks], the node of each seat.
+        plans: one a shard index, of the same order.
+        nodes: [ranks], the node of each shard index.
         table: the blocks.
         targets: what blocks are grouped by for hot spots.
         labels: [num_samples] by sample number, integers >= 0 or floats; None where unknown.

@@ -71,8 +71,8 @@ def stretch_of(
     """The batches that the figures are taken from: the middle of the epoch, or all of it.
 
     Args:
-        plans: one a seat, of the same order.
-        nodes: [ranks], the node of each seat, from 0.
+        plans: one a shard index, of the same order.
+        nodes: [ranks], the node of each shard index, from 0.
         table: the blocks that the order is over.
         max_samples: more than these are not looked at; at least one batch is.
 

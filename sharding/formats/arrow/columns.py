@@ -119,7 +119,7 @@ def columns_of(
     Args:
         table: one row per sample; structs are flattened to "struct.leaf".
         columns: names wanted, None for all.
-        block: the place named in errors.
+        block: the context that errors name.
         specs: types to which columns are brought, where these are not their own.
 
     Raises:
@@ -218,10 +218,10 @@ def _check_dictionaries(column: pa.ChunkedArray) -> None:
         entries = chunk.dictionary
         _valid(chunk)
         check_codes(chunk.indices, len(entries))
-        place = (len(entries), entries.offset, *(b.address for b in entries.buffers() if b is not None))
-        if place not in checked:
+        key = (len(entries), entries.offset, *(b.address for b in entries.buffers() if b is not None))
+        if key not in checked:
             entries.validate(full=True)
-            checked.add(place)
+            checked.add(key)
 
 
 def _is_offset_text(kind: pa.DataType) -> bool:

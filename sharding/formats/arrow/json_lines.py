@@ -55,7 +55,7 @@ class LineError(Exception):
 
 
 def pieces(text: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
-    """The text in pieces of whole lines, each with its place; byte order marks before lines become spaces."""
+    """Yield pieces of whole lines, each with its offset; byte order marks before lines become spaces."""
     view, at = memoryview(text), 0
     while at < len(view):
         piece = bytes(view[at : at + PIECE_BYTES])

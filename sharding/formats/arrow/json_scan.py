@@ -91,10 +91,10 @@ class LineScanner:
             _check_utf8(piece, offset + at)
             lines = lines_of(piece)
             num_rows += len(lines)
-            elements += self._scan_lines(lines, _Places(piece, offset + at))
+            elements += self._scan_lines(lines, _Positions(piece, offset + at))
         return num_rows, elements
 
-    def _scan_lines(self, lines: Sequence[bytes], places: _Places) -> int:
+    def _scan_lines(self, lines: Sequence[bytes], positions: _Positions) -> int:
         elements = done = 0
         while done < len(lines):
             some = lines[done : done + max(1, MOST_CELLS // max(1, self.num_keys))]
@@ -103,7 +103,7 @@ class LineScanner:
             done += count
             if count < len(some):
                 some = lines[done : done + _LEARNED_LINES]
-                elements += self._learn(some, places.of(done, len(some)))
+                elements += self._learn(some, positions.of(done, len(some)))
                 done += len(some)
         return elements
 
@@ -123,10 +123,10 @@ class LineScanner:
             seen.present += present
         return len(rows), counted.elements
 
-    def _learn(self, lines: Sequence[bytes], places: Sequence[int]) -> int:
+    def _learn(self, lines: Sequence[bytes], positions: Sequence[int]) -> int:
         """Look at lines, which begin at these bytes of the file, value by value; elements of lists."""
         learned = _Learned(self)
-        for line, at in zip(lines, places, strict=False):
+        for line, at in zip(lines, positions, strict=False):
             with faults_of_line(at):
                 learned.see_items(self.root, items_of(line), at, level=1)
         if learned.is_new:
@@ -159,7 +159,7 @@ def _check_utf8(piece: bytes, at: int) -> None:
             at += len(line) + 1
 
 
-class _Places:
+class _Positions:
     """Where the lines of a piece begin that are not blank."""
 
     def __init__(self, piece: bytes, offset: int) -> None:
@@ -171,12 +171,12 @@ class _Places:
 
     @cached_property
     def _all(self) -> list[int]:
-        places, at = [], self._offset
+        positions, at = [], self._offset
         for line in self._piece.split(b"\n"):
             if line.strip(SPACE):
-                places.append(at)
+                positions.append(at)
             at += len(line) + 1
-        return places
+        return positions
 
 
 @dataclass

@@ -41,7 +41,7 @@ _LARGEST_HEADER = 256 << 20
 
 @dataclass(frozen=True)
 class Message:
-    """One message: its place, and what its header says."""
+    """One message: its offset, and what its header says."""
 
     kind: int
     offset: int
@@ -57,7 +57,7 @@ class Message:
     null_counts: tuple[int, ...] = ()
     """Nulls in each of these arrays."""
     buffers: tuple[tuple[int, int], ...] = ()
-    """Buffers of a record batch: place in the file, stored length."""
+    """Buffers of a record batch: offset in the file, stored length."""
     views: tuple[int, ...] = ()
     """How many buffers each array of string or binary views has besides the views."""
     is_compressed: bool = False
@@ -197,12 +197,12 @@ def _check_neighbours(file: BinaryIO, shard: Shard, messages: Sequence[Message],
 
 def _schema_message(footer: bytes, root: _FlatTable) -> bytes:
     """A file's schema as a message: a flatbuffer table that refers to the schema in the footer behind it."""
-    place = root.target(1)
-    if place is None:
+    schema = root.target(1)
+    if schema is None:
         raise ValueError("it has no schema")
     # Where the table is (16); its vtable of four fields; in the table vtable, header, version and kind.
     head = struct.pack(
-        "<I 6H iIhB5x", 16, 12, 12, 8, 10, 4, 0, 12, 32 + place - 20, root.number(0, "h"), SCHEMA
+        "<I 6H iIhB5x", 16, 12, 12, 8, 10, 4, 0, 12, 32 + schema - 20, root.number(0, "h"), SCHEMA
     )
     padding = bytes(-len(footer) % 8)
     return _CONTINUATION + struct.pack("<i", 32 + len(footer) + len(padding)) + head + footer + padding
@@ -249,17 +249,17 @@ def _message(data: bytes, at: int, skip: int) -> Message:
     if kind not in _KINDS or header is None or body_length < 0:
         raise ValueError(f"a message of kind {kind} with a body of {body_length} bytes")
     body = at + skip + len(data)
-    place = (kind, at, skip + len(data) + body_length, body_length)
+    head = (kind, at, skip + len(data) + body_length, body_length)
     if kind == DICTIONARY:
         entries = header.table(1)
         return Message(
-            *place,
+            *head,
             rows=entries.number(0, "q") if entries else 0,
             dictionary=header.number(0, "q"),
             is_delta=bool(header.number(2, "?")),
         )
     if kind == SCHEMA:
-        return Message(*place)
+        return Message(*head)
     rows = header.number(0, "q")
     if not 0 <= rows < LARGEST:
         raise ValueError(f"a record batch of {rows} rows")
@@ -273,7 +273,7 @@ def _message(data: bytes, at: int, skip: int) -> Message:
     if any(not 0 <= count <= len(buffers) for count in views):
         raise ValueError("an array of more buffers than there are")
     return Message(
-        *place,
+        *head,
         rows=rows,
         lengths=tuple(length for length, _ in arrays),
         null_counts=tuple(nulls for _, nulls in arrays),
@@ -298,7 +298,7 @@ class _FlatTable:
         return _FlatTable(data, struct.unpack_from("<I", data, 0)[0])
 
     def number(self, field: int, code: str) -> int:
-        at = self._place(field)
+        at = self._position(field)
         return 0 if at is None else int(struct.unpack_from(f"<{code}", self._data, at)[0])
 
     def table(self, field: int) -> _FlatTable | None:
@@ -315,7 +315,7 @@ class _FlatTable:
             raise ValueError("a flatbuffer vector outside its header")
         return list(struct.iter_unpack(f"<{codes}", self._data[at + 4 : end]))
 
-    def _place(self, field: int) -> int | None:
+    def _position(self, field: int) -> int | None:
         entry = 4 + 2 * field
         if entry >= self._vtable_bytes:
             return None
@@ -323,5 +323,5 @@ class _FlatTable:
         return self._at + relative if relative else None
 
     def target(self, field: int) -> int | None:
-        at = self._place(field)
+        at = self._position(field)
         return None if at is None else at + int(struct.unpack_from("<I", self._data, at)[0])

@@ -2,7 +2,7 @@
 
 A row group's column chunks (dictionary pages included) lie inside one byte range, which is what a worker
 reads; the file's footer travels with the block, so decoding needs no other read. pyarrow decodes from a
-file that only has the block's bytes, at their places. Row groups without rows are no blocks; the row
+file that only has the block's bytes, at their offsets. Row groups without rows are no blocks; the row
 group's number is then kept in `Block.index`, elsewhere it is `Block.number_in_shard`.
 
 Strings that the writer dictionary-encoded stay so (see `columns`): a column of three distinct values

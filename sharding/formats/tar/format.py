@@ -47,9 +47,9 @@ _USTAR = np.frombuffer(b"ustar", np.uint8)
 _NOTHING = np.empty(0, np.uint8)
 
 
-def _records(place: str) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
-    member = [("header", place), ("size", place), ("sample", "<u4"), ("column", "<u2"), ("flags", "<u2")]
-    return np.dtype(member), np.dtype([("start", place), ("length", "<u4")])
+def _records(offset: str) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
+    member = [("header", offset), ("size", offset), ("sample", "<u4"), ("column", "<u2"), ("flags", "<u2")]
+    return np.dtype(member), np.dtype([("start", offset), ("length", "<u4")])
 
 
 _NARROW, _WIDE = _records("<u4"), _records("<u8")

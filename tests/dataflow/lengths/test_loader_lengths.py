@@ -367,12 +367,12 @@ def test_large_samples_are_planned_in_smaller_windows_which_a_state_keeps(made: 
     assert small.batching.window == 47 // 4
     with loader_of(data, Packed(8)) as loader:
         state = loader.state_dict()
-        mark = small.mark | {"first_sample": 0, "units_before": 0}
-        loader.load_state_dict(edited(state, batching=mark))
+        token = small.token | {"first_sample": 0, "units_before": 0}
+        loader.load_state_dict(edited(state, batching=token))
         assert loader.state_dict()["batching"]["window"] == small.batching.window
         assert delivered(loader) != whole
     with loader_of(data, Packed(8, window=16)) as loader, pytest.raises(ValueError, match="other batching"):
-        loader.load_state_dict(edited(state, batching=mark))
+        loader.load_state_dict(edited(state, batching=token))
 
 
 @pytest.mark.reads_here

@@ -229,7 +229,7 @@ def test_a_first_batch_plans_each_sample_of_the_epoch_once_whatever_the_weights(
         with loader_of(Mixture(abc[:2], repeats=repeats), batching, shuffle=True) as loader:
             plan = stream_of(loader).epoch_plan(0, 0)
             for window in {*plan.order.locate(np.arange(42))[0].tolist()}:  # one of each source
-                plan.own_indices(window)
+                plan.rank_indices(window)
         return sum(planned)
 
     of_839, of_840 = num_planned(20, 1), num_planned(14, 14)

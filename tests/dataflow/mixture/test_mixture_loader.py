@@ -360,7 +360,7 @@ def test_ranks_that_divide_the_lanes_read_little_twice(tmp_path: Path) -> None:
             touched = set(windows.locate(plan.positions(0, plan.num_batches)[0])[0].tolist())
             mine = set()
             for window in touched:
-                ordinal, _ = windows.window_samples(window, plan.own_indices(window))
+                ordinal, _ = windows.window_samples(window, plan.rank_indices(window))
                 source = windows.source_of(window)[0]
                 mine |= {(source, b) for b in windows.window_blocks(window)[ordinal].tolist()}
             opened.update(mine)

@@ -21,7 +21,7 @@ from dataflow.batch.samples import drop_rows
 from dataflow.decode.crop import DRAWS
 from dataflow.decode.image import decode_image
 from sharding.errors import CorruptShardError
-from sharding.order.keyed import uniform
+from sharding.order.permutations import uniform
 
 MEDIA = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 FEATURES = {"images": {"feature": {"_type": "Image"}, "_type": "List"}}

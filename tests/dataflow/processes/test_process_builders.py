@@ -257,7 +257,7 @@ def test_a_wait_names_function_line_and_sample_whoever_builds(
     consumer.start()
     try:
         gates["arrived"].wait()
-        next_reason += session_of(loader).engine._builders.places()
+        next_reason += session_of(loader).engine._builders.contexts()
     finally:
         gates["go_on"].open()
         consumer.join(TIMEOUT_S)
@@ -486,12 +486,12 @@ def test_pages_of_a_process_that_died_go_with_its_last_batch(tmp_path: Path) -> 
         file = builders_of(loader).file
         assert builders_of(loader).num_restarts == 1
         before = kept["cls"].tolist()
-        file.settle()
+        file.reconcile()
         assert file._abandoned == {0}
         assert kept["cls"].tolist() == before
         del kept
         gc.collect()
-        file.settle()
+        file.reconcile()
         assert not file._abandoned
 
 
@@ -660,7 +660,7 @@ class NoBuilders(RemoteBuilders[RemoteBuild]):
 
     def _end_builders(self) -> None: ...
 
-    def places(self) -> list[str]:
+    def contexts(self) -> list[str]:
         return []
 
 

@@ -15,7 +15,7 @@ from parameters_kit import in_pairs
 from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget, Topology
-from sharding.plan.placement import seat_of
+from sharding.plan.placement import shard_index_of
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +73,12 @@ def test_false_none_and_the_shuffle_none_are_one_order(ints: Made) -> None:
 
 
 def test_ranks_that_are_numbered_across_nodes_take_their_parts_by_rank(ints: Made) -> None:
-    """Not by seat: a shuffle seats ranks node by node, and what is gathered by rank would be out of order."""
+    """A shuffle lists ranks node by node, and what is gathered by rank would be out of order."""
     places = [
         Topology(r, 4, r // 2, 2, node=r % 2, num_nodes=2, hosts=("a", "b"), nodes_of_ranks=(0, 1, 0, 1))
         for r in range(4)
     ]
-    assert [seat_of(place) for place in places] == [0, 2, 1, 3]
+    assert [shard_index_of(place) for place in places] == [0, 2, 1, 3]
     assert gathered(of_all_ranks(ints.open(), 3, places))[: len(ints.samples)] == ints.samples
     batching = Bucketed(2, "lst", boundaries=(2,), window=16)
     data = make_parquet(ints.folder)

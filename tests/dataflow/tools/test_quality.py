@@ -24,8 +24,8 @@ from dataflow.tools.inspect.read_cost import (
     windows_of,
 )
 from sharding.catalog.table import BlockTable
-from sharding.order.keyed import keyed_order
 from sharding.order.order import Order
+from sharding.order.permutations import seeded_permutation
 from sharding.order.shuffle import Shuffle
 from sharding.plan.plan import EpochPlan
 
@@ -156,7 +156,7 @@ def test_label_correlation_is_that_of_one_hot_labels(values):
 def test_label_correlation_at_its_extremes():
     assert lag1_correlation(np.repeat([0, 1], 5000)) == pytest.approx(1, abs=1e-3)
     assert lag1_correlation(np.tile([0, 1], 5000)) == pytest.approx(-1, abs=1e-3)
-    draws = keyed_order(1 << 16, 1) % 7
+    draws = seeded_permutation(1 << 16, 1) % 7
     assert abs(lag1_correlation(draws)) < 0.02
     assert np.isnan(lag1_correlation(np.zeros(9, int)))
     assert np.isnan(lag1_correlation(np.zeros(1, int)))

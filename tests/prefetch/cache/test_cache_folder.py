@@ -16,7 +16,7 @@ from forked_kit import exit_code_in_child, forked, limited, on_file_events
 from numpy.typing import NDArray
 
 from prefetch.cache.claims import Claims
-from prefetch.cache.entry import MORE_BYTES, DamagedEntryError, Entry, block_path, mark_of, read_entry
+from prefetch.cache.entry import MORE_BYTES, DamagedEntryError, Entry, block_path, read_entry, shard_hash
 from prefetch.cache.folder import VERSION, CacheFolder, Stored, prepare
 from sharding.blocks import Shard
 
@@ -44,16 +44,20 @@ class Uses(dict[int, float]):
     def __call__(self, stored: Stored) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         self.times_asked += 1
         numbers = [int(offset) // NBYTES for offset in stored.offsets]
-        known = stored.marks == np.uint64(mark_of(entry(0).tag))
+        known = stored.shard_hashes == np.uint64(shard_hash(entry(0).tag))
         return np.array([self.get(n, float(n)) for n in numbers], float), known
 
 
 @contextmanager
 def opened(path: Path, blocks: float = 100, uses: Uses | None = None) -> Iterator[CacheFolder]:
     claims = Claims(prepare(str(path)))
-    marks = np.array([mark_of(entry(0).tag)], np.uint64)
+    shard_hashes = np.array([shard_hash(entry(0).tag)], np.uint64)
     folder = CacheFolder(
-        str(path), int(blocks * STORED), claims=claims, marks=marks, next_use=Uses() if uses is None else uses
+        str(path),
+        int(blocks * STORED),
+        claims=claims,
+        shard_hashes=shard_hashes,
+        next_use=Uses() if uses is None else uses,
     )
     try:
         yield folder
@@ -200,9 +204,9 @@ OTHER = Shard("http://x/other.tar", 10_000_000, "etag:1")
 
 
 def test_blocks_of_a_loader_that_ended_go_first_and_of_one_that_runs_stay(tmp_path: Path) -> None:
-    marks = np.array([mark_of(entry(0, OTHER).tag)], np.uint64)
+    shard_hashes = np.array([shard_hash(entry(0, OTHER).tag)], np.uint64)
     claims = Claims(prepare(str(tmp_path)))
-    other = CacheFolder(str(tmp_path), 2 * STORED, claims=claims, marks=marks, next_use=Uses())
+    other = CacheFolder(str(tmp_path), 2 * STORED, claims=claims, shard_hashes=shard_hashes, next_use=Uses())
     with opened(tmp_path, blocks=2) as folder:
         assert put(other, 1, shard=OTHER)
         assert put(folder, 2)

@@ -231,8 +231,8 @@ def test_the_pace_of_a_training_reaches_the_broker_once(make: Make) -> None:
         gate.observe_use(100, 1.0)
     read_once(gate)
     assert control.demanded == [100.0]
-    gate.hurry()
-    gate.hurry()
+    gate.raise_priority()
+    gate.raise_priority()
     read_once(gate)
     assert control.demanded == [100.0, None]
 

@@ -64,7 +64,7 @@ def test_a_gate_is_capped_by_what_is_used_until_the_training_waits() -> None:
     free = gate.decision
     cap(gate)
     assert gate.decision.value < free.value
-    gate.hurry()
+    gate.raise_priority()
     assert gate.decision == free
 
 
@@ -76,11 +76,11 @@ def test_a_window_that_is_waited_for_tells_the_gate_once(tmp_path: Path) -> None
     source = replace(dataset.source(1 << 20), gate=gate)
     window = ReadWindow(source, Arena(limit_bytes=1 << 20), np.arange(1), np.arange(1))
     cap(gate)
-    window.hurry()
+    window.raise_priority()
     assert gate.decision == free
     cap(gate)
     capped = gate.decision
-    window.hurry()
+    window.raise_priority()
     assert gate.decision == capped
 
 

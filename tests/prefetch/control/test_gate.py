@@ -143,7 +143,7 @@ def test_closing_refuses_who_waits_and_who_comes() -> None:
         reads.end("a")
         reads.join()
         assert reads.begun == ["a"]
-        assert [str(e) for e in reads.errors] == ["the loader was closed while a read waited for its turn"]
+        assert [str(e) for e in reads.errors] == ["the loader was closed while a read waited to be admitted"]
         with pytest.raises(ReaderClosedError, match="closed"), reads.gate.read(1):
             pass
 

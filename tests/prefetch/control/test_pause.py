@@ -81,7 +81,7 @@ def test_a_read_waits_until_the_release() -> None:
     assert hold.stats() == PauseStats(pauses=1, held_reads=1, broken=0)
 
 
-@pytest.mark.parametrize("end", [ReadPause.hurry, ReadPause.end])
+@pytest.mark.parametrize("end", [ReadPause.raise_priority, ReadPause.end])
 def test_a_wait_of_the_training_code_ends_the_hold(end: Callable[[ReadPause], None]) -> None:
     hold, changed = held()
     with waiting_read(hold, changed):
@@ -133,7 +133,7 @@ def test_a_limit_lets_so_many_reads_run_at_a_time() -> None:
     assert hold.stats().held_reads == 1
 
 
-@pytest.mark.parametrize("end", [ReadPause.hurry, lambda hold: hold.limit(None)])
+@pytest.mark.parametrize("end", [ReadPause.raise_priority, lambda hold: hold.limit(None)])
 def test_a_limit_is_over_when_training_waits_or_it_is_lifted(end: Callable[[ReadPause], None]) -> None:
     hold, changed = held()
     hold.end()
@@ -171,7 +171,7 @@ def test_listeners_hear_of_holds_and_their_ends_whatever_ends_them() -> None:
     hold = ReadPause(most_s=5.0, now=Clock())
     hold.watch(lambda: 9)
     with hold.follow(told.append):
-        for end in (ReadPause.end, ReadPause.hurry, ReadPause.begin):
+        for end in (ReadPause.end, ReadPause.raise_priority, ReadPause.begin):
             hold.begin()
             end(hold)
         hold.watch(lambda: 2)
@@ -235,9 +235,9 @@ def test_each_wait_of_the_training_code_ends_the_hold_not_only_the_first_for_a_w
     hold, _ = held()
     source = replace(made("tar").open().source(1 << 20), pause=hold)
     window = ReadWindow(source, Arena(limit_bytes=1 << 20), np.arange(1), np.arange(1))
-    window.hurry()
+    window.raise_priority()
     hold.begin()
-    window.hurry()
+    window.raise_priority()
     assert hold.stats().broken == 2
 
 

@@ -102,7 +102,7 @@ typedef struct {
 
 typedef struct {
     source from;
-    int64_t *index, *lengths, *places;
+    int64_t *index, *lengths, *dests;
     uint8_t *out;
     int64_t out_size, *offsets, *sizes, *at; /* [rows] of the source, in bytes; [rows] of `out` */
 } column;
@@ -167,9 +167,9 @@ static void place_outputs(core_column *c, column *own, int64_t rows, int64_t lon
             own->at[r] = own->out_size;
             own->out_size += own->sizes[r] * each + grain * below(4);
         }
-        own->places = allocated(8 * rows);
-        if (rows) memcpy(own->places, own->at, (size_t)(8 * rows));
-        c->places = own->places;
+        own->dests = allocated(8 * rows);
+        if (rows) memcpy(own->dests, own->at, (size_t)(8 * rows));
+        c->offsets = own->dests;
     }
     c->out = own->out = allocated(own->out_size);
     if (own->out_size) memset(own->out, GUARD, (size_t)own->out_size);
@@ -206,7 +206,7 @@ static void free_column(column *own) {
         munmap(own->from.bytes, (size_t)own->from.size);
     else
         free(own->from.bytes);
-    free(own->index), free(own->lengths), free(own->places), free(own->out);
+    free(own->index), free(own->lengths), free(own->dests), free(own->out);
     free(own->offsets), free(own->sizes), free(own->at);
 }
 
@@ -339,10 +339,10 @@ static void make_queued(queued_plan *q, int64_t number) {
         column *own = q->own + i;
         make_column(c, own, q->rows);
         int64_t widened = c->op == CORE_WIDEN ? 8 / WIDTHS[c->stored] : 1, at = 0;
-        free(own->places), own->places = 0, c->places = 0;
+        free(own->dests), own->dests = 0, c->offsets = 0;
         if (c->lengths) {
-            c->places = own->places = allocated(8 * q->rows);
-            for (int64_t r = 0; r < q->rows; r++) own->places[r] = at, at += own->sizes[r] * widened;
+            c->offsets = own->dests = allocated(8 * q->rows);
+            for (int64_t r = 0; r < q->rows; r++) own->dests[r] = at, at += own->sizes[r] * widened;
         } else {
             c->out_step = c->each * widened;
         }
@@ -399,7 +399,7 @@ static void check_job(const queued_plan *q, int64_t job, const uint8_t *slot, in
 /* Takes back what the kernel may be asked for meanwhile, as a guard does that is given up. */
 static void *next_generation(void *queue) {
     __atomic_add_fetch(&generation, 1, __ATOMIC_SEQ_CST);
-    core_settle(queue);
+    core_drain(queue);
     return 0;
 }
 
@@ -523,7 +523,7 @@ static void try_resize(void) {
     num_resized += results;
 }
 
-/* ---- orders, turns, and pages of mapped files ----------------------------------------------------------------- */
+/* ---- orders, draws, and pages of mapped files ----------------------------------------------------------------- */
 
 static void try_orders(void) {
     int64_t count = below(5), sizes[4], total = 0;
@@ -534,7 +534,7 @@ static void try_orders(void) {
     }
     int64_t *out = allocated(total * 8), *seen = allocated(total * 8);
     memset(seen, 0, (size_t)total * 8);
-    CHECK(!core_keyed_orders(sizes, keys, count, out), "no memory for an order");
+    CHECK(!core_seeded_permutations(sizes, keys, count, out), "no memory for an order");
     for (int64_t i = 0, start = 0; i < count; start += sizes[i++]) {
         uint64_t before = 0, span = 1;
         while (span < (uint64_t)sizes[i]) span *= 2;
@@ -563,11 +563,11 @@ static void try_turns(void) {
     }
     for (int64_t i = 0; i < sources * each; i++) lengths[i] = below(longest + 1);
     uint16_t *out = allocated(most * 2);
-    int64_t taken = core_token_turns(shares, owed, lengths, upcoming, end, sources, out, most), ended = 0;
+    int64_t taken = core_token_draws(shares, owed, lengths, upcoming, end, sources, out, most), ended = 0;
     for (int64_t s = 0; s < sources; s++) ended |= shares[s] && upcoming[s] == end[s], upcoming[s] = s * each;
-    CHECK(taken == most || (ended && taken < most), "%ld of %ld turns", (long)taken, (long)most);
-    for (int64_t turn = 0; turn < taken; turn++) {
-        int64_t source = out[turn], length = lengths[upcoming[source]++];
+    CHECK(taken == most || (ended && taken < most), "%ld of %ld draws", (long)taken, (long)most);
+    for (int64_t draw = 0; draw < taken; draw++) {
+        int64_t source = out[draw], length = lengths[upcoming[source]++];
         of_source[source] += length, tokens += length;
         for (int64_t s = 0; s < sources; s++)
             CHECK(labs(shares[s] * tokens - of_source[s] * total) <= total * longest, "source %ld", (long)s);

@@ -39,7 +39,7 @@ def int64(values: Any) -> NDArray[np.int64]:
 def fixed(
     starts: list[int], each: int, *, widen: str = "", by_step: int = 0, may_load: bool = True
 ) -> PlanColumn:
-    """A column of values of one length, by address or as places on a grid."""
+    """A column of values of one length, by address or as positions on a grid."""
     out_bytes = each * 8 // np.dtype(widen).itemsize if widen else each
     out = np.full(out_bytes * len(starts), 0xA5, np.uint8).view("int64" if widen else "uint8")
     step = by_step or 1
@@ -52,10 +52,10 @@ def fixed(
 def ragged(spans: list[tuple[int, int]], *, gap: int = 0, may_load: bool = True) -> PlanColumn:
     """A column of values of any lengths, `gap` bytes apart."""
     starts, lengths = int64(spans).reshape(-1, 2).T.copy()
-    places = np.cumsum(lengths + gap) - lengths
+    offsets = np.cumsum(lengths + gap) - lengths
     out = np.full(int((lengths + gap).sum()) + gap, 0xA5, np.uint8)
     return PlanColumn(
-        name="r", index=starts + BASE, lengths=lengths, places=places, out=out, may_load=may_load
+        name="r", index=starts + BASE, lengths=lengths, offsets=offsets, out=out, may_load=may_load
     )
 
 
@@ -187,19 +187,19 @@ def test_columns_become_the_last_dimension(dtype: str, shape: tuple[int, ...]) -
 
 def test_a_plan_that_writes_outside_its_destination_cannot_be_made() -> None:
     index, out = int64([BASE, BASE]), np.zeros(15, np.uint8)
-    places = int64([0, 8])
+    offsets = int64([0, 8])
     with pytest.raises(ValueError, match="column 'x': its values do not fit an `out` of 15 bytes"):
         PlanColumn(name="x", index=index, each=8, out=out)
     for lengths in ([8, 8], [-1, 4]):
         with pytest.raises(ValueError, match="column 'x': its values do not fit"):
-            PlanColumn(name="x", index=index, lengths=int64(lengths), places=places, out=out)
-    with pytest.raises(ValueError, match="column 'x': lengths need places"):
+            PlanColumn(name="x", index=index, lengths=int64(lengths), offsets=offsets, out=out)
+    with pytest.raises(ValueError, match="column 'x': lengths need offsets"):
         PlanColumn(name="x", index=index, lengths=int64([8, 8]), out=out)
     with pytest.raises(ValueError, match="widen must be in"):
         PlanColumn(name="x", index=index, each=8, out=np.zeros(16, np.uint8), widen="float32")
     with pytest.raises(ValueError, match="arrays must be C-contiguous"):
         PlanColumn(name="x", index=int64([BASE, 0, BASE, 0])[::2], each=8, out=np.zeros(16, np.uint8))
-    with pytest.raises(ValueError, match="index, lengths and places must be int64"):
+    with pytest.raises(ValueError, match="index, lengths and offsets must be int64"):
         PlanColumn(name="x", index=index.astype(np.int32), each=8, out=np.zeros(16, np.uint8))  # type: ignore[arg-type]
     column = PlanColumn(name="x", index=index, each=8, out=np.zeros(16, np.uint8))
     with pytest.raises(ValueError, match="column 'x' has 2 of 3 rows"):

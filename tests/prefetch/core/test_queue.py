@@ -79,8 +79,10 @@ def test_jobs_hold_what_the_plain_loop_copies(data: st.DataObject, num_threads: 
         num_rows = data.draw(st.sampled_from([1, 2, 7, 64, 65]))
         placed = [c for c in data.draw(st.lists(columns(num_rows), max_size=3)) if follows(c)]
         cuts = data.draw(st.sets(st.integers(1, num_rows), max_size=4)) | {num_rows}
-        unplaced = [PlanColumn(**{**vars(column), "out": None, "places": column.places}) for column in placed]
-        plans.append(queue.submit(JobPlan(number=number, columns=unplaced, ends=int64(sorted(cuts)))))
+        without_out = [
+            PlanColumn(**{**vars(column), "out": None, "offsets": column.offsets}) for column in placed
+        ]
+        plans.append(queue.submit(JobPlan(number=number, columns=without_out, ends=int64(sorted(cuts)))))
         whole.append([copied(column) for column in placed])
         for _ in range(data.draw(st.integers(0, 3))):
             lend(queue, plans[-1].plan.slot_bytes)
@@ -157,7 +159,7 @@ def test_threads_that_sleep_are_woken_by_as_many_slots_as_they_have_jobs_for(
     until_s = time.monotonic() + TIMEOUT_S
     while queue.count()[1] < num_jobs:
         assert time.monotonic() < until_s
-        queue.settle()
+        queue.drain()
     assert queue.take(submitted) == JobAnswer.READY
     queue.close()
 
@@ -208,7 +210,7 @@ def test_values_are_loaded_in_the_plans_generation_and_read_by_the_kernel_in_lat
         plans.append(queue.submit(plan))
     assert next_job(queue, plans[0])[1] == 0
     generation += 1
-    queue.settle()
+    queue.drain()
     os.truncate(path, PAGE)
     slot, num_bad = next_job(queue, plans[1])
     assert (num_bad, plans[1].status.tolist()) == (1, [0, 1, 0])

@@ -49,7 +49,7 @@ class FakeBuilders:
     def copy_stats(self) -> CopyStats:
         return CopyStats()
 
-    def places(self) -> list[str]:
+    def contexts(self) -> list[str]:
         return ["in another place"]
 
     def stats(self) -> StageStats:

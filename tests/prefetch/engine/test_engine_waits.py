@@ -160,7 +160,7 @@ def test_builders_that_wait_for_a_task_are_at_no_place() -> None:
     gate, builders = Gate(), WatchedBuilders(4)
     with running([FakeWindow(FakeChunk("a", parts=[gate]))], builders=builders) as engine:
         gate.wait_until_begun()
-        assert [place.split(" (")[0] for place in builders.places()] == ["in Gate.__call__"]
+        assert [context.split(" (")[0] for context in builders.contexts()] == ["in Gate.__call__"]
         gate.open()
         assert next_names(engine) == ["a.0"]
 

@@ -160,7 +160,7 @@ def test_bytes_in_use_come_back_from_a_weakref_callback_inside_a_critical_sectio
     ledger.reserve(State.IN_USE, 70)
     batches = [Batch()]
     watch = weakref.ref(batches[0], lambda _: ledger.give_back(70))
-    ledger.settle_first(batches.clear)  # as when a garbage collection starts inside `reserve`
+    ledger.reconcile_first(batches.clear)  # as when a garbage collection starts inside `reserve`
     thread = threading.Thread(target=ledger.reserve, args=(State.WINDOW, 1), daemon=True)
     thread.start()
     thread.join(10)

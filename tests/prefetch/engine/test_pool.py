@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import prefetch.engine.pool
-from prefetch.engine.pool import PriorityPool, place_in
+from prefetch.engine.pool import PriorityPool, context_in
 
 TIMEOUT_S = 10
 
@@ -226,5 +226,5 @@ def test_stacks_of_a_process_that_answers_nothing_tell_the_place() -> None:
     ]
     stacks = 'Thread 0x1 (most recent call first):\n  File "/usr/t.py", line 1 in run\n\n'
     stacks += "Current thread 0x2 (most recent call first):\n" + "\n".join(f"  {frame}" for frame in frames)
-    assert place_in(stacks) == "in slow (/home/me.py, line 7)"
-    assert place_in(stacks.rpartition("\n")[0]) == place_in("") == ""
+    assert context_in(stacks) == "in slow (/home/me.py, line 7)"
+    assert context_in(stacks.rpartition("\n")[0]) == context_in("") == ""

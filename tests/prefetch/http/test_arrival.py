@@ -132,7 +132,7 @@ def held_in_the_middle(
 
 ENDS: dict[str, Callable[[ReadPause], None]] = {
     "release": ReadPause.end,
-    "hurry": ReadPause.hurry,
+    "raised priority": ReadPause.raise_priority,
     "few batches": lambda hold: (hold.watch(lambda: 1), hold.batches_taken())[1],
 }
 
@@ -307,7 +307,7 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.told: list[str] = []
-        self.place: Destination | None = None
+        self.dest: Destination | None = None
 
     def pause_reading(self) -> None:
         self.told.append("pause")
@@ -340,9 +340,9 @@ def waiting(
     `breaks`: what the body makes of being cancelled.
     """
 
-    async def silent_body(place: Destination, transport: Transport) -> None:
-        place.attach(transport)
-        transport.place = place
+    async def silent_body(dest: Destination, transport: Transport) -> None:
+        dest.attach(transport)
+        transport.dest = dest
         try:
             await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
@@ -351,7 +351,7 @@ def waiting(
     async def started(test: Callable[[Any, Any, Any], Coroutine[Any, Any, None]]) -> None:
         loop, transport = asyncio.get_running_loop(), Transport()
         arrival = Arrival(memoryview(bytearray(10)), lambda _: None, stall_s, hold)
-        task = loop.create_task(arrival.wait_for(silent_body(arrival.place, transport)))
+        task = loop.create_task(arrival.wait_for(silent_body(arrival.dest, transport)))
         await loop.passes(0)  # type: ignore[attr-defined]
         transport.told.clear()
         await test(loop, transport, task)
@@ -364,11 +364,11 @@ def waiting(
 
 def test_every_byte_begins_the_stall_time_out_anew() -> None:
     async def test(loop: FakeTime, transport: Transport, task: asyncio.Task[bool]) -> None:
-        assert transport.place is not None
+        assert transport.dest is not None
         await loop.passes(1.5)
-        transport.place.put(b"a")
+        transport.dest.put(b"a")
         await loop.passes(1.0)
-        transport.place.put(b"b")
+        transport.dest.put(b"b")
         await loop.passes(1.9)
         assert not task.done()
         await loop.passes(0.2)
@@ -455,9 +455,9 @@ def test_a_connection_is_left_alone_once_the_body_is_over_though_a_hold_began_at
 
 
 def test_a_place_hands_its_connection_back_awake() -> None:
-    place, transport = Destination(memoryview(bytearray(10)), lambda _: None), Transport()
-    place.stand(still=True)
-    place.attach(transport)
-    place.attach(None)
-    place.stand(still=False)
+    dest, transport = Destination(memoryview(bytearray(10)), lambda _: None), Transport()
+    dest.stand(still=True)
+    dest.attach(transport)
+    dest.attach(None)
+    dest.stand(still=False)
     assert transport.told == ["pause", "resume"]

@@ -246,11 +246,11 @@ def test_idle_connections_are_closed(server: RawServer) -> None:
         return False
 
     async def ask_once() -> bool:
-        place = Destination(memoryview(bytearray(10)), lambda nbytes: None)
+        dest = Destination(memoryview(bytearray(10)), lambda nbytes: None)
         port = urlsplit(server.url).port
         assert port
         request = b"GET /x.bin HTTP/1.1\r\nRange: bytes=0-9\r\n\r\n"
-        await Connections(idle_s=0.05).request(("http", "localhost", port), request, lambda head: place)
+        await Connections(idle_s=0.05).request(("http", "localhost", port), request, lambda head: dest)
         return await asyncio.to_thread(ended.wait, WAIT_S)
 
     server.script = [last]

@@ -168,9 +168,9 @@ def test_an_object_is_signed_once_and_again_before_that_ends() -> None:
         loop, fs = asyncio.get_running_loop(), SigningClient(server.url.removesuffix("/x.bin"))
         assert isinstance(loop, Ahead)
         for loop.ahead_s in times_s:
-            place = Destination(memoryview(bytearray(10)), lambda nbytes: None)
-            await direct_s3(fs, "bucket/x.bin", 0, place, lambda fields: None)
-            assert not len(place.rest)
+            dest = Destination(memoryview(bytearray(10)), lambda nbytes: None)
+            await direct_s3(fs, "bucket/x.bin", 0, dest, lambda fields: None)
+            assert not len(dest.rest)
 
     with serving() as server, asyncio.Runner(loop_factory=Ahead) as runner:
         runner.run(ask_at([0.0, 0.0, 299.0, 301.0, 599.0, 602.0]))
@@ -188,9 +188,9 @@ def test_not_every_object_of_a_large_dataset_is_remembered() -> None:
     async def ask_for(numbers: Iterable[int]) -> int:
         fs = SigningClient("http://127.0.0.1:80")
         for number in numbers:
-            place = Destination(memoryview(bytearray(10)), lambda nbytes: None)
+            dest = Destination(memoryview(bytearray(10)), lambda nbytes: None)
             with pytest.raises(ConnectionRefusedError):
-                await direct_s3(fs, f"bucket/{number}", 0, place, lambda fields: None)
+                await direct_s3(fs, f"bucket/{number}", 0, dest, lambda fields: None)
         return fs.signed
 
     with asyncio.Runner(loop_factory=Offline) as runner:

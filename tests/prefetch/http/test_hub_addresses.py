@@ -55,8 +55,8 @@ class Site:
         url = f"{scheme}://{host}:{port}{head.split()[1].decode()}"
         self.asked.append((url, head))
         answer = self._answers(url, head)
-        place: Destination = accept(answer)
-        place.put(b"x" * min(len(place.rest), int(answer.fields.get("content-length", "0"))))
+        dest: Destination = accept(answer)
+        dest.put(b"x" * min(len(dest.rest), int(answer.fields.get("content-length", "0"))))
 
 
 class Repository:
@@ -78,8 +78,8 @@ def read(site: Site, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> bytearr
     out, repository = bytearray(4), Repository()
 
     async def several() -> None:
-        place = [Destination(memoryview(out), lambda nbytes: None) for _ in range(times)]
-        await asyncio.gather(*(hub.hub_body(repository, "f", 0, one, lambda info: None) for one in place))
+        dest = [Destination(memoryview(out), lambda nbytes: None) for _ in range(times)]
+        await asyncio.gather(*(hub.hub_body(repository, "f", 0, one, lambda info: None) for one in dest))
 
     asyncio.run(several())
     return out

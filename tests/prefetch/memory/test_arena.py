@@ -160,7 +160,7 @@ def test_nothing_of_python_runs_where_the_last_view_dies(views_of: Any, closed: 
     assert is_mapped(start)
     assert python_calls(views.clear) == []
     assert is_mapped(start) != closed
-    arena.settle()
+    arena.reconcile()
     assert returned == [1]
 
 
@@ -287,7 +287,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def drop(self, which: int) -> None:
         _, number = self.held.pop(which % len(self.held))
         del _
-        self.arena.settle()
+        self.arena.reconcile()
         assert self.returned[-1] == number
 
     @invariant()
@@ -305,7 +305,7 @@ class ArenaMachine(RuleBasedStateMachine):
         assert len(self.pinned.now) == len(self.held)
         self.held.clear()
         assert not self.pinned.now
-        self.arena.settle()
+        self.arena.reconcile()
         assert sorted(self.returned) == list(range(self.leased))
 
 
@@ -353,7 +353,7 @@ def test_on_return_runs_after_close_too(arena: Arena) -> None:
     arena.close()
     assert returned == []
     del array
-    arena.settle()
+    arena.reconcile()
     assert returned == [1]
 
 

@@ -92,10 +92,10 @@ def test_a_slot_is_charged_from_when_it_is_taken_until_its_last_view_dies(bench:
     assert bench.ledger.charged == [SLOT]
     view = slot[2:4]
     del slot
-    bench.arena.settle()
+    bench.arena.reconcile()
     assert bench.ledger.back == []
     del view
-    bench.arena.settle()
+    bench.arena.reconcile()
     assert bench.ledger.back == [SLOT]
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from threads_kit import compute_until_interrupted, python_calls, threads_left
 
-from prefetch.memory.interrupts import Uninterrupted, UnlistedThread
-from prefetch.memory.lifetimes import DeathWatch, Finalizer, InPlaceFinalizer
+from prefetch.memory.interrupts import HiddenThread, Uninterrupted
+from prefetch.memory.lifetimes import Finalizer, InlineFinalizer, WeakCallback
 
 WAIT_S = 10
 
@@ -103,12 +103,12 @@ def test_the_end_of_the_program_runs_the_task() -> None:
 def test_a_watch_makes_its_call_once_and_none_before_it_is_set() -> None:
     calls: list[int] = []
     owner = Owner()
-    watch = DeathWatch(owner)
+    watch = WeakCallback(owner)
     assert watch() is owner
     del owner
     assert watch() is None
     owner = Owner()
-    watch = DeathWatch(owner)
+    watch = WeakCallback(owner)
     watch.call = [1, 2].pop
     watch.call = lambda: calls.append(1)
     del owner
@@ -118,7 +118,7 @@ def test_a_watch_makes_its_call_once_and_none_before_it_is_set() -> None:
 def test_a_task_in_place_has_run_when_the_code_goes_on() -> None:
     ran: list[threading.Thread] = []
     owners = [Owner()]
-    finalizer = InPlaceFinalizer(owners[0], lambda: ran.append(threading.current_thread()))
+    finalizer = InlineFinalizer(owners[0], lambda: ran.append(threading.current_thread()))
     owners.clear()
     assert ran == [threading.main_thread()]
     finalizer()
@@ -128,7 +128,7 @@ def test_a_task_in_place_has_run_when_the_code_goes_on() -> None:
 def test_a_task_in_place_runs_where_the_collector_finds_its_owner() -> None:
     ran: list[int] = []
     owner = Owner()
-    owner.me, owner.finalizer = owner, InPlaceFinalizer(owner, lambda: ran.append(1))  # type: ignore[attr-defined]
+    owner.me, owner.finalizer = owner, InlineFinalizer(owner, lambda: ran.append(1))  # type: ignore[attr-defined]
     del owner
     gc.collect()
     assert ran == [1]
@@ -137,7 +137,7 @@ def test_a_task_in_place_runs_where_the_collector_finds_its_owner() -> None:
 def test_a_task_in_place_that_was_called_leaves_nothing_to_run_where_the_owner_dies() -> None:
     ran: list[int] = []
     owners = [Owner()]
-    finalizer = InPlaceFinalizer(owners[0], lambda: ran.append(1))
+    finalizer = InlineFinalizer(owners[0], lambda: ran.append(1))
     finalizer()
     assert python_calls(owners.clear) == []
     assert ran == [1]
@@ -145,7 +145,7 @@ def test_a_task_in_place_that_was_called_leaves_nothing_to_run_where_the_owner_d
 
 def test_ctrl_c_in_a_task_where_its_owner_dies_is_raised_behind_it() -> None:
     owners, reached = [Owner()], False
-    finalizer = InPlaceFinalizer(owners[0], press)
+    finalizer = InlineFinalizer(owners[0], press)
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012  what is behind is what is tested
         owners.clear()
         reached = True
@@ -158,7 +158,7 @@ def test_ctrl_c_in_a_task_where_its_owner_dies_is_raised_behind_it() -> None:
 def test_ctrl_c_that_came_just_before_a_task_where_its_owner_dies_is_raised_behind_it() -> None:
     """It is raised where Python code begins to run next: in what runs where the owner dies."""
     owners, ran = [Owner()], []
-    finalizer = InPlaceFinalizer(owners[0], lambda: ran.append(1))
+    finalizer = InlineFinalizer(owners[0], lambda: ran.append(1))
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012  what is behind is what is tested
         deque(map(operator.call, (interrupt_main, owners.clear)), maxlen=0)  # without Python code between
         compute_until_interrupted()
@@ -172,7 +172,7 @@ def test_ctrl_c_in_a_task_that_is_called_is_raised_by_it_and_not_again(
     sent: list[Any] = []
     monkeypatch.setattr("prefetch.memory.lifetimes.start_new_thread", lambda *call: sent.append(call))
     owner = Owner()
-    finalizer = InPlaceFinalizer(owner, press)
+    finalizer = InlineFinalizer(owner, press)
     with pytest.raises(KeyboardInterrupt):
         finalizer()
     del owner
@@ -246,7 +246,7 @@ def test_other_threads_and_ignored_interrupts_are_left_alone() -> None:
 
 
 def test_the_object_of_a_thread_dies_without_python_code() -> None:
-    threads = [UnlistedThread(target=list, name="test-unlisted")]
+    threads = [HiddenThread(target=list, name="test-unlisted")]
     threads[0].start()
     threads[0].join(WAIT_S)
     assert python_calls(threads.clear) == []

@@ -173,7 +173,7 @@ def test_ranges_that_no_window_uses_leave_the_process_oldest_first(shard: Shard)
     mapped = mappings.hold([(shard, start * PAGE, 2 * PAGE) for start in (0, 2, 4, 6)])[0]
     used = resident_kb()
     for start in (0, 2):
-        mappings.leave([(mapped, start * PAGE, 2 * PAGE)])
+        mappings.release([(mapped, start * PAGE, 2 * PAGE)])
     assert used - resident_kb() == 2 * PAGE // 1024
     assert copied(mapped, 0, len(CONTENT)) == CONTENT
 
@@ -183,12 +183,12 @@ def test_a_range_that_two_windows_left_counts_once(shard: Shard) -> None:
     mapped = mappings.hold([(shard, 0, len(CONTENT))])[0]
     used = resident_kb()
     for _ in range(5):
-        mappings.leave([(mapped, 0, 2 * PAGE)])
-        mappings.leave([(mapped, 0, 2 * PAGE)])
+        mappings.release([(mapped, 0, 2 * PAGE)])
+        mappings.release([(mapped, 0, 2 * PAGE)])
         mappings.hold([(shard, 0, 2 * PAGE)])
-    mappings.leave([(mapped, 0, 2 * PAGE)])
+    mappings.release([(mapped, 0, 2 * PAGE)])
     assert resident_kb() == used
-    mappings.leave([(mapped, 4 * PAGE, 2 * PAGE)])
+    mappings.release([(mapped, 4 * PAGE, 2 * PAGE)])
     assert used - resident_kb() == 2 * PAGE // 1024
 
 

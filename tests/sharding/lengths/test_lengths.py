@@ -124,8 +124,8 @@ def test_bad_lengths_say_what_is_wrong(lengths, text, tmp_path):
 def test_lengths_that_an_earlier_release_kept_are_found_anew(tmp_path, monkeypatch):
     """Those of nested columns of JSON Lines were of another text."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    file = LengthsFile(num_samples=2, catalog="c", marks=["m"])
-    earlier = json.dumps([1, file.catalog, *file.marks]).encode()
+    file = LengthsFile(num_samples=2, catalog="c", facts=["m"])
+    earlier = json.dumps([1, file.catalog, *file.facts]).encode()
     name = f"c-{hashlib.blake2b(earlier, digest_size=16).hexdigest()}.npy"
     path = Path(file.path).with_name(name)
     path.parent.mkdir(parents=True)

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from sharding.lengths import units as units_module
 from sharding.lengths.batching import Bucketed, Packed, TokenBudget
 from sharding.lengths.unit_plan import (
-    SequencePlace,
+    MegabatchStart,
     UnitPlan,
     UnitPlanner,
     UnitSequence,
@@ -145,7 +145,7 @@ def located(order, positions):
 
 
 @given(sample_lengths, batchings, worlds, st.integers(1, 3), st.sampled_from(TAILS), st.data())
-def test_own_indices_are_those_the_batches_take(lengths, batching, world_size, rows, tail, data):
+def test_rank_indices_are_those_the_batches_take(lengths, batching, world_size, rows, tail, data):
     order = order_of(len(lengths), lanes=data.draw(st.integers(1, 3)))
     order, sequence = made = sequence_of(lengths, batching, order)
     start = data.draw(st.integers(0, sequence.num_units))
@@ -156,7 +156,7 @@ def test_own_indices_are_those_the_batches_take(lengths, batching, world_size, r
             positions = positions[: len(positions) - sum(len(unit) for unit in last)]
         found = []
         for window in range(order.num_windows):
-            slots = plan.own_indices(window)
+            slots = plan.rank_indices(window)
             assert slots.tolist() == sorted(slots.tolist())
             found += [(window, slot) for slot in slots.tolist()]
         assert Counter(found) == located(order, positions)
@@ -212,13 +212,13 @@ def test_from_any_megabatch_on_the_units_are_those_of_the_whole_epoch(lengths, b
     position, unit = int(whole.bounds[megabatch]), int(whole.first_unit[megabatch])
     in_order, least = whole.lengths.copy(), batching.least_samples(whole.lengths)
     in_order[:position] = data.draw(st.integers(0, 9))
-    key_of, place = units_key(order.seed, order.epoch, True), SequencePlace(order.epoch, position, unit)
-    rest = UnitSequence(batching, len(lengths), key_of, least=least, begin=place, lengths=in_order)
+    key_of, start = units_key(order.seed, order.epoch, True), MegabatchStart(order.epoch, position, unit)
+    rest = UnitSequence(batching, len(lengths), key_of, least=least, begin=start, lengths=in_order)
     assert (rest.begin, rest.num_units, rest.num_short) == (unit, whole.num_units, whole.num_short)
     assert delivered(plans_of((order, rest), 1, "uneven", unit)) == delivered(
         plans_of((order, whole), 1, "uneven", unit)
     )
-    measured = UnitSequence(batching, len(lengths), key_of, least=least, begin=place)
+    measured = UnitSequence(batching, len(lengths), key_of, least=least, begin=start)
     for number in range(megabatch, whole.num_megabatches):
         assert not measured.is_complete
         measured.add(number, whole.lengths[slice(*whole.bounds[number : number + 2])])
@@ -264,9 +264,9 @@ def test_what_a_batching_says_of_itself_survives_json(batching):
 
 def test_a_fingerprint_tells_lengths_and_batching_apart():
     lengths = np.arange(1, 30)
-    marks = [UnitPlanner(b, lengths=ls).mark for ls in (lengths, lengths[::-1]) for b in BATCHINGS]
-    assert len({json.dumps(mark) for mark in marks}) == len(marks)
-    assert UnitPlanner(BATCHINGS[0], lengths=lengths.astype(np.int32)).mark == marks[0]
+    tokens = [UnitPlanner(b, lengths=ls).token for ls in (lengths, lengths[::-1]) for b in BATCHINGS]
+    assert len({json.dumps(token) for token in tokens}) == len(tokens)
+    assert UnitPlanner(BATCHINGS[0], lengths=lengths.astype(np.int32)).token == tokens[0]
 
 
 def test_the_units_of_an_epoch_are_found_once():

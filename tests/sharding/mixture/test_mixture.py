@@ -45,7 +45,7 @@ def sources_of(mix: Interleaving) -> tuple[list[int], list[int]]:
 
 
 @given(SHARES)
-def test_every_prefix_is_within_one_turn_of_its_share_for_any_number_of_sources(shares: list[int]) -> None:
+def test_every_prefix_is_within_one_draw_of_its_share_for_any_number_of_sources(shares: list[int]) -> None:
     source = fair_pattern(tuple(shares)).source
     counts = np.cumsum(source[:, None] == np.arange(len(shares)), axis=0)
     ideal = np.arange(1, len(source) + 1)[:, None] * np.array(shares) / sum(shares)
@@ -70,12 +70,12 @@ def test_the_largest_deficit_rule_would_break_the_bound_that_holds_here() -> Non
 
 
 @given(SHARES, st.integers(0, 10**12))
-def test_turns_and_sources_are_inverse_anywhere(shares: list[int], start: int) -> None:
+def test_draws_and_sources_are_inverse_anywhere(shares: list[int], start: int) -> None:
     pattern = fair_pattern(tuple(shares))
-    turns = np.arange(start, start + 200)
-    source, index = pattern.locate(turns)
+    draws = np.arange(start, start + 200)
+    source, index = pattern.locate(draws)
     for number in set(source.tolist()):
-        assert pattern.turns(number, index[source == number]).tolist() == turns[source == number].tolist()
+        assert pattern.draws(number, index[source == number]).tolist() == draws[source == number].tolist()
         assert index[source == number][0] == pattern.counts(start)[number]
 
 
@@ -89,7 +89,7 @@ def test_a_quota_is_met_exactly_and_evenly_with_any_table_size(quota: list[int],
         seen[number] += 1
     assert seen == quota
     for number, count in enumerate(quota):
-        assert pattern.turns(number, np.arange(count)).tolist() == np.flatnonzero(source == number).tolist()
+        assert pattern.draws(number, np.arange(count)).tolist() == np.flatnonzero(source == number).tolist()
     counts = np.cumsum(source[:, None] == np.arange(len(quota)), axis=0)
     ideal = np.arange(1, sum(quota) + 1)[:, None] * np.array(quota) / sum(quota)
     assert np.abs(counts - ideal).max() < (1 if sum(quota) <= limit else len(quota) + 3)
@@ -119,7 +119,7 @@ def test_weights_without_a_small_common_denominator_are_rounded_within_the_bound
     assert max(errors) <= Fraction(allowed, MAX_PERIOD)
 
 
-def test_a_tiny_weight_still_gets_its_turn() -> None:
+def test_a_tiny_weight_is_still_drawn() -> None:
     assert integer_shares(exact_weights([1e-9, 1, 1]))[0] == 1
     assert sum(integer_shares(exact_weights([1e-9] * 50 + [1]))) == MAX_PERIOD
 
@@ -362,12 +362,12 @@ def test_samples_count_those_of_the_sources_before(spec: MixtureSpec, shuffle: S
 @pytest.mark.parametrize("spec", MIXES)
 @pytest.mark.parametrize("shuffle", SHUFFLES, ids=str)
 @pytest.mark.parametrize("begin", [0, 7])
-def test_numbering_all_positions_in_turn_gives_what_asking_for_them_gives(
+def test_numbering_all_positions_in_order_gives_what_asking_for_them_gives(
     spec: MixtureSpec, shuffle: Shuffle, begin: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sharding.mixture.windows._IN_TURN", 5)
+    monkeypatch.setattr("sharding.mixture.windows._AT_ONCE", 5)
     windows = windows_of(spec, 1, shuffle=shuffle)
-    parts = [*windows.in_turn(begin)]
+    parts = [*windows.in_order(begin)]
     assert np.concatenate([positions for positions, _ in parts]).tolist() == [
         *range(begin, windows.num_samples)
     ]
@@ -379,7 +379,7 @@ def test_numbering_all_positions_in_turn_gives_what_asking_for_them_gives(
 def test_numbering_a_mixture_mixes_each_window_once_whatever_its_weights(
     weights: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sharding.mixture.windows._IN_TURN", 200)
+    monkeypatch.setattr("sharding.mixture.windows._AT_ONCE", 200)
     mixed = Counter[tuple[int, int, int]]()
 
     def numbers(order: Order, window: int) -> Any:
@@ -391,7 +391,7 @@ def test_numbering_a_mixture_mixes_each_window_once_whatever_its_weights(
     blocks = [[10] * 60 * weight for weight in weights]
     spec = MixtureSpec.weighted([sum(counts) for counts in blocks], weights)
     windows = windows_of(spec, 0, blocks=blocks, shuffle=Shuffle("window", 40, 8))
-    assert sum(len(positions) for positions, _ in windows.in_turn()) == windows.num_samples
+    assert sum(len(positions) for positions, _ in windows.in_order()) == windows.num_samples
     assert set(mixed.values()) == {1}
 
 
@@ -441,7 +441,7 @@ def test_global_batches_are_the_same_in_every_world_and_ranks_own_what_they_take
         taken = Counter(positions.tolist()) - Counter(one.padding.tolist())
         window, slot = windows.locate(np.array(sorted(taken), np.int64))
         for number in set(given.tolist()):
-            own = one.own_indices(number)
+            own = one.rank_indices(number)
             own = np.arange(windows.window_length(number)) if own is None else own
             assert own.tolist() == sorted(set(slot[window == number].tolist()))
 

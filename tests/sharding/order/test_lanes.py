@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from sharding.order.keyed import mix_key
 from sharding.order.lanes import cut_lanes, deal_evenly, deal_with_exchange, lane_bounds
 from sharding.order.order import Order
+from sharding.order.permutations import mix_key
 from sharding.order.shuffle import Shuffle
 
 sizes = st.lists(st.integers(1, 30), max_size=60).map(lambda table: np.array(table, np.int64))
@@ -60,7 +60,7 @@ def test_cut_lanes_are_equal_hold_each_sample_once_and_cut_few_blocks(table, num
     assert size.min(initial=1) > 0
     assert cut.bounds.tolist() == lane_bounds(int(table.sum()), num_lanes).tolist()
     assert set(cut.bounds.tolist()) <= set(cut.start.tolist())
-    samples = [(t, r + i) for t, r, k in zip(cut.turn, cut.row, size, strict=True) for i in range(k)]
+    samples = [(t, r + i) for t, r, k in zip(cut.position, cut.row, size, strict=True) for i in range(k)]
     assert sorted(samples) == [(t, r) for t, k in enumerate(table) for r in range(k)]
     assert len(size) - len(table) <= 2 * (num_lanes - 1)
 
@@ -68,7 +68,7 @@ def test_cut_lanes_are_equal_hold_each_sample_once_and_cut_few_blocks(table, num
 @given(sizes, lanes)
 def test_evenly_dealt_lanes_cut_at_most_one_block_less_than_lanes(table, num_lanes):
     cut = cut_lanes(table, deal_evenly(table, num_lanes), num_lanes)
-    assert len(cut.turn) - len(table) <= num_lanes - 1
+    assert len(cut.position) - len(table) <= num_lanes - 1
 
 
 @given(lanes, st.integers(0, 9), st.integers(1, 9))

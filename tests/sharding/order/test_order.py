@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, strategies as st
 from plain_order import PlainOrder, chi_square
 
-from sharding.order.keyed import feistel, uniform
 from sharding.order.order import Order
+from sharding.order.permutations import feistel, uniform
 from sharding.order.shuffle import Shuffle
 from sharding.order.windows import windows_touched
 
@@ -81,9 +81,9 @@ def test_locate_and_samples_agree_for_any_positions(table, shuffle, seed, data):
 
 
 @given(tables, mixings | st.just(Shuffle("full")), keys, st.integers(0, 3))
-def test_all_positions_in_turn_are_what_asking_for_them_gives(table, shuffle, seed, begin):
+def test_all_positions_in_order_are_what_asking_for_them_gives(table, shuffle, seed, begin):
     order = Order(table, shuffle, seed=seed, epoch=0)
-    parts = [*order.in_turn(begin)]
+    parts = [*order.in_order(begin)]
     positions = np.concatenate([positions for positions, _ in parts] or [np.empty(0, np.int64)])
     assert sorted(positions.tolist()) == list(range(begin, order.num_samples))
     for positions, samples in parts:

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
-from sharding.plan.next_use import NOT_READ, LaneRange, lanes_of_seats, next_uses, windows_of_blocks
+from sharding.plan.next_use import NOT_READ, LaneRange, lanes_of_shard_indices, next_uses, windows_of_blocks
 from sharding.plan.plan import EpochPlan
 
 
@@ -43,7 +43,7 @@ def test_a_block_is_needed_by_the_lanes_of_a_machine_when_its_ranks_take_it(
     first, end, world = ranks
     order = order_of([SAMPLES] * num_blocks, lanes)
     batch = 8
-    mine = lanes_of_seats(range(first, end), world, lanes, batch)
+    mine = lanes_of_shard_indices(range(first, end), world, lanes, batch)
     windows = windows_of_blocks(order, num_blocks, mine)
     for block, window in read_by(order, range(first, end), world, batch).items():
         assert NOT_READ < windows[block] <= window
@@ -55,7 +55,7 @@ def test_a_block_is_needed_by_the_lanes_of_a_machine_when_its_ranks_take_it(
 
 
 @pytest.mark.parametrize(
-    ("seats", "world", "lanes", "batch", "expected"),
+    ("shard_indices", "world", "lanes", "batch", "expected"),
     [
         (range(1), 1, 8, 4, LaneRange(0, 8, shared=False)),
         (range(2), 2, 8, 4, LaneRange(0, 8, shared=False)),
@@ -67,9 +67,9 @@ def test_a_block_is_needed_by_the_lanes_of_a_machine_when_its_ranks_take_it(
     ],
 )
 def test_ranks_share_lanes_where_the_boundary_between_them_is_inside_one(
-    seats: range, world: int, lanes: int, batch: int, expected: LaneRange
+    shard_indices: range, world: int, lanes: int, batch: int, expected: LaneRange
 ) -> None:
-    assert lanes_of_seats(seats, world, lanes, batch) == expected
+    assert lanes_of_shard_indices(shard_indices, world, lanes, batch) == expected
 
 
 def test_a_block_is_needed_in_this_epoch_else_in_the_next_else_never() -> None:

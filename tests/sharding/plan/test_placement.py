@@ -1,4 +1,4 @@
-"""Seats, reads by more than one node, and hot spots, against sets of blocks counted sample by sample."""
+"""Shard indices, reads by more than one node, and hot spots, against blocks counted sample by sample."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
-from sharding.plan.placement import hot_spot, read_amplification, reads_by_node, seats
+from sharding.plan.placement import hot_spot, read_amplification, reads_by_node, shard_indices
 from sharding.plan.plan import EpochPlan
 
 tables = st.lists(st.integers(1, 8), min_size=1, max_size=50)
@@ -15,9 +15,9 @@ tables = st.lists(st.integers(1, 8), min_size=1, max_size=50)
 def blocks_read(order, table, nodes, batch_size, start=0):
     """Blocks of which each node's ranks get samples."""
     first, read = np.cumsum(table) - table, [set() for _ in range(max(nodes) + 1)]
-    for seat, node in enumerate(nodes):
+    for shard_index, node in enumerate(nodes):
         made = {"batch_size": batch_size, "world_size": len(nodes), "tail": "drop", "start": start}
-        plan = EpochPlan(order, rank=seat, **made)
+        plan = EpochPlan(order, rank=shard_index, **made)
         samples = order.samples(plan.positions(0, plan.num_batches)[0])
         read[node] |= set((np.searchsorted(first, samples, side="right") - 1).tolist())
     return [len(blocks) for blocks in read]
@@ -120,33 +120,33 @@ def test_in_file_order_every_rank_reads_every_large_block_and_a_shuffle_reads_it
         read_amplification(Order(table, Shuffle("full"), seed=0, epoch=0), 16, 2)
 
 
-# Seats
+# Shard indices
 
 
 def test_ranks_are_seated_rack_by_rack_and_node_by_node():
     # Ranks dealt round over nodes b, a, c; a and b stand in one rack.
     places = [("x", "b"), ("x", "a"), ("y", "c"), ("x", "b"), ("x", "a"), ("y", "c")]
-    assert seats(places) == [0, 2, 4, 1, 3, 5]
+    assert shard_indices(places) == [0, 2, 4, 1, 3, 5]
 
 
 def test_ranks_in_node_order_keep_their_numbers_however_many_a_node_has():
-    assert seats([(node,) for node in "aabbbbc"]) == list(range(7))
-    assert seats([("rack", "node", numa) for numa in (0, 1, 0, 1)]) == [0, 2, 1, 3]
-    assert seats([]) == []
+    assert shard_indices([(node,) for node in "aabbbbc"]) == list(range(7))
+    assert shard_indices([("rack", "node", numa) for numa in (0, 1, 0, 1)]) == [0, 2, 1, 3]
+    assert shard_indices([]) == []
 
 
 def test_places_with_missing_facts_are_refused():
     with pytest.raises(ValueError, match="all ranks need the same facts"):
-        seats([("rack", "a"), ("b",)])
+        shard_indices([("rack", "a"), ("b",)])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=20))
-def test_seats_are_a_permutation_in_which_nodes_and_racks_are_runs(places):
-    got = seats(places)
+def test_shard_indices_are_a_permutation_in_which_nodes_and_racks_are_runs(places):
+    got = shard_indices(places)
     assert sorted(got) == list(range(len(places)))
-    by_seat = [places[got.index(seat)] for seat in range(len(places))]
+    by_index = [places[got.index(number)] for number in range(len(places))]
     for depth in (1, 2):
-        runs = [p[:depth] for i, p in enumerate(by_seat) if i == 0 or by_seat[i - 1][:depth] != p[:depth]]
+        runs = [p[:depth] for i, p in enumerate(by_index) if i == 0 or by_index[i - 1][:depth] != p[:depth]]
         assert len(runs) == len(set(runs))
 
 

@@ -203,7 +203,7 @@ def test_a_rank_takes_its_part_of_each_batch_sorted_by_lane(n, batch_size, world
     st.sampled_from([0, 1]),
     st.data(),
 )
-def test_own_indices_are_those_that_the_batches_take(
+def test_rank_indices_are_those_that_the_batches_take(
     table, batch_size, world_size, tail, lanes, kind, share, data
 ):
     order = Order(table, Shuffle(kind, 8, lanes, share), seed=6, epoch=1)
@@ -213,16 +213,16 @@ def test_own_indices_are_those_that_the_batches_take(
         windows, slots = order.locate(np.array(sorted(taken.elements()), np.int64))
         for window in range(order.num_windows):
             expected = sorted(set(slots[windows == window].tolist()))
-            own = plan.own_indices(window)
+            own = plan.rank_indices(window)
             assert expected == (list(range(order.window_length(window))) if own is None else own.tolist())
 
 
 def test_one_rank_takes_whole_windows_but_for_the_first_and_last():
     order = Order([10] * 64, Shuffle("window", 16), seed=0, epoch=0)
     (plan,) = plans_of(order, 7, 1, "drop", start=160)
-    partial = [w for w in range(order.num_windows) if plan.own_indices(w) is not None]
+    partial = [w for w in range(order.num_windows) if plan.rank_indices(w) is not None]
     assert partial == [0, order.num_windows - 1]
-    assert len(plan.own_indices(0)) == 0
+    assert len(plan.rank_indices(0)) == 0
 
 
 @given(tables, small, small, st.sampled_from(TAILS))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from sharding.topology.launchers import RankPlace, slurm_switch
-from sharding.topology.rank_facts import facts_of, placed
+from sharding.topology.launchers import RankInfo, slurm_switch
+from sharding.topology.rank_facts import facts_of, with_facts
 from sharding.topology.replicas import DataParallel
 from sharding.topology.topology import Topology, ranges
 
@@ -49,7 +49,7 @@ def by_rank_alone(hosts):
 
 def exchanged(views, racks=None):
     facts = [facts_of(view) for view in views]
-    return [placed(view, facts, racks) for view in views]
+    return [with_facts(view, facts, racks) for view in views]
 
 
 # ---- nodes ----------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_launcher_numbers_that_contradict_each_other_give_way_to_host_names():
     """Uneven nodes under an MPI that tells no node: each rank's arithmetic sees other nodes."""
     facts = [facts_of(view) for view in launched([4, 2, 6])]
     wrong = [fact._replace(node=rank % 3, num_nodes=3) for rank, fact in enumerate(facts)]
-    found = placed(launched([4, 2, 6])[5], wrong)
+    found = with_facts(launched([4, 2, 6])[5], wrong)
     assert found.nodes_of_ranks == (0,) * 4 + (1,) * 2 + (2,) * 6
     assert (found.node, found.local_rank, found.local_world_size) == (1, 1, 2)
 
@@ -114,7 +114,7 @@ def test_any_contradiction_of_one_rank_is_noticed(change):
     views = launched([2, 2])
     facts = [facts_of(view) for view in views]
     facts[0] = facts[0]._replace(**change)
-    assert placed(views[0], facts).source.endswith("nodes by host name")
+    assert with_facts(views[0], facts).source.endswith("nodes by host name")
 
 
 def test_ranks_that_nobody_placed_stay_unplaced():
@@ -154,10 +154,10 @@ def test_all_ranks_agree_about_all_ranks(sizes, told):
 
 
 def test_an_exchange_keeps_what_the_process_knows_itself():
-    place = replace(launched([2, 2])[1], numa_node=1, num_numa_nodes=2, replicate=2)
+    topology = replace(launched([2, 2])[1], numa_node=1, num_numa_nodes=2, replicate=2)
     facts = [facts_of(view) for view in launched([2, 2])]
-    facts[1] = facts_of(place)
-    found = placed(place, facts)
+    facts[1] = facts_of(topology)
+    found = with_facts(topology, facts)
     assert (found.numa_node, found.num_numa_nodes, found.data_world_size) == (1, 2, 2)
     assert found.numa_nodes_of_ranks == (None, 1, None, None)
     assert "rack" in found.why_unknown
@@ -165,7 +165,7 @@ def test_an_exchange_keeps_what_the_process_knows_itself():
 
 def test_as_many_facts_as_ranks_are_wanted():
     with pytest.raises(ValueError, match="of 2 ranks, got 1"):
-        placed(Topology(0, 2), [facts_of(Topology())])
+        with_facts(Topology(0, 2), [facts_of(Topology())])
 
 
 def test_one_told_node_needs_no_exchange():
@@ -304,8 +304,8 @@ def test_a_topology_of_sixteen_thousand_ranks_is_made_from_facts():
         facts_of(views[0])._replace(node=r // 8, num_nodes=2048, local_world_size=8) for r in range(16384)
     ]
     facts = [fact._replace(local_rank=r % 8, host=f"n{r // 8}") for r, fact in enumerate(facts)]
-    place = Topology.detect({}, place=RankPlace(9, 16384, 1, 8, 1, 2048, "x"), host="n1", sysfs=BARE)
-    found = placed(place, facts)
+    topology = Topology.detect({}, rank_info=RankInfo(9, 16384, 1, 8, 1, 2048, "x"), host="n1", sysfs=BARE)
+    found = with_facts(topology, facts)
     assert found.nodes_of_ranks == tuple(r // 8 for r in range(16384))
     assert len(found.describe()) < 2000
 

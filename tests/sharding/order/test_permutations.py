@@ -1,13 +1,20 @@
-"""Keyed arithmetic against plain Python, published values, and chance."""
+"""Seeded arithmetic against plain Python, published values, and chance."""
 
 from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from plain_order import chi_square, plain_key, plain_keyed_order, plain_spread_order
+from plain_order import chi_square, plain_key, plain_seeded_permutation, plain_spread_order
 
-from sharding.order.keyed import feistel, keyed_order, mix_key, splitmix64, spread_order, uniform
+from sharding.order.permutations import (
+    feistel,
+    mix_key,
+    seeded_permutation,
+    splitmix64,
+    spread_order,
+    uniform,
+)
 
 keys = st.integers(0, 2**64 - 1)
 M = 2**64 - 1
@@ -20,15 +27,15 @@ def test_splitmix64_gives_the_published_sequence():
 
 
 @given(st.integers(0, 300), keys)
-def test_a_keyed_order_is_a_permutation_as_specified(n, key):
-    order = keyed_order(n, key)
+def test_a_seeded_permutation_is_a_permutation_as_specified(n, key):
+    order = seeded_permutation(n, key)
     assert order.dtype == np.int64
-    assert order.tolist() == plain_keyed_order(n, key)
+    assert order.tolist() == plain_seeded_permutation(n, key)
 
 
 @pytest.mark.parametrize("n", [65_535, 65_536, 65_537])
-def test_a_keyed_order_is_a_permutation_across_chunks_and_powers_of_two(n):
-    assert np.array_equal(np.sort(keyed_order(n, mix_key(n))), np.arange(n))
+def test_a_seeded_permutation_is_a_permutation_across_chunks_and_powers_of_two(n):
+    assert np.array_equal(np.sort(seeded_permutation(n, mix_key(n))), np.arange(n))
 
 
 @given(st.integers(1, 700), keys, st.integers(0, 9))
@@ -55,7 +62,7 @@ def test_feistel_keeps_shape_and_leaves_its_argument_alone():
 
 def test_bad_sizes_and_indices_are_refused():
     with pytest.raises(ValueError, match="n must be >= 0, got -1"):
-        keyed_order(-1, 0)
+        seeded_permutation(-1, 0)
     with pytest.raises(ValueError, match="n must be >= 0, got -1"):
         spread_order(-1, 0)
     with pytest.raises(ValueError, match="n must be in"):
@@ -69,7 +76,7 @@ def every_feistel(n, key):
 
 
 @pytest.mark.parametrize("n", [3, 10, 16])
-@pytest.mark.parametrize("permute", [keyed_order, every_feistel])
+@pytest.mark.parametrize("permute", [seeded_permutation, every_feistel])
 def test_every_index_lands_everywhere_equally_often(permute, n):
     landed = np.zeros((n, n))
     for trial in range(1000):
@@ -77,7 +84,7 @@ def test_every_index_lands_everywhere_equally_often(permute, n):
     assert abs(chi_square(landed)) < 4
 
 
-@pytest.mark.parametrize("permute", [keyed_order, every_feistel])
+@pytest.mark.parametrize("permute", [seeded_permutation, every_feistel])
 def test_every_permutation_of_five_is_equally_likely(permute):
     seen = Counter(tuple(permute(5, mix_key(99, trial)).tolist()) for trial in range(2400))
     assert len(seen) == 120
@@ -85,7 +92,7 @@ def test_every_permutation_of_five_is_equally_likely(permute):
     assert abs(statistic - 119) < 4 * (2 * 119) ** 0.5
 
 
-@pytest.mark.parametrize("permute", [keyed_order, every_feistel])
+@pytest.mark.parametrize("permute", [seeded_permutation, every_feistel])
 def test_distances_between_neighbours_are_uniform(permute):
     n = 100_003
     order = permute(n, mix_key(5, 6))

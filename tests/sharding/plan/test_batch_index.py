@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given, strategies as st
 
-from sharding.plan.batch_rows import BatchRows
+from sharding.plan.batch_index import BatchIndex
 
 batches = st.lists(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 99)), max_size=5), max_size=8)
 
@@ -14,7 +14,7 @@ def joined(batches):
 
 def located(batches, first=0):
     windows, indices = np.array(joined(batches), np.int64).reshape(-1, 2).T
-    return BatchRows.located(first, np.array([len(batch) for batch in batches], np.int64), windows, indices)
+    return BatchIndex.located(first, np.array([len(batch) for batch in batches], np.int64), windows, indices)
 
 
 def rows_of(found):
@@ -64,5 +64,5 @@ def test_rows_that_follow_one_another_are_a_slice(batches):
 
 
 def test_batches_inside_a_window_are_not_looked_up():
-    (part,) = BatchRows.inside(5, np.array([4, 4, 4]), 2).between(1, 3).parts
+    (part,) = BatchIndex.inside(5, np.array([4, 4, 4]), 2).between(1, 3).parts
     assert (part.window, part.rows, part.indices, len(part)) == (2, slice(0, 8), None, 8)

@@ -1,6 +1,6 @@
-"""Turns by tokens: who comes when, so that every prefix holds of each source its share of the elements.
+"""Draws by tokens: every prefix holds of each source its share of the elements.
 
-Samples differ in length, so the sequence of turns has no period: it follows from the lengths of the samples
+Samples differ in length, so the sequence of draws has no period: it follows from the lengths of the samples
 in the order in which their sources give them. The rule is worst-case fair queueing (WF2Q, Bennett & Zhang
 1996): beside the mixture runs an ideal one that serves all sources at the same time, each by its share of
 every element. Of the sources whose next sample the ideal one has begun, the one whose sample it would end
@@ -8,10 +8,10 @@ first is taken. With t elements of a source among T, and the longest sample L,
 
     |t - share * T| <= L        for every source, every prefix and any number of sources:
 
-who may come is not ahead, and at worst the longest sample stands in the way of one that is due. (Taking the
-source that lags most exceeds L for many sources, as do the orders by virtual time that a sort would give.)
-Whole numbers alone are compared, so all machines agree. An epoch is tabulated when it is asked for: 2 bytes a
-position, and a sum for each source every 65,536 positions.
+who may come is not ahead, and at worst the longest sample stands in the way of one that must come. (Taking
+the source that lags most exceeds L for many sources, as do the orders by virtual time that a sort would
+give.) Whole numbers alone are compared, so all machines agree. An epoch is tabulated when it is asked for: 2
+bytes a position, and a sum for each source every 65,536 positions.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from sharding.order.windows import windows_touched
 Ints = NDArray[np.int64]
 SourceLengths = Callable[[int, int], NDArray[np.integer]]
 """(source, epoch of its own) -> lengths of its samples in the order of that epoch."""
-TakeTurns = Callable[[Ints, Ints, Ints, Ints, Ints, NDArray[np.uint16]], int]
-"""Takes turns until `out` is full, or the known lengths of a source with a share have come to their end.
+DrawSources = Callable[[Ints, Ints, Ints, Ints, Ints, NDArray[np.uint16]], int]
+"""Draws sources until `out` is full, or the known lengths of a source with a share have come to their end.
 
 Args, in this order:
     shares: [sources] whole numbers >= 0, one of them positive.
@@ -38,9 +38,9 @@ Args, in this order:
     lengths: [n] of samples of all sources.
     upcoming: [sources] where the length of each source's next sample lies in `lengths`; changed.
     end: [sources] where its known lengths end.
-    out: [turns] gets the sources.
+    out: [draws] gets the sources.
 
-Returns how many turns were taken. O(sources) a turn: compiled code (`prefetch.core`) does it.
+Returns the number of draws. O(sources) a draw: compiled code (`prefetch.core`) does it.
 """
 
 _CHUNK = 1 << 16
@@ -50,11 +50,11 @@ _KEPT_TABLES = 32
 _KEPT_EPOCHS = 2
 
 
-class TokenTurns:
-    """Turns that were tabulated, as `sharding.mixture.shares.Turns`. Thread-safe.
+class TokenSchedule:
+    """Draws that were tabulated, a `sharding.mixture.shares.SourceSchedule`. Thread-safe.
 
     Args:
-        source: uint16 [turns], whose turn each is.
+        source: uint16 [draws], the source of each draw.
         num_sources: of the mixture.
     """
 
@@ -63,41 +63,41 @@ class TokenTurns:
         chunks = [source[at : at + _CHUNK] for at in range(0, len(source), _CHUNK)]
         counts = [np.zeros(num_sources, np.int64), *(np.bincount(c, minlength=num_sources) for c in chunks)]
         self._before = np.cumsum(counts, axis=0)
-        """[chunks + 1, sources] turns of each source before each chunk."""
+        """[chunks + 1, sources] draws of each source before each chunk."""
         self.totals: Ints = self._before[-1]
-        """[sources] all turns of each."""
+        """[sources] the number of all draws of each."""
         self._table = lru_cache(_KEPT_TABLES)(self._tabulate)
 
     def _tabulate(self, chunk: int) -> tuple[Ints, Ints, Ints]:
-        """As `Pattern`: `nth`, `place` and `first` of the turns of a chunk."""
+        """As `Pattern`: `nth`, `by_source` and `first` of the draws of a chunk."""
         source = self._source[chunk * _CHUNK : (chunk + 1) * _CHUNK]
-        place = np.argsort(source, kind="stable")
+        by_source = np.argsort(source, kind="stable")
         first = np.concatenate(([0], np.cumsum(self._before[chunk + 1] - self._before[chunk])))
         nth = np.empty(len(source), np.int64)
-        nth[place] = np.arange(len(source)) - first[source[place]]
-        return nth, place, first
+        nth[by_source] = np.arange(len(source)) - first[source[by_source]]
+        return nth, by_source, first
 
-    def locate(self, turns: Ints) -> tuple[NDArray[np.int32], Ints]:
-        """Whose turns these are, int32 [n], and how many turns that source had before, int64 [n]."""
-        source, chunk = self._source[turns].astype(np.int32), turns // _CHUNK
+    def locate(self, draws: Ints) -> tuple[NDArray[np.int32], Ints]:
+        """Return the sources of draws, int32 [n], and how many draws each source had before, int64 [n]."""
+        source, chunk = self._source[draws].astype(np.int32), draws // _CHUNK
         index = self._before[chunk, source]
         for number, at in windows_touched(chunk):
-            index[at] += self._table(number)[0][turns[at] - number * _CHUNK]
+            index[at] += self._table(number)[0][draws[at] - number * _CHUNK]
         return source, index
 
-    def turns(self, source: int, index: Ints) -> Ints:
-        """The inverse of `locate`: when a source has its turns, int64 [n]; indices are below its total."""
+    def draws(self, source: int, index: Ints) -> Ints:
+        """Return the draws of a source, int64 [n], for indices below its total: the inverse of `locate`."""
         chunk = np.searchsorted(self._before[:, source], index, side="right") - 1
         out = np.empty(len(index), np.int64)
         for number, at in windows_touched(chunk):
-            _, place, first = self._table(number)
-            out[at] = place[first[source] + index[at] - self._before[number, source]] + number * _CHUNK
+            _, by_source, first = self._table(number)
+            out[at] = by_source[first[source] + index[at] - self._before[number, source]] + number * _CHUNK
         return out
 
-    def counts(self, turn: int) -> Ints:
-        """Turns of each source before this one, int64 [sources]."""
-        chunk = turn // _CHUNK
-        within = self._source[chunk * _CHUNK : turn]
+    def counts(self, draw: int) -> Ints:
+        """Draws of each source before this one, int64 [sources]."""
+        chunk = draw // _CHUNK
+        within = self._source[chunk * _CHUNK : draw]
         counts: Ints = self._before[chunk] + np.bincount(within, minlength=len(self.totals))
         return counts
 
@@ -108,7 +108,7 @@ class TokenEpochs:
     Args:
         spec: with `counts` "tokens".
         lengths: what is delivered of each sample.
-        take: takes turns.
+        take: draws sources.
         starts: {epoch: samples that each source gave before it}, of epochs that need not be counted to.
 
     Raises `ValueError` where a source with a share has no tokens.
@@ -119,7 +119,7 @@ class TokenEpochs:
         spec: MixtureSpec,
         lengths: SourceLengths,
         *,
-        take: TakeTurns,
+        take: DrawSources,
         starts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.spec, self._lengths, self._take = spec, lengths, take
@@ -144,7 +144,7 @@ class TokenEpochs:
         first = np.array(self.first(epoch), np.int64)
         steps, lasts_to = self.spec.steps_of(epoch, int(first.sum())), self.spec.lasts_to(epoch)
         given = np.array(self.spec.changes.given(epoch) or (0,) * len(first), np.int64)
-        before, turns, phases = given, steps[0][0], list[MixturePhase]()
+        before, draws, phases = given, steps[0][0], list[MixturePhase]()
         counting = np.array(steps[-1][1]) > 0
         for (start, shares), following in zip(steps, [*(s for s, _ in steps[1:]), ENDLESS], strict=True):
             is_ruled = start >= lasts_to
@@ -154,8 +154,8 @@ class TokenEpochs:
             pattern = self._turns(np.array(shares, np.int64), first, given, seen, following - start)
             phases.append(MixturePhase(start, pattern))
             given = given + pattern.totals
-            turns += int(pattern.totals.sum())
-        return Interleaving(phases, turns, 1, first, given=before)
+            draws += int(pattern.totals.sum())
+        return Interleaving(phases, draws, 1, first, given=before)
 
     def _is_over(self, given: Ints, counting: NDArray[np.bool_]) -> bool:
         """Whether an epoch ends once each source gave so much; `counting`: those with a share to the end."""
@@ -164,8 +164,8 @@ class TokenEpochs:
 
     def _turns(
         self, shares: Ints, first: Ints, given: Ints, counting: NDArray[np.bool_] | None, most: int
-    ) -> TokenTurns:
-        """At most so many turns, from where each source gave so much; so many without `counting`."""
+    ) -> TokenSchedule:
+        """At most so many draws, from where each source gave so much; so many without `counting`."""
         num, given = len(shares), given.copy()
         width = min(_CHUNK, -(-_KNOWN // num))
         known = np.zeros((num, width), np.int64)
@@ -184,13 +184,13 @@ class TokenEpochs:
             parts.append(out)
             given += np.bincount(out, minlength=num)
             taken += len(out)
-        return TokenTurns(np.concatenate(parts), num)
+        return TokenSchedule(np.concatenate(parts), num)
 
     def _next_lengths(self, source: int, first: int, given: int) -> NDArray[np.integer]:
         """The lengths to come of a source's own epoch, no more than to where it was seen once in this one."""
         size = self.spec.sizes[source]
-        turn, position = divmod(first + given, size)
-        lengths = self._lengths(source, turn)
+        epoch, position = divmod(first + given, size)
+        lengths = self._lengths(source, epoch)
         if not lengths.any():
             raise ValueError(f"source {source} of the mixture has no tokens, so it has no share of them")
         return lengths[position:] if given >= size else lengths[position : position + size - given]

@@ -51,7 +51,7 @@ class WindowRows:
 
 
 @dataclass(frozen=True, eq=False)
-class BatchRows:
+class BatchIndex:
     """Consecutive batches of a plan, and where their rows lie."""
 
     first: int
@@ -64,13 +64,13 @@ class BatchRows:
     @classmethod
     def located(
         cls, first: int, sizes: NDArray[np.int64], windows: NDArray[np.int64], indices: NDArray[np.int64]
-    ) -> BatchRows:
+    ) -> BatchIndex:
         """Batches of which window and index of each row were looked up, both [rows]."""
         parts = [WindowRows(window, rows, indices[rows]) for window, rows in windows_touched(windows)]
         return cls(first, sizes, parts)
 
     @classmethod
-    def inside(cls, first: int, sizes: NDArray[np.int64], window: int) -> BatchRows:
+    def inside(cls, first: int, sizes: NDArray[np.int64], window: int) -> BatchIndex:
         """Batches that lie in one window, and are not looked up."""
         return cls(first, sizes, [WindowRows(window, slice(0, int(sizes.sum())), None)])
 
@@ -90,11 +90,11 @@ class BatchRows:
         """The parts that the first batch has rows of."""
         return [part for part in self.parts if part.first < self._ends[0]]
 
-    def between(self, start: int, stop: int) -> BatchRows:
+    def between(self, start: int, stop: int) -> BatchIndex:
         """The batches [start, stop), counted from 0."""
         if start == 0 and stop == len(self):
             return self
         begin, end = (int(self._ends[batch - 1]) if batch else 0 for batch in (start, stop))
         parts = [own for part in self.parts if len(own := part.between(begin, end))]
         parts.sort(key=lambda part: part.first)
-        return BatchRows(self.first + start, self.sizes[start:stop], parts)
+        return BatchIndex(self.first + start, self.sizes[start:stop], parts)

@@ -1,14 +1,14 @@
-"""Keyed arithmetic: permutations and random numbers as functions of a key, with no generator behind them.
+"""Seeded arithmetic: permutations and random numbers as functions of a key, with no generator behind them.
 
 A generator's stream may change between versions of its library; these are fixed by their definition, the
 same on every machine. Three permutations of `range(n)`, each for a purpose:
 
-*keyed order* sorts `high bits of splitmix64(i ^ key) | i` and keeps the low `ceil(log2 n)` bits: the index
-is part of the sort key, so there are no ties and the result is a bijection whatever sorts it. O(n log n),
-20 to 42 ns an index by numpy here, and 5 to 14 where the compiled core does it.
+*seeded permutation* sorts `high bits of splitmix64(i ^ key) | i` and keeps the low `ceil(log2 n)` bits: the
+index is part of the sort key, so there are no ties and the result is a bijection whatever sorts it. O(n log
+n), 20 to 42 ns an index by numpy here, and 5 to 14 where the compiled core does it.
 
 *spread order* is a van der Corput sequence with Owen's scrambling (1995): of every aligned run of 2**k
-places, each 2**k-th part of the range gets one. So neighbours in the order are far apart in the range, and
+positions, each 2**k-th part of the range gets one. So neighbours in the order are far apart in the range, and
 any part of the range (a shard, a folder, a host's shards) gets about its share of any run. O(n).
 
 *feistel* maps each index on its own, in O(1), where nothing may be materialised: a Feistel network over
@@ -62,7 +62,7 @@ def mix_more(key: int, *parts: int) -> int:
     return key
 
 
-def keyed_order(n: int, key: int, out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+def seeded_permutation(n: int, key: int, out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """The permutation of `range(n)` that `key` (64 bits) stands for, int64 [n].
 
     The low `ceil(log2 n)` bits of a sort key hold the index, so `64 - ceil(log2 n)` bits of hash decide.
@@ -81,8 +81,8 @@ def keyed_order(n: int, key: int, out: NDArray[np.int64] | None = None) -> NDArr
     return bits.view(np.int64)
 
 
-def keyed_orders(sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]) -> None:
-    """Keyed orders side by side: of each size, numbered from where it begins, by the key beside it.
+def seeded_permutations(sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]) -> None:
+    """Seeded permutations side by side: of each size, numbered from where it begins, by the key beside it.
 
     Args:
         sizes: int64 [k]
@@ -93,7 +93,7 @@ def keyed_orders(sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.
     bounds = [*zip(starts.tolist(), (starts + sizes).tolist(), strict=True)]
     if len(out) > _CHUNK:
         for (start, end), key in zip(bounds, keys, strict=True):
-            keyed_order(end - start, key, out[start:end])
+            seeded_permutation(end - start, key, out[start:end])
             out[start:end] += start
         return
     # Of a few hundred each: what takes time is the number of calls.
@@ -108,17 +108,17 @@ def keyed_orders(sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.
     bits += start
 
 
-KeyedOrders = Callable[[NDArray[np.int64], Sequence[int], NDArray[np.int64]], None]
-"""`keyed_orders`, or what gives the same faster."""
+SeededPermutations = Callable[[NDArray[np.int64], Sequence[int], NDArray[np.int64]], None]
+"""`seeded_permutations`, or what gives the same faster."""
 
 
 def spread_order(n: int, key: int) -> NDArray[np.int64]:
-    """A permutation of `range(n)` in which any run of places takes from all parts of the range, int64 [n].
+    """A permutation of `range(n)` in which any run of positions takes from all parts of the range, int64 [n].
 
-    Built by doubling: the first 2**k places name the 2**k-th parts of the range, and the next 2**k take the
-    other half of each part; a hash of the part decides which half comes first (Owen 1995, "Randomly
-    permuted (t, m, s)-nets"). What lies beyond n is left out, and a keyed rotation makes every index
-    equally likely at every place. Memory: 24 n bytes on the way. Raises `ValueError` for n < 0.
+    Built by doubling: the first 2**k positions name the 2**k-th parts of the range, and the next 2**k take
+    the other half of each part; a hash of the part decides which half comes first (Owen 1995, "Randomly
+    permuted (t, m, s)-nets"). What lies beyond n is left out, and a seeded rotation makes every index equally
+    likely at every position. Memory: 24 n bytes on the way. Raises `ValueError` for n < 0.
     """
     if n < 0:
         raise ValueError(f"n must be >= 0, got {n}")
@@ -133,20 +133,20 @@ def spread_order(n: int, key: int) -> NDArray[np.int64]:
 
 
 def mix_runs(order: NDArray[np.int64], run: int, key: int) -> NDArray[np.int64]:
-    """`order` with every `run` places from the first on permuted among themselves, int64 of its shape [n].
+    """`order` with every `run` positions from the first on permuted among themselves, int64 of its shape [n].
 
-    What deals a spread order out in turn needs it: every 2**k-th place names one part of the range only.
+    What deals a spread order out in turn needs it: every 2**k-th position names one part of the range only.
     """
     n = len(order)
     whole, tail = np.split(splitmix64(np.arange(n, dtype=np.uint64) ^ np.uint64(key)), [n // run * run])
-    places = np.argsort(whole.reshape(-1, run), axis=1, kind="stable")
-    places += np.arange(0, len(whole), run)[:, None]
+    at = np.argsort(whole.reshape(-1, run), axis=1, kind="stable")
+    at += np.arange(0, len(whole), run)[:, None]
     last = np.argsort(tail, kind="stable") + len(whole)
-    return order[np.concatenate((places.reshape(-1), last))]
+    return order[np.concatenate((at.reshape(-1), last))]
 
 
 def feistel(index: NDArray[np.uint64], n: int, key: int, rounds: int = 12) -> NDArray[np.uint64]:
-    """A keyed bijection of [0, n) applied to each element of `index` (any shape), uint64 of that shape.
+    """A seeded bijection of [0, n) applied to each element of `index` (any shape), uint64 of that shape.
 
     n <= 2**62. The domain is rounded up to a power of two; values that fall outside [0, n) are mapped again
     (less than one extra pass on average). Twelve rounds, because eight are visibly biased below n = 16.
