@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def array_interface(address: int, nbytes: int) -> dict[str, Any]:
-    """What an object that owns memory gives as `__array_interface__`: writable uint8 [nbytes].
+    """Return the `__array_interface__` of an object that owns memory: writable uint8 [nbytes].
 
     The object becomes the base of the array made from it, and dies with the array's last view.
     """

@@ -1,4 +1,4 @@
-"""What is told of reading ahead: errors (those of shards are in `sharding.errors`), and when a wait is."""
+"""Define the errors of reading ahead (those of shards are in `sharding.errors`), and when a wait is one."""
 
 from sharding.errors import DataflowError, SampleError
 

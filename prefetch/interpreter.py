@@ -1,4 +1,4 @@
-"""What a free-threaded build of Python changes: whether there is an interpreter lock, and what needs one.
+"""Tell whether there is an interpreter lock, for a free-threaded build of Python has none.
 
 docs/notes/free-threading.md lists what was read and mended. What looks at other threads while they run asks
 here first.
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 def has_lock() -> bool:
-    """Whether one thread runs Python code at a time: always before Python 3.13, and in its usual builds."""
+    """Return whether one thread runs Python at a time: always before Python 3.13, and in usual builds."""
     is_enabled = getattr(sys, "_is_gil_enabled", None)
     return is_enabled is None or bool(is_enabled())
 
 
 def frames_of_threads() -> dict[int, FrameType]:
-    """Where each other thread stands, by its number. Without the lock nothing is told.
+    """Return where each other thread stands, by its number; nothing where there is no lock.
 
     A frame that another thread leaves while it is looked at may end the process there. The caller's own frame
     is left out: it refers to the result, and all that the frames hold would stay until the next collection.

@@ -1,4 +1,4 @@
-"""What to do about a failed read, and when to ask twice: decisions only, no clock, no thread.
+"""Decide about failed reads, and when to ask twice: decisions only, no clock, no thread.
 
 A failure is sorted into a kind; whether it is worth another attempt depends on the kind alone, and after
 which pause on how often the read failed since it last got a byte: exponential backoff with full jitter
@@ -41,7 +41,8 @@ _CONNECTION_ERRNOS = {
     errno.ENETUNREACH,
     errno.ENOTCONN,
 }
-"""Those that are not a `ConnectionError` anyway; s3fs says EBUSY and EIO of a server that fails."""
+"""The errors of connections that are not a `ConnectionError` anyway; s3fs says EBUSY and EIO of a server that
+fails."""
 _UNREACHABLE_ERRNOS = {
     errno.ECONNREFUSED,
     errno.EHOSTDOWN,
@@ -66,7 +67,7 @@ _PAUSE_SHARE = 1 / 8
 _LONGEST_ASKED_S = 600.0
 """No longer `Retry-After` is added to the deadline. The Hub counts requests in five minutes."""
 _WRONG_ANSWERS = 6
-"""So many in a row are no accident."""
+"""The number of wrong answers in a row that are no accident."""
 # By name, because the clients are optional packages. What is not listed here and is none of Python's own
 # errors for a connection is taken for a mistake that would only happen again.
 _BY_NAME: dict[str, Kind] = {
@@ -100,14 +101,14 @@ class WrongRangeError(ConnectionError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed."""
+    """A failed attempt, with its reason."""
 
     kind: Kind
     """"final" is not tried again; "throttled" says that the store is asked too much."""
     retry_after_s: float = 0.0
     """Seconds that the store asked to be left alone; 0: it did not say."""
     unreachable: bool = False
-    """Whether the host refused the connection, or has no address."""
+    """True if the host refused the connection, or has no address."""
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -195,7 +196,7 @@ def hedge_due_s(began_s: float, heard_s: float, long_s: float) -> float:
 
 
 def is_crawling(age_s: float, got: int, left: int, long_s: float) -> bool:
-    """Whether a request brings bytes, but so few that it would hold up training for long.
+    """Return whether a request brings so few bytes that it would hold up training for long.
 
     Its silence says nothing then, as each byte ends it. To ask anew costs a round trip, and no bytes.
     """
@@ -204,7 +205,7 @@ def is_crawling(age_s: float, got: int, left: int, long_s: float) -> bool:
 
 @dataclass(frozen=True)
 class RetryDecision:
-    """Whether to try again, and why."""
+    """A decision to try again, or not, with its reason."""
 
     delay_s: float | None
     """Seconds to wait before the next attempt; None: give up."""
@@ -223,9 +224,10 @@ class RetryPolicy:
     deadline_s: float = 120.0
     """A read without one new byte for so long is given up."""
     max_attempts: int | None = None
-    """So is one after so many attempts in a row without one; None: after any number."""
+    """The number of attempts in a row without a byte after which a read is given up; None: any number."""
     connect_s: float = 2.0
-    """So is a host that never answered, where it refuses connections or has no address."""
+    """The time after which a host is given up that never answered, and refuses connections or has no
+    address."""
     base_s: float = 0.1
     """Longest pause after the first failure; it doubles with each failure that follows it, up to a second or
     an eighth of the time since the last byte. Where a store is asked too much, up to `cap_s`."""
@@ -303,7 +305,7 @@ class RetryPolicy:
 
 
 class ReadTimes:
-    """How long reads took lately, by size class. Not thread-safe."""
+    """The times that reads took lately, by size class. Not thread-safe."""
 
     def __init__(self, *, quantile: float = 0.95, at_least: int = 20, keep: int = 256) -> None:
         self._quantile, self._at_least, self._keep = quantile, at_least, keep

@@ -26,7 +26,7 @@ class WeakRegistry(Generic[T]):
         self._refs: dict[int, weakref.ref[T]] = {}
         """By their own identity: references are equal where their objects are."""
         self._dead: deque[weakref.ref[T]] = deque()
-        """Of objects that have died since the registry was used last."""
+        """The references of objects that have died since the registry was used last."""
 
     def add(self, member: T) -> None:
         """Hold it weakly; what is added twice comes twice. `TypeError` for what takes no weak reference."""
@@ -44,7 +44,7 @@ class WeakRegistry(Generic[T]):
         return any(other is member for other in self)
 
     def __iter__(self) -> Iterator[T]:
-        """Those that live now."""
+        """Iterate over the objects that live now."""
         self._forget_dead()
         return (member for ref in self._refs.copy().values() if (member := ref()) is not None)
 

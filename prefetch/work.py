@@ -15,7 +15,7 @@ Task = Callable[[], None]
 
 
 class Batches(Protocol[T_co]):
-    """So many batches, to be iterated over once, by the consumer; they may be made as it goes."""
+    """A number of batches, to be iterated over once, by the consumer; they may be made as it goes."""
 
     def __len__(self) -> int: ...
 
@@ -32,9 +32,9 @@ class PartialChunk(Generic[T_co]):
     heap_bytes: int = 0
     """Beyond the chunk's `nbytes`, of objects whose death nobody sees."""
     made_bytes: int = field(default=0, kw_only=True)
-    """What making these took beyond the chunk's `nbytes`: so much is reserved for those to come."""
+    """The bytes that making these took beyond the chunk's `nbytes`: so much is reserved for those to come."""
     flush_now: bool = False
-    """Whether the consumer may have them before the chunk is whole. Never those that make it whole."""
+    """True if the consumer may have them before the chunk is whole. Never those that make it whole."""
 
 
 class Chunk(Protocol[T_co]):
@@ -46,11 +46,11 @@ class Chunk(Protocol[T_co]):
     needs: Sequence[StreamWindow]
     """Staged windows it reads: the one that listed it, or earlier ones."""
     leased_bytes: int
-    """How many of `nbytes` stay leased until the batches die; known when `finish` has ended."""
+    """The bytes of `nbytes` that stay leased until the batches die; known when `finish` has ended."""
     closes: Sequence[StreamWindow]
-    """Those of `needs` that no later chunk needs."""
+    """The windows of `needs` that no later chunk needs."""
     reads_windows: bool
-    """Whether batches are still to be made of its windows, though they were delivered."""
+    """True if batches are still to be made of its windows, though they were delivered."""
 
     def begin(self) -> Sequence[Task]:
         """Take slots and give the parts that may run in parallel. On a builder's thread."""
@@ -67,7 +67,8 @@ class StreamWindow(Protocol):
     nbytes: int
     """Credits from admission to `close`; an upper bound."""
     epoch: int
-    """Those of the one after the consumer's are admitted, none of later ones: it may stop there."""
+    """The epoch. Windows of the one after the consumer's are admitted, none of later ones: it may stop
+    there."""
 
     def reads(self) -> Sequence[Task]:
         """Independent tasks that stage the window; they may raise. On reader threads."""
@@ -99,5 +100,5 @@ class Wait(Protocol):
         ...
 
     def end(self, waited_s: float) -> None:
-        """It is over."""
+        """Record that the wait is over."""
         ...

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from sharding.errors import CorruptShardError
 
 MISSING, NULL_INSIDE, PATH_ONLY, ABSENT = -1, -2, -3, -4
-"""What says, in place of a length, that a sample has no value; or a list with a null for which its elements'
-type has no value; or only the path of a file, without its bytes. Nobody can use the latter two. Of numbers
-alone: the sample has no value, as its shard has no such column, for which NaN stands only where asked for."""
+"""Codes that stand in place of a length: a sample has no value; a list has a null for which its elements'
+type has no value; a value is only the path of a file, without its bytes. Nobody can use the latter two. The
+fourth is for numbers alone: the sample has no value, as its shard has no such column, for which NaN stands
+only where asked for."""
 
 DEFAULT_BLOCK_BYTES = 2 << 20
 """Bytes a block aims at where the format has no unit of its own."""
@@ -33,23 +34,24 @@ class Shard:
     """One file or object, as it was when it was indexed."""
 
     url: str
-    """What names it: where it is, without password and signature."""
+    """The name of the shard: its address, without password and signature."""
     size: int
     """Bytes in the store (compressed bytes for `.gz` and `.zst`)."""
     version: str
-    """What tells that it changed: "etag:..." where the store has one, else "mtime:...", else ""."""
+    """The version, which changes with the content: "etag:..." where the store has one, else "mtime:...", else
+    ""."""
     signed_url: str = field(default="", repr=False, compare=False)
     """The URL with password and signature, where it has any: never kept, never shown."""
 
     @property
     def location(self) -> str:
-        """What fsspec opens."""
+        """Return the address that fsspec opens."""
         return self.signed_url or self.url
 
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """What one column of a dataset holds."""
+    """The kind of one column of a dataset."""
 
     kind: str
     """"fixed": every value has `dtype` and `shape`. "bytes": byte strings. "text": UTF-8 strings.
@@ -66,20 +68,21 @@ class ColumnSpec:
     size_range: tuple[int, int] | None = None
     """Least and greatest length of a value in elements, where indexing learned it; not for "fixed"."""
     optional: bool = False
-    """Whether some samples may lack the column."""
+    """True if some samples may lack the column."""
     unit: str = ""
-    """Of times: what the integers count, such as "timestamp[ms]"."""
+    """For times, what the integers count, such as "timestamp[ms]"."""
     items: int = 0
-    """Of "bytes_list": byte strings in a list, about; the mean of the block that has most."""
+    """For "bytes_list", about how many byte strings a list has: the mean of the block that has most."""
     feature: str = ""
-    """What Hugging Face `datasets` calls it, as JSON, such as '{"_type": "Image"}'; of lists, what it calls
-    an item. "": nothing but what is stored."""
+    """The feature of Hugging Face `datasets`, as JSON, such as '{"_type": "Image"}'; of lists, that of an
+    item. "": nothing but what is stored."""
     is_part: bool = False
-    """Whether it is a part of another column, and delivered only where it is named."""
+    """True if it is a part of another column, and delivered only where it is named."""
     is_index: bool = False
-    """Whether it is an index that pandas wrote, which is delivered only where it is named, too."""
+    """True if it is an index that pandas wrote, which is delivered only where it is named, too."""
     note: str = ""
-    """Of "other", what tables call its type; of "unreadable", why; of a type for `decode_as`, who has it."""
+    """For "other", what tables call its type; for "unreadable", why; for a type for `decode_as`, who has
+    it."""
 
     @property
     def feature_type(self) -> str:
@@ -89,7 +92,7 @@ class ColumnSpec:
 
 @dataclass(frozen=True)
 class ShardScan:
-    """What indexing one shard found. The arrays have one entry per block, in file order."""
+    """The result of indexing one shard. The arrays have one entry per block, in file order."""
 
     offset: NDArray[np.int64]
     """First byte of the block in the stored file."""
@@ -106,10 +109,10 @@ class ShardScan:
     footer: bytes = b""
     """Per shard, metadata the codec needs at every block (a Parquet footer, an Arrow schema), or b""."""
     unfinished: str = ""
-    """How the file ends before its format says so, where that was allowed; "": it does not."""
+    """The way in which the file ends before its format says so, where that was allowed; "": it does not."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Of columns that some samples lack, as far as the index tells: the key of the first that does. Of rows,
-    which have no keys, how many do, in words ("3 of 100 rows of row group 0")."""
+    """For columns that some samples lack, as far as the index tells, the key of the first that does. For
+    rows, which have no keys, how many do, in words ("3 of 100 rows of row group 0")."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ Columns = dict[str, Column]
 
 
 class Format(ABC):
-    """How one file format is indexed and decoded. Stateless: one instance serves all threads.
+    """A file format: indexes and decodes shards. Stateless: one instance serves all threads.
 
     A format says how to `scan` and `decode`; all else has a default that is right for one whose values cannot
     be read by themselves, and whose samples and columns have no names of their own.
@@ -194,21 +197,21 @@ class Format(ABC):
     sibling_suffix = ""
     """Last ending of a file beside each shard, which `scan` is given as `sibling`; "": there is none."""
     may_lack_sibling = False
-    """Whether a shard may be without it; `scan` is then given none."""
+    """True if a shard may be without it; `scan` is then given none."""
     has_keys = False
-    """Whether samples have keys of their own, for `keys` to tell."""
+    """True if samples have keys of their own, for `keys` to tell."""
     has_empty_samples = True
-    """Whether a sample may take no byte: if not, a block of more samples than bytes is damaged."""
+    """True if a sample may take no byte: if not, a block of more samples than bytes is damaged."""
     columns_are_extensions = False
-    """Whether a column is the file extension of its values, which tells how to decode them. A sample, and a
+    """True if a column is the file extension of its values, which tells how to decode them. A sample, and a
     whole shard, may then lack a column that others have."""
     widens = False
-    """Whether `decode_as` brings columns to other types, and a shard may lack a column that others have."""
+    """True if `decode_as` brings columns to other types, and a shard may lack a column that others have."""
     token_column = ""
     """Column of fixed size that holds token ids, delivered as int64 whatever they are stored as; "": none."""
 
     def options(self) -> dict[str, str | int]:
-        """What it was made with, as arguments of `resolve_format`, those left at their defaults left out.
+        """Return what it was made with, as arguments of `resolve_format`, without those left at defaults.
 
         JSON values, kept in catalogs: they are all, besides the shards, that shapes the blocks.
         """
@@ -229,7 +232,7 @@ class Format(ABC):
         """
 
     def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
-        """Where the values lie in the stored bytes, known from `block.index` and geometry alone.
+        """Return where the values lie in the stored bytes, known from `block.index` and geometry alone.
 
         The spans' buffer is empty; starts count bytes from `block.offset`, lengths are bytes.
         None where values cannot be read without decoding the whole block (Parquet, compressed files).
@@ -267,14 +270,14 @@ class Format(ABC):
         """
 
     def decode_as(self, block: Block, data: memoryview, specs: Mapping[str, ColumnSpec | None]) -> Columns:
-        """As `decode`, with columns of these types, which other shards have; None: of their own.
+        """Decode as `decode` does, with columns of these types, which other shards have; None: of their own.
 
         Raises `ShardError` for a value that the type of the others cannot hold.
         """
         return self.decode(block, data, list(specs))
 
     def keys(self, block: Block, data: memoryview) -> list[str]:
-        """What names each sample in messages: its key where it has one, else its number in the shard."""
+        """Return what messages call each sample: its key where it has one, else its number in the shard."""
         return [str(block.first_in_shard + i) for i in range(block.num_samples)]
 
     def sample_offsets(self, block: Block, data: memoryview | None) -> NDArray[np.int64] | None:

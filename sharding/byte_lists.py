@@ -23,7 +23,7 @@ class ByteLists(Spans):
 
 
 def list_heads(counts: Numbers, lengths: Numbers) -> tuple[NDArray[np.uint8], Numbers]:
-    """What precedes the items of n lists.
+    """Return the heads that precede the items of n lists.
 
     Args:
         counts: int64 [n] items of each list.
@@ -41,12 +41,12 @@ def list_heads(counts: Numbers, lengths: Numbers) -> tuple[NDArray[np.uint8], Nu
 
 
 def list_counts(buffer: NDArray[np.uint8], starts: Numbers) -> Numbers:
-    """How many items the lists have that begin at `starts`, int64 [n]."""
+    """Return how many items the lists have that begin at `starts`, int64 [n]."""
     return _numbers_at(buffer, starts)
 
 
 def list_items(buffer: NDArray[np.uint8], starts: Numbers) -> tuple[Numbers, Numbers, Numbers]:
-    """Where the items of n lists lie.
+    """Locate the items of n lists.
 
     Args:
         buffer: uint8, what holds the lists.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ENDINGS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
 HEAD_BYTES = 4 << 10
-"""What `compression_in` looks at, at most."""
+"""The bytes that `compression_in` looks at, at most."""
 _INPUT_BYTES = 64 << 10
 _ZSTD_INPUT_BYTES = 1 << 10  # zstandard gives all a piece expands to: at most 32768 times its size, or 32 MiB
 _OUTPUT_BYTES = 1 << 20
@@ -31,13 +31,13 @@ _Feed = Callable[[Any, memoryview], tuple[bytes, memoryview]]
 
 
 def compression_of(url: str) -> str | None:
-    """What the file's name ends in: "gzip", "zstd" or None; a `?query` and `::` chains are understood."""
+    """Return the ending of the file's name: "gzip", "zstd" or None; handles a `?query` and `::` chains."""
     name = file_name(url).lower()
     return next((kind for ending, kind in _ENDINGS.items() if name.endswith(ending)), None)
 
 
 def compression_in(head: bytes) -> str | None:
-    """How the file with these first bytes is compressed, whatever it is called; None: not that one can tell.
+    """Return how a file with these first bytes is compressed, whatever its name; None: nobody can tell.
 
     "gzip", "zstd", "bzip2" or "xz". The three bytes of gzip may stand in any file of numbers, so what follows
     them must be a deflated stream, too.
@@ -57,7 +57,7 @@ def compression_in(head: bytes) -> str | None:
 
 
 def misnamed(head: bytes, url: str, *, may_be_compressed: bool) -> str | None:
-    """What is wrong with the name of a compressed file that begins so, with the cure; None: nothing is.
+    """Say what is wrong with the name of a compressed file that begins so, with the cure; None: nothing.
 
     `may_be_compressed`: whether files of its format are read compressed, where their names say so.
     """
@@ -201,7 +201,7 @@ def _inflated(read: Callable[[int], bytes], url: str, *, stage: str) -> Iterator
 
 
 def _codec(kind: str) -> tuple[Callable[[], Any], _Feed, type[Exception]]:
-    """How to start a member, how to feed it, and how it fails."""
+    """Return how to start a member, how to feed it, and how it fails."""
     if kind == "gzip":
         return lambda: zlib.decompressobj(wbits=31), _feed_gzip, zlib.error
     try:

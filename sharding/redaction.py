@@ -1,4 +1,4 @@
-"""What must be neither shown nor kept: passwords and signatures in URLs.
+"""Remove what must be neither shown nor kept: passwords and signatures in URLs.
 
 `without_secrets` takes them out of any text. What names a shard in catalogs, caches, states and errors is its
 URL without them (`identity_of`), so it stays the same when a signature is renewed; only what opens the shard
@@ -32,9 +32,10 @@ _BESIDE = re.compile(
     "algorithm|e|exp|expires|expiry|hash|hashalgorithm|keypairid|md5|policy"
     "|se|ses|si|sip|ske|skoid|sks|skt|sktid|skv|sp|spr|sr|srt|ss|st|sv"
 )
-"""What changes with a signature (CloudFront, Azure, nginx). Where there is none, it may name a file."""
+"""The parameters that change with a signature (CloudFront, Azure, nginx). Where there is none, they may name
+a file."""
 _PAIRS = ({"md5", "expires"}, {"st", "e"})
-"""A signature of nginx."""
+"""The parameters of a signature of nginx."""
 _CLIENT_LOGS = ("fsspec", "fsspec.http", "fsspec.asyn", "fsspec.caching", "httpx", "httpx2")
 """Loggers of clients. (A filter of a logger does not see what loggers below it log.)"""
 _KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w-]{16,}")
@@ -42,7 +43,7 @@ _KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w-]{16,}")
 
 
 def identity_of(url: str) -> str:
-    """What names a shard wherever something is kept or shown."""
+    """Return the name of a shard wherever something is kept or shown."""
     return url if is_local(url) else without_secrets(url)
 
 
@@ -58,7 +59,7 @@ def without_secrets(text: str) -> str:
 
 
 def has_unquoted_password(url: str) -> bool:
-    """Whether a password has signs in it that no URL can have there, and that clients would show."""
+    """Return whether a password has signs in it that no URL can have there, and that clients would show."""
     return _UNQUOTED.search(_USER.sub(_without_password, url)) is not None
 
 

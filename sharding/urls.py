@@ -1,4 +1,4 @@
-"""What a URL says by itself, without asking any store.
+"""Read what a URL says by itself, without asking any store.
 
 A URL is a local path, `protocol://path`, or an fsspec chain `outer::inner::...`. In a chain, the first
 part with a path of its own names the file: `a.tar` in `zip://a.tar::s3://b/x.zip`, `x.tar` in
@@ -41,7 +41,7 @@ _QUERY_MARK = "?versionId="
 
 
 def is_chain(url: str) -> bool:
-    """Whether the URL is an fsspec chain, and not one in whose name "::" stands."""
+    """Return whether the URL is an fsspec chain, and not one in whose name "::" stands."""
     outer, separator, _ = url.partition("::")
     protocol, colon, _ = outer.partition("://")
     return bool(separator) and (protocol not in _STORES if colon else bool(_BARE_PROTOCOL.fullmatch(outer)))
@@ -66,12 +66,12 @@ def protocol_of(url: str) -> str:
 
 
 def is_http(url: str) -> bool:
-    """Whether the file is named by an `http(s)://` address, which cannot be listed."""
+    """Return whether the file is named by an `http(s)://` address, which cannot be listed."""
     return protocol_of(url) in ("http", "https")
 
 
 def is_local(url: str) -> bool:
-    """Whether the URL is a file of this machine, to be opened without fsspec."""
+    """Return whether the URL is a file of this machine, to be opened without fsspec."""
     return not is_chain(url) and protocol_of(url) in ("file", "local")
 
 
@@ -89,12 +89,12 @@ def file_name(url: str) -> str:
 
 
 def is_glob(url: str) -> bool:
-    """Whether the URL holds glob characters, a query aside; a file or folder may be called so, too."""
+    """Return whether the URL holds glob signs, a query aside; a file or folder may be called so, too."""
     return has_glob_signs(_without_query(url))
 
 
 def has_glob_signs(text: str) -> bool:
-    """Whether a part of a path holds glob characters."""
+    """Return whether a part of a path holds glob characters."""
     return any(sign in text for sign in "*?[")
 
 

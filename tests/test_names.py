@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from test_architecture import MODULES, parsed
 MOST_POSITIONAL = 4
 AS_TORCH_HAS_THEM = {"dataflow/loader.py:DataLoader"}
 """Constructors whose arguments may come in the order that PyTorch's users know."""
+IN_SENTENCES = ("sharding", "prefetch")
+"""Packages whose docstrings begin with a verb, or with what they describe."""
+NO_SUBJECTS = {"As", "How", "Of", "So", "Those", "What", "Where", "Whether", "Which", "Who"}
 ERRORS = {"Exception", "ValueError", "RuntimeError", "OSError", "TypeError", "NamedTuple"}
 
 
@@ -86,3 +90,29 @@ class FromHere:
 def test_no_folder_of_tests_has_more_than_twenty_files() -> None:
     counted = Counter(path.parent for path in Path(__file__).parent.rglob("*.py"))
     assert {str(folder): count for folder, count in counted.items() if count > 20} == {}
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring in a module, those below attributes included."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for before, part in zip([None, *node.body], node.body, strict=False):
+            is_text = isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+            if is_text and (before is None or isinstance(before, ast.Assign | ast.AnnAssign)):
+                yield part.lineno, str(part.value.value)
+
+
+def test_docstrings_are_no_fragments() -> None:
+    """They say "Return whether ...", "The number of ...": nobody has to guess what "Of both." is about."""
+    texts = [(m, *one) for m in MODULES if m.parts[0] in IN_SENTENCES for one in docstrings(parsed(m))]
+    assert len(texts) > 1000
+    fragments = [f"{m}:{line}" for m, line, text in texts if {text.split()[0].rstrip(",.:")} & NO_SUBJECTS]
+    assert fragments == []
+
+
+def test_docstrings_of_all_kinds_are_found() -> None:
+    source = (
+        '"""M."""\nx = 1\n"""A."""\nclass C:\n    """C."""\n    y: int\n    """B."""\n    def f(self): "F."\n'
+    )
+    assert [text for _, text in docstrings(ast.parse(source))] == ["M.", "A.", "C.", "B.", "F."]

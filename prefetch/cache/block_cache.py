@@ -37,7 +37,7 @@ _LEAST_BYTES = 32 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class CacheStats:
-    """What became of reads through a cache, on this rank; all counts since the start."""
+    """The counts of reads through a cache, on this rank, since the start."""
 
     hits: int = 0
     """Blocks that came from the cache."""
@@ -46,7 +46,7 @@ class CacheStats:
     hit_bytes: int = 0
     miss_bytes: int = 0
     waited: int = 0
-    """Of `hits`, blocks that another rank or job fetched meanwhile."""
+    """The number of `hits` whose blocks another rank or job fetched meanwhile."""
     stored_bytes: int = 0
     """Bytes written to the folder."""
     passed: int = 0
@@ -69,7 +69,7 @@ class Future(Protocol):
     """When blocks are needed. Thread-safe."""
 
     def shard_hashes(self) -> NDArray[np.uint64]:
-        """Of the shards that are read, as in `Stored`."""
+        """Return the hashes of the shards that are read, as in `Stored`."""
         ...
 
     def of_stored(self, stored: Stored) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
@@ -155,7 +155,7 @@ class BlockCache:
                 self._publish(entry, out, checksum)
 
     def stats(self) -> CacheStats:
-        """The counts so far."""
+        """Return the counts so far."""
         folder = self._folder
         with self._lock:
             if folder is None:
@@ -234,7 +234,7 @@ class BlockCache:
 
     @property
     def _keeps(self) -> bool:
-        """Whether blocks are added to the folder."""
+        """Return whether blocks are added to the folder."""
         return self._folder is not None and "write" not in self._warned
 
     def _cannot_write(self, error: OSError, *, needed: str = "") -> None:

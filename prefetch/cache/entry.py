@@ -38,23 +38,23 @@ class Entry:
     """Names a block: these bytes of this version of a shard."""
 
     tag: str
-    """32 hex digits."""
+    """The tag of the shard, 32 hex digits."""
     offset: int
     nbytes: int
 
     @classmethod
     def of(cls, shard: Shard, offset: int, nbytes: int) -> Self:
-        """Of a range of a shard as it was indexed."""
+        """Name a range of a shard as it was indexed."""
         return cls(tag_of(shard), offset, nbytes)
 
     @property
     def name(self) -> str:
-        """File name; unique."""
+        """Return the file name, which is unique."""
         return f"{self.tag}-{self.offset}-{self.nbytes}"
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes on the disk."""
+        """Return the number of bytes on the disk."""
         return self.nbytes + MORE_BYTES
 
 
@@ -93,12 +93,12 @@ def read_entry(root: str, entry: Entry, out: NDArray[np.uint8]) -> int | None:
 
 
 def block_path(root: str, name: str) -> str:
-    """Where a block of this name lies."""
+    """Return the path of a block of this name."""
     # By a checksum and not the tag's first digits: one shard may have more blocks than a folder is good for.
     return os.path.join(root, "blocks", f"{zlib.crc32(name.encode()) & 0xFF:02x}", name)
 
 
 def trailer_of(entry: Entry, checksum: int) -> bytes:
-    """What stands behind a block's bytes, whose CRC-32 is given."""
+    """Return the trailer behind a block's bytes, whose CRC-32 is given."""
     body = _TRAILER.pack(_MAGIC, bytes.fromhex(entry.tag), entry.offset, entry.nbytes, checksum)
     return body + _SEAL.pack(zlib.crc32(body))

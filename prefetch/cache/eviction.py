@@ -1,4 +1,4 @@
-"""Which blocks to drop for a new one, where it is known when each is needed next.
+"""Choose the blocks to drop for a new one, where it is known when each is needed next.
 
 Belady's rule (1966): drop what is needed latest, and if that is the newcomer, do not keep it. For blocks of
 one size no rule, knowing the future, fetches less; for blocks of about one size it is close.

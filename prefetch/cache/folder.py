@@ -54,7 +54,7 @@ class Stored:
     """[n] of their shards (`shard_hash`)."""
     offsets: NDArray[np.int64]
     nbytes: NDArray[np.int64]
-    """[n] on the disk."""
+    """The bytes of each on the disk, [n]."""
 
 
 NextUse = Callable[[Stored], tuple[NDArray[np.float64], NDArray[np.bool_]]]
@@ -176,7 +176,7 @@ class CacheFolder:
                     claim.release()
 
     def _has_room(self, nbytes: int, next_use: Callable[[], float]) -> bool:
-        """Whether a block fits, after making room if that is worth it."""
+        """Return whether a block fits, after making room if that is worth it."""
         spare = self._limit // _SPARE
         total = self._total()
         if total + nbytes <= self._limit:

@@ -106,7 +106,7 @@ class Broker:
         self._line = _Line()
         self._peers: set[_Peer] = set()
         self._demands: dict[int, float | None] = {}
-        """Of each rank that has a connection and told its own."""
+        """The demand of each rank that has a connection and has sent its own."""
         self._demanded: float | None = None
         self._listener = _new_socket()
         try:
@@ -187,7 +187,7 @@ class Broker:
         self._demand()
 
     def _demand(self) -> None:
-        """What all ranks use together; no limit while one waits for data or has not told (a new broker's)."""
+        """Add up what all ranks use; no limit while one waits for data, or was not heard of yet."""
         demands = [self._demands.get(rank) for rank in {peer.rank for peer in self._peers} - {-1}]
         limited = [demand for demand in demands if demand is not None]
         total = sum(limited) if limited and len(limited) == len(demands) else None
@@ -196,7 +196,7 @@ class Broker:
             self._control.demand(total)
 
     def _grant(self) -> None:
-        """Let go who may."""
+        """Admit the readers that may go."""
         now = self._now()
         while (peer := self._line.first()) is not None:
             assert peer.asked_bytes is not None
@@ -241,7 +241,7 @@ class SharedGate(ReadGate):
         self._last_decision = Decision(0, "no read was granted yet")
         self._reported = 0
         self._last_demand: float | None = None
-        """Of `demand`; guarded by the lock of `ReadGate`."""
+        """The last argument of `demand`; guarded by the lock of `ReadGate`."""
         self._ended = False
 
     @contextmanager
@@ -272,7 +272,7 @@ class SharedGate(ReadGate):
                 self.demand(bytes_per_s)
 
     def demand(self, bytes_per_s: float | None) -> None:
-        """What this rank uses; None while it waits for data. The broker adds the ranks' up."""
+        """Say what this rank uses; None while it waits for data. The broker adds the ranks' up."""
         connection = self._connected()
         if connection is not None:
             self._finish(connection, _DEMAND, _UNLIMITED if bytes_per_s is None else int(bytes_per_s))
@@ -285,12 +285,12 @@ class SharedGate(ReadGate):
 
     @property
     def serves(self) -> bool:
-        """Whether this process is the broker."""
+        """Return whether this process is the broker."""
         with self._electing:
             return self._broker is not None
 
     def close(self) -> None:
-        """As `ReadGate.close`; if this process is the broker, another one takes over. Idempotent."""
+        """Close as `ReadGate.close`; if this process is the broker, another one takes over. Idempotent."""
         super().close()
         with self._lock:
             self._ended = True

@@ -1,4 +1,4 @@
-"""How many batches to hold ready: a decision with its reason, from observations alone.
+"""Decide how many batches to hold ready, with the reason, from observations alone.
 
 The engine asks before it starts each batch. `fixed_depth` answers with a constant. `AdaptiveDepth` holds as
 many batches as training uses while one is made, `ceil(rate x high quantile of the lead time)` (the newsvendor
@@ -19,7 +19,7 @@ from functools import partial
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What the engine saw when it asks for a decision."""
+    """An observation of the engine, for a decision."""
 
     delivered_batches: int
     """Batches taken by the consumer so far."""
@@ -32,11 +32,11 @@ class Observation:
     now_s: float = 0.0
     """The time, on any clock that only goes forward."""
     waits: int = 0
-    """How often the consumer has waited so far, the first batch left out."""
+    """The number of times that the consumer has waited so far, the first batch left out."""
     limit: str = ""
-    """What the last wait was for when no depth would have saved it, such as "reading"; "" if depth would."""
+    """The reason of the last wait when no depth would have saved it, such as "reading"; "" if depth would."""
     finished_batches: int = 0
-    """Those of `ready_batches` that are finished. 0: the next call waits."""
+    """The number of `ready_batches` that are finished. 0: the next call waits."""
     leads_s: Sequence[float] = ()
     """Seconds from start to finish of the batches that were finished since the last observation."""
     steps_s: Sequence[float] = ()
@@ -45,7 +45,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Decision:
-    """A value and why."""
+    """A value, and the reason for it."""
 
     value: int
     reason: str
@@ -55,7 +55,7 @@ DepthPolicy = Callable[[Observation], Decision]
 
 
 def fixed_depth(batches: int) -> DepthPolicy:
-    """Always the same depth."""
+    """Return a policy of one depth."""
     if batches < 1:
         raise ValueError(f"depth must be >= 1 batch, got {batches}")
     return partial(_always, Decision(batches, f"fixed at {batches}"))

@@ -1,4 +1,4 @@
-"""How many bytes to have in flight at a store: its delivery rate times its latency, from what was seen.
+"""Decide how many bytes to have in flight at a store: its delivery rate times its latency.
 
 By Little's law, a store that delivers R bytes/s with a mean latency of T seconds holds R x T bytes in flight;
 fewer leave it idle, more only queue. The form is BBR's (Cardwell et al. 2016), with changes for requests in
@@ -36,7 +36,8 @@ _GROWTH = 1.75
 that start together share it, and all would overshoot if little growth were enough."""
 _BACK_OFF = 0.7
 _REFUSED_SHARE = 0.2
-"""Of recent answers. Stores refuse a few at any load; backing off for each of those would stop the flow."""
+"""The share of recent answers that are refusals. Stores refuse a few at any load; backing off for each of
+those would stop the flow."""
 _ANSWERS = 64
 _RECOVERY = 1.05
 """A round after a back-off."""
@@ -44,9 +45,9 @@ _DEMAND = 2.0
 """Times what is used: enough to refill, too little to disturb others."""
 _RATE_ROUNDS = 10
 _LATENCY_S = 30.0
-"""How long a latency without a queue is believed in."""
+"""The time for which a latency without a queue is believed in."""
 _SAME = 0.65
-"""Of the latency before draining: a queue of ours would have become shorter than that."""
+"""The share of the latency before draining: a queue of ours would have become shorter than that."""
 _POOL = 64
 _ROUND_REQUESTS = 8
 """Completions that make a rate worth looking at."""
@@ -114,7 +115,7 @@ class Inflight:
     # ---- what happens at the store ------------------------------------------------------------------
 
     def admits(self, now_s: float, nbytes: int) -> bool:
-        """Whether a request may be sent now. A refusal says that data waits for the limit."""
+        """Return whether a request may be sent now. A refusal says that data waits for the limit."""
         if not self.in_flight_bytes or self.in_flight_bytes + nbytes <= self.decision.value:
             return True
         if self._blocked_since is None and not self._capped:
@@ -128,14 +129,14 @@ class Inflight:
             self._blocked_since = None
 
     def sent(self, now_s: float, nbytes: int) -> Sent:
-        """A request goes out."""
+        """Record that a request goes out."""
         if self._began is None:
             self._begin_round(now_s)
         self.in_flight_bytes += nbytes
         return Sent(nbytes, now_s)
 
     def done(self, now_s: float, request: Sent) -> None:
-        """Its last byte came."""
+        """Record that its last byte came."""
         self.in_flight_bytes -= request.nbytes
         self._pool.append((request.nbytes, now_s - request.sent_s))
         self._delivered += request.nbytes
@@ -160,7 +161,7 @@ class Inflight:
         self.in_flight_bytes -= request.nbytes
 
     def demand(self, bytes_per_s: float | None) -> None:
-        """What the consumer uses; None while it waits for data, and the store should give what it can."""
+        """Say what the consumer uses; None while it waits for data, and the store should give what it can."""
         was = self._demand
         if bytes_per_s == was:
             return
@@ -256,7 +257,7 @@ class Inflight:
 
 
 class Demand:
-    """What one consumer uses of a store, for `Inflight.demand`. Not thread-safe."""
+    """The use that one consumer makes of a store, for `Inflight.demand`. Not thread-safe."""
 
     def __init__(self) -> None:
         self._calm = 0

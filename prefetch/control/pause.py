@@ -26,10 +26,10 @@ Listener = Callable[[float | None], None]
 
 @dataclass(frozen=True)
 class PauseStats:
-    """What pauses did so far."""
+    """The counts of pauses so far."""
 
     pauses: int = 0
-    """How often reads were asked to wait."""
+    """The number of times that reads were asked to wait."""
     held_reads: int = 0
     """Reads that waited for a pause or a limit, or ran when a pause began. None of many pauses: reads came at
     other times anyway."""
@@ -73,7 +73,7 @@ class ReadPause:
 
     @property
     def is_limited(self) -> bool:
-        """Whether few reads may run, because they may have to stand still soon."""
+        """Return whether few reads may run, because they may have to stand still soon."""
         with self._changed:
             return self._limit is not None
 
@@ -154,7 +154,7 @@ class ReadPause:
             return now - self._stood_s - self._standing_s(now)
 
     def stats(self) -> PauseStats:
-        """So far."""
+        """Return the counts so far."""
         with self._changed:
             return PauseStats(self._pauses, self._held_reads, self._broken)
 

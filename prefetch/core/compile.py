@@ -66,14 +66,14 @@ def compile_core(library: Path = LIBRARY) -> None:
 
 
 def contract_version() -> int:
-    """What `core_version` of a library must give that is made from the header beside this file."""
+    """Return the `core_version` that a library must give that is made from the header beside this file."""
     found = re.search(r"^#define CORE_VERSION (\d+)", HEADER.read_text("utf-8"), re.MULTILINE)
     assert found, f"{HEADER} has no CORE_VERSION"
     return int(found[1])
 
 
 def _commands() -> list[tuple[str, ...]]:
-    """What is tried, in this order."""
+    """Return the commands to try, in this order."""
     return [*((*c, *more) for c in compilers_on_path() for more in ((), PLAIN)), *_zig()]
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 VERSION = 6
-"""Of the contract in core.h."""
+"""The version of the contract in core.h."""
 _WIDTHS = (1, 2, 4, 8)
 _CURE = (
     "Compile it with `python -m prefetch.core.compile`, where there is a C compiler: gcc, clang or that of "
@@ -54,7 +54,7 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "": None}
 
 
 class Executor:
-    """What `core.h` declares, in the caller's thread and without the interpreter lock. Thread-safe.
+    """The functions of `core.h`, in the caller's thread and without the interpreter lock. Thread-safe.
 
     Raises `ImportError` where the library is missing, or is not of this version.
     """
@@ -66,7 +66,7 @@ class Executor:
 
     @cached_property
     def copies_by_kernel(self) -> bool:
-        """Whether values that must not be touched can be read: some containers forbid `process_vm_readv`."""
+        """Return whether untouchable values can be read: containers may forbid `process_vm_readv`."""
         probe, out = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
         index = np.array([address_of(probe)])
         column = PlanColumn(name="probe", index=index, each=8, out=out, may_load=False)
@@ -84,7 +84,7 @@ class Executor:
         return status
 
     def resizer(self, form: ImageForm) -> Resizer:
-        """What makes results of decoded images."""
+        """Return what makes results of decoded images."""
         return Resizer(self._library.core_resize, form)
 
     def open_queue(self, num_threads: int, *, wake_at: int = 1) -> CopyQueue:
@@ -115,7 +115,7 @@ class Executor:
     def seeded_permutations(
         self, sizes: NDArray[np.int64], keys: Sequence[int], out: NDArray[np.int64]
     ) -> None:
-        """What `sharding.order.permutations.seeded_permutations` does."""
+        """Mix as `sharding.order.permutations.seeded_permutations` does."""
         numbers = np.array(keys, np.uint64)
         if len(numbers) != len(sizes) or int(sizes.sum()) != len(out):
             raise ValueError(f"{len(numbers)} keys and {len(out)} numbers for sizes {sizes.tolist()}")
@@ -133,7 +133,7 @@ class Executor:
         end: NDArray[np.int64],
         out: NDArray[np.uint16],
     ) -> int:
-        """What `sharding.mixture.token_schedule.DrawSources` says."""
+        """Draw as `sharding.mixture.token_schedule.DrawSources` says."""
         tables = map(address_of, (shares, owed, lengths, upcoming, end))
         return int(self._library.core_token_draws(*tables, len(shares), address_of(out), len(out)))
 
@@ -151,7 +151,7 @@ class Executor:
 
 
 class _Form(ctypes.Structure):
-    """`core_form`."""
+    """The struct `core_form` of core.h."""
 
     _fields_ = (
         *(
@@ -163,7 +163,7 @@ class _Form(ctypes.Structure):
 
 
 class _Image(ctypes.Structure):
-    """`core_image`."""
+    """The struct `core_image` of core.h."""
 
     _fields_ = (
         ("pixels", ctypes.c_void_p),

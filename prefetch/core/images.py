@@ -1,4 +1,4 @@
-"""How decoded images become results: the form that `Executor.resizer` takes.
+"""Describe how decoded images become results: the form that `Executor.resizer` takes.
 
 A resize is two passes of weighted sums: rows of the image are blended first, then columns. Weights have 14
 bits, and what lies between the passes 6 bits below one level. All sums are of integers, so that results are
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 class Filter(IntEnum):
-    """How pixels are weighed, as in core.h."""
+    """The weights of pixels, as in core.h."""
 
     BILINEAR = 0
     BICUBIC = 1
@@ -25,15 +25,15 @@ class Filter(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageForm:
-    """What results are like."""
+    """The form of results."""
 
     height: int
     width: int
     channels: int = 3
-    """1 to 4."""
+    """The number of channels, 1 to 4."""
     filter: Filter = Filter.BILINEAR
     antialias: bool = False
-    """Whether the filter grows with the pixels of a result that is smaller than its part of the image."""
+    """True if the filter grows with the pixels of a result that is smaller than its part of the image."""
     planar: bool = True
     """Results are [channels, height, width], else [height, width, channels]."""
     numbers: NDArray[np.float32] | None = None
@@ -46,12 +46,12 @@ class ImageForm:
 
     @property
     def dtype(self) -> np.dtype[np.uint8 | np.float32]:
-        """Of results."""
+        """Return the dtype of results."""
         return np.dtype(np.uint8 if self.numbers is None else np.float32)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a result."""
+        """Return the shape of a result."""
         height, width, channels = self.height, self.width, self.channels
         return (channels, height, width) if self.planar else (height, width, channels)
 
@@ -68,4 +68,4 @@ class CropBox:
     within: tuple[int, int, int, int]
     """Top, left, bottom and right of the pixels that a filter may look at; the part lies in them."""
     flip: bool = False
-    """Whether to mirror left to right."""
+    """True if to mirror left to right."""

@@ -15,7 +15,7 @@ from typing import Any
 
 
 class RangeFlag(IntFlag):
-    """`core_range_flag` of core.h."""
+    """The enum `core_range_flag` of core.h."""
 
     CHECK = 1
     """The file must still be what it was."""
@@ -44,6 +44,6 @@ def _quick_calls() -> Any:
 
 
 def has_pages(address: int, nbytes: int) -> bool:
-    """Whether all pages of a range are there."""
+    """Return whether all pages of a range are there."""
     resident = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     return _quick_calls().mincore(address, nbytes, resident) == 0 and b"\0" not in bytes(resident)

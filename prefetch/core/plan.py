@@ -19,15 +19,15 @@ from sharding.cached_property import cached_property
 
 
 class Op(IntEnum):
-    """What becomes of a stored value."""
+    """The operation on a stored value."""
 
     COPY = 0
     WIDEN = 1
-    """Stored integers become int64."""
+    """Turn stored integers into int64."""
 
 
 WIDENED = ("uint8", "int8", "uint16", "int16", "uint32", "int32")
-"""What `Op.WIDEN` takes, in the order of `core_type` in core.h."""
+"""The types that `Op.WIDEN` takes, in the order of `core_type` in core.h."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,9 +39,9 @@ class PlanColumn:
     """
 
     name: str
-    """What errors call it."""
+    """The name of the column in errors."""
     index: NDArray[np.int64]
-    """[rows]."""
+    """The number of the stored value that each row takes, [rows]."""
     out: NDArray[Any] | None = None
     """C-contiguous destination; None: it is not allocated yet, or goes where jobs have slots."""
     base: int = 0
@@ -55,7 +55,7 @@ class PlanColumn:
     widen: str = ""
     """dtype of the stored integers, one of `WIDENED`, that become int64; "": values stay as they are."""
     may_load: bool = True
-    """Whether the values may be touched; else a page may be gone, and only the kernel may read them."""
+    """True if the values may be touched; else a page may be gone, and only the kernel may read them."""
 
     def __post_init__(self) -> None:
         rows, out = len(self.index), self.out
@@ -88,7 +88,7 @@ class PlanColumn:
 
     @property
     def nbytes(self) -> int:
-        """Of all values, where they follow one another."""
+        """Return the bytes of all values, where they follow one another."""
         rows = np.array([0, len(self.index)])
         return int(self.out_bytes(rows[:1], rows[1:])[0])
 
@@ -115,7 +115,7 @@ class BuildPlan:
 
 
 COLUMN_ALIGN = 64
-"""Where columns share a slot, each begins at a multiple of this."""
+"""The multiple at which each of the columns that share a slot begins."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,7 +123,7 @@ class JobPlan:
     """The copies of a chunk, to be made in jobs: consecutive rows of all columns, which fill one slot."""
 
     number: int
-    """Of the chunk, in stream order: jobs of smaller ones are run first."""
+    """The number of the chunk, in stream order: jobs of smaller ones are run first."""
     columns: Sequence[PlanColumn]
     """Without `out`; their values follow one another."""
     ends: NDArray[np.int64]
@@ -134,16 +134,16 @@ class JobPlan:
     planned_in: int = 0
     """The generation when the plan was made."""
     keep: object = None
-    """What it copies from, if nobody else keeps that."""
+    """The memory that it copies from, if nobody else keeps that."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of all jobs."""
+        """Return the number of rows of all jobs."""
         return int(self.ends[-1])
 
     @property
     def slot_bytes(self) -> int:
-        """What the largest job takes."""
+        """Return the bytes that the largest job takes."""
         return int(self.offsets[:, -1].max())
 
     @cached_property

@@ -21,7 +21,7 @@ from prefetch.core.plan import WIDENED, JobPlan, Op, PlanColumn
 
 
 class JobAnswer(IntEnum):
-    """What there is to say of a job that is asked for; `core_answer` of core.h."""
+    """The answer about a job that is asked for; `core_answer` of core.h."""
 
     READY = 0
     NOT_READY = 1
@@ -32,7 +32,7 @@ class JobAnswer(IntEnum):
 
 
 _PLAN_WORDS, _JOB_WORDS = 16, 3
-"""As in core.h."""
+"""The sizes of the structs in core.h, in words."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,10 +43,10 @@ class SubmittedPlan:
     status: NDArray[np.uint8]
     """[rows] as `Executor.run` gives it, of the jobs that were taken."""
     memory: NDArray[np.int64]
-    """The queue's."""
+    """The memory of the queue."""
     address: int
     tables: Sequence[NDArray[np.int64]]
-    """What the threads read."""
+    """The tables that the threads read."""
     num_taken: int = 0
     """Jobs, from the first on."""
 
@@ -69,9 +69,9 @@ class CopyQueue:
         self._memory = np.zeros(library.core_queue_bytes(), np.uint8)
         self._queue = address_of(self._memory)
         self._plans: set[SubmittedPlan] = set()
-        """What threads may be at work on."""
+        """The plans that threads may be at work on."""
         self._lent: dict[int, NDArray[np.uint8]] = {}
-        """By address."""
+        """The slots that jobs have, by address."""
         self._answer = (ctypes.c_int64 * 3)()
         self._take, self._give = holding.core_take, holding.core_give
         self._self = ctypes.py_object(self)
@@ -119,13 +119,13 @@ class CopyQueue:
         return answer
 
     def work(self, submitted: SubmittedPlan, timeout_s: float) -> int:
-        """As `take`, but copies until the job is over or needs a slot, and waits while another is at it."""
+        """Take as `take` does, but copy until the job is over or needs a slot, or wait for who copies."""
         wait_ns = int(timeout_s * 1e9)
         answer: int = self._library.core_work(self._queue, submitted.address, wait_ns, self._answer)
         return answer
 
     def taken(self, submitted: SubmittedPlan) -> tuple[int, NDArray[np.uint8], int, int]:
-        """Of the job that was READY, once: address and slot, how many rows have a status, how many jobs wait.
+        """Return, once, of the job that was READY: address and slot, rows with a status, jobs that wait.
 
         The slot is the caller's again; the jobs are those of all plans.
         """
@@ -166,7 +166,7 @@ def column_table(columns: Sequence[PlanColumn]) -> NDArray[np.int64]:
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Where an array begins."""
+    """Return the address at which an array begins."""
     address: int = array.__array_interface__["data"][0]
     return address
 

@@ -1,4 +1,4 @@
-"""Who builds chunks: the interface between an engine and its builders, and builders that are threads.
+"""Build chunks: the interface between an engine and its builders, and builders that are threads.
 
 An engine dispatches a chunk as a `Build` and hears by it of finished batches or of an error; it knows neither
 where nor how the chunk is built. `Builders` may be threads, processes or machines: whatever happens to one of
@@ -29,13 +29,13 @@ class Build(Protocol[T]):
 
     chunk: Chunk[T]
     number: int
-    """Of the chunk, in stream order: the smaller, the more urgent."""
+    """The number of the chunk, in stream order: the smaller, the more urgent."""
     progress: Any
     """The builder's own, None at first; dropped when the build ends."""
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody wants it any more."""
+        """Return whether nobody wants it any more."""
         ...
 
     def may_go_on(self) -> bool:
@@ -61,7 +61,7 @@ class CopyStats:
     starved_s: float = 0.0
     """Seconds that the consumer has waited for them, or made them itself."""
     slot_bytes: int = 0
-    """Of their slots."""
+    """The bytes of their slots."""
     ready_batches: int = 0
     """About how many of them lie ready."""
 
@@ -78,7 +78,7 @@ class Builders(Protocol[T]):
 
     @property
     def needs_consumer(self) -> bool:
-        """Whether nobody but the consumer does what there is to do, in `work`."""
+        """Return whether nobody but the consumer does what there is to do, in `work`."""
         return False
 
     def work(self) -> None:
@@ -86,20 +86,20 @@ class Builders(Protocol[T]):
         return
 
     def copy_stats(self) -> CopyStats:
-        """The copies so far."""
+        """Return the copies so far."""
         return CopyStats()
 
     def contexts(self) -> list[str]:
-        """What is being built now and where, in words."""
+        """Say what is being built now and where."""
         ...
 
     def stats(self) -> StageStats:
-        """The work so far."""
+        """Return the work so far."""
         ...
 
     @property
     def runs_here(self) -> bool:
-        """Whether the caller is itself at work for these builders: it must not wait for them."""
+        """Return whether the caller is itself at work for these builders: it must not wait for them."""
         ...
 
     def stop(self) -> None:
@@ -113,12 +113,12 @@ class Builders(Protocol[T]):
 
 @dataclass(eq=False)
 class _Progress(Generic[T]):
-    """How far threads are with one chunk."""
+    """The progress of threads with one chunk."""
 
     num_parts_left: int = 0
     error: BaseException | None = None
     batches: Iterator[PartialChunk[T]] | None = None
-    """What is left to finish; None: its parts are not done."""
+    """The batches that are left to finish; None: the parts of the chunk are not done."""
 
 
 class ThreadBuilders(PriorityPool, Generic[T]):

@@ -25,7 +25,7 @@ from prefetch.work import Batches, Chunk, PartialChunk, Task
 T = TypeVar("T")
 
 _FORGETS = 8
-"""What batches take is taken to fall by such a part with each, and to rise at once."""
+"""The estimate of what batches take falls by such a part with each, and rises at once."""
 
 
 class ChunkBuild(Generic[T]):
@@ -35,12 +35,12 @@ class ChunkBuild(Generic[T]):
         self.chunk, self.number, self._queue = chunk, number, queue
         self.progress: Any = None
         self.nbytes = nbytes
-        """Credits of its output."""
+        """The credits of its output."""
         self.began_s = time.perf_counter()
         self.error: BaseException | None = None
         self.is_done = self.is_suspended = self.is_finishing = False
         self.partials: deque[PartialChunk[T]] = deque()
-        """What is finished, and to be delivered."""
+        """The batches that are finished, and to be delivered."""
         self.ahead_bytes = 0
         """The bytes of slots that are charged for the next partial chunk."""
         self.reserved_bytes = 0
@@ -87,17 +87,17 @@ class ChunkBuild(Generic[T]):
 
     @property
     def num_ready(self) -> int:
-        """Finished batches."""
+        """Return the number of finished batches."""
         return sum(len(partial.batches) for partial in self.partials)
 
     @property
     def must_go_on(self) -> bool:
-        """Whether the consumer waits for a batch that is not made: nothing else would make room for it."""
+        """Return whether the consumer waits for a batch to be made: nothing else would make room for it."""
         return self is self._queue.line[0] and not self.partials
 
     @property
     def is_deliverable(self) -> bool:
-        """Whether the consumer gets something, at the head of the order.
+        """Return whether the consumer gets something, at the head of the order.
 
         What is being built comes whole, unless that takes long.
         """
@@ -142,11 +142,11 @@ class ChunkQueue(Generic[T]):
         self.num_batches = 0
         """In the line. Read without the lock, too."""
         self.num_finished = 0
-        """Of them, those that are finished."""
+        """The number of batches in the line that are finished."""
         self.num_running = 0
         """Chunks of the line that are neither done nor suspended."""
         self.has_held_back = False
-        """Whether the depth has kept idle builders from work; reset by who reads it."""
+        """True if the depth has kept idle builders from work; reset by who reads it."""
         self.partial_bytes = 0
         """The bytes that making a partial chunk takes and that only show then, by those that were made
         last."""
@@ -192,7 +192,7 @@ class ChunkQueue(Generic[T]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether the consumer has made all that was delivered: nothing here gives credits back any more."""
+        """Return whether all that was delivered is made: nothing here gives credits back any more."""
         return not self.line and not self._copying
 
     def make_room(self, build: ChunkBuild[T]) -> bool:

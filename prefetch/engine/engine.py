@@ -38,7 +38,8 @@ from prefetch.work import Batches, StreamWindow
 T = TypeVar("T")
 
 _DELIVERED_SHARE = 32
-"""What was charged is delivered in such parts of the limit: the consumer has a part until it asks again."""
+"""The fraction of the limit that what was charged is delivered in: the consumer has a part until it asks
+again."""
 
 
 class Engine(Generic[T]):
@@ -65,7 +66,7 @@ class Engine(Generic[T]):
         self._changed = options.monitor  # guards everything below, and what it calls
         self._failure: BaseException | None = None
         self._is_asked = False
-        """Whether the consumer is in `next_batches`."""
+        """True if the consumer is in `next_batches`."""
         self._consumer_waits = False
         self._delivered_heap_bytes = 0
         """Charged of what was delivered last."""
@@ -169,7 +170,7 @@ class Engine(Generic[T]):
         return self._failure is not None or self._is_at_end()
 
     def _is_at_end(self) -> bool:
-        """Whether all there was has been delivered; what `close` dropped was not."""
+        """Return whether all there was has been delivered; what `close` dropped was not."""
         is_left = self._windows.chunks or self._windows.num_reads_left
         return self._windows.has_ended and not is_left and not self._queue.is_closed
 
@@ -201,14 +202,14 @@ class Engine(Generic[T]):
         wait.end(waited_s)
 
     def _reason(self) -> str:
-        """What explains the wait, in words; "": nothing that is known."""
+        """Say what explains the wait; "": nothing that is known."""
         if self._queue.line:
             contexts = self._builders.contexts()
             return f"one is being built, {contexts[0]}" if contexts else ""
         return self._options.explain()
 
     def _running_work(self) -> str:
-        """What there is to say of a wait that nothing explains."""
+        """Say what there is to say of a wait that nothing explains."""
         reads = self._windows.num_reads_left
         return f"blocks being read: {reads}" if reads else "nothing is being read or built"
 
@@ -267,7 +268,7 @@ class Engine(Generic[T]):
     # ---- life -------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """A snapshot; cheap."""
+        """Take a snapshot; cheap."""
         if os.getpid() != self._pid:
             return NOT_STARTED  # a thread of the parent may have held the lock at the fork
         with self._changed:

@@ -18,7 +18,7 @@ from enum import Enum
 
 
 class State(Enum):
-    """What a byte is waiting for."""
+    """The purpose of a byte that is held."""
 
     WINDOW = "window"
     """Block bytes requested, in flight, or staged until every batch that needs them is built."""
@@ -42,8 +42,8 @@ class MemoryHeld:
     """Blocks in flight and staged, those of local shards that are only mapped included (`mapped_bytes`). Near
     the limit: shuffle windows are large for the budget."""
     building_bytes: int
-    """Of batches under construction: their slots, and what functions of yours will make by what they made
-    before. 0: builders are idle."""
+    """The bytes of batches under construction: their slots, and what functions of yours will make by what
+    they made before. 0: builders are idle."""
     ready_bytes: int
     """Finished batches waiting. 0 while training: the loader is the bottleneck."""
     in_use_bytes: int
@@ -102,7 +102,7 @@ class Ledger:
             self._held[target] += nbytes
 
     def release(self, state: State, nbytes: int) -> None:
-        """Credits come back."""
+        """Give credits back."""
         with self._lock:
             self._held[state] -= nbytes
             self._total -= nbytes
@@ -122,7 +122,7 @@ class Ledger:
         self._returned.append(nbytes)
 
     def snapshot(self) -> MemoryHeld:
-        """The account now."""
+        """Return the account now."""
         with self._lock:
             self._reconcile()
             held = self._held

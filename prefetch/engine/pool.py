@@ -61,7 +61,7 @@ class PriorityPool:
         self._accounting = threading.Lock()  # guards the three
         self._busy_s, self._cpu_s, self._num_tasks = 0.0, 0.0, 0
         self._began: dict[int, tuple[float, float]] = {}
-        """Of tasks that run: by thread, the time and the thread's processor time when they began."""
+        """The begin of tasks that run, by thread: the time and the thread's processor time."""
         self._initializer, self._about = initializer, about
         self._threads = [
             HiddenThread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(num_threads)
@@ -105,16 +105,16 @@ class PriorityPool:
 
     @property
     def has_tasks(self) -> bool:
-        """Whether one waits. Takes no lock."""
+        """Return whether a task waits. Takes no lock."""
         return bool(self._heap)
 
     @property
     def idents(self) -> list[int]:
-        """Of the threads, as `frames_of_threads` knows them."""
+        """Return the identities of the threads, as `frames_of_threads` knows them."""
         return [thread.ident for thread in self._threads if thread.ident is not None]
 
     def contexts(self) -> list[str]:
-        """Where the code of each running task stands, in words: in what it calls, the task itself aside.
+        """Say where the code of each running task stands: in what it calls, the task itself aside.
 
         What `about` has to say of the innermost frame comes behind.
         """
@@ -126,7 +126,7 @@ class PriorityPool:
 
     @property
     def runs_here(self) -> bool:
-        """Whether the caller is a task of this pool: a finaliser may run in any thread."""
+        """Return whether the caller is a task of this pool: a finaliser may run in any thread."""
         return threading.current_thread() in self._threads
 
     def stop(self) -> None:
@@ -162,7 +162,7 @@ class PriorityPool:
 
 
 def context_in(stacks: str) -> str:
-    """As `context_of`, of stacks that `faulthandler` wrote: the first in which our code calls another's."""
+    """Return as `context_of`, of `faulthandler`'s stacks: the first in which our code calls another's."""
     for stack in re.split(r"^(?:Current thread|Thread) ", stacks, flags=re.MULTILINE):
         called = ""
         for file, line, name in re.findall(r'^ *File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE):
@@ -190,7 +190,7 @@ _interval_lock = threading.RLock()  # a finaliser may end an engine here; guards
 _interval_users: set[int] = set()
 """Identities: whoever is interrupted may begin or end again."""
 _usual_interval_s: float | None = None
-"""What to set back; None while we have changed nothing."""
+"""The interval to set back; None while we have changed nothing."""
 
 
 def lower_switch_interval(user: object) -> None:

@@ -1,4 +1,4 @@
-"""What an engine is told, and what it tells: figures, each with its unit and extremes, and long waits."""
+"""Define the engine's options and figures, each with its unit and extremes, and report long waits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _log = logging.getLogger("dataflow")
 
 @dataclass(kw_only=True)
 class EngineOptions:
-    """How much of what the engine may use."""
+    """The resources that the engine may use."""
 
     num_readers: int
     depth: DepthPolicy
     max_windows: int = 3
     """Windows admitted at a time (one drained, one staged, one being read)."""
     first_batch_alone: bool = False
-    """Whether no more is read before the consumer has a batch than builders can use: where reading takes
+    """True if no more is read before the consumer has a batch than builders can use: where reading takes
     cores, and not time, it would take them from who builds that batch."""
     keep_bytes: int = 0
     """Credit that windows leave free for outputs."""
@@ -38,7 +38,7 @@ class EngineOptions:
     watchdog_s: float = 60.0
     """After this wait the stacks of all threads are printed, once a wait, if nothing explains it."""
     explain: Callable[[], str] = lambda: ""
-    """What reads wait for, in words; "": nothing that is known. Must not block."""
+    """Says what reads wait for, in words; "": nothing that is known. Must not block."""
     initializer: Task | None = field(default=None)
     """Runs first in each reader thread."""
     interrupt: Task | None = field(default=None)
@@ -56,7 +56,7 @@ class StageStats:
     """Seconds that its threads or processes were at work, those at it now included. Near threads x elapsed:
     this stage is the bottleneck. Near 0: idle."""
     tasks: int
-    """Tasks finished."""
+    """The number of tasks that are finished."""
     queued: int
     """Tasks that wait for a thread now. 0: the stage waits for work; large: it is behind."""
     cpu_s: float = field(default=0.0, kw_only=True)
@@ -81,7 +81,8 @@ class EngineStats:
     starved_s: float
     """Seconds the consumer waited in `next`. Near 0: the loader keeps up. Near `elapsed_s`: it is slower."""
     delivered_batches: int
-    """Those of a chunk at once, also where they are made while the consumer takes them."""
+    """The number of batches that were delivered. Those of a chunk count at once, also where they are made
+    while the consumer takes them."""
     delivered_bytes: int
     """The bytes of the slots that were delivered."""
     ready_batches: int
@@ -123,7 +124,7 @@ NOT_STARTED = EngineStats(
         limit_bytes=0, window_bytes=0, building_bytes=0, ready_bytes=0, in_use_bytes=0, peak_bytes=0
     ),
 )
-"""What there is to say before the first batch."""
+"""The figures before the first batch."""
 
 
 class ConsumerWait:
@@ -137,7 +138,7 @@ class ConsumerWait:
         self._notice_s = began_s + options.notice_s
         self._deadline_s = began_s + options.timeout_s
         self._watchdog_s = min(self._deadline_s, began_s + options.watchdog_s)
-        self._was_told = False
+        self._was_reported = False
 
     @property
     def due_s(self) -> float:
@@ -167,10 +168,10 @@ class ConsumerWait:
             raise StallError(f"no batch within {waited_s:.0f} s{stacks}: {reason or otherwise}")
         if now_s >= self._notice_s:
             self._notice_s = self._began_s + next_notice_s(waited_s, self._first_notice_s)
-            self._was_told = True
+            self._was_reported = True
             _log.warning("no batch for %.0f s: %s", waited_s, printable(reason or otherwise))
 
     def end(self, waited_s: float) -> None:
         """The batch came; a line says so if one said that it did not."""
-        if self._was_told:
+        if self._was_reported:
             _log.warning("a batch came after %.1f s", waited_s)

@@ -21,7 +21,8 @@ from prefetch.errors import MemoryLimitError
 from prefetch.work import Chunk, StreamWindow, Task
 
 _AHEAD_SHARE = 8
-"""What is read for an epoch that may never begin is at most such a part of the one before it."""
+"""The divisor of what is read for an epoch that may never begin: it is at most such a part of the one before
+it."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -31,7 +32,7 @@ class _OpenWindow:
     num_users: int = 0
     """Admitted chunks that still need it."""
     has_last_user: bool = False
-    """Whether no chunk to come needs it."""
+    """True if no chunk to come needs it."""
     error: BaseException | None = None
 
 
@@ -60,16 +61,16 @@ class WindowQueue:
         self._max_open = options.max_windows
         self._keep_bytes = self._least_kept_bytes = options.keep_bytes
         self._first_batch_alone = options.first_batch_alone
-        """Whether the first batch is still to be delivered, and nothing is read ahead until then."""
+        """True if the first batch is still to be delivered, and nothing is read ahead until then."""
         self._readers = PriorityPool(options.num_readers, "dataflow-read", initializer=options.initializer)
         self.chunks: deque[Chunk[Any]] = deque()
-        """Those of admitted windows, in stream order, from the first that was not dispatched."""
+        """The chunks of admitted windows, in stream order, from the first that was not dispatched."""
         self._num_chunks = 0
-        """Of all windows so far."""
+        """The number of chunks of all windows so far."""
         self._newest_epoch = epoch
         """That of the chunk that came last."""
         self._next: StreamWindow | None = None
-        """Planned, not admitted."""
+        """A window that is planned, and not admitted."""
         self._is_planning = False
         self._open: dict[int, _OpenWindow] = {}
         self._epoch = epoch
@@ -77,10 +78,10 @@ class WindowQueue:
         self._bytes_of: dict[int, int] = {}
         """Bytes of the windows admitted of an epoch, this and the next one."""
         self.reads_on = False
-        """Whether the next epoch is read as far as credit goes, and not only what its beginning needs."""
+        """True if the next epoch is read as far as credit goes, and not only what its beginning needs."""
         self.num_reads_left = 0
         self.has_ended = False
-        """Whether no window is to come."""
+        """True if no window is to come."""
         self.error: BaseException | None = None
         """Why, if the source has not just ended; it comes after the batches of the windows before."""
 
@@ -90,13 +91,13 @@ class WindowQueue:
         return len(self._open)
 
     def stats(self) -> StageStats:
-        """Of the readers."""
+        """Return the work of the readers."""
         return self._readers.stats()
 
     # ---- for chunks -----------------------------------------------------------------------------------
 
     def state_of(self, chunk: Chunk[Any]) -> tuple[bool, BaseException | None]:
-        """Whether a chunk need not wait for its windows any more, and what failed in them."""
+        """Return whether a chunk need not wait for its windows any more, and what failed in them."""
         is_staged = True
         for window in chunk.needs:
             opened = self._open[id(window)]
@@ -171,7 +172,7 @@ class WindowQueue:
             self._admit(window)
 
     def _is_early(self, window: StreamWindow) -> bool:
-        """Whether a window is of an epoch that the consumer may never come to."""
+        """Return whether a window is of an epoch that the consumer may never come to."""
         ahead = window.epoch - self._epoch
         if ahead != 1 or self.reads_on:
             return ahead > 1
@@ -243,7 +244,7 @@ class WindowQueue:
         return max(need, windows + max(nbytes, self._keep_bytes) * 3 // 2) * 5 // 4
 
     def _explained(self, error: BaseException) -> BaseException:
-        """What kept a window from being opened; a bare lack of memory is put into words."""
+        """Return what kept a window from being opened; a bare lack of memory is put into words."""
         if not isinstance(error, MemoryError) and getattr(error, "errno", None) != errno.ENOMEM:
             return error
         explained = MemoryLimitError(
@@ -290,7 +291,7 @@ class WindowQueue:
 
     @property
     def runs_here(self) -> bool:
-        """Whether the caller is a reader."""
+        """Return whether the caller is a reader."""
         return self._readers.runs_here
 
     def stop(self) -> None:

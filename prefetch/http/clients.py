@@ -27,13 +27,13 @@ Fill = Callable[[Any, str, int, Destination, Check], Awaitable[None]]
 """`fill(fs, path, start, dest, check)` puts the object's bytes from `start` into a destination."""
 
 Client = tuple[Fill, bool]
-"""How a filesystem's bytes are asked for, and whether they come in pieces."""
+"""A way to ask for a filesystem's bytes, and whether they come in pieces."""
 
 PIECE_BYTES = 1 << 18
 
 
 def client_of(fs: Any) -> Client | None:
-    """What asks for this filesystem's bytes; None: only `cat_file` does.
+    """Return what asks for this filesystem's bytes; None: only `cat_file` does.
 
     Filesystems are told apart by what they can do, as their packages may not be installed, and other classes
     may serve the same protocol. But for `simplecache::` and its like: they show the attributes of what they
@@ -51,7 +51,7 @@ def client_of(fs: Any) -> Client | None:
 
 
 async def http_body(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
-    """From fsspec's HTTPFileSystem."""
+    """Fetch from fsspec's HTTPFileSystem."""
     with suppress(NotDirectError):
         await direct_http(fs, path, start, dest, check)
         return
@@ -83,7 +83,7 @@ async def aiohttp_body(fs: Any, path: str, start: int, dest: Destination, check:
 
 
 async def s3_body(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
-    """From s3fs."""
+    """Fetch from s3fs."""
     with suppress(NotDirectError):
         await direct_s3(fs, path, start, dest, check)
         return

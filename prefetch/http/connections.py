@@ -29,7 +29,7 @@ from prefetch.retries import CutBodyError
 from sharding.cached_property import cached_property
 
 _HEAD_BYTES = 1 << 16
-"""Longer heads are refused."""
+"""The bytes of a head, at most; longer heads are refused."""
 _HEAD_READ_BYTES = 1 << 12
 """Asked of the kernel at a time for a head: what comes with it of the body must be copied."""
 _IDLE_S = 15.0
@@ -45,7 +45,7 @@ class _StaleError(ConnectionError):
 
 
 class Destination:
-    """Where the bytes of a range belong, and how many of them came.
+    """The memory for the bytes of a range, and the count of those that came.
 
     Args:
         memory: for all of them.
@@ -63,15 +63,15 @@ class Destination:
         receive_bytes: int | None = None,
     ) -> None:
         self.receive_bytes = receive_bytes
-        """What the kernel may keep of it; None: as it sees fit."""
+        """The bytes that the kernel may keep of it; None: as it sees fit."""
         self.rest = memory
-        """What is still to be filled."""
+        """The memory that is still to be filled."""
         self._arrived: Callable[[int], None] | None = arrived
         self._transport: asyncio.Transport | None = None
         self._still, self._when_still = False, when_still
 
     def filled(self, nbytes: int) -> None:
-        """So many bytes were written at the beginning of `rest`."""
+        """Record that so many bytes were written at the beginning of `rest`."""
         self.rest = self.rest[nbytes:]
         if self._arrived is not None:
             self._arrived(nbytes)
@@ -88,17 +88,17 @@ class Destination:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was not closed."""
+        """Return whether it was not closed."""
         return self._arrived is not None
 
     def stand(self, *, still: bool) -> None:
-        """Whether its connection leaves what comes in the kernel, so that the sender must stop, too."""
+        """Let its connection leave what comes in the kernel, so that the sender stops, too; or no more."""
         self._still = still
         if self._transport is not None:
             self._steer(self._transport)
 
     def attach(self, transport: asyncio.Transport | None) -> None:
-        """What its bytes come from; None: no more."""
+        """Set what its bytes come from; None: no more."""
         if self._still and self._transport is not None:
             self._transport.resume_reading()  # the next request may be another reader's
         self._transport = transport
@@ -115,11 +115,11 @@ class Destination:
 
 
 Accept = Callable[[Head], Destination]
-"""Where the body goes; or raises, and the body is not read."""
+"""Returns the destination of the body; or raises, and the body is not read."""
 
 
 class Connections:
-    """Those of one event loop, which is where it may be used.
+    """The connections of one event loop, in which alone they may be used.
 
     Args:
         idle_s: seconds that one is kept without a request, at least.
@@ -132,7 +132,7 @@ class Connections:
 
     @staticmethod
     def here() -> Connections:
-        """Those of the running loop."""
+        """Return the connections of the running loop."""
         loop = asyncio.get_running_loop()
         return _of_loops.get(loop) or _of_loops.setdefault(loop, Connections())
 
@@ -225,7 +225,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._left = 0
         """Bytes of the body that are still to come into the destination."""
         self._ended: asyncio.Future[None] | None = None
-        """Of the request that is being answered."""
+        """The end of the request that is being answered."""
 
     @property
     def is_reusable(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which ranges are asked for without the store's client: plain HTTP, and S3 by signed URLs.
+"""Ask for ranges without the store's client, where that can be: plain HTTP, and S3 by signed URLs.
 
 fsspec stays the user's way to say what to read and how; listing, indexing and sizes go through it. A range is
 read past it where all that it would say is known here: HTTP(S) with headers only, and S3 with endpoint,
@@ -41,7 +41,7 @@ class NotDirectError(Exception):
 
 @dataclass(frozen=True)
 class _Target:
-    """How the ranges of an object are asked for."""
+    """The request line and headers for the ranges of an object."""
 
     store: str
     origin: Origin
@@ -50,11 +50,11 @@ class _Target:
 
 
 class _Route:
-    """What is known of a filesystem. Only its event loop uses it."""
+    """The facts about a filesystem. Only its event loop uses it."""
 
     def __init__(self, headers: bytes | None) -> None:
         self.headers = headers
-        """As they are sent; None: it cannot be asked directly."""
+        """The headers as they are sent; None: it cannot be asked directly."""
         self.not_direct: set[str] = set()
         """Stores that answered in a way that only the client understands."""
         self.targets: dict[str, tuple[float, _Target]] = {}
@@ -197,6 +197,6 @@ async def _signed(fs: Any, path: str) -> SplitResult:
 
 
 def _has_own_ways(fs: Any, url: SplitResult) -> bool:
-    """Whether botocore would go through a proxy, or trust other certificates: the environment may say so."""
+    """Return whether botocore would use a proxy, or trust other certificates, as the environment may say."""
     proxied = {url.scheme, "all"} & getproxies().keys() and not proxy_bypass(url.hostname or "")
     return bool(proxied or (url.scheme == "https" and fs.session.get_config_variable("ca_bundle")))

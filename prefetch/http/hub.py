@@ -37,34 +37,34 @@ _MOST_REDIRECTS = 5
 _EARLY_S = 60.0
 """An address is given up so long before its signature ends, but not before nine tenths of its time."""
 _REFUSED = (400, 401, 403)
-"""What content networks say of a signature that has ended."""
+"""The answers of content networks to a signature that has ended."""
 _PATIENCE_S = 5.0
 """For an address; reads that wait for it are asked again by themselves."""
 _MOST_BODY = 1 << 16
 """A longer answer to a question for an address is not read: its connection is closed."""
 _SPREAD_S = 1.0
-"""Those who come again after a pause come within such a time of each other."""
+"""The time within which all processes come again after a pause."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Address:
-    """Where the bytes of a file are."""
+    """The address of the bytes of a file."""
 
     url: str
     origin: Origin
     request: bytes
     """But for the range, which is its last line."""
     until_s: float
-    """On the loop's clock."""
+    """The time until which it holds, on the loop's clock."""
     is_signed: bool
-    """Whether it is of another origin than the Hub, where no token goes."""
+    """True if it is of another origin than the Hub, where no token goes."""
     content: str
     """The SHA-256 that the Hub names; "": none."""
 
 
 class _Addresses:
-    """Of the files of one Hub, as asked with one token. Only one event loop uses it."""
+    """The addresses of the files of one Hub, as asked with one token. Only one event loop uses it."""
 
     def __init__(self, access: HubAccess) -> None:
         self._access = access
@@ -199,7 +199,7 @@ async def _get(address: _Address, path: str, start: int, dest: Destination, chec
     def accept(head: Head) -> Destination:
         if 300 <= head.status < 400 and "location" in head.fields:
             raise _MovedError(head)
-        _note_pause(address, head)
+        _record_pause(address, head)
         raise_for_status(head.status, head.reason, head.fields, path)
         check_range(head.status, head.fields, start, is_the_indexed)
         return dest
@@ -220,7 +220,7 @@ async def _head_of(address: _Address) -> Head:
 
     def accept(head: Head) -> Destination:
         heads.append(head)
-        _note_pause(address, head)
+        _record_pause(address, head)
         if head.length is None or head.length > _MOST_BODY:
             raise _NoBodyError
         return Destination(memoryview(bytearray(head.length)), lambda nbytes: None)
@@ -240,7 +240,7 @@ def _content(head: Head) -> str:
 
 
 def _raise(head: Head, url: str) -> None:
-    """What the Hub's refusal means, in words."""
+    """Raise what the Hub's refusal means, in words."""
     code, text = head.fields.get("x-error-code", ""), head.fields.get("x-error-message", head.reason)
     if (head.status == 404 and code != "EntryNotFound") or code == "RepoNotFound":
         raise PermissionError(
@@ -257,7 +257,7 @@ def _raise(head: Head, url: str) -> None:
 
 
 def _seconds_left(url: str, head: Head) -> float:
-    """How long an address is signed for, on the clock of whoever answered; infinity: it does not say."""
+    """Return how long an address is signed for, on the clock of whoever answered; infinity: unknown."""
     query = {name.lower(): values[0] for name, values in parse_qs(urlsplit(url).query).items()}
     try:
         now = parsedate_to_datetime(head.fields.get("date", "")).timestamp()
@@ -292,7 +292,7 @@ def _refuse_too_early(address: _Address) -> None:
         raise StatusError(429, "it was asked to be left alone", left_s + random.uniform(0, _SPREAD_S))
 
 
-def _note_pause(address: _Address, head: Head) -> None:
+def _record_pause(address: _Address, head: Head) -> None:
     """Let all processes know that a host wants to be left alone."""
     if head.status != 429:
         return

@@ -1,4 +1,4 @@
-"""What the head of a response says: how long the body is, of which object it is, and when to come again.
+"""Read the head of a response: the length of the body, the object it is of, and when to come again.
 
 Field names are in lower case.
 """
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class BadAnswerError(ConnectionError):
-    """What came is no HTTP, or contradicts itself."""
+    """The answer is no HTTP, or contradicts itself."""
 
 
 class NoRangesError(Exception):
@@ -45,7 +45,7 @@ class EncodedBodyError(Exception):
 
 @dataclass(frozen=True)
 class Head:
-    """What a response says before its body."""
+    """The head of a response."""
 
     status: int
     reason: str
@@ -73,13 +73,13 @@ def raise_for_status(status: int, reason: str, fields: Fields, path: str) -> Non
 
 
 def encoding_of(fields: Fields) -> str:
-    """How a body is compressed on its way; "": it is not."""
+    """Return how a body is compressed on its way; "": it is not."""
     encoding = fields.get("content-encoding", "").strip().lower()
     return "" if encoding == "identity" else encoding
 
 
 def gives_own_bytes(status: int, fields: Fields) -> bool:
-    """Whether a body is as the object is stored: a range of it, whatever coding it is said to have.
+    """Return whether a body is as the object is stored: a range of it, whatever its coding.
 
     Servers say so of `.gz` files, and object stores of what was uploaded with `Content-Encoding`.
     """

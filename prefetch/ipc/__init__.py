@@ -1,4 +1,4 @@
-"""What the training process and its workers say to each other, and how objects get from one to the other.
+"""Exchange messages and objects between the training process and its workers.
 
 In: a job, requests, objects that workers make. Out: the same objects, in memory that both sides map.
 Read `protocol` first, with the loop that every worker runs; `pipe` is the way to processes and back,

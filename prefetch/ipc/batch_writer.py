@@ -1,4 +1,4 @@
-"""What a process makes, put where the training process sees it: tensors once, all else as a pickle."""
+"""Put what a process makes where the training process sees it: tensors once, all else as a pickle."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _DIRECT_BYTES = 32 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSettings:
-    """What is set in torch where a loader is made, and in its workers, too."""
+    """The settings of torch where a loader is made, which its workers take over."""
 
     default_dtype: torch.dtype
     collate_map: Mapping[Any, Any]
-    """What was registered with `default_collate` beside what torch registers itself."""
+    """The functions that were registered with `default_collate` beside what torch registers itself."""
 
     @classmethod
     def here(cls) -> TorchSettings:
-        """Those of this process."""
+        """Read the settings of this process."""
         own = (collate.__name__, __name__)  # in a worker, ours is registered
         changes = {
             kind: function
@@ -49,7 +49,7 @@ class BatchWriter:
     def __init__(self, region: Region) -> None:
         self._region = region
         self.takes_parts = False
-        """Whether any tensor that lies in the region stays there; else only one that is all of a slab, which
+        """True if any tensor that lies in the region stays there; else only one that is all of a slab, which
         the training process can page-lock."""
         self._direct: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._by_value: bool | None = None

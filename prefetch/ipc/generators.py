@@ -46,7 +46,7 @@ def set_random_state(state: Any) -> None:
 
 
 def _address_of_python_state() -> int | None:
-    """Where CPython keeps the state of `random`, behind the head of the object; None if not found there."""
+    """Return where CPython keeps the state of `random`, behind the head of the object; None if not there."""
     address = id(random._inst) + object.__basicsize__
     if (
         sys.implementation.name != "cpython"

@@ -63,15 +63,15 @@ class PackedObject:
     """Tensors that stay where they are, and where."""
     placed_bytes: int
     by_value: bool
-    """Whether cloudpickle had to help."""
+    """True if cloudpickle had to help."""
     shared: list[Shared]
-    """What crosses as a file descriptor, if that was asked for."""
+    """The tensors that cross as file descriptors, if that was asked for."""
     modules: set[str] = field(default_factory=set)
     """Modules of the classes and functions in it, if it went by value."""
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """What `unpack` needs to know: where the pickle lies, its bytes, those of `spans` behind it."""
+        """Return what `unpack` needs: where the pickle lies, its bytes, those of `spans` behind it."""
         return self.meta_offset, len(self.meta), len(self.spans)
 
     @property
@@ -180,7 +180,7 @@ class _Packer:
         return _tensor, (tensor.dtype, shape, stride, numel, offset)
 
     def _shared_tensor(self, tensor: Tensor, shared: dict[int, Shared]) -> Any:
-        """What one process writes to it, all others see: both sides must map the same memory."""
+        """Pass the memory itself: what one process writes to it, all others see."""
         if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
             raise ValueError("it has tensors in shared memory, whose sharing strategy is not file_descriptor")
         storage = tensor.untyped_storage()
@@ -192,7 +192,7 @@ class _Packer:
         return _shared, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), index)
 
     def _storage(self, storage: torch.UntypedStorage) -> Any:
-        """Of tensors that torch reduces: with a gradient, quantized, sparse."""
+        """Reduce the storage of tensors that torch reduces: with a gradient, quantized, sparse."""
         if storage.device.type != "cpu":
             return storage.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return _storage, (self._add(storage.data_ptr(), storage.nbytes(), storage), storage.nbytes())
@@ -224,7 +224,7 @@ class _Packer:
 
 
 def _with_typed_storages(reduced: Any) -> Any:
-    """What torch 2.13 expects where it rebuilds tensors of its newer dtypes, though it gives others."""
+    """Return what torch 2.13 expects where it rebuilds tensors of newer dtypes, though it gives others."""
     if isinstance(reduced, torch.UntypedStorage):
         return _typed_storage(reduced, torch.uint8)
     if type(reduced) is tuple:
@@ -345,7 +345,7 @@ def copies(obj: Any, count: int) -> list[Any]:
 
 
 def placed_offsets(buffer: Buffer, count: int) -> list[int]:
-    """Where the tensors lie that were not copied into `buffer`; `count`: how many there are."""
+    """Return where the tensors lie that were not copied into `buffer`; `count`: how many there are."""
     tail = buffer[len(buffer) - count * _OFFSET.size :].tobytes()
     return [offset for (offset,) in _OFFSET.iter_unpack(tail)]
 

@@ -159,7 +159,7 @@ class WorkerProcesses:
             raise
 
     def unpack(self, response: WorkerResponse, on_end: Callable[[int], None] | None = None) -> Any:
-        """What a response brings, viewed where it lies.
+        """Return what a response brings, viewed where it lies.
 
         `on_end` hears of the bytes of each part, `response.total` together, when its last view has died.
         """

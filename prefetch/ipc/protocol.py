@@ -1,4 +1,4 @@
-"""What workers are told and what they respond, and the loop that each of them runs, wherever it is.
+"""Define the requests to workers and their responses, and the loop that each of them runs, wherever it is.
 
 A worker receives a request, does what it says, and responds once, often or not at all. The caller knows the
 task: to build a chunk, to fetch a batch. The transport knows how requests come and responses go: by pipes and
@@ -39,18 +39,18 @@ class WorkerResult:
 
 
 class WorkerRequest(NamedTuple):
-    """What a worker is to do."""
+    """A request to a worker."""
 
     kind: int
     task: int = -1
     """Number of the chunk or of the batch."""
     content: Any = None
     generation: int = 0
-    """Of batches: 1 more with an epoch that was guessed, 2 more with another."""
+    """For batches: 1 more with an epoch that was guessed, 2 more with another."""
     worker: int = 0
-    """Of batches: whose dataset it is; a process may run several."""
+    """For batches, the worker whose dataset it is; a process may run several."""
     number: int = -1
-    """Of the batch, in its epoch."""
+    """The number of the batch in its epoch."""
 
 
 class Transport(Protocol):
@@ -82,13 +82,13 @@ class WorkerLoop:
             pass
 
     def _has_next(self) -> bool:
-        """Whether there is a request; waits for one."""
+        """Return whether there is a request; waits for one."""
         if not self._waiting and (request := self._transport.receive()) is not None:
             self._waiting.append(request)
         return bool(self._waiting)
 
     def ask(self, task: int, question: Any) -> Any:
-        """What the training process says to a question about the task that is being done.
+        """Ask the training process about the task that is being done, and return its answer.
 
         Raises what the answer says, and `EngineClosedError` if nobody answers any more.
         """

@@ -1,4 +1,4 @@
-"""What processes of this library start from: our fork server, and what it has imported by then."""
+"""Start the processes of this library from our fork server, and say what that imports first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IN_SERVER = {*sys.stdlib_module_names, "torch", "numpy", "cloudpickle", "datafl
 
 
 def start_context(context: Any) -> Any:
-    """How worker processes start, by the argument of the loader; None: from our fork server."""
+    """Return how worker processes start, by the argument of the loader; None: from our fork server."""
     if context is not None or multiprocessing.parent_process() is not None:
         return context  # a child process has inherited its method, not chosen it
     method = multiprocessing.get_start_method(allow_none=True)
@@ -28,7 +28,7 @@ def start_context(context: Any) -> Any:
 
 
 def server_needs(modules: set[str], main: str) -> ServerNeeds:
-    """What a server needs that knows the modules of what processes work on, and `main`, which they run."""
+    """Return the needs of a server that knows the modules of what processes work on, and runs `main`."""
     return ServerNeeds(
         preload=("torch", "numpy.random", main), modules=_importable(modules), unforkable=_unforkable()
     )
@@ -46,7 +46,7 @@ def _unforkable() -> str:
 
 
 def _importable(names: set[str]) -> Modules:
-    """Which of these modules a fork server should import; what it has anyway is left out."""
+    """Return the modules that a fork server should import; what it has anyway is left out."""
     modules = set()
     for name in filter(None, names):  # of what `exec` has defined it is None
         spec = getattr(sys.modules.get(name), "__spec__", None)

@@ -38,7 +38,8 @@ from prefetch.memory.lifetimes import WeakCallback
 
 _HUGE = 2 << 20
 _TRIMS_IN_LIMIT = 8
-"""What the C library keeps of freed memory is looked at whenever such a part of the limit was made."""
+"""The divisor of the limit: what the C library keeps of freed memory is looked at whenever such a part was
+made."""
 
 Register = Callable[[int, int], Callable[[], object]]
 """Page-locks a range for CUDA; gives what unlocks it, written in C: it is called where the last view dies."""
@@ -83,7 +84,7 @@ class Slot:
 
 
 class _Return(weakref.ref[Slot]):
-    """What comes back when a slot dies."""
+    """A record of a slot, which comes back when the slot dies."""
 
     __slots__ = ("nbytes", "on_return", "slab")
     nbytes: int
@@ -124,7 +125,7 @@ class Arena:
     def lease_at(
         self, nbytes: int, on_return: Callable[[], None] | None = None
     ) -> tuple[NDArray[np.uint8], int]:
-        """As `lease`, and the array's address: to ask numpy for it takes as long as to lease."""
+        """Lease as `lease`, and return the address, too: numpy takes as long to tell it as to lease."""
         size = rounded_bytes(nbytes)
         with self._lock:
             if self._closed:
@@ -199,7 +200,7 @@ class Arena:
 
     @property
     def num_leased(self) -> int:
-        """Slots alive now."""
+        """Return the number of slots alive now."""
         with self._lock:
             self._reconcile()
             return len(self._alive)
@@ -226,7 +227,7 @@ class Arena:
 
 
 def rounded_bytes(nbytes: int) -> int:
-    """What a slot of `nbytes` takes: whole pages; beyond 32 KiB at most an eighth more than asked for."""
+    """Return the size of a slot of `nbytes`: whole pages; beyond 32 KiB at most an eighth more."""
     step = max(4096, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 4))
     return max(4096, -(-nbytes // step) * step)
 
@@ -261,7 +262,7 @@ class HeapKeeper:
         self._made = 0
 
     def made(self, nbytes: int) -> None:
-        """So many bytes more were made, that will be freed some time."""
+        """Record that so many bytes more were made, that will be freed some time."""
         with self._lock:
             self._made += nbytes
             if self._made < self._share:

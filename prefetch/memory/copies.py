@@ -27,7 +27,7 @@ _LOOK_S = 0.25
 
 
 class _Credit:
-    """What comes back when a job's slot dies: nothing, before the job was taken."""
+    """The credit that comes back when a job's slot dies: nothing, before the job was taken."""
 
     __slots__ = ("give_back", "nbytes")
 
@@ -72,9 +72,9 @@ class Copies:
         self.starved_s = 0.0
         """Seconds that the consumer has waited for copies, or made them."""
         self.num_taken = 0
-        """Jobs, by the consumer."""
+        """The number of jobs that the consumer took."""
         self.taken_bytes = 0
-        """Of their slots."""
+        """The bytes of their slots."""
 
     def credits_for(self, num_jobs: int, nbytes: int) -> int:
         """Credits of so many jobs, each of at most `nbytes`, as many as lie ready at a time.
@@ -85,7 +85,7 @@ class Copies:
         return min(num_jobs, self.most_slots) * self._slot_bytes
 
     def submit(self, plan: JobPlan) -> ChunkCopies:
-        """Begin with a chunk."""
+        """Begin with the copies of a chunk."""
         submitted = self.queue.submit(plan)
         self.reclaim()
         for _ in range(min(len(plan.ends), self.most_slots - self.queue.num_lent)):

@@ -51,20 +51,20 @@ class FileGuard:
         self._guards, self._descriptor = guards, descriptor
         self.held = True
         self.holder = weakref.ref(holder)
-        """What loads from the file; when it has died, the guard is of no use."""
+        """The object that loads from the file; when it has died, the guard is of no use."""
 
     @property
     def descriptor(self) -> int:
-        """Of the file, open; -1 once the guard has ended."""
+        """Return the descriptor of the open file; -1 once the guard has ended."""
         return self._descriptor
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for its end."""
+        """Return whether somebody waits for its end."""
         return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK
 
     def let_go(self) -> None:
-        """End it. Idempotent."""
+        """End the guard. Idempotent."""
         self._guards.let_go(self)
 
     def end(self) -> None:
@@ -87,7 +87,7 @@ class FileGuards:
     def __init__(self) -> None:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.most = min(_MOST, soft // 4) if soft > 0 else _MOST
-        """Guards at a time."""
+        """The number of guards at a time, at most."""
         self._pid = os.getpid()
         self._lock = threading.RLock()  # guards what follows
         self._held: set[FileGuard] = set()
@@ -174,7 +174,7 @@ class FileGuards:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether this is not a forked child, where a thread that is not there may hold the lock for ever."""
+        """Return whether this is no forked child, where a missing thread may hold the lock for ever."""
         return self._pid == os.getpid()
 
     def _listener(self) -> int:

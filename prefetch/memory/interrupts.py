@@ -50,14 +50,14 @@ class Uninterrupted:
 
 
 class WorkerInterrupts:
-    """What a Ctrl-C does in a worker process: it is raised once. A second one would strike while it ends.
+    """The handling of a Ctrl-C in a worker process: it is raised once. A second one would strike its end.
 
     Args:
         are_heard: whether it does anything.
     """
 
     here: WorkerInterrupts | None = None
-    """Of this process; None: it is no worker."""
+    """The interrupts of this process; None: it is no worker."""
 
     def __init__(self, *, are_heard: bool) -> None:
         self.has_come = False
@@ -71,11 +71,12 @@ class WorkerInterrupts:
 
 
 PROGRAM_ENDS = KeyboardInterrupt, SystemExit
-"""Where a user's function raises one of these, no policy about bad samples may pass over it."""
+"""The exceptions that end the program: no policy about bad samples may pass over one that a user's function
+raises."""
 
 
 def must_go_on(error: BaseException) -> bool:
-    """Whether what a user's function has raised is a Ctrl-C, or ends a generator, and no error of its own.
+    """Return whether a user's function raised a Ctrl-C, or ended a generator, and no error of its own.
 
     A Ctrl-C is raised in the main thread only, and worker processes know of it. Anything else, such as what a
     library in another language raises where it panics, is an error like any.

@@ -1,4 +1,4 @@
-"""What happens when an object dies, and what a forked child must not keep alive.
+"""Run tasks when objects die, and close in forked children what they must not keep alive.
 
 What runs where an object dies (`__del__`, the end of a generator, the callback of a weak reference) runs in
 the middle of whatever the thread does there, and its exceptions are printed and dropped. In the main thread
@@ -112,7 +112,7 @@ class InlineFinalizer(util.Finalize):
 
 
 class Closable(Protocol):
-    """An open descriptor's owner."""
+    """An owner of an open descriptor."""
 
     def close(self) -> None:
         """Close this process's copy; others' copies stay as they are."""

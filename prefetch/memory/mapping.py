@@ -53,7 +53,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @cache
 def can_map(url: str) -> bool:
-    """Whether shards like this one can be mapped and copied from safely."""
+    """Return whether shards like this one can be mapped and copied from safely."""
     return is_local(url) and executor().copies_by_kernel
 
 
@@ -97,7 +97,7 @@ class MappedShard:
             shard.size,
             int(modified_ns) if modified_ns.isdecimal() else -1,
         )
-        """As `prefetch.core.pages` has it; -1: a version that is no time is compared by `check`."""
+        """The file as `prefetch.core.pages` has it; -1: a version that is no time is compared by `check`."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -138,7 +138,7 @@ class MappedShard:
         return (*self._file, *self._pages(offset, length), flags)
 
     def failure(self, status: int, offset: int) -> ShardReadError:
-        """What a range's status says, that is a number of an error."""
+        """Return the error that a range's status stands for, the number of an error."""
         reason = "truncated, or its disk fails" if status == errno.EFAULT else os.strerror(status)
         return ShardReadError(self.shard.url, reason, offset, stage="read")
 
@@ -206,7 +206,7 @@ class Mappings:
         mapped = [at or self._map(shard) for at, (shard, _, _) in zip(known, ranges, strict=True)]
         flags = [0] * len(ranges)
         if brings_pages:
-            flags = self._note_use([(shard.url, offset) for shard, offset, _ in ranges], ranges)
+            flags = self._record_use([(shard.url, offset) for shard, offset, _ in ranges], ranges)
         # Each file is looked at once, with its first range: that it changed is told before what it lacks.
         first_of = {id(at): number for number, at in reversed([*enumerate(mapped)])}
         for number in first_of.values():
@@ -226,7 +226,7 @@ class Mappings:
                 self._shards.popitem(last=False)
         return mapped
 
-    def _note_use(self, keys: list[tuple[str, int]], ranges: Sequence[tuple[Shard, int, int]]) -> list[int]:
+    def _record_use(self, keys: list[tuple[str, int]], ranges: Sequence[tuple[Shard, int, int]]) -> list[int]:
         """Ranges are in use now; gives the flags of what is known of each."""
         with self._lock:
             kept = [self._forget(key) for key in keys]
@@ -274,7 +274,7 @@ class Mappings:
             shard.release(at, nbytes)
 
     def _forget(self, key: tuple[str, int]) -> bool:
-        """Whether a range was kept; it is not any more."""
+        """Forget a range; return whether it was kept."""
         kept_range = self._kept.pop(key, None)
         if kept_range is None:
             return False

@@ -19,14 +19,14 @@ MOST_ABANDONED = 32
 
 
 class AbandonedCallsError(Exception):
-    """So many calls of clients hang that no more are begun."""
+    """No more calls of clients are begun, as too many hang."""
 
     def __str__(self) -> str:
         return f"{MOST_ABANDONED} calls of storage clients hang in this process; no more are begun"
 
 
 class _Abandoned:
-    """How many calls hang. Thread-safe."""
+    """The number of calls that hang. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards `count`
@@ -57,7 +57,7 @@ class BlockingCall:
         self._error: BaseException | None = None
 
     def run(self, timeout_s: float | None) -> Any:
-        """What the function returns.
+        """Run the function, and return its result.
 
         Raises:
             TimeoutError: it takes longer than `timeout_s`; None: it may take any time.

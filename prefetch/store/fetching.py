@@ -1,4 +1,4 @@
-"""What is missing of a range, asked of a remote store: some parts at a time, twice where the consumer waits.
+"""Fetch what is missing of a range from a remote store: some parts at a time, twice where the consumer waits.
 
 Everything here runs in the event loop of a filesystem; the thread that reads waits outside (`LoopCall`). What
 fails is raised: whether it is tried again is decided by the caller.
@@ -27,7 +27,7 @@ from sharding.errors import DataflowError, ShardChangedError
 _PARTS_AT_ONCE = 4
 _LEAST_LOOK_S = 0.01
 WHOLE_PART_PATIENCE = 6
-"""How many times the stall time-out a part may take that comes in one piece: 4 MiB in 12 s."""
+"""The number of stall time-outs that a part may take that comes in one piece: 4 MiB in 12 s."""
 
 
 class RangeFetcher:
@@ -59,7 +59,7 @@ class RangeFetcher:
         self._budget = HedgeBudget(hedge_share)
 
     def is_checked(self, shard: Shard) -> bool:
-        """Whether the store has said of this object that it is the one that was indexed."""
+        """Return whether the store has said of this object that it is the one that was indexed."""
         return shard.url in self._checked
 
     def check(self, shard: Shard, info: Info) -> None:
@@ -288,5 +288,5 @@ def _succeeded(task: asyncio.Task[Any]) -> bool:
 
 
 def closed_error() -> ReaderClosedError:
-    """What reads raise that a closed reader ended."""
+    """Return the error of reads that a closed reader ended."""
     return ReaderClosedError("the loader was closed while a shard was being read")

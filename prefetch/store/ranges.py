@@ -21,7 +21,7 @@ Awaited = Future[None]
 """Done when the consumer waits for what is being read."""
 
 MOST_BYTES = 4 << 20
-"""As much as one request brings; larger ranges are asked for in parts of this size."""
+"""The bytes that one request brings, at most; larger ranges are asked for in parts of this size."""
 GAP_SHARE = 0.25
 """Bytes between wanted ones, per wanted byte: at most 1.25 bytes are read for one."""
 
@@ -84,7 +84,7 @@ class RangePart:
 
     @property
     def left(self) -> int:
-        """Bytes still to come."""
+        """Return the number of bytes still to come."""
         return self.end - self.at
 
     def check_whole(self) -> None:
@@ -106,7 +106,7 @@ class RangeRead:
     failures: int = 0
     """In a row, without a byte between them."""
     stalls: int = 0
-    """Of these, requests without a byte for too long."""
+    """The number of these requests that had no byte for too long."""
     reason: str = ""
     """Why the last attempt failed."""
     left_then: int = 0
@@ -119,5 +119,5 @@ class RangeRead:
 
     @property
     def left(self) -> int:
-        """Bytes still to come."""
+        """Return the number of bytes still to come."""
         return sum(part.left for part in self.parts)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadStats:
-    """What went wrong with remote reads, and what was done about it; all counts since the start."""
+    """The counts of failures of remote reads, and of what was done about them, since the start."""
 
     retries: int = 0
     """Attempts after a read's first. 0: no faults."""
@@ -45,7 +45,7 @@ class ReadStats:
     hedges: int = 0
     """Second requests for reads that the training code waited for."""
     hedges_won: int = 0
-    """Those that were faster than the first request."""
+    """The number of second requests that were faster than the first."""
     hedge_bytes: int = 0
     """Bytes that second requests asked for: at most 2 % of all bytes read."""
     checksum_failures: int = 0
@@ -147,12 +147,12 @@ class StoreReader:
             raise ShardReadError(shard.url, reason, offset, stage="read")
 
     def stats(self) -> ReadStats:
-        """What went wrong so far."""
+        """Return the counts of failures so far."""
         with self._lock:
             return self._counts
 
     def waiting(self) -> str:
-        """What its remote reads wait for, in words; "": none runs."""
+        """Say what its remote reads wait for; "": none runs."""
         return self._remote.waiting() if self._remote is not None else ""
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class StoreReader:
             self._reader().read(shard, offset, out, awaited)
 
     def _reader(self) -> RemoteReader:
-        """What reads remote shards, made for the first one: local ones need no filesystem, and no retries."""
+        """Return the reader of remote shards, made for the first: local ones need none."""
         if self._remote is None:
             from prefetch.store.remote import RemoteReader
 

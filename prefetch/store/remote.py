@@ -96,7 +96,7 @@ class RemoteReader:
         self._fetcher.ended(out.nbytes, self._now() - began_s if attempts == 1 else None)
 
     def waiting(self) -> str:
-        """What reads wait for, in words; "": none runs."""
+        """Say what reads wait for; "": none runs."""
         with self._lock:
             failing = [read for read in self._failing.values() if read.left == read.left_then]
             running = list(self._running.values())
@@ -210,7 +210,7 @@ class RemoteReader:
         return piece
 
     def _block(self, read: RangeRead, fs: Any, stall_s: float, ask: Callable[[], Any]) -> Any:
-        """What a client's call returns; it is abandoned if it takes too long, or at the end of the reader."""
+        """Return the result of a client's call; abandon it if it takes too long, or when the reader ends."""
         call = BlockingCall(ask)
         with self._lock:
             self._running[call] = read

@@ -105,7 +105,7 @@ class Retrier:
             self._notifier.join()
 
     def __call__(self, call: Callable[[], R], url: str, *, may_ask_nobody: bool = False) -> R:
-        """What `call` returns, or what it raised last, with a note that counts the attempts.
+        """Return what `call` returns, or raise what it raised last, with a note that counts the attempts.
 
         Args:
             call: the request.

@@ -41,7 +41,7 @@ from prefetch.workers.forked_server import fork_server, search_path_shared
 _PR_SET_PDEATHSIG = 1
 _LEAST_PRIORITY = 19
 _FORKED_IN_S = 60.0
-"""Who asks for the id of a process waits for so long."""
+"""The time for which the id of a process is waited for."""
 
 
 @contextlib.contextmanager
@@ -77,12 +77,12 @@ Modules = frozenset[tuple[str, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerNeeds:
-    """What workers need of the fork server that they come from."""
+    """The needs of workers, which the fork server that they come from must meet."""
 
     preload: tuple[str, ...] = ()
     """Modules that all workers of this kind use."""
     modules: Modules = frozenset()
-    """Those of what they work on. A forked server leaves it to the workers to import what it lacks."""
+    """The modules of what they work on. A forked server leaves it to the workers to import what it lacks."""
     unforkable: str = ""
     """Why the server must not be forked from this process, as far as the caller knows; "": it may."""
 
@@ -97,9 +97,9 @@ class Server(forkserver.ForkServer):
         self.not_forked = needs.unforkable
         """Why it was not forked from this process; "": it was."""
         self.has_forked = False
-        """Whether it was heard of: it has imported what it imports, and forks."""
+        """True if it was heard of: it has imported what it imports, and forks."""
         self._specs: dict[str, Any] = {}
-        """Of the modules that a forked one has."""
+        """The specs of the modules that a forked server has."""
         self._begun = False
         self._set_preload()
 
@@ -110,7 +110,7 @@ class Server(forkserver.ForkServer):
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it belongs to this one."""
+        """Return the id of the process, while it belongs to this one."""
         pid: int | None = cast(Any, self)._forkserver_pid
         return pid
 
@@ -141,7 +141,7 @@ class Server(forkserver.ForkServer):
         server._forkserver_pid, self._specs = forked.pid, specs
 
     def provides(self, needs: ServerNeeds) -> bool:
-        """Whether workers from here get these modules as they are, and need not import them first.
+        """Return whether workers from here get these modules as they are, and need not import them first.
 
         A forked server has what was imported here; loading a module again gives it another spec.
         """
@@ -298,11 +298,11 @@ class ServerProcess(process.BaseProcess):
 
     @property
     def sentinel(self) -> int:
-        """As of `BaseProcess`, but until `hear_fork` it may tell that the process was forked."""
+        """Return the sentinel of `BaseProcess`; until `hear_fork` it may tell that the process was forked."""
         return cast(_Popen, cast(Any, self)._popen).sentinel
 
     def hear_fork(self) -> bool:
-        """Whether the process is known to be forked, without waiting. Replaces a server that has ended."""
+        """Return whether the process is known to be forked, without waiting. Replaces a server that ended."""
         return cast(_Popen, cast(Any, self)._popen).wait_for_fork(0)
 
     @property
@@ -329,7 +329,7 @@ class _Popen(popen_forkserver.Popen):
     sentinel: int
     _pid: int | None = None
     _asked: tuple[Server, bytes] | None = None
-    """Who is to fork the process, and its description, until it has."""
+    """The server that is to fork the process, and the process's description, until it has."""
 
     def __init__(self, process_obj: Any) -> None:
         self._hearing = threading.RLock()  # one thread hears of the fork; a finaliser may come back here
@@ -337,7 +337,7 @@ class _Popen(popen_forkserver.Popen):
 
     @property
     def pid(self) -> int | None:  # type: ignore[override]
-        """Of the process; waits until it is forked, for a minute at most. None: it is not."""
+        """Return the id; wait until it is forked, for a minute at most. None: it is not."""
         self.wait_for_fork(_FORKED_IN_S)
         return self._pid
 
@@ -381,7 +381,7 @@ class _Popen(popen_forkserver.Popen):
             raise
 
     def wait_for_fork(self, timeout: float | None) -> bool:
-        """Whether the process is known to be forked, after so many seconds at most; None: until it is."""
+        """Return whether the process is known to be forked, in so many seconds; None: wait until it is."""
         with self._hearing:
             while self._asked is not None:
                 if not connection.wait([self.sentinel], timeout):

@@ -62,10 +62,10 @@ def search_path_shared() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class ForkFacts:
-    """What decides whether this process may be forked."""
+    """The facts that decide whether this process may be forked."""
 
     threads: int
-    """Those of libraries included."""
+    """The number of threads, those of libraries included."""
     python_threads: int
     blas_threads: int
     """The most that OpenBLAS may have beside the main thread; it ends them before a fork."""
@@ -87,7 +87,7 @@ def refusal(facts: ForkFacts) -> str:
 
 
 def fork_facts() -> ForkFacts:
-    """Those of this process now."""
+    """Return the facts of this process now."""
     with open("/proc/self/maps") as lines:
         libraries = {line.split()[-1] for line in lines if "openblas" in line}
     with open("/proc/self/status") as lines:
@@ -185,7 +185,7 @@ def _forked(listener: int, alive: int, preload: Sequence[str], folder: str) -> i
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process has, or is about to: descriptors are closed a moment before."""
+    """Return whether a process has ended, or is about to: descriptors are closed a moment before."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -239,7 +239,7 @@ def _reopen(fd: int, offset: int) -> int:
 
 
 def _offsets() -> dict[int, int]:
-    """Where each open file is read or written next: a forked process shares that with its parent."""
+    """Return where each open file is read or written next: a forked process shares that with its parent."""
     offsets = {}
     for fd in _descriptors():
         with contextlib.suppress(OSError):  # it was that of the listing

@@ -68,9 +68,9 @@ _PIPE_BYTES = 1 << 20
 _LONGEST_S = 1e6
 """`poll` takes no longer times."""
 _RECORDS = 1024
-"""So many responses are read at once."""
+"""The number of responses that are read at once."""
 _FRAME = struct.Struct("!i")
-"""What `Connection.recv_bytes` expects before a message: its length."""
+"""The head that `Connection.recv_bytes` expects before a message: its length."""
 CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -116,7 +116,7 @@ def own_cgroup(root: Path = CGROUPS, membership: Path = _OWN_CGROUP) -> Path:
 
 
 def cgroup_memory(cgroup: Path) -> str:
-    """What the files of a cgroup say about memory, as far as they say anything."""
+    """Return what the files of a cgroup say about memory, as far as they say anything."""
     facts: dict[str, list[str]] = {}
     for name in ("memory.events", "memory.current", "memory.max"):
         with contextlib.suppress(OSError):
@@ -169,12 +169,12 @@ class WorkerPool:
         self.num_workers, self.context = num_workers, context
         self._file, self._stop_s = file, stop_s
         self.regions = [*range(num_workers)]
-        """Of the file: that of each worker."""
+        """The region of the file that each worker has."""
         self._spare_regions = itertools.count(num_workers + 1)
         """Behind the first ones comes this process's own, if it has one."""
         self._owner = os.getpid()
         self.isolated = inherited is None and not passed
-        """Whether what this process does with its objects cannot be seen by the workers."""
+        """True if the workers cannot see what this process does with its objects."""
         self._closing = threading.RLock()  # held until all have ended; a finaliser may run meanwhile
         self._using = threading.RLock()  # guards the pipes' parent ends while they are in use
         self._asking = threading.Lock()  # guards that of the stacks, also while another thread waits
@@ -186,7 +186,7 @@ class WorkerPool:
         self._asked_for: dict[int, connection.Connection] = {}
         """Workers that may not be forked yet, with the other end of the pipe of each, which they get."""
         self._sentinels: dict[int, int] = {}
-        """Descriptor -> worker."""
+        """The worker of each descriptor."""
         self._waiting: list[deque[memoryview]] = [deque() for _ in range(num_workers)]
         self._poll = select.poll()
         self._server = begin_to_use(needs) if context is None else None
@@ -266,7 +266,7 @@ class WorkerPool:
         self._poll.register(sentinel, select.POLLIN)
 
     def _hear_fork(self, worker: int, sentinel: int) -> bool:
-        """Whether a worker tells that it was forked, and not of its end."""
+        """Return whether a worker tells that it was forked, and not of its end."""
         if worker not in self._asked_for:
             return False
         child = cast(ServerProcess, self.processes[worker])
@@ -378,8 +378,8 @@ class WorkerPool:
                 if self._woken in ready:
                     os.eventfd_read(self._woken)
                     return []
-                told = [(worker, fd) for fd, worker in self._sentinels.items() if fd in ready]
-                dead = [worker for worker, fd in told if not self._hear_fork(worker, fd)]
+                ready_workers = [(worker, fd) for fd, worker in self._sentinels.items() if fd in ready]
+                dead = [worker for worker, fd in ready_workers if not self._hear_fork(worker, fd)]
                 if dead:
                     raise WorkerDiedError([(w, self.known_pid(w) or 0, self._exit_code(w)) for w in dead])
                 if not ready and rest_s <= 0:
@@ -397,12 +397,12 @@ class WorkerPool:
 
     @property
     def started(self) -> bool:
-        """Whether every worker runs."""
+        """Return whether every worker runs."""
         first = Header.WORKERS
         return bool(self._file.header.words[first : first + self.num_workers].all())
 
     def stacks(self) -> str:
-        """What every worker is doing now: the stacks of all its threads."""
+        """Return the stacks of all threads of every worker."""
         texts = []
         with self._using:
             self._require_open()
@@ -547,7 +547,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _start_of(server: Server | None, context: BaseContext | None) -> tuple[str, str]:
-    """How processes start, and why so."""
+    """Return how processes start, and why so."""
     if server is None:
         assert context is not None
         return str(context.get_start_method()), "it was asked for, or the dataset cannot be sent"

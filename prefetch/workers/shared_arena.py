@@ -149,11 +149,11 @@ class Region:
         self._dropped[slab.nbytes].append(slab.start)
 
     def offset_of(self, address: int) -> int:
-        """Where an address of this region lies in the file."""
+        """Return the offset of an address of this region in the file."""
         return address - self.address + self._offset
 
     def holds(self, address: int) -> bool:
-        """Whether an address lies in it."""
+        """Return whether an address lies in it."""
         return 0 <= address - self.address < self._nbytes
 
     def grant(self, leased: Any, address: int) -> int:
@@ -181,7 +181,7 @@ class _Grant:
 
 
 class _GrantEnd(weakref.ref[_Grant]):
-    """What comes back when a grant ends."""
+    """A record of a grant, which comes back when the grant ends."""
 
     __slots__ = ("nbytes", "offset", "on_end", "worker")
     worker: int
@@ -270,7 +270,7 @@ class SharedFile:
             ) from error
 
     def region_offset(self, worker: int) -> int:
-        """Where a worker's region of `region_bytes` begins in the file."""
+        """Return the offset at which a worker's region of `region_bytes` begins in the file."""
         return self._first_region + worker * self.region_bytes
 
     def write_message(self, offset: int, data: bytes | memoryview) -> None:

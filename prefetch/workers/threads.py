@@ -26,7 +26,7 @@ from prefetch.workers import STOP_S
 _log = logging.getLogger("dataflow")
 
 _CLOSED = object()
-"""Wakes the receiver."""
+"""An item that wakes the receiver."""
 
 
 def _stop(pools: list[PriorityPool], user: object) -> None:
@@ -77,7 +77,7 @@ class WorkerThreads:
         self._finished.put(finished)
 
     def receive(self) -> list[Any]:
-        """What is done, without waiting."""
+        """Return what is done, without waiting."""
         return self._with_rest([])
 
     def wait(self, timeout_s: float | None) -> list[Any]:
@@ -93,7 +93,7 @@ class WorkerThreads:
         return [one for one in finished if one is not _CLOSED]
 
     def stacks(self) -> str:
-        """What every thread is doing now."""
+        """Return the stack of every thread."""
         frames = frames_of_threads()
         texts = []
         for number, pool in enumerate(self._pools):

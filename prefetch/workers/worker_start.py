@@ -1,4 +1,4 @@
-"""What a worker process is given at its start, and the first things it does with it.
+"""Start a worker process: what it is given, and the first things it does with it.
 
 Used in both processes: the pool makes a `WorkerStart` for each worker, which travels there with copies of
 the descriptors it names, and the worker calls `begin` before anything else.
@@ -22,17 +22,17 @@ from prefetch.workers.fork_server import end_with_parent, let_interrupt, release
 from prefetch.workers.shared_arena import Header
 
 ABOUT = "about: "
-"""What a worker has to say of itself behind its stacks begins so."""
+"""The beginning of what a worker has to say of itself behind its stacks."""
 STACKS_SIGNAL = signal.SIGUSR2
 """A worker that gets it writes its stacks."""
 
 
 class WorkerResponse(NamedTuple):
-    """What a worker says about a task; offsets count from the beginning of the shared file."""
+    """A response of a worker about a task; offsets count from the beginning of the shared file."""
 
     kind: int
     runner: int
-    """Number of the process."""
+    """The number of the process."""
     generation: int
     task: int
     offset: int
@@ -48,7 +48,7 @@ class WorkerResponse(NamedTuple):
 
 
 RECORD = struct.Struct(f"<{len(WorkerResponse._fields)}q")
-"""How a response is sent: shorter than `PIPE_BUF`, so the kernel writes it as a whole."""
+"""The format of a response: shorter than `PIPE_BUF`, so the kernel writes it as a whole."""
 
 
 class Descriptor:
@@ -75,7 +75,7 @@ class WorkerStart:
     message_offset: int
     message_bytes: int
     first_region: int
-    """Where the first of all regions begins in the shared file."""
+    """The offset of the first of all regions in the shared file."""
     region_offset: int
     region_bytes: int
     region_limit: int
@@ -85,7 +85,8 @@ class WorkerStart:
     stdio: tuple[Descriptor, ...]
     environment: dict[str, str] | None
     inherited: Any
-    """What a forked worker takes from the parent as it is; None: the message in the shared file."""
+    """The objects that a forked worker takes from the parent as they are; None: the message in the shared
+    file."""
     passed: tuple[Descriptor, ...]
     """Further descriptors that the target asked for."""
     watched: bool

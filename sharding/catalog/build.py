@@ -61,7 +61,7 @@ class Retry(Protocol):
     """Calls a function, and may call it again where it failed; this package knows no clock to do so with."""
 
     def __call__(self, call: Callable[[], R], url: str, /) -> R:
-        """What the call, which asks the store at this URL, returns in the end."""
+        """Return the result of a call that asks the store at this URL, trying again where that helps."""
         ...
 
 
@@ -88,7 +88,7 @@ class _OpenedUrl:
     """A shard's URL, opened in the caller's thread (fsspec keeps one filesystem per thread)."""
 
     url: str
-    """With password and signature."""
+    """The URL, with password and signature."""
     fs: Any
     path: str
 
@@ -169,7 +169,7 @@ def build_catalog(
 
 
 def _missing(scans: Sequence[ShardScan]) -> dict[str, tuple[int, str]]:
-    """Where the first sample lies that lacks each column that any lacks, as `Catalog.missing` has it."""
+    """Return the first sample that lacks each column that any lacks, as `Catalog.missing` has it."""
     first: dict[str, tuple[int, str]] = {}
     names = {name for scan in scans if scan.num_samples.any() for name in scan.schema}
     known: dict[frozenset[str], frozenset[str]] = {}
@@ -270,7 +270,7 @@ def changes(
     retry: Retry = once,
     shards: Iterable[int] | None = None,
 ) -> list[ShardChange]:
-    """What differs between a catalog's shards and the store, in shard order; one request a shard.
+    """Return the changes of a catalog's shards in the store, in shard order; one request a shard.
 
     `fresh=False` believes listings that fsspec still holds, which makes it free right after a glob. `shards`
     are those to ask for; None: all. Raises `ShardReadError` where the store fails or refuses to say.
@@ -318,12 +318,12 @@ def _first_few(shards: Sequence[tuple[str, str]]) -> str:
 
 
 def is_catalog(source: object) -> bool:
-    """Whether a source is a saved catalog, by its ending."""
+    """Return whether a source is a saved catalog, by its ending."""
     return isinstance(source, (str, os.PathLike)) and file_name(str(source)).endswith(CATALOG_SUFFIX)
 
 
 def default_catalog_path(urls: Sequence[str], codec: Format, block_bytes: int = DEFAULT_BLOCK_BYTES) -> str:
-    """Where the catalog of these shards is kept unless the user says otherwise.
+    """Return where the catalog of these shards is kept unless the user says otherwise.
 
     `<kept_folder>/<hash>.catalog`. The hash is over the URLs in order, without signatures, and all that
     shapes the blocks, so different readings of the same shards differ.

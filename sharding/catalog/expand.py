@@ -81,7 +81,7 @@ def expand(
 
 
 def found_again(look: Callable[[LooksUp], list[str]], use: Callable[[list[str]], R]) -> R:
-    """What `use` returns of the shards of a source; with others where a name turns out to be of no file.
+    """Return what `use` makes of a source's shards; with others where a name turns out to be of no file.
 
     `look`: calls `expand`.
     """
@@ -145,7 +145,7 @@ def _braced_folder(pattern: str, options: Mapping[str, Any] | None) -> str:
 
 
 def _exists(url: str, options: Mapping[str, Any] | None) -> bool:
-    """Whether something is really called that, pattern signs and all. One request of a remote store."""
+    """Return whether something is really called that, pattern signs and all. One remote request."""
     if is_local(url):
         return os.path.lexists(local_path(url))
     if is_http(url):
@@ -172,7 +172,7 @@ def _look_up(url: str, options: Mapping[str, Any] | None, suffixes: Collection[s
 
 
 def _has_children(fs: Any, path: str) -> bool:
-    """Whether an empty object of a store is what stands for a folder."""
+    """Return whether an empty object of a store is what stands for a folder."""
     return any(_below(entry["name"], path) for entry in fs.ls(path, detail=True))
 
 
@@ -208,7 +208,7 @@ def _glob(pattern: str, options: Mapping[str, Any] | None, suffixes: Collection[
 
 
 def _matches(fs: Any, path: str) -> dict[str, dict[str, Any]]:
-    """What matches a pattern below the folders that exist by their names: by path, what is said of each."""
+    """Return what matches a pattern below the folders that exist by their names: path -> its facts."""
     parts = path.split("/")
     first = end = next(i for i, part in enumerate(parts) if has_glob_signs(part))
     while end < len(parts) - 1 and (not has_glob_signs(parts[end]) or fs.isdir("/".join(parts[: end + 1]))):

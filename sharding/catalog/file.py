@@ -51,7 +51,7 @@ CHECKSUMS = pa.field("checksums", pa.large_list(pa.uint32()))
 BLOB_CRCS = pa.schema([("footer_crc", pa.uint32()), ("index_crc", pa.large_list(pa.uint32()))])
 """The last columns of the file: CRC-32 of each shard's footer, and of the index of each of its blocks."""
 BlobCrcs = tuple[NDArray[np.uint32], NDArray[np.uint32]]
-"""Of the footers [num_shards], and of the indexes [num_blocks]."""
+"""The checksums of the footers [num_shards], and of the indexes [num_blocks]."""
 
 
 def arrow_rows(shards: Sequence[Shard], scans: Sequence[ShardScan], groups: NDArray[np.int32]) -> pa.Table:
@@ -103,7 +103,7 @@ def write_table(
 
 
 def stored_table(rows: pa.Table, facts: Mapping[str, Any]) -> pa.Table:
-    """What the file holds: the rows with checksums of their blobs, in the header the facts with one more."""
+    """Return the table of the file: rows with checksums of their blobs, and one more fact in the header."""
     rows = rows.select([name for name in rows.column_names if name not in BLOB_CRCS.names]).combine_chunks()
     blocks = rows.column("blocks").chunk(0)
     of_blocks = pa.LargeListArray.from_arrays(blocks.offsets, _crcs(blocks.values.field("index")))
@@ -217,7 +217,7 @@ def _write(sink: Any, table: pa.Table) -> None:
 
 
 def kept_folder() -> str:
-    """Where this user's catalogs are kept: `$XDG_CACHE_HOME/dataflow/catalogs`, or below `~/.cache`."""
+    """Return this user's folder of catalogs: `$XDG_CACHE_HOME/dataflow/catalogs`, or below `~/.cache`."""
     return user_folder("catalogs")
 
 

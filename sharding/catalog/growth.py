@@ -1,4 +1,4 @@
-"""What it takes, beside the stored types, to bring a block's columns to the types of the dataset."""
+"""Estimate the bytes that it takes to bring a block's columns to the types of the dataset."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sharding.blocks import ColumnSpec
 from sharding.catalog.widening import is_alike
 
 _NULL_BYTES = 4
-"""What indexing counts at least for each null of a list of nulls, which is stored in no bytes at all."""
+"""The bytes that indexing counts at least for each null of a list of nulls, which is stored in no bytes."""
 
 
 class Growth(NamedTuple):
-    """Of the blocks of shards with one schema."""
+    """The bytes that blocks of shards with one schema grow by."""
 
     row_bytes: int
     """Bytes for each sample."""
@@ -29,7 +29,7 @@ class Growth(NamedTuple):
     def of(
         cls, own: Mapping[str, ColumnSpec], merged: Mapping[str, ColumnSpec], columns: Iterable[str]
     ) -> Growth:
-        """Of blocks with columns of their own types, which are brought to the merged ones."""
+        """Estimate the growth of blocks with columns of their own types, brought to the merged ones."""
         row_bytes, times = 0, 0.0
         for name in columns:
             before, after = own.get(name), merged.get(name)

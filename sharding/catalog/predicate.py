@@ -65,15 +65,15 @@ class Predicate:
             for field in self._fields
             for name, _ in ([(field.name, field)] if field.name in of_parts else leaves([field]))
         ]
-        """Likewise, structs flattened."""
+        """The columns that it needs, structs flattened."""
         stored = [name for name, _ in leaves(schema)]
         self.stored_columns = [name for name in self.columns if name in stored]
-        """Those that the shard has."""
+        """The columns that the shard has."""
         self.named = [name for name in self.columns if name in self.fields or stored.count(name) < 2]
-        """Those whose name must mean one column; what is named as a field of a struct does."""
+        """The columns whose name must mean one column; what is named as a field of a struct does."""
         own = {field.name: field.type for field in schema}
         self.is_of_shard = all(own.get(field.name) == field.type for field in self._fields)
-        """Whether it looks only at columns that the shard has whole, by their names there."""
+        """True if it looks only at columns that the shard has whole, by their names there."""
 
     def _needs(self, bound: pa.Schema, number: int) -> bool:
         rest = pa.schema([bound.field(i) for i in range(len(bound)) if i != number])
@@ -84,7 +84,7 @@ class Predicate:
         return False
 
     def holds(self, table: pa.Table) -> NDArray[np.bool_]:
-        """Which rows match, bool [rows], of a table with the `stored_columns` (structs whole)."""
+        """Return which rows match, bool [rows], of a table with the `stored_columns` (structs whole)."""
         mask: NDArray[np.bool_] = _evaluated(self._expression, self._bound(table)).fill_null(False).to_numpy()
         return mask
 
@@ -144,7 +144,7 @@ def _misfit(expression: Any, schema: pa.Schema, error: Exception) -> str:
 
 
 def member_schema(columns: Iterable[str]) -> pa.Schema:
-    """What can be asked of samples whose columns are their members: which they have, of how many bytes."""
+    """Return the schema of samples whose columns are their members: which they have, of how many bytes."""
     return pa.schema([(name, pa.struct([("size", pa.int64())])) for name in columns])
 
 

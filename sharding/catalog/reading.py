@@ -40,7 +40,7 @@ def read_block(
 
 
 class _Own(NamedTuple):
-    """What shards of one schema have of the columns."""
+    """The columns that shards of one schema have."""
 
     present: list[str]
     other_types: dict[str, ColumnSpec]
@@ -80,7 +80,7 @@ class ColumnReader:
         return _Own(present, others, absent)
 
     def of(self, block: Block) -> _Own:
-        """What the block has of the columns."""
+        """Return what the block has of the columns."""
         return self._own[self._catalog.schema_of(block)]
 
     def read(self, block: Block, read_into: ReadInto) -> memoryview:

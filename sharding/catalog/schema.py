@@ -24,7 +24,8 @@ from sharding.errors import CorruptShardError
 Schema = Mapping[str, ColumnSpec]
 _KINDS = ("fixed", "bytes", "text", "list", "json", "bytes_list", "null", "null_list", "other", "unreadable")
 _MOST_ELEMENTS = 1 << 48
-"""Of one value: more could not be stored, and sizes of batches stay below the end of an int64."""
+"""The elements of one value, at most: more could not be stored, and sizes of batches stay below the end of an
+int64."""
 NO_SCHEMA = -1
 """Group of a shard without samples."""
 
@@ -37,7 +38,7 @@ class Conflict:
     reason: str
 
     def error(self) -> CorruptShardError:
-        """What whoever asks for the column gets."""
+        """Return the error for whoever asks for the column."""
         return CorruptShardError(self.shard, self.reason)
 
 
@@ -120,7 +121,7 @@ def _agree(group: Schema, schema: Schema) -> bool:
 
 
 def _type_of(spec: ColumnSpec) -> tuple[Any, ...]:
-    """What shards of one group have in common."""
+    """Return what shards of one group have in common."""
     named = (spec.feature, spec.is_part, spec.is_index, spec.note)
     return (spec.kind, spec.dtype, spec.shape, spec.unit, *named)
 
@@ -193,7 +194,7 @@ def _lacking(
 
 
 def _conflict(name: str, owners: Sequence[tuple[str, ColumnSpec]], widens: bool) -> Conflict | None:
-    """How the types of a column contradict each other, told of the first two shards that do."""
+    """Return how the types of a column contradict each other, by the first two shards that do."""
     unlike: dict[Any, tuple[str, ColumnSpec]] = {}
     for url, spec in owners:
         if spec.kind == "unreadable":
@@ -230,7 +231,7 @@ def schema_to_json(schema: Schema) -> dict[str, dict[str, Any]]:
 
 
 def schema_from_json(value: Mapping[str, Mapping[str, Any]]) -> dict[str, ColumnSpec]:
-    """What `schema_to_json` wrote. `KeyError`, `TypeError` or `ValueError` where it is something else."""
+    """Read what `schema_to_json` wrote. `KeyError`, `TypeError` or `ValueError` for anything else."""
     return {name: _spec(name, fields) for name, fields in value.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a store says about one shard: is it there, how long is it, is it still the same.
+"""Ask a store about one shard: is it there, how long is it, is it still the same.
 
 A shard's *version* is its etag where the store has one, else its modification time. Versions of different
 kinds (a copy on another store) are not compared; sizes always are. Failures of any store become
@@ -23,7 +23,7 @@ from sharding.url_to_fs import url_to_fs
 from sharding.urls import is_chain, is_http, is_local, local_path, protocol_of
 
 Info = Mapping[str, Any]
-"""What `fs.info` returns, or `local_info`: "size", "type", and the store's own keys."""
+"""The result of `fs.info`, or of `local_info`: "size", "type", and the store's own keys."""
 
 _ETAG_KEYS = ("ETag", "etag", "e_tag", "blob_id", "xet_hash")
 _MTIME_KEYS = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
@@ -125,7 +125,7 @@ def failure_text(error: BaseException) -> str:
 
 
 def shard_info(url: str, fs: Any, path: str) -> Info:
-    """What the store says now. `ShardReadError` where it is not a file of known size that can be seeked.
+    """Ask the store now. `ShardReadError` where it is not a file of known size that can be seeked.
 
     `fs` and `path` are those of `open_url`; for a local URL they are not used.
     """
@@ -142,7 +142,7 @@ def shard_info(url: str, fs: Any, path: str) -> Info:
 
 
 def _remote_info(fs: Any, path: str) -> Info:
-    """What a store says of a file; where it did not say the size, once its bytes were asked for."""
+    """Return what a store says of a file; ask for its bytes where it does not say the size."""
     from fsspec.asyn import sync
     from fsspec.implementations.cached import CachingFileSystem
 
@@ -172,7 +172,7 @@ async def _ranged_info(fs: Any, path: str, info: Info) -> Info:
 
 
 def encoded_text(encoding: str) -> str:
-    """What is wrong with a server that compresses files on their way, and the cure."""
+    """Say what is wrong with a server that compresses files on their way, and the cure."""
     what = f"the server sends it with 'Content-Encoding: {encoding}', and no byte ranges of the file itself"
     return f"{what}; put 'simplecache::' before the URL to read whole files, unpacked"
 
@@ -185,7 +185,7 @@ def local_info(status: os.stat_result) -> Info:
 
 
 def exists(url: str, storage_options: Mapping[str, Any] | None = None) -> bool:
-    """Whether a file is there. `ShardReadError` where the store does not say."""
+    """Return whether a file is there. `ShardReadError` where the store does not say."""
     if is_local(url):
         return os.path.exists(local_path(url))
     fs, path = open_url(url, storage_options)
@@ -232,7 +232,7 @@ def _instant(value: Any) -> str:
 
 
 def check_shard(shard: Shard, info: Info) -> str | None:
-    """What differs between a shard as indexed and as the store has it now, in words; None if nothing."""
+    """Say what differs between a shard as indexed and as the store has it now; None if nothing."""
     size = info.get("size")
     if size is not None and int(size) != shard.size:
         return f"its size is {size} bytes; it was {shard.size} when it was indexed"

@@ -50,19 +50,19 @@ _MOST_SAMPLES = 1 << 48
 MOST_IN_BLOCK = 1 << 28
 """Samples of a block that is read: what tells where they lie takes 8 bytes each."""
 _MOST_BYTES = 1 << 60
-"""Of all blocks together: sums stay far from the end of an int64."""
+"""The bytes of all blocks together, at most: sums stay far from the end of an int64."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BlockTable:
-    """Where every block lies. All arrays are [num_blocks], in reading order, and read-only."""
+    """A table of all blocks. All arrays are [num_blocks], in reading order, and read-only."""
 
     shard: NDArray[np.int32]
     """Number of the block's shard; ascends."""
     offset: NDArray[np.int64]
     """First byte in the stored file."""
     length: NDArray[np.int64]
-    """Bytes to read."""
+    """The number of bytes to read."""
     nbytes: NDArray[np.int64]
     """Bytes when decoded, at most."""
     num_samples: NDArray[np.int64]
@@ -76,9 +76,9 @@ class Catalog:
     """All blocks of a dataset. Thread-safe; values of shards and blocks are made on demand."""
 
     format: str
-    """Name of the format."""
+    """The name of the format."""
     options: Mapping[str, str | int]
-    """What the format was made with ("dtype", "length", "allow_unfinished"), for `codec`."""
+    """The options that the format was made with ("dtype", "length", "allow_unfinished"), for `codec`."""
     block_bytes: int
     """Bytes a block aimed at."""
     schemas: Sequence[Schema]
@@ -89,8 +89,8 @@ class Catalog:
     unfinished: Mapping[int, str] = field(default_factory=dict)
     """Shards that end before their format says so, which `allow_unfinished` let pass: number -> how."""
     missing: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    """Of columns that some samples lack, as far as indexing learned it: number of the first shard with such a
-    sample, and what `ShardScan.missing` says of it; "": all samples of the shard."""
+    """For columns that some samples lack, as far as indexing learned it, the number of the first shard with
+    such a sample, and what `ShardScan.missing` says of it; "": all samples of the shard."""
     types: Mapping[str, ColumnSpec] = field(default_factory=dict)
     """Types of columns that are wider than the shards ask for: those of a mixture. Never saved."""
     columns: Sequence[str] = ()
@@ -126,7 +126,7 @@ class Catalog:
         return numpy_view(self.rows.column("schema").chunk(0))
 
     def schema_of(self, block: Block) -> int:
-        """Which of `schemas` is a block's."""
+        """Return the number of a block's schema in `schemas`."""
         return int(self.shard_schemas[self.blocks.shard[block.number]])
 
     def reading(self, columns: Iterable[str], types: Mapping[str, ColumnSpec] | None = None) -> Catalog:
@@ -178,12 +178,12 @@ class Catalog:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all shards."""
+        """Return the number of blocks of all shards."""
         return len(self._block_column.values)
 
     @cached_property
     def num_samples(self) -> int:
-        """Samples of all blocks."""
+        """Return the number of samples of all blocks."""
         return int(self.blocks.num_samples.sum())
 
     @property

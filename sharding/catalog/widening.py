@@ -78,7 +78,7 @@ def _common_element(elements: Collection[tuple[str, str]]) -> tuple[str, str] | 
 
 
 def _common_time(units: Collection[str]) -> tuple[str, str] | None:
-    """Of timestamps (all with a zone, or none), times of day or durations: the one with the finest unit."""
+    """Return the type with the finest unit of timestamps (all zoned, or none), times of day or durations."""
     split = [unit.rstrip("]").partition("[")[::2] for unit in units]
     families = {(name.rstrip("3264"), *inner.split(", ")[1:]) for name, inner in split}
     if len(families) > 1:
@@ -119,5 +119,5 @@ def _with_facts(merged: ColumnSpec, specs: Sequence[ColumnSpec]) -> ColumnSpec:
 
 
 def is_alike(one: ColumnSpec, other: ColumnSpec) -> bool:
-    """Whether values of the two types are delivered alike."""
+    """Return whether values of the two types are delivered alike."""
     return (one.kind, one.dtype, one.shape, one.unit) == (other.kind, other.dtype, other.shape, other.unit)

@@ -1,4 +1,4 @@
-"""Which format a dataset has: from its name, or from the endings of its files.
+"""Find the format of a dataset: from its name, or from the endings of its files.
 
 The table below is all there is: nothing registers itself. A format that is not in it is given as an instance.
 One ending does not decide alone: `.bin` is Megatron's where the sibling `.idx` exists, else flat tokens.
@@ -19,10 +19,10 @@ from sharding.urls import file_name, naming_part
 
 @dataclass(frozen=True, kw_only=True)
 class FormatEntry:
-    """What is known of a format without importing it: each brings its own library."""
+    """A format, described without importing it: each brings its own library."""
 
     where: str
-    """Module and class, "module:class"."""
+    """The module and class, as "module:class"."""
     suffixes: tuple[str, ...]
     """Endings that it claims under `format="auto"`, without those of compression."""
     options: tuple[str, ...] = ()
@@ -30,11 +30,11 @@ class FormatEntry:
     sibling_suffix: str = ""
     """It has a claim only where a file with this last ending lies beside the shard; "": everywhere."""
     may_be_compressed: bool = False
-    """Whether a file is read compressed, where its name says so."""
+    """True if a file is read compressed, where its name says so."""
     may_be_empty: bool = False
-    """Whether a file of 0 bytes, not called a compressed one, has no samples: text that nobody wrote to."""
+    """True if a file of 0 bytes, not called a compressed one, has no samples: text that nobody wrote to."""
     takes_any_bytes: bool = False
-    """Whether indexing reads so little of a file that any bytes will do."""
+    """True if indexing reads so little of a file that any bytes will do."""
 
 
 _ARROW, _WITH_END = "sharding.formats.arrow", ("allow_unfinished",)
@@ -155,13 +155,13 @@ def format_of_suffix(url: str) -> str | None:
 
 
 def may_be_empty(url: str, format_name: str | None = None) -> bool:
-    """Whether a file of 0 bytes has no samples; else its upload failed. The format is told by its ending."""
+    """Return whether a file of 0 bytes has no samples, by its ending; else its upload failed."""
     entry = ENTRIES.get(format_name or format_of_suffix(url) or "")
     return entry is not None and entry.may_be_empty and not file_name(url).lower().endswith(_COMPRESSIONS)
 
 
 def has_suffix(url: str, suffixes: Collection[str] | None = None) -> bool:
-    """Whether a file's ending, compression aside, is one of `suffixes` (None: of any known format)."""
+    """Return whether a file's ending, compression aside, is in `suffixes` (None: of any known format)."""
     return suffix_of(url) in (_FORMAT_OF_SUFFIX if suffixes is None else suffixes)
 
 

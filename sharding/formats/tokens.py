@@ -25,12 +25,13 @@ _NPY_LINE = re.compile(
     rb"\{'descr': '([^'\\]+)', 'fortran_order': (False|True), "
     rb"'shape': \(((?:\d+,(?: \d+(?:, \d+)*)?)?)\), \}\s*"
 )
-"""What `numpy.save` writes of a plain array."""
+"""The header that `numpy.save` writes of a plain array."""
 _HEADER_BYTES = 4096
 """More than the header of any plain array."""
 _SIDECAR_BYTES = 1 << 16
 SIDECAR_SUFFIX = ".json"
-"""Of the file beside a `.bin` that describes it: {"dtype": name, "length": number or null, ...}."""
+"""The suffix of the file beside a `.bin` that describes it: {"dtype": name, "length": number or null,
+...}."""
 COLUMN = "tokens"
 """Name of the only column."""
 
@@ -62,7 +63,7 @@ class TokensFormat(Format):
             self.sibling_suffix = SIDECAR_SUFFIX
 
     def options(self) -> dict[str, str | int]:
-        """What shapes the blocks, see `Format.options`."""
+        """Return the options that shape the blocks; see `Format.options`."""
         options = {"dtype": self.dtype, "length": self.length}
         return {name: value for name, value in options.items() if value is not None}
 
@@ -78,15 +79,15 @@ class TokensFormat(Format):
         """
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
-        told = {} if sibling is None else _sidecar(sibling, shard, size)
-        length = self.length or told.get("length")
+        described = {} if sibling is None else _sidecar(sibling, shard, size)
+        length = self.length or described.get("length")
         if length is None:
             reason = f"format {self.name!r} needs length= (tokens a sample, >= 1): nothing beside it tells"
             raise CorruptShardError(shard.url, reason)
         if file.read(6) == _NPY_MAGIC:
             dtype, start, num_tokens = self._npy(file, shard, size)
         else:
-            dtype, start, num_tokens = self._raw(shard, size, self.dtype or told.get("dtype"))
+            dtype, start, num_tokens = self._raw(shard, size, self.dtype or described.get("dtype"))
         return self.windows(start, num_tokens, dtype, length, block_bytes)
 
     def windows(
@@ -161,16 +162,16 @@ class TokensFormat(Format):
 
 
 def _sidecar(file: BinaryIO, shard: Shard, size: int) -> dict[str, Any]:
-    """What the `.json` beside a token file says: {} where it is about something else."""
+    """Read the `.json` beside a token file: {} where it is about something else."""
     raw = file.read(_SIDECAR_BYTES)
     try:
-        told = json.loads(raw)
+        described = json.loads(raw)
     except ValueError as error:
         reason = f"the {SIDECAR_SUFFIX} beside it is no JSON, or longer than {_SIDECAR_BYTES} bytes"
         raise CorruptShardError(shard.url, reason) from error
-    if not isinstance(told, dict) or told.get("format") != "tokens":
+    if not isinstance(described, dict) or described.get("format") != "tokens":
         return {}
-    name, length, count = told.get("dtype"), told.get("length"), told.get("num_tokens")
+    name, length, count = described.get("dtype"), described.get("length"), described.get("num_tokens")
     try:
         width = np.dtype(name).itemsize if isinstance(name, str) and np.dtype(name).kind in "iu" else 0
     except TypeError:
@@ -182,7 +183,7 @@ def _sidecar(file: BinaryIO, shard: Shard, size: int) -> dict[str, Any]:
             f"which do not fit its {size} bytes"
         )
         raise CorruptShardError(shard.url, reason)
-    return told
+    return described
 
 
 def check_tokens(block: Block, dtype: np.dtype[Any], count: int) -> None:
@@ -199,7 +200,7 @@ def tokens_in(block: Block, data: memoryview, dtype: np.dtype[Any], count: int) 
 
 
 def wants_tokens(block: Block, columns: Sequence[str] | None) -> bool:
-    """Whether the only column is wanted; any other name raises `CorruptShardError`."""
+    """Return whether the only column is wanted; any other name raises `CorruptShardError`."""
     if columns is None:
         return True
     for name in columns:

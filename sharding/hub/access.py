@@ -1,4 +1,4 @@
-"""Where the Hub is, and with which token it is asked.
+"""Tell the Hub's address, and the token that it is asked with.
 
 `huggingface_hub` (the extra "hub") brings endpoints, tokens and the client; it is imported here, when used.
 """
@@ -17,7 +17,7 @@ NO_HUB = "datasets in the Hugging Face Hub's layout need another package: pip in
 
 @dataclass(frozen=True)
 class HubAccess:
-    """Where the Hub is, and with which token it is asked."""
+    """The Hub's address, and the token that it is asked with."""
 
     endpoint: str
     token: str | bool | None = None
@@ -36,12 +36,12 @@ class HubAccess:
         return urlsplit(self.endpoint).netloc
 
     def is_hub(self, url: str) -> bool:
-        """Whether a URL is of the Hub's own origin, the only one that gets the token."""
+        """Return whether a URL is of the Hub's own origin, the only one that gets the token."""
         parts, own = urlsplit(url), urlsplit(self.endpoint)
         return (parts.scheme, parts.netloc) == (own.scheme, own.netloc)
 
     def headers(self) -> dict[str, str]:
-        """What a request to the Hub says of who asks; to be sent to the Hub only.
+        """Return the headers that tell the Hub who asks; to be sent to the Hub only.
 
         Raises `ValueError` for a token that would go through a network unencrypted.
         """
@@ -70,7 +70,7 @@ class HubAccess:
         return token
 
     def _is_private(self) -> bool:
-        """Whether nobody between can read along: encrypted, or on this machine."""
+        """Return whether nobody between can read along: encrypted, or on this machine."""
         parts = urlsplit(self.endpoint)
         if parts.scheme == "https" or parts.hostname == "localhost":
             return True

@@ -19,13 +19,14 @@ from sharding.hub.access import HubAccess, huggingface_hub
 from sharding.hub.names import is_commit
 
 CARD_BYTES = 8 << 20
-"""Of a README: the largest ones on the Hub have 1 to 2 MB."""
+"""The bytes of a README, at most: the largest ones on the Hub have 1 to 2 MB."""
 _LISTING_BYTES = 64 << 20
-"""Of one answer that lists files: 50,000 files take some 20 MB, and ten times that once parsed."""
+"""The bytes of one answer that lists files, at most: 50,000 files take some 20 MB, and ten times that once
+parsed."""
 _COMPLETE_BELOW = 50_000
 """A longer list may be cut (`huggingface_hub.snapshot_download` has the same number)."""
 _MOST_FILES = 10_000_000
-"""Of a repository; the Hub advises at most 100,000."""
+"""The files of a repository, at most; the Hub advises at most 100,000."""
 _LARGEST_FILE_BYTES = 1 << 50
 LISTING_S = 1800.0
 """For all pages of a listing, of which the Hub gives two a second."""
@@ -35,7 +36,7 @@ _SILENCE_S = 30.0
 Files = dict[str, tuple[int, str]]
 """By path: bytes, and what tells that the content changed."""
 IsLate = Callable[[], bool]
-"""Whether the time for an answer is over. (`sharding` has no clock.)"""
+"""True if the time for an answer is over. (`sharding` has no clock.)"""
 
 
 class BrokenAnswerError(ValueError):
@@ -59,7 +60,7 @@ class Answer:
     host: str
     body: bytes
     next_url: str
-    """Where a list goes on, as its `Link` says; "": nowhere."""
+    """The address at which a list goes on, as its `Link` says; "": nowhere."""
 
     def json(self, kind: type) -> Any:
         """The value that its JSON says. Raises `BrokenAnswerError` where it is none of this kind."""

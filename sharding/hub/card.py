@@ -1,4 +1,4 @@
-"""What a dataset's README says of its configs, in the YAML between its first two lines of "---".
+"""Read the configs in a dataset's README, from the YAML between its first two lines of "---".
 
 The text is whoever's made the dataset. YAML is parsed to nodes, which takes memory as the text does, and only
 `configs` becomes values, if these are few: by names for values (`&a`, `*a`) 400 bytes can say 2^40 of them.
@@ -14,7 +14,7 @@ from sharding.hub.access import NO_HUB
 CARD_FILES = ("README.md", ".huggingface.yaml")
 """Files whose YAML tells configs; the later one wins."""
 _HEAD_BYTES = 4 << 20
-"""Of YAML; it takes some 1.5 s a MB. The largest heads on the Hub have 1 MB."""
+"""The bytes of YAML, at most; it takes some 1.5 s a MB. The largest heads on the Hub have 1 MB."""
 _MOST_VALUES = 1_000_000
 
 
@@ -81,7 +81,7 @@ def _child(node: Any, name: str) -> Any:
 
 
 def _num_values(node: Any, known: dict[int, float]) -> float:
-    """How many values a node stands for once names are replaced; infinity for one that holds itself."""
+    """Count the values of a node once names are replaced; infinity for one that holds itself."""
     if node.id == "scalar":
         return 1
     if id(node) not in known:

@@ -40,7 +40,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
 
 
 def _part(text: str) -> Callable[[str], object] | None:
-    """Whether one part matches a name; None: it is `**`."""
+    """Return what matches one part of a name; None: it is `**`."""
     if text == _ANY:
         return None
     if _ANY in text:

@@ -1,4 +1,4 @@
-"""Which files are a split of a dataset in the Hub's layout, as `datasets` (5.2) finds them.
+"""Find the files of a split of a dataset in the Hub's layout, as `datasets` (5.2) finds them.
 
 A README may say it (`configs` in its YAML head); else the names of files and folders do: shards called
 `data/train-00000-of-00010.parquet`, then folders called like a split, then files, then all are "train". The
@@ -51,7 +51,7 @@ _NO_DATA = {
     "dataset_dict.json",
 }
 _MOST_MATCHES = 50_000_000
-"""Of patterns by paths; a million take a second."""
+"""The matches of patterns by paths, at most; a million take a second."""
 _METADATA = {f"metadata.{ending}" for ending in ("csv", "jsonl", "parquet")}
 _OTHER_DATA = {
     *(".csv", ".tsv", ".txt", ".json", ".xml", ".h5", ".hdf5", ".lance", ".vortex", ".zip", ".npz"),
@@ -67,7 +67,7 @@ class Config:
     name: str
     data_dir: str = ""
     data_files: str | Sequence[Any] | Mapping[str, Any] | None = None
-    """As in YAML: pattern, patterns, or patterns of each split; None: the default patterns."""
+    """The files as in YAML: pattern, patterns, or patterns of each split; None: the default patterns."""
     is_default: bool = False
 
 
@@ -130,7 +130,7 @@ def _config(configs: Sequence[Mapping[str, Any]], name: str | None, where: str) 
 
 
 def _patterns(config: Config, paths: Sequence[str], where: str) -> dict[str, list[str]]:
-    """Patterns of each split."""
+    """Return the patterns of each split."""
     given = config.data_files
     if given is None:
         found = _default_patterns(paths, config.data_dir)

@@ -1,4 +1,4 @@
-"""What `hf://datasets/org/name@revision/path` says."""
+"""Parse `hf://datasets/org/name@revision/path`."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class HubName:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it names a commit, which never changes."""
+        """Return whether it names a commit, which never changes."""
         return self.revision is not None and is_commit(self.revision)
 
     @property
     def url(self) -> str:
-        """Its URL, for fsspec."""
+        """Return its URL, for fsspec."""
         at = "" if self.revision is None else f"@{quote(self.revision, safe='')}"
         return f"hf://datasets/{self.repo}{at}" + (f"/{self.path}" if self.path else "")
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision is a commit: 40 hex digits."""
+    """Return whether a revision is a commit: 40 hex digits."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def is_hub(url: str) -> bool:
-    """Whether a URL is of a dataset repository on the Hub."""
+    """Return whether a URL is of a dataset repository on the Hub."""
     return url.startswith("hf://datasets/")
 
 
@@ -56,5 +56,5 @@ def parse_name(url: str) -> HubName:
 
 
 def is_pinned(url: str) -> bool:
-    """Whether a URL names a file at a commit: what is there never changes."""
+    """Return whether a URL names a file at a commit: what is there never changes."""
     return is_hub(url) and parse_name(url).is_pinned

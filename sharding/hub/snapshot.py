@@ -40,7 +40,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What a repository holds at one commit. A value."""
+    """The files of a repository at one commit. A value."""
 
     endpoint: str
     repo: str
@@ -48,10 +48,10 @@ class Snapshot:
     files: Mapping[str, tuple[int, str]]
     """By path: bytes, and what tells that the content changed."""
     configs: list[dict[str, Any]]
-    """Of the README, as in its YAML."""
+    """The configs of the README, as in its YAML."""
 
     def to_bytes(self) -> bytes:
-        """What `from_bytes` takes."""
+        """Write what `from_bytes` takes."""
         return json.dumps({"version": _VERSION, **self.__dict__}, default=str).encode()
 
     @classmethod
@@ -94,7 +94,7 @@ _known: dict[tuple[str, str, str], Snapshot] = {}
 
 
 def hub_folder() -> str:
-    """Where listings are kept: `$XDG_CACHE_HOME/dataflow/hub`, or below `~/.cache`."""
+    """Return the folder of listings: `$XDG_CACHE_HOME/dataflow/hub`, or below `~/.cache`."""
     return user_folder("hub")
 
 

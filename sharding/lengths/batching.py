@@ -1,4 +1,4 @@
-"""What a user says about length-aware batches: three frozen values, and how each cuts a megabatch.
+"""Define length-aware batches: three frozen values of the user's, each of which cuts a megabatch.
 
 `Packed` fills rows of a fixed length with several documents each, `TokenBudget` makes batches of like
 padded size, `Bucketed` batches of a fixed number of samples of like length. See docs/guide/batching.md.
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 _ROWS = 256
 """Rows of a megabatch of which one is half full on average: 0.998 of them holds elements."""
 Lengths = str | ArrayLike | Callable[[Any], ArrayLike]
-"""Where lengths come from: a column (its values if they are integers, else their lengths), an array with
-one entry a sample in file order, or a function of the catalog that gives one. Of a mixture, a column or a
+"""The lengths of samples: a column (its values if they are integers, else their lengths), an array with one
+entry a sample in file order, or a function of the catalog that gives one. Of a mixture, a column or a
 function holds for all sources; else one of these a source, as a list or by dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchedColumns:
-    """What every batching says of columns, beside the one whose lengths count, and of itself."""
+    """The settings of columns that every batching has, beside the one whose lengths count, and its own."""
 
     kind: ClassVar[str]
-    """What a state calls it."""
+    """The name of the kind in a state."""
     columns: Sequence[str] = ()
-    """Those that are cut, packed or padded alike: lists, in each sample as long as that of `column`."""
+    """The columns that are cut, packed or padded alike: lists, in each sample as long as that of `column`."""
     whole: Sequence[str] = ()
     """Columns of lists that come whole, once a segment, where others are cut."""
     pad: int | Mapping[str, int] = 0
-    """What fills up; for each column by name, 0 for those not named."""
+    """The value that fills up; for each column by name, 0 for those not named."""
     lengths: Lengths | None = field(default=None, compare=False, repr=False)
-    """Where lengths come from; None: `column`."""
+    """The lengths of samples; None: those of `column`."""
     lengths_key: str = field(default="", compare=False)
     """Names the lengths of samples that a transform makes, so that they are kept for later runs: change it
     when the transform changes. A transform with a `fingerprint` needs none."""
@@ -72,17 +72,17 @@ class BatchedColumns:
             _check_at_least(self, 1, "window")
 
     def pad_of(self, column: str) -> int:
-        """What fills a column up."""
+        """Return the value that fills a column up."""
         return self.pad.get(column, 0) if isinstance(self.pad, Mapping) else self.pad
 
     @property
     def rows_are_units(self) -> bool:
-        """Whether a unit is one row of a batch, not a whole batch."""
+        """Return whether a unit is one row of a batch, not a whole batch."""
         return False
 
     @property
     def cuts(self) -> bool:
-        """Whether a segment need not be a whole sample."""
+        """Return whether a segment need not be a whole sample."""
         return False
 
     @property
@@ -104,11 +104,11 @@ class BatchedColumns:
         return 1
 
     def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
-        """How many elements of samples of these lengths are delivered."""
+        """Return how many elements of samples of these lengths are delivered."""
         return lengths
 
     def num_segments(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
-        """How many segments samples of these lengths become, whichever units they are in, [n]."""
+        """Return how many segments samples of these lengths become, whichever units they are in, [n]."""
         return np.ones_like(lengths)
 
     def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:
@@ -121,7 +121,7 @@ class BatchedColumns:
         raise NotImplementedError
 
     def to_json(self) -> dict[str, object]:
-        """What decides about the units, as JSON types, without `lengths`."""
+        """Return the facts that decide about the units, as JSON types, without `lengths`."""
         left_out = (
             "lengths",
             "lengths_key",
@@ -145,7 +145,7 @@ class Packed(BatchedColumns):
     """
 
     length: int
-    """Elements of a row."""
+    """The number of elements of a row."""
     column: str = ""
     """The column whose lengths count. "": the first of `columns`, or "tokens"."""
     overlong: Overlong = "split"

@@ -1,4 +1,4 @@
-"""How long each sample is, learned as cheaply as its format allows.
+"""Find the length of each sample, as cheaply as its format allows.
 
 - tar, tokens, Megatron: from the catalog; nothing is read (tar: bytes of the member).
 - Parquet: only the column's own bytes are read (`ParquetFormat.select`). Where the length is stored as an
@@ -114,7 +114,7 @@ def column_lengths(
 
 
 def _indexed(codec: Format, block: Block, column: str, itemsize: int) -> NDArray[np.integer] | None:
-    """What the catalog tells by itself."""
+    """Return the lengths that the catalog tells by itself."""
     sizes = codec.value_bytes(block, column)
     return None if sizes is None else np.where(sizes < 0, MISSING, sizes // itemsize)
 

@@ -1,4 +1,4 @@
-"""How a megabatch is cut into units: packed rows, or batches of samples of like length.
+"""Cut a megabatch into units: packed rows, or batches of samples of like length.
 
 *Packed rows* take segments of documents by best-fit decreasing (Johnson et al. 1974; at most 11/9 of the
 optimal number of rows, plus one): longest first, each into the fullest row that still has room. What it does

@@ -34,11 +34,11 @@ class LengthsFile:
 
     num_samples: int
     catalog: str
-    """What identifies the catalog that the samples are of."""
+    """The identity of the catalog that the samples are of."""
     facts: Sequence[str]
-    """What decides about lengths: which samples of the catalog, and how they are made."""
+    """The facts that decide about lengths: which samples of the catalog, and how they are made."""
     catalog_path: str | None = None
-    """Where the catalog was saved; None: in the cache folder."""
+    """The path of the saved catalog; None: in the cache folder."""
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class LengthsFile:
         return os.path.join(user_folder("lengths"), self.name)
 
     def read(self) -> NDArray[np.int32]:
-        """What is known, int32 [num_samples]."""
+        """Return the lengths that are known, int32 [num_samples]."""
         lengths = _read(self.path, self.num_samples)
         if self.catalog_path is not None and (lengths == LEFT_OUT).any():
             beside = os.path.join(folder_beside(self.catalog_path), self.name)
@@ -98,12 +98,12 @@ class KeptLengths:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all are known."""
+        """Return whether all are known."""
         return not self._num_missing
 
     @property
     def digest(self) -> str:
-        """What tells these lengths from others."""
+        """Return a hash that tells these lengths from others."""
         return hashlib.blake2b(self.lengths.tobytes(), digest_size=16).hexdigest()
 
     def note(self, samples: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
@@ -149,7 +149,7 @@ class KeptLengths:
 
 
 def _read(path: str, num_samples: int) -> NDArray[np.int32]:
-    """What a file holds; nothing is known where it cannot be read, or is damaged."""
+    """Read a file; nothing is known where it cannot be read, or is damaged."""
     with suppress(OSError, ValueError, EOFError):
         lengths = np.load(path, allow_pickle=False)
         if lengths.shape == (num_samples,) and lengths.dtype == np.int32 and (lengths >= LEFT_OUT).all():

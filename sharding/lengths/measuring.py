@@ -1,4 +1,4 @@
-"""Who makes which samples, where the length of a sample is not known before it is made.
+"""Share the making of samples among ranks, where a length is not known before its sample is made.
 
 Megabatch after megabatch, samples are made, and their lengths are measured: `unit_plan` says what follows.
 The samples of a megabatch are dealt to those who measure them lane by lane (`makers`), whoever gets the rows
@@ -22,7 +22,7 @@ _KEPT_OWN = 4
 
 
 def makers(first: int, end: int, num_lanes: int, num_makers: int) -> NDArray[np.int64]:
-    """Who makes the samples of the positions [first, end), int64 [n]: each about as many, lane by lane."""
+    """Return who makes the samples of the positions [first, end), int64 [n]: about as many each, by lane."""
     by_lane = np.argsort(np.arange(first, end) % num_lanes, kind="stable")
     out = np.empty(end - first, np.int64)
     out[by_lane] = np.arange(end - first) * num_makers // max(1, end - first)
@@ -30,7 +30,7 @@ def makers(first: int, end: int, num_lanes: int, num_makers: int) -> NDArray[np.
 
 
 def maker_counts(bounds: NDArray[np.int64], maker: int, num_makers: int) -> NDArray[np.int64]:
-    """How many samples of each megabatch `makers` gives to one of them, int64 [megabatches]."""
+    """Count the samples of each megabatch that `makers` gives to one of them, int64 [megabatches]."""
     sizes: NDArray[np.int64] = np.diff(bounds)
     before, after = (-(-sizes * number // num_makers) for number in (maker, maker + 1))
     return np.subtract(after, before)
@@ -55,7 +55,7 @@ class MeasuredUnits:
 
     @property
     def is_all(self) -> bool:
-        """Whether there is no further megabatch."""
+        """Return whether there is no further megabatch."""
         return self.next_megabatch == self.sequence.num_megabatches
 
     def add(self, lengths: NDArray[np.integer]) -> None:
@@ -69,11 +69,11 @@ class MeasuredUnits:
             del self._units[megabatch]
 
     def take(self, units: NDArray[np.int64]) -> tuple[Segments, NDArray[np.int64]]:
-        """As `UnitSequence.take`."""
+        """Take units as `UnitSequence.take` does."""
         return self.sequence.take(units, self._units.__getitem__)
 
     def batches(self, dealt: BatchPlan, first_batch: int, last_batch: int) -> BatchSegments:
-        """What a rank's batches [first_batch, last_batch) consist of."""
+        """Return what a rank's batches [first_batch, last_batch) consist of."""
         units, rows = items_of(dealt, first_batch, last_batch)
         segments, segments_of_row = self.take(units)
         return BatchSegments.of(segments, rows, segments_of_row)

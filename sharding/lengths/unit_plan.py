@@ -55,7 +55,8 @@ UNKNOWN = 1 << 62
 _UNITS = 0x756E6974
 """Purpose of a key: the order of the units in a megabatch."""
 _FEW = 4
-"""Where an epoch has fewer megabatches than this of `Batching.least_samples`, the first one has as many."""
+"""An epoch with fewer megabatches than this of `Batching.least_samples` has as many samples in the first
+one."""
 _KEPT_EPOCHS = 3
 """The loader and its stream, which is an epoch ahead at times, ask for the same ones."""
 _KEPT_MEGABATCHES = 4
@@ -95,9 +96,9 @@ class MegabatchStart:
 
     epoch: int
     position: int
-    """Its first sample."""
+    """The first sample of the megabatch."""
     unit: int
-    """Units before."""
+    """The number of units before it."""
 
     @classmethod
     def from_json(cls, token: Mapping[str, object], epoch: int) -> MegabatchStart:
@@ -107,12 +108,12 @@ class MegabatchStart:
         return cls(epoch, first, unit)
 
     def to_json(self) -> dict[str, object]:
-        """What `from_json` takes."""
+        """Return what `from_json` takes."""
         return {"first_sample": self.position, "units_before": self.unit}
 
 
 BEGIN = MegabatchStart(0, 0, 0)
-"""Of a run, or of any epoch."""
+"""The begin of a run, or of any epoch."""
 
 
 class UnitSequence:
@@ -159,7 +160,7 @@ class UnitSequence:
 
     @property
     def num_megabatches(self) -> int:
-        """Of the whole epoch."""
+        """Return the number of megabatches of the whole epoch."""
         return len(self.bounds) - 1
 
     @property
@@ -177,7 +178,7 @@ class UnitSequence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all megabatches are known."""
+        """Return whether all megabatches are known."""
         return len(self.first_unit) > self.num_megabatches
 
     @property
@@ -255,7 +256,7 @@ class UnitSequence:
 def items_of(
     dealt: BatchPlan, first_batch: int, last_batch: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """As `BatchPlan.items`, but the last batch is filled up with its own first units."""
+    """Return items as `BatchPlan.items` does, but fill the last batch up with its own first units."""
     items, sizes = dealt.items(first_batch, last_batch)
     repeats = dealt.repeats(first_batch, last_batch)
     if repeats.any():
@@ -292,7 +293,7 @@ class MegabatchPlan(RankPlan):
 
     @abstractmethod
     def _count_own(self, megabatch: int) -> Counts:
-        """How many segments of each position of a megabatch are this rank's."""
+        """Count the segments of each position of a megabatch that are this rank's."""
 
 
 class UnitPlan(MegabatchPlan):
@@ -325,7 +326,7 @@ class UnitPlan(MegabatchPlan):
 
     @property
     def batch_plan(self) -> BatchPlan:
-        """Of the units that are known."""
+        """Return the plan of the units that are known."""
         if self._is_whole:
             return self._batch_plan
         is_all = self.sequence.is_complete
@@ -335,7 +336,7 @@ class UnitPlan(MegabatchPlan):
         return dealt
 
     def dealt(self, num_units: int, *, is_all: bool, rank: int | None = None) -> BatchPlan:
-        """How so many units are dealt to a rank (None: this one); only whole batches unless it is all."""
+        """Deal so many units to a rank (None: this one); only whole batches unless it is all."""
         dealing, start = self._dealing.copy(), self.start
         if not is_all:
             dealing["tail"], num_units = "drop", max(num_units, start)
@@ -383,7 +384,7 @@ class UnitPlan(MegabatchPlan):
         return self.start + num_batches * self.global_batch_size
 
     def batches(self, first_batch: int, last_batch: int) -> BatchSegments:
-        """What this rank's batches [first_batch, last_batch) consist of. Raises `IndexError` beyond them."""
+        """Return what this rank's batches [first_batch, last_batch) consist of. `IndexError` beyond them."""
         units, rows = items_of(self.batch_plan, first_batch, last_batch)
         segments, segments_of_row = self.sequence.take(units)
         return BatchSegments.of(segments, rows, segments_of_row)
@@ -455,12 +456,12 @@ class UnitPlanner:
 
     @property
     def is_measured(self) -> bool:
-        """Whether lengths are those of samples as a function makes them: they show when it did."""
+        """Return whether lengths are those of samples as a function makes them: they show when it did."""
         return self._measured_as is not None
 
     @property
     def are_lengths_given(self) -> bool:
-        """Whether the user says how long samples are."""
+        """Return whether the user says how long samples are."""
         return self.batching.lengths is not None
 
     def sequence(self, order: EpochOrder, unit: int = 0) -> UnitSequence:
@@ -519,7 +520,7 @@ class UnitPlanner:
         return int(sequence.bounds[min(megabatch + (position > unit), sequence.num_megabatches)])
 
     def state(self, order: EpochOrder, position: int) -> dict[str, object]:
-        """What a state keeps beside the units that are done: the token, and the megabatch they end in."""
+        """Return what a state keeps beside the units that are done: the token, and their last megabatch."""
         return self.token | self.megabatch_start(order, position).to_json()
 
     def with_lengths(self, lengths: NDArray[np.integer] | None) -> UnitPlanner:
@@ -548,7 +549,7 @@ class UnitPlanner:
 
     @property
     def token(self) -> dict[str, object]:
-        """What must agree for a number of units to mean the same ones, as JSON types: a state keeps it."""
+        """Return what must agree for units to have the same numbers, as JSON types: a state keeps it."""
         if self._measured_as is not None:
             return self.batching.to_json() | {"measured": self._measured_as}
         return self.batching.to_json() | {"lengths": self._digest}

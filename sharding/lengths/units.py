@@ -26,14 +26,14 @@ DEFAULT_MEGABATCH_SAMPLES = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class LengthStats:
-    """What a plan makes of the lengths, over all megabatches. They count elements of the length column."""
+    """The counts of a plan over all megabatches. They count elements of the length column."""
 
     units: int = 0
-    """Packed rows, or batches."""
+    """The number of packed rows, or of batches."""
     segments: int = 0
-    """Segments of samples in them."""
+    """The number of segments of samples in them."""
     tokens: int = 0
-    """Elements that are delivered."""
+    """The number of elements that are delivered."""
     capacity: int = 0
     """Elements that the units have room for, padding included."""
     split: int = 0
@@ -41,7 +41,7 @@ class LengthStats:
     truncated: int = 0
     """Samples cut off at the end."""
     truncated_tokens: int = 0
-    """Elements lost by that."""
+    """The number of elements lost by that."""
     empty: int = 0
     """Samples of length 0, which a packed row cannot hold."""
 
@@ -52,7 +52,7 @@ class LengthStats:
 
     @classmethod
     def total(cls, parts: Iterable[LengthStats]) -> LengthStats:
-        """Sums, field by field."""
+        """Sum the counts, field by field."""
         terms = list(parts)
         return cls(**{one.name: sum(getattr(term, one.name) for term in terms) for one in fields(cls)})
 
@@ -66,13 +66,13 @@ class Segments:
     begin: NDArray[np.int64]
     """[e]: first element of the sample that the segment takes."""
     length: NDArray[np.int64]
-    """[e]: elements it takes."""
+    """The number of elements that each takes, [e]."""
 
     def __len__(self) -> int:
         return len(self.position)
 
     def take(self, rows: NDArray[np.int64] | slice) -> Segments:
-        """Some of the segments."""
+        """Take some of the segments."""
         return Segments(self.position[rows], self.begin[rows], self.length[rows])
 
     def shifted(self, by: int) -> Segments:
@@ -81,8 +81,8 @@ class Segments:
 
 
 _NONE = np.empty(0, np.int64)
-NO_PIECES = Segments(_NONE, _NONE, _NONE)
-"""None at all."""
+NO_SEGMENTS = Segments(_NONE, _NONE, _NONE)
+"""An empty sequence of segments."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class Units:
 
 @dataclass(frozen=True, eq=False)
 class BatchSegments:
-    """What consecutive batches consist of."""
+    """The contents of consecutive batches."""
 
     segments: Segments
     """Batch after batch, row after row."""
@@ -141,7 +141,7 @@ def joined(parts: list[Segments]) -> Segments:
     """Segments one after the other."""
     if len(parts) == 1:
         return parts[0]
-    columns = [(p.position, p.begin, p.length) for p in parts or [NO_PIECES]]
+    columns = [(p.position, p.begin, p.length) for p in parts or [NO_SEGMENTS]]
     return Segments(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 

@@ -54,7 +54,7 @@ class MixturePhase:
 
 
 class Interleaving:
-    """Which source gives the sample of each position of one epoch. Never changes; any thread.
+    """The source of the sample of each position of one epoch. Never changes; any thread.
 
     Args:
         phases: in order, the first from draw 0 on.
@@ -175,7 +175,8 @@ class MixtureSpec:
     run_length: int = 1
     """Consecutive samples of one source. The global batch size makes every batch one of a single source."""
     counts: Counts = "samples"
-    """What weights are shares of. Epochs by "tokens" follow from lengths: `token_schedule.TokenEpochs`."""
+    """The unit that weights are shares of. Epochs by "tokens" follow from lengths:
+    `token_schedule.TokenEpochs`."""
     changes: WeightSteps = NOTHING_SET
     """Weights that were set: the schedule ends with the first of them."""
 

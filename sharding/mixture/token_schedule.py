@@ -69,7 +69,7 @@ class TokenSchedule:
         self._table = lru_cache(_KEPT_TABLES)(self._tabulate)
 
     def _tabulate(self, chunk: int) -> tuple[Ints, Ints, Ints]:
-        """As `Pattern`: `nth`, `by_source` and `first` of the draws of a chunk."""
+        """Return `nth`, `by_source` and `first` of the draws of a chunk, as in `Pattern`."""
         source = self._source[chunk * _CHUNK : (chunk + 1) * _CHUNK]
         by_source = np.argsort(source, kind="stable")
         first = np.concatenate(([0], np.cumsum(self._before[chunk + 1] - self._before[chunk])))
@@ -127,7 +127,7 @@ class TokenEpochs:
         begun = {spec.changes.known_from[0]: base.first if base else (0,) * len(spec.sizes)}
         self._starts = {**{epoch: tuple(first) for epoch, first in (starts or {}).items()}, **begun}
         self.epoch = lru_cache(_KEPT_EPOCHS)(self._epoch)
-        """epoch -> its `Interleaving`."""
+        """Gives the `Interleaving` of an epoch."""
 
     def first(self, epoch: int) -> tuple[int, ...]:
         """Samples that each source gave before an epoch. All epochs since a known start are tabulated."""
@@ -151,18 +151,18 @@ class TokenEpochs:
             if phases and is_ruled and self._is_over(given, counting):
                 break
             seen = counting if is_ruled else None
-            pattern = self._turns(np.array(shares, np.int64), first, given, seen, following - start)
+            pattern = self._draws(np.array(shares, np.int64), first, given, seen, following - start)
             phases.append(MixturePhase(start, pattern))
             given = given + pattern.totals
             draws += int(pattern.totals.sum())
         return Interleaving(phases, draws, 1, first, given=before)
 
     def _is_over(self, given: Ints, counting: NDArray[np.bool_]) -> bool:
-        """Whether an epoch ends once each source gave so much; `counting`: those with a share to the end."""
+        """Return whether an epoch ends once each source gave so much; `counting`: with a share to the end."""
         seen = given >= np.array(self.spec.sizes)
         return bool(seen.any() if self.spec.stop == "first" else seen[counting].all())
 
-    def _turns(
+    def _draws(
         self, shares: Ints, first: Ints, given: Ints, counting: NDArray[np.bool_] | None, most: int
     ) -> TokenSchedule:
         """At most so many draws, from where each source gave so much; so many without `counting`."""

@@ -18,7 +18,7 @@ from sharding.mixture.shares import ENDLESS, exact_weights
 
 MAX_STEPS = 64
 _MAX_WEIGHTS = 4096
-"""Of all steps together: some 32 KB of a state."""
+"""The weights of all steps together, at most: some 32 KB of a state."""
 
 EpochPosition = tuple[int, int]
 """Epoch, and samples of it before."""
@@ -31,7 +31,7 @@ class WeightStep(NamedTuple):
     position: int
     """Samples of the epoch before; a draw begins there."""
     weights: tuple[Fraction, ...]
-    """Of the sources, of sum 1."""
+    """The weights of the sources, of sum 1."""
 
     @property
     def begin(self) -> EpochPosition:
@@ -40,7 +40,7 @@ class WeightStep(NamedTuple):
 
 
 class MixtureBase(NamedTuple):
-    """How far each source was where the oldest step begins."""
+    """The samples that each source had given where the oldest step begins."""
 
     first: tuple[int, ...]
     """Samples that each source gave before the epoch of the step."""
@@ -71,7 +71,7 @@ class WeightSteps:
         return before[-1] if before else None
 
     def within(self, epoch: int) -> list[WeightStep]:
-        """What was set in an epoch, but for its begin."""
+        """Return the steps that were set in an epoch, but for its begin."""
         return [step for step in self.steps if step.epoch == epoch and step.position]
 
     def next_epoch(self, epoch: int) -> int:
@@ -93,7 +93,7 @@ class WeightSteps:
         return WeightSteps((oldest, *(step for step in self.steps if step.begin > oldest.begin)), base)
 
     def to_json(self) -> dict[str, object]:
-        """What `from_json` takes, as JSON types."""
+        """Return what `from_json` takes, as JSON types."""
         steps = [[step.epoch, step.position, " ".join(map(str, step.weights))] for step in self.steps]
         base = self.base._asdict() if self.base else {}
         return {"steps": steps, **{name: list(counts) for name, counts in base.items()}}

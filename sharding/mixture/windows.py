@@ -113,7 +113,7 @@ class MixtureWindows:
         return out
 
     def in_order(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """As `Order.in_order`: positions and sample numbers, all from `begin` on, each window mixed once.
+        """Yield as `Order.in_order`: positions and sample numbers from `begin` on, each window mixed once.
 
         A source with a small share is in the same windows for most of the epoch: they stay until it is in
         others.
@@ -207,7 +207,7 @@ class MixtureBatchPlan(BatchPlan):
     _kept: dict[int, NDArray[np.int32]] = field(default_factory=dict, init=False, repr=False)
 
     def takes(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether the rank's batches take each position, padding left out, bool [n]; -1 never is."""
+        """Return whether the rank's batches take each position, padding left out, bool [n]; -1 never is."""
         batch, offset = np.divmod(positions - self.start, self.global_batch_size)
         mask = (positions >= self.start) & (batch < self.num_full)
         if self.world_size > 1:
@@ -221,7 +221,7 @@ class MixtureBatchPlan(BatchPlan):
     def _is_own(
         self, batches: NDArray[np.int64], which: NDArray[np.int64], offset: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Whether the sample at each offset of the batch `batches[which]` is this rank's, bool [n]."""
+        """Return whether the sample at each offset of `batches[which]` is this rank's, bool [n]."""
         own = np.zeros(len(which), bool)
         parts = batches // self._part
         for part in np.unique(parts).tolist():

@@ -1,4 +1,4 @@
-"""What plans and the stream ask of an epoch's order, whether it is of one dataset or of a mixture.
+"""Define what plans and the stream ask of an epoch's order, of one dataset or of a mixture.
 
 `Windows` tell where positions lie, and what a window consists of; an `EpochOrder` also tells samples. `Order`
 and `MixtureWindows` are epoch orders; a full shuffle, whose order has no windows, is cut into some when it is
@@ -22,17 +22,17 @@ class SourceWindow(NamedTuple):
     """A window as one of the datasets that an order is over has it."""
 
     source: int
-    """Which of a mixture's; 0 where there is one dataset."""
+    """The number of the source in a mixture; 0 where there is one dataset."""
     epoch: int | None
-    """Of the source's own, in a mixture."""
+    """The source's own epoch, in a mixture."""
     windows: Windows
-    """Of the source."""
+    """The windows of the source."""
     number: int
-    """Of the window, in these."""
+    """The number of the window, in these."""
 
 
 class Windows(Protocol):
-    """Where positions lie, and what windows consist of."""
+    """The protocol of windows: it locates positions, and tells what windows consist of."""
 
     def window_span(self, window: int) -> tuple[int, int]:
         """First position of the window, and the one after its last."""
@@ -47,7 +47,7 @@ class Windows(Protocol):
         ...
 
     def window_length(self, window: int) -> int:
-        """Samples in the window."""
+        """Return the number of samples in the window."""
         ...
 
     def window_blocks(self, window: int) -> Ints:
@@ -68,12 +68,12 @@ class EpochOrder(Windows, Protocol):
 
     @property
     def seed(self) -> int:
-        """Of the order."""
+        """Return the seed of the order."""
         ...
 
     @property
     def epoch(self) -> int:
-        """Its number."""
+        """Return the number of the epoch."""
         ...
 
     @property

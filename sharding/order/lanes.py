@@ -102,7 +102,7 @@ def deal_with_exchange(
 
 
 def _times_drawn(num_groups: int, share: float, key: int, epoch: int) -> NDArray[np.uint64]:
-    """How often each group has drawn a new permutation by an epoch: its phases are spread evenly."""
+    """Count the permutations each group has drawn by an epoch: its phases are spread evenly."""
     whole, part = divmod(epoch * round(share * _ONE), _ONE)
     phase = seeded_permutation(num_groups, key) * _ONE // num_groups
     return ((phase + part) // _ONE).astype(np.uint64) + np.uint64(whole & (1 << 64) - 1)

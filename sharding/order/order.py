@@ -90,7 +90,7 @@ class Order:
             self.shuffle.window_blocks or DEFAULT_WINDOW_BLOCKS,
             ramp=self.shuffle.ramps_in(epoch),
         )
-        """Where its windows lie; of a "full" order, none."""
+        """The table of its windows; of a "full" order, none."""
         self.num_windows = self.table.num_windows
 
     def _block_order(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -129,7 +129,7 @@ class Order:
         return self.table.locate(positions)
 
     def window_length(self, window: int) -> int:
-        """Samples in the window."""
+        """Return the number of samples in the window."""
         return int(self.table.window_lengths[self._checked(window)])
 
     def window_span(self, window: int) -> tuple[int, int]:
@@ -160,7 +160,7 @@ class Order:
     def window_samples(
         self, window: int, indices: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Where the window's samples lie, index by index.
+        """Locate the window's samples, index by index.
 
         Args:
             window: in [0, num_windows).

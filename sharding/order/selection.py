@@ -1,4 +1,4 @@
-"""Which samples of a dataset a view keeps: rows per block, in file order.
+"""Select the samples of a dataset that a view keeps: rows per block, in file order.
 
 A `Selection` says of every block how many samples it keeps, which is what an `Order` is made over: the order
 shuffles the kept samples only, and reads only blocks that hold some. Blocks kept whole or not at all cost
@@ -62,7 +62,7 @@ class Selection:
 
     @classmethod
     def whole(cls, total: Ints) -> Selection:
-        """Every sample."""
+        """Select every sample."""
         selection = cls(total, {})
         selection.num_samples = total
         return selection
@@ -72,7 +72,7 @@ class Selection:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every sample is kept."""
+        """Return whether every sample is kept."""
         return bool((self.num_samples == self._total).all())
 
     @cached_property

@@ -1,4 +1,4 @@
-"""How an epoch is mixed: the value a user gives, a loader fills in and a state keeps.
+"""Define the shuffle of an epoch: the value a user gives, a loader fills in and a state keeps.
 
 Everything in a `Shuffle` is part of the order, and nothing in it may depend on the world: the number of
 lanes is a constant unless the user says otherwise, so that one machine and forty see the same batches.
@@ -22,7 +22,7 @@ _MOST_LANES = 1 << 12
 
 @dataclass(frozen=True)
 class Shuffle:
-    """How an epoch is mixed. Raises `ValueError` for values that contradict each other.
+    """The shuffle of an epoch. Raises `ValueError` for values that contradict each other.
 
     Example:
         >>> dataset = ShardedDataset("tokens/*.parquet")
@@ -48,7 +48,7 @@ class Shuffle:
     keeps its blocks, and its cache. The order inside a lane is new in every epoch."""
     _: KW_ONLY
     ramp: bool | None = None
-    """Whether epoch 0 begins with small windows (8, 16, 32 ... blocks), so that the first batch of a training
+    """True if epoch 0 begins with small windows (8, 16, 32 ... blocks), so that the first batch of a training
     waits for few reads. They mix little, so later epochs have none; under "blocks" and "none" windows mix
     nothing, and every epoch has them. A dataset in one window has no others. None: only where the loader
     chooses `window_blocks`."""
@@ -88,11 +88,11 @@ class Shuffle:
 
     @property
     def is_file_order(self) -> bool:
-        """Whether positions are the samples' numbers; with lanes "none" is file order in each lane only."""
+        """Return whether positions are the samples' numbers; lanes keep file order in each lane only."""
         return self.kind == "none" and self.num_lanes == 1
 
     def ramps_in(self, epoch: int) -> bool:
-        """Whether the first windows of an epoch are small, of a shuffle with nothing left open."""
+        """Return whether the first windows of an epoch are small, of a shuffle with nothing left open."""
         return bool(self.ramp) and (epoch == 0 or self.kind != "window")
 
     def of_source(self, source: int) -> Shuffle:

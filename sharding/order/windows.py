@@ -21,10 +21,10 @@ FIRST_WINDOW_BLOCKS = 8
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WindowTable:
-    """Where the windows of an epoch lie. All arrays are read-only; about 45 bytes a block."""
+    """A table of the windows of an epoch. All arrays are read-only; about 45 bytes a block."""
 
     num_windows: int
-    """Windows; none is empty."""
+    """The number of windows; none is empty."""
     lane_bounds: NDArray[np.int64]
     """[lanes + 1]: samples in the lanes before."""
     cell_start: NDArray[np.int64]
@@ -60,7 +60,7 @@ class WindowTable:
 
     @property
     def num_lanes(self) -> int:
-        """Lanes of the epoch."""
+        """Return the number of lanes of the epoch."""
         return len(self.lane_bounds) - 1
 
     def cells(self, window: int) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Where the rows of batches lie: batch b takes these indices of window w.
+"""Locate the rows of batches: batch b takes these indices of window w.
 
 The one answer to that question: the stream finds it, for many batches at a time, and opens and closes windows
 by it; a chunk takes its part, and turns indices into rows of staged windows, which know their samples. All of
@@ -36,7 +36,7 @@ class WindowRows:
         return int(self.rows.start if isinstance(self.rows, slice) else self.rows[0])
 
     def between(self, begin: int, end: int) -> WindowRows:
-        """Those of the rows [begin, end), counted from `begin`."""
+        """Return the part with the rows [begin, end), counted from `begin`."""
         if isinstance(self.rows, slice):
             first = self.rows.start
             start, stop = max(begin, first), max(begin, first, min(end, self.rows.stop))
@@ -57,7 +57,7 @@ class BatchIndex:
     first: int
     """Number of the first batch."""
     sizes: NDArray[np.int64]
-    """[batches] rows of each."""
+    """The number of rows of each batch, [batches]."""
     parts: Sequence[WindowRows]
     """The rows, window by window, in order of first use."""
 

@@ -1,4 +1,4 @@
-"""Which of a row of numbered items each rank gets in which batch: arithmetic on a few integers.
+"""Deal a row of numbered items to the batches of ranks: arithmetic on a few integers.
 
 Items are what is dealt out: the positions of an epoch's order, or the units of length-aware batches. Global
 batch b holds items [start + b*G, start + (b+1)*G) with G = batch_size * world_size. So what forms global
@@ -33,7 +33,7 @@ Tail = Literal["drop", "pad", "even", "uneven"]
 
 
 class Dealing(TypedDict):
-    """How items are dealt to ranks, as keywords: see the fields of `BatchPlan`."""
+    """The rule by which items are dealt to ranks, as keywords: see the fields of `BatchPlan`."""
 
     batch_size: int
     rank: int
@@ -58,7 +58,7 @@ class BatchPlan:
     (`placement.shard_indices`)."""
     world_size: int
     tail: Tail
-    """What becomes of the last, incomplete global batch: "drop", "pad", "even" or "uneven"."""
+    """The rule for the last, incomplete global batch: "drop", "pad", "even" or "uneven"."""
     start: int = 0
     """First item to deliver, in [0, num_items]."""
     num_lanes: int = 1
@@ -93,7 +93,7 @@ class BatchPlan:
 
     @cached_property
     def num_full(self) -> int:
-        """Complete global batches."""
+        """Return the number of complete global batches."""
         return (self.num_items - self.start) // self.global_batch_size
 
     @property
@@ -126,7 +126,7 @@ class BatchPlan:
         return items, sizes
 
     def repeats(self, first_batch: int, last_batch: int) -> NDArray[np.bool_]:
-        """Which of `items(first_batch, last_batch)` fill the last batch up a second time, bool [m]."""
+        """Return which of `items(first_batch, last_batch)` fill the last batch up a second time, bool [m]."""
         flags = np.zeros(max(0, min(last_batch, self.num_full) - first_batch) * self.batch_size, bool)
         if first_batch < last_batch and last_batch > self.num_full:
             flags = np.concatenate((flags, self._last_batch >= self.num_items))

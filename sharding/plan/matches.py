@@ -1,4 +1,4 @@
-"""Which sample of another dataset belongs to each of a dataset's, and what it costs to read them beside it.
+"""Match the samples of two datasets by key, and count what it costs to read one beside the other.
 
 Keys are matched once, as Arrow arrays, and kept as a table of sample numbers. Whoever reads a block of the
 one dataset reads the blocks of the other that hold its matches; where both are ordered alike these are few,
@@ -62,7 +62,7 @@ def find_matches(keys: pa.Array, others: pa.Array) -> Ints:
 
 
 def duplicates(keys: pa.Array) -> tuple[int, Ints]:
-    """How many keys come more than once, nulls aside, and where the first of these is, int64 [times]."""
+    """Return how many keys come more than once, nulls aside, and where the first is, int64 [times]."""
     import pyarrow.compute as pc
 
     codes = np.asarray(pc.dictionary_encode(keys).indices.fill_null(NO_MATCH))
@@ -72,7 +72,7 @@ def duplicates(keys: pa.Array) -> tuple[int, Ints]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MatchTable:
-    """Which sample of another dataset is the match of each sample of a dataset. Read-only."""
+    """A table of the sample of another dataset that is the match of each sample of a dataset. Read-only."""
 
     numbers: NDArray[Any]
     """[samples of the dataset's shards] number of the match in the other's, int32 or int64; `NO_MATCH`:
@@ -82,13 +82,13 @@ class MatchTable:
     other_blocks: Ints
     """... and of the other, which hold matches of its samples."""
     num_blocks: int
-    """Of the dataset."""
+    """The number of blocks of the dataset."""
     amplification: float
     """Bytes of the other's blocks that are read in file order over those of all blocks that hold matches."""
 
     @classmethod
     def between(cls, own: Ints, matches: Ints, table: BlockTable, other: BlockTable) -> MatchTable:
-        """Of samples with a match: their numbers, ascending, and those of their matches, [n] each."""
+        """Make the table from numbers of samples with a match, ascending, and of their matches, [n] each."""
         total, most = int(table.num_samples.sum()), int(other.num_samples.sum())
         numbers = np.full(total, NO_MATCH, np.int32 if most < 1 << 31 else np.int64)
         numbers[own] = matches
@@ -128,7 +128,7 @@ def blocks_of(table: BlockTable, samples: Ints) -> Ints:
 
 
 def _pairs(first: Ints, second: Ints) -> tuple[Ints, Ints]:
-    """The different pairs, ascending."""
+    """Return the different pairs, ascending."""
     changes = np.flatnonzero((np.diff(first, prepend=-1) != 0) | (np.diff(second, prepend=-1) != 0))
     both = np.unique(np.stack((first[changes], second[changes])), axis=1)
     return both[0], both[1]
@@ -151,7 +151,7 @@ def reads_in_file_order(own: Ints, other: Ints, nbytes: Ints) -> tuple[int, int]
 
 
 def reads_in_windows(order: Order, matches: MatchTable, nbytes: Ints) -> float:
-    """How often the blocks that hold matches are read in an epoch whose windows are read each by itself.
+    """Return how often blocks that hold matches are read in an epoch whose windows are read each by itself.
 
     Args:
         order: the epoch's; any kind but "full", which has no windows.

@@ -24,7 +24,7 @@ class LaneRange:
     first: int
     end: int
     shared: bool
-    """Whether two of these ranks take from one lane, so that a block is read more than once."""
+    """True if two of these ranks take from one lane, so that a block is read more than once."""
 
 
 def lanes_of_shard_indices(

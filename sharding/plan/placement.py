@@ -72,7 +72,7 @@ def shard_index_of(topology: Topology) -> int:
 def reads_by_node(
     order: Order, nodes: Sequence[int], batch_size: int, *, start: int = 0, cost: ArrayLike | None = None
 ) -> NDArray[np.int64]:
-    """What each node reads in an epoch: blocks it takes samples of, each once; int64 [nodes].
+    """Return what each node reads in an epoch: blocks it takes samples of, each once; int64 [nodes].
 
     Their sum over the number of blocks (or over the sum of `cost`) is the read amplification: 1.0 if every
     block is read by one node. Never too low, and exact but for two things: an incomplete last batch counts
@@ -105,7 +105,7 @@ def reads_by_node(
 def read_amplification(
     order: Order, batch_size: int, num_ranks: int, *, cost: ArrayLike | None = None
 ) -> float:
-    """How often blocks are read in an epoch where each rank reads for itself; 1.0: no block by two ranks.
+    """Return how often blocks are read in an epoch where each rank reads for itself; 1.0: each once.
 
     As `reads_by_node` with each rank a node, in O(blocks) for any number of ranks: those of a lane take turns
     in it, so a block is read by as many as have their turns in it, at most by all. Blocks that are cut
@@ -164,23 +164,23 @@ def _pieces_from(
 
 
 def _counter(mine: NDArray[np.bool_]) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
-    """How many of the first n of a pattern that repeats are mine."""
+    """Return a function that counts how many of the first n of a repeating pattern are mine."""
     before = np.concatenate(([0], np.cumsum(mine)))
     return lambda n: n // len(mine) * before[-1] + before[n % len(mine)]
 
 
 @dataclass(frozen=True)
 class HotSpot:
-    """What is asked of one shard (folder, host) at the worst moment."""
+    """The reads that one shard (folder, host) has at the worst moment."""
 
     label: int
-    """Which one."""
+    """The label of the shard, folder or host."""
     most: int
     """Reads of it in the worst run."""
     share: float
     """Reads of it in a run on average. `most` far above it: one server works, others wait."""
     ahead: int
-    """Reads in a run."""
+    """The number of reads in a run."""
 
     @property
     def ratio(self) -> float:

@@ -41,7 +41,7 @@ class RankPlan(ABC):
 
     @property
     def batch_plan(self) -> BatchPlan:
-        """Which items each batch takes."""
+        """Return which items each batch takes."""
         return self._batch_plan
 
     def positions(self, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -103,7 +103,7 @@ class RankPlan(ABC):
         return self.batch_plan.num_padded_global
 
     def repeats(self, first_batch: int, last_batch: int) -> NDArray[np.bool_]:
-        """Which items of batches [first_batch, last_batch) fill the last batch up a second time, bool [m]."""
+        """Return which items of batches [first_batch, last_batch) fill the last one up again, bool [m]."""
         return self.batch_plan.repeats(first_batch, last_batch)
 
     def position_after(self, num_batches: int) -> int:
@@ -145,7 +145,7 @@ class EpochPlan(RankPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanState:
-    """Where a run stands: enough to go on with any number of ranks.
+    """The position of a run: enough to go on with any number of ranks.
 
     Constant in size (< 1 KB of JSON), but for some 50 bytes for each of up to 64 changes of weights.
     """
@@ -156,12 +156,15 @@ class PlanState:
     """Global position: samples of this epoch that are done, in [0, num_samples]; units with a `batching`."""
     num_samples: int
     shuffle: Shuffle
-    """As `Order.shuffle` gives it, with nothing left open: other windows or lanes are another order."""
+    """The shuffle as `Order.shuffle` gives it, with nothing left open: other windows or lanes are another
+    order."""
     fingerprint: str = ""
-    """What identifies the block table, at most 128 printable ASCII characters; "" where nothing does."""
+    """The identity of the block table, at most 128 printable ASCII characters; "" where nothing identifies
+    it."""
     version: int = STATE_VERSION
     batching: Mapping[str, object] | None = None
-    """What decides the units of a length-aware plan (`UnitPlanner.token`); None: positions count samples."""
+    """The facts that decide the units of a length-aware plan (`UnitPlanner.token`); None: positions count
+    samples."""
     sources: Sequence[int] | None = None
     """Samples that each source of a mixture by tokens gave before the epoch."""
     weights: Mapping[str, object] | None = None

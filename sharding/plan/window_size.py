@@ -1,4 +1,4 @@
-"""How many blocks a shuffle window holds where nobody says, and why.
+"""Choose how many blocks a shuffle window holds where nobody says, and why.
 
 More blocks mix better; the bytes of a window are memory, and the read-ahead. A dataset that fits into 256 MiB
 and a quarter of the memory limit is one window, which mixes like a full shuffle. Of larger ones a window is
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ONE_WINDOW_BYTES = 256 << 20
 """A dataset of no more is one window."""
 WINDOW_BYTES = 128 << 20
-"""What a window of a larger one aims at, of blocks of at most `USUAL_BLOCK_BYTES`."""
+"""The bytes that a window of a larger dataset aims at, of blocks of at most `USUAL_BLOCK_BYTES`."""
 USUAL_BLOCK_BYTES = 2 << 20
 READ_BYTES = 64 << 20
 """The same of blocks twice as large and more, and where windows mix nothing: it is read together."""
@@ -51,7 +51,7 @@ class WindowSize:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the window holds the whole dataset."""
+        """Return whether the window holds the whole dataset."""
         return self.window_blocks >= self.num_blocks
 
 

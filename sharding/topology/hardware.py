@@ -1,4 +1,4 @@
-"""What Linux's sysfs tells of this machine's NUMA nodes.
+"""Read this machine's NUMA nodes from Linux's sysfs.
 
 A reading is a function of the files below `sysfs` (so a test gives it a folder) and of the CPUs that this
 process may use. It never guesses: what the files do not tell is None, with the reason.

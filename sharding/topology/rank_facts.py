@@ -15,7 +15,7 @@ from sharding.topology.topology import Racks, Topology, rack_of
 
 
 class RankFacts(NamedTuple):
-    """What a rank says of itself. Some hundred bytes, pickled."""
+    """The facts that a rank knows of itself. Some hundred bytes, pickled."""
 
     host: str | None
     rack: str | None
@@ -28,7 +28,7 @@ class RankFacts(NamedTuple):
 
 
 def facts_of(topology: Topology) -> RankFacts:
-    """What this rank tells the others."""
+    """Return what this rank tells the others."""
     return RankFacts(
         topology.host,
         topology.rack,

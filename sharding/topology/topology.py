@@ -1,4 +1,4 @@
-"""Which of how many processes this is, on which machine, and what lies around it.
+"""Describe this process: its rank, its machine, and what lies around it.
 
 A `Topology` is a frozen value, the same for the same arguments and environment. Ranks come from the launcher
 (`sharding.topology.launchers`), NUMA nodes from sysfs (`sharding.topology.hardware`), the other
@@ -58,9 +58,9 @@ class Topology:
     """This node, in [0, num_nodes)."""
     num_nodes: int = 1
     source: str = "given"
-    """Where it was learned, for logs and error messages."""
+    """The origin of these facts, for logs and error messages."""
     replicate: Replicate = 1
-    """Which ranks get the same batches (see `sharding.topology.replicas`); 1: no two."""
+    """The ranks that get the same batches (see `sharding.topology.replicas`); 1: no two."""
     host: str | None = None
     """Host name of this node."""
     rack: str | None = None
@@ -68,15 +68,15 @@ class Topology:
     hosts: tuple[str, ...] | None = field(default=None, repr=False)
     """Host name of each node."""
     racks: tuple[str, ...] | None = field(default=None, repr=False)
-    """Rack of each node."""
+    """The rack of each node."""
     nodes_of_ranks: tuple[int, ...] | None = field(default=None, repr=False)
-    """Node of each rank."""
+    """The node of each rank."""
     numa_nodes_of_ranks: tuple[int | None, ...] | None = field(default=None, repr=False)
     """`numa_node` of each rank, None for a rank that is bound to none."""
     numa_node: int | None = None
     """NUMA node of all CPUs that this process may use."""
     num_numa_nodes: int | None = None
-    """Of the machine, as sysfs shows them: also those that a container may not use."""
+    """The NUMA nodes of the machine, as sysfs shows them: also those that a container may not use."""
     reasons: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
     """(fact, why it is not known); read it as `why_unknown`."""
 
@@ -136,7 +136,7 @@ class Topology:
         host: str | None = None,
         cpus: Iterable[int] | None = None,
     ) -> Topology:
-        """What this process can learn alone: from its launcher's variables, its host name and sysfs.
+        """Learn what this process can alone: from its launcher's variables, its host name and sysfs.
 
         Launchers: torchrun, DeepSpeed, Open MPI, MPICH and Intel MPI, Slurm; without any, a single process.
 

@@ -38,7 +38,7 @@ class NewFile:
     ) -> None:
         self.url = url
         self.num_bytes = 0
-        """Bytes written so far."""
+        """The number of bytes written so far."""
         self._overwrite = overwrite
         redact_logs()
         self._fs, self._path = url_to_fs(url, storage_options or {})
@@ -55,11 +55,11 @@ class NewFile:
 
     @property
     def closed(self) -> bool:
-        """Whether it was committed or discarded."""
+        """Return whether it was committed or discarded."""
         return self._file is None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Append bytes."""
+        """Append bytes to the file."""
         # A tar or gzip stream above flushes when it is collected, maybe after `discard`.
         if self._file is not None:
             self._file.write(data)
@@ -70,7 +70,7 @@ class NewFile:
         """Do nothing: `commit` writes what is buffered. Streams above call it."""
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the number of bytes written so far."""
         return self.num_bytes
 
     def commit(self) -> None:
@@ -122,7 +122,7 @@ class NewFile:
 
 
 def no_room(error: BaseException | None) -> OSError | None:
-    """What says that there is no room among an error and its causes; None: nothing does."""
+    """Return what says that there is no room among an error and its causes; None: nothing does."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             return error
@@ -140,8 +140,8 @@ def space_at(path: str) -> str:
     return ""
 
 
-_TOLD: set[tuple[str, str]] = set()
-"""Of `warn_not_kept`: what, and its folder."""
+_WARNED: set[tuple[str, str]] = set()
+"""The warnings that `warn_not_kept` gave: what was not kept, and its folder."""
 
 
 def warn_not_kept(what: str, path: str, error: BaseException, *, needed: str = "", so: str) -> None:
@@ -155,16 +155,16 @@ def warn_not_kept(what: str, path: str, error: BaseException, *, needed: str = "
         so: what follows from that, and what to do.
     """
     folder = path.rpartition("/")[0] or "."
-    if (what, folder) in _TOLD:
+    if (what, folder) in _WARNED:
         return
-    _TOLD.add((what, folder))
+    _WARNED.add((what, folder))
     full = no_room(error)
     reason = str(error) if full is None else ", ".join(filter(None, [full.strerror, space_at(path), needed]))
     warnings.warn(f"{what} cannot be kept in {identity_of(folder)} ({reason}): {so}", stacklevel=2)
 
 
 def user_folder(name: str) -> str:
-    """Where this user's files of a kind are kept: `$XDG_CACHE_HOME/dataflow/NAME`, or below `~/.cache`."""
+    """Return this user's folder for a kind of files: `$XDG_CACHE_HOME/dataflow/NAME`, or below `~/.cache`."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(root, "dataflow", name)
 

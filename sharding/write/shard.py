@@ -216,7 +216,7 @@ class NewJsonlShard:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has for a number or an array of numpy or torch."""
+    """Return what JSON has for a number or an array of numpy or torch."""
     if hasattr(value, "tolist"):
         return value.tolist()
     kind = type(value).__name__
@@ -246,7 +246,7 @@ def _survives(key: str, extension: str) -> bool:
 
 
 def _reads_as_number(extension: str, value: Any) -> bool:
-    """Whether what webdataset writes for a label, its `str`, is an integer; text and bytes are the user's."""
+    """Return whether webdataset writes a label, by `str`, as an integer; text and bytes are the user's."""
     if isinstance(value, str | bytes) or extension.rpartition(".")[2] not in _INTEGERS:
         return True
     try:

@@ -22,7 +22,7 @@ from sharding.write.file import NewFile
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions:
-    """How documents become tokens of a file. Raises `ValueError` where that is no way."""
+    """The rule by which documents become tokens of a file. Raises `ValueError` where that is none."""
 
     dtype: str
     """numpy integer type of a token."""
@@ -31,7 +31,7 @@ class TokenOptions:
     end_token: int | None = None
     """Token appended to each document; None: documents follow one another."""
     tokenizer: str | None = None
-    """What identifies the tokenizer, such as the hash of its file."""
+    """The identity of the tokenizer, such as the hash of its file."""
 
     def __post_init__(self) -> None:
         try:
@@ -95,12 +95,12 @@ class NewTokenShard:
     def finish(self) -> Mapping[str, bytes]:
         """The description, and Megatron's index."""
         sizes = np.array(self._sizes, np.int64)
-        told = {"format": "megatron" if self._megatron else "tokens", **asdict(self._options)}
-        told |= {"num_tokens": int(sizes.sum()), "num_documents": len(sizes)}
-        beside = {SIDECAR_SUFFIX: (json.dumps(told, indent=1) + "\n").encode()}
+        described = {"format": "megatron" if self._megatron else "tokens", **asdict(self._options)}
+        described |= {"num_tokens": int(sizes.sum()), "num_documents": len(sizes)}
+        beside = {SIDECAR_SUFFIX: (json.dumps(described, indent=1) + "\n").encode()}
         if self._megatron:
             beside[".idx"] = index_bytes(sizes, self._dtype)
         return beside
 
     def abandon(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: nothing is held back."""

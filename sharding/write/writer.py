@@ -36,7 +36,7 @@ class WrittenShard:
     url: str
     num_samples: int
     num_bytes: int
-    """In the store."""
+    """The number of bytes in the store."""
 
 
 class ShardWriter:
@@ -122,7 +122,7 @@ class ShardWriter:
 
     @property
     def shards(self) -> tuple[WrittenShard, ...]:
-        """What was finished so far."""
+        """Return the shards that were finished so far."""
         return tuple(self._shards)
 
     def write(self, sample: Sample) -> None:

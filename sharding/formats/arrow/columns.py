@@ -89,7 +89,7 @@ class TabularFormat(Format):
         return columns_of(self.unchecked_table(block, data, columns), columns, block, specs)
 
     def unchecked_table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
-        """As `table`, of which `columns_of` checks what it uses."""
+        """Decode as `table` does, leaving what is used to `columns_of` to check."""
         return self.table(block, data, columns)
 
     @abstractmethod
@@ -483,7 +483,7 @@ def _byte_list_spans(array: pa.Array) -> ByteLists:
 
 
 def _of_lists(items: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many items of each list are true, given how many there are of each."""
+    """Count the items of each list that are true, given how many there are of each."""
     before = np.append(0, np.cumsum(items))
     trues: NDArray[np.int64] = np.diff(before[np.append(0, np.cumsum(counts))])
     return trues
@@ -568,7 +568,7 @@ def _check_levels(array: pa.Array) -> None:
 
 
 def _check_offsets(array: pa.Array) -> None:
-    """Those of lists or a map, as of lists of nulls."""
+    """Check the offsets of lists or a map, or of lists of nulls."""
     kind, nothing = array.type, pa.null()
     if is_list_view(kind):
         like = (pa.large_list_view if pa.types.is_large_list_view(kind) else pa.list_view)(nothing)

@@ -1,4 +1,4 @@
-"""What Hugging Face `datasets` says of the columns of its Arrow and Parquet files: its features.
+"""Read the features that Hugging Face `datasets` writes about columns of its Arrow and Parquet files.
 
 They are JSON in the metadata of the schema: name -> description, nested as the columns are, such as
 `{"image": {"_type": "Image"}, "label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}`. They say what
@@ -22,20 +22,20 @@ _WORDS = {
     "Audio": ("audio", "sound", "speech", "voice", "wav", "mp3", "flac"),
     "Video": ("video", "movie", "clip", "mp4"),
 }
-"""What a struct of bytes and path holds, where no features say so: the first whose word is in its name."""
+"""The kind of a struct of bytes and path, where no features say so: the first whose word is in its name."""
 
 
 class NamedColumn(NamedTuple):
     """A column that a sample may have."""
 
     name: str
-    """Those of structs: "outer.inner"."""
+    """The name; that of a column in a struct is "outer.inner"."""
     field: pa.Field
     """Nullable if it or a struct around it is."""
     feature: str
-    """See `ColumnSpec`."""
+    """The feature, as in `ColumnSpec`."""
     is_part: bool
-    """Whether it lies in a struct of bytes and path, which is a column, too."""
+    """True if it lies in a struct of bytes and path, which is a column, too."""
 
 
 def features_of(schema: pa.Schema) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _named(
 
 
 def is_media(kind: pa.DataType) -> bool:
-    """Whether a type is a struct of bytes and path, in which `datasets` stores images, sound and video."""
+    """Return whether a type is a struct of bytes and path, as `datasets` stores images, sound and video."""
     if not pa.types.is_struct(kind) or {field.name for field in kind} != {"bytes", "path"}:
         return False
     stored = kind.field("bytes").type
@@ -83,7 +83,7 @@ def is_media(kind: pa.DataType) -> bool:
 
 
 def media_in(kind: pa.DataType) -> pa.DataType:
-    """What a list holds, at any depth; the type itself where it is no list."""
+    """Return what a list holds, at any depth; the type itself where it is no list."""
     while pa.types.is_nested(kind) and not pa.types.is_struct(kind) and hasattr(kind, "value_type"):
         kind = kind.value_type
     return kind

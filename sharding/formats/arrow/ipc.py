@@ -56,7 +56,7 @@ class ArrowFileFormat(TabularFormat):
         self.allow_unfinished = allow_unfinished
 
     def options(self) -> dict[str, str | int]:
-        """What shapes the blocks, see `Format.options`."""
+        """Return the options that shape the blocks; see `Format.options`."""
         return {"allow_unfinished": True} if self.allow_unfinished else {}
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
@@ -206,7 +206,7 @@ def _length(block: Sequence[Message]) -> int:
 
 @dataclass(frozen=True)
 class _BlockSizes:
-    """What decoded blocks of a shard take."""
+    """The sizes of decoded blocks of a shard."""
 
     schema: pa.Schema
     specs: Mapping[str, ColumnSpec]
@@ -230,7 +230,7 @@ class _BlockSizes:
 
 @dataclass
 class _JsonText:
-    """How many bytes the JSON text of a batch's columns takes, from above, by the header's vectors.
+    """An upper bound of the bytes of the JSON text of a batch's columns, by the header's vectors.
 
     Goes through types and vectors side by side; a vector that is too short (damage) counts as zeros. A
     constant times the batch's bytes would not do: a code of a dictionary stands for any length of text, and a
@@ -238,11 +238,11 @@ class _JsonText:
     """
 
     lengths: Iterator[int]
-    """Of the arrays, parents before children."""
+    """The lengths of the arrays, parents before children."""
     buffers: Iterator[int]
-    """Bytes of each."""
+    """The bytes of each buffer."""
     views: Iterator[int]
-    """How many buffers each array of string views has for its text."""
+    """The number of buffers that each array of string views has for its text."""
     entry_bytes: float
     """Mean size of an entry of the dictionaries, which lie elsewhere."""
 

@@ -108,7 +108,7 @@ def bits(flags: NDArray[np.bool_] | None) -> pa.Buffer | None:
 
 
 def bools(flags: NDArray[np.bool_]) -> pa.Array:
-    """An array of bools."""
+    """Make an array of bools."""
     return pa.Array.from_buffers(pa.bool_(), len(flags), [None, bits(flags)])
 
 

@@ -27,7 +27,7 @@ from sharding.formats.arrow.json_arrays import RawTexts, Text, array_of, bools, 
 from sharding.formats.arrow.json_types import JSON_TEXT, UNREADABLE
 
 NOT_READ = (msgspec.MsgspecError, ValueError, RecursionError)
-"""What msgspec raises of text that is not JSON as it takes it, or does not fit."""
+"""The errors that msgspec raises of text that is not JSON as it takes it, or does not fit."""
 PIECE_BYTES = 256 << 10
 MOST_CELLS = 4 << 20
 """Rows times keys at a time: each takes 8 bytes, also where a line lacks the key."""
@@ -83,7 +83,7 @@ def lines_of(piece: bytes) -> list[bytes]:
 
 
 def starts_of_lines(piece: bytes) -> NDArray[np.int64]:
-    """Where the lines begin that `lines_of` gives, in bytes of the piece."""
+    """Return where the lines begin that `lines_of` gives, in bytes of the piece."""
     lines = piece.split(b"\n")
     starts = np.cumsum([0, *(len(line) + 1 for line in lines[:-1])])
     return starts[[bool(line.strip(SPACE)) for line in lines]]
@@ -154,7 +154,7 @@ def field_name(number: int) -> str:
 
 
 def row_type(keys: Sequence[str], types: Sequence[Any], *, only: bool = False) -> type[msgspec.Struct] | None:
-    """What msgspec makes of a line: the value of each key, `None` or no text where the line lacks it.
+    """Return the type msgspec makes of a line: each key's value, `None` or no text where it is lacking.
 
     `only`: refuse other keys. None where msgspec cannot look for a key.
     """
@@ -231,7 +231,7 @@ def _num_keys(fields: Sequence[pa.Field]) -> int:
 
 
 class _Row:
-    """How an object becomes a row, and a key of many rows an array."""
+    """A conversion of objects to rows, and of one key of many rows to an array."""
 
     def __init__(self, fields: Sequence[pa.Field]) -> None:
         self.fields = fields
@@ -317,7 +317,7 @@ def _name_of(kind: pa.DataType) -> str:
 
 
 def _is_integers(kind: pa.DataType) -> bool:
-    """Whether a type is that of lists of integers, which stay text for longer."""
+    """Return whether a type is that of lists of integers, which stay text for longer."""
     return bool(pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
 
 
@@ -337,7 +337,7 @@ _PYTHON: dict[str, Any] = {"bool": bool, "integer": int, "double": float, "text"
 
 
 def _python_type(kind: pa.DataType) -> Any:
-    """What msgspec makes of a value of an Arrow type, with `None` for null."""
+    """Return the type msgspec makes of a value of an Arrow type, with `None` for null."""
     if kind in (JSON_TEXT, UNREADABLE) or _is_integers(kind):
         return msgspec.Raw
     if _name_of(kind) == "list":

@@ -66,7 +66,7 @@ class TooManyKeysError(Exception):
 
 
 class LineScanner:
-    """What the lines looked at so far hold.
+    """A record of what the lines looked at so far hold.
 
     Args:
         max_keys: keys that make a column each, at most.
@@ -77,7 +77,7 @@ class LineScanner:
         self._max_keys = max_keys
         self._rows: _ScannedRow | None = None
         self._is_steady = False
-        """Whether the last lines that were looked at brought nothing new."""
+        """True if the last lines that were looked at brought nothing new."""
 
     def scan(self, text: bytes, offset: int) -> tuple[int, int]:
         """Look at the lines that begin at a byte of the file: how many, and elements of lists of numbers.
@@ -108,7 +108,7 @@ class LineScanner:
         return elements
 
     def _scan_known(self, lines: Sequence[bytes]) -> tuple[int, int]:
-        """How many lines, from the first on, hold nothing new, and elements of their lists."""
+        """Count the lines, from the first on, that hold nothing new, and elements of their lists."""
         if self._rows is None and self.num_keys and (self._is_steady or self.num_keys <= _STEADY_KEYS):
             self._rows = _ScannedRow.of(self.root)
         if self._rows is None or self._rows.decoder is None:
@@ -160,13 +160,13 @@ def _check_utf8(piece: bytes, at: int) -> None:
 
 
 class _Positions:
-    """Where the lines of a piece begin that are not blank."""
+    """The positions at which the lines of a piece begin that are not blank."""
 
     def __init__(self, piece: bytes, offset: int) -> None:
         self._piece, self._offset = piece, offset
 
     def of(self, first: int, count: int) -> list[int]:
-        """Of so many lines from a number on."""
+        """Return the positions of so many lines from a number on."""
         return self._all[first : first + count]
 
     @cached_property
@@ -202,18 +202,18 @@ class _Learned:
         seen.present += 1
         if text[:1] == b"{":
             if level < MAX_LEVELS:
-                self._note(seen, [OBJECT], at)
+                self._record(seen, [OBJECT], at)
                 self.see_items(seen, items_of(text), at, level + 1)
             else:
-                self._note(seen, [NESTED], at)
+                self._record(seen, [NESTED], at)
         elif text[:1] == b"[":
             numbers = _numbers_in(text)
             self.elements += 0 if numbers is None else len(numbers)
-            self._note(seen, [NESTED] if numbers is None else [LIST, *_kinds_of(numbers)], at)
+            self._record(seen, [NESTED] if numbers is None else [LIST, *_kinds_of(numbers)], at)
         else:
-            self._note(seen, [VALUE, *_kinds_of([_scalar_in(text)])], at)
+            self._record(seen, [VALUE, *_kinds_of([_scalar_in(text)])], at)
 
-    def _note(self, seen: Seen, kinds: Sequence[str], at: int) -> None:
+    def _record(self, seen: Seen, kinds: Sequence[str], at: int) -> None:
         for kind in kinds:
             if kind not in seen.first:
                 seen.first[kind] = at
@@ -262,7 +262,7 @@ def _is_utf8(text: str) -> bool:
 
 @dataclass
 class _Counted:
-    """What a piece that may hold nothing new holds."""
+    """The counts of what a piece holds that may hold nothing new."""
 
     present: list[tuple[Seen, int]] = field(default_factory=list)
     elements: int = 0
@@ -270,12 +270,12 @@ class _Counted:
 
 @dataclass
 class _ScannedRow:
-    """How lines become rows of what was seen so far."""
+    """A conversion of lines to rows of what was seen so far."""
 
     children: Sequence[Seen]
     inner: Sequence[_ScannedRow | None]
     type: Any
-    """Of a row; None where msgspec cannot look for a key."""
+    """The type of a row; None where msgspec cannot look for a key."""
 
     @classmethod
     def of(cls, seen: Seen) -> _ScannedRow:
@@ -294,7 +294,7 @@ class _ScannedRow:
         self.decoder = msgspec.json.Decoder(self.type) if self.type else None
 
     def count(self, rows: Sequence[Any], counted: _Counted) -> bool:
-        """Whether the rows hold no kinds but those that were seen; counts the values."""
+        """Count the values; return whether the rows hold no kinds but those that were seen."""
         return all(self._count(rows, number, counted) for number in range(len(self.children)))
 
     def _count(self, rows: Sequence[Any], number: int, counted: _Counted) -> bool:
@@ -315,7 +315,7 @@ class _ScannedRow:
 
 
 def _holds_integers(seen: Seen, texts: RawTexts, counted: _Counted) -> bool:
-    """Whether lists hold integers only, of the kinds that were seen."""
+    """Return whether lists hold integers only, of the kinds that were seen."""
     found = texts.integers(np.dtype(np.int64))
     if found is not None:
         numbers, _ = found
@@ -333,7 +333,7 @@ def _holds_integers(seen: Seen, texts: RawTexts, counted: _Counted) -> bool:
 
 
 def _holds(seen: Seen, texts: RawTexts) -> bool:
-    """Whether nested values have shapes that were seen; of those without a common type all are alike."""
+    """Return whether nested values have shapes that were seen; those without a common type are alike."""
     firsts = set(np.unique(texts.first_bytes(np.flatnonzero(~texts.missing))).tolist())
     return not seen.shapes <= {LIST, NESTED} or firsts <= {ord("[")}
 

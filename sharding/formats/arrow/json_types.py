@@ -1,4 +1,4 @@
-"""What the lines of a file hold at each key, and which Arrow type that makes of a column.
+"""Record what the lines of a file hold at each key, and choose the Arrow type of each column from it.
 
 Each key has a `Seen`: the kinds of values that lines hold there, each with the first line that holds one. A
 type follows from the kinds alone. A key whose values have no common type is an error only for who asks for
@@ -47,23 +47,23 @@ UNREADABLE = pa.opaque(pa.null(), "unreadable", "dataflow")
 
 @dataclass
 class Seen:
-    """What lines hold at one key."""
+    """The kinds of values that lines hold at one key."""
 
     first: dict[str, int] = field(default_factory=dict)
     """By kind, where the first line begins that holds such a value."""
     present: int = 0
     """Lines that hold a value that is not null."""
     children: dict[str, Seen] = field(default_factory=dict)
-    """Of objects."""
+    """The keys of objects."""
 
     @property
     def shapes(self) -> set[str]:
-        """Which of value, list, nested list and object there are."""
+        """Return which of value, list, nested list and object there are."""
         return {shape for shape in _SHAPES if shape in self.first}
 
     @property
     def is_object(self) -> bool:
-        """Whether every value is an object."""
+        """Return whether every value is an object."""
         return self.shapes == {OBJECT}
 
     def field(self, name: str, path: str) -> pa.Field:
@@ -121,8 +121,8 @@ def _type_of(first: Mapping[str, int], path: str) -> pa.DataType:
         words.setdefault(_WORDS[kind], first[kind])
     if len(words) > 1:
         (one, here), (other, there), *_ = sorted(words.items(), key=lambda pair: pair[1])
-        told = f"column {path!r} holds {one} {_on(here)}, but {other} {_on(there)}"
-        raise ValueError(f"{told}; {_CURE}")
+        text = f"column {path!r} holds {one} {_on(here)}, but {other} {_on(there)}"
+        raise ValueError(f"{text}; {_CURE}")
     return pa.string() if TEXT in first else _number_type(first, path)
 
 
@@ -132,15 +132,15 @@ def _number_type(first: Mapping[str, int], path: str) -> pa.DataType:
         return pa.bool_() if BOOL in first else pa.float64() if FRACTION in first else pa.null()
     what = f"column {path!r} holds"
     if FRACTION in first and _INEXACT in first:
-        told = f"an integer beyond 2^53 {_on(first[_INEXACT])}, and a fraction {_on(first[FRACTION])}"
-        raise ValueError(f"{what} {told}: no type holds both exactly; {_AS_TEXT}")
+        text = f"an integer beyond 2^53 {_on(first[_INEXACT])}, and a fraction {_on(first[FRACTION])}"
+        raise ValueError(f"{what} {text}: no type holds both exactly; {_AS_TEXT}")
     if FRACTION in first:
         return pa.float64()
     if _BEYOND in first:
         raise ValueError(f"{what} an integer {_on(first[_BEYOND])} that takes more than 64 bits; {_AS_TEXT}")
     if _UNSIGNED in first and _NEGATIVE in first:
-        told = f"an integer beyond 2^63 - 1 {_on(first[_UNSIGNED])}, and one below 0 {_on(first[_NEGATIVE])}"
-        raise ValueError(f"{what} {told}: no type of 64 bits holds both; {_AS_TEXT}")
+        text = f"an integer beyond 2^63 - 1 {_on(first[_UNSIGNED])}, and one below 0 {_on(first[_NEGATIVE])}"
+        raise ValueError(f"{what} {text}: no type of 64 bits holds both; {_AS_TEXT}")
     return pa.uint64() if _UNSIGNED in first else pa.int64()
 
 

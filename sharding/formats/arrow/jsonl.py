@@ -118,7 +118,7 @@ class JsonlFormat(TabularFormat):
             raise ValueError(f"its schema cannot be read: {error}") from error
 
     def sample_offsets(self, block: Block, data: memoryview | None) -> NDArray[np.int64] | None:
-        """Where the lines begin that are not blank."""
+        """Return where the lines begin that are not blank."""
         if data is None:
             return None
         if compression_of(block.shard.url) is not None:
@@ -160,7 +160,7 @@ class JsonlFormat(TabularFormat):
 
 @lru_cache(maxsize=64)
 def _reader(footer: bytes, columns: tuple[str, ...] | None, texts: frozenset[str]) -> LineReader:
-    """What reads the wanted columns; msgspec compiles it once."""
+    """Return the reader of the wanted columns; msgspec compiles it once."""
     fields = list(schema_in(footer))
     if columns is not None:
         fields = _projected(fields, {*columns}, texts, "")
@@ -212,7 +212,7 @@ def _whole_lines(
 
 
 def _step(size: int, block_bytes: int, max_line_bytes: int) -> int:
-    """How many bytes to read behind so many that hold no whole line."""
+    """Return how many bytes to read behind so many that hold no whole line."""
     return block_bytes - size if size < block_bytes else max(1, min(size, max_line_bytes + 1 - size))
 
 

@@ -1,4 +1,4 @@
-r"""Where the messages of an Arrow IPC file or stream lie, from their headers alone.
+r"""Locate the messages of an Arrow IPC file or stream, from their headers alone.
 
 A message is `0xFFFFFFFF | int32 n | n bytes of flatbuffer Message (padded) | body`; before Arrow 0.15 the
 four 0xFF were missing. A *stream* is a schema message, then dictionary and record batches, then an end mark
@@ -53,18 +53,18 @@ class Message:
     rows: int = 0
     """Rows of a record batch, entries of a dictionary batch."""
     lengths: tuple[int, ...] = ()
-    """Of each array of a record batch, parents before children."""
+    """The length of each array of a record batch, parents before children."""
     null_counts: tuple[int, ...] = ()
     """Nulls in each of these arrays."""
     buffers: tuple[tuple[int, int], ...] = ()
     """Buffers of a record batch: offset in the file, stored length."""
     views: tuple[int, ...] = ()
-    """How many buffers each array of string or binary views has besides the views."""
+    """The number of buffers that each array of string or binary views has besides the views."""
     is_compressed: bool = False
     dictionary: int = 0
     """Id of the dictionary in a dictionary batch."""
     is_delta: bool = False
-    """Whether a dictionary batch adds to what was there."""
+    """True if a dictionary batch adds to what was there."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Layout:
     """Record batches, in file order."""
     _: KW_ONLY
     footer: bytes = b""
-    """Of a file, with its length and magic."""
+    """The footer of a file, with its length and magic."""
     unfinished: str = ""
-    """How it ends too early, where that is allowed."""
+    """The way in which it ends too early, where that is allowed."""
 
 
 @dataclass(frozen=True)

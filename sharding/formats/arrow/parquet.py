@@ -50,7 +50,7 @@ class _ParsedFooter:
     metadata: Any
     schema: pa.Schema
     names: tuple[str, ...]
-    """Column names, structs flattened."""
+    """The names of the columns, structs flattened."""
     texts: dict[str, int]
     """Columns of strings or byte strings: name -> number of the column chunk in a row group."""
     counted: dict[str, int]
@@ -151,7 +151,7 @@ class ParquetFormat(TabularFormat):
 
 
 _NULL_LISTS = "Expected all lists to be of size"
-"""What pyarrow before 26 says of fixed-size lists some of which are null."""
+"""The error of pyarrow before 26 for fixed-size lists some of which are null."""
 
 
 def _read_group(
@@ -277,7 +277,7 @@ def _chunk_ranges(group: Any) -> list[tuple[int, int]]:
 
 
 def _belongs(path: str, names: Collection[str]) -> bool:
-    """Whether a column chunk is part of one of the named columns ("tags.list.element" of "tags")."""
+    """Return whether a column chunk is part of one of the named columns ("tags.list.element" of "tags")."""
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
@@ -293,7 +293,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _num_nulls(chunk: Any) -> int | None:
-    """Of a column chunk, by its statistics."""
+    """Return the number of nulls of a column chunk, by its statistics."""
     statistics = chunk.statistics
     return statistics.null_count if statistics is not None and statistics.has_null_count else None
 
@@ -304,7 +304,7 @@ def _null_free(groups: Sequence[Any], footer: _ParsedFooter) -> set[str]:
 
 
 def _missing(groups: Sequence[Any], footer: _ParsedFooter) -> dict[str, str]:
-    """Of columns with nulls by the statistics, how many the first row group has that has any."""
+    """Say, of columns with nulls by the statistics, how many the first row group has that has any."""
     missing = {}
     for name, i in footer.counted.items():
         for number, group in enumerate(groups):
@@ -315,7 +315,7 @@ def _missing(groups: Sequence[Any], footer: _ParsedFooter) -> dict[str, str]:
 
 
 def _encoded_texts(footer: _ParsedFooter, group: int, columns: Sequence[str]) -> list[str]:
-    """Those string columns that the writer dictionary-encoded throughout this row group.
+    """Return the string columns that the writer dictionary-encoded throughout this row group.
 
     A writer that gave the dictionary up shows it: codes take less than 4 bytes a row, compressed or not.
     """
@@ -353,7 +353,7 @@ def _encoded_bytes(chunk: Any, spec: ColumnSpec) -> int:
 
 
 def _json_bytes(chunk: Any) -> int:
-    """What a leaf of nested values adds to their JSON text, estimated from above.
+    """Return what a leaf of nested values adds to their JSON text, estimated from above.
 
     Text counts twice: for itself, and for what is escaped in it and the Arrow form that it is made from.
     """

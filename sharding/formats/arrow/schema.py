@@ -1,4 +1,4 @@
-"""What a dataset makes of an Arrow schema: one `ColumnSpec` per column, structs flattened.
+"""Translate an Arrow schema: one `ColumnSpec` per column, structs flattened.
 
 Fixed-width numbers, times (as integers in their unit), fixed-size lists and fixed-size binary are "fixed";
 strings are "text", byte strings "bytes", lists of numbers "list". A struct of bytes and path is "bytes", too,
@@ -26,12 +26,13 @@ from sharding.formats.arrow.features import is_media, named_columns
 from sharding.formats.arrow.json_types import JSON_TEXT, PROBLEM, UNREADABLE
 
 BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""What pyarrow raises of damage; the last where it fails to word its error, for text that is not UTF-8."""
+"""The errors that pyarrow raises of damage; the last where it fails to word its error, for text that is not
+UTF-8."""
 SPAN_BYTES = 16
 """Bytes `Spans` needs for each value besides its contents: start and length."""
 
 NUMBER_BYTES = 25
-"""Of a number and a comma in JSON, at most: "-2.2250738585072014e-308,"."""
+"""The bytes of a number and a comma in JSON, at most: "-2.2250738585072014e-308,"."""
 
 _INDEX_NAME = re.compile("__index_level_[0-9]+__")
 _NEVER_DECODED = ("other", "unreadable")
@@ -78,7 +79,7 @@ def _undelivered(field: pa.Field) -> ColumnSpec:
 
 
 def _route(name: str, field: pa.Field) -> str:
-    """Where a column lies, in words."""
+    """Say where a column lies, in words."""
     if field.name == name:
         return f"the column {name!r}"
     return f"field {field.name!r} of {name[: -len(field.name) - 1]!r}"
@@ -178,7 +179,7 @@ def _nested_spec(kind: pa.DataType) -> ColumnSpec | None:
 
 
 def unlike_json(kind: pa.DataType) -> str | None:
-    """What a type holds that JSON cannot say, in words, or None."""
+    """Say what a type holds that JSON cannot hold, or None."""
     kind = stored_type(kind)
     if is_text(kind) or pa.types.is_null(kind) or pa.types.is_boolean(kind):
         return None
@@ -194,7 +195,7 @@ def unlike_json(kind: pa.DataType) -> str | None:
 
 
 def _unit_of(kind: pa.DataType) -> str:
-    """What a time counts; the same in all time zones, as the integers are, which count from 1970 in UTC."""
+    """Return what a time counts: the same in all time zones, as the integers count from 1970 in UTC."""
     if not pa.types.is_temporal(kind):
         return ""
     return str(pa.timestamp(kind.unit, "UTC") if pa.types.is_timestamp(kind) and kind.tz else kind)
@@ -216,7 +217,7 @@ def element_type(spec: ColumnSpec) -> pa.DataType:
 
 
 def stored_type(kind: pa.DataType) -> pa.DataType:
-    """What values are made of, beneath extension types, dictionaries and run-length encoding."""
+    """Return the type that values are made of, beneath extensions, dictionaries and run-length encoding."""
     while True:
         if isinstance(kind, pa.FixedShapeTensorType) and _is_row_major(kind):
             inner = kind.value_type
@@ -257,7 +258,7 @@ def arrow_type(spec: ColumnSpec) -> pa.DataType:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Strings, whatever their offsets."""
+    """Return whether a type is of strings, whatever their offsets."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
@@ -267,7 +268,7 @@ def is_bytes(kind: pa.DataType) -> bool:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Lists of any length."""
+    """Return whether a type is of lists of any length."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or is_list_view(kind))
 
 

@@ -42,7 +42,7 @@ from sharding.formats.tar.samples import Samples, group_members
 KEY_COLUMN = "__key__"
 _COUNTS = np.dtype([("members", "<u4"), ("key_text", "<u4")])
 _MOST_COPIED_BYTES = 64 << 20
-"""Of payloads in other blocks that a shard's links point to: they go into the catalog."""
+"""The bytes of payloads in other blocks that a shard's links point to, at most: they go into the catalog."""
 _USTAR = np.frombuffer(b"ustar", np.uint8)
 _NOTHING = np.empty(0, np.uint8)
 
@@ -74,7 +74,7 @@ class TarFormat(Format):
         self.allow_unfinished, self.max_members = allow_unfinished, max_members
 
     def options(self) -> dict[str, str | int]:
-        """What shapes the blocks, see `Format.options`."""
+        """Return the options that shape the blocks; see `Format.options`."""
         return {"allow_unfinished": True} if self.allow_unfinished else {}
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
@@ -137,7 +137,7 @@ class TarFormat(Format):
         return int(json.loads(footer)["passed_over"])
 
     def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
-        """Where values lie in the shard, relative to `block.offset`; see `Format.locate`.
+        """Return where values lie in the shard, relative to `block.offset`; see `Format.locate`.
 
         None for compressed shards, for those with links from block to block, and for "__key__" where the
         block's keys are only in its index.

@@ -48,7 +48,7 @@ _MAX_MEMBER_BYTES = 1 << 50
 
 @dataclass(frozen=True)
 class MemberLink:
-    """What a link says: the bytes are those of another file."""
+    """A link: the bytes are those of another file."""
 
     target: bytes
     is_symbolic: bool
@@ -64,14 +64,14 @@ class Member:
     header: int
     """The header; the payload begins `BLOCK` bytes on."""
     size: int
-    """Bytes of payload."""
+    """The bytes of the payload."""
     end: int
-    """Where the next header belongs."""
+    """The position at which the next header belongs."""
     regular: bool
-    """Whether it is a file; folders, links and the like are not."""
+    """True if it is a file; folders, links and the like are not."""
     name: bytes
     name_start: int | None
-    """Where `name` stands in the archive in one piece, or None."""
+    """The position at which `name` stands in the archive in one piece, or None."""
     flags: int
     link: MemberLink | None
     """Whose bytes it stands for, where it is a link."""
@@ -79,7 +79,7 @@ class Member:
 
 @dataclass
 class Extensions:
-    """What extension headers say about the next member. Of several, the first one counts."""
+    """The values of extension headers about the next member. Of several, the first one counts."""
 
     name: bytes | None = None
     name_start: int | None = None
@@ -105,7 +105,7 @@ class Extensions:
 
 
 def changes_member(kind: int, body: bytes) -> bool:
-    """Whether an extension header may change a member's name or size; most only state times."""
+    """Return whether an extension header may change a member's name or size; most only state times."""
     if kind in b"xX":
         return b"path=" in body or b"size=" in body or b"GNU.sparse." in body
     return kind in b"gL"
@@ -135,16 +135,16 @@ class MemberReader:
     read: Callable[[int, int], memoryview]
     """`read(position, num_bytes)`: fewer bytes at the end of the archive only."""
     total_bytes: Callable[[], int]
-    """Where the file ends; asked when nothing more can be read."""
+    """Tells where the file ends; asked when nothing more can be read."""
     allow_unfinished: bool = False
-    """Whether a file may end anywhere, as an archive that is still written does."""
+    """True if a file may end anywhere, as an archive that is still written does."""
     unfinished: str = ""
-    """How the file ends before the archive does; "": it does not."""
+    """The way in which the file ends before the archive does; "": it does not."""
     global_name: bytes | None = None
     last_header: int = -1
     last_name: bytes = b""
     last_payload_end: int = 0
-    """Of the previous member, to tell a missing padding from a missing payload."""
+    """The end of the previous member's payload, to tell a missing padding from a missing payload."""
 
     def member_at(self, first: int) -> Member | None:
         """The member whose first header is at `first`, or None where the archive, or the file, ends."""
@@ -277,7 +277,7 @@ def padded(size: int) -> int:
 
 
 def checksum_holds(head: bytes) -> bool:
-    """Whether the sum of a header's bytes is the one it states; as signed bytes, too, as some tars count."""
+    """Return whether a header's bytes sum to what it states; as signed bytes, too, as some tars count."""
     try:
         stated = _number(head[CHECKSUM])
     except ValueError:

@@ -50,9 +50,9 @@ class HeaderChain:
     end: NDArray[np.int64]
     size: NDArray[np.int64]
     heads: NDArray[np.uint8]
-    """[k, 512]"""
+    """The headers, [k, 512]."""
     unusual: NDArray[np.int64]
-    """Which of them `MemberReader` has to look at, ascending."""
+    """The indices of those that `MemberReader` has to look at, ascending."""
 
 
 def chain_of(blocks: NDArray[np.uint8], base: int) -> HeaderChain | None:
@@ -93,7 +93,7 @@ def chain_of(blocks: NDArray[np.uint8], base: int) -> HeaderChain | None:
 def _only_mtime(
     kind: NDArray[np.uint8], size: NDArray[np.int64], body: NDArray[np.uint8]
 ) -> NDArray[np.bool_]:
-    """Which pax headers hold one record, a time."""
+    """Return which pax headers hold one record, a time."""
     digits = (body[:, :2] - ord("0")).astype(np.int64)
     one_record = digits[:, 0] * 10 + digits[:, 1] == size
     return np.asarray((kind == ord("x")) & one_record & (body[:, 2:9] == _MTIME).all(axis=1))
@@ -109,7 +109,7 @@ def _candidates(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def _chain(at: NDArray[np.int64], after: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Which candidates follow each other without a gap, from the first one on."""
+    """Return which candidates follow each other without a gap, from the first one on."""
     # Mostly all do. Else a payload holds what looks like a header (a tar in the tar), and the chain, which
     # steps over payloads, has to be followed link by link from the first gap on.
     breaks = np.flatnonzero(after[:-1] != at[1:])
@@ -131,7 +131,7 @@ def octal_sizes(fields: NDArray[np.uint8]) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def _checksums_hold(heads: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Which headers `[n, 512]` sum to what they state in 6 or 7 digits."""
+    """Return which headers `[n, 512]` sum to what they state in 6 or 7 digits."""
     stated = heads[:, CHECKSUM]
     digits = stated[:, :7] - ord("0")
     long = digits[:, 6] < 8

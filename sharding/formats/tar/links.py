@@ -17,7 +17,7 @@ _MOST_STEPS = 40
 
 
 def link_targets(links: Mapping[int, MemberLink], names: Iterable[bytes]) -> dict[int, int | str]:
-    """Where the bytes of each link are.
+    """Return where the bytes of each link are.
 
     Args:
         links: by row of the archive's members.

@@ -32,7 +32,7 @@ _SPARSE_MEAN_BYTES = 64 << 10
 """Above this mean size of a member, skipping payloads beats reading them (1 MiB reads in about 0.2 ms)."""
 _RECHECK_MEMBERS = 64
 _NAME_BYTES = 128
-"""Of names, for each member that is accepted; longer ones count as several members."""
+"""The bytes of names for each member that is accepted; longer ones count as several members."""
 _IS_REGULAR = one_of(REGULAR_TYPES)
 
 
@@ -41,7 +41,7 @@ class Location(NamedTuple):
 
     name: bytes
     start: int | None
-    """Where it stands in the archive in one piece, or None."""
+    """The position at which it stands in the archive in one piece, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Members:
     """First byte of each, extension headers included."""
     header: NDArray[np.int64]
     end: NDArray[np.int64]
-    """Where the next header belongs; never beyond the file."""
+    """The position at which the next header belongs; never beyond the file."""
     size: NDArray[np.int64]
     """Bytes behind the header; of links none."""
     flags: NDArray[np.uint16]
@@ -62,11 +62,11 @@ class Members:
     links: dict[int, MemberLink]
     """By row: what the links among them point to."""
     total_bytes: int
-    """Length of the file."""
+    """The length of the file."""
     unfinished: str
-    """How the file ends before the archive does, in words; "": it does not."""
+    """The way in which the file ends before the archive does, in words; "": it does not."""
     last_is_cut: bool
-    """Whether the payload of the last of them is not all there."""
+    """True if the payload of the last of them is not all there."""
 
     def __len__(self) -> int:
         return len(self.header)
@@ -119,7 +119,7 @@ class _ReadBuffer:
         return self.buffered(position)[:num_bytes]
 
     def buffered(self, position: int) -> memoryview:
-        """What is already in memory from `position` on."""
+        """Return the bytes that are already in memory from `position` on."""
         inside = self._start <= position <= self._stop
         begin, end = (position - self._start, self._stop - self._start) if inside else (0, 0)
         return memoryview(self._buffer)[begin:end]
@@ -141,7 +141,7 @@ class _ReadBuffer:
 
 
 class _ArchiveWalk:
-    """Where the walk stands, and the members found so far."""
+    """A walk through an archive: its position, and the members found so far."""
 
     def __init__(self, file: BinaryIO, url: str, buffer_bytes: int, allow_unfinished: bool) -> None:
         self._buffer_bytes = buffer_bytes
@@ -154,7 +154,7 @@ class _ArchiveWalk:
         )
         self._position = 0
         self._dense = True
-        self._mark, self._since_mark = 0, 0
+        self._checked_at, self._since_check = 0, 0
         self._tables: list[NDArray[np.int64]] = []
         self._names: list[NDArray[np.uint8]] = []
         self._located: dict[int, Location] = {}
@@ -187,7 +187,7 @@ class _ArchiveWalk:
         return True
 
     def members(self) -> Members:
-        """All that was found."""
+        """Return all members that were found."""
         empty = np.empty((0, 5), np.int64), np.empty((0, NAME.stop), np.uint8)
         table = np.concatenate([empty[0], *self._tables])
         total = self._buffer.total_bytes()
@@ -258,10 +258,10 @@ class _ArchiveWalk:
     def _move(self, position: int, num_members: int) -> None:
         """Go on, and choose between whole buffers and single headers by the mean size of late."""
         self._position = position
-        self._since_mark += num_members
-        if num_members > 1 or self._since_mark >= _RECHECK_MEMBERS:
-            self._dense = position - self._mark <= self._since_mark * _SPARSE_MEAN_BYTES
-            self._mark, self._since_mark = position, 0
+        self._since_check += num_members
+        if num_members > 1 or self._since_check >= _RECHECK_MEMBERS:
+            self._dense = position - self._checked_at <= self._since_check * _SPARSE_MEAN_BYTES
+            self._checked_at, self._since_check = position, 0
         self._buffer.ahead = self._buffer_bytes if self._dense else _SPARSE_READ_BYTES
 
     def _refuse_data_behind(self) -> None:

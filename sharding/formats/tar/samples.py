@@ -41,7 +41,7 @@ class Samples:
     """m members in n samples."""
 
     columns: tuple[str, ...]
-    """All extensions, sorted."""
+    """The extensions of all samples, sorted."""
     member: NDArray[np.int64]
     """[m], rows of the archive's `Members` that belong to samples, ascending."""
     source: NDArray[np.int64]
@@ -55,7 +55,7 @@ class Samples:
     key_start: NDArray[np.int64]
     """[n], where the key's bytes stand in the archive; -1 where they stand nowhere in one piece."""
     key_length: NDArray[np.int64]
-    """[n], bytes."""
+    """The bytes of each key, [n]."""
     key: Callable[[int], bytes]
     """The key of one sample."""
     num_passed_over: int
@@ -64,17 +64,17 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class _Names:
-    """How the names of n members split."""
+    """The split names of n members."""
 
     members: Members
     url: str
-    """Named in errors."""
+    """The URL that errors name."""
     text: NDArray[np.uint8]
     """[n, 100], zeros behind the name's end."""
     length: NDArray[np.int64]
-    """[n]"""
+    """The bytes of each name, [n]."""
     key_length: NDArray[np.int64]
-    """[n]; -1: no key."""
+    """The bytes of each key, [n]; -1: no key."""
     special: dict[int, tuple[bytes, bytes, int | None] | None]
     """By row: key, extension and where the key stands (None: nowhere in one piece); None: no key."""
 
@@ -88,7 +88,7 @@ class _Names:
         return (special[1] if special else plain.tobytes()).lower()
 
     def specials_among(self, rows: NDArray[np.int64]) -> dict[int, tuple[bytes, bytes, int | None]]:
-        """Those of `rows`, which have keys, whose name was split one by one: by their index in `rows`."""
+        """Return the names of `rows`, which have keys, that were split one by one: by index in `rows`."""
         at = np.flatnonzero(np.isin(rows, np.fromiter(self.special, np.int64, len(self.special)))).tolist()
         return {i: split for i in at if (split := self.special[int(rows[i])]) is not None}
 
@@ -106,7 +106,7 @@ class _Names:
 
 
 def group_members(members: Members, url: str) -> Samples:
-    """Which members form which samples; in an unfinished archive, without a last one that is not whole.
+    """Group members into samples; in an unfinished archive, without a last one that is not whole.
 
     Raises:
         CorruptShardError: an extension occurs twice in one sample, is reserved, or is not UTF-8; a key comes
@@ -188,7 +188,7 @@ def _special(members: Members, text: NDArray[np.uint8], row: int) -> tuple[bytes
 
 
 def _begins_sample(names: _Names, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which members, all with keys, have another key than the one before."""
+    """Return which members, all with keys, have another key than the one before."""
     if not len(rows):
         return np.zeros(0, np.bool_)
     key_length = names.key_length[rows]
@@ -280,7 +280,7 @@ def _sources(names: _Names, rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _end_of_whole_samples(names: _Names, rows: NDArray[np.int64], begins: NDArray[np.bool_]) -> int:
-    """How many of `rows` remain without a last sample that lacks what the one before it has, or is cut."""
+    """Count the `rows` without a last sample that lacks what the one before it has, or is cut."""
     if not len(rows):
         return 0
     starts = [0, *np.flatnonzero(begins).tolist()]  # of one sample alone, nothing tells what it lacks

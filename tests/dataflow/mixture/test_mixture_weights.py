@@ -142,7 +142,7 @@ def test_a_schedule_ends_where_weights_are_set(sources: list[ShardedDataset]) ->
         assert {n // 1000 for batch in islice(loop, 8) for n in batch["n"].tolist()} == {1}
 
 
-def test_turns_of_several_samples_change_where_one_begins(sources: list[ShardedDataset]) -> None:
+def test_draws_of_several_samples_change_where_one_begins(sources: list[ShardedDataset]) -> None:
     mixture = Mixture(dict.fromkeys(sources, 1), run_length=BATCH, stop="all")
     with loader_of(mixture) as loader:
         batches = run(loader, {3: [0, 1, 1]})
@@ -150,7 +150,7 @@ def test_turns_of_several_samples_change_where_one_begins(sources: list[ShardedD
     assert {batch[0] // 1000 for batch in batches[3:]} == {2, 3}
     with (
         loader_of(Mixture(dict.fromkeys(sources, 1), run_length=4)) as loader,
-        pytest.raises(ValueError, match="between two turns of run_length=4"),
+        pytest.raises(ValueError, match="between two draws of run_length=4"),
     ):
         run(loader, {1: [0, 1, 1]})
 

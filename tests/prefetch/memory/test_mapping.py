@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.decode.values import BadRows, parse_ints
-from dataflow.staging import places
+from dataflow.staging import locator
 from prefetch.core.executor import executor
 from prefetch.core.pages import RangeFlag
 from prefetch.core.plan import BuildPlan, PlanColumn
@@ -273,8 +273,8 @@ def test_windows_are_the_same_where_too_much_to_remember_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Made]
 ) -> None:
     made, seen = make(tmp_path), []
-    for limit in (places._REMEMBERED_BYTES, 0):
-        monkeypatch.setattr(places, "_REMEMBERED_BYTES", limit)
+    for limit in (locator._REMEMBERED_BYTES, 0):
+        monkeypatch.setattr(locator, "_REMEMBERED_BYTES", limit)
         with DataLoader(made.open(), 3) as loader:
             seen.append([repr(batch) for _ in range(2) for batch in loader])
     assert seen[0] == seen[1]
