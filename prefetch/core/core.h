@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 6 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 7 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */

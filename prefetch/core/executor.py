@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prefetch.core.images import CropBox, ImageForm
 
 
-VERSION = 6
+VERSION = 7
 """The version of the contract in core.h."""
 _WIDTHS = (1, 2, 4, 8)
 _CURE = (
