@@ -29,9 +29,19 @@ SMALL = {
 EXACT = [
     ("choose_shuffle", "docs/guide/order.md"),
     ("mix_datasets", "docs/guide/mixtures.md"),
+    ("tour", "docs/guide/tour.md"),
+    pytest.param("text_to_rows", "docs/guide/text.md", marks=pytest.mark.full),
+    pytest.param("preference_pairs", "docs/guide/text.md", marks=pytest.mark.full),
+    ("batch_transform", "docs/guide/text.md"),
+    pytest.param("images_from_tar", "docs/guide/images.md", marks=pytest.mark.full),
+    pytest.param("several_images", "docs/guide/images.md", marks=pytest.mark.full),
+    pytest.param("clips", "docs/guide/media.md", marks=pytest.mark.full),
+    ("hub_dataset", "docs/guide/hub.md"),
     pytest.param("torch_loader", "docs/guide/workers.md", marks=pytest.mark.full),
 ]
 """Examples that need one process, and the pages that show what they print."""
+NEEDS = {"clips": "media_kit", "preference_pairs": "tokenizers", "text_to_rows": "tokenizers"}
+"""What some of them skip without."""
 TIMED = [
     # Under load, processes may not have started before the second epoch has ended.
     pytest.param("workers", "docs/guide/workers.md", r"^default.*\n.*\n", marks=pytest.mark.full),
@@ -229,6 +239,7 @@ def alone(script: str, folder: Path, *, seconds: float = WAIT_S, **given: str) -
 
 @pytest.mark.parametrize(("script", "page"), EXACT)
 def test_an_example_prints_what_its_page_shows(script: str, page: str, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDS.get(script, "dataflow"))
     assert alone(script, tmp_path) == printed_on(page, script)
 
 

@@ -35,8 +35,6 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GUIDE, REFERENCE = ROOT / "docs" / "guide", ROOT / "docs" / "reference"
-PROGRAMS = README + (GUIDE / "tour.md").read_text("utf-8")
-"""The tour goes on from the program in the README."""
 PACKAGES = ("sharding", "prefetch", "dataflow")
 
 
@@ -69,10 +67,9 @@ def run_forked(program: str, folder: Path, *, warnings: str = "error") -> str:
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder where README and tour were read as by a Python prompt, and what was printed."""
+    """A folder where the README was read as by a Python prompt, and what was printed."""
     folder = tmp_path_factory.mktemp("readme")
-    programs = [block for block in code_blocks(PROGRAMS, "python") if not block.startswith("# train.py")]
-    (folder / "session.py").write_text("\n".join(programs))
+    (folder / "session.py").write_text("\n".join(code_blocks(README, "python")))
     return folder, run([sys.executable, "-W", "error", "session.py"], folder)
 
 
@@ -90,22 +87,6 @@ def test_the_first_program_runs_again_in_its_folder_to_the_same_loss(
     assert run_forked(program, tmp_path, warnings="default") == once
 
 
-def test_the_later_snippets_run_after_it(session: tuple[Path, str]) -> None:
-    assert session[1].splitlines()[1:3] == ["0 samples", "0 bytes"]
-
-
-def test_the_torchrun_program_trains_in_two_ranks_and_resumes_where_it_ended(
-    session: tuple[Path, str],
-) -> None:
-    folder = session[0]
-    [program] = [block for block in code_blocks(PROGRAMS, "python") if block.startswith("# train.py")]
-    (folder / "train.py").write_text(program)
-    [command] = [block.split() for block in code_blocks(PROGRAMS, "sh") if block.startswith("torchrun")]
-    assert command[0] == "torchrun"
-    run([sys.executable, "-m", "torch.distributed.run", *command[1:]], folder)
-    assert '"epoch": 1, "position": 0' in (folder / "position.json").read_text()
-
-
 def test_the_page_on_gradient_accumulation_runs_from_top_to_bottom() -> None:
     page = (GUIDE / "gradient-accumulation.md").read_text("utf-8")
     found: dict[str, object] = {}
@@ -113,17 +94,14 @@ def test_the_page_on_gradient_accumulation_runs_from_top_to_bottom() -> None:
     assert str(found["info"]).startswith("StepInfo(")
 
 
-def test_the_page_on_images_runs_from_top_to_bottom_and_again(tmp_path: Path) -> None:
-    page = (GUIDE / "images.md").read_text("utf-8")
-    for _ in range(2):
-        run_forked("\n".join(code_blocks(page, "python")), tmp_path)
-
-
-def test_the_page_on_images_shows_every_option_in_a_picture_of_its_own_script() -> None:
-    page = (GUIDE / "images.md").read_text("utf-8")
-    sections = page.partition("\n## Options\n")[2].partition("\n## ")[0]
-    named = re.findall(r"\*\*`(\w+)`\*\*", sections)
-    assert sorted(named) == sorted(inspect.signature(dataflow.Image).parameters)
+def test_the_page_on_images_has_every_option_in_its_table_and_in_a_picture_of_its_own_script() -> None:
+    options = sorted(inspect.signature(dataflow.Image).parameters)
+    guide, pictures = ((folder / "images.md").read_text("utf-8") for folder in (GUIDE, REFERENCE))
+    table = guide.partition("| option | default |")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", "".join(cells))) == options
+    sections = pictures.partition("\n## Options\n")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"\*\*`(\w+)`\*\*", sections)) == options
     shown = re.findall(r"\(\.\./images/image-([\w-]+)\.png\)", sections)
     assert sorted(shown) == sorted(image_options.figures())
     files = {path.stem.removeprefix("image-") for path in (ROOT / "docs" / "images").glob("image-*.png")}

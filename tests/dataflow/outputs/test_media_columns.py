@@ -14,7 +14,6 @@ import torch
 from datasets_kit import write_tar
 from http_kit import RangeServer, serving, slowstore
 from media_kit import first_sample, numbers_of, sound, video
-from programs_kit import run_script
 
 from dataflow import Audio, DataLoader, Optional, SampleError, ShardedDataset, Video
 
@@ -135,16 +134,6 @@ def test_no_clip_is_lost_where_one_in_twenty_requests_fails(long_tar: Path) -> N
             }
     assert sorted(found) == [0, 1, 2, 3]
     assert all(clip == [*range(clip[0], clip[0] + 8, 2)] for clip in found.values())
-
-
-@pytest.mark.full
-def test_the_first_program_of_the_guide_runs(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "guide" / "media.md").read_text("utf-8")
-    program = page.partition("```python\n")[2].partition("```")[0]
-    code, out, err = run_script(
-        program, how="forked", folder=tmp_path, cwd=tmp_path, variables={"XDG_CACHE_HOME": str(tmp_path)}
-    )
-    assert code == 0, out + err
 
 
 # ---- damage --------------------------------------------------------------------------------------------
