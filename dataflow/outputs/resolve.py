@@ -189,7 +189,7 @@ def _single(name: str, source: str, specs: list[ColumnSpec], rule: object, codec
 
 
 def _decoded(name: str, sources: tuple[str, ...], spec: ColumnSpec, rule: object) -> Output:
-    """What a decoder makes of byte strings, or a function of the user's."""
+    """Return the output of a decoder of byte strings, or of a function of the user's."""
     from dataflow.decode.audio import Audio
     from dataflow.decode.image import Image
     from dataflow.decode.media import decoders
@@ -273,7 +273,7 @@ def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
 
 
 def _feature_rule(feature: Mapping[str, Any]) -> object:
-    """What `decode="auto"` does with a feature of Hugging Face `datasets`; of lists, with each item.
+    """Return the rule of `decode="auto"` for a feature of Hugging Face `datasets`; of lists, with each item.
 
     None: the column is delivered as stored. So are sound and video: their types must not depend on whether
     torchcodec is installed.

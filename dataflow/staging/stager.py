@@ -191,7 +191,7 @@ class Stager:
 
 
 def _match_stagers(source: Source, arena: Arena, num_readers: int) -> list[MatchStager]:
-    """What opens the windows of datasets that are joined to a source."""
+    """Return stagers that open the windows of datasets that are joined to a source."""
     if not source.matches:
         return []
     from dataflow.staging.joined import MatchStager
