@@ -7,8 +7,9 @@ It is a front: it sorts arguments, checks states and measures loops. Batches com
 from __future__ import annotations
 
 import copy
+import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
 
 import torch
@@ -174,104 +175,57 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         batching: Batching | None = None,
         mark_repeats: bool = False,
     ) -> None:
+        given = locals()
         self._stream: StreamLoader | None = None
         if isinstance(dataset, Sharded):
-            from dataflow.planning.settings import StreamSettings
-            from dataflow.stream.loader import StreamLoader
+            self._init_over_shards(given)
+        else:
+            self._init_over_others(given)
 
-            order = order_given(sampler, batch_sampler)
-            if order is None:
-                _refuse(
-                    f"a {type(dataset).__name__} has an order of its own and is read by threads: ",
-                    sampler=sampler,
-                    batch_sampler=batch_sampler,
-                    worker_init_fn=worker_init_fn,
-                    multiprocessing_context=multiprocessing_context,
-                    generator=generator,
-                    in_order=None if in_order else False,
-                    prefetch_across_epochs=prefetch_across_epochs or None,
-                )
-                if batch_size is None:
-                    raise ValueError("batch_size=None is not for shards: they are read in batches")
-                settings = StreamSettings(
-                    batch_size=batch_size,
-                    shuffle=shuffle,
-                    drop_last=drop_last,
-                    collate_fn=collate_fn,
-                    timeout=timeout,
-                    seed=seed,
-                    topology=topology,
-                    device=device,
-                    memory_limit=memory_limit,
-                    tail=tail,
-                    depth=depth,
-                    num_workers=num_workers,
-                    workers=workers,
-                    max_worker_restarts=max_worker_restarts,
-                    builders=builders,
-                    ship_blocks=ship_blocks,
-                    batching=batching,
-                    pin_memory=pin_memory,
-                    mark_repeats=mark_repeats,
-                )
-            else:
-                settings = order.settings
-            self._stream = StreamLoader(dataset, settings)  # type: ignore[arg-type]  # one of the two
-            plan = self._stream.builder_plan
-            self.workers = plan.workers
-            super().__init__(
-                dataset,  # type: ignore[arg-type]
-                settings.batch_size,
-                sampler=ShardOrder(self._stream),
-                drop_last=settings.drop_last,
-                collate_fn=settings.collate_fn,
-                timeout=timeout,
-            )
-            if batch_sampler is not None:  # the one who gave it looks for it
-                self.__dict__["batch_sampler"] = batch_sampler
-            self.num_workers, self.pin_memory = plan.num_workers, pin_memory
-            if num_workers and plan.is_local:
-                self.check_worker_number_rationality()
-            return
-        num_workers = num_workers or 0
-        _refuse(
-            "only a ShardedDataset or a Mixture has ",
-            topology=topology,
-            device=device,
-            tail=tail,
-            builders=builders,
-            ship_blocks=ship_blocks or None,
-            max_worker_restarts=None if max_worker_restarts == 3 else max_worker_restarts,
-            batching=batching,
-            mark_repeats=mark_repeats or None,
-            shuffle=shuffle if isinstance(shuffle, Shuffle) else None,
-        )
-        self.workers = checked_workers(workers, num_workers, multiprocessing_context)
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        if prefetch_across_epochs and not (persistent_workers and in_order):
-            raise ValueError("prefetch_across_epochs=True needs persistent_workers=True and in_order=True")
-        self.prefetch_across_epochs = prefetch_across_epochs
-        self.memory_limit = memory_limit_bytes(memory_limit, 1)
-        self._drop_in = DropInState()
+    def _init_over_shards(self, given: Mapping[str, Any]) -> None:
+        """Begin with arguments, by name, over a dataset with an order of its own."""
+        from dataflow.planning.settings import StreamSettings
+        from dataflow.stream.loader import StreamLoader
+
+        dataset, order = given["dataset"], order_given(given["sampler"], given["batch_sampler"])
+        if order is None:
+            own = f"a {type(dataset).__name__} has an order of its own and is read by threads: "
+            _refuse(own, given, _NOT_OVER_SHARDS)
+            if given["batch_size"] is None:
+                raise ValueError("batch_size=None is not for shards: they are read in batches")
+            settings = StreamSettings(**{name: given[name] for name in StreamSettings.__dataclass_fields__})
+        else:
+            settings = order.settings
+        self._stream = StreamLoader(dataset, settings)
+        plan = self._stream.builder_plan
+        self.workers = plan.workers
         super().__init__(
-            dataset,  # type: ignore[arg-type]  # any object with an index or an iterator serves, as in torch
-            batch_size,
-            shuffle,  # type: ignore[arg-type]
-            sampler,
-            batch_sampler,
-            num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
+            dataset,
+            settings.batch_size,
+            sampler=ShardOrder(self._stream),
+            drop_last=settings.drop_last,
+            collate_fn=settings.collate_fn,
+            timeout=given["timeout"],
         )
+        if given["batch_sampler"] is not None:  # the one who gave it looks for it
+            self.__dict__["batch_sampler"] = given["batch_sampler"]
+        self.num_workers, self.pin_memory = plan.num_workers, given["pin_memory"]
+        if given["num_workers"] and plan.is_local:
+            self.check_worker_number_rationality()
+
+    def _init_over_others(self, given: Mapping[str, Any]) -> None:
+        """Begin with arguments, by name, over a dataset as torch has it."""
+        mixes = ("shuffle",) if isinstance(given["shuffle"], Shuffle) else ()
+        _refuse("only a ShardedDataset or a Mixture has ", given, (*_OVER_SHARDS_ONLY, *mixes))
+        num_workers = given["num_workers"] or 0
+        self.workers = checked_workers(given["workers"], num_workers, given["multiprocessing_context"])
+        self.snapshot_every_n_steps = given["snapshot_every_n_steps"]
+        self.prefetch_across_epochs = given["prefetch_across_epochs"]
+        if self.prefetch_across_epochs and not (given["persistent_workers"] and given["in_order"]):
+            raise ValueError("prefetch_across_epochs=True needs persistent_workers=True and in_order=True")
+        self.memory_limit = memory_limit_bytes(given["memory_limit"], 1)
+        self._drop_in = DropInState()
+        super().__init__(num_workers=num_workers, **{name: given[name] for name in _FOR_TORCH})
         DropInEngine(self).warm_up()
 
     @property
@@ -386,7 +340,30 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
         self.close()
 
 
-def _refuse(why: str, **arguments: Any) -> None:
-    names = [name for name, value in arguments.items() if value is not None]
-    if names:
-        raise ValueError(f"{why}{', '.join(f'{name}=' for name in names)} cannot be used here")
+_NOT_OVER_SHARDS = (
+    *("sampler", "batch_sampler", "worker_init_fn", "multiprocessing_context", "generator", "in_order"),
+    "prefetch_across_epochs",
+)
+"""Arguments of `DataLoader` that a dataset with an order of its own refuses."""
+_OVER_SHARDS_ONLY = (
+    *("topology", "device", "tail", "builders", "ship_blocks", "max_worker_restarts", "batching"),
+    "mark_repeats",
+)
+"""Arguments that all other datasets refuse."""
+_DEFAULTS = {name: one.default for name, one in inspect.signature(DataLoader.__init__).parameters.items()}
+_FOR_TORCH = inspect.signature(WorkerLoader.__init__).parameters.keys() - {"self", "num_workers"}
+"""Arguments that torch's class is given as they are."""
+
+
+def _refuse(why: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise `ValueError` where an argument of these names is not its default."""
+    refused = [f"{name}=" for name in names if _is_given(given[name], _DEFAULTS[name])]
+    if refused:
+        raise ValueError(f"{why}{', '.join(refused)} cannot be used here")
+
+
+def _is_given(value: Any, default: Any) -> bool:
+    """Whether an argument is not its default: any of these is None, a truth value or a number."""
+    if isinstance(default, bool):
+        return bool(value) is not default
+    return value is not None if default is None else bool(value != default)
