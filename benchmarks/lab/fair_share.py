@@ -95,14 +95,14 @@ def rank(source: str, place: Sequence[int], admission: str, tell: Tell) -> None:
         tell: what the parent waits for, and the figures.
     """
     import dataflow.stream.read_ahead as read_ahead
-    import dataflow.stream.session as session
+    import dataflow.stream.resources as resources
     from dataflow import DataLoader, ShardedDataset, Topology
 
     host, hosts, local, ranks = place
     if admission in ("64 MiB", "alone"):
         read_ahead._START_TOGETHER = read_ahead._START_IN_FLIGHT * (hosts if admission == "alone" else 1)
     elif admission == "greedy":
-        session.Inflight = type("Greedy", (session.Inflight,), {"admits": lambda *_: True})  # type: ignore
+        resources.Inflight = type("Greedy", (resources.Inflight,), {"admits": lambda *_: True})  # type: ignore
     dataset = ShardedDataset(source)
     where = Topology(host * ranks + local, hosts * ranks, local, ranks, node=host, num_nodes=hosts)
     samples, noted, third = 0, [], False

@@ -42,7 +42,7 @@ from dataflow.actors.cluster import (
     connected_ray,
 )
 from dataflow.actors.reading import only_read, read_plan
-from dataflow.batch.builder import BuildSettings
+from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.output import staged_outputs
 from dataflow.processes.dispatch import ASSIGNED, RemoteBuild, RemoteBuilders, chunk_of
@@ -52,10 +52,8 @@ from prefetch.engine.builders import Build
 from prefetch.ipc.batch_writer import TorchSettings
 from prefetch.ipc.payload import pack, unpack
 from prefetch.ipc.protocol import RemoteError, WorkerMessage, WorkerResult
-from prefetch.memory.arena import Arena, rounded_bytes
-from prefetch.memory.guards import FileGuards
+from prefetch.memory.arena import rounded_bytes
 from prefetch.work import PartialChunk, Task
-from sharding.errors import SampleError
 
 if TYPE_CHECKING:
     from dataflow.dataset import ShardedDataset
@@ -103,37 +101,27 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
     """`Builders` that are actors of a Ray cluster.
 
     Args:
-        settings: what all chunks have in common; `num_builders` of them: the actors to use.
+        context: of the builders of this process; `num_builders` of its settings: the actors to use. In its
+            arena values lie until Ray has them, and then batches.
         num_ranks: that share the cluster.
-        guards: keep mapped files at their length while their values are copied.
-        decide: whether a bad sample is left out.
-        arena: where values lie until Ray has them, and then batches.
-        on_return: bytes of a slot -> what is called when its last view dies.
         datasets: whose shards actors read by themselves; none: values are serialized.
         traffic: where what actors read is counted.
-        initializer: runs first in the thread that dispatches.
 
     Raises `RayClusterError`, `ImportError` without Ray, `ValueError` for functions that cannot be sent.
     """
 
     def __init__(
         self,
-        settings: BuildSettings,
+        context: BuildContext,
         *,
-        guards: FileGuards,
-        decide: Callable[[SampleError], bool],
-        arena: Arena,
-        on_return: Callable[[int], Task],
         traffic: Traffic,
         num_ranks: int = 1,
         datasets: Sequence[ShardedDataset] = (),
-        initializer: Task | None = None,
     ) -> None:
-        super().__init__(settings.num_builders, decide=decide)
-        self._outputs, self._guards = staged_outputs(settings.outputs), guards
-        self._arena, self._on_return, self._serializes = arena, on_return, not datasets
+        super().__init__(context.settings.num_builders, decide=context.on_bad)
+        self._context, self._serializes = context, not datasets
         # A chunk comes whole: a part of it would be a call more, which costs this process 3 ms.
-        settings = replace(settings, hand_over_s=math.inf)
+        settings = replace(context.settings, hand_over_s=math.inf)
         self._traffic, self._num_ranks = traffic, num_ranks
         try:
             job = TorchSettings.here(), settings, [*map(only_read, datasets)]
@@ -156,7 +144,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._is_patient = True
         """True if an actor that reserves no CPU is yet to be asked for, if no other begins."""
         self._ask_for_actors()
-        self._start(self._run, initializer)
+        self._start(self._run)
 
     @property
     def num_begun(self) -> int:
@@ -351,8 +339,9 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         chunk = chunk_of(one.build)
         if not self._serializes:
             return read_plan(chunk.plan, chunk.rows), one.num_added, None
-        with self._guards.loading():
-            serialized, memory = serialize(chunk.plan, chunk.rows, self._outputs, self._arena)
+        context, outputs = self._context, staged_outputs(self._context.settings.outputs)
+        with context.guards.loading():
+            serialized, memory = serialize(chunk.plan, chunk.rows, outputs, context.arena)
         return serialized, one.num_added, memory  # which Ray's store has once it is sent
 
     def _send(self, one: _ActorBuild, kind: int, content: Any = None) -> None:
@@ -401,8 +390,8 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         if one is None:
             return
         is_charged = head.kind == WorkerResult.BATCH
-        give_back = self._on_return(one.charged_bytes) if is_charged else None
-        slot = self._arena.lease(head.nbytes, give_back)
+        give_back = self._context.on_return(one.charged_bytes) if is_charged else None
+        slot = self._context.arena.lease(head.nbytes, give_back)
         np.copyto(slot, packed.result())
         obj = unpack(slot, *head.layout)
         del slot, packed

@@ -63,25 +63,38 @@ BatchFn = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Postprocessing:
-    """What happens to a batch after its columns are built."""
+class BuildSettings:
+    """How all chunks of a stream are built: all that builders of other processes are sent of it."""
 
+    outputs: Sequence[Output]
+    seed: int
     transforms: Sequence[tuple[Callable[..., Any] | None, bool]]
     """Of each source: what is called with each sample, by builders, and whether it takes `rng=`."""
-    collate: Callable[[list[Any]], Any] | None
+    collate: Callable[[list[Any]], Any] | None = None
     """Samples -> batch; None keeps the columns."""
-    batch_transform: BatchFn | None
+    batch_transform: BatchFn | None = None
     batching: Batching | None = None
     """How batches depend on lengths."""
     mark_repeats: bool = False
     """Whether batches get a column that tells what the tail rule delivers a second time."""
     marks_kept: bool = False
     """Whether they get one that tells which of their samples were not left out."""
+    charge_bytes: int
+    """Small batches are charged together once they take so much: to charge costs as much as to make one."""
+    limit_bytes: int = sys.maxsize
+    """The memory limit: of the decoded value of a sample, and of what all builders make together."""
+    num_builders: int = 1
+    hand_over_s: float = math.inf
+    """Once building took so long, what is finished is handed over before the chunk is whole."""
+    is_pinned: bool = False
+    """Whether the training process page-locks what it views of other processes: whole slabs, so that these
+    copy batches there."""
 
     @property
     def functions(self) -> tuple[Any, ...]:
-        """The user's."""
-        return (*(transform for transform, _ in self.transforms), self.collate, self.batch_transform)
+        """All functions of the user's that builders call, and None where there is none."""
+        transforms = (transform for transform, _ in self.transforms)
+        return (*transforms, self.collate, self.batch_transform, *(one.function for one in self.outputs))
 
     @property
     def lists(self) -> frozenset[str]:
@@ -107,25 +120,6 @@ class Postprocessing:
     def forms(self, column: str) -> bool:
         """Whether the column is packed or padded here; a user's `collate` does that by itself."""
         return self.batching is not None and self.collate is None and column in self.batching.columns
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuildSettings:
-    """How all chunks of a stream are built: all that builders of other processes are sent of it."""
-
-    outputs: Sequence[Output]
-    seed: int
-    postprocessing: Postprocessing
-    charge_bytes: int
-    """Small batches are charged together once they take so much: to charge costs as much as to make one."""
-    limit_bytes: int = sys.maxsize
-    """The memory limit: of the decoded value of a sample, and of what all builders make together."""
-    num_builders: int = 1
-    hand_over_s: float = math.inf
-    """Once building took so long, what is finished is handed over before the chunk is whole."""
-    is_pinned: bool = False
-    """Whether the training process page-locks what it views of other processes: whole slabs, so that these
-    copy batches there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,19 +168,23 @@ class ChunkPlan:
 
     @classmethod
     def of(
-        cls, plan: RankPlan, first_batch: int, sizes: NDArray[np.int64], steps: Postprocessing
+        cls, plan: RankPlan, first_batch: int, sizes: NDArray[np.int64], settings: BuildSettings
     ) -> ChunkPlan:
         """The batches from `first_batch` on, of so many rows each."""
         last = first_batch + len(sizes)
         segments = plan.batches(first_batch, last) if isinstance(plan, UnitPlan) else None
         cut = None
-        if segments is not None and steps.batching is not None and steps.forms(steps.batching.column):
+        if (
+            segments is not None
+            and settings.batching is not None
+            and settings.forms(settings.batching.column)
+        ):
             assert isinstance(plan, UnitPlan)
             assert plan.sequence.lengths is not None
             taken = segments.segments
             whole = plan.sequence.lengths[taken.position].astype(np.int64)
-            cut = Cut(steps.batching.columns, taken.begin, taken.length, whole)
-        marked = range(first_batch, last) if steps.mark_repeats else ()
+            cut = Cut(settings.batching.columns, taken.begin, taken.length, whole)
+        marked = range(first_batch, last) if settings.mark_repeats else ()
         return cls(
             epoch=plan.order.epoch,
             first_batch=first_batch,
@@ -279,7 +277,7 @@ class BatchBuilder:
             if is_last or flush_now or ahead or heap_bytes >= context.settings.charge_bytes:
                 context.heap.made(heap_bytes)
                 # While samples are put together, they are there as well as their batch.
-                made_bytes = heap_bytes + (most_bytes if context.settings.postprocessing.takes_samples else 0)
+                made_bytes = heap_bytes + (most_bytes if context.settings.takes_samples else 0)
                 part = PartialChunk(
                     delivered, heap_bytes=heap_bytes, made_bytes=made_bytes, flush_now=flush_now
                 )
@@ -303,8 +301,8 @@ class BatchBuilder:
         """
         return (
             built.each is not None
-            and self.settings.postprocessing.transforms_one_by_one
-            and (self.plan.segments is None or self.settings.postprocessing.collate is not None)
+            and self.settings.transforms_one_by_one
+            and (self.plan.segments is None or self.settings.collate is not None)
         )
 
     def _seed_globals(self, row: int, *, of_batch: bool) -> None:
@@ -317,7 +315,7 @@ class BatchBuilder:
     def is_planned(self) -> bool:
         """Whether what it takes was known before: nothing of the user's runs, and no object is made."""
         assert self.columns is not None
-        if self.columns.bad or self.columns.remarks or self.settings.postprocessing.does_something:
+        if self.columns.bad or self.columns.remarks or self.settings.does_something:
             return False
         return all(output.is_view for output in self.settings.outputs)
 
@@ -348,7 +346,7 @@ class BatchBuilder:
     def _finish_batch(
         self, number: int, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
     ) -> tuple[Any, int]:
-        steps, columns = self.settings.postprocessing, self.columns
+        settings, columns = self.settings, self.columns
         assert columns is not None
         dropped = {r - row for r in columns.bad if row <= r < row + size}
         for r in sorted(dropped):
@@ -359,30 +357,30 @@ class BatchBuilder:
             if not len(kept):
                 return {}, 0
             batch = drop_rows(batch, kept)
-        if self.plan.segments is not None and steps.collate is None:
-            assert steps.batching is not None
+        if self.plan.segments is not None and settings.collate is None:
+            assert settings.batching is not None
             segments = self.plan.segments.one(number - self.plan.first_batch)
             segments = segments.keep(kept) if dropped else segments
-            batch = batch_columns(steps.batching, segments, batch, columns.slot)
+            batch = batch_columns(settings.batching, segments, batch, columns.slot)
         result: Any = batch
-        if steps.takes_samples:
+        if settings.takes_samples:
             samples, kept = self._transform(batch, kept, row, skipped)
             if not samples:
                 return {}, 0
-            if steps.collate:
+            if settings.collate:
                 place = partial(self._place, "collate_fn=", number, row, kept, samples)
-                result = called(steps.collate, samples, place)
+                result = called(settings.collate, samples, place)
             else:
                 result, kept = self._collate(samples, kept, row, skipped)
                 if not len(kept):
                     return {}, 0
-        if steps.batch_transform:
+        if settings.batch_transform:
             place = partial(self._place, "batch_transform=", number, row, kept, result)
-            result = called(steps.batch_transform, result, place)
-        if steps.mark_repeats:
-            _checked_dict(result, steps)[REPEAT] = torch.from_numpy(self._repeats(number, kept))
-        if steps.marks_kept:
-            _checked_dict(result, steps)[KEPT] = torch.from_numpy(kept)
+            result = called(settings.batch_transform, result, place)
+        if settings.mark_repeats:
+            _checked_dict(result, settings)[REPEAT] = torch.from_numpy(self._repeats(number, kept))
+        if settings.marks_kept:
+            _checked_dict(result, settings)[KEPT] = torch.from_numpy(kept)
         return result, len(kept)
 
     def _repeats(self, number: int, kept: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -390,7 +388,7 @@ class BatchBuilder:
         flags = self.plan.repeats[number - self.plan.first_batch]
         if self.plan.segments is None:
             return flags[kept]
-        batching = self.settings.postprocessing.batching
+        batching = self.settings.batching
         assert batching is not None
         return flags if batching.rows_are_units else np.full(len(kept), flags[0])
 
@@ -399,7 +397,7 @@ class BatchBuilder:
     ) -> tuple[list[Any], NDArray[np.int64]]:
         """The samples that the transforms made, and which rows of the batch these are."""
         samples, transformed, num_skipped = [], [], len(skipped)
-        outputs, transforms = self.settings.outputs, self.settings.postprocessing.transforms
+        outputs, transforms = self.settings.outputs, self.settings.transforms
         origins = self.rows.find_all(first + kept)
         columns = self.columns
         assert columns is not None
@@ -452,7 +450,7 @@ class BatchBuilder:
 
     def _outcome(self, make: Callable[[], Any]) -> tuple[Any, str, BaseException | None]:
         """What a transform returned, why that is none, and what it raised."""
-        collate = self.settings.postprocessing.collate
+        collate = self.settings.collate
         try:
             made = make()
             made, reason = collate.checked(made) if isinstance(collate, GatherSamples) else (made, "")
@@ -466,9 +464,9 @@ class BatchBuilder:
         """The batch of samples, and which rows are in it: all but those that no batch can hold."""
         while samples:
             try:
-                return collated(samples, self.settings.postprocessing.lists), kept
+                return collated(samples, self.settings.lists), kept
             except Exception as error:
-                misfit = misfit_of(samples, self.settings.outputs, self.settings.postprocessing.lists)
+                misfit = misfit_of(samples, self.settings.outputs, self.settings.lists)
                 if misfit is None:
                     raise
                 bad = self._misfit_error(misfit, first + kept)
@@ -507,8 +505,8 @@ class BatchBuilder:
         return f"in {name} of {batch}, samples {samples}; it was given {described(argument)}"
 
     def _apply(self, sample: dict[str, Any], window: StagedRows, row: int, chunk_row: int) -> Any:
-        steps = self.settings.postprocessing
-        transform, wants_rng = steps.transforms[window.source_number]
+        settings = self.settings
+        transform, wants_rng = settings.transforms[window.source_number]
         if transform is None:
             return sample
         self._seed_globals(chunk_row, of_batch=False)
@@ -541,12 +539,12 @@ def called(function: BatchFn, argument: Any, place: Callable[[], str]) -> Any:
         raise failure from failure.__cause__
 
 
-def _checked_dict(batch: Any, steps: Postprocessing) -> MutableMapping[str, Any]:
+def _checked_dict(batch: Any, settings: BuildSettings) -> MutableMapping[str, Any]:
     if isinstance(batch, MutableMapping):
         return batch
     who = "the transformed samples were collated to"
-    if steps.batch_transform or steps.collate:
-        who = f"{'batch_transform' if steps.batch_transform else 'collate_fn'} returned"
+    if settings.batch_transform or settings.collate:
+        who = f"{'batch_transform' if settings.batch_transform else 'collate_fn'} returned"
     raise TypeError(
         f"mark_repeats=True adds a column {REPEAT!r} to batches that are dicts, but {who} a "
         f"{type(batch).__name__}"

@@ -49,7 +49,7 @@ class BatchChunk:
     ) -> None:
         """Build `batches` from `windows`, which are those of `batches.parts`."""
         self._context, self._copies = context, copies
-        self.plan = ChunkPlan.of(plan, batches.first, batches.sizes, context.settings.postprocessing)
+        self.plan = ChunkPlan.of(plan, batches.first, batches.sizes, context.settings)
         self.num_batches = len(batches)
         self.needs = tuple(windows)
         self.closes: list[StagedWindow] = []
@@ -89,14 +89,14 @@ class BatchChunk:
 
     def _laid_bytes(self, output: Output) -> int:
         """Credits of what segments of a column are laid into, packed or padded."""
-        steps, segments = self._context.settings.postprocessing, self.plan.segments
-        if segments is None or not steps.forms(output.name):
+        settings, segments = self._context.settings, self.plan.segments
+        if segments is None or not settings.forms(output.name):
             return 0
         from dataflow.batch.packed import batch_bytes
 
-        assert steps.batching is not None
+        assert settings.batching is not None
         batches, dtype = map(segments.one, range(self.num_batches)), np.dtype(output.dtype)
-        laid = (batch_bytes(steps.batching, own, output.name, dtype) for own in batches)
+        laid = (batch_bytes(settings.batching, own, output.name, dtype) for own in batches)
         return sum(map(rounded_bytes, laid))
 
     def begin(self) -> Sequence[Callable[[], None]]:

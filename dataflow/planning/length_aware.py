@@ -34,6 +34,7 @@ from sharding.lengths.kept import KeptLengths, LengthsFile
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.lengths.units import DEFAULT_MEGABATCH_SAMPLES
 from sharding.order.epoch_order import EpochOrder
+from sharding.plan.window_size import DEFAULT_LIMIT
 from sharding.printable import listed
 from sharding.topology.topology import Topology
 
@@ -43,6 +44,7 @@ _THREADS = 16
 _MEASURED_BYTES, _LEAST_MEASURED = 4 << 20, 256
 """What a megabatch is to have where its samples must be made to be measured: whoever goes on in it makes them
 again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.998."""
+_MEGABATCHES_IN_LIMIT = 8
 
 
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
@@ -144,6 +146,14 @@ def _check_column(name: str, dataset: ShardedDataset | Mixture) -> None:
 
 def _output(name: str, dataset: ShardedDataset | Mixture) -> Output | None:
     return next((output for output in dataset.outputs if output.name == name), None)
+
+
+def megabatch_bytes(given_limit: int | None) -> int:
+    """Bytes of blocks that a megabatch may have: an eighth of the limit that the user gave, if any.
+
+    Else of a limit that is the same on all machines.
+    """
+    return (given_limit or DEFAULT_LIMIT) // _MEGABATCHES_IN_LIMIT
 
 
 def make_planner(

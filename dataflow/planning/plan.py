@@ -10,7 +10,10 @@ from typing import ClassVar
 import numpy as np
 
 from dataflow.dataset import ShardedDataset
+from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
+from dataflow.planning.length_aware import are_measured, make_planner, megabatch_bytes
+from dataflow.planning.settings import StreamSettings
 from sharding.cached_property import cached_property
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.mixture.token_schedule import TokenEpochs
@@ -20,8 +23,10 @@ from sharding.order.epoch_order import EpochOrder
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
-from sharding.plan.placement import read_amplification
+from sharding.plan.placement import read_amplification, shard_index_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
+from sharding.plan.window_size import resolve_windows
+from sharding.topology.topology import Topology
 
 _ORDERS_KEPT = 2
 
@@ -44,6 +49,8 @@ class StreamPlan:
     """Whether it says which samples are made, and not which batches they are in."""
     mixture_starts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """{epoch: samples that each source of a mixture by tokens gave before it}, as far as a state tells."""
+    weights_taken: int = 0
+    """Up to which call of `set_weights` it has the mixture's weights."""
     _orders: dict[int, Order] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Of the epochs that were asked for last."""
 
@@ -51,6 +58,12 @@ class StreamPlan:
         """A copy finds its epochs by tokens by itself: tables and the compiled core are not for others."""
         state = {name: value for name, value in self.__dict__.items() if name != "token_epochs"}
         return {**state, "_orders": {}}  # the one here changes while it is copied
+
+    def on_rank(self, topology: Topology, tail: Tail) -> StreamPlan:
+        """The same plan for a rank, and for what becomes of the last, incomplete global batch."""
+        # In file order what is gathered by rank must be in order: lanes may number ranks otherwise.
+        rank = topology.data_rank if self.shuffle.is_file_order else shard_index_of(topology)
+        return replace(self, rank=rank, world_size=topology.data_world_size, tail=tail)
 
     @property
     def samples_per_batch(self) -> int:
@@ -116,14 +129,21 @@ class StreamPlan:
             return None
         return self.planner.state(self.windows_of(epoch), position)
 
-    def with_weights(self, epoch: int, position: int, weights: Sequence[Fraction]) -> StreamPlan:
-        """The plan that has other weights as soon after a position as can be.
+    def lacks_weights(self, of: ShardedDataset | Mixture) -> bool:
+        """Whether weights were set for the loader's dataset that the plan has not got."""
+        return _num_weights_set(of) not in (0, self.weights_taken)
+
+    def with_weights(self, epoch: int, position: int, of: ShardedDataset | Mixture) -> StreamPlan:
+        """The plan that has the weights set for the loader's dataset, as soon after a position as can be.
 
         What is planned together keeps its weights; after the last batch of an epoch, the next one has them.
         """
         mixture, order, planner = self.dataset, self.windows_of(epoch), self.planner
+        assert isinstance(of, Mixture)
+        assert of.weights_set is not None
         assert isinstance(mixture, Mixture)
         assert isinstance(order, MixtureWindows)
+        number, weights = of.weights_set
         change, since = position, None
         if planner is not None:
             start, change = planner.megabatch_start(order, position), planner.change_after(order, position)
@@ -132,7 +152,13 @@ class StreamPlan:
             change = order.num_samples
         spec = mixture.spec.changed(order.interleaving, epoch, weights, position=change, since=since)
         starts = {epoch: order.interleaving.first.tolist()} if self.token_epochs else {}
-        return replace(self, dataset=mixture.with_spec(spec), planner=planner, mixture_starts=starts)
+        return replace(
+            self,
+            dataset=mixture.with_spec(spec),
+            planner=planner,
+            mixture_starts=starts,
+            weights_taken=number,
+        )
 
     # ---- states ---------------------------------------------------------------------------------------
 
@@ -181,6 +207,7 @@ class StreamPlan:
             shuffle=state.shuffle,
             planner=planner,
             mixture_starts=self._starts_of(state, of),
+            weights_taken=_num_weights_set(of),  # the state's weights hold
         )
         if state.batching != (mark := plan.mark(state.epoch, state.position)):
             raise ValueError(
@@ -222,6 +249,32 @@ class StreamPlan:
         return EpochPlan(windows, **dealing)
 
 
+def first_plan(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> tuple[StreamPlan, str]:
+    """The plan that settings ask for, of one rank, and why its windows are as large as they are.
+
+    It never depends on the machine: ranks of unlike machines must agree on the order. Each source of a
+    mixture has windows of its own.
+    """
+    limit = None if settings.memory_limit is None else memory_limit_bytes(settings.memory_limit, 1)
+    batching, planner = settings.batching, None
+    if batching:
+        measured = are_measured(settings, dataset)
+        planner = make_planner(batching, dataset, megabatch_bytes(limit), measured=measured)
+    tables = [source.kept_blocks for source in dataset.sources]
+    shuffle, reason = resolve_windows(settings.order, tables, limit)
+    plan = StreamPlan(
+        dataset=dataset,
+        shuffle=shuffle,
+        seed=settings.seed,
+        batch_size=settings.batch_size,
+        rank=0,
+        world_size=1,
+        tail="uneven",
+        planner=planner,
+    )
+    return plan, reason
+
+
 def check_known(plan: RankPlan) -> None:
     """Raise `ValueError` for a plan that has batches of what is not known any more."""
     if plan.start < plan.known_from and plan.num_batches:
@@ -229,6 +282,11 @@ def check_known(plan: RankPlan) -> None:
             f"epoch {plan.order.epoch} cannot begin anew: weights were set more than {MAX_STEPS} times, and "
             "what came before is not known any more; load a state of before, or make another loader"
         )
+
+
+def _num_weights_set(dataset: ShardedDataset | Mixture) -> int:
+    """How often `set_weights` was called."""
+    return dataset.weights_set[0] if isinstance(dataset, Mixture) and dataset.weights_set else 0
 
 
 def _mark_of(dataset: ShardedDataset | Mixture) -> str:

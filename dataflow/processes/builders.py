@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.at_work import sample_text
-from dataflow.batch.builder import BuildSettings
+from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.output import staged_outputs
 from dataflow.processes.builder_main import run
@@ -31,12 +31,9 @@ from prefetch.engine.pool import context_in
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
 from prefetch.ipc.protocol import WorkerRequest, WorkerResult
 from prefetch.ipc.server import start_context
-from prefetch.memory.guards import FileGuards
-from prefetch.work import Task
 from prefetch.workers.pool import WorkerDiedError
 from prefetch.workers.shared_arena import Region
 from prefetch.workers.worker_start import ABOUT, WorkerResponse
-from sharding.errors import SampleError
 
 _INPUTS_IN_LIMIT = 8
 """Free memory for chunks' values is kept up to this part of the limit: those of all processes take less."""
@@ -56,31 +53,25 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
     """`Builders` that are processes of this machine.
 
     Args:
-        settings: what all chunks have in common; `num_builders` of them: the processes.
-        guards: keep mapped files at their length while their values are copied.
-        decide: whether a bad sample is left out.
+        context: of the builders of this process; `num_builders` of its settings: the processes.
         give_back: hears of the bytes of batches that have died.
         max_restarts: how many processes are replaced that have died.
         on_start: hears once that all processes are ready for work, or why they are not.
-        initializer: runs first in the thread that dispatches.
 
     Raises `ValueError` for functions that cannot be sent.
     """
 
     def __init__(
         self,
-        settings: BuildSettings,
+        context: BuildContext,
         *,
-        guards: FileGuards,
-        decide: Callable[[SampleError], bool],
         give_back: Callable[[int], None],
         max_restarts: int = 0,
         on_start: Callable[[BaseException | None], None] | None = None,
-        initializer: Task | None = None,
     ) -> None:
-        num_builders = settings.num_builders
-        super().__init__(num_builders, decide=decide)
-        self._settings, self._guards, self._give_back = settings, guards, give_back
+        settings, num_builders = context.settings, context.settings.num_builders
+        super().__init__(num_builders, decide=context.on_bad)
+        self._context, self._give_back = context, give_back
         self._is_asked = threading.Event()
         """Set with each call, for the thread that listens to no processes any more."""
         self._max_restarts, self.num_restarts = max_restarts, 0
@@ -89,9 +80,9 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         """Processes that have said that they are there."""
         self._reads_files = True
         """True if processes read what lies in files that are open here; not once one of them could not."""
-        context = start_context(None)
+        starts = start_context(None)
         try:
-            job = packed_job(settings, context)
+            job = packed_job(settings, starts)
         except Exception as error:
             raise ValueError(
                 f"a function that builds batches cannot be sent to builder processes ({error}): make what it "
@@ -101,7 +92,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
             run,
             num_builders,
             job,
-            context=context,
+            context=starts,
             num_spare=1 + max_restarts,
             pins=settings.is_pinned,
             region_limit=settings.limit_bytes // num_builders,
@@ -114,7 +105,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         except BaseException:
             self._processes.close(stop_s=0)
             raise
-        self._start(self._run, initializer)
+        self._start(self._run)
 
     # ---- for the engine -----------------------------------------------------------------------------------
 
@@ -205,11 +196,11 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
     def _content(self, one: _ProcessBuild) -> tuple[Any, ...]:
         if one.memory is None:  # else a process has had it, and died
             chunk = chunk_of(one.build)
-            with self._guards.loading():
+            with self._context.guards.loading():
                 one.serialized, one.memory = serialize(
                     chunk.plan,
                     chunk.rows,
-                    staged_outputs(self._settings.outputs),
+                    staged_outputs(self._context.settings.outputs),
                     self._region.arena,
                     by_file=self._reads_files,
                 )

@@ -24,6 +24,7 @@ from dataflow.batch.delivered import Delivered
 from dataflow.outputs.columns import ChunkRows
 from dataflow.processes.builder_main import BuiltBatches
 from dataflow.staging.window import StagedWindow
+from dataflow.torch_threads import one_torch_thread
 from prefetch.engine.builders import Build, Builders
 from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
@@ -168,9 +169,9 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         self._is_stopped = self._is_closed = False
         self._thread: PriorityPool
 
-    def _start(self, run: Task, initializer: Task | None) -> None:
-        """Start the thread that dispatches: it runs `run`, and `initializer` first; then it ends."""
-        self._thread = PriorityPool(1, "dataflow-hand-out", initializer=initializer)
+    def _start(self, run: Task) -> None:
+        """Start the thread that dispatches: it runs `run`, then it ends."""
+        self._thread = PriorityPool(1, "dataflow-hand-out", initializer=one_torch_thread)
 
         def run_to_the_end() -> None:
             try:

@@ -1,23 +1,38 @@
-"""The caches of one loader: which blocks each keeps, by when its ranks are going to read them."""
+"""The caches of one loader: which blocks each keeps, by when this machine's ranks need them next.
+
+A cache file is found in the block tables by a 64-bit hash of shard and offset (16 bytes a block). When
+its block is needed follows from the orders of the running epoch and the next (8 bytes a block each), which
+are looked at when the cache is full for the first time, and kept while their epochs last.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import Cache
 from dataflow.planning.plan import StreamPlan
 from dataflow.staging.source import SourceCache
-from dataflow.stream.next_use import NextUse, SourceUse
+from dataflow.stream.read_ahead import WINDOWS_OPEN
 from prefetch.cache.block_cache import NO_CACHE, BlockCache, CacheStats
+from prefetch.cache.entry import Entry, shard_hash, tag_of
+from prefetch.cache.folder import Stored
+from sharding.cached_property import cached_property
+from sharding.catalog.table import Catalog
 from sharding.mixture.windows import source_seed
 from sharding.order.order import Order
+from sharding.order.permutations import splitmix64
 from sharding.order.selection import SelectedOrder
 from sharding.order.shuffle import Shuffle
-from sharding.plan.next_use import LaneRange, lanes_of_shard_indices
+from sharding.plan.matches import MatchTable
+from sharding.plan.next_use import LaneRange, lanes_of_shard_indices, next_uses, windows_of_blocks
 from sharding.plan.placement import shard_index_of
 from sharding.topology.topology import Topology
 from sharding.urls import is_local
@@ -26,7 +41,8 @@ from sharding.urls import is_local
 class OpenCaches:
     """The caches of one loader: one for each different `Cache` of its sources."""
 
-    def __init__(self, datasets: Sequence[ShardedDataset], plan: StreamPlan, place: Topology) -> None:
+    def __init__(self, plan: StreamPlan, topology: Topology) -> None:
+        datasets = plan.dataset.sources
         self._of_source: dict[tuple[int, int], SourceCache] = {}
         self._open: list[BlockCache] = []
         read = {
@@ -35,7 +51,7 @@ class OpenCaches:
             for at, one in enumerate(dataset.datasets_read)
             if _cache_of(one) is not None
         }
-        uses = {(number, at): _use_of(datasets[number], number, plan, place, at) for number, at in read}
+        uses = {(number, at): _use_of(datasets[number], number, plan, topology, at) for number, at in read}
         for cache in dict.fromkeys(one.cache for one in read.values()):
             assert cache is not None
             numbers = [number for number in uses if read[number].cache == cache]
@@ -46,12 +62,12 @@ class OpenCaches:
                 (number, SourceCache(uses[number].begins, blocks.read_into)) for number in numbers
             )
 
-    def of(self, source: int, place: int = 0) -> SourceCache | None:
-        """The cache of one source, or of what is joined to it (from 1 on); None: it has none."""
-        return self._of_source.get((source, place))
+    def of(self, source: int, join: int = 0) -> SourceCache | None:
+        """The cache of one source, or of the `join`-th dataset that is joined to it; None: it has none."""
+        return self._of_source.get((source, join))
 
     def stats(self) -> CacheStats:
-        """Of all of them together."""
+        """The counts of all of them together."""
         return sum((blocks.stats() for blocks in self._open), NO_CACHE)
 
     def end(self) -> None:
@@ -60,7 +76,7 @@ class OpenCaches:
             blocks.end()
 
     def close(self) -> None:
-        """When no thread reads any more. Idempotent."""
+        """Close the folders, when no thread reads any more. Idempotent."""
         for blocks in self._open:
             blocks.close()
 
@@ -71,7 +87,7 @@ def _cache_of(dataset: ShardedDataset) -> Cache | None:
     return dataset.cache if remote else None
 
 
-def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topology, at: int) -> SourceUse:
+def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, topology: Topology, at: int) -> SourceUse:
     """When blocks of a dataset, or of the `at`-th that is joined to it, are needed."""
     mixed = plan.dataset.sources != (dataset,)
     seed = source_seed(plan.seed, number) if mixed else plan.seed
@@ -82,7 +98,7 @@ def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, place: Topol
         matches=dataset.joins_used[at - 1].matches if at else None,
         order_of=partial(_order, dataset, shuffle, seed),
         samples=len(dataset) / share if share else np.inf,
-        lanes=_lanes(plan, shuffle.num_lanes, place),
+        lanes=_lanes(plan, shuffle.num_lanes, topology),
         sparse=shuffle.kind == "full",
     )
 
@@ -91,11 +107,123 @@ def _order(dataset: ShardedDataset, shuffle: Shuffle, seed: int, epoch: int) -> 
     return SelectedOrder(dataset.selection, shuffle, seed=seed, epoch=epoch)
 
 
-def _lanes(plan: StreamPlan, num_lanes: int, place: Topology) -> LaneRange:
+def _lanes(plan: StreamPlan, num_lanes: int, topology: Topology) -> LaneRange:
     """The lanes of this machine's ranks; nodes are taken to have equally many."""
-    world = place.data_world_size
+    world = topology.data_world_size
     if plan.planner is not None or plan.measures_lengths:  # units or megabatches are dealt to ranks
-        return LaneRange(0, num_lanes, shared=place.local_world_size > 1)
-    each = max(1, world // place.num_nodes)
-    first = shard_index_of(place) // each * each
+        return LaneRange(0, num_lanes, shared=topology.local_world_size > 1)
+    each = max(1, world // topology.num_nodes)
+    first = shard_index_of(topology) // each * each
     return lanes_of_shard_indices(range(first, min(world, first + each)), world, num_lanes, plan.batch_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceUse:
+    """When the blocks of one source are needed."""
+
+    catalog: Catalog
+    order_of: Callable[[int], Order]
+    """The order of one of its epochs."""
+    samples: float
+    """Samples of all sources that are delivered during one epoch of this one."""
+    lanes: LaneRange
+    sparse: bool
+    """Whether single samples are read: they are in no table, and none is known to be needed sooner."""
+    matches: MatchTable | None = None
+    """The rows that a joined source brings along; None: it is the one that is ordered."""
+    # Blocks of the oldest window that is open may still be wanted.
+    _open: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOWS_OPEN))
+    _windows: OrderedDict[int, tuple[NDArray[np.int64], int]] = field(default_factory=OrderedDict)
+
+    def begins(self, epoch: int, window: int) -> None:
+        """Note that its next window is going to be read. Cheap; one thread."""
+        self._open.append((epoch, window))
+
+    def next_uses(self, blocks: NDArray[np.int64], *, just_read: bool) -> NDArray[np.float64]:
+        """When some of its blocks are needed next. One thread at a time."""
+        epoch, window = self._open[0] if self._open else (0, 0)
+        this, following = self._at(epoch), self._at(epoch + 1)
+        when = next_uses(blocks, (epoch, window), this, following, done=just_read and not self.lanes.shared)
+        return when * self.samples
+
+    def _at(self, epoch: int) -> tuple[NDArray[np.int64], int]:
+        windows = self._windows.get(epoch)
+        if windows is None:
+            order = self.order_of(epoch)
+            if self.matches is None:
+                of_blocks = windows_of_blocks(order, self.catalog.num_blocks, self.lanes)
+            else:
+                of_blocks = self.matches.windows(order, self.catalog.num_blocks, self.lanes)
+            windows = of_blocks, order.num_windows
+            self._windows[epoch] = windows
+            while len(self._windows) > 2:
+                self._windows.popitem(last=False)
+        return windows
+
+
+class NextUse:
+    """Implements `prefetch.cache.block_cache.Future` over several sources. Thread-safe."""
+
+    def __init__(self, sources: Sequence[SourceUse]) -> None:
+        self._sources = sources
+        self._lock = threading.Lock()  # guards what sources keep, and making the tables
+
+    def shard_hashes(self) -> NDArray[np.uint64]:
+        """The hashes of all shards."""
+        return np.unique(np.concatenate(self._hashes_of_shards))
+
+    def of_stored(self, stored: Stored) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """When each block of a folder is needed, and whether it is one of ours."""
+        return self._of(stored.shard_hashes, stored.offsets, just_read=False)
+
+    def of_entry(self, entry: Entry) -> float:
+        """When a block that was just read is needed again."""
+        its, offset = np.array([shard_hash(entry.tag)], np.uint64), np.array([entry.offset])
+        return float(self._of(its, offset, just_read=True)[0][0])
+
+    def _of(
+        self, shard_hashes: NDArray[np.uint64], offsets: NDArray[np.int64], *, just_read: bool
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        with self._lock:
+            keys = _keys(shard_hashes, offsets)
+            sorted_keys, owner, block = self._table
+            at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
+            in_table = sorted_keys[at] == keys
+            ours = in_table.copy()
+            when = np.full(len(keys), np.inf)
+            for source, of_shards in zip(self._sources, self._hashes_of_shards, strict=True):
+                if source.sparse:
+                    its = ~in_table & np.isin(shard_hashes, of_shards)
+                    when[its] = 0.0
+                    ours |= its
+            for number, source in enumerate(self._sources):
+                its = in_table & (owner[at] == number)
+                if its.any():
+                    when[its] = source.next_uses(block[at[its]], just_read=just_read)
+        return when, ours
+
+    @cached_property
+    def _hashes_of_shards(self) -> list[NDArray[np.uint64]]:
+        return [
+            np.array([shard_hash(tag_of(c.shard(i))) for i in range(c.num_shards)], np.uint64)
+            for c in (source.catalog for source in self._sources)
+        ]
+
+    @cached_property
+    def _table(self) -> tuple[NDArray[np.uint64], NDArray[np.int16], NDArray[np.int64]]:
+        """Keys of all blocks, ascending; the source and the row in its table of each."""
+        keys, owners, blocks = [], [], []
+        for number, (source, shard_hashes) in enumerate(
+            zip(self._sources, self._hashes_of_shards, strict=True)
+        ):
+            table = source.catalog.blocks
+            keys.append(_keys(shard_hashes[table.shard], table.offset))
+            owners.append(np.full(len(table.shard), number, np.int16))
+            blocks.append(np.arange(len(table.shard)))
+        every = np.concatenate(keys)
+        order = np.argsort(every)
+        return every[order], np.concatenate(owners)[order], np.concatenate(blocks)[order]
+
+
+def _keys(shard_hashes: NDArray[np.uint64], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return splitmix64(shard_hashes ^ splitmix64(offsets.astype(np.uint64)))

@@ -21,7 +21,7 @@ from sharding.errors import DataflowError, SampleError
 _LISTED_ERRORS = 1000
 
 
-class Deliveries:
+class DeliveryCounters:
     """Counts of what was handed out, over all loops of a loader."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ def untrained_text(first: str) -> str:
     return f"{first}: {counted}; max_length= may have cut all answers off: raise it, or leave such chats out"
 
 
-class LastGood:
+class RepeatedBatch:
     """The last batch with samples, for those of which `on_error` left nothing where ranks step together.
 
     The training code may change what it gets, so the copy is made before: one a chunk. Used by one thread.
@@ -97,7 +97,7 @@ def _nothing_to_repeat(empty: Delivered) -> DataflowError:
     )
 
 
-class Skipped:
+class ErrorBudget:
     """The samples left out by policy, over all loops of a loader. `lock` guards what follows it."""
 
     def __init__(self, on_error: Any, budget: int) -> None:
@@ -115,10 +115,10 @@ class Skipped:
         self.__dict__ = {**state, "lock": threading.Lock()}
 
 
-class SkippedAhead:
+class PendingErrors:
     """What one session decides about samples of batches that are not delivered yet. Thread-safe."""
 
-    def __init__(self, skipped: Skipped) -> None:
+    def __init__(self, skipped: ErrorBudget) -> None:
         self._skipped = skipped
         self._count = 0
 

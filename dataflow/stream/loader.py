@@ -19,46 +19,40 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dataflow.batch.builder import REPEAT
-from dataflow.batch.delivered import UNTRAINED
+from dataflow.batch.delivered import UNTRAINED, Delivered
 from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
-from dataflow.limits import memory_limit_bytes, told_of_memory
+from dataflow.limits import told_of_memory
 from dataflow.mixture import Mixture
 from dataflow.planning.joined_reads import check_reads
-from dataflow.planning.length_aware import (
-    SampleLengths,
-    are_measured,
-    check_batching,
-    is_by_tokens,
-    make_planner,
-)
-from dataflow.planning.plan import StreamPlan, check_known
+from dataflow.planning.length_aware import SampleLengths, check_batching, is_by_tokens
+from dataflow.planning.plan import StreamPlan, check_known, first_plan
+from dataflow.planning.rank import RankTopology, is_distributed
 from dataflow.planning.settings import StreamSettings
 from dataflow.stats import LoaderStats
-from dataflow.stream.builders import BuilderPlan, plan_builders, warm_up
-from dataflow.stream.deliveries import Deliveries, LastGood, Skipped, SkippedAhead
+from dataflow.stream.decisions import (
+    datasets_read,
+    is_all_local,
+    loader_limit,
+    plan_builders,
+    plan_session,
+)
+from dataflow.stream.deliveries import DeliveryCounters, ErrorBudget, PendingErrors, RepeatedBatch
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.measuring import MeasuringStage
-from dataflow.stream.read_ahead import megabatch_bytes
-from dataflow.stream.session import Session, SessionOptions, building_bytes, datasets_read, is_all_local
-from dataflow.topology_exchange import detect_topology
+from dataflow.stream.resources import warm_up
+from dataflow.stream.session import Session
 from prefetch.control.depth import Decision
 from prefetch.control.pause import ReadPause
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
 from prefetch.memory.lifetimes import Finalizer
-from sharding.catalog.table import BlockTable
 from sharding.lengths.unit_plan import UNKNOWN, UnitPlan, UnitPlanner
 from sharding.order.epoch_order import EpochOrder
-from sharding.order.shuffle import Shuffle
-from sharding.plan.batch_plan import Tail
-from sharding.plan.placement import shard_index_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
-from sharding.plan.window_size import resolve_windows, window_bytes
 from sharding.topology.topology import Topology
 
 
@@ -86,48 +80,26 @@ class StreamLoader:
         self.dataset, self.settings = dataset, settings
         self.batching = settings.batching
         self.device, self.mark_repeats = settings.torch_device, settings.mark_repeats
-        self._unplaced: ValueError | None = None
-        """Why the launcher's variables alone do not tell this rank's place."""
-        self._alone = settings.topology is None and not _is_distributed()
-        """Whether the place was found before torch.distributed was there to ask."""
-        self._window_bytes = self._building_bytes = 0
-        self._take_place(settings.topology or self._first_place())
+        self._rank = RankTopology(settings.topology)
         check_batching(settings, dataset)
         for source in dataset.sources:
             source.check_missing()
             fingerprint_of(source.transform)  # raises now, not where a state is taken
-        self._lengths = SampleLengths(settings, dataset)
-        self._length_plan: UnitPlan | None = None
-        """Of the epoch begun last."""
-        self._num_weights_taken, planner = 0, None
-        if settings.batching:
-            megabatch = megabatch_bytes(settings.memory_limit, self.memory_limit).value
-            with self._planning():
-                measured = are_measured(settings, dataset)
-                planner = make_planner(settings.batching, dataset, megabatch, measured=measured)
-        self._mix_by(*self._resolve_shuffle())
-        self._pause: ReadPause | None = None
-        self._finalizer: Finalizer | None = None
-        self._skipped = Skipped(dataset.on_error, dataset.error_budget)
         if isinstance(dataset, Mixture):
             dataset.timeout_s = settings.timeout_s
-        self._deliveries = Deliveries()
-        self._loops = LoopQueue(dataset)
-        self.sessions = LoopSessions()
-        self._last_good = LastGood()
-        place = self._topology
-        plan = StreamPlan(
-            dataset=dataset,
-            shuffle=self.shuffle,
-            seed=settings.seed,
-            batch_size=settings.batch_size,
-            rank=place.data_rank,
-            world_size=place.data_world_size,
-            tail=self.tail,
-            planner=planner,
-        )
-        self._plan_by(plan)
-        if self._topology.world_size == 1 or _is_distributed():  # else that may come before the first batch
+        self._lengths = SampleLengths(settings, dataset)
+        self._length_plan: UnitPlan | None = None
+        """The plan of the epoch begun last."""
+        self._pause: ReadPause | None = None
+        self._finalizer: Finalizer | None = None
+        self._errors = ErrorBudget(dataset.on_error, dataset.error_budget)
+        self._counters, self._repeated = DeliveryCounters(), RepeatedBatch()
+        self._loops, self.sessions = LoopQueue(dataset), LoopSessions()
+        with self._planning():
+            plan, self.window_reason = first_plan(dataset, settings)
+        self._use_plan(plan)
+        # Else torch.distributed may come before the first batch.
+        if self._rank.topology.world_size == 1 or is_distributed():
             self._join_ranks()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
@@ -136,15 +108,10 @@ class StreamLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, goes on by itself and reads with threads of its own.
-        changing = ("_skipped", "_deliveries", "_loops", "sessions")
+        changing = ("_rank", "_errors", "_counters", "_loops", "sessions")
         own = {name: copy.copy(self.__dict__[name]) for name in changing}
         none = dict.fromkeys(("_finalizer", "_pause", "_length_plan"))
-        return {**self.__dict__, **own, **none, "_last_good": LastGood()}
-
-    @property
-    def builder_plan(self) -> BuilderPlan:
-        """Who builds its batches."""
-        return plan_builders(self._plan, self.settings, self._topology)
+        return {**self.__dict__, **own, **none, "_repeated": RepeatedBatch()}
 
     @property
     def read_pause(self) -> ReadPause | None:
@@ -155,32 +122,19 @@ class StreamLoader:
 
     # ---- deciding -----------------------------------------------------------------------------------
 
-    def _first_place(self) -> Topology:
-        try:
-            return detect_topology()
-        except ValueError as error:
-            if not self._alone or not dist.is_available():
-                raise
-            self._unplaced = error  # Lightning sets a part of the variables, and torch.distributed later
-            return Topology()
+    @property
+    def topology(self) -> Topology:
+        """The topology of this rank.
 
-    def _take_place(self, topology: Topology) -> None:
-        self._topology = topology
-        self.tail: Tail = self.settings.tail_on(topology)
-        self._take_limit()
+        Found when the loader is made, and once more if torch.distributed is initialised afterwards.
+        """
+        self._resolve_rank()
+        return self._rank.topology
 
-    def _take_limit(self) -> None:
-        given, ranks = self.settings.memory_limit, self._topology.local_world_size
-        self.memory_limit = memory_limit_bytes(given, ranks, self._window_bytes, self._building_bytes)
-
-    def _settle(self) -> None:
-        """Find this rank's place again, if torch.distributed came up after the loader was made."""
-        if self._alone and _is_distributed():
-            self._alone, self._unplaced = False, None
-            self._take_place(detect_topology())
-            self._plan_by(self._plan)
-        if self._unplaced is not None:
-            raise self._unplaced
+    def _resolve_rank(self) -> None:
+        """Know this rank, and what other ranks know: before anything that depends on them."""
+        if self._rank.resolve():
+            self._use_plan(self._plan)
         self._join_ranks()
 
     def _join_ranks(self) -> None:
@@ -188,18 +142,14 @@ class StreamLoader:
         planner = self._plan.planner
         if planner is None or not planner.is_measured or planner.are_lengths_given:
             return
-        planner = self._lengths.join_ranks(planner, self._topology, self._plan.rank)
+        planner = self._lengths.join_ranks(planner, self._rank.topology, self._plan.rank)
         if planner.lengths is None and is_by_tokens(self.dataset):
             planner = planner.with_lengths(self._lengths.measured(self._measure))
-        self._take_planner(planner)
-
-    def _take_planner(self, planner: UnitPlanner) -> None:
-        if planner is not self._plan.planner:
-            self._plan_by(replace(self._plan, planner=planner))
+        self._use_planner(planner)
 
     def _measure(self, source: ShardedDataset) -> SampleLengths:
         """Make all samples of a source whose lengths are not known yet, on all ranks, each its part."""
-        settings = replace(self.settings, shuffle=None, device=None, topology=self._topology)
+        settings = replace(self.settings, shuffle=None, device=None, topology=self._rank.topology)
         loader = StreamLoader(source, settings)
         try:
             if not loader._lengths.are_known:
@@ -209,43 +159,17 @@ class StreamLoader:
             loader.close()
         return loader._lengths
 
-    @property
-    def topology(self) -> Topology:
-        """The place of this rank.
+    def _use_planner(self, planner: UnitPlanner) -> None:
+        if planner is not self._plan.planner:
+            self._use_plan(replace(self._plan, planner=planner))
 
-        Found when the loader is made, and once more if torch.distributed is initialised afterwards.
-        """
-        self._settle()
-        return self._topology
-
-    def _resolve_shuffle(self) -> tuple[Shuffle, str]:
-        """The shuffle, and why its windows are as large as they are.
-
-        Each source of a mixture has windows of its own, and they share that quarter.
-        It never depends on the machine: ranks of unlike machines must agree on the order.
-        """
-        limit = None if self.settings.memory_limit is None else self.memory_limit
-        return resolve_windows(self.settings.order, self._block_tables, limit)
-
-    def _mix_by(self, shuffle: Shuffle, reason: str) -> None:
-        """Take a shuffle with nothing left open, and a limit that has room for its windows."""
-        self.shuffle, self.window_reason = shuffle, reason
-        self._window_bytes = window_bytes(shuffle, self._block_tables)
-        self._take_limit()
-
-    @property
-    def _block_tables(self) -> list[BlockTable]:
-        return [source.kept_blocks for source in self.dataset.sources]
-
-    def _plan_by(self, plan: StreamPlan) -> None:
-        """Go on by a plan, for this rank's place, with a limit that has room for its builders."""
-        place, self.seed = self._topology, plan.seed
-        # In file order what is gathered by rank must be in order: shard indices may be numbered otherwise.
-        rank = place.data_rank if plan.shuffle.is_file_order else shard_index_of(place)
-        self._plan = replace(plan, rank=rank, world_size=place.data_world_size, tail=self.tail)
-        if self.settings.memory_limit is None:
-            self._building_bytes = building_bytes(self._plan, self.builder_plan)
-            self._take_limit()
+    def _use_plan(self, plan: StreamPlan) -> None:
+        """Go on by a plan, on this rank, within a limit that has room for its windows and builders."""
+        topology, settings = self._rank.topology, self.settings
+        self._plan = plan.on_rank(topology, settings.tail_on(topology))
+        self.shuffle, self.seed, self.tail = self._plan.shuffle, self._plan.seed, self._plan.tail
+        self.builder_plan = plan_builders(self._plan, settings, topology)
+        self.memory_limit = loader_limit(self._plan, settings, topology, self.builder_plan)
 
     def epoch_plan(self, epoch: int, start: int) -> RankPlan:
         """The plan of this rank for an epoch, from a position on."""
@@ -280,7 +204,7 @@ class StreamLoader:
         """
         if self._plan.planner is None:
             len(self.dataset)
-        self._settle()
+        self._resolve_rank()
         num_batches = self.epoch_plan(self._loops.epoch, 0).num_batches
         if num_batches == UNKNOWN:
             raise TypeError(
@@ -290,58 +214,29 @@ class StreamLoader:
         return num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        self._settle()
+        self._resolve_rank()
         return self._loops.add(self._batches)
 
     def _batches(self, loop: EpochLoop) -> Generator[Any, None, None]:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
-        plan, began, counts = (
-            self._loops.begin(loop, self._newest_plan),
-            time.perf_counter(),
-            self._deliveries,
-        )
-        taken, batches, mixed = 0, None, self._plan.dataset
-        frame, session, on_device = LoopFrame(), None, None
-        in_step = self._may_be_empty and self._topology.data_world_size > 1
+        epoch, began_s = self._loops.begin(loop, self._newest_plan).order.epoch, time.perf_counter()
+        frame, counters = LoopFrame(), self._counters
         try:
-            while taken < plan.num_batches and not loop.closed:
-                is_changed = mixed is not self._plan.dataset or self._are_weights_new
-                if is_changed and self._loops.is_last_begun(loop):
-                    self._take_weights(plan.order.epoch, plan.position_after(taken))
-                    mixed = self._plan.dataset
-                    self.sessions.drop(loop)  # what was read ahead is in other shares
-                if session is None or loop.session is not session:
-                    session = self._serve(loop, frame, plan.order.epoch, restarted=session is not None)
-                    assert loop.plan is not None
-                    plan, taken, batches = loop.plan, loop.taken, None
-                    on_device = session.copier.to_device if session.copier else None
-                try:
-                    if batches is None:
-                        taken_now = session.next_batches()
-                        batches = self._last_good.in_place_of_empty(taken_now) if in_step else iter(taken_now)
-                        del taken_now
-                    delivered = next(batches, None)
-                except EngineClosedError:
-                    if loop.closed:
-                        raise
-                    batches = None
-                    continue  # it held more than its share when another loop began
-                if delivered is None:
-                    batches = None
-                    if taken == plan.num_batches:  # which shows only now
+            while not loop.has_ended:
+                session = self._session_of(loop, frame)
+                on_device = session.copier.to_device if session.copier else None
+                for delivered in self._chunk_of(session, loop):
+                    counters.first_batch_s = counters.first_batch_s or time.perf_counter() - began_s
+                    batch = delivered.batch if on_device is None else on_device(delivered.batch)
+                    if delivered.skipped:
+                        session.errors.delivered(delivered.skipped)
+                    counters.add(delivered)
+                    loop.taken += 1
+                    if loop.is_whole:
                         self._deliver_last(loop, session)
-                    continue
-                counts.first_batch_s = counts.first_batch_s or time.perf_counter() - began
-                batch = delivered.batch if on_device is None else on_device(delivered.batch)
-                if delivered.skipped:
-                    session.skipped.delivered(delivered.skipped)
-                counts.add(delivered)
-                loop.taken = taken = taken + 1
-                if taken == plan.num_batches:
-                    self._deliver_last(loop, session)
-                if delivered.num_samples:
-                    yield batch
-                del delivered, batch  # while the next one is made, only the training code has this
+                    if delivered.num_samples:
+                        yield batch
+                    del delivered, batch  # while the next one is made, only the training code has this
         except GeneratorExit:
             raise  # the loop was left: whatever else ran here now would swallow a Ctrl-C
         except BaseException as error:
@@ -350,11 +245,67 @@ class StreamLoader:
         if loop.nothing_left:
             warnings.warn(
                 "this loop had no batch: the loaded state was taken in the loop, after the last batch of "
-                f"epoch {plan.order.epoch}. The next loop runs the next epoch. Take states behind the loop, "
+                f"epoch {epoch}. The next loop runs the next epoch. Take states behind the loop, "
                 "or say which epoch comes: loader.set_epoch(...)",
                 stacklevel=2,
             )
-        self._loops.end(loop, plan.order.epoch)
+        self._loops.end(loop, epoch)
+
+    def _chunk_of(self, session: Session, loop: EpochLoop) -> Iterator[Delivered]:
+        """What a session delivers next, up to where the loop ends or must go on with another session."""
+        batches = None
+        while loop.session is session and not loop.has_ended and not self._is_outdated(loop):
+            try:
+                if batches is None:
+                    batches = self._next_batches(session)
+                delivered = next(batches, None)
+            except EngineClosedError:
+                if loop.closed:
+                    raise
+                return  # it held more than its share when another loop began
+            if delivered is None:
+                break
+            yield delivered  # outside of `try`: nothing may run here when the loop is left
+            del delivered
+        if loop.is_whole and loop.session is session:  # where lengths are measured, it shows only now
+            self._deliver_last(loop, session)
+
+    def _next_batches(self, session: Session) -> Iterator[Delivered]:
+        """The batches of a session's next chunk; where ranks step together, none of them is empty."""
+        batches = session.next_batches()
+        if self._may_be_empty and self._rank.topology.data_world_size > 1:
+            return self._repeated.in_place_of_empty(batches)
+        return iter(batches)
+
+    def _session_of(self, loop: EpochLoop, frame: LoopFrame) -> Session:
+        """The session that serves a loop: a new one from where the loop is, if it had to be closed."""
+        plan = loop.plan
+        assert plan is not None
+        if self._is_outdated(loop):
+            self._take_weights(plan.order.epoch, plan.position_after(loop.taken))
+            self.sessions.drop(loop)  # what was read ahead is in other shares
+        if (session := loop.session) is not None:
+            return session
+        if loop.finalizer is None:
+            loop.finalizer = Finalizer(frame, partial(self.sessions.leave, loop))
+        else:
+            plan, loop.taken = self.epoch_plan(plan.order.epoch, plan.position_after(loop.taken)), 0
+            loop.plan = plan
+        if self._finalizer is None:
+            self._finalizer = Finalizer(self, self.sessions.close)
+        make = partial(self.new_session, plan.order.epoch, plan.start)
+        session = self.sessions.serve(loop, self.memory_limit, make)
+        if self._loops.num_begun > 1:
+            session.read_on()
+        return session
+
+    def _is_outdated(self, loop: EpochLoop) -> bool:
+        """Whether the newest loop is served with other weights than were set for the mixture."""
+        if not isinstance(self.dataset, Mixture) or not self._loops.is_last_begun(loop):
+            return False
+        session, plan = loop.session, self._plan
+        is_old = session is not None and session.decided.plan.dataset is not plan.dataset
+        return is_old or plan.lacks_weights(self.dataset)
 
     def _newest_plan(self, epoch: int, start: int) -> RankPlan:
         """The plan of a loop that begins."""
@@ -363,44 +314,16 @@ class StreamLoader:
         check_known(plan)
         return plan
 
-    @property
-    def _are_weights_new(self) -> bool:
-        """Whether weights were set for the mixture since they were looked at last."""
-        dataset = self.dataset
-        if not isinstance(dataset, Mixture) or dataset.weights_set is None:
-            return False
-        return dataset.weights_set[0] != self._num_weights_taken
-
     def _take_weights(self, epoch: int, position: int) -> None:
-        """From a place on, go on with the weights that were set for the mixture since the last call."""
-        if not self._are_weights_new:
-            return
-        assert isinstance(self.dataset, Mixture)
-        assert self.dataset.weights_set is not None
-        number, weights = self.dataset.weights_set
-        self._plan_by(self._plan.with_weights(epoch, position, weights))
-        self._num_weights_taken = number
-        self.sessions.drop_idle(-1, 0)  # wherever it stands: it reads the next epoch in other shares
-
-    def _serve(self, loop: EpochLoop, frame: LoopFrame, epoch: int, *, restarted: bool) -> Session:
-        """Have a session for a loop; `restarted` from where the loop is, as its former one was closed."""
-        assert loop.plan is not None
-        if restarted:
-            loop.plan, loop.taken = self.epoch_plan(epoch, loop.plan.position_after(loop.taken)), 0
-        else:
-            loop.finalizer = Finalizer(frame, partial(self.sessions.leave, loop))
-        if self._finalizer is None:
-            self._finalizer = Finalizer(self, self.sessions.close)
-        make = partial(self.new_session, epoch, loop.plan.start)
-        session = self.sessions.serve(loop, self.memory_limit, make)
-        if self._loops.num_begun > 1:
-            session.read_on()
-        return session
+        """From a position on, go on with the weights that were set for the mixture since the last call."""
+        if self._plan.lacks_weights(self.dataset):
+            self._use_plan(self._plan.with_weights(epoch, position, self.dataset))
+            self.sessions.drop_idle(-1, 0)  # wherever it stands: it reads the next epoch in other shares
 
     def _deliver_last(self, loop: EpochLoop, session: Session) -> None:
         """Note that the last batch of a loop is handed out: its session serves the next one, or ends."""
         assert loop.plan is not None
-        self._lengths.save(self._topology)
+        self._lengths.save(self._rank.topology)
         if self._loops.is_last_begun(loop):
             session.epoch_done(loop.plan.order.epoch)
             self.sessions.keep(loop)
@@ -427,8 +350,8 @@ class StreamLoader:
 
         None where some may be left out, being empty.
         """
-        self._settle()
-        if self._may_be_empty and self._topology.data_world_size == 1:
+        self._resolve_rank()
+        if self._may_be_empty and self._rank.topology.data_world_size == 1:
             return None
         num_batches = self.epoch_plan(*self._loops.next_place()).num_batches
         return None if num_batches == UNKNOWN else num_batches
@@ -443,7 +366,7 @@ class StreamLoader:
     @property
     def remainder(self) -> int:
         """As `ShardOrder.remainder`."""
-        self._settle()
+        self._resolve_rank()
         plan = self.epoch_plan(*self._loops.next_place())
         if self.tail == "drop" or not self.shuffle.is_file_order or type(plan) is not EpochPlan:
             return -1
@@ -494,7 +417,7 @@ class StreamLoader:
         epoch, position = self._loops.epoch, self._loops.position
         self._take_weights(epoch, position)
         state = self._plan.state(epoch, position, of=self.dataset)
-        return {**state.to_json(), "skipped_samples": self._skipped.count}
+        return {**state.to_json(), "skipped_samples": self._errors.count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: seed and shuffle come from the state.
@@ -510,60 +433,62 @@ class StreamLoader:
             raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
         plan = self._plan.resumed(loaded, of=self.dataset)
         self.close()
-        self._mix_by(loaded.shuffle, "as in the loaded state")
-        self._plan_by(plan)
-        if isinstance(self.dataset, Mixture) and self.dataset.weights_set is not None:
-            self._num_weights_taken = self.dataset.weights_set[0]  # the state's weights hold
-        self._skipped.count = skipped
+        self._use_plan(plan)
+        self.window_reason = "as in the loaded state"
+        self._errors.count = skipped
         self._loops.resume(loaded.epoch, loaded.position)
 
     # ---- engine -------------------------------------------------------------------------------------
 
     def new_session(self, epoch: int, start: int, memory_limit: int) -> Session:
         """A session from this place on, which may hold so many bytes."""
-        options = SessionOptions(
-            settings=self.settings,
-            topology=self._topology,
-            memory_limit=memory_limit,
-            skipped=SkippedAhead(self._skipped),
-            pause=self.read_pause,
-        )
-        stage = None
-        if self._plan.planner is not None and self._plan.planner.is_measured:
+        plan, settings, stage, topology = self._plan, self.settings, None, self._rank.topology
+        errors = PendingErrors(self._errors)
+        if plan.planner is not None and plan.planner.is_measured:
             stage = MeasuringStage(
-                plan=self._plan,
-                settings=self.settings,
-                skipped=options.skipped,
-                num_ranks=self._topology.world_size,
+                plan=plan,
+                settings=settings,
+                errors=errors,
+                num_ranks=topology.world_size,
                 exchange=self._lengths.exchange,
                 record=self._record,
             )
+            plan, settings = stage.plan, stage.settings
+        decided = plan_session(plan, settings, topology, memory_limit)
         with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
-            return Session(self._plan, options, epoch, start, stage=stage)
+            return Session(
+                decided,
+                epoch,
+                start,
+                errors=errors,
+                pause=self.read_pause,
+                device=self.device,
+                stage=stage,
+            )
 
     def _record(self, order: EpochOrder, first: int, lengths: NDArray[np.int64]) -> None:
         """Keep the lengths of samples that were measured, from a position of an order on."""
         if self._plan.planner is not None:
-            self._take_planner(self._lengths.record(self._plan.planner, order, first, lengths))
-            self._lengths.save(self._topology, if_much=True)
+            self._use_planner(self._lengths.record(self._plan.planner, order, first, lengths))
+            self._lengths.save(self._rank.topology, if_much=True)
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
-        sessions, delivered = self.sessions.open, self._deliveries
+        sessions, delivered = self.sessions.open, self._counters
         return LoaderStats(
             **vars(self.sessions.stats()),
             samples=delivered.samples,
             batches=delivered.batches,
             first_batch_s=delivered.first_batch_s,
             window=Decision(self.shuffle.window_blocks or 0, self.window_reason),
-            skipped_samples=self._skipped.count,
-            skipped=tuple(self._skipped.errors),
+            skipped_samples=self._errors.count,
+            skipped=tuple(self._errors.errors),
             empty_batches=delivered.empty_batches,
             image_warnings={k: n for k, n in delivered.remarks.items() if k != UNTRAINED},
             untrained_samples=delivered.remarks[UNTRAINED],
             read_amplification=self._plan.read_amplification,
             lengths=self._length_plan.stats if self._length_plan else None,
-            mapped_bytes=sum(session.mapped_bytes() for session in sessions),
+            mapped_bytes=sum(session.resources.sources.mapped_bytes for session in sessions),
             unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
         )
 
@@ -573,7 +498,7 @@ class StreamLoader:
         Batches handed out stay valid. Another thread that waits for a batch gets a `RuntimeError`.
         """
         finalizer = self._finalizer
-        self._lengths.save(self._topology)
+        self._lengths.save(self._rank.topology)
         try:
             self.sessions.close()
         except BaseException:  # Ctrl-C: nobody wants to wait
@@ -583,7 +508,3 @@ class StreamLoader:
         if finalizer is not None:
             finalizer.detach()
             self._finalizer = None
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()

@@ -58,6 +58,11 @@ class EpochLoop:
         return self._copied_from[1] if self.plan is None else self.taken == self.plan.num_batches
 
     @property
+    def has_ended(self) -> bool:
+        """Whether no batches are to come."""
+        return self.closed or self.is_whole
+
+    @property
     def nothing_left(self) -> bool:
         """Whether it goes on where its epoch has no more batches."""
         return self.place is not None and self.place[1] > 0 and self.is_whole and not self.taken

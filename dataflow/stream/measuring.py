@@ -28,7 +28,7 @@ from dataflow.planning.exchange import LengthExchange
 from dataflow.planning.length_aware import error_of_sample
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
-from dataflow.stream.deliveries import SkippedAhead
+from dataflow.stream.deliveries import PendingErrors
 from prefetch.engine.ledger import Ledger, State
 from prefetch.errors import EngineClosedError
 from prefetch.work import Batches
@@ -123,7 +123,7 @@ class MeasuringStage:
     Args:
         plan: of the batches.
         settings: of the loader.
-        skipped: decides about bad samples.
+        errors: decides about bad samples.
         num_ranks: of the job.
         exchange: with the other ranks; None: there are none, or all lengths are known.
         record: is told what was measured.
@@ -136,7 +136,7 @@ class MeasuringStage:
         *,
         plan: StreamPlan,
         settings: StreamSettings,
-        skipped: SkippedAhead,
+        errors: PendingErrors,
         num_ranks: int,
         exchange: LengthExchange | None,
         record: Record,
@@ -147,7 +147,7 @@ class MeasuringStage:
                 f"the {num_ranks} ranks measure the lengths of samples together, but torch.distributed is "
                 "not initialised: do that before the first batch, or give lengths="
             )
-        self._plan, self._settings, self._skipped = plan, settings, skipped
+        self._plan, self._settings, self._errors = plan, settings, errors
         self._batching = plan.planner.batching
         self._exchange = None if plan.planner.lengths is not None else exchange
         self._record = record
@@ -313,7 +313,7 @@ class MeasuringStage:
         for row, reason in reasons.items():
             position = int(samples.positions[row])
             error = self._error(position, reason)
-            if not self._skipped.decide(error):
+            if not self._errors.decide(error):
                 raise error
             self._leave_out(position, error)
         return samples.take(np.delete(np.arange(len(samples)), [*reasons])) if reasons else samples

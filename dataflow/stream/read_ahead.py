@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from prefetch.control.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
 from prefetch.memory.arena import rounded_bytes
-from sharding.plan.window_size import DEFAULT_LIMIT
 
 CHUNK_BYTES = 8 << 20
 """Output of one chunk, once the stream runs: enough that its Python cost vanishes."""
@@ -51,7 +50,6 @@ _START_TOGETHER = 16 << 20
 other's first batch (`benchmarks.lab.fair_share`)."""
 _LEAST_START = 4 << 20
 _DEPTH = 4
-_MEGABATCHES_IN_LIMIT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,16 +162,6 @@ def choose_read_ahead(
 def chunks_ahead(num_builders: int) -> int:
     """Chunks that are under way or ready: two of each builder, and the one that is consumed."""
     return max(3, 2 * num_builders + 1)
-
-
-def megabatch_bytes(user_limit: object, memory_limit: int) -> Decision:
-    """Bytes of blocks that a megabatch may have: a part of the limit if the user gave one.
-
-    Else a part of a limit that is the same on all machines.
-    """
-    if user_limit is None:
-        return Decision(DEFAULT_LIMIT // _MEGABATCHES_IN_LIMIT, "an eighth of the default memory limit")
-    return Decision(memory_limit // _MEGABATCHES_IN_LIMIT, "an eighth of the memory limit")
 
 
 def start_in_flight(num_nodes: int) -> Decision:

@@ -92,7 +92,7 @@ def in_actors(
 
 
 def builders_of(loader: DataLoader[Any, Any]) -> RayBuilders:
-    builders = session_of(loader).engine._builders
+    builders = session_of(loader).resources.engine._builders
     assert isinstance(builders, RayBuilders)
     return builders
 
@@ -538,14 +538,14 @@ def test_batches_that_are_kept_stay_and_credits_come_back(cluster: Any, made: Ma
     dataset = tar.open(transform=drawn)
     with in_actors(dataset, 2) as loader:
         kept = draws_kept = [*loader]
-        assert session_of(loader).ledger.snapshot().in_use_bytes > 0
+        assert session_of(loader).resources.ledger.snapshot().in_use_bytes > 0
         whole = draws(kept)
         rest = draws(loader)
         assert [cls for cls, _ in whole] == [cls for cls, _ in rest]
         assert draws(kept) == whole
         del kept, draws_kept
         gc.collect()
-        assert session_of(loader).ledger.snapshot().in_use_bytes <= 1 << 16
+        assert session_of(loader).resources.ledger.snapshot().in_use_bytes <= 1 << 16
 
 
 def test_closing_leaves_no_actor_and_no_thread(cluster: Any, made: Make) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow import DataLoader, Mixture, ShardedDataset
-from dataflow.batch.builder import BuildContext, BuildSettings, Postprocessing
+from dataflow.batch.builder import BuildContext, BuildSettings
 from dataflow.batch.chunk import BatchChunk
 from dataflow.planning.length_aware import make_planner
 from dataflow.planning.plan import StreamPlan
@@ -74,14 +74,12 @@ class HandDrivenEpoch:
         self._stager = _NotedStager(self._sources, self._arena, num_readers=1, limit_bytes=window_limit_bytes)
         self.staged_windows = self._stager.numbers = []
         """Their numbers, in the order in which they were staged."""
-        postprocessing = Postprocessing(
-            transforms=[(None, False)] * len(opened),
-            collate=None,
-            batch_transform=None,
-            batching=batching,
-        )
         settings = BuildSettings(
-            outputs=dataset.outputs, seed=loader.seed, postprocessing=postprocessing, charge_bytes=1 << 20
+            outputs=dataset.outputs,
+            seed=loader.seed,
+            transforms=[(None, False)] * len(opened),
+            batching=batching,
+            charge_bytes=1 << 20,
         )
         context = BuildContext(
             settings=settings,

@@ -137,7 +137,7 @@ def fork_servers() -> None:
     for workers with each test module that has some. The thread of pytest-xdist only waits for a message: what
     a server is not forked beside otherwise.
     """
-    from dataflow.stream.builders import BUILDER_MAIN
+    from dataflow.stream.resources import BUILDER_MAIN
     from dataflow.testing import ranks
     from prefetch.ipc.server import server_needs
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataflow import DataLoader, Topology
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
-from dataflow.stream import builders, loader, session
-from dataflow.stream.builders import BuilderPlan
+from dataflow.stream import decisions, loader
+from dataflow.stream.decisions import BuilderPlan
 from dataflow.stream.loader import StreamLoader
 from dataflow.stream.session import Session
 
@@ -34,7 +34,7 @@ def session_of(loader: DataLoader) -> Session:
 
 def build_in(workers: str) -> None:
     """Choose these builders wherever arguments name none, for the rest of this process."""
-    choose = builders.plan_builders
+    choose = decisions.plan_builders
 
     def plan(stream: StreamPlan, settings: StreamSettings, place: Topology) -> BuilderPlan:
         if settings.workers is not None or settings.num_workers is not None:
@@ -44,5 +44,5 @@ def build_in(workers: str) -> None:
             workers=workers, num_workers=_NUMBER[workers], reason="a test asked for it", reads=reads
         )
 
-    for module in (loader, session):
+    for module in (loader, decisions):
         module.plan_builders = plan

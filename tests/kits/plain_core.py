@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from dataflow.stream import builders
+from dataflow.stream import decisions
 from prefetch.addresses import memory_at
 from prefetch.core.executor import Executor
 from prefetch.core.images import CropBox, Filter, ImageForm
@@ -46,7 +46,7 @@ def interleave(columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
 
 def use_plain_core(patch: pytest.MonkeyPatch) -> None:
     """From now on loaders of this process do without compiled code, but for looking at files."""
-    patch.setattr(builders, "_are_copies", lambda _: False)  # they are plans of whole chunks then
+    patch.setattr(decisions, "_are_copies", lambda _: False)  # they are plans of whole chunks then
     patch.setattr(Executor, "run", lambda _, plan: run(plan))
     patch.setattr(Executor, "interleave", lambda _, columns, out: interleave(columns, out))
     patch.setattr(Executor, "resizer", lambda _, form: partial(resize, form))

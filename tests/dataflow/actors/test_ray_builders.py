@@ -517,7 +517,7 @@ def test_a_death_at_any_call_costs_no_batch_and_no_second_decision(
         assert all((batch["x"] == batch["n"][:, None]).all() for batch in batches)
         assert loader.stats().skipped_samples == skipped
         del batches
-        held = session_of(loader).ledger.snapshot().in_use_bytes
+        held = session_of(loader).resources.ledger.snapshot().in_use_bytes
         assert 0 <= held <= 1 << 21  # of the next epoch's heap
     assert len(local_ray.actors) == 3
 
@@ -592,6 +592,6 @@ def test_what_lies_in_rays_store_has_credits_before_it_is_asked_for(local_ray: L
         for _ in range(3):
             for batch in loader:
                 del batch
-        held = session_of(loader).ledger.snapshot()
+        held = session_of(loader).resources.ledger.snapshot()
     batch = (4 << 18) * 2 * 9 // 8  # in a slot of rounded size, and what it held in its actor
     assert held.peak_bytes <= limit + 4 * batch  # one a builder, and the one in use

@@ -87,7 +87,7 @@ def test_a_loop_that_is_left_in_the_middle_of_a_chunk_leaves_nothing(tokens: Pat
     loader = DataLoader(opened(tokens), 2)
     loop = iter(loader)
     batch = next(loop)
-    arena = session_of(loader).arena
+    arena = session_of(loader).resources.arena
     loader.close()
     assert first_tokens(batch) == [0, 1]
     del batch, loop

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataflow.batch.builder import BuildSettings, ChunkPlan, Postprocessing
+from dataflow.batch.builder import BuildSettings, ChunkPlan
 from dataflow.outputs.columns import ChunkRows
 from dataflow.outputs.fixed import ArrayOutput
 from dataflow.processes.builder_main import BuildTask, BuiltBatches
@@ -52,7 +52,7 @@ class HandFed:
 
         settings = BuildSettings(
             outputs=[ArrayOutput(name="n", dtype="int64", shape=(), sources=("n",))],
-            postprocessing=Postprocessing(transforms=[(slow, False)], collate=None, batch_transform=None),
+            transforms=[(slow, False)],
             seed=0,
             charge_bytes=charge_bytes,
             hand_over_s=HAND_OVER_S,

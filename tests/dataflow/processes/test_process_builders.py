@@ -32,7 +32,7 @@ from dataflow.processes import builders, serialized
 from dataflow.processes.builders import ProcessBuilders
 from dataflow.processes.dispatch import RemoteBuild, RemoteBuilders
 from dataflow.processes.serialized import SerializedChunk
-from dataflow.stream import session
+from dataflow.stream import decisions
 from prefetch.memory.open_files import OpenFile
 from prefetch.workers.pool import WorkerDiedError, WorkerPool
 
@@ -42,7 +42,7 @@ OFFSET = 1000
 
 
 def builders_of(loader: DataLoader[Any, Any]) -> ProcessBuilders:
-    builders = session_of(loader).engine._builders
+    builders = session_of(loader).resources.engine._builders
     assert isinstance(builders, ProcessBuilders)
     return builders
 
@@ -230,7 +230,7 @@ def gated_dataset(folder: Path, gates: dict[str, Gate]) -> ShardedDataset:
 def test_a_batch_is_handed_over_while_the_next_of_its_chunk_is_built(
     tmp_path: Path, gates: dict[str, Gate], monkeypatch: pytest.MonkeyPatch, workers: str
 ) -> None:
-    monkeypatch.setattr(session, "HAND_OVER_S", 0.0)
+    monkeypatch.setattr(decisions, "HAND_OVER_S", 0.0)
     dataset = gated_dataset(tmp_path, gates)
     with DataLoader(dataset, 2, num_workers=1, workers=workers, timeout=TIMEOUT_S) as loader:
         loop = iter(loader)
@@ -257,7 +257,7 @@ def test_a_wait_names_function_line_and_sample_whoever_builds(
     consumer.start()
     try:
         gates["arrived"].wait()
-        next_reason += session_of(loader).engine._builders.contexts()
+        next_reason += session_of(loader).resources.engine._builders.contexts()
     finally:
         gates["go_on"].open()
         consumer.join(TIMEOUT_S)
@@ -270,7 +270,7 @@ def test_a_wait_names_function_line_and_sample_whoever_builds(
 def test_a_process_that_dies_behind_batches_of_a_chunk_that_were_handed_over_costs_none(
     tmp_path: Path, gates: dict[str, Gate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "HAND_OVER_S", 0.0)
+    monkeypatch.setattr(decisions, "HAND_OVER_S", 0.0)
     dataset = gated_dataset(tmp_path, gates)
 
     def content(batch: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -591,13 +591,13 @@ def test_batches_that_are_kept_stay_what_they_were_and_credits_come_back(tmp_pat
     with in_processes(dataset, 2, Shuffle("none")) as loader:
         kept = [*loader]
         rest = [*loader]
-        assert session_of(loader).ledger.snapshot().in_use_bytes > 0
+        assert session_of(loader).resources.ledger.snapshot().in_use_bytes > 0
         assert [n for batch in kept for n in batch["cls"].tolist()] == [
             n for batch in rest for n in batch["cls"].tolist()
         ]
         del kept, rest
         gc.collect()
-        assert session_of(loader).ledger.snapshot().in_use_bytes <= 1 << 16
+        assert session_of(loader).resources.ledger.snapshot().in_use_bytes <= 1 << 16
     again = [*_closed(dataset)]
     assert [len(batch["cls"]) for batch in again]
 

@@ -12,7 +12,7 @@ import torch
 from dataflow.batch.delivered import Delivered
 from dataflow.processes.builder_main import run
 from dataflow.processes.threads_first import ThreadsFirstBuilders, content_of
-from dataflow.stream.builders import BUILDER_MAIN
+from dataflow.stream.resources import BUILDER_MAIN
 from prefetch.work import PartialChunk
 
 TIMEOUT_S = 20

@@ -19,7 +19,7 @@ from threads_kit import threads_left
 from dataflow import DataLoader, Image, Mixture, Pad, SampleError, ShardedDataset, Topology
 from dataflow.processes.builders import ProcessBuilders
 from dataflow.processes.threads_first import ThreadsFirstBuilders
-from dataflow.stream import builders
+from dataflow.stream import decisions
 
 TIMEOUT_S = 60
 CORES = len(os.sched_getaffinity(0))
@@ -69,7 +69,7 @@ def test_over_other_datasets_no_number_means_none() -> None:
 def test_cores_are_shared_out_among_the_ranks_of_a_machine(
     tar: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builders, "allowed_cores", lambda: 8)
+    monkeypatch.setattr(decisions, "allowed_cores", lambda: 8)
     for ranks, number in ((1, 8), (2, 4), (3, 2), (16, 1)):
         place = Topology(0, ranks, local_rank=0, local_world_size=ranks)
         assert DataLoader(tar.open(transform=dict), 2, topology=place).num_workers == number
@@ -131,7 +131,7 @@ def test_up_to_four_cores_functions_of_the_user_are_what_processes_are_for(
     loader: dict[str, Any],
     workers: str,
 ) -> None:
-    monkeypatch.setattr(builders, "allowed_cores", lambda: 4)
+    monkeypatch.setattr(decisions, "allowed_cores", lambda: 4)
     made = _loader(tar.open(columns=["cls", "bin"], **dataset), **loader)
     plan = stream_of(made).builder_plan
     extra = dataset.get("decode") is IMAGES  # decoders take the lock between values
@@ -145,7 +145,7 @@ def test_up_to_four_cores_functions_of_the_user_are_what_processes_are_for(
 def test_few_threads_build_until_processes_have_started(
     tar: Made, monkeypatch: pytest.MonkeyPatch, cores: int, at_first: int
 ) -> None:
-    monkeypatch.setattr(builders, "allowed_cores", lambda: cores)
+    monkeypatch.setattr(decisions, "allowed_cores", lambda: cores)
     plan = stream_of(_loader(tar.open(columns=["bin"], decode=IMAGES))).builder_plan
     assert (plan.workers, plan.num_workers, plan.num_threads) == ("process", cores, at_first)
 
@@ -165,13 +165,13 @@ def test_few_threads_build_until_processes_have_started(
 def test_on_more_than_four_cores_processes_decode_too(
     tar: Made, monkeypatch: pytest.MonkeyPatch, dataset: dict[str, Any], workers: str
 ) -> None:
-    monkeypatch.setattr(builders, "allowed_cores", lambda: 5)
+    monkeypatch.setattr(decisions, "allowed_cores", lambda: 5)
     assert _loader(tar.open(**dataset)).workers == workers
 
 
 @pytest.mark.here
 def test_padding_is_no_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builders, "allowed_cores", lambda: 5)
+    monkeypatch.setattr(decisions, "allowed_cores", lambda: 5)
     assert _loader(make_parquet(tmp_path).open(columns=["lst"], decode={"lst": Pad()})).workers == "thread"
 
 

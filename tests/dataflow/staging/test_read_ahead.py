@@ -2,7 +2,8 @@
 
 import pytest
 
-from dataflow.stream.read_ahead import choose_read_ahead, megabatch_bytes
+from dataflow.planning.length_aware import megabatch_bytes
+from dataflow.stream.read_ahead import choose_read_ahead
 from prefetch.control.depth import Observation, fixed_depth
 
 MIB = 1 << 20
@@ -53,8 +54,8 @@ def test_every_number_has_a_reason() -> None:
 
 
 def test_megabatches_depend_on_the_limit_that_was_given_never_on_the_machine() -> None:
-    assert megabatch_bytes(None, 5 * MIB).value == 128 * MIB
-    assert megabatch_bytes("80MiB", 80 * MIB).value == 10 * MIB
+    assert megabatch_bytes(None) == 128 * MIB
+    assert megabatch_bytes(80 * MIB) == 10 * MIB
 
 
 def test_builders_share_a_megabatch_whose_lengths_they_find() -> None:

@@ -105,7 +105,7 @@ def test_memory_is_registered_once_and_unlocked_at_the_end(
 
         return release
 
-    for where in ("dataflow.stream.session", "prefetch.ipc.pipe"):
+    for where in ("dataflow.stream.resources", "prefetch.ipc.pipe"):
         monkeypatch.setattr(f"{where}.register_pinned", register)
     dataset = made("tar").open(transform=shifted)
     options: dict[str, Any] = {**BUILDERS["processes"], "device": DEVICE, "timeout": TIMEOUT_S}
@@ -125,7 +125,7 @@ def test_a_process_that_is_killed_costs_no_batch(made: Make) -> None:
     ) as loader:
         batches = iter(loader)
         got = [next(batches)]
-        builders = session_of(loader).engine._builders
+        builders = session_of(loader).resources.engine._builders
         assert isinstance(builders, ProcessBuilders)
         os.kill(builders._processes.pool.processes[0].pid, signal.SIGKILL)
         got += batches

@@ -147,13 +147,15 @@ def test_every_slot_comes_back(tmp_path: Path, name: str) -> None:
     held = list(loader)
     session = session_of(loader)
     loader.close()
-    assert session.arena.num_leased <= len(held) * len(held[0])
-    assert session.arena.num_leased > 0 or not any(isinstance(v, torch.Tensor) for v in held[0].values())
+    assert session.resources.arena.num_leased <= len(held) * len(held[0])
+    assert session.resources.arena.num_leased > 0 or not any(
+        isinstance(v, torch.Tensor) for v in held[0].values()
+    )
     del held
-    if session.arena.num_leased or session.arena.mapped_bytes:
+    if session.resources.arena.num_leased or session.resources.arena.mapped_bytes:
         gc.collect()
-    assert session.arena.num_leased == 0
-    assert session.arena.mapped_bytes == 0
+    assert session.resources.arena.num_leased == 0
+    assert session.resources.arena.mapped_bytes == 0
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -167,7 +169,7 @@ def test_close_frees_what_was_prefetched_without_the_garbage_collector(tmp_path:
             loop = iter(loader)
             for _ in range(taken):
                 next(loop)
-            arena = session_of(loader).arena
+            arena = session_of(loader).resources.arena
             loader.close()
             # Of the chunk whose batches are handed out: slots, and the rows of its window.
             assert arena.num_leased <= len(made.samples[0]) + 2
@@ -190,15 +192,15 @@ def test_close_frees_what_windows_hold_for_batches_that_were_never_built(tmp_pat
     loader = DataLoader(dataset, 1, Shuffle("window", 3), num_workers=1, workers="thread", collate_fn=len)
     session = stream_of(loader).new_session(0, 0, 1 << 30)
     assert begun.wait(10)
-    assert session.engine.stats().open_windows
-    assert session.arena.num_leased > 0
-    reader = session.sources[0].reader  # closed when nothing more is begun
+    assert session.resources.engine.stats().open_windows
+    assert session.resources.arena.num_leased > 0
+    reader = session.resources.sources.opened[0].reader  # closed when nothing more is begun
     close_reader = reader.close
     reader.close = lambda: (gate.set(), close_reader())[1]  # type: ignore[method-assign]
     gc.disable()
     try:
         session.close()
-        assert session.arena.num_leased == 0
+        assert session.resources.arena.num_leased == 0
     finally:
         gc.enable()
 
@@ -302,11 +304,11 @@ def test_twenty_epochs_hold_no_more_descriptors_or_memory_than_two(tmp_path: Pat
         for _ in range(2):
             list(loader)
         before, threads = descriptors(), our_threads()
-        mapped = session_of(loader).arena.mapped_bytes
+        mapped = session_of(loader).resources.arena.mapped_bytes
         for _ in range(20):
             for _ in loader:
                 pass
-            assert session_of(loader).arena.mapped_bytes <= 4 * mapped + (1 << 20)
+            assert session_of(loader).resources.arena.mapped_bytes <= 4 * mapped + (1 << 20)
         assert our_threads() == threads
         after = descriptors()
         assert len(after) <= len(before) + len(threads), (before, after)  # files that are being read now
@@ -477,7 +479,7 @@ def test_local_files_alone_are_not_read_ahead_of_the_first_batch(tmp_path: Path,
     for dataset, is_alone in (made.open(), True), (in_memory(made, memory, tmp_path / "c.arrow"), False):
         with DataLoader(dataset, 4) as loader:
             next(iter(loader))
-            assert session_of(loader).engine._options.first_batch_alone == is_alone
+            assert session_of(loader).resources.engine._options.first_batch_alone == is_alone
 
 
 @pytest.mark.reads_here

@@ -194,7 +194,7 @@ def test_a_copy_stands_where_the_newest_loop_stands(ints: Made, copied: Any) -> 
 
 
 def limits(loader: DataLoader) -> list[int]:
-    return [session.ledger.limit_bytes for session in stream_of(loader).sessions.open]
+    return [session.resources.ledger.limit_bytes for session in stream_of(loader).sessions.open]
 
 
 def test_loops_share_the_limit_and_the_last_one_has_it_all(ints: Made) -> None:
@@ -222,7 +222,7 @@ def test_a_loop_that_holds_more_than_its_share_goes_on_from_where_it_stands(ints
         got = [rows_of(batch) for batch in islice(outer, 5)]
         session = session_of(loader)
         assert session is not None
-        assert session.ledger.reserve(State.WINDOW, 3_000_000, head_of_order=True)
+        assert session.resources.ledger.reserve(State.WINDOW, 3_000_000, head_of_order=True)
         assert delivered(loader) == oracle[1]
         assert session not in stream_of(loader).sessions.open
         assert loader.state_dict()["epoch"] == 2
@@ -247,7 +247,7 @@ def test_a_waiting_loop_whose_session_another_thread_closes_goes_on(tmp_path: Pa
         assert begun.wait(WAIT_S)
         session = session_of(loader)
         assert session is not None
-        assert session.ledger.reserve(State.WINDOW, 3_000_000, head_of_order=True)
+        assert session.resources.ledger.reserve(State.WINDOW, 3_000_000, head_of_order=True)
         close, session.close = session.close, lambda: (gate.set(), close())[1]  # type: ignore[method-assign]
         assert delivered(inner) == oracle[1]
         thread.join(WAIT_S)
@@ -283,8 +283,8 @@ def test_a_dropped_loop_frees_its_threads_and_memory_while_others_run(ints: Made
             thread.join(WAIT_S)
             assert not thread.is_alive()
         session.close()  # waits for the one who does it
-        assert session.arena.num_leased == 0
-        assert session.arena.mapped_bytes == 0
+        assert session.resources.arena.num_leased == 0
+        assert session.resources.arena.mapped_bytes == 0
         assert got + delivered(outer) == oracle[0]
 
 

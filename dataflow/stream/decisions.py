@@ -1,0 +1,264 @@
+"""What a session works with: who builds, how far ahead it reads, what stays in memory, each with its reason.
+
+All of it is decided by a plan, settings, this rank's topology and a memory limit, and is one frozen value.
+Nothing is opened here: that does `dataflow.stream.resources`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dataflow.batch.builder import BuildSettings
+from dataflow.batch.transforms import releases_gil
+from dataflow.dataset import ShardedDataset
+from dataflow.limits import allowed_cores, machine_memory, memory_limit_bytes
+from dataflow.mixture import Mixture
+from dataflow.outputs.objects import is_text
+from dataflow.planning.joined_reads import kept_bytes
+from dataflow.planning.plan import StreamPlan
+from dataflow.planning.settings import StreamSettings
+from dataflow.stream.read_ahead import (
+    CHUNK_BYTES,
+    HAND_OVER_S,
+    ReadAhead,
+    choose_read_ahead,
+    chunks_ahead,
+)
+from sharding.lengths.batching import Packed
+from sharding.plan.window_size import window_bytes
+from sharding.topology.topology import Topology
+from sharding.urls import is_local
+
+_FEW_CORES = 4
+"""So many threads decode beside a training: each takes the lock between two values, a few percent of the
+time. Sixteen took a third of a training's rate, processes 1 to 12 % (docs/notes/benchmarks.md)."""
+
+
+_THREADS_AT_FIRST = 8
+"""So many build at most until processes have started: eight fed a training 1.4 times as fast as seventeen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuilderPlan:
+    """Who builds."""
+
+    workers: str
+    """"main" (the consumer), "thread", "process" or "ray"."""
+    num_workers: int
+    """0: the consumer."""
+    reason: str
+    num_threads: int = 0
+    """Threads that build until processes have started; 0: batches wait for these."""
+    copies_only: bool = False
+    """Whether batches are copies, which compiled code makes."""
+    reads: bool = False
+    """Whether builders read blocks by themselves."""
+    num_ranks: int = 1
+    """That share the cluster which actors are on."""
+
+    @property
+    def num_processes(self) -> int:
+        """Builders that are processes, of this machine or another."""
+        return self.num_workers if self.workers in ("process", "ray") else 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether builders are threads or processes of this machine."""
+        return self.workers != "ray"
+
+
+def plan_builders(plan: StreamPlan, settings: StreamSettings, topology: Topology) -> BuilderPlan:
+    """Decide who builds the batches of a plan on this rank."""
+    local_ranks = topology.local_world_size
+    dataset, workers, number = plan.dataset, settings.workers, settings.num_workers
+    copies_only = not settings.collate_fn and not plan.planner and _are_copies(dataset)
+    cores = max(1, allowed_cores() // max(1, local_ranks))
+    each = f"{cores} cores for this rank" if local_ranks > 1 else f"{cores} cores"
+    if number == 0:
+        return BuilderPlan(workers="main", num_workers=0, reason="num_workers=0", copies_only=copies_only)
+    if copies_only:
+        # One core is left to the consumer, who copies too while it waits.
+        text = "batches are copies alone, which compiled threads make without the interpreter lock"
+        copying = (settings.builders is None and number) or max(1, cores - 1)
+        return BuilderPlan(workers="thread", num_workers=copying, reason=text, copies_only=True)
+    if settings.builders == "ray":
+        if not settings.ship_blocks and any(source.joins_used for source in dataset.sources):
+            raise ValueError(
+                'actors do not read joined datasets: pass ship_blocks=True beside builders="ray"'
+            )
+        return _plan_actors(settings, topology.world_size)
+    if workers is None and number is not None:
+        workers = "process"
+    if workers == "process":
+        text = f"num_workers={number}" if number else f'workers="process", {each}'
+        return BuilderPlan(workers="process", num_workers=number or cores, reason=text)
+    # Decoders take the lock between values: one more thread than cores works while another waits for it.
+    threads = cores + any(output.releases_gil for output in dataset.outputs)
+    if workers == "thread":
+        text = f'workers="thread", {f"num_workers={number}" if number else each}'
+        return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
+    if why := _why_processes(dataset, settings, cores):
+        return BuilderPlan(
+            workers="process",
+            num_workers=number or cores,
+            reason=f"{why}; {each}",
+            num_threads=min(number or threads, _THREADS_AT_FIRST),
+        )
+    text = f"no function of yours may hold the interpreter lock; {each}"
+    return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
+
+
+def _plan_actors(settings: StreamSettings, num_ranks: int) -> BuilderPlan:
+    """Plan as many actors as were asked for, or as this rank's part of the cluster has CPUs."""
+    number, reason = settings.num_workers, 'builders="ray"'
+    if number is None:
+        from dataflow.actors.builders import cluster_nodes
+
+        nodes = cluster_nodes()
+        number = nodes.actors_of(num_ranks)
+        reason += f", {nodes.num_cpus} CPUs of its cluster" + (
+            f" for {num_ranks} ranks" if num_ranks > 1 else ""
+        )
+    reads = not settings.ship_blocks
+    return BuilderPlan(workers="ray", num_workers=number, reason=reason, reads=reads, num_ranks=num_ranks)
+
+
+def _are_copies(dataset: ShardedDataset | Mixture) -> bool:
+    """Whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
+    transforms = [dataset.batch_transform, *(source.transform for source in dataset.sources)]
+    return not any(transforms) and all(output.is_copied for output in dataset.outputs)
+
+
+def _why_processes(dataset: ShardedDataset | Mixture, settings: StreamSettings, cores: int) -> str | None:
+    """Why builders are better processes; None: threads serve as well."""
+    outputs = dataset.outputs
+    functions = [settings.collate_fn, dataset.batch_transform, *(one.transform for one in dataset.sources)]
+    functions += [output.function for output in outputs]
+    if any(function is not None and not releases_gil(function) for function in functions):
+        return "functions of yours may hold the interpreter lock"
+    # To decode text takes a microsecond a value: less than to hand it over from a process.
+    decoded = any(one.is_decoded and one.function is None and not is_text(one) for one in outputs)
+    if decoded and cores > _FEW_CORES:
+        return f"decoders in more than {_FEW_CORES} threads would keep the interpreter lock from the training"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionPlan:
+    """All that is decided about a session before anything of it is opened."""
+
+    plan: StreamPlan
+    """Which samples come when."""
+    settings: StreamSettings
+    topology: Topology
+    memory_limit: int
+    """Bytes; the share of this session, if others of the loader run."""
+    builders: BuilderPlan
+    ahead: ReadAhead
+    kept_bytes: Mapping[tuple[int, int], int]
+    """(Source, number of what is joined to it) -> bytes of all its blocks, for those that stay in memory."""
+
+    @property
+    def build(self) -> BuildSettings:
+        """How all chunks are built."""
+        plan, settings, dataset = self.plan, self.settings, self.plan.dataset
+        return BuildSettings(
+            outputs=dataset.outputs,
+            seed=plan.seed,
+            transforms=[(source.transform, source.transform_wants_rng) for source in dataset.sources],
+            collate=settings.collate_fn,
+            batch_transform=None if plan.measures_lengths else dataset.batch_transform,
+            batching=plan.planner.batching if plan.planner else None,
+            mark_repeats=settings.mark_repeats,
+            marks_kept=plan.measures_lengths,
+            charge_bytes=self.ahead.charge_bytes.value,
+            limit_bytes=self.memory_limit,
+            num_builders=self.builders.num_workers,
+            hand_over_s=HAND_OVER_S,
+            is_pinned=settings.is_pinned,
+        )
+
+
+def plan_session(
+    plan: StreamPlan, settings: StreamSettings, topology: Topology, memory_limit: int
+) -> SessionPlan:
+    """Decide what a session works with that delivers a plan's batches within so many bytes."""
+    dataset, builders = plan.dataset, plan_builders(plan, settings, topology)
+    makers = max(builders.num_threads, builders.num_workers) if plan.measures_lengths else 0
+    ahead = choose_read_ahead(
+        memory_limit,
+        batch_bytes=batch_bytes(plan),
+        is_local=is_all_local(dataset),
+        num_sources=len(dataset.sources),
+        num_nodes=topology.num_nodes,
+        depth=settings.depth_policy,
+        copies_only=builders.copies_only,
+        num_processes=builders.num_processes,
+        batch_samples=plan.samples_per_batch,
+        in_consumer=builders.num_workers == 0,
+        machine_bytes=machine_memory() // max(1, topology.local_world_size),
+        num_makers=makers,
+    )
+    return SessionPlan(
+        plan=plan,
+        settings=settings,
+        topology=topology,
+        memory_limit=memory_limit,
+        builders=builders,
+        ahead=ahead,
+        kept_bytes=kept_bytes(plan, memory_limit),
+    )
+
+
+def loader_limit(
+    plan: StreamPlan, settings: StreamSettings, topology: Topology, builders: BuilderPlan
+) -> int:
+    """Bytes that a loader may hold: as given, else with room for a plan's windows and builders."""
+    ranks = topology.local_world_size
+    if settings.memory_limit is not None:
+        return memory_limit_bytes(settings.memory_limit, ranks)
+    of_windows = window_bytes(plan.shuffle, [source.kept_blocks for source in plan.dataset.sources])
+    return memory_limit_bytes(None, ranks, of_windows, _building_bytes(plan, builders))
+
+
+def is_all_local(dataset: ShardedDataset | Mixture) -> bool:
+    """Whether no shard is behind a network."""
+    return all(is_local(one.catalog.urls[0]) for one in datasets_read(dataset))
+
+
+def datasets_read(dataset: ShardedDataset | Mixture) -> list[ShardedDataset]:
+    """The datasets that it delivers columns of: sources, and what is joined to them."""
+    return [one for source in dataset.sources for one in source.datasets_read]
+
+
+def _building_bytes(plan: StreamPlan, builders: BuilderPlan) -> int:
+    """Bytes of batches that keep all builders of a plan at work, about; 0 where threads of the core copy.
+
+    As many chunks as are held ready beside them, each with the stored values that processes are given.
+    """
+    if builders.copies_only or not builders.num_workers:
+        return 0
+    batch = batch_bytes(plan)
+    if builders.num_processes:
+        batch += plan.samples_per_batch * max(map(_mean_bytes, plan.dataset.sources))
+    return chunks_ahead(builders.num_workers) * max(batch, CHUNK_BYTES)
+
+
+def batch_bytes(plan: StreamPlan) -> int:
+    """Bytes of one batch, from the catalog: exact for fixed rows, the mean for ragged ones."""
+    dataset = plan.dataset
+    fixed = sum(output.row_bytes for output in dataset.outputs)
+    ragged = not all(output.is_fixed for output in dataset.outputs)
+    mean = max(map(_mean_bytes, dataset.sources)) if ragged else 0
+    laid = 0
+    batching = plan.planner.batching if plan.planner else None
+    if isinstance(batching, Packed):  # 8 bytes an element, and as many for segment ids and positions
+        laid = plan.batch_size * batching.length * 8 * (len(batching.columns) + 1)
+    return max(1, plan.samples_per_batch * (fixed + mean) + laid)
+
+
+def _mean_bytes(source: ShardedDataset) -> int:
+    """Bytes of a sample, with what is joined to it."""
+    catalogs = [one.catalog for one in source.datasets_read]
+    return sum(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs)
