@@ -10,7 +10,7 @@ from pathlib import Path
 
 import loader_kit
 import pytest
-from datasets_kit import MAKERS, Make
+from datasets_kit import MAKERS, Made, Make, make_ints_tar
 from forked_kit import fork_servers
 from hypothesis import HealthCheck, settings
 
@@ -103,4 +103,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """One dataset a format, made when first asked for. Tests only read it."""
-    return functools.cache(lambda name: MAKERS[name](tmp_path_factory.mktemp(name.replace(".", "-"))))
+    makers = {**MAKERS, "ints": make_ints_tar}
+    return functools.cache(lambda name: makers[name](tmp_path_factory.mktemp(name.replace(".", "-"))))
+
+
+@pytest.fixture(scope="session")
+def ints(made: Make) -> Made:
+    """One integer a sample. Tests only read it."""
+    return made("ints")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catalogs that are kept without a place are the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

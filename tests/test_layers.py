@@ -7,6 +7,7 @@ values in `sharding/*.py`, and within `prefetch` and `dataflow` those in `prefet
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -234,12 +235,20 @@ def imported(name: str) -> set[str]:
     return {other for other in found if not any(deeper.startswith(f"{other}.") for deeper in found)}
 
 
-IMPORTS = {name: imported(name) for name in NAMES}
-PACKAGES: dict[str, set[str]] = {}
-for _name, _others in IMPORTS.items():
-    PACKAGES.setdefault(package_of(_name), set()).update(
-        {package_of(other) for other in _others} - {package_of(_name)}
-    )
+@cache
+def modules_imported() -> dict[str, set[str]]:
+    """By each module. Not when tests are collected: each process that runs tests would parse all modules."""
+    return {name: imported(name) for name in NAMES}
+
+
+@cache
+def packages_imported() -> dict[str, set[str]]:
+    """By each package."""
+    found: dict[str, set[str]] = {}
+    for name, others in modules_imported().items():
+        own = package_of(name)
+        found.setdefault(own, set()).update({package_of(other) for other in others} - {own})
+    return found
 
 
 def circle_in(graph: dict[str, set[str]]) -> list[str]:
@@ -259,11 +268,11 @@ def circle_in(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert circle_in(IMPORTS) == []
+    assert circle_in(modules_imported()) == []
 
 
 def test_no_packages_import_each_other_in_a_circle() -> None:
-    assert circle_in(PACKAGES) == []
+    assert circle_in(packages_imported()) == []
 
 
 def test_circles_are_found() -> None:
@@ -273,7 +282,7 @@ def test_circles_are_found() -> None:
 @pytest.mark.parametrize("package", sorted(MAY_USE))
 def test_a_package_imports_those_it_may(package: str) -> None:
     values = {"sharding"} if package.startswith("sharding") else {"sharding", "prefetch"}
-    assert PACKAGES.get(package, set()) <= MAY_USE[package] | values
+    assert packages_imported().get(package, set()) <= MAY_USE[package] | values
 
 
 def test_every_package_has_its_line() -> None:
@@ -286,16 +295,11 @@ def test_every_package_has_its_line() -> None:
     assert {package for package in packages - front if not package.startswith(TOOLS)} == MAY_USE.keys()
 
 
-@pytest.mark.parametrize("package", sorted(package for package in PACKAGES if not package.startswith(TOOLS)))
-def test_nobody_imports_the_tools(package: str) -> None:
-    assert not [other for other in PACKAGES[package] if other.startswith(TOOLS)]
-
-
-@pytest.mark.parametrize(
-    "package", sorted(package for package in PACKAGES if package.startswith(f"{TOOLS}."))
-)
-def test_tools_share_only_the_terminal(package: str) -> None:
-    assert {other for other in PACKAGES[package] if other.startswith(TOOLS)} <= {f"{TOOLS}.terminal"}
+def test_nobody_imports_the_tools_and_they_share_only_the_terminal() -> None:
+    for package, others in packages_imported().items():
+        tools = {other for other in others if other.startswith(TOOLS)}
+        allowed = {f"{TOOLS}.terminal"} if package.startswith(f"{TOOLS}.") else set()
+        assert package == TOOLS or tools <= allowed, package
 
 
 @pytest.mark.parametrize("package", sorted({package_of(name) for name in NAMES} - {"dataflow"}))

@@ -15,14 +15,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
-from datasets_kit import MAKERS, make_ints_tar, rank, rows_of
+from datasets_kit import MAKERS, make_ints_tar, npy, rank, rows_of, write_tar
 
-from dataflow import Bucketed, DataLoader, Mixture, Optional, Packed, ShardedDataset, Shuffle, TokenBudget
+from dataflow import (
+    Bucketed,
+    DataLoader,
+    Image,
+    Mixture,
+    Optional,
+    Packed,
+    ShardedDataset,
+    Shuffle,
+    TokenBudget,
+)
 from dataflow.batch.packed import PackedRows, PaddedRows
 from sharding.lengths.batching import Batching
 
@@ -63,6 +74,11 @@ class Row:
         """Whether ranks take parts of one global batch of so many rows; else whole batches in turn."""
         batching = self.options.get("batching")
         return batching is None or isinstance(batching, Packed)
+
+    @property
+    def has_plan_by_length(self) -> bool:
+        """Whether lengths that are known before an epoch say which samples share a batch."""
+        return "batching" in self.options and not self.is_measured
 
     def loader(
         self, folder: Path, r: int = 0, world_size: int = 1, rows: int = FEW_ROWS, **more: Any
@@ -262,7 +278,15 @@ def joined(folder: Path) -> ShardedDataset:
 
 
 def write_nulls(folder: Path) -> None:
-    rows = [{"n": n, "i": None if n % 3 == 1 else n} for n in range(47)]
+    rows = [
+        {
+            "n": n,
+            "i": None if n % 3 == 1 else n,
+            "s": None if n % 4 == 1 else f"text {n}",
+            "l": None if n % 5 == 1 else [n] * (n % 3),
+        }
+        for n in range(47)
+    ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "nulls.parquet", row_group_size=4)
 
 
@@ -271,11 +295,58 @@ def with_nulls(folder: Path, **more: Any) -> ShardedDataset:
 
 
 def declared(folder: Path) -> ShardedDataset:
-    return with_nulls(folder, decode={"i": Optional(default=-1, mask=True)})
+    long = Optional(default=[7] * 300, mask=True)
+    return with_nulls(folder, decode={"i": Optional(default=-1, mask=True), "s": Optional(), "l": long})
+
+
+def write_members(folder: Path) -> None:
+    """Samples that lack one member or another, and of which one comes in each."""
+    members = [
+        (f"{n:02d}.{name}", data)
+        for n in range(47)
+        for every, name, data in (
+            (48, "cls", b"%d" % n),
+            (2, "txt", b"text %d" % n),
+            (3, "json", b"[%d]" % n),
+            (4, "npy", npy([n / 2, n])),
+            (5, "bin", bytes([n] * (n % 4))),
+        )
+        if n % every or every == 48
+    ]
+    write_tar(folder / "members.tar", members)
+
+
+@functools.cache
+def with_members(folder: Path) -> ShardedDataset:
+    decode = {
+        "txt": Optional(default="none"),
+        "json": Optional(),
+        "npy": Optional(mask=True),
+        "bin": Optional(default=b"gap", mask=True),
+    }
+    return ShardedDataset(str(folder / "members.tar"), decode=decode, block_bytes=20_000)
 
 
 def filtered(folder: Path) -> ShardedDataset:
     return with_nulls(folder, columns=["n", "i"]).filter(pc.field("i").is_valid())
+
+
+@functools.cache
+def with_companions(folder: Path) -> ShardedDataset:
+    return ShardedDataset(**arguments(folder), columns={"tokens": "lst", "mask": "lst", "n": "label"})
+
+
+def write_images(folder: Path) -> None:
+    """Noise, in which no two crops are alike."""
+    noise = np.random.default_rng(0).integers(0, 256, (47, 24, 32, 3), np.uint8)
+    images = [bytes(cv2.imencode(".png", pixels)[1].tobytes()) for pixels in noise]
+    write_tar(folder / "images.tar", [(f"{n:02d}.png", image) for n, image in enumerate(images)])
+
+
+@functools.cache
+def with_crops(folder: Path) -> ShardedDataset:
+    crop = Image(size=6, crop="random_resized", flip=0.5)
+    return ShardedDataset(str(folder / "images.tar"), decode={"png": crop}, block_bytes=10_000)
 
 
 def write_nested(folder: Path) -> None:
@@ -296,8 +367,10 @@ ROWS: dict[str, Row] = {
         lambda folder: opened(folder).subset([n for n in range(47) if n % 5]),
         {"shuffle": NODES},
     ),
+    "random crops": Row(write_images, with_crops, {"shuffle": NODES}),
     "joined": Row(write_joined, joined),
     "missing values": Row(write_nulls, declared),
+    "absent members": Row(write_members, with_members),
     "filter": Row(write_nulls, filtered),
     "left out": Row(write_nulls, partial(with_nulls, on_error="skip")),
     "nested values": Row(
@@ -312,6 +385,12 @@ ROWS: dict[str, Row] = {
     **{name: packed(name) for name in BATCHINGS},
     **{f"{name} mixture": packed_mixture(name, "all") for name in BATCHINGS},
     **{f"packed mixture, {rule}": packed_mixture("split", rule) for rule in RULES if rule != "all"},
+    "companion columns": Row(
+        partial(write, "parquet"),
+        with_companions,
+        {"batching": Packed(3, columns=["tokens", "mask"], window=16), "shuffle": NODES},
+        lambda batch: list(zip(packed_rows(batch), batch["mask"].tolist(), strict=True)),
+    ),
     "packed, tail pad": packed("packed", tail="pad"),
     "buckets, tail drop": packed("buckets", tail="drop"),
     "packed mixture, tokens": packed_mixture("split", "first", shares="tokens"),

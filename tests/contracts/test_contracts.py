@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -14,15 +15,17 @@ from typing import Any
 import contract_rows
 import pytest
 import torch.distributed as dist
+from chunks_kit import HandDrivenEpoch
 from contract_rows import GLOBAL_ROWS, ROWS, Row, through_json
+from forked_kit import fast_ranks
+from local_ray_kit import ray_is_local
 from parameters_kit import others_in_full
-from ranks_kit import fast_ranks
 from threads_kit import threads_left
 from worker_kit import nothing_left, workers_of_this_process
 
 Batches = list[list[Any]]
-OTHERS: dict[str, Any] = {"shuffle": True, "seed": 0}
-"""What a state brings along, whatever the loader that it is loaded into was made with."""
+OTHERS: dict[str, Any] = {"shuffle": True, "seed": 0, "memory_limit": "4MB", "depth": 1}
+"""What a state brings along, or does not depend on, whatever the loader that it is loaded into has."""
 
 
 @dataclass
@@ -54,16 +57,27 @@ def data(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Who
 
 
 every_row = pytest.mark.parametrize("name", ROWS)
+PLANS = [
+    *("in file order", "blocks", "lanes of nodes", "full shuffle", "view", "joined"),
+    *("mixture, all", "mixture, in file order", "mixture, weights set", "packed", "budget", "buckets"),
+    *("packed mixture", "packed mixture, tokens", "measured packed", "measured packed mixture, tokens"),
+]
+"""A row of each kind of plan, for what no format and no function of the user's changes."""
 
 
 @every_row
 def test_a_state_resumes_after_any_batch(name: str, data: tuple[Path, Whole]) -> None:
+    """In a new loader, or in one that has run: the rest of the epoch, or its next batches."""
     row, (folder, whole) = ROWS[name], data
     last = len(whole.batches)
-    for cut in range(last + 1):
+    with row.loader(folder, **OTHERS) as used:
+        for cut in range(last):
+            used.load_state_dict(whole.states[cut])
+            assert row.run(used, done=cut, steps=2) == whole.batches[cut : cut + 2], f"resumed after {cut}"
+    for cut in (last // 2, last):
         with row.loader(folder, **OTHERS) as resumed:
             resumed.load_state_dict(whole.states[cut])
-            assert row.run(resumed, done=cut) == whole.batches[cut:], f"differs when resumed after {cut}"
+            assert row.run(resumed, done=cut) == whole.batches[cut:], f"resumed after {cut}"
             if cut == last:
                 assert row.run(resumed) == whole.following
 
@@ -97,6 +111,12 @@ def of_world(
     return joint, ranks[0][1]
 
 
+@functools.cache
+def of_one_rank(name: str, folder: Path) -> Batches:
+    """What ranks share out."""
+    return of_world(name, folder, 1)[0]
+
+
 SHARED = [
     name
     for name, row in ROWS.items()
@@ -116,7 +136,7 @@ SHARED = [
 )
 def test_any_number_of_ranks_goes_on_with_the_same_samples(name: str, data: tuple[Path, Whole]) -> None:
     row, (folder, _) = ROWS[name], data
-    whole, _ = of_world(name, folder, 1)
+    whole = of_one_rank(name, folder)
     got: Batches = []
     state = None
     for world_size, steps in ((4, 1), (2, 1), (3, None)):
@@ -128,16 +148,80 @@ def test_any_number_of_ranks_goes_on_with_the_same_samples(name: str, data: tupl
         assert Counter(map(repr, chain(*got))) == Counter(map(repr, chain(*whole)))
 
 
+@pytest.mark.parametrize("tail", ["drop", "pad", "even"])
+@pytest.mark.parametrize(
+    "name",
+    others_in_full([name for name in SHARED if not (ROWS[name].is_measured or ROWS[name].weights)], *PLANS),
+)
+def test_ranks_step_together_and_share_out_the_last_batch_by_its_rule(
+    name: str, tail: str, data: tuple[Path, Whole]
+) -> None:
+    row, (folder, _) = ROWS[name], data
+    whole = list(chain(*of_one_rank(name, folder)))
+    for world_size in (2, 3):
+        ranks = []
+        for r in range(world_size):
+            with row.loader(folder, r, world_size, GLOBAL_ROWS, tail=tail) as loader:
+                steps = len(loader)
+                ranks.append(row.run(loader))
+            assert len(ranks[-1]) == steps == len(ranks[0])
+        got = list(chain(*chain(*zip(*ranks, strict=True))))
+        whole_batches = len(whole) - len(whole) % GLOBAL_ROWS * row.has_rows
+        assert all(one in whole for one in got)
+        assert got[:whole_batches] == whole[:whole_batches][: len(got)]
+        if tail != "drop":
+            assert not Counter(map(repr, whole)) - Counter(map(repr, got))
+        if row.has_rows:
+            left = len(whole) % GLOBAL_ROWS
+            assert (
+                len(got) - len(whole)
+                == {
+                    "drop": -left,
+                    "pad": -left % GLOBAL_ROWS,
+                    "even": -left % world_size,
+                }[tail]
+            )
+
+
 @every_row
 def test_threads_build_what_the_consumer_does_and_leave_nothing(name: str, data: tuple[Path, Whole]) -> None:
     built_by(name, data, num_workers=2, workers="thread")
+    assert threads_left() == []
 
 
-@pytest.mark.parametrize("name", others_in_full(ROWS, "tar", "draws", "joined", "measured packed"))
+IN_PROCESSES = [
+    *("tar", "parquet", "draws", "random crops", "joined", "missing values", "absent members"),
+    *("mixture, all", "measured packed"),
+]
+
+
+@pytest.mark.parametrize("name", others_in_full(ROWS, *IN_PROCESSES))
 def test_processes_build_what_the_consumer_does_and_leave_nothing(
     name: str, data: tuple[Path, Whole]
 ) -> None:
     built_by(name, data, num_workers=1, workers="process", timeout=60)
+    assert threads_left() == []
+    assert workers_of_this_process() == []
+
+
+IN_ACTORS = ["tar", "parquet", "full shuffle", "draws", "mixture, all", "split"]
+
+
+def built_by_actors(name: str, data: tuple[Path, Whole], *, ship_blocks: bool) -> None:
+    with ray_is_local():
+        built_by(name, data, num_workers=2, builders="ray", ship_blocks=ship_blocks, timeout=60)
+
+
+@pytest.mark.parametrize("name", others_in_full([name for name in ROWS if name != "joined"], *IN_ACTORS))
+def test_actors_that_read_build_what_the_consumer_does(name: str, data: tuple[Path, Whole]) -> None:
+    built_by_actors(name, data, ship_blocks=False)
+
+
+@pytest.mark.parametrize("name", others_in_full(ROWS, *IN_ACTORS, "joined"))
+def test_actors_that_are_sent_blocks_build_what_the_consumer_does(
+    name: str, data: tuple[Path, Whole]
+) -> None:
+    built_by_actors(name, data, ship_blocks=True)
 
 
 def built_by(name: str, data: tuple[Path, Whole], **builders: Any) -> None:
@@ -148,14 +232,33 @@ def built_by(name: str, data: tuple[Path, Whole], **builders: Any) -> None:
         states: list[dict[str, Any]] = []
         assert row.run(loader, states=states) == whole.batches
         assert states == whole.states[1:]
-    assert threads_left() == []
-    assert workers_of_this_process() == []
 
 
-COPIES: list[Callable[[Any], Any]] = [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+@pytest.mark.parametrize("name", [name for name in SHARED if ROWS[name].has_plan_by_length])
+def test_credits_bound_what_a_chunk_takes_and_windows_are_staged_once(
+    name: str, data: tuple[Path, Whole]
+) -> None:
+    """Nothing but the count of segments tells that a window is done with: one too few and it comes twice."""
+    row, (folder, _) = ROWS[name], data
+    with row.loader(folder) as loader, HandDrivenEpoch(loader) as epoch:
+        built = list(epoch.build())
+    assert built
+    assert all(0 < chunk.leased_bytes <= chunk.nbytes for chunk in built)
+    with row.loader(folder) as loader, HandDrivenEpoch(loader, batches_per_chunk=1) as epoch:
+        chunks = [chunk for window in epoch.windows() for chunk in window.chunks()]
+        closed = [chunk.plan.first_batch for chunk in chunks for _ in chunk.closes]
+        assert len(epoch.staged_windows) == len({*epoch.staged_windows}) == len(closed)
+        assert closed[0] < closed[-1] or len(closed) == 1
 
 
-@every_row
+COPIES: list[Callable[[Any], Any]] = [
+    copy.copy,
+    copy.deepcopy,
+    lambda loader: pickle.loads(pickle.dumps(loader)),
+]
+
+
+@pytest.mark.parametrize("name", others_in_full(ROWS, *PLANS))
 def test_a_copy_stands_where_the_loader_stands_and_runs_by_itself(
     name: str, data: tuple[Path, Whole]
 ) -> None:
@@ -173,7 +276,7 @@ def test_a_copy_stands_where_the_loader_stands_and_runs_by_itself(
             assert [row.samples(batch) for batch in loop] == whole.batches[1:]
 
 
-@every_row
+@pytest.mark.parametrize("name", others_in_full(ROWS, *PLANS))
 def test_behind_a_loop_that_is_left_or_closed_the_next_epoch_comes_and_nothing_stays(
     name: str, data: tuple[Path, Whole]
 ) -> None:

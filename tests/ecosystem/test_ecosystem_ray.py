@@ -20,10 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import Made, Make, make_parquet, make_tar
+from forked_kit import fast_ranks
 from http_kit import slowstore
 from loader_kit import session_of
 from parameters_kit import in_full
-from ranks_kit import fast_ranks
 from threads_kit import our_threads, threads_left
 
 from dataflow import DataLoader, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle

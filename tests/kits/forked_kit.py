@@ -1,25 +1,30 @@
 """Forked children: one that stops where a test wants it, to be killed there; one that answers and ends.
 
-The servers that workers and ranks of tests are forked from. And faults that come from the system: limits
-(`limited`), and in children, as long as they live, calls that fail (`on_file_events`) and modes of files that
-hold for root too (`without_privileges`).
+The servers that workers and ranks of tests are forked from, and such ranks: they take a tenth of starting
+Python. And faults that come from the system: limits (`limited`), and in children, as long as they live, calls
+that fail (`on_file_events`) and modes of files that hold for root too (`without_privileges`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import resource
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
+import torch
+from torch.torch_version import TorchVersion
+
+from dataflow.testing import ranks, run_ranks
 from prefetch.workers import forked_server
 from prefetch.workers.fork_server import interrupts_held, warm_up
 
@@ -151,7 +156,7 @@ def fork_servers() -> None:
         for hidden in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", hidden)
         warm_up(server_needs(set(), BUILDER_MAIN), is_needed=False)
-        if "ranks_kit" in sys.modules:
+        if "forked_kit" in sys.modules:
             forked = forked_server.fork_server(ranks._PRELOADED)
             assert not isinstance(forked, str), forked
             server: Any = forkserver._forkserver  # type: ignore[attr-defined]
@@ -171,3 +176,44 @@ def fresh_fork_server() -> Iterator[None]:
     finally:
         server._stop()
         vars(server).update(ours)
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------
+
+# What most test modules import takes each rank up to 0.3 s of a core, unless the fork server has it.
+ranks._PRELOADED.extend(
+    [
+        *("hypothesis", "psutil", "pyarrow.parquet", "PIL.Image"),
+        *("dataflow.loader", "dataflow.stream.loader", "dataflow.mixture", "dataflow.grad.schedule"),
+    ]
+)
+fast_ranks = functools.partial(run_ranks, start_method="forkserver")
+OLD_TORCH = TorchVersion(torch.__version__) < (2, 13)
+F = TypeVar("F", bound=Callable[[], Any])
+
+
+class RankSet:
+    """Runs its functions one after the other in one set of ranks, once, when a result is first asked for."""
+
+    def __init__(self, world_size: int, timeout_s: float = 110.0) -> None:
+        self.world_size, self.timeout_s = world_size, timeout_s
+        self._functions: list[Callable[[], Any]] = []
+        self._results: dict[str, list[Any]] = {}
+
+    def add(self, function: F) -> F:
+        """Run the function, too; a decorator."""
+        self._functions.append(function)
+        return function
+
+    def results(self, function: Callable[[], Any]) -> list[Any]:
+        """What the function returned on each rank."""
+        if not self._results:
+            ranks = fast_ranks(in_turn, self.world_size, args=(self._functions,), timeout_s=self.timeout_s)
+            names = [each.__name__ for each in self._functions]
+            self._results = {name: [rank[at] for rank in ranks] for at, name in enumerate(names)}
+        return self._results[function.__name__]
+
+
+def in_turn(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each function returns, in one rank."""
+    return [function() for function in functions]

@@ -1,32 +1,35 @@
-"""Builders that are actors, without Ray: actors are objects of this process, whose calls run in threads.
+"""Builders that are actors of a cluster without Ray: reads, stats, CPUs that ranks share out, deaths.
 
 What only a cluster can show is in tests/ecosystem/test_ecosystem_ray.py.
 """
 
 from __future__ import annotations
 
-import random
 import re
 import tarfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets_kit import MAKERS, Make
+from datasets_kit import Make
 from loader_kit import session_of
+from local_ray_kit import (
+    ActorDiedError,
+    ActorUnavailableError,
+    LocalActor,
+    LocalRay,
+    RayTaskError,
+    ray_is_local,
+)
 from parameters_kit import in_full
-from threads_kit import threads_left
 
-from dataflow import DataLoader, Mixture, Packed, SampleError, ShardedDataset, Shuffle, Topology
+from dataflow import DataLoader, SampleError, ShardedDataset, Shuffle, Topology
 from dataflow.actors import builders as module
 from dataflow.actors.actor import BuilderActor
 from dataflow.actors.cluster import BuilderActorError, ClusterNodes, RayClusterError
@@ -38,158 +41,10 @@ from sharding.errors import ShardReadError
 TIMEOUT_S = 30.0
 
 
-class ActorDiedError(Exception):
-    """As Ray's."""
-
-
-class ActorUnavailableError(Exception):
-    """As Ray's."""
-
-
-class RayTaskError(Exception):
-    """As Ray's."""
-
-
-class Result:
-    """An object reference: a value to come, and its second half."""
-
-    def __init__(self) -> None:
-        self._future: Future[Any] = Future()
-
-    def future(self) -> Future[Any]:
-        return self._future
-
-
-class LocalActor:
-    """An actor whose calls run in threads of this process, until it is killed."""
-
-    def __init__(self, made: Any, hears: Callable[[int, int], None], options: dict[str, Any]) -> None:
-        self.made, self._hears, self.options_given = made, hears, options
-        self.is_placed = threading.Event()
-        self.calls: list[Result] = []
-        self._openings: list[threading.Thread] = []
-        self.error: Exception | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(
-            remote=lambda *arguments: self._call(name, 1, arguments)[0],
-            options=lambda num_returns: SimpleNamespace(
-                remote=lambda *arguments: self._call(name, num_returns, arguments)
-            ),
-        )
-
-    def _call(self, name: str, count: int, arguments: Any) -> list[Result]:
-        results = [Result() for _ in range(count)]
-        self.calls.extend(results)
-        if self.error is not None:
-            self.die(self.error)
-        else:
-            thread = threading.Thread(target=self._run, args=(name, results, arguments), daemon=True)
-            thread.start()
-            if name == "open":
-                self._openings.append(thread)
-        return results
-
-    def _run(self, name: str, results: list[Result], arguments: Any) -> None:
-        self.is_placed.wait()
-        if self.error is not None:
-            return
-        if name == "handle":
-            self._hears(*arguments[:2])
-        try:
-            value = getattr(self.made, name)(*arguments)
-        except Exception as error:
-            for result in results:
-                result.future().set_exception(RayTaskError(str(error)))
-            return
-        for result, part in zip(results, value if len(results) > 1 else [value], strict=True):
-            if not result.future().done():
-                if isinstance(part, np.ndarray):
-                    part.flags.writeable = False  # as in Ray's store
-                result.future().set_result(part)
-
-    def die(self, error: Exception) -> None:
-        """All calls that are under way fail."""
-        self.error = error
-        for result in self.calls:
-            if not result.future().done():
-                result.future().set_exception(error)
-        self.calls.clear()
-        self.is_placed.set()
-        self.made._transport._requests.put(None)
-        self.made._ended.set()
-
-    def finish(self) -> None:
-        """End what a process would take with it: first who builds, then who reads for him."""
-        for thread in self._openings:
-            thread.join(10)
-        self.made._transport._requests.put(None)
-        if self.made._pool is not None:
-            self.made._pool.close(10)
-        if self.made._reader is not None:
-            self.made._reader._threads.close(10)
-
-
-class LocalRay:
-    """What `RayBuilders` uses of Ray: a cluster of one node."""
-
-    exceptions = SimpleNamespace(ActorDiedError=ActorDiedError, RayTaskError=RayTaskError)
-    util = SimpleNamespace(
-        scheduling_strategies=SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
-    )
-
-    def __init__(self) -> None:
-        self.actors: list[LocalActor] = []
-        self.hears: Callable[[LocalActor, int, int], None] = lambda actor, kind, number: None
-        self.num_cpus = 8
-        self._lock = threading.Lock()
-
-    def nodes(self) -> list[dict[str, Any]]:
-        return [{"NodeID": "one", "Alive": True, "Resources": {"CPU": float(self.num_cpus)}, "Labels": {}}]
-
-    def get_runtime_context(self) -> Any:
-        return SimpleNamespace(get_node_id=lambda: "one")
-
-    def remote(self, made: type) -> Any:
-        def start(options: dict[str, Any]) -> LocalActor:
-            actor = LocalActor(made(), lambda *message: self.hears(actor, *message), options)
-            self.actors.append(actor)
-            self._place()
-            return actor
-
-        return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=partial(start, options)))
-
-    def _place(self) -> None:
-        """Let actors begin that there are CPUs for."""
-        with self._lock:
-            alive = [actor for actor in self.actors if actor.error is None]
-            free = self.num_cpus - sum(
-                actor.options_given["num_cpus"] for actor in alive if actor.is_placed.is_set()
-            )
-            for actor in alive:
-                if not actor.is_placed.is_set() and actor.options_given["num_cpus"] <= free:
-                    free -= actor.options_given["num_cpus"]
-                    actor.is_placed.set()
-
-    def kill(self, actor: LocalActor) -> None:
-        actor.die(ActorDiedError("killed"))
-        self._place()
-
-
 @pytest.fixture
-def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRay]:
-    ray = LocalRay()
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    monkeypatch.setattr(module, "connected_ray", lambda: ray)
-    yield ray
-    assert threads_left("dataflow-hand-out") == []  # which kill them, where nobody waits for that
-    assert all(actor.error for actor in ray.actors)
-    for actor in ray.actors:
-        actor.finish()
-    assert threads_left() == []
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
+def local_ray() -> Iterator[LocalRay]:
+    with ray_is_local() as ray:
+        yield ray
 
 
 def in_actors(
@@ -207,51 +62,7 @@ def values(batches: Any) -> list[Any]:
     return [(batch["n"].tolist(), batch["draw"].tolist()) for batch in batches]
 
 
-READS = ["tar", "tar.gz", "parquet"]
 """Formats that are read in different ways, values that are mapped, and blocks; others are as one of them."""
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("tar", "window"),
-        ("parquet", "window"),
-        ("tokens.bin", "full"),
-        *(pytest.param(name, "window", marks=pytest.mark.full) for name in MAKERS),
-        *(pytest.param(name, kind, marks=pytest.mark.full) for name in READS for kind in ("none", "full")),
-    ],
-)
-def test_shards_of_every_format_in_every_order_are_read_as_by_threads(
-    local_ray: LocalRay, made: Make, name: str, kind: Any
-) -> None:
-    dataset = made(name).open(transform=told)
-    with DataLoader(dataset, 3, Shuffle(kind), seed=5) as loader:
-        whole = [values(loader) for _ in range(2)]
-    with in_actors(dataset, 3, Shuffle(kind), seed=5) as loader:
-        assert [values(loader) for _ in range(2)] == whole
-
-
-@pytest.mark.parametrize("name", ["tar", *in_full(*READS, "megatron")])
-def test_values_that_are_shipped_are_those_of_threads(local_ray: LocalRay, made: Make, name: str) -> None:
-    dataset = made(name).open(transform=told)
-    with DataLoader(dataset, 3, True, seed=5) as loader:
-        whole = [values(loader) for _ in range(2)]
-    with in_actors(dataset, 3, True, seed=5, ship_blocks=True) as loader:
-        assert [values(loader) for _ in range(2)] == whole
-
-
-def test_what_is_joined_is_shipped_with_its_samples(local_ray: LocalRay, tmp_path: Path) -> None:
-    keys = np.arange(40)
-    pq.write_table(pa.table({"id": keys, "x": keys / 2}), tmp_path / "own.parquet", row_group_size=6)
-    texts = pa.table({"id": keys[::-1], "text": [f"text {key}" * (key % 3) for key in keys[::-1]]})
-    pq.write_table(texts, tmp_path / "other.parquet", row_group_size=9)
-    own, other = (ShardedDataset(tmp_path / f"{name}.parquet") for name in ("own", "other"))
-    own.transform = told
-    dataset = own.join(other, on="id", amplification=100)
-    with DataLoader(dataset, 3, True, seed=5) as loader:
-        whole = [values(loader) for _ in range(2)]
-    with in_actors(dataset, 3, True, seed=5, ship_blocks=True) as loader:
-        assert [values(loader) for _ in range(2)] == whole
 
 
 def test_compressed_shards_may_be_among_others(local_ray: LocalRay, made: Make) -> None:
@@ -273,33 +84,6 @@ def test_blocks_are_held_to_their_checksums_but_for_single_samples(local_ray: Lo
         assert loader.stats().faults.checksum_failures
     with in_actors(dataset, 3, Shuffle("full")) as loader:
         assert len(values(loader)) == len(loader)
-
-
-@pytest.mark.parametrize("rank", [2, *in_full(0)])
-@pytest.mark.parametrize("name", ["tar", "parquet"])
-def test_ranks_whose_last_batches_are_filled_up_get_theirs(
-    local_ray: LocalRay, made: Make, name: str, rank: int
-) -> None:
-    dataset = made(name).open(transform=told)
-    options: Any = {"topology": Topology(rank=rank, world_size=3), "tail": "pad", "mark_repeats": True}
-    with DataLoader(dataset, 4, True, **options) as loader:
-        whole = values(loader)
-    with in_actors(dataset, 4, True, **options) as loader:
-        assert values(loader) == whole
-
-
-def test_mixtures_and_packed_rows_are_those_of_threads(local_ray: LocalRay, made: Make) -> None:
-    parquet = made("parquet").open(transform=told)
-    mixture = Mixture({parquet: 2, parquet.subset(range(5)): 1})
-    packed = made("parquet").open(columns=["lst"], batch_transform=dict)
-    with DataLoader(mixture, 3, True) as loader:
-        whole = values(loader)
-    with DataLoader(packed, 2, True, batching=Packed(8, "lst")) as loader:
-        rows = [repr(batch) for batch in loader]
-    with in_actors(mixture, 3, True) as loader:
-        assert values(loader) == whole
-    with in_actors(packed, 2, True, batching=Packed(8, "lst")) as loader:
-        assert [repr(batch) for batch in loader] == rows
 
 
 def odd(sample: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from datasets_kit import Made, by_plan, delivered, rank, shares, sort_key
+from datasets_kit import Made, by_plan, delivered, shares, sort_key
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from dataflow import DataLoader, Mixture, Ragged, Shuffle
@@ -65,17 +65,12 @@ def counted(batches: Iterable[Any]) -> Counter[str]:
 
 
 @pytest.mark.parametrize("ending", FORMATS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_an_epoch_is_that_of_the_plain_loop(tmp_path, ending, world_size):
+def test_an_epoch_is_that_of_the_plain_loop(tmp_path, ending):
     made = make(tmp_path, ending)
-    batches = []
-    for r in range(world_size):
-        options = {"topology": rank(r, world_size), "tail": "uneven"}
-        with DataLoader(made.open(), 5, Shuffle("window", 2), **options) as loader:
-            got = delivered(loader)
-            assert got == by_plan(loader, made.samples, 0)
-        batches += got
-    assert counted(batches) == Counter(map(sort_key, made.samples))
+    with DataLoader(made.open(), 5, Shuffle("window", 2)) as loader:
+        got = delivered(loader)
+        assert got == by_plan(loader, made.samples, 0)
+    assert counted(got) == Counter(map(sort_key, made.samples))
 
 
 @pytest.mark.one_in(3)

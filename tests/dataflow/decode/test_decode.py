@@ -25,7 +25,6 @@ from datasets_kit import (
     make_tokens_bin,
     npy,
     plain_sample,
-    rank,
     rows_of,
     tar_sample,
     write_tar,
@@ -290,29 +289,6 @@ def test_images_without_a_size_keep_their_own(tmp_path: Path) -> None:
     assert all(torch.equal(batch["jpg"][i], pixels_of(i, Image())) for i in (0, 2))
     with DataLoader(dataset, 1, shuffle=False) as loader:  # a list, though all of a batch have one size
         assert [tuple(t.shape) for t in next(iter(loader))["jpg"]] == [(3, 40, 60)]
-
-
-def test_random_crops_depend_on_seed_epoch_and_sample_alone(tmp_path: Path) -> None:
-    pytest.importorskip("simplejpeg")
-    image = Image(size=16, crop="random_resized", flip=0.5)
-    dataset = images(tmp_path, decode={"jpg": image, "cls": "int"})
-
-    def crops(epoch: int, **options: Any) -> dict[int, bytes]:
-        world_size = options.pop("world_size", 1)
-        found: dict[int, bytes] = {}
-        for r in range(world_size):
-            with DataLoader(dataset, topology=rank(r, world_size), tail="uneven", **options) as loader:
-                loader.set_epoch(epoch)
-                for batch in loader:
-                    pairs = zip(batch["cls"].tolist(), batch["jpg"], strict=True)
-                    found |= {i: pixels.numpy().tobytes() for i, pixels in pairs}
-        return found
-
-    whole = crops(0, batch_size=10, shuffle=True)
-    assert crops(0, batch_size=3, world_size=3, shuffle=Shuffle("full")) == whole
-    assert crops(0, batch_size=23, shuffle=False, num_workers=1, workers="thread") == whole
-    later, other = crops(1, batch_size=10, shuffle=True), crops(0, batch_size=10, seed=1)
-    assert all(later[i] != whole[i] and other[i] != whole[i] for i in whole)
 
 
 # ---- columns --------------------------------------------------------------------------------------------

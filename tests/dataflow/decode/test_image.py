@@ -13,7 +13,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from dataflow.decode.crop import (
     DRAW_FLIP,
@@ -105,7 +105,6 @@ sides = st.integers(1, 5000)
 
 
 @given(st.lists(st.tuples(sides, sides), min_size=1, max_size=40), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
 def test_crops_are_torchvisions_for_the_same_draws(sizes, seed):
     widths, heights = np.array(sizes).T
     draws = random_draws(len(sizes), seed)
@@ -123,7 +122,6 @@ def test_crops_that_never_fit_fall_back_to_the_centre():
 
 
 @given(sides, sides, st.sampled_from([0.0, 1 - 2**-53]), st.sampled_from([(0.01, 0.1), (0.5, 2), (5, 30)]))
-@settings(max_examples=60, deadline=None)
 def test_crops_lie_inside_their_image_at_the_ends_of_the_draws(width, height, draw, ratio):
     draws = np.full((1, DRAWS), draw)
     top, left, h, w = random_resized_crop_boxes(np.array([width]), np.array([height]), draws, ratio=ratio)[0]
@@ -379,7 +377,6 @@ def test_failures_do_not_keep_the_buffer_alive():
 
 
 @given(st.binary(max_size=400), st.integers(0, 3000), st.booleans())
-@settings(max_examples=80, deadline=None)
 def test_any_bytes_give_a_full_row_or_a_failure(junk, at, keep_header):
     data = jpeg(picture(40, 50))
     mixed = data[: at % len(data)] + junk + data[at % len(data) + len(junk) :] if keep_header else junk

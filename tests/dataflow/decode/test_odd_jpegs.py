@@ -20,9 +20,7 @@ from sharding.errors import SampleError
 LEFT, NO_END = "leftover bytes before the end mark", "no end mark"
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def jpeg(mode: str = "RGB", *, side: int = 64, **options: Any) -> bytes:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked_kit import RankSet
 from grad_kit import Case, Result, as_large_batches, go_on_in_mode, in_windows
-from ranks_kit import RankSet
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

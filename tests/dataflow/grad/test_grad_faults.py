@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked_kit import OLD_TORCH, RankSet
 from grad_kit import go_on_in_mode
 from parameters_kit import in_full
-from ranks_kit import OLD_TORCH, RankSet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

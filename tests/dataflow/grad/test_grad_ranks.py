@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from datasets_kit import make_ints_tar
 from elastic_kit import train_from
+from forked_kit import RankSet
 from grad_kit import Case, Result, as_large_batches, run_cases, wrapped
 from programs_kit import run_script
-from ranks_kit import RankSet
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks_kit import RankSet
+from forked_kit import RankSet
 from strategies_kit import BUCKET_MB, apart, mlp, spread
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

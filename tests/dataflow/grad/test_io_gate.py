@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks_kit import RankSet
+from forked_kit import RankSet
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import GradSchedule

@@ -12,7 +12,7 @@ import pytest
 import strategies_kit as kit
 import torch
 import torch.distributed as dist
-from ranks_kit import RankSet
+from forked_kit import RankSet
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as stock
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel

@@ -9,7 +9,7 @@ import sys
 import pytest
 import strategies_kit as kit
 import torch.distributed as dist
-from ranks_kit import RankSet
+from forked_kit import RankSet
 from test_strategies import STRATEGIES, on_nodes
 
 from benchmarks.training.strategies import bytes_sent_since, socket_bytes_sent

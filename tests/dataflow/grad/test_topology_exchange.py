@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from datasets_kit import Made, make_ints_tar, rank, rows_of
-from ranks_kit import fast_ranks
+from forked_kit import fast_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dataflow import DataflowError, DataLoader, ShardedDataset, Shuffle, Topology

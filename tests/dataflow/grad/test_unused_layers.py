@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from branches_kit import Branches, Run, Trained, as_large_batches, in_windows, wrapped
-from ranks_kit import OLD_TORCH, RankSet
+from forked_kit import OLD_TORCH, RankSet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

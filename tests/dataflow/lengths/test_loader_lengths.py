@@ -11,12 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from chunks_kit import HandDrivenEpoch
 from datasets_kit import Made, Make, edited, make_megatron, rank, write_megatron
-from parameters_kit import in_pairs, meeting_in_pairs, one_in
-from ranks_kit import fast_ranks
+from parameters_kit import in_pairs
 
 from dataflow import Bucketed, DataLoader, Packed, Pad, ShardedDataset, Shuffle, TokenBudget
 from dataflow.batch.packed import PackedRows, PaddedRows
@@ -202,93 +198,6 @@ def test_megabatches_that_grow_hold_what_the_plan_says_and_a_state_resumes_in_an
             state = through_json(loader.state_dict())
             loader.load_state_dict(state)
             assert delivered(loader) == whole[cut:]
-
-
-@pytest.mark.parametrize("kind", BATCHINGS)
-def test_credits_bound_what_a_chunk_takes(made: Make, kind: str) -> None:
-    for name in ("megatron", "tokens.bin", "parquet"):
-        with (
-            loader_of(made(name), BATCHINGS[kind](FORMATS[name])) as loader,
-            HandDrivenEpoch(loader) as epoch,
-        ):
-            chunks = list(epoch.build())
-        assert chunks
-        assert all(0 < chunk.leased_bytes <= chunk.nbytes for chunk in chunks)
-
-
-@pytest.mark.parametrize("kind", BATCHINGS)
-@pytest.mark.parametrize("shuffle", [*SHUFFLES[:2], Shuffle("full")], ids=str)
-def test_windows_are_staged_once_and_closed_on_the_way(made: Make, kind: str, shuffle: Shuffle) -> None:
-    """Nothing but the count of segments tells that a window is done with: one too few and it comes twice."""
-    data, batching = made("megatron"), BATCHINGS[kind]("tokens")
-    batching = type(batching)(**{**vars(batching), "window": 4})
-    limit = 8 * 5 * 530  # a window of a full shuffle has an eighth of it: room for 5 samples
-    with (
-        loader_of(data, batching, shuffle=shuffle) as loader,
-        HandDrivenEpoch(loader, batches_per_chunk=1, window_limit_bytes=limit) as epoch,
-    ):
-        chunks = [chunk for window in epoch.windows() for chunk in window.chunks()]
-        closed = [chunk.plan.first_batch for chunk in chunks for _ in chunk.closes]
-        staged = epoch.staged_windows
-        assert len(staged) == len(set(staged)) == len(closed)
-        assert len(set(closed)) > 3
-        assert closed[0] < len(loader) // 2
-
-
-# ---- ranks ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("kind", "shuffle", "tail"),
-    one_in(
-        3, meeting_in_pairs(BATCHINGS, [*SHUFFLES[:2], Shuffle("full")], ["drop", "pad", "even", "uneven"])
-    ),
-    ids=str,
-)
-def test_all_worlds_deliver_one_sequence_of_units(made: Make, kind: str, shuffle: Shuffle, tail: str) -> None:
-    data, batching = made("megatron"), BATCHINGS[kind]("tokens")
-    for world_size in range(1, 5):
-        of_rank = []
-        for r in range(world_size):
-            options = {"tail": tail, "shuffle": shuffle}
-            with loader_of(data, batching, r, world_size, **options) as loader:
-                of_rank.append(delivered(loader))
-        steps = max(map(len, of_rank))
-        got = [row for b in range(steps) for batches in of_rank if b < len(batches) for row in batches[b]]
-        alone = list(chain(*expected(loader, data)))
-        if tail == "uneven":
-            assert Counter(map(str, got)) == Counter(map(str, alone))
-            continue
-        assert len({len(batches) for batches in of_rank}) == 1
-        if tail == "drop":
-            assert got == alone[: len(got)]
-        else:
-            assert got[: len(alone)] == alone
-            assert all(row in alone for row in got)
-
-
-def steps_and_tokens(kwargs: dict[str, Any]) -> tuple[int, dict[int, int], dict[str, Any]]:
-    """One rank of a process group: all ranks step together to the end."""
-    batching = Packed(8, window=16)
-    steps, found = 0, Counter[int]()
-    with DataLoader(ShardedDataset(**kwargs), 2, True, batching=batching, tail="pad") as loader:
-        for batch in loader:
-            seen = torch.tensor([1.0])
-            dist.all_reduce(seen)
-            assert seen.item() == dist.get_world_size()
-            steps += 1
-            found += tokens_of(batching, [rows_of_batch(batch["tokens"])])
-        return steps, dict(found), loader.state_dict()
-
-
-def test_two_processes_step_together(made: Make) -> None:
-    data = made("megatron")
-    ranks = fast_ranks(steps_and_tokens, 2, args=(data.kwargs,), timeout_s=60)
-    assert ranks[0][0] == ranks[1][0] > 5
-    assert ranks[0][2] == ranks[1][2]
-    found = Counter(ranks[0][1]) + Counter(ranks[1][1])
-    assert not Counter(t for row in data.samples for t in row["tokens"]) - found
 
 
 # ---- state ------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from chunks_kit import HandDrivenEpoch
 from datasets_kit import rank, write_tar
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
@@ -516,14 +515,3 @@ def test_a_state_resumes_with_more_columns(tmp_path: Path) -> None:
     with loader_of(source, Packed(ROW, columns=COLUMNS, window=8)) as loader:
         loader.load_state_dict(states[1])
         assert [batch["input_ids"].tokens.tolist() for batch in loader] == whole[2:]
-
-
-@pytest.mark.parametrize("kind", BATCHINGS)
-def test_credits_cover_the_companions(tmp_path: Path, kind: str) -> None:
-    for name, write in WRITERS.items():
-        (tmp_path / name).mkdir()
-        source = write(tmp_path / name, documents())
-        with loader_of(source, BATCHINGS[kind]) as loader, HandDrivenEpoch(loader) as epoch:
-            chunks = list(epoch.build())
-        assert chunks
-        assert all(0 < chunk.leased_bytes <= chunk.nbytes for chunk in chunks)

@@ -16,12 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.distributed as dist
-from chunks_kit import HandDrivenEpoch
 from datasets_kit import edited, rank
 from loader_kit import stream_of
 from parameters_kit import meeting_in_pairs, one_in
-from ranks_kit import fast_ranks
 from test_loader_lengths import Unit, delivered, laid_out, through_json, tokens_of
 
 from dataflow import Bucketed, DataLoader, Image, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget
@@ -204,14 +201,6 @@ def test_batches_hold_what_the_plan_says_element_by_element(
                 assert tokens_of(batching, got) == tokens
 
 
-@pytest.mark.parametrize("workers", ["main", "thread", "process"])
-def test_who_builds_makes_no_difference(abc: list[ShardedDataset], workers: str) -> None:
-    builders = {"num_workers": 0} if workers == "main" else {"num_workers": 2, "workers": workers}
-    for batching in (BATCHINGS["split"], BATCHINGS["budget"]):
-        with loader_of(RULES["first"](*abc), batching, **builders) as loader:
-            assert delivered(loader) == expected(loader)
-
-
 @pytest.mark.parametrize("name", ["split", "buckets"])
 def test_a_first_batch_plans_each_sample_of_the_epoch_once_whatever_the_weights(
     abc: list[ShardedDataset], name: str, monkeypatch: pytest.MonkeyPatch
@@ -313,74 +302,7 @@ def test_what_an_epoch_leaves_of_a_source_comes_first_in_the_next(abc: list[Shar
     assert all(tokens[token] == 2 for token in chain(*documents("b")))
 
 
-@pytest.mark.parametrize("kind", BATCHINGS)
-def test_windows_are_staged_once_and_closed_on_the_way(abc: list[ShardedDataset], kind: str) -> None:
-    batching = type(BATCHINGS[kind])(**{**vars(BATCHINGS[kind]), "window": 4})
-    mixture = Mixture({abc[0]: 2, abc[1]: 1})
-    with (
-        loader_of(mixture, batching, shuffle=Shuffle("window", 2, 1)) as loader,
-        HandDrivenEpoch(loader, batches_per_chunk=1) as epoch,
-    ):
-        chunks = [chunk for window in epoch.windows() for chunk in window.chunks()]
-        closed = [chunk.plan.first_batch for chunk in chunks for _ in chunk.closes]
-        staged = epoch.staged_windows
-        assert len(staged) == len(set(staged)) == len(closed)
-        assert len(set(closed)) > 3
-        assert closed[0] < len(loader) // 2
-
-
-@pytest.mark.parametrize("kind", BATCHINGS)
-def test_credits_bound_what_a_chunk_takes(abc: list[ShardedDataset], kind: str) -> None:
-    with loader_of(RULES["all"](*abc), BATCHINGS[kind]) as loader, HandDrivenEpoch(loader) as epoch:
-        chunks = list(epoch.build())
-    assert chunks
-    assert all(0 < chunk.leased_bytes <= chunk.nbytes for chunk in chunks)
-
-
 # ---- ranks and states ------------------------------------------------------------------------------------
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("kind", "rule", "tail"),
-    one_in(3, meeting_in_pairs(BATCHINGS, ["tokens", "all", "schedule"], ["drop", "pad", "even", "uneven"])),
-)
-def test_all_worlds_deliver_one_sequence_of_units(
-    abc: list[ShardedDataset], kind: str, rule: str, tail: str
-) -> None:
-    mixture = RULES[rule](*abc)
-    for world_size in range(1, 5):
-        of_rank = []
-        for r in range(world_size):
-            with loader_of(mixture, BATCHINGS[kind], r, world_size, tail=tail) as loader:
-                of_rank.append(delivered(loader))
-        steps = max(map(len, of_rank))
-        got = [row for b in range(steps) for batches in of_rank if b < len(batches) for row in batches[b]]
-        alone = list(chain(*expected(loader)))
-        if tail == "uneven":
-            assert Counter(map(str, got)) == Counter(map(str, alone))
-        elif tail == "drop":
-            assert got == alone[: len(got)]
-        else:
-            assert got[: len(alone)] == alone
-            assert all(row in alone for row in got)
-
-
-def tokens_in_step(urls: list[str]) -> tuple[int, dict[int, int], dict[str, Any]]:
-    """One rank of a process group: all ranks have the same number of batches."""
-    mixture = RULES["all"](*opened(urls))
-    with DataLoader(mixture, 2, True, batching=Packed(24, window=16), tail="even") as loader:
-        batches = delivered(loader)
-        dist.barrier()
-        return len(batches), dict(tokens_of(Packed(24), batches)), loader.state_dict()
-
-
-def test_processes_of_a_group_step_together(urls: list[str]) -> None:
-    ranks = fast_ranks(tokens_in_step, 3, args=(urls,), timeout_s=60)
-    assert len({steps for steps, _, _ in ranks}) == 1
-    assert all(state == ranks[0][2] for _, _, state in ranks)
-    found = sum((Counter(tokens) for _, tokens, _ in ranks), Counter[int]())
-    assert not Counter(chain(*map(chain.from_iterable, map(documents, "abc")))) - found
 
 
 def test_a_state_of_other_shares_or_lengths_is_refused(abc: list[ShardedDataset]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -17,10 +16,7 @@ import PIL.Image
 import pytest
 import torch
 from datasets_kit import edited, make_ints_tar, make_jsonl, make_parquet, rank, write_tar
-from hypothesis import HealthCheck, given, settings, strategies as st
 from loader_kit import stream_of
-from parameters_kit import in_full
-from ranks_kit import fast_ranks
 
 from dataflow import DataLoader, Image, Mixture, ShardedDataset, Shuffle
 from sharding.errors import SampleError
@@ -114,15 +110,6 @@ def test_delivers_what_positions_and_source_orders_say(mixture: Mixture, shuffle
             assert delivered(loader) == by_plan(loader, epoch)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("tail", ["drop", *in_full("pad", "even"), "uneven"])
-def test_ranks_deliver_their_parts_under_every_tail(mixture: Mixture, tail: Any) -> None:
-    for r in range(3):
-        with DataLoader(mixture, 3, Shuffle("window", 4, 4), topology=rank(r, 3), tail=tail) as loader:
-            assert delivered(loader) == by_plan(loader, 0)
-            assert delivered(loader) == by_plan(loader, 1)
-
-
 def test_shuffle_true_delivers_every_sample_once(abc: list[ShardedDataset]) -> None:
     with DataLoader(Mixture(abc), 8, shuffle=True) as loader:
         counts = Counter(chain(*delivered(loader)))
@@ -178,41 +165,6 @@ def test_a_schedule_makes_epochs_of_unlike_length(abc: list[ShardedDataset]) -> 
 
 
 # ---- state ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(
-    cuts=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=3),
-    shuffle=st.sampled_from(SHUFFLES),
-    rule=st.sampled_from(sorted(RULES)),
-)
-def test_no_chain_of_restarts_loses_or_repeats_a_sample(
-    abc: list[ShardedDataset], cuts: list[tuple[int, int, int]], shuffle: Shuffle, rule: str
-) -> None:
-    """Each run has its own ranks, batch size and number of steps; the last one finishes the epoch."""
-    mixture = RULES[rule](*abc)
-    seen: Counter[Sample] = Counter()
-    state: dict[str, Any] | None = None
-    for world_size, batch_size, steps in [*cuts, (3, 5, 1000)]:
-        states = []
-        for r in range(world_size):
-            with DataLoader(
-                mixture, batch_size, shuffle, topology=rank(r, world_size), tail="uneven"
-            ) as loader:
-                if state is not None:
-                    loader.load_state_dict(state)
-                states.append(loader.state_dict())
-                for batch in islice(loader, steps):
-                    seen.update(samples_of(batch))
-                    states.append(loader.state_dict())
-        state = max(states, key=lambda s: s["position"])
-    with DataLoader(mixture, 1, shuffle) as loader:
-        assert seen == Counter(chain(*by_plan(loader, 0)))
 
 
 def test_a_state_of_other_shares_is_refused(abc: list[ShardedDataset]) -> None:
@@ -371,37 +323,3 @@ def test_ranks_that_divide_the_lanes_read_little_twice(tmp_path: Path) -> None:
 def test_a_full_shuffle_is_refused(abc: list[ShardedDataset]) -> None:
     with pytest.raises(ValueError, match="needs windows"):
         DataLoader(Mixture(abc), 4, Shuffle("full"))
-
-
-# ---- processes --------------------------------------------------------------------------------------------
-
-
-def samples_of_a_rank(folder: str) -> tuple[list[list[Sample]], dict[str, Any]]:
-    assert os.environ["WORLD_SIZE"] == "2"
-    with DataLoader(RULES["all"](*open_from(folder)), 3, Shuffle("window", 4, 4), tail="uneven") as loader:
-        found = [samples_of(batch) for batch in islice(loader, 5)]
-        return found, loader.state_dict()
-
-
-def open_from(folder: str) -> list[ShardedDataset]:
-    columns = (("a", "label", 1), ("b", "label", 300), ("c", "cls", 3 * 1024))
-    return [
-        ShardedDataset(
-            f"{folder}/{name}/shard-*",
-            columns={"n": column, "url": "__url__"},
-            catalog=f"{folder}/{name}/kept.catalog",
-            block_bytes=block_bytes,
-        )
-        for name, column, block_bytes in columns
-    ]
-
-
-def test_processes_deliver_one_list_and_one_of_them_can_go_on(tmp_path: Path) -> None:
-    mixture = RULES["all"](*open_all(tmp_path))
-    ranks = fast_ranks(samples_of_a_rank, 2, args=(str(tmp_path),), timeout_s=60)
-    assert ranks[0][1] == ranks[1][1]
-    with DataLoader(mixture, 6, Shuffle("window", 4, 4)) as loader:
-        whole = delivered(loader)
-        loader.load_state_dict(ranks[0][1])
-        joint = [[*one, *other] for one, other in zip(ranks[0][0], ranks[1][0], strict=True)]
-        assert joint + delivered(loader) == whole

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from datasets_kit import edited, make_ints_tar, make_jsonl, make_parquet, rank
-from ranks_kit import fast_ranks
+from datasets_kit import edited, make_ints_tar, make_jsonl, make_parquet
+from forked_kit import fast_ranks
 
 from dataflow import DataLoader, Mixture, ShardedDataset, Shuffle
 from sharding.errors import DataflowError
@@ -288,23 +288,6 @@ def test_damaged_weights_of_a_state_are_refused_by_name(sources: list[ShardedDat
 # ---- ranks ----------------------------------------------------------------------------------------------
 
 
-def on_rank(sources: list[ShardedDataset], changes: dict[int, Any]) -> list[list[int]]:
-    mixture = mixture_of(sources, stop="all")
-    with loader_of(mixture, batch_size=12 // dist.get_world_size(), tail="drop") as loader:
-        return run(loader, changes)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_global_batches_are_the_same_for_any_number_of_ranks(
-    sources: list[ShardedDataset], world_size: int
-) -> None:
-    changes = {2: [1, 1, 1], 5: [0, 0.5, 0.5]}
-    ranks = fast_ranks(on_rank, world_size, args=(sources, changes), timeout_s=60)
-    with loader_of(mixture_of(sources, stop="all"), batch_size=12, tail="drop") as loader:
-        alone = run(loader, changes)
-    assert [sorted(chain(*parts)) for parts in zip(*ranks, strict=True)] == [*map(sorted, alone)]
-
-
 def sets_unlike(sources: list[ShardedDataset]) -> list[str]:
     mixture, said = mixture_of(sources), []
     for weights in ([[1, 1, 1], [1, 1, 2]], [[1, 1, 1], [1, 1, -1]]):
@@ -344,15 +327,3 @@ def test_what_are_no_weights_is_refused(sources: list[ShardedDataset]) -> None:
     assert mixture.weights_set is None
     with pytest.raises(ValueError, match="set_weights needs a mixture by weights"):
         Mixture(sources, repeats=[1, 1, 1]).set_weights([1, 1, 1])
-
-
-def test_the_rank_s_place_in_a_batch_follows_the_new_shares(sources: list[ShardedDataset]) -> None:
-    mixture = mixture_of(sources, stop="all")
-    of_ranks = []
-    for r in range(2):
-        mixture.weights_set = None
-        with loader_of(mixture, topology=rank(r, 2), tail="pad") as loader:
-            of_ranks.append(run(loader, {2: [0, 1, 1]}))
-    assert len(of_ranks[0]) == len(of_ranks[1])
-    # The last batch is filled up with the epoch's first samples.
-    assert all(n >= 2000 for own in of_ranks for batch in own[2:-1] for n in batch)

@@ -79,11 +79,9 @@ def plain(row: int, image: Image) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("workers", [0, None, 2])
-def test_a_batch_is_the_images_of_the_plain_loop(opened: Any, workers: int | None) -> None:
+def test_a_batch_is_the_images_of_the_plain_loop(opened: Any) -> None:
     rows = list[int]()
-    with DataLoader(opened(DRAWN), 3, shuffle=True, seed=SEED, num_workers=workers) as loader:
+    with DataLoader(opened(DRAWN), 3, shuffle=True, seed=SEED) as loader:
         for batch in loader:
             images = batch["images"]
             assert isinstance(images, Ragged)
@@ -97,9 +95,8 @@ def test_a_batch_is_the_images_of_the_plain_loop(opened: Any, workers: int | Non
     assert sorted(rows) == list(range(len(COUNTS)))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_images_without_a_size_are_lists_whatever_they_hold(opened: Any, workers: int) -> None:
-    with DataLoader(opened(Image(flip=0.5)), 4, shuffle=True, seed=SEED, num_workers=workers) as loader:
+def test_images_without_a_size_are_lists_whatever_they_hold(opened: Any) -> None:
+    with DataLoader(opened(Image(flip=0.5)), 4, shuffle=True, seed=SEED) as loader:
         for batch in loader:
             for row, images in zip(batch["row"].tolist(), batch["images"], strict=True):
                 assert type(images) is list

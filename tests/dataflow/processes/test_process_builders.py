@@ -19,15 +19,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from datasets_kit import MAKERS, Make, make_ints_tar, make_parquet, make_tar
+from datasets_kit import make_ints_tar, make_parquet, make_tar
 from forked_kit import exit_code_in_child
 from http_kit import RangeServer, serving
 from loader_kit import session_of
-from numpy.typing import NDArray
-from parameters_kit import in_full
 from worker_kit import Gate
 
-from dataflow import DataLoader, Image, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
+from dataflow import DataLoader, SampleError, ShardedDataset, ShardWriter, Shuffle
 from dataflow.processes import builders, serialized
 from dataflow.processes.builders import ProcessBuilders
 from dataflow.processes.dispatch import RemoteBuild, RemoteBuilders
@@ -60,15 +58,6 @@ def in_processes(
 
 def marked(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "by": os.getpid()}
-
-
-@pytest.mark.parametrize("name", ["tar", "parquet", "tokens.bin", *in_full(*MAKERS)])
-def test_every_format_gives_the_batches_that_threads_build(made: Make, name: str) -> None:
-    dataset = made(name).open(transform=lambda sample: {"n": len(repr(sorted(sample.items())))})
-    with DataLoader(dataset, 3, shuffle=True, seed=5) as loader:
-        whole = [batch["n"].tolist() for _ in range(2) for batch in loader]
-    with in_processes(dataset, 3, True, seed=5) as loader:
-        assert [batch["n"].tolist() for _ in range(2) for batch in loader] == whole
 
 
 def shipped_by(monkeypatch: pytest.MonkeyPatch) -> list[SerializedChunk]:
@@ -127,27 +116,8 @@ def test_what_exec_has_defined_is_sent(tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_columns_of_every_kind_cross(tmp_path: Path, count: int) -> None:
-    made = make_parquet(tmp_path)
-    with DataLoader(made.open(batch_transform=dict), 4, shuffle=True) as loader:
-        whole = [repr(batch) for batch in loader]
-    with in_processes(made.open(batch_transform=dict), 4, True, count=count) as loader:
-        assert [repr(batch) for batch in loader] == whole
-
-
 def shifted(sample: dict[str, Any], *, rng: np.random.Generator) -> dict[str, Any]:
     return {"cls": sample["cls"] + OFFSET, "draw": rng.random(), "by": os.getpid()}
-
-
-def test_draws_of_rng_are_those_of_threads_and_processes_do_the_work(tmp_path: Path) -> None:
-    dataset = make_tar(tmp_path).open(transform=shifted)
-    with DataLoader(dataset, 3, shuffle=True) as loader:
-        whole = [(batch["cls"].tolist(), batch["draw"].tolist()) for batch in loader]
-    with in_processes(dataset, 3, True) as loader:
-        batches = [*loader]
-    assert [(batch["cls"].tolist(), batch["draw"].tolist()) for batch in batches] == whole
-    assert os.getpid() not in {int(pid) for batch in batches for pid in batch["by"]}
 
 
 def drawn(sample: dict[str, Any]) -> dict[str, Any]:
@@ -168,33 +138,6 @@ def test_global_generators_draw_the_same_for_any_number_of_processes(tmp_path: P
         assert draws[0] != draws[1]
         seen.append(draws)
     assert seen[0] == seen[1] == seen[2]
-
-
-def test_images_are_those_that_threads_decode(tmp_path: Path) -> None:
-    simplejpeg = pytest.importorskip("simplejpeg")
-    rng = np.random.default_rng(1)
-    with ShardWriter(f"{tmp_path}/x.tar") as writer:
-        for i in range(20):
-            pixels: NDArray[np.uint8] = rng.integers(0, 255, (40 + i, 50, 3), np.uint8)
-            writer.write({"__key__": f"{i:02d}", "jpg": simplejpeg.encode_jpeg(pixels), "cls": i})
-    decode = {"jpg": Image(size=16, crop="random_resized", flip=0.5), "cls": "int"}
-    dataset = ShardedDataset(f"{tmp_path}/x.tar", decode=decode)
-    seen = []
-    for options in ({}, {"num_workers": 2, "workers": "process"}):
-        with DataLoader(dataset, 6, shuffle=True, **options) as loader:
-            seen.append([(b["cls"].tolist(), b["jpg"].numpy().tobytes()) for _ in range(2) for b in loader])
-    assert seen[0] == seen[1]
-
-
-def test_mixtures_and_packed_rows_are_those_of_threads(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    parts = [make_tar(tmp_path / "a").open(transform=shifted), make_tar(tmp_path / "b").open(transform=drawn)]
-    mixture = Mixture({parts[0]: 2, parts[0].subset(range(4)): 1})
-    with DataLoader(mixture, 3, shuffle=True) as loader:
-        whole = [(b["cls"].tolist(), b["draw"].tolist()) for b in loader]
-    with in_processes(mixture, 3, True) as loader:
-        assert [(b["cls"].tolist(), b["draw"].tolist()) for b in loader] == whole
 
 
 # ---- batches of a chunk, one by one -----------------------------------------------------------------------

@@ -191,14 +191,6 @@ def test_without_workers_batches_are_built_by_who_asks_and_are_the_same(tar: Mad
     assert {int(n) for batch in chain(*batches) for n in batch["thread"]} == {threading.get_ident()}
 
 
-def test_without_workers_copies_are_made_by_who_asks(tmp_path: Path) -> None:
-    dataset = make_parquet(tmp_path).open()
-    with DataLoader(dataset, 4, shuffle=True) as loader:
-        whole = [repr(batch) for batch in loader]
-    with DataLoader(dataset, 4, shuffle=True, num_workers=0) as loader:
-        assert [repr(batch) for batch in loader] == whole
-
-
 def test_without_workers_no_batch_is_built_before_it_is_asked_for(tar: Made) -> None:
     built = []
 

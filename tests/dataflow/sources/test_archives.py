@@ -17,10 +17,7 @@ from sharding.catalog.build import default_catalog_path
 from sharding.catalog.file import VERSION, read_table, write_table
 from sharding.errors import CorruptShardError
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def with_links(num_samples: int) -> bytes:

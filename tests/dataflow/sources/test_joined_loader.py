@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets_kit import Row, delivered, plain, rank, write_tar
+from datasets_kit import Row, delivered, plain, write_tar
 from http_kit import RangeServer, serving
 from hypothesis import given, settings, strategies as st
 from parameters_kit import in_pairs
@@ -189,25 +189,6 @@ def plain_row(sample: Mapping[str, Any]) -> Row:
     return {name: plain(value) for name, value in sample.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_share_the_batches_of_the_own_dataset(tmp_path: Path, world_size: int) -> None:
-    joined, shuffle = pair(tmp_path, others=GAPS).joined(), Shuffle("window", window_blocks=3)
-    every = []
-    for r in range(world_size):
-        place = rank(r, world_size)
-        with DataLoader(joined, 4, shuffle, topology=place, tail="even") as loader:
-            batches = delivered(loader)
-        with DataLoader(own_only(joined), 4, shuffle, topology=place, tail="even") as own:
-            assert numbers(batches) == numbers(delivered(own))
-        every += [row for batch in batches for row in batch]
-    assert {key: both(key) for key in keys_of(every)} == {row_key(row): row for row in every}
-    assert {*keys_of(every)} == {*GAPS}
-
-
-def row_key(row: Row) -> str:
-    return f"{row['n']:05d}"
-
-
 def test_a_state_of_the_own_dataset_alone_is_refused(tmp_path: Path) -> None:
     joined = pair(tmp_path).joined()
     state = DataLoader(own_only(joined), 4).state_dict()
@@ -243,15 +224,12 @@ def test_images_of_the_other_are_drawn_by_the_sample_they_come_beside(tmp_path: 
         ShardedDataset(str(tmp_path / "other-0.tar"), decode={"png": crop}), on=("id", "__key__")
     )
     joined.seed = 7
-    for workers in (0, 2):
-        with DataLoader(joined, 4, Shuffle("window", window_blocks=3), seed=7, num_workers=workers) as loader:
-            drawn = {
-                n: pixels
-                for batch in loader
-                for n, pixels in zip(batch["n"].tolist(), batch["png"], strict=True)
-            }
-        for i, key in enumerate(GAPS):
-            assert torch.equal(drawn[int(key)], joined[i]["png"])
+    with DataLoader(joined, 4, Shuffle("window", window_blocks=3), seed=7) as loader:
+        drawn = {
+            n: pixels for batch in loader for n, pixels in zip(batch["n"].tolist(), batch["png"], strict=True)
+        }
+    for i, key in enumerate(GAPS):
+        assert torch.equal(drawn[int(key)], joined[i]["png"])
 
 
 def test_several_joins_follow_each_other(tmp_path: Path) -> None:
@@ -345,11 +323,10 @@ def test_lists_of_the_other_come_with_their_images(tmp_path: Path) -> None:
         str(tmp_path / "other.parquet"), decode={"pages": Image(size=8, layout="HWC")}, columns=["pages"]
     )
     joined = own.join(pages, on=("__key__", "id"))
-    for workers in (0, 2):
-        with DataLoader(joined, 4, Shuffle("window", window_blocks=3), num_workers=workers) as loader:
-            for batch in loader:
-                for n, images in zip(batch["n"], batch["pages"].rows(), strict=True):
-                    assert np.array_equal(images, lists[f"{n:05d}"][..., ::-1])
+    with DataLoader(joined, 4, Shuffle("window", window_blocks=3)) as loader:
+        for batch in loader:
+            for n, images in zip(batch["n"], batch["pages"].rows(), strict=True):
+                assert np.array_equal(images, lists[f"{n:05d}"][..., ::-1])
 
 
 def test_clips_of_long_videos_of_the_other_are_those_of_random_access(tmp_path: Path) -> None:
@@ -363,14 +340,13 @@ def test_clips_of_long_videos_of_the_other_are_those_of_random_access(tmp_path: 
     expected = {i: media.numbers_of(joined[i]["mp4"]) for i in range(6)}
     assert all(numbers[0] // 1000 == i for i, numbers in expected.items())
     assert len({numbers[0] % 1000 for numbers in expected.values()}) > 1, "drawn, not all alike"
-    for workers in (0, 2):
-        with DataLoader(joined, 2, True, num_workers=workers) as loader:
-            found = {
-                n: media.numbers_of(clip)
-                for batch in loader
-                for n, clip in zip(batch["n"].tolist(), batch["mp4"], strict=True)
-            }
-        assert found == expected
+    with DataLoader(joined, 2, True) as loader:
+        found = {
+            n: media.numbers_of(clip)
+            for batch in loader
+            for n, clip in zip(batch["n"].tolist(), batch["mp4"], strict=True)
+        }
+    assert found == expected
 
 
 def test_actors_that_read_by_themselves_are_refused(tmp_path: Path) -> None:
@@ -575,10 +551,7 @@ def test_a_bad_value_of_the_other_leaves_the_sample_out(tmp_path: Path) -> None:
         assert loader.stats().skipped_samples == 1
 
 
-@pytest.mark.parametrize("workers", [None, 0, 2])
-def test_a_missing_number_of_the_other_is_an_error_or_leaves_the_sample_out(
-    tmp_path: Path, workers: int | None
-) -> None:
+def test_a_missing_number_of_the_other_is_an_error_or_leaves_the_sample_out(tmp_path: Path) -> None:
     gaps = [10, None, 12, 13, 14, None]
     tables(tmp_path, {"id": range(6)}, {"id": range(6), "y": pa.array(gaps)})
     for on_error in ("raise", "skip"):
@@ -586,7 +559,7 @@ def test_a_missing_number_of_the_other_is_an_error_or_leaves_the_sample_out(
         joined = own.join(ShardedDataset(str(tmp_path / "other.parquet"), columns=["y"]), on="id")
         with pytest.raises(SampleError, match="column 'y': the sample lacks"):
             joined[1]
-        with DataLoader(joined, 3, num_workers=workers) as loader:
+        with DataLoader(joined, 3) as loader:
             if on_error == "raise":
                 with pytest.raises(SampleError, match="column 'y': the sample lacks"):
                     delivered(loader)

@@ -33,7 +33,6 @@ from dataflow import (
 )
 
 NUM_ROWS = 60
-BUILDERS: list[dict[str, Any]] = [{}, {"num_workers": 2, "workers": "process"}, {"num_workers": 0}]
 
 
 def opened(table: pa.Table, folder: Path, name: str = "a.parquet", **options: Any) -> ShardedDataset:
@@ -118,8 +117,7 @@ def test_defaults_and_masks_are_those_of_pyarrow(
     assert list(batch) == ["x", "x_mask", "both", "both_mask"]
 
 
-@pytest.mark.parametrize("options", BUILDERS, ids=str)
-def test_what_is_declared_comes_in_every_row_whoever_builds(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_what_is_declared_comes_in_every_row_whoever_builds(tmp_path: Path) -> None:
     table = with_nulls()
     decode = {
         "i": Optional(default=-1, mask=True),
@@ -143,9 +141,9 @@ def test_what_is_declared_comes_in_every_row_whoever_builds(tmp_path: Path, opti
         }
         for row in table.to_pylist()
     ]
-    assert rows(dataset, **options) == want
-    assert sorted(row["n"] for row in rows(dataset, shuffle=True, **options)) == list(range(NUM_ROWS))
-    by_number = {row["n"]: row for row in rows(dataset, shuffle=True, seed=3, **options)}
+    assert rows(dataset) == want
+    assert sorted(row["n"] for row in rows(dataset, shuffle=True)) == list(range(NUM_ROWS))
+    by_number = {row["n"]: row for row in rows(dataset, shuffle=True, seed=3)}
     assert [by_number[n] for n in range(NUM_ROWS)] == want
 
 
@@ -170,13 +168,12 @@ def test_transforms_see_what_stands_for_it(tmp_path: Path) -> None:
     assert torch.cat(in_batches(dataset)).tolist() == want
 
 
-@pytest.mark.parametrize("options", BUILDERS, ids=str)
-def test_a_default_longer_than_all_lists_has_room(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_default_longer_than_all_lists_has_room(tmp_path: Path) -> None:
     """Also in batches that are copies alone, into slots that are leased for several of them."""
     default = list(range(3000))
     dataset = opened(with_nulls(), tmp_path, columns=["n", "l"], decode={"l": Optional(default=default)})
     want = [default if row is None else row for row in with_nulls()["l"].to_pylist()]
-    assert [row["l"] for row in rows(dataset, **options)] == want
+    assert [row["l"] for row in rows(dataset)] == want
 
 
 def test_floats_without_a_default_are_nan(tmp_path: Path) -> None:
@@ -293,27 +290,23 @@ def test_where_nothing_counts_nulls_the_row_is_the_error(tmp_path: Path, name: s
     assert dataset[first + 1]["n"] == first + 1
 
 
-@pytest.mark.parametrize("options", BUILDERS, ids=str)
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_skipping_leaves_out_the_rows_with_nulls_and_no_others(
-    tmp_path: Path, name: str, options: dict[str, Any]
-) -> None:
+def test_skipping_leaves_out_the_rows_with_nulls_and_no_others(tmp_path: Path, name: str) -> None:
     dataset = opened(with_nulls(), tmp_path, name, columns=["n", "i", "s"], on_error="skip")
     want = [n for n in range(NUM_ROWS) if n % 3 != 1 and n % 6 != 1]
-    assert [row["n"] for row in rows(dataset, **options)] == want
-    assert sorted(row["n"] for row in rows(dataset, shuffle=True, **options)) == want
+    assert [row["n"] for row in rows(dataset)] == want
+    assert sorted(row["n"] for row in rows(dataset, shuffle=True)) == want
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("options", BUILDERS, ids=str)
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl"])
-def test_what_is_filtered_out_raises_nothing(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_what_is_filtered_out_raises_nothing(tmp_path: Path, name: str) -> None:
     dataset = opened(with_nulls(), tmp_path, name, columns=["n", "i"])
     view = dataset.filter(field("i").is_valid())
     want = [{"n": n, "i": n} for n in range(NUM_ROWS) if n % 3 != 1]
-    assert rows(view, **options) == want
+    assert rows(view) == want
     assert [view[i] for i in range(len(view))] == want
-    assert rows(dataset.subset([n for n in range(NUM_ROWS) if n % 3 != 1]), **options) == want
+    assert rows(dataset.subset([n for n in range(NUM_ROWS) if n % 3 != 1])) == want
 
 
 # ---- beside what else a loader does ----------------------------------------------------------------------
@@ -334,19 +327,18 @@ def test_members_of_a_mixture_declare_the_same(tmp_path: Path) -> None:
         DataLoader(Mixture([undeclared, undeclared.take(14)]), 8)
 
 
-@pytest.mark.parametrize("options", BUILDERS, ids=str)
-def test_missing_lists_pack_as_what_stands_for_them(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_missing_lists_pack_as_what_stands_for_them(tmp_path: Path) -> None:
     table, batching = with_nulls(), Packed(16, column="l")
     lists = table["l"].to_pylist()
     for default in ([], [5, 6]):
         dataset = opened(table, tmp_path, columns=["l"], decode={"l": Optional(default=default)})
-        with DataLoader(dataset, 2, shuffle=False, batching=batching, **options) as loader:
+        with DataLoader(dataset, 2, shuffle=False, batching=batching) as loader:
             tokens = torch.cat([b["l"].tokens[b["l"].segment_ids > 0] for b in loader]).tolist()
         assert sorted(tokens) == sorted(chain(*(default if row is None else row for row in lists)))
     undeclared = opened(table, tmp_path, columns=["l"])
     with pytest.raises(SampleError, match=r"sample '1': column 'l': .* so it has no length; decode="):
         DataLoader(undeclared, 2, batching=batching)
-    with DataLoader(undeclared.filter(field("l").is_valid()), 2, batching=batching, **options) as loader:
+    with DataLoader(undeclared.filter(field("l").is_valid()), 2, batching=batching) as loader:
         tokens = torch.cat([b["l"].tokens[b["l"].segment_ids > 0] for b in loader]).tolist()
     assert sorted(tokens) == sorted(chain(*(row for row in lists if row is not None)))
 
@@ -439,16 +431,15 @@ def check_members(batches: list[dict[str, Any]]) -> list[int]:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("options", BUILDERS, ids=str)
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
-def test_absent_members_are_what_was_declared(tmp_path: Path, suffix: str, options: dict[str, Any]) -> None:
+def test_absent_members_are_what_was_declared(tmp_path: Path, suffix: str) -> None:
     dataset = tar(tmp_path, suffix, decode=DECLARED)
-    assert check_members(in_batches(dataset, **options)) == list(range(40))
+    assert check_members(in_batches(dataset)) == list(range(40))
     for shuffle in (Shuffle("full"), Shuffle("window")):
-        seen = check_members(in_batches(dataset, shuffle=shuffle, **options))
+        seen = check_members(in_batches(dataset, shuffle=shuffle))
         assert sorted(seen) == list(range(40))
     for _ in range(2):  # the second time, numbers and masks are remembered
-        with DataLoader(dataset, 7, shuffle=True, **options) as loader:
+        with DataLoader(dataset, 7, shuffle=True) as loader:
             assert sorted(check_members(list(loader))) == list(range(40))
 
 
@@ -550,8 +541,7 @@ def test_a_filter_of_members_reads_nothing_and_what_is_left_streams(
         )
     want = [i for i in range(40) if i % 3 and i % 8 and not i % 2]
     assert [row["n.cls"] for row in rows(view)] == want
-    for options in BUILDERS[1:]:
-        assert sorted(row["n.cls"] for row in rows(view, shuffle=True, **options)) == want
+    assert sorted(row["n.cls"] for row in rows(view, shuffle=True)) == want
 
 
 class _Unreadable:

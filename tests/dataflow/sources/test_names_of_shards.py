@@ -21,7 +21,10 @@ from hub_server import HubServer, Repo
 from dataflow import DataLoader, ShardedDataset, ShardWriter
 from sharding.errors import CorruptShardError, DataflowError, ShardReadError
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # aiobotocore's sessions
+pytestmark = [
+    pytest.mark.usefixtures("own_cache"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]  # aiobotocore's sessions
 
 STORES = ["local", "memory", "s3", "http", "hub"]
 LISTED = ["local", "memory", "s3", "hub"]
@@ -45,11 +48,6 @@ class Place:
         dataset = ShardedDataset(source, storage_options=self.options, **options)
         with DataLoader(dataset, 1, num_workers=0) as loader:
             return [value for batch in loader for value in batch["x"].tolist()]
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -34,8 +34,8 @@ from datasets_kit import (
     rows_of,
     write_tar,
 )
+from forked_kit import fast_ranks
 from fsspec.implementations.memory import MemoryFileSystem
-from ranks_kit import fast_ranks
 from threads_kit import our_threads, threads_left
 
 from dataflow import DataflowError, DataLoader, Image, ShardedDataset, Shuffle

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked_kit import fast_ranks
 from http_kit import slowstore
-from ranks_kit import fast_ranks
 
 from dataflow import Cache, DataLoader, Mixture, ShardedDataset, Shuffle, Topology
 

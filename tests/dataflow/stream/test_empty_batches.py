@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import Made, make_ints_tar, make_parquet, rank, write_tar
-from ranks_kit import fast_ranks
+from forked_kit import fast_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

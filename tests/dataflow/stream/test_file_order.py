@@ -11,16 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import MAKERS, Made, Make, delivered, make_ints_tar, make_parquet, rank, write_tar
+from forked_kit import fast_ranks
 from parameters_kit import in_pairs
-from ranks_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget, Topology
 from sharding.plan.placement import shard_index_of
-
-
-@pytest.fixture(scope="module")
-def ints(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return make_ints_tar(tmp_path_factory.mktemp("ints"))
 
 
 def gathered(parts: list[list[Any]]) -> list[Any]:
@@ -72,7 +67,7 @@ def test_false_none_and_the_shuffle_none_are_one_order(ints: Made) -> None:
         assert delivered(loader) == delivered(loader)
 
 
-def test_ranks_that_are_numbered_across_nodes_take_their_parts_by_rank(ints: Made) -> None:
+def test_ranks_that_are_numbered_across_nodes_take_their_parts_by_rank(ints: Made, made: Make) -> None:
     """A shuffle lists ranks node by node, and what is gathered by rank would be out of order."""
     places = [
         Topology(r, 4, r // 2, 2, node=r % 2, num_nodes=2, hosts=("a", "b"), nodes_of_ranks=(0, 1, 0, 1))
@@ -81,7 +76,7 @@ def test_ranks_that_are_numbered_across_nodes_take_their_parts_by_rank(ints: Mad
     assert [shard_index_of(place) for place in places] == [0, 2, 1, 3]
     assert gathered(of_all_ranks(ints.open(), 3, places))[: len(ints.samples)] == ints.samples
     batching = Bucketed(2, "lst", boundaries=(2,), window=16)
-    data = make_parquet(ints.folder)
+    data = made("parquet")
     alone = gathered(labels_of_all(data, 1, batching))
     assert gathered(labels_of_all(data, 4, batching, places))[: len(alone)] == alone
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks_kit import fast_ranks
+from forked_kit import fast_ranks
 
 from dataflow import DataLoader, ShardedDataset, Shuffle, Topology
 
@@ -66,31 +67,35 @@ def test_each_sample_comes_once_and_each_block_is_read_by_one_node(
         assert len(readers) == NUM_BLOCKS
 
 
-def stepping_together(path: str, batch_size: int, tail: str) -> tuple[int, list[int]]:
-    """Steps, each with a reduction that hangs if a rank lacks one; and the samples."""
-    samples = []
-    dataset = ShardedDataset(path, format="tokens", dtype="uint16", length=LENGTH, catalog=path + ".catalog")
-    with DataLoader(dataset, batch_size, tail=tail) as loader:  # type: ignore[arg-type]
-        for batch in loader:
-            count = torch.ones(1)
-            dist.all_reduce(count)
-            assert int(count) == dist.get_world_size()
-            samples += samples_of(batch)
-        return len(loader), samples
+def stepping_together(folder: Path, cases: Sequence[tuple[int, int, str]]) -> list[tuple[int, list[int]]]:
+    """Steps of each case, each with a reduction that hangs if a rank lacks one; and the samples."""
+    found = []
+    for num_samples, batch_size, tail in cases:
+        dataset = opened_few(folder, num_samples)
+        with DataLoader(dataset, batch_size, tail=tail) as loader:  # type: ignore[arg-type]
+            samples = []
+            for batch in loader:
+                count = torch.ones(1)
+                dist.all_reduce(count)
+                assert int(count) == dist.get_world_size()
+                samples += samples_of(batch)
+            found.append((len(loader), samples))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "batch_size", "tail"),
-    [(1, 2, "pad"), (2, 1, "drop"), (7, 2, "pad"), (2, 2, "even"), (7, 2, "even")],
-)
-def test_ranks_take_the_same_number_of_steps_with_fewer_samples_than_ranks_or_a_rest(
-    tmp_path: Path, num_samples: int, batch_size: int, tail: str
-) -> None:
-    path = str(tmp_path / "few.bin")
-    np.arange(num_samples * LENGTH + 1, dtype=np.uint16).tofile(path)
-    ShardedDataset(path, format="tokens", dtype="uint16", length=LENGTH, catalog=path + ".catalog")
-    ranks = fast_ranks(stepping_together, 3, args=(path, batch_size, tail), timeout_s=90)
-    steps = -(-num_samples // (3 * batch_size)) if tail != "drop" else num_samples // (3 * batch_size)
-    assert [found[0] for found in ranks] == [steps] * 3
-    taken = set(chain(*(found[1] for found in ranks)))
-    assert taken == (set(range(num_samples)) if tail != "drop" else set())
+def opened_few(folder: Path, num_samples: int) -> ShardedDataset:
+    path = str(folder / f"{num_samples}.bin")
+    return ShardedDataset(path, format="tokens", dtype="uint16", length=LENGTH, catalog=path + ".catalog")
+
+
+def test_ranks_take_the_same_number_of_steps_with_fewer_samples_than_ranks_or_a_rest(tmp_path: Path) -> None:
+    cases = [(1, 2, "pad"), (2, 1, "drop"), (7, 2, "pad"), (2, 2, "even"), (7, 2, "even")]
+    for num_samples in {size for size, *_ in cases}:
+        np.arange(num_samples * LENGTH + 1, dtype=np.uint16).tofile(tmp_path / f"{num_samples}.bin")
+        opened_few(tmp_path, num_samples)
+    ranks = fast_ranks(stepping_together, 3, args=(tmp_path, cases), timeout_s=90)
+    for (num_samples, batch_size, tail), *found in zip(cases, *ranks, strict=True):
+        steps = -(-num_samples // (3 * batch_size)) if tail != "drop" else num_samples // (3 * batch_size)
+        assert [own[0] for own in found] == [steps] * 3
+        taken = set(chain(*(own[1] for own in found)))
+        assert taken == (set(range(num_samples)) if tail != "drop" else set())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import threading
 from collections.abc import Iterator
 from itertools import islice
@@ -23,11 +21,6 @@ from prefetch.errors import MemoryLimitError
 
 WAIT_S = 10
 WINDOW = Shuffle("window", 2)
-
-
-@pytest.fixture(scope="module")
-def ints(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return make_ints_tar(tmp_path_factory.mktemp("ints"))
 
 
 @pytest.fixture(autouse=True)
@@ -176,18 +169,6 @@ def test_loading_a_state_ends_all_loops(ints: Made) -> None:
         loader.load_state_dict(loader.state_dict())
         assert (list(a), list(b)) == ([], [])
         assert delivered(loader) == oracle[1][1:]
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_stands_where_the_newest_loop_stands(ints: Made, copied: Any) -> None:
-    with DataLoader(ints.open(), 4, WINDOW) as loader:
-        a, b = iter(loader), iter(loader)
-        assert [len(list(islice(loop, count))) for loop, count in ((a, 5), (b, 2))] == [5, 2]
-        with copied(loader) as other:
-            assert other.state_dict() == loader.state_dict()
-            assert delivered(other) == by_plan(loader, ints.samples, 2)
-        assert delivered(b) == by_plan(loader, ints.samples, 1)[2:]
-        assert loader.state_dict()["epoch"] == 2
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

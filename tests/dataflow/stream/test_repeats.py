@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets_kit import NUM_SAMPLES, Made, Make, make_ints_tar, rank
+from forked_kit import fast_ranks
 from loader_kit import stream_of
 from parameters_kit import in_pairs
-from ranks_kit import fast_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -33,11 +33,6 @@ from dataflow import (
 
 TAILS = ["drop", "pad", "even", "uneven"]
 SHUFFLES = [None, Shuffle("window", 3, 1), Shuffle("window", 4, 4), Shuffle("full")]
-
-
-@pytest.fixture(scope="module")
-def ints(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return make_ints_tar(tmp_path_factory.mktemp("ints"))
 
 
 def marked(dataset: Any, batch_size: int, place: Topology, **options: Any) -> list[tuple[int, bool]]:

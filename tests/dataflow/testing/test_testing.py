@@ -21,9 +21,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked_kit import fresh_fork_server
+from forked_kit import OLD_TORCH, fresh_fork_server
 from programs_kit import Script, run_script
-from ranks_kit import OLD_TORCH
 
 from dataflow.testing import RankError, run_ranks
 from dataflow.topology_exchange import detect_topology

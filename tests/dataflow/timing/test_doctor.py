@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -160,26 +158,22 @@ main()
 """
 
 
-def test_doctor_runs_a_training_under_torchrun_and_compares_its_ranks(tmp_path: Path) -> None:
+def test_doctor_runs_a_training_under_torchrun_and_compares_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    root = str(Path(__file__).parents[3])
-    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for name, value in (
+        ("PYTHONPATH", str(Path(__file__).parents[3])),
+        ("OMP_NUM_THREADS", "1"),
+        ("GLOO_SOCKET_IFNAME", "lo"),
+    ):
+        monkeypatch.setenv(name, value)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     page, trace, figures = (tmp_path / name for name in ("report.html", "trace.json", "report.json"))
     options = ["--html", page, "--trace", trace, "--json", figures]
-    command = [
-        sys.executable,
-        "-m",
-        "dataflow.tools.cli",
-        "doctor",
-        *options,
-        "--",
-        *launch,
-        tmp_path / "train.py",
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "-bound: " in done.stdout
+    code, text = run_command("doctor", *options, "--", *launch, tmp_path / "train.py")
+    assert code == 0, text
+    assert "-bound: " in text
     found = json.loads(figures.read_text())
     assert (found["world_size"], found["windows"], len(found["ranks"])) == (2, 2, 2)
     assert sum(found["shares"].values()) == pytest.approx(1)

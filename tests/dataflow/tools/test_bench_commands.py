@@ -43,9 +43,7 @@ from sharding.errors import DataflowError, ShardReadError
 SECONDS = 0.02
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def run(*arguments):

@@ -23,10 +23,7 @@ from dataflow.tools.terminal.report import bytes_text
 from sharding.blocks import DEFAULT_BLOCK_BYTES
 from sharding.catalog.table import Catalog
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def write_tokens(folder, *sizes):

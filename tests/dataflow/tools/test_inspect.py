@@ -13,10 +13,7 @@ from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.tools.inspect.command import inspect_dataset
 from dataflow.tools.inspect.settings import InspectSettings
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 run = partial(run_command, "inspect")

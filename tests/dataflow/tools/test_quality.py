@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from dataflow.tools.inspect.figures import figures_of
 from dataflow.tools.inspect.quality import (
@@ -30,7 +30,6 @@ from sharding.order.shuffle import Shuffle
 from sharding.plan.plan import EpochPlan
 
 TOGETHER = 7
-unhurried = settings(deadline=None)  # the oracle goes through an epoch position by position
 
 
 def table_of(counts, blocks_per_shard=3):
@@ -89,7 +88,6 @@ def plain_rows(plans, nodes, table, batches=None):
     return rows
 
 
-@unhurried
 @given(worlds())
 def test_a_stretch_is_what_the_ranks_deliver(world):
     table, plans, nodes = world
@@ -101,7 +99,6 @@ def test_a_stretch_is_what_the_ranks_deliver(world):
     assert stretch.whole
 
 
-@unhurried
 @given(worlds(), st.integers(1, 20))
 def test_a_long_epoch_is_sampled_from_its_middle(world, max_samples):
     table, plans, nodes = world
@@ -112,7 +109,6 @@ def test_a_long_epoch_is_sampled_from_its_middle(world, max_samples):
     assert stretch.sample.tolist() == [row[2] for row in plain_rows(plans, nodes, table, (first, last))]
 
 
-@unhurried
 @given(worlds())
 def test_distinct_blocks_and_shards_are_those_of_each_batch(world):
     table, plans, nodes = world
@@ -132,7 +128,6 @@ def test_distinct_blocks_and_shards_are_those_of_each_batch(world):
         assert distinct_per_node(stretch, of_row).tolist() == [len(parts[part]) for part in sorted(parts)]
 
 
-@unhurried
 @given(worlds())
 def test_neighbour_distances_are_shares_of_the_dataset(world):
     table, plans, nodes = world
@@ -141,7 +136,6 @@ def test_neighbour_distances_are_shares_of_the_dataset(world):
     assert neighbour_distances(stretch_of(plans, nodes, table)).tolist() == pytest.approx(expected)
 
 
-@unhurried
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=50).filter(lambda v: len(set(v)) > 1))
 def test_label_correlation_is_that_of_one_hot_labels(values):
     hot = np.eye(4)[values]
@@ -163,7 +157,6 @@ def test_label_correlation_at_its_extremes():
     assert lag1_correlation(np.repeat([0.0, 1.0], 5000)) == pytest.approx(1, abs=1e-3)
 
 
-@unhurried
 @given(worlds(), st.integers(2, 4))
 def test_dispersion_is_the_mean_chi_square_per_degree_of_freedom(world, num_labels):
     table, plans, nodes = world
@@ -196,7 +189,6 @@ def test_dispersion_is_one_for_a_full_shuffle_and_the_batch_size_for_sorted_labe
 # Cost of reading
 
 
-@unhurried
 @given(worlds(), st.booleans())
 def test_each_node_reads_a_block_once_a_window(world, located):
     table, plans, nodes = world
@@ -242,7 +234,6 @@ def test_a_full_shuffle_reads_no_byte_twice_where_samples_are_located_and_many_w
     assert amplified(plans, [0], table, together=40) == pytest.approx([9.6], rel=0.05)
 
 
-@unhurried
 @given(worlds())
 def test_open_bytes_are_those_of_windows_between_first_and_last_use(world):
     table, plans, nodes = world
@@ -259,7 +250,6 @@ def test_open_bytes_are_those_of_windows_between_first_and_last_use(world):
         assert open_bytes(stretch, reads, node).tolist() == expected
 
 
-@unhurried
 @given(worlds())
 def test_the_first_batch_waits_for_what_a_node_takes_of_its_windows(world):
     table, plans, nodes = world

@@ -231,28 +231,6 @@ def indices(batches: list[Any]) -> list[Any]:
     return [batch["index"] for batch in batches]
 
 
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_a_state_resumes_at_every_position_with_any_number_of_workers(kind: str) -> None:
-    torch.manual_seed(1)
-    loader = made(kind, 0)
-    expected, states = [], [loader.state_dict()]
-    for batch in loader:
-        expected.append(batch["index"].tolist())
-        states.append(loader.state_dict())
-    states.append(loader.state_dict())
-    following = indices(epochs(loader))
-    for place, state in enumerate(states):
-        torch.manual_seed(1000 + place)
-        told = json.loads(json.dumps(state))
-        resumed = made(kind, 2 if place in (1, 3) else 0)
-        for _ in range(2 if place == 2 else 1):
-            resumed.load_state_dict(told)
-            assert resumed.state_dict() == told
-            rest = indices(epochs(resumed))
-            assert rest == (expected[place:] if place < len(states) - 1 else following), place
-    assert len(expected) > 1
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_random_values_go_on_after_a_resume(persistent: bool) -> None:
     def loader() -> DataLoader:

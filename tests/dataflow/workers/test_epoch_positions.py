@@ -389,6 +389,8 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "weighted, own": lambda: single(WeightedRandomSampler(weights(), ITEMS, generator=seeded())),
     "subset": lambda: single(SubsetRandomSampler(range(ITEMS))),
     "subset, own": lambda: single(SubsetRandomSampler(range(ITEMS), generator=seeded())),
+    "in order": lambda: {"batch_size": 3},
+    "a list": lambda: single([3, 1, 2, 2, 9, 8]),
     "batches of random": lambda: of_batches(
         BatchSampler(RandomSampler(range(ITEMS), generator=seeded()), 3, False)
     ),

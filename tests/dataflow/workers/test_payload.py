@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as npst
 
 from prefetch.ipc.payload import dumps_by_value, pack, placed_offsets, unpack
@@ -190,14 +190,12 @@ objects = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(objects, st.sampled_from([None, True, False]))
 def test_whatever_is_sent_arrives(obj: Any, by_value: bool | None) -> None:
     arrived, _ = sent(obj, by_value=by_value)
     assert_same(obj, arrived)
 
 
-@settings(max_examples=200, deadline=None)
 @given(tensors())
 def test_tensors_that_arrive_are_views_of_the_memory_and_may_be_written_to(tensor: torch.Tensor) -> None:
     arrived, buffer = sent([tensor])
@@ -211,7 +209,6 @@ def test_tensors_that_arrive_are_views_of_the_memory_and_may_be_written_to(tenso
         assert bits(tensor) == before
 
 
-@settings(max_examples=100, deadline=None)
 @given(ARRAYS)
 def test_arrays_that_arrive_are_views_of_the_memory_and_may_be_written_to(array: np.ndarray) -> None:
     arrived, buffer = sent({"a": array})
@@ -222,7 +219,6 @@ def test_arrays_that_arrive_are_views_of_the_memory_and_may_be_written_to(array:
         assert array.tobytes() == before
 
 
-@settings(max_examples=50, deadline=None)
 @given(objects)
 def test_what_arrived_can_be_sent_on(obj: Any) -> None:
     once, _ = sent(obj)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets_kit import Made, make_ints_tar, rows_of
+from datasets_kit import Made, rows_of
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -78,11 +78,6 @@ def endless() -> DataLoader:
 
 
 MAKERS = [shuffled, with_generator, distributed, endless]
-
-
-@pytest.fixture(scope="module")
-def ints(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return make_ints_tar(tmp_path_factory.mktemp("ints"))
 
 
 # ---- what is no state -----------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forked_kit import OLD_TORCH
 from parameters_kit import in_pairs
 from programs_kit import run_script
-from ranks_kit import OLD_TORCH
 from threads_kit import compute_until_interrupted, threads_left
 from torch.utils.data import (
     BatchSampler,
@@ -175,15 +175,6 @@ def test_a_sampler_of_lists_asks_for_lists() -> None:
     sampler = BatchSampler(SequentialSampler(range(23)), 5, False)
     expected = [plain(b) for b in TorchDataLoader(Bulk(), batch_size=None, sampler=sampler)]
     assert [plain(b) for b in threaded(Bulk(), batch_size=None, sampler=sampler)] == expected
-
-
-def test_epochs_shuffle_as_with_torch_for_the_same_seed() -> None:
-    torch.manual_seed(3)
-    loader = TorchDataLoader(range(30), 4, shuffle=True)
-    expected = [numbers(loader) for _ in range(3)]
-    torch.manual_seed(3)
-    ours = threaded(range(30), 4, shuffle=True)
-    assert [numbers(ours) for _ in range(3)] == expected
 
 
 def test_persistent_threads_serve_every_epoch() -> None:

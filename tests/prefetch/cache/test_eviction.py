@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from prefetch.cache.eviction import victims
 
@@ -39,7 +39,6 @@ def fewest_fetches(sequence: list[int], capacity: int) -> int:
     return best(0, frozenset())
 
 
-@settings(max_examples=150, deadline=None)
 @given(SEQUENCES, st.integers(1, 4))
 def test_no_other_choice_fetches_less(sequence: list[int], capacity: int) -> None:
     kept: list[int] = []

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from datasets_kit import MAKERS, rows_of
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from parameters_kit import in_pairs
 from plain_core import copied, use_plain_core
@@ -80,7 +80,6 @@ def columns(draw: st.DrawFn, num_rows: int) -> PlanColumn:
     return fixed(starts, each, widen=widen, by_step=by_step, may_load=may_load)
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), num_rows=st.sampled_from([0, 1, 2, 63, 64, 65, 130]))
 def test_plans_are_copied_as_by_the_plain_loop(data: st.DataObject, num_rows: int) -> None:
     plan_columns = data.draw(st.lists(columns(num_rows), max_size=4))

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked_kit import fork
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from plain_core import copied
 
@@ -71,7 +71,6 @@ def value(start: int, each: int = 8) -> bytes:
     return CONTENT[start : start + each].tobytes()
 
 
-@settings(max_examples=80, deadline=None)
 @given(data=st.data(), num_threads=st.sampled_from([0, 1, 3]))
 def test_jobs_hold_what_the_plain_loop_copies(data: st.DataObject, num_threads: int) -> None:
     queue, plans, whole = executor().open_queue(num_threads), [], []

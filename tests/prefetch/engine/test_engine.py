@@ -28,7 +28,7 @@ from engine_kit import (
     running,
     when_the_consumer_waits,
 )
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from prefetch.engine.engine import Engine
 
@@ -481,7 +481,6 @@ def soak_chunk(name: str, plan: ChunkPlan) -> FakeChunk:
     )
 
 
-@settings(max_examples=80, deadline=None)
 @given(soaks)
 def test_any_stream_runs_to_its_end_in_order_and_gives_everything_back(plan: Soak) -> None:
     windows, expected, largest, need = built(plan)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import prefetch.engine.pool
 from prefetch.engine.pool import PriorityPool, context_in
@@ -55,7 +55,6 @@ def run_behind_a_gate(deadlines: list[int]) -> list[int]:
     return ran
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(-3, 3), max_size=12))
 def test_the_smallest_deadline_runs_first_and_ties_in_order_of_submission(deadlines: list[int]) -> None:
     expected = sorted(range(len(deadlines)), key=lambda i: (deadlines[i], i))

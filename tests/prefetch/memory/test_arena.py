@@ -59,7 +59,6 @@ def address(array: NDArray[Any]) -> int:
 # ---- sizes -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
 @given(st.one_of(st.integers(0, 1 << 20), st.integers(0, 1 << 42)))
 def test_a_rounded_size_holds_the_bytes_in_whole_pages_and_is_its_own_class(nbytes: int) -> None:
     size = rounded_bytes(nbytes)
@@ -68,13 +67,11 @@ def test_a_rounded_size_holds_the_bytes_in_whole_pages_and_is_its_own_class(nbyt
     assert rounded_bytes(size) == size
 
 
-@settings(max_examples=300)
 @given(st.integers(32 << 10, 1 << 42))
 def test_rounding_wastes_at_most_an_eighth_beyond_32_kib(nbytes: int) -> None:
     assert rounded_bytes(nbytes) - nbytes <= nbytes / 8
 
 
-@settings(max_examples=300)
 @given(st.integers(0, 1 << 42), st.integers(0, 1 << 20))
 def test_rounding_is_monotone(nbytes: int, more: int) -> None:
     assert rounded_bytes(nbytes) <= rounded_bytes(nbytes + more)

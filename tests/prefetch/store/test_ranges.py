@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from prefetch.store.ranges import coalesce
 
@@ -35,7 +35,6 @@ def test_the_order_of_the_ranges_does_not_matter() -> None:
     assert joined([(20, 10), (0, 10), (10, 10)]) == [(0, 30)]
 
 
-@settings(max_examples=50, deadline=None)
 @given(RANGES, st.floats(0, 1))
 def test_every_range_lies_in_the_request_that_is_named_and_gaps_are_bounded(
     ranges: list[tuple[int, int]], share: float

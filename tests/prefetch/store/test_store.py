@@ -125,9 +125,7 @@ def failing() -> type[FailingFileSystem]:
 
 
 @settings(
-    max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(offset=st.integers(0, len(CONTENT)), nbytes=st.integers(0, len(CONTENT)))
 def test_any_range_is_the_slice_of_the_content(path: Path, memory_url: str, offset: int, nbytes: int) -> None:

@@ -22,7 +22,7 @@ import pytest
 from forked_kit import exit_code_in_child, on_file_events
 from formats_kit import RecordFormat, records
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from sharding.blocks import ColumnSpec, Shard, ShardScan
 from sharding.catalog.build import (
@@ -492,7 +492,6 @@ def catalogs(draw):
     return Catalog("records", options, draw(counts), (schema,), rows=rows), shards, scans
 
 
-@settings(deadline=None)
 @given(catalogs())
 def test_a_loaded_catalog_equals_the_saved_one(tmp_path_factory, drawn):
     catalog, shards, scans = drawn
@@ -613,7 +612,6 @@ def test_a_damaged_catalog_says_so(shards, tmp_path, damage):
         Catalog.load(str(path))
 
 
-@settings(deadline=None)
 @given(place=st.floats(0, 1, exclude_max=True), value=st.integers(0, 255))
 def test_a_changed_byte_of_a_catalog_raises_or_does_no_harm(tmp_path_factory, place, value):
     folder = tmp_path_factory.getbasetemp()

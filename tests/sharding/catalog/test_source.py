@@ -89,7 +89,6 @@ groups = st.recursive(
 patterns = st.lists(groups, min_size=1, max_size=2).map(lambda parts: f"s3://b/{''.join(parts)}.tar")
 
 
-@settings(deadline=None)
 @given(patterns)
 def test_braces_mean_what_braceexpand_says(pattern):
     expected = list(braceexpand(pattern))
@@ -101,7 +100,7 @@ def test_braces_mean_what_braceexpand_says(pattern):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(patterns, min_size=5, max_size=5))
 def test_braces_mean_what_bash_says(batch):
     script = "\n".join(f"printf '%s ' {pattern}; echo" for pattern in batch)

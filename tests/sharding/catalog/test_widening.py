@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from formats_kit import arrow_block
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from sharding.blocks import ColumnSpec, Masked, Spans
 from sharding.catalog.growth import Growth
@@ -130,7 +130,6 @@ def exactly(value):
     return Fraction(value) if value is not None and np.isfinite(value) else value
 
 
-@settings(deadline=None, max_examples=150)
 @given(columns_of_numbers())
 def test_every_value_is_what_it_was_or_an_error(arrays):
     common = common_spec([spec for array in arrays if (spec := spec_of(array.type)) is not None])
@@ -150,7 +149,6 @@ def test_every_value_is_what_it_was_or_an_error(arrays):
             assert exactly(python_values(column)) == exactly(array.to_pylist())
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(UNITS), min_size=2, max_size=3), st.integers(-(2**62), 2**62))
 def test_times_are_the_same_moments_or_an_error(units, count):
     finest = max(units, key=UNITS.index)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from sharding.blocks import Spans
 from sharding.errors import CorruptShardError, SampleError, ShardError
@@ -83,7 +83,6 @@ def test_small_neighbours_are_joined_into_blocks(layout):
     assert rows_of(decoded_blocks(ArrowFileFormat(), content, URL, block_bytes=10_000)) == oracle(content)
 
 
-@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from(list(WRITERS)), st.integers(1, 4000)
 )
@@ -393,7 +392,6 @@ def test_of_two_columns_that_share_a_name_neither_is_decoded_and_both_are_named(
     assert ArrowFileFormat().decode(block, data, ["c"])["c"] == [3]
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_damaged_headers_raise_nothing_but_our_errors(data):
     content = bytearray(written(mixed_batches(4, 4), "stream"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from formats_kit import decoded_blocks, scan_of
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 from sharding.blocks import Masked, Spans
 from sharding.formats.arrow.jsonl import JsonlFormat
@@ -135,7 +135,6 @@ def column_of(content: bytes, url: str, name: str, block_bytes: int) -> list[Any
     return values
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     LINES,
     st.integers(1, 200),

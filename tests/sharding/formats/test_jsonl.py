@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from sharding.blocks import Masked, Spans
 from sharding.errors import CorruptShardError
@@ -52,7 +52,6 @@ def test_all_blocks_equal_the_json_module(newline, block_bytes):
     assert rows_of(decoded_blocks(FORMAT, content, URL, block_bytes=block_bytes)) == oracle(content)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(LINES, min_size=1, max_size=8), st.integers(1, 400), st.booleans())
 def test_any_lines_in_any_blocks_equal_the_json_module(rows, block_bytes, ends_in_newline):
     content = jsonl(rows)
@@ -64,7 +63,6 @@ def rows_of_json(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "t": row["t"].encode()} for row in rows]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([b'{"a":1}', b'{"a":22222}', b"", b"  "])), st.integers(1, 40))
 def test_blocks_cover_the_file_in_whole_lines(lines, block_bytes):
     content = b"\n".join(lines)

@@ -29,9 +29,7 @@ PACK: dict[str, Callable[[bytes], bytes]] = {
 ENDINGS = {"gzip": ".gz", "zstd": ".zst"}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def _of_table(new: Callable[..., pa.RecordBatchFileWriter]) -> bytes:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from formats_kit import arrow_block, decoded_blocks, scan_of
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 from threads_kit import python_calls
 
 from sharding.blocks import Columns, ColumnSpec, Format, Spans, spec_text
@@ -213,7 +213,6 @@ def _values(kind: pa.DataType) -> st.SearchStrategy[Any]:
     return st.none() | by_type.get(kind, st.text(max_size=4))
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.data(), st.sampled_from(["arrow", "arrow-stream", "arrow-lz4", "parquet"]))
 def test_any_nested_type_is_read_as_pyarrow_says(data, name):
     kind = data.draw(st.recursive(LEAVES, _nested, max_leaves=6).map(lambda inner: pa.list_(pa.list_(inner))))
@@ -349,7 +348,6 @@ LONG_LISTS = st.lists(SPELLINGS, min_size=1, max_size=3).map(lambda values: valu
 
 
 @pytest.mark.full
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(SHORT_LISTS | LONG_LISTS, max_size=3), min_size=1, max_size=5), st.integers(1, 500))
 @example([[["1e15"] * 300]], 1)
 def test_however_numbers_in_nested_lists_are_spelled_nbytes_bounds_what_they_become(lists, block_bytes):

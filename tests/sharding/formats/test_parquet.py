@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from sharding.blocks import MISSING, Masked, Spans
 from sharding.errors import CorruptShardError, ShardError
@@ -73,7 +73,6 @@ def test_every_page_layout_is_read(options):
     assert rows_of(decoded_blocks(FORMAT, content, URL)) == oracle(content)
 
 
-@settings(max_examples=30)
 @given(
     st.lists(
         st.tuples(

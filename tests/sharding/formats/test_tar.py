@@ -20,7 +20,7 @@ import pytest
 import webdataset
 import zstandard
 from formats_kit import blocks_of, rows_of, scan_of, shard_of
-from hypothesis import assume, example, given, settings, strategies as st
+from hypothesis import assume, example, given, strategies as st
 from parameters_kit import in_full, others_in_full
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
@@ -278,7 +278,6 @@ names = st.lists(name_parts, min_size=1, max_size=4).map("/".join)
 files = st.lists(st.tuples(names, st.integers(0, 2000)), max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     files,
     st.sampled_from(list(FORMATS.values())),
@@ -660,7 +659,6 @@ def test_malformed_pax_records_are_refused(body: bytes) -> None:
     assert error_of(content).offset == 0
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data(), st.sampled_from(list(FORMATS.values())), st.sampled_from([0, 0.5]))
 def test_damage_is_noticed_or_harmless_and_never_a_foreign_error(data: Any, fmt: int, mtime: float) -> None:
     members = [("a.x", b"1" * 600), ("a.y", b""), ("k" * 98 + ".x", b"2"), ("c/d.x", b"3" * 1500)]
@@ -673,7 +671,6 @@ def test_damage_is_noticed_or_harmless_and_never_a_foreign_error(data: Any, fmt:
         by_us(bytes(content))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.sampled_from([0, 1536, 3072]), st.integers(0, 511), st.integers(1, 255))
 def test_a_changed_byte_in_a_header_is_noticed_while_indexing(header: int, at: int, change: int) -> None:
     content = bytearray(simple(3))

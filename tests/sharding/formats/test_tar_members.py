@@ -10,7 +10,7 @@ import tarfile
 import numpy as np
 import pytest
 from formats_kit import blocks_of, scan_of, shard_of
-from hypothesis import assume, example, given, settings, strategies as st
+from hypothesis import assume, example, given, strategies as st
 from test_tar import COMPRESS, FORMATS, TAR, by_us, error_of, tar_of
 
 from sharding.errors import CorruptShardError
@@ -49,7 +49,6 @@ members_of_samples = st.lists(
 
 
 @pytest.mark.parametrize("factors", [None, 0], ids=["hashes", "equal hashes"])
-@settings(max_examples=60, deadline=None)
 @given(members_of_samples, st.sampled_from(list(FORMATS.values())))
 @example([(LONG, "a"), ("0", "a"), (LONG, "b")], tarfile.PAX_FORMAT)
 def test_the_first_member_that_comes_back_is_named_whatever_the_order(
@@ -134,7 +133,6 @@ entries = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     entries,
     st.sampled_from([1, 4000, 1 << 20]),

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from sharding.mixture import weight_steps
 from sharding.mixture.interleaving import Interleaving, MixtureSpec
@@ -232,7 +232,6 @@ def specs(sizes: list[int], draw: Any) -> MixtureSpec:
     )
 
 
-@settings(max_examples=60)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.data())
 def test_every_source_counts_on_without_a_gap_through_all_epochs(sizes: list[int], data: Any) -> None:
     spec = specs(sizes, data.draw)
@@ -410,7 +409,6 @@ def test_windows_know_where_their_slots_come(spec: MixtureSpec, shuffle: Shuffle
         assert windows.window_span(number) == (here.min(), here.max() + 1)
 
 
-@settings(max_examples=60)
 @given(
     st.sampled_from(MIXES),
     st.sampled_from([(12, 1), (6, 2), (4, 3), (2, 6)]),

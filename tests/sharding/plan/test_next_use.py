@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
@@ -31,7 +31,6 @@ def read_by(order: Order, ranks: range, world: int, batch: int) -> dict[int, int
     return first
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.integers(20, 60),
     st.sampled_from([1, 2, 4, 8]),

@@ -28,7 +28,7 @@ def documents_of(dataset: ShardedDataset) -> list[list[int]]:
     return [dataset[i]["tokens"].tolist() for i in range(len(dataset))]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(documents=DOCUMENTS, max_count=st.integers(1, 9))
 def test_megatron_documents_come_back(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], max_count: int
@@ -46,7 +46,7 @@ def test_megatron_documents_come_back(
     assert documents_of(ShardedDataset(str(folder / "m-*.bin"))) == [[*d, 65535] for d in documents]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(documents=DOCUMENTS, length=st.integers(1, 16))
 def test_windows_of_token_shards_are_those_of_the_documents_in_a_row(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], length: int

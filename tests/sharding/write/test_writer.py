@@ -24,7 +24,7 @@ import webdataset as wds
 from forked_kit import limited
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from sharding.compression import open_decompressed
@@ -177,7 +177,6 @@ fields = st.dictionaries(
 keys = st.text("ab/_.é\n ", min_size=1, max_size=10) | st.just("k" * 150)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(keys, fields), max_size=5))
 def test_what_is_accepted_is_read_back_as_it_was(pairs: list[tuple[str, dict[str, bytes]]]) -> None:
     MemoryFileSystem.store.clear()
