@@ -46,8 +46,10 @@ def main() -> None:
     tokenizer = tokenizer_file(args.out, sources, VOCABULARY)
     stage = ChatTemplate(tokenizer, template=TEMPLATE, max_length=LENGTH)
     sums, code = (ShardedDataset(source, transform=stage) for source in sources)
+    # [mixture]
     mixture = Mixture({sums: 0.7, code: 0.3}, shares="tokens", stop="all")
     batching = Packed(LENGTH, columns=["input_ids", "loss_mask"], overlong="error")
+    # [end]
     each = args.rows // dist.get_world_size()
     with DataLoader(mixture, each, shuffle=True, seed=1, drop_last=True, batching=batching) as loader:
         saving = {"folder": args.out, "steps": args.steps, "save_every": args.save_every}

@@ -29,6 +29,7 @@ SMALL = {
 EXACT = [
     ("choose_shuffle", "docs/guide/order.md"),
     ("mix_datasets", "docs/guide/mixtures.md"),
+    pytest.param("mixture_shares", "docs/guide/mixtures.md", marks=pytest.mark.full),
     ("tour", "docs/guide/tour.md"),
     pytest.param("text_to_rows", "docs/guide/text.md", marks=pytest.mark.full),
     pytest.param("preference_pairs", "docs/guide/text.md", marks=pytest.mark.full),
@@ -192,6 +193,13 @@ def test_an_evaluation_is_exact_on_any_number_of_ranks_as_its_page_shows(ranks: 
     printed = launched(launcher, str(EXAMPLES / "exact_evaluation.py"), folder=tmp_path, cwd=tmp_path)
     assert printed_on("docs/guide/evaluation.md", "exact_evaluation") in printed
     assert len((tmp_path / "out" / "evaluation" / "predictions.txt").read_text().split()) == 1_003
+
+
+@pytest.mark.full
+def test_ranks_of_a_group_get_the_same_batches_as_their_page_shows(tmp_path: Path) -> None:
+    launcher = FORKED_RANKS.replace("nproc_per_node=2", "nproc_per_node=4")
+    printed = launched(launcher, str(EXAMPLES / "replica_groups.py"), folder=tmp_path, cwd=tmp_path)
+    assert printed_on("docs/guide/ranks.md", "replica_groups") in printed
 
 
 @pytest.mark.full
