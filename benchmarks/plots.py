@@ -1,4 +1,4 @@
-"""Draw results into docs/images: those of the network lab, and of `benchmarks.order.convergence`."""
+"""Draw results into docs/images: those of the network lab, of `benchmarks.order.convergence`, of a GPU."""
 
 from __future__ import annotations
 
@@ -90,11 +90,33 @@ def convergence(found: dict[str, Any]) -> Figure:
     return figure
 
 
+def training(found: dict[str, Any]) -> Figure:
+    """Images a second of a training on a GPU with each loader, and of the same training on one batch."""
+    rates = {row["loader"]: row["samples_per_s"] for row in found["medians"]}
+    perfect = rates["one batch"]
+    figure = Figure(figsize=(8, 1.9), layout="constrained")
+    axis = figure.subplots()
+    names = {
+        "one batch": "one resident batch",
+        "dataflow": "dataflow",
+        "torch": "torch DataLoader, 16 workers",
+    }
+    shown = [(label, rates[name]) for name, label in names.items() if name in rates]
+    bars = axis.barh(*zip(*shown, strict=True), color=[_GREY, _BLUE, _RED])
+    axis.bar_label(bars, [f"{rate:,.0f} ({rate / perfect:.0%})" for _, rate in shown], padding=4, fontsize=9)
+    axis.set_xlim(0, perfect * 1.2)
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel(f"images/s, ViT-S/16 on one {found['gpu']}")
+    return figure
+
+
 _PLOTS: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "io-gate": io_gate,
     "controller": controller,
     "cost-model": cost_model,
     "convergence": convergence,
+    "training": training,
 }
 
 
