@@ -75,7 +75,7 @@ class Join:
     """With the columns that it brings along, as they are delivered."""
     matches: MatchTable
     amplification: float
-    """How often its blocks may be read in an epoch."""
+    """Times that its blocks may be read in an epoch."""
     report: JoinReport
 
     @property
@@ -191,7 +191,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         named = source if catalog is None and is_catalog(source) else catalog
         path = str(named) if isinstance(named, (str, os.PathLike)) else ""
         self.catalog_path = local_path(path) if path and is_local(path) else None
-        """Where its catalog was saved, if the user said where, and on this machine."""
+        """The file where its catalog was saved, if the user said where, and on this machine."""
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
         self._codec = self.catalog.codec() if isinstance(format, str) else format
@@ -204,9 +204,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.selection = Selection.whole(self.catalog.blocks.num_samples)
         """The samples this dataset consists of: all of the catalog's, or fewer in a view."""
         self.joins: tuple[Join, ...] = ()
-        """What was joined to it, in this order."""
+        """The joins that were made to it, in this order."""
         self._is_joined = False
-        """Whether its samples are read beside those of another dataset, by whose numbers they draw."""
+        """True if its samples are read beside those of another dataset, by whose numbers they draw."""
         self._num_splits = 0
         self.seed = 0
         self.epoch = 0
@@ -223,7 +223,7 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def features(self) -> dict[str, Any]:
-        """What Hugging Face `datasets` said of the stored columns when it wrote them; {} where it did not.
+        """The features that Hugging Face `datasets` wrote of the stored columns; {} where it did not.
 
         Name -> description, as JSON has it: `dataset.features["label"]["names"]` are the names of classes,
         `datasets.Features.from_dict(dataset.features)` gives the package's own values. Of the first shard.
@@ -245,7 +245,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         *,
         is_awaited: bool = False,
     ) -> Source:
-        """What the loader reads with; a new reader each, so nothing is shared between loaders.
+        """Return what the loader reads with; a new reader each, so nothing is shared between loaders.
 
         `is_awaited`: whether the caller waits for each read, as for single samples: nothing is mapped, and
         what a long read waits for is said.
@@ -270,18 +270,18 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def _own_outputs(self) -> list[Output]:
-        """Those of its own columns."""
+        """The outputs of its own columns."""
         joined = {name for join in self.joins for name in join.names}
         return [output for output in self.outputs if output.name not in joined]
 
     @property
     def joins_used(self) -> Sequence[Join]:
-        """What brings along a column that is delivered."""
+        """The joins that bring along a column that is delivered."""
         return [join for join in self.joins if any(output.name in join.names for output in self.outputs)]
 
     @cached_property
     def reads_values(self) -> bool:
-        """Whether single values can be read, and not whole blocks only."""
+        """Return whether single values can be read, and not whole blocks only."""
         source = self.source()
         with closing(source.reader):
             return source.locates(np.flatnonzero(self.selection.num_samples)[:1])
@@ -302,7 +302,7 @@ class ShardedDataset(Sharded, Dataset[S]):
     def new_reader(
         self, pause: ReadPause | None = None, say: Callable[[str], None] | None = None
     ) -> StoreReader:
-        """What reads ranges of its shards; to be closed by the caller."""
+        """Return a reader of ranges of its shards; to be closed by the caller."""
         return StoreReader(self.storage_options, policy=self.retry, hosts=self._hosts, pause=pause, say=say)
 
     @property
@@ -332,7 +332,7 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def transform_wants_rng(self) -> bool:
-        """Whether `transform` takes `rng=`."""
+        """Return whether `transform` takes `rng=`."""
         if self.transform is None:
             return False
         try:
@@ -341,7 +341,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             return False
 
     def fingerprint(self) -> str:
-        """What identifies shards and selection in a state: another one means other samples.
+        """Return the text that identifies shards and selection in a state: another one means other samples.
 
         The fingerprint of a transform that has one follows behind "~".
         """
@@ -357,7 +357,7 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def commit(self) -> str:
-        """Of a dataset on the Hub, the commit that was opened; "": it is elsewhere."""
+        """The commit that was opened of a dataset on the Hub; "": it is elsewhere."""
         first = self.catalog.shard(0).url
         return str(parse_name(first).revision) if is_pinned(first) else ""
 

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class LoaderEngine(Protocol):
-    """What serves the batches of a `DataLoader`."""
+    """The engine that serves the batches of a `DataLoader`."""
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a loop: an epoch, or where a loaded state says."""
@@ -51,7 +51,7 @@ class LoaderEngine(Protocol):
 
     @property
     def resumed(self) -> bool:
-        """Whether a state was loaded and no batch asked for since."""
+        """Return whether a state was loaded and no batch asked for since."""
 
     @property
     def read_pause(self) -> ReadPause | None:
@@ -61,7 +61,7 @@ class LoaderEngine(Protocol):
         """Let the next loop run this epoch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the batches handed out so far end, as JSON values."""
+        """Return where the batches handed out so far end, as JSON values."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop go on there. `ValueError`, and nothing changes, if that means other samples."""
@@ -271,7 +271,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
     # ---- state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the batches handed out so far end, as a small JSON value (if a dataset's own state is one).
+        """Return where the batches handed out end: a small JSON value, if a dataset's own state is one.
 
         Taken inside a loop after the last batch, it resumes to nothing more of that epoch; taken after the
         loop, to a new epoch. With any number of workers it resumes to the same order; with any number above
@@ -284,13 +284,13 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
 
         Raises:
             ValueError: it is no state, was damaged or edited, or was taken over other data or with other
-                settings, where its place means other samples. Nothing has changed then.
+                settings, where its position means other samples. Nothing has changed then.
         """
         self._engine.load_state_dict(checked_fields(state))
 
     @property
     def resumed(self) -> bool:
-        """Whether a state was loaded and no batch asked for since."""
+        """Return whether a state was loaded and no batch asked for since."""
         return self._engine.resumed
 
     # ---- statistics ---------------------------------------------------------------------------------
@@ -300,12 +300,12 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
     @overload
     def stats(self) -> LoaderStats | WorkerStats: ...
     def stats(self) -> LoaderStats | WorkerStats:
-        """How the loader fares: a `LoaderStats` over shards, otherwise a `WorkerStats`."""
+        """Return how the loader fares: a `LoaderStats` over shards, otherwise a `WorkerStats`."""
         return self._engine.stats()
 
     @property
     def read_pause(self) -> ReadPause | None:
-        """What `GradSchedule` asks remote reads to wait with; None for local shards and other datasets."""
+        """The pause that `GradSchedule` has remote reads make; None for local shards and other datasets."""
         return self._engine.read_pause
 
     # ---- end ----------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def _refuse(why: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def _is_given(value: Any, default: Any) -> bool:
-    """Whether an argument is not its default: any of these is None, a truth value or a number."""
+    """Return whether an argument is not its default: any of these is None, a truth value or a number."""
     if isinstance(default, bool):
         return bool(value) is not default
     return value is not None if default is None else bool(value != default)

@@ -131,7 +131,7 @@ class Mixture(Sharded):
         self.outputs = _common_outputs(self.sources)
         self.weights_set: tuple[int, tuple[Fraction, ...]] | None = None
         self.timeout_s = 600.0
-        """How long `set_weights` waits for other ranks; a loader over the mixture sets it."""
+        """Seconds that `set_weights` waits for other ranks; a loader over the mixture sets it."""
         """How often `set_weights` was called, and the weights of the sources since; None: never."""
         first = self.sources[0]  # in what follows, all sources are alike
         self.on_error, self.error_budget = first.on_error, first.error_budget
@@ -324,7 +324,7 @@ def _sources(member: Member) -> tuple[ShardedDataset, ...]:
 
 
 def _parts(member: Member, counts: Counts) -> Sequence[Fraction]:
-    """What a member's weight is multiplied with for each of its sources."""
+    """Return the factors of a member's weight for each of its sources."""
     if not isinstance(member, Mixture):
         return [Fraction(1)]
     spec = member.spec
@@ -362,7 +362,7 @@ def _in_common_types(sources: Sequence[ShardedDataset]) -> tuple[ShardedDataset,
 
 
 def _common_outputs(sources: Sequence[ShardedDataset]) -> tuple[Output, ...]:
-    """What all sources deliver. Which stored columns it comes from may differ."""
+    """Return the outputs that all sources deliver. The stored columns that they come from may differ."""
     first = sources[0].outputs
     for number, source in enumerate(sources[1:], 1):
         names, expected = [o.name for o in source.outputs], [o.name for o in first]

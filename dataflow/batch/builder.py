@@ -64,21 +64,21 @@ BatchFn = Callable[[Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildSettings:
-    """How all chunks of a stream are built: all that builders of other processes are sent of it."""
+    """Settings that all chunks of a stream are built with: all that builders of other processes are sent."""
 
     outputs: Sequence[Output]
     seed: int
     transforms: Sequence[tuple[Callable[..., Any] | None, bool]]
-    """Of each source: what is called with each sample, by builders, and whether it takes `rng=`."""
+    """For each source, the function that builders call with each sample, and whether it takes `rng=`."""
     collate: Callable[[list[Any]], Any] | None = None
     """Samples -> batch; None keeps the columns."""
     batch_transform: BatchFn | None = None
     batching: Batching | None = None
-    """How batches depend on lengths."""
+    """The rule by which batches depend on lengths."""
     mark_repeats: bool = False
-    """Whether batches get a column that tells what the tail rule delivers a second time."""
+    """True if batches get a column that tells what the tail rule delivers a second time."""
     marks_kept: bool = False
-    """Whether they get one that tells which of their samples were not left out."""
+    """True if they get one that tells which of their samples were not left out."""
     charge_bytes: int
     """Small batches are charged together once they take so much: to charge costs as much as to make one."""
     limit_bytes: int = sys.maxsize
@@ -87,7 +87,7 @@ class BuildSettings:
     hand_over_s: float = math.inf
     """Once building took so long, what is finished is handed over before the chunk is whole."""
     is_pinned: bool = False
-    """Whether the training process page-locks what it views of other processes: whole slabs, so that these
+    """True if the training process page-locks what it views of other processes: whole slabs, so that these
     copy batches there."""
 
     @property
@@ -103,28 +103,28 @@ class BuildSettings:
 
     @property
     def takes_samples(self) -> bool:
-        """Whether batches are made of single samples."""
+        """Return whether batches are made of single samples."""
         return bool(self.collate) or any(transform for transform, _ in self.transforms)
 
     @property
     def transforms_one_by_one(self) -> bool:
-        """Whether samples are given to a transform one by one, and to none together with others."""
+        """Return whether samples are given to a transform one by one, and to none together with others."""
         together = any(batch_form(transform) and not wants_rng for transform, wants_rng in self.transforms)
         return not together and any(transform for transform, _ in self.transforms)
 
     @property
     def does_something(self) -> bool:
-        """Whether the built columns are not yet the batch."""
+        """Return whether the built columns are not yet the batch."""
         return bool(self.takes_samples or self.batch_transform or self.batching or self.mark_repeats)
 
     def forms(self, column: str) -> bool:
-        """Whether the column is packed or padded here; a user's `collate` does that by itself."""
+        """Return whether the column is packed or padded here; a user's `collate` does that by itself."""
         return self.batching is not None and self.collate is None and column in self.batching.columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
-    """What builders of one process build chunks with."""
+    """The settings and resources that builders of one process build chunks with."""
 
     settings: BuildSettings
     on_bad: Callable[[SampleError], bool]
@@ -137,22 +137,22 @@ class BuildContext:
     """Set when nobody wants the batches any more: building ends with the sample that it is at."""
     heap: HeapKeeper
     ships_values: bool = False
-    """Whether chunks are built elsewhere, and stored values are copied for it."""
+    """True if chunks are built elsewhere, and stored values are copied for it."""
     row_bytes: int | None = None
-    """Of a row of a batch, about, where whoever builds it reads it, too; None: windows are staged here."""
+    """Bytes of a row of a batch, about, where its builder reads it, too; None: windows are staged here."""
     seed_globals: Callable[[int], None] | None = None
     """Seeds the global generators with a key; None: they are the training code's."""
     now: Callable[[], float] = time.perf_counter
     """The clock for `hand_over_s`, in seconds."""
     pin: BatchFn | None = None
     """Moves a batch to page-locked memory, but for what lies in slots; None: it may be anywhere."""
-    told: set[str] = field(default_factory=set)
+    warned_of: set[str] = field(default_factory=set)
     """Kinds of remarks of which was said where the first one is."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChunkPlan:
-    """Which batches a chunk has. Says nothing of where their rows lie."""
+    """The batches that a chunk has. Says nothing of where their rows lie."""
 
     epoch: int
     first_batch: int
@@ -160,11 +160,11 @@ class ChunkPlan:
     sizes: NDArray[np.int64]
     """[batches] rows of each."""
     segments: BatchSegments | None
-    """What length-aware batches consist of."""
+    """The segments that length-aware batches consist of."""
     cut: Cut | None
-    """Which part of its columns a length-aware batch takes."""
+    """The part of its columns that a length-aware batch takes."""
     repeats: Sequence[NDArray[np.bool_]]
-    """Of each batch, which of its samples, rows or units come a second time; empty: nobody asks."""
+    """For each batch, which of its samples, rows or units come a second time; empty: nobody asks."""
 
     @classmethod
     def of(
@@ -203,7 +203,7 @@ class BatchBuilder:
         self.plan, self.rows = plan, rows
         self.built: list[BuiltColumn] = []
         self.leased_bytes = 0
-        """Of slots within the chunk's credits; known when `finish` has ended."""
+        """Bytes of slots within the chunk's credits; known when `finish` has ended."""
         self._randomness = Randomness(context.settings.seed, plan.epoch)
         self.columns: ChunkColumns | None = None
 
@@ -295,7 +295,7 @@ class BatchBuilder:
         return [OnDemand(built.each, range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
 
     def _is_single(self, built: BuiltColumn) -> bool:
-        """Whether a column is decoded sample by sample, between two calls of the transform.
+        """Return whether a column is decoded sample by sample, between two calls of the transform.
 
         Decoded samples of any size are then there one by one. Rows of packed batches are whole.
         """
@@ -313,7 +313,7 @@ class BatchBuilder:
 
     @property
     def is_planned(self) -> bool:
-        """Whether what it takes was known before: nothing of the user's runs, and no object is made."""
+        """Return whether its bytes were known before: no function of the user's runs, no object is made."""
         assert self.columns is not None
         if self.columns.bad or self.columns.remarks or self.settings.does_something:
             return False
@@ -329,16 +329,16 @@ class BatchBuilder:
         return Delivered(self.plan.epoch, number, result, num_samples, tuple(skipped), remarks=remarks)
 
     def _remarks(self, first: int, end: int) -> tuple[Remark, ...]:
-        """What is odd about rows of the chunk. Where, is said once: to find a key may take a read."""
+        """Return what is odd about rows of the chunk. Where, is said once: to find a key may take a read."""
         assert self.columns is not None
         found: dict[str, Remark] = {}
         for row, column, kind in self.columns.remarks:
             if not first <= row < end:
                 continue
             if kind not in found:
-                told = kind in self.context.told
-                self.context.told.add(kind)
-                text = "" if told else str(self.rows.sample_error(row, kind, column))
+                is_known = kind in self.context.warned_of
+                self.context.warned_of.add(kind)
+                text = "" if is_known else str(self.rows.sample_error(row, kind, column))
                 found[kind] = Remark(kind, 0, text)
             found[kind] = found[kind]._replace(num_values=found[kind].num_values + 1)
         return tuple(found.values())
@@ -368,15 +368,15 @@ class BatchBuilder:
             if not samples:
                 return {}, 0
             if settings.collate:
-                place = partial(self._place, "collate_fn=", number, row, kept, samples)
-                result = called(settings.collate, samples, place)
+                context = partial(self._context_of, "collate_fn=", number, row, kept, samples)
+                result = called(settings.collate, samples, context)
             else:
                 result, kept = self._collate(samples, kept, row, skipped)
                 if not len(kept):
                     return {}, 0
         if settings.batch_transform:
-            place = partial(self._place, "batch_transform=", number, row, kept, result)
-            result = called(settings.batch_transform, result, place)
+            context = partial(self._context_of, "batch_transform=", number, row, kept, result)
+            result = called(settings.batch_transform, result, context)
         if settings.mark_repeats:
             _checked_dict(result, settings)[REPEAT] = torch.from_numpy(self._repeats(number, kept))
         if settings.marks_kept:
@@ -384,7 +384,7 @@ class BatchBuilder:
         return result, len(kept)
 
     def _repeats(self, number: int, kept: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Of a batch's samples that are kept (of packed rows: of all), which come a second time."""
+        """Return which kept samples of a batch (of packed rows: which of all) come a second time."""
         flags = self.plan.repeats[number - self.plan.first_batch]
         if self.plan.segments is None:
             return flags[kept]
@@ -449,7 +449,7 @@ class BatchBuilder:
         return without_rest(made, decoded, self.columns.slots), reason, cause
 
     def _outcome(self, make: Callable[[], Any]) -> tuple[Any, str, BaseException | None]:
-        """What a transform returned, why that is none, and what it raised."""
+        """Return what a transform returned, why that is none, and what it raised."""
         collate = self.settings.collate
         try:
             made = make()
@@ -497,8 +497,8 @@ class BatchBuilder:
             traceback.clear_frames(cause.__traceback__)  # they hold the sample
         skipped.append(bad)
 
-    def _place(self, name: str, number: int, row: int, kept: NDArray[np.int64], argument: Any) -> str:
-        """Where a function of batches was, and what it was given."""
+    def _context_of(self, name: str, number: int, row: int, kept: NDArray[np.int64], argument: Any) -> str:
+        """Return where a function of batches was, and what it was given."""
         ends = (self.rows.sample_error(row + int(kept[at]), "", None, "collate") for at in (0, -1))
         samples = " to ".join(f"{end.key!r} of {end.shard}" for end in ends)
         batch = f"batch {number} of epoch {self.plan.epoch}"
@@ -518,11 +518,11 @@ class BatchBuilder:
 _BAD = object()
 """Stands for the result of a sample that could not be decoded."""
 NO_ROWS = ChunkRows(0, list)
-"""Those of a chunk that is finished: windows and slots are free to go."""
+"""The rows of a chunk that is finished: windows and slots are free to go."""
 
 
-def called(function: BatchFn, argument: Any, place: Callable[[], str]) -> Any:
-    """What a user's function of batches returns; what it raises is told the place.
+def called(function: BatchFn, argument: Any, context: Callable[[], str]) -> Any:
+    """Call a user's function of batches; what it raises says where that was.
 
     A `StopIteration` of it would seem to be the loader's end, a `SystemExit` the program's.
     """
@@ -535,7 +535,7 @@ def called(function: BatchFn, argument: Any, place: Callable[[], str]) -> Any:
         if isinstance(error, StopIteration):
             failure = RuntimeError(f"{getattr(function, '__name__', function)} raised StopIteration")
             failure.__cause__ = error
-        failure.add_note(place())
+        failure.add_note(context())
         raise failure from failure.__cause__
 
 

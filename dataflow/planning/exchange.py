@@ -1,4 +1,4 @@
-"""What ranks tell each other of samples that they have made: how long these are, then the samples themselves.
+"""The exchange between ranks of samples that they have made: of lengths, then of the samples themselves.
 
 All ranks of the job take part, in a gloo group of their own: what is exchanged lies in host memory, and the
 job's own group is the training code's. Each exchange is made by the thread that asks for batches, before a
@@ -40,9 +40,9 @@ class LengthExchange:
         # Finders are numbered by shard index, so that they read what they will mostly be asked for by lanes.
         self._ranks = sorted(range(len(shard_indices)), key=lambda rank: (shard_indices[rank], rank))
         self.shard_indices = [shard_indices[rank] for rank in self._ranks]
-        """Of each maker."""
+        """The shard index of each maker."""
         self.maker = self._ranks.index(self._rank)
-        """Which one this rank is."""
+        """The number of this rank among the makers."""
 
     @property
     def num_makers(self) -> int:
@@ -50,7 +50,7 @@ class LengthExchange:
         return len(self._ranks)
 
     def agreed(self, text: str) -> bool:
-        """Whether all ranks say the same."""
+        """Return whether all ranks say the same."""
         with _named_failures():
             return len({*self._gathered(text)}) == 1
 

@@ -1,4 +1,4 @@
-"""What joined datasets cost a session: which stay in memory, and how often the others are read.
+"""The cost of joined datasets to a session: which stay in memory, and how often the others are read.
 
 Where single values can be read, a window reads those of its samples, and nothing twice. Where whole blocks
 must be decoded, a dataset whose blocks fit a quarter of the memory limit is read once and stays; of larger
@@ -21,18 +21,18 @@ _KEPT_IN_LIMIT = 4
 
 
 def kept_bytes(plan: StreamPlan, memory_limit: int) -> dict[tuple[int, int], int]:
-    """(Source, place among what is joined to it) -> bytes of all its blocks, for those that stay."""
+    """(Source, number of what is joined to it) -> bytes of all its blocks, for those that stay."""
     kept: dict[tuple[int, int], int] = {}
     for number, source in enumerate(plan.dataset.sources):
-        for place, join in enumerate(source.joins_used):
+        for at, join in enumerate(source.joins_used):
             nbytes = _bytes_in_memory(join)
             if not join.other.reads_values and sum(kept.values()) + nbytes <= memory_limit // _KEPT_IN_LIMIT:
-                kept[number, place] = nbytes
+                kept[number, at] = nbytes
     return kept
 
 
 def _bytes_in_memory(join: Join) -> int:
-    """Of all blocks that hold matches, stored and decoded."""
+    """Return the bytes of all blocks that hold matches, stored and decoded."""
     table, blocks = join.other.catalog.blocks, np.unique(join.matches.other_blocks)
     num_rows = int(table.num_samples[blocks].sum())
     staged = sum(output.staged_bytes(num_rows) for output in join.other.outputs)
@@ -47,8 +47,8 @@ def check_reads(plan: StreamPlan, memory_limit: int) -> None:
         return  # one read a sample, as it says; what file order takes was checked by the join
     for number, source in enumerate(plan.dataset.sources):
         used: Sequence[Join] = source.joins_used
-        for place, join in enumerate(used):
-            if join.other.reads_values or (number, place) in kept:
+        for at, join in enumerate(used):
+            if join.other.reads_values or (number, at) in kept:
                 continue
             shuffle = plan.shuffle.of_source(number)
             order = SelectedOrder(source.selection, shuffle, seed=plan.seed, epoch=0)

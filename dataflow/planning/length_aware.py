@@ -1,4 +1,4 @@
-"""What `DataLoader(batching=...)` needs before it can plan: arguments that fit, and every sample's length."""
+"""The checks of `DataLoader(batching=...)`, and the lengths of all samples: both come before a plan."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _log = logging.getLogger("dataflow")
 
 _THREADS = 16
 _MEASURED_BYTES, _LEAST_MEASURED = 4 << 20, 256
-"""What a megabatch is to have where its samples must be made to be measured: whoever goes on in it makes them
-again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.998."""
+"""Bytes and samples of a megabatch whose samples must be made to be measured: whoever goes on in it makes
+them again, and a tokenizer makes tokens of some MB a second. A million tokens pack to 0.998."""
 _MEGABATCHES_IN_LIMIT = 8
 
 
@@ -80,12 +80,12 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
 
 
 def is_by_tokens(dataset: ShardedDataset | Mixture) -> bool:
-    """Whether it is a mixture whose shares count tokens."""
+    """Return whether it is a mixture whose shares count tokens."""
     return isinstance(dataset, Mixture) and dataset.spec.counts == "tokens"
 
 
 def are_measured(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> bool:
-    """Whether what is batched, and so how long it is, is made by a function of the user's.
+    """Return whether what is batched, and so how long it is, is made by a function of the user's.
 
     Where a `collate_fn` forms the batches, the stored lengths count.
     """
@@ -206,7 +206,7 @@ def _used(dataset: ShardedDataset | Mixture) -> Sequence[ShardedDataset]:
 
 
 def _lengths_key(batching: Batching, dataset: ShardedDataset | Mixture) -> str:
-    """What names the lengths that transforms make; "" where nothing does."""
+    """Return what names the lengths that transforms make; "" where nothing does."""
     made = [source.transform for source in _used(dataset) if source.transform is not None]
     marks = [*dict.fromkeys(map(fingerprint_of, made))]
     if batching.lengths_key or not (marks and all(marks)):
@@ -226,7 +226,7 @@ def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
 
 
 class SampleLengths:
-    """What a loader knows of the lengths of samples that are made, and the ranks that measure them with it.
+    """The lengths of samples that are made, as a loader knows them, and the ranks that measure them with it.
 
     Args:
         settings: of the loader.
@@ -241,7 +241,7 @@ class SampleLengths:
 
     @property
     def are_known(self) -> bool:
-        """Whether those of all samples are kept."""
+        """Return whether those of all samples are kept."""
         return self._kept is not None and self._kept.is_complete
 
     def join_ranks(self, planner: UnitPlanner, topology: Topology, shard_index: int) -> UnitPlanner:
@@ -309,7 +309,7 @@ class SampleLengths:
 
 
 def _lengths_file(batching: Batching, source: ShardedDataset) -> LengthsFile:
-    """Where the lengths of a source's samples are kept."""
+    """Return where the lengths of a source's samples are kept."""
     outputs = [f"{one.name} {one.sources} {one.description()}" for one in source.outputs]
     return LengthsFile(
         num_samples=len(source),
@@ -320,7 +320,7 @@ def _lengths_file(batching: Batching, source: ShardedDataset) -> LengthsFile:
 
 
 def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[Lengths | None]:
-    """Where the lengths of each source come from."""
+    """Return where the lengths of each source come from."""
     if not isinstance(dataset, Mixture):
         return [lengths]
     sources = dataset.sources

@@ -1,4 +1,4 @@
-"""What decides which samples come when: the plan of any epoch, for one rank."""
+"""The plan of any epoch, for one rank: it decides which samples come when."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class StreamPlan:
     world_size: int
     tail: Tail
     planner: UnitPlanner | None = None
-    """Of length-aware batches; `batch_size` then counts its units."""
+    """The planner of length-aware batches; `batch_size` then counts its units."""
     measures_lengths: ClassVar[bool] = False
-    """Whether it says which samples are made, and not which batches they are in."""
+    """True if it says which samples are made, and not which batches they are in."""
     mixture_starts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """{epoch: samples that each source of a mixture by tokens gave before it}, as far as a state tells."""
     weights_taken: int = 0
     """Up to which call of `set_weights` it has the mixture's weights."""
     _orders: dict[int, Order] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Of the epochs that were asked for last."""
+    """The orders of the epochs that were asked for last."""
 
     def __getstate__(self) -> dict[str, object]:
         """A copy finds its epochs by tokens by itself: tables and the compiled core are not for others."""
@@ -72,7 +72,7 @@ class StreamPlan:
 
     @cached_property
     def read_amplification(self) -> float | None:
-        """As `LoaderStats.read_amplification`, from the order of one epoch."""
+        """The figure of `LoaderStats.read_amplification`, from the order of one epoch."""
         if self.world_size == 1:
             return 1.0
         if self.planner or self.shuffle.kind == "full" or not isinstance(self.dataset, ShardedDataset):
@@ -124,13 +124,13 @@ class StreamPlan:
         return windows
 
     def mark(self, epoch: int, position: int) -> Mapping[str, object] | None:
-        """What a state at a position of an epoch keeps of batches by length; None: there are none."""
+        """Return what a state at a position of an epoch keeps of batches by length; None: there are none."""
         if self.planner is None:
             return None
         return self.planner.state(self.windows_of(epoch), position)
 
     def lacks_weights(self, of: ShardedDataset | Mixture) -> bool:
-        """Whether weights were set for the loader's dataset that the plan has not got."""
+        """Return whether weights were set for the loader's dataset that the plan has not got."""
         return _num_weights_set(of) not in (0, self.weights_taken)
 
     def with_weights(self, epoch: int, position: int, of: ShardedDataset | Mixture) -> StreamPlan:
@@ -163,7 +163,7 @@ class StreamPlan:
     # ---- states ---------------------------------------------------------------------------------------
 
     def state(self, epoch: int, position: int, *, of: ShardedDataset | Mixture) -> PlanState:
-        """A place in the plan; `of` is the dataset before weights were set."""
+        """The state at a position of the plan; `of` is the dataset before weights were set."""
         tokens, weights = self.token_epochs, None
         if isinstance(self.dataset, Mixture) and self.dataset is not of:
             weights = self.dataset.spec.changes.to_json()
@@ -221,7 +221,7 @@ class StreamPlan:
         return plan
 
     def _starts_of(self, state: PlanState, of: ShardedDataset | Mixture) -> Mapping[int, Sequence[int]]:
-        """What a state of a mixture by tokens tells of where its epoch begins."""
+        """Return what a state of a mixture by tokens tells of where its epoch begins."""
         if self.token_epochs is None or not isinstance(of, Mixture):
             return {}
         sources, num = state.sources, len(of.sources)
@@ -285,12 +285,12 @@ def check_known(plan: RankPlan) -> None:
 
 
 def _num_weights_set(dataset: ShardedDataset | Mixture) -> int:
-    """How often `set_weights` was called."""
+    """Return how often `set_weights` was called."""
     return dataset.weights_set[0] if isinstance(dataset, Mixture) and dataset.weights_set else 0
 
 
 def _mark_of(dataset: ShardedDataset | Mixture) -> str:
-    """What a state says of its dataset; the commit, behind "@", is for messages: it decides nothing."""
+    """Return what a state says of its dataset; the commit, behind "@", is for messages only."""
     return f"{dataset.fingerprint()}@{dataset.commit}" if dataset.commit else dataset.fingerprint()
 
 

@@ -19,7 +19,7 @@ class RankTopology:
 
     def __init__(self, given: Topology | None) -> None:
         self._is_open = given is None and not is_distributed()
-        """Whether it was found before torch.distributed was there to ask."""
+        """True if it was found before torch.distributed was there to ask."""
         self._error: ValueError | None = None
         """Why the launcher's variables alone do not tell."""
         self.topology = given or self._detected()
@@ -48,5 +48,5 @@ class RankTopology:
 
 
 def is_distributed() -> bool:
-    """Whether torch.distributed can be asked."""
+    """Return whether torch.distributed can be asked."""
     return dist.is_available() and dist.is_initialized()

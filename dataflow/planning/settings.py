@@ -1,4 +1,4 @@
-"""What a `DataLoader` over shards is told: one value, from its arguments to its threads."""
+"""The settings of a `DataLoader` over shards: one value, from its arguments to its threads."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class StreamSettings:
     seed: int = 0
     """Any 64-bit integer; with the epoch it decides order and augmentation."""
     topology: Topology | None = None
-    """This rank's place; None: torch.distributed if initialised, else the environment."""
+    """This rank's topology; None: torch.distributed if initialised, else the environment."""
     device: str | torch.device | None = None
-    """Where batches go; None or "cpu": host memory. "cuda": page-locked slots, copied on a side stream."""
+    """The device of batches; None, "cpu": host memory. "cuda": page-locked slots, copied on a side stream."""
     memory_limit: int | str | None = None
     """Bytes, or text such as "2GB", that the loader may hold; None: 1 GiB or an eighth of the memory of the
     machine (or its cgroup) per local rank, whichever is less, but what the windows of a shuffle need."""
     tail: Tail | None = None
-    """What happens to the last, incomplete global batch: "drop"; "pad" (filled up with the epoch's first
+    """The rule for the last, incomplete global batch: "drop"; "pad" (filled up with the epoch's first
     samples); "even" (equal short parts: filled up only to a multiple of the ranks); "uneven" (shared out as
     it is, so that ranks may differ by a step). None: "drop" if drop_last, else "uneven" in one process and
     "even" with several."""
@@ -53,7 +53,7 @@ class StreamSettings:
     """Builders of batches on this rank, all sources together. 0: batches are built when they are asked for,
     by who asks; blocks are read ahead all the same. None: as many as this rank has cores."""
     workers: Literal["process", "thread", "auto"] | None = None
-    """What builders are. "process"; "thread"; "auto": processes where functions may hold the interpreter
+    """The kind of builders. "process"; "thread"; "auto": processes where functions may hold the interpreter
     lock, with threads until they have started, else threads (docs/guide/workers.md has the rule). None:
     "process" where `num_workers` is given, else "auto". Batches that are copies alone are made by threads of
     compiled code all the same, which hold no lock."""
@@ -64,7 +64,7 @@ class StreamSettings:
     """"ray": builders are actors of a Ray cluster, `num_workers` of them; where that is None, as many as this
     rank's part of the cluster has CPUs."""
     ship_blocks: bool = False
-    """Whether the training process reads for such actors, and sends them values; else they read."""
+    """True if the training process reads for such actors, and sends them values; else they read."""
     batching: Batching | None = None
     """`Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`: batches by the lengths of samples, which are
     measured on the way where a `transform` makes them. See docs/guide/batching.md."""
@@ -94,7 +94,7 @@ class StreamSettings:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether batches are made in page-locked memory."""
+        """Return whether batches are made in page-locked memory."""
         return self.torch_device.type == "cuda" or (self.pin_memory and torch.cuda.is_available())
 
     def _check_workers(self) -> None:
@@ -124,7 +124,7 @@ class StreamSettings:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where batches go."""
+        """The device that batches go to."""
         return torch.device("cpu" if self.device is None else self.device)
 
     @property
@@ -138,7 +138,7 @@ class StreamSettings:
 
     @property
     def depth_policy(self) -> DepthPolicy | None:
-        """What decides how many batches are kept ready; None: what suits the store."""
+        """The policy that decides how many batches are kept ready; None: what suits the store."""
         return fixed_depth(self.depth) if isinstance(self.depth, int) else self.depth
 
     @property
@@ -146,10 +146,10 @@ class StreamSettings:
         """Seconds to wait for one batch."""
         return self.timeout or _TIMEOUT_S
 
-    def tail_on(self, place: Topology) -> Tail:
-        """What happens to the last, incomplete global batch of this many ranks."""
+    def tail_on(self, topology: Topology) -> Tail:
+        """Return what happens to the last, incomplete global batch of this many ranks."""
         if self.tail is not None:
             return self.tail
         if self.drop_last:
             return "drop"
-        return "even" if place.data_world_size > 1 else "uneven"
+        return "even" if topology.data_world_size > 1 else "uneven"

@@ -128,7 +128,7 @@ class SourceUse:
     """Samples of all sources that are delivered during one epoch of this one."""
     lanes: LaneRange
     sparse: bool
-    """Whether single samples are read: they are in no table, and none is known to be needed sooner."""
+    """True if single samples are read: they are in no table, and none is known to be needed sooner."""
     matches: MatchTable | None = None
     """The rows that a joined source brings along; None: it is the one that is ordered."""
     # Blocks of the oldest window that is open may still be wanted.

@@ -1,4 +1,4 @@
-"""What a session works with: who builds, how far ahead it reads, what stays in memory, each with its reason.
+"""The decisions about a session: who builds, how far ahead it reads, what stays in memory, and why.
 
 All of it is decided by a plan, settings, this rank's topology and a memory limit, and is one frozen value.
 Nothing is opened here: that does `dataflow.stream.resources`.
@@ -31,17 +31,17 @@ from sharding.topology.topology import Topology
 from sharding.urls import is_local
 
 _FEW_CORES = 4
-"""So many threads decode beside a training: each takes the lock between two values, a few percent of the
+"""Threads that decode beside a training: each takes the lock between two values, a few percent of the
 time. Sixteen took a third of a training's rate, processes 1 to 12 % (docs/notes/benchmarks.md)."""
 
 
 _THREADS_AT_FIRST = 8
-"""So many build at most until processes have started: eight fed a training 1.4 times as fast as seventeen."""
+"""Threads that build until processes have started: eight fed a training 1.4 times as fast as seventeen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuilderPlan:
-    """Who builds."""
+    """The builders of a session: who they are, how many, and why."""
 
     workers: str
     """"main" (the consumer), "thread", "process" or "ray"."""
@@ -51,9 +51,9 @@ class BuilderPlan:
     num_threads: int = 0
     """Threads that build until processes have started; 0: batches wait for these."""
     copies_only: bool = False
-    """Whether batches are copies, which compiled code makes."""
+    """True if batches are copies, which compiled code makes."""
     reads: bool = False
-    """Whether builders read blocks by themselves."""
+    """True if builders read blocks by themselves."""
     num_ranks: int = 1
     """That share the cluster which actors are on."""
 
@@ -64,7 +64,7 @@ class BuilderPlan:
 
     @property
     def is_local(self) -> bool:
-        """Whether builders are threads or processes of this machine."""
+        """Return whether builders are threads or processes of this machine."""
         return self.workers != "ray"
 
 
@@ -125,7 +125,7 @@ def _plan_actors(settings: StreamSettings, num_ranks: int) -> BuilderPlan:
 
 
 def _are_copies(dataset: ShardedDataset | Mixture) -> bool:
-    """Whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
+    """Return whether batches are made by copying alone: no decoder, and nothing of the user's, runs."""
     transforms = [dataset.batch_transform, *(source.transform for source in dataset.sources)]
     return not any(transforms) and all(output.is_copied for output in dataset.outputs)
 
@@ -149,7 +149,7 @@ class SessionPlan:
     """All that is decided about a session before anything of it is opened."""
 
     plan: StreamPlan
-    """Which samples come when."""
+    """It decides which samples come when."""
     settings: StreamSettings
     topology: Topology
     memory_limit: int
@@ -161,7 +161,7 @@ class SessionPlan:
 
     @property
     def build(self) -> BuildSettings:
-        """How all chunks are built."""
+        """The settings that all chunks are built with."""
         plan, settings, dataset = self.plan, self.settings, self.plan.dataset
         return BuildSettings(
             outputs=dataset.outputs,
@@ -223,7 +223,7 @@ def loader_limit(
 
 
 def is_all_local(dataset: ShardedDataset | Mixture) -> bool:
-    """Whether no shard is behind a network."""
+    """Return whether no shard is behind a network."""
     return all(is_local(one.catalog.urls[0]) for one in datasets_read(dataset))
 
 

@@ -1,4 +1,4 @@
-"""What is delivered, which samples are left out by policy, and what comes in place of an empty batch."""
+"""Counts of what is delivered, errors that a policy forgives, and what comes in place of an empty batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeliveryCounters:
         self.samples = self.batches = self.empty_batches = 0
         self.first_batch_s = 0.0
         self.remarks: Counter[str] = Counter()
-        self._told = set[str]()
+        self._warned_of = set[str]()
 
     def add(self, delivered: Delivered) -> None:
         """Count a batch that is handed out, or left out for being empty."""
@@ -36,15 +36,15 @@ class DeliveryCounters:
         self.batches += delivered.num_samples > 0
         self.samples += delivered.num_samples
         for kind, num_values, first in delivered.remarks:
-            if first and kind not in self._told:
-                self._told.add(kind)
+            if first and kind not in self._warned_of:
+                self._warned_of.add(kind)
                 text = untrained_text(first) if kind == UNTRAINED else odd_text(first)
                 warnings.warn(text, stacklevel=4)
             self.remarks[kind] += num_values
 
 
 def untrained_text(first: str) -> str:
-    """The warning of a sample that trains nothing, whose place is given, and of those that follow."""
+    """The warning of a sample that trains nothing, whose context is given, and of those that follow."""
     counted = "such samples are delivered, and counted in stats().untrained_samples"
     return f"{first}: {counted}; max_length= may have cut all answers off: raise it, or leave such chats out"
 
@@ -104,7 +104,7 @@ class ErrorBudget:
         self.on_error, self.budget = on_error, budget
         self.lock = threading.Lock()
         self.num_ahead = 0
-        """Of batches that are not delivered yet."""
+        """Samples left out of batches that are not delivered yet."""
         self.count = 0
         self.errors: list[str] = []
 
@@ -116,14 +116,14 @@ class ErrorBudget:
 
 
 class PendingErrors:
-    """What one session decides about samples of batches that are not delivered yet. Thread-safe."""
+    """The errors that one session forgave in batches that are not delivered yet. Thread-safe."""
 
     def __init__(self, skipped: ErrorBudget) -> None:
         self._skipped = skipped
         self._count = 0
 
     def decide(self, error: SampleError) -> bool:
-        """Whether to leave the sample out."""
+        """Return whether to leave the sample out."""
         skipped = self._skipped
         if skipped.on_error != "skip" and not (callable(skipped.on_error) and skipped.on_error(error)):
             return False

@@ -252,12 +252,14 @@ class StreamLoader:
         self._loops.end(loop, epoch)
 
     def _chunk_of(self, session: Session, loop: EpochLoop) -> Iterator[Delivered]:
-        """What a session delivers next, up to where the loop ends or must go on with another session."""
-        batches = None
-        while loop.session is session and not loop.has_ended and not self._is_outdated(loop):
+        """Return what a session delivers next, up to where the loop ends or goes on with another session."""
+        mixes, batches = isinstance(self.dataset, Mixture), None
+        while loop.session is session and not loop.has_ended and not (mixes and self._is_outdated(loop)):
             try:
                 if batches is None:
-                    batches = self._next_batches(session)
+                    chunk = session.next_batches()
+                    batches = self._repeated.in_place_of_empty(chunk) if self._is_in_step else iter(chunk)
+                    del chunk
                 delivered = next(batches, None)
             except EngineClosedError:
                 if loop.closed:
@@ -270,24 +272,17 @@ class StreamLoader:
         if loop.is_whole and loop.session is session:  # where lengths are measured, it shows only now
             self._deliver_last(loop, session)
 
-    def _next_batches(self, session: Session) -> Iterator[Delivered]:
-        """The batches of a session's next chunk; where ranks step together, none of them is empty."""
-        batches = session.next_batches()
-        if self._may_be_empty and self._rank.topology.data_world_size > 1:
-            return self._repeated.in_place_of_empty(batches)
-        return iter(batches)
-
     def _session_of(self, loop: EpochLoop, frame: LoopFrame) -> Session:
         """The session that serves a loop: a new one from where the loop is, if it had to be closed."""
         plan = loop.plan
         assert plan is not None
-        if self._is_outdated(loop):
+        if isinstance(self.dataset, Mixture) and self._is_outdated(loop):
             self._take_weights(plan.order.epoch, plan.position_after(loop.taken))
             self.sessions.drop(loop)  # what was read ahead is in other shares
         if (session := loop.session) is not None:
             return session
         if loop.finalizer is None:
-            loop.finalizer = Finalizer(frame, partial(self.sessions.leave, loop))
+            loop.finalizer = Finalizer(frame, partial(self.sessions.release, loop))
         else:
             plan, loop.taken = self.epoch_plan(plan.order.epoch, plan.position_after(loop.taken)), 0
             loop.plan = plan
@@ -300,12 +295,10 @@ class StreamLoader:
         return session
 
     def _is_outdated(self, loop: EpochLoop) -> bool:
-        """Whether the newest loop is served with other weights than were set for the mixture."""
-        if not isinstance(self.dataset, Mixture) or not self._loops.is_last_begun(loop):
-            return False
+        """Return whether the newest loop is served with other weights than were set for the mixture."""
         session, plan = loop.session, self._plan
         is_old = session is not None and session.decided.plan.dataset is not plan.dataset
-        return is_old or plan.lacks_weights(self.dataset)
+        return (is_old or plan.lacks_weights(self.dataset)) and self._loops.is_last_begun(loop)
 
     def _newest_plan(self, epoch: int, start: int) -> RankPlan:
         """The plan of a loop that begins."""
@@ -328,7 +321,7 @@ class StreamLoader:
             session.epoch_done(loop.plan.order.epoch)
             self.sessions.keep(loop)
         else:
-            self.sessions.leave(loop)
+            self.sessions.release(loop)
 
     def _fail(self, loop: EpochLoop, error: BaseException) -> None:
         """End a loop that failed, or was interrupted."""
@@ -340,7 +333,7 @@ class StreamLoader:
         if loop.closed:  # by another thread, which waits for what is being built
             return
         if isinstance(error, Exception):
-            self.sessions.leave(loop, join=not isinstance(error, StallError))  # what hangs cannot be joined
+            self.sessions.release(loop, join=not isinstance(error, StallError))  # what hangs cannot be joined
         elif loop.finalizer is not None:  # Ctrl-C: nobody wants to wait
             loop.finalizer.fire()
 
@@ -353,21 +346,26 @@ class StreamLoader:
         self._resolve_rank()
         if self._may_be_empty and self._rank.topology.data_world_size == 1:
             return None
-        num_batches = self.epoch_plan(*self._loops.next_place()).num_batches
+        num_batches = self.epoch_plan(*self._loops.next_start()).num_batches
         return None if num_batches == UNKNOWN else num_batches
 
     @property
     def _may_be_empty(self) -> bool:
-        """Whether `on_error` may leave nothing of a batch that was planned with more."""
+        """Return whether `on_error` may leave nothing of a batch that was planned with more."""
         planner = self._plan.planner
         leaves_out_first = planner is not None and planner.lengths is None
         return self.dataset.on_error != "raise" and not leaves_out_first
 
     @property
+    def _is_in_step(self) -> bool:
+        """Return whether ranks step together, so that none of their batches may be empty."""
+        return self._may_be_empty and self._rank.topology.data_world_size > 1
+
+    @property
     def remainder(self) -> int:
-        """As `ShardOrder.remainder`."""
+        """The figure of `ShardOrder.remainder`."""
         self._resolve_rank()
-        plan = self.epoch_plan(*self._loops.next_place())
+        plan = self.epoch_plan(*self._loops.next_start())
         if self.tail == "drop" or not self.shuffle.is_file_order or type(plan) is not EpochPlan:
             return -1
         return (plan.order.num_samples - plan.start) % plan.batch_plan.global_batch_size
@@ -379,12 +377,12 @@ class StreamLoader:
 
     @property
     def resumed(self) -> bool:
-        """Whether a state was loaded and no batch asked for since."""
+        """Return whether a state was loaded and no batch asked for since."""
         return self._loops.resumed
 
     @property
     def nothing_left(self) -> bool:
-        """Whether no batches are left of the epoch that the next loop runs."""
+        """Return whether no batches are left of the epoch that the next loop runs."""
         return self.epoch_plan(self._loops.epoch, self._loops.start).num_batches == 0
 
     def is_after(self, epoch: int, num_batches: int) -> bool:
@@ -409,7 +407,7 @@ class StreamLoader:
     # ---- state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the batches handed out so far end: a small JSON value, the same on every rank.
+        """Return where the batches handed out so far end: a small JSON value, the same on every rank.
 
         It resumes under any number of ranks, threads or nodes. Taken inside a loop after the last batch of
         an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
@@ -441,7 +439,7 @@ class StreamLoader:
     # ---- engine -------------------------------------------------------------------------------------
 
     def new_session(self, epoch: int, start: int, memory_limit: int) -> Session:
-        """A session from this place on, which may hold so many bytes."""
+        """A session from this position on, which may hold so many bytes."""
         plan, settings, stage, topology = self._plan, self.settings, None, self._rank.topology
         errors = PendingErrors(self._errors)
         if plan.planner is not None and plan.planner.is_measured:

@@ -29,9 +29,9 @@ class LoopSessions:
         """Sums over the sessions that have ended: however many there were, one record is kept."""
         self._memory_limit = 0
         self._loops: list[EpochLoop] = []
-        """Those that run, in the order in which they began."""
+        """The loops that run, in the order in which they began."""
         self._idle: Session | None = None
-        """What served the newest loop, until the next one begins."""
+        """The session that served the newest loop, until the next one begins."""
         self._closing: list[Session] = []
 
     def __getstate__(self) -> SessionStats:
@@ -59,7 +59,7 @@ class LoopSessions:
 
     @property
     def newest(self) -> Session | None:
-        """What serves the newest loop, or waits for the next."""
+        """The session that serves the newest loop, or waits for the next."""
         return self.open[-1] if self.open else None
 
     @property
@@ -104,7 +104,7 @@ class LoopSessions:
         self._finish_closing()
         self._forget(loop)
 
-    def leave(self, loop: EpochLoop, *, join: bool = True) -> None:
+    def release(self, loop: EpochLoop, *, join: bool = True) -> None:
         """A loop is over: end its session. `join=False` does not wait for its threads. Idempotent."""
         with self._lock:
             if loop in self._loops:

@@ -1,7 +1,7 @@
-"""The loops over one loader: which epoch each runs, how far it is, and whose place is the loader's.
+"""The loops over one loader: which epoch each runs, how far it is, and whose position is the loader's.
 
-Loops have their epochs in order of `iter`, but their places are settled when the first of them is asked for a
-batch: training loops set the epoch after `iter`. The loader stands where its newest loop stands.
+Loops have their epochs in order of `iter`, but where they begin is decided when the first of them is asked
+for a batch: training loops set the epoch after `iter`. The loader stands where its newest loop stands.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class EpochLoop:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        """Of the loops over this loader, in order of `iter`."""
-        self.place: tuple[int, int] | None = None
+        """The number among the loops over this loader, in order of `iter`."""
+        self.begins: tuple[int, int] | None = None
         """Epoch and position where it begins; None: they follow from the loops before."""
         self.plan: RankPlan | None = None
         """From where its session began on; None: no batch was asked for."""
@@ -37,7 +37,7 @@ class EpochLoop:
         self.session: Session | None = None
         self.finalizer: Finalizer | None = None
         self.closed = False
-        """Whether the loader was closed meanwhile."""
+        """True if the loader was closed meanwhile."""
         self.batches: Callable[[], Any] = lambda: None
         """The generator that the training code iterates over, if it still has it."""
         self._copied_from: tuple[int | None, bool] = None, False
@@ -54,35 +54,35 @@ class EpochLoop:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all its batches; those that count batches do not ask for the end."""
+        """Return whether it has all its batches; those that count batches do not ask for the end."""
         return self._copied_from[1] if self.plan is None else self.taken == self.plan.num_batches
 
     @property
     def has_ended(self) -> bool:
-        """Whether no batches are to come."""
+        """Return whether no batches are to come."""
         return self.closed or self.is_whole
 
     @property
     def nothing_left(self) -> bool:
-        """Whether it goes on where its epoch has no more batches."""
-        return self.place is not None and self.place[1] > 0 and self.is_whole and not self.taken
+        """Return whether it goes on where its epoch has no more batches."""
+        return self.begins is not None and self.begins[1] > 0 and self.is_whole and not self.taken
 
     @property
     def position(self) -> int | None:
-        """Where in the epoch the batches handed out end; None: none was asked for."""
+        """Return where in the epoch the batches handed out end; None: none was asked for."""
         if self.plan is None:
             return self._copied_from[0]
         return self.plan.position_after(max(0, self.taken - self.num_ahead))
 
     @property
     def is_live(self) -> bool:
-        """Whether its batches may still be asked for."""
+        """Return whether its batches may still be asked for."""
         batches = self.batches()
         return not self.closed and getattr(batches, "gi_frame", None) is not None
 
 
 class LoopQueue:
-    """Loops in order of `iter`, and the place of their loader."""
+    """Loops in order of `iter`, and the position of their loader."""
 
     def __init__(self, dataset: ShardedDataset | Mixture) -> None:
         self._dataset = dataset
@@ -91,19 +91,19 @@ class LoopQueue:
         self.start = 0
         """Position at which the epoch begins, or goes on after a loaded state."""
         self.resumed = False
-        """Whether a state was loaded and no batch asked for since."""
+        """True if a state was loaded and no batch asked for since."""
         self.num_begun = 0
         self._in_epoch = False
         self._num_loops = 0
         self._num_ahead = self._next_ahead = 0
         """Batches that a framework was seen to take ahead, and those of the next loop."""
         self._since = 0
-        """From which loop on they move the place of the loader."""
+        """From which loop on they move the loader's position."""
         self._last_begun = -1
         self._pending: list[EpochLoop] = []
         """Loops that were asked for, and not for a batch yet."""
         self._newest: EpochLoop | None = None
-        """The loop whose place is the loader's."""
+        """The loop whose position is the loader's."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy stands where this queue stands, without the loops that wait."""
@@ -114,7 +114,7 @@ class LoopQueue:
     ) -> Generator[Any, None, None]:
         """Add a loop, whose batches `batches_of` makes."""
         if self._in_epoch:
-            self._begin_epoch(*self.next_place())
+            self._begin_epoch(*self.next_start())
         loop = EpochLoop(self._num_loops)
         self._num_loops += 1
         batches = batches_of(loop)
@@ -123,16 +123,16 @@ class LoopQueue:
         return batches
 
     def begin(self, loop: EpochLoop, plan_of: Callable[[int, int], RankPlan]) -> RankPlan:
-        """Settle what a loop delivers: it is asked for its first batch."""
+        """Decide what a loop delivers: it is asked for its first batch."""
         if loop in self._pending:
             count = self._pending.index(loop) + 1
-            due, self._pending = self._pending[:count], self._pending[count:]
-            self._place(due)
-        assert loop.place is not None
-        loop.plan = plan_of(*loop.place)
+            asked, self._pending = self._pending[:count], self._pending[count:]
+            self._fix_starts(asked)
+        assert loop.begins is not None
+        loop.plan = plan_of(*loop.begins)
         if loop.number >= self._since:
             self._since = loop.number
-            self._begin_epoch(*loop.place)
+            self._begin_epoch(*loop.begins)
             self._newest, self._in_epoch = loop, True
         if loop.plan.num_batches == UNKNOWN:
             loop.num_ahead = self._next_ahead
@@ -141,14 +141,14 @@ class LoopQueue:
         self.num_begun += 1
         return loop.plan
 
-    def _place(self, loops: list[EpochLoop]) -> None:
-        """Settle where loops begin, in the order they were asked for, without those that were dropped."""
-        place = self.next_place()
+    def _fix_starts(self, loops: list[EpochLoop]) -> None:
+        """Decide where loops begin, in the order they were asked for, without those that were dropped."""
+        start = self.next_start()
         for loop in loops:
             if loop.is_live:
-                loop.place = place
-                if not self._is_endless(place[0]):
-                    place = place[0] + 1, 0
+                loop.begins = start
+                if not self._is_endless(start[0]):
+                    start = start[0] + 1, 0
 
     def end(self, loop: EpochLoop, epoch: int) -> None:
         """Move on to the next epoch, if it is the newest loop that has ended."""
@@ -156,10 +156,10 @@ class LoopQueue:
             self._begin_epoch(epoch + 1, 0)
 
     def is_taken_ahead(self, epoch: int) -> bool:
-        """Whether a framework that begins an epoch now has taken its first batch before.
+        """Return whether a framework that begins an epoch now has taken its first batch before.
 
         Lightning does so with loaders that have no length, and stays a batch ahead, also in epochs that it
-        begins later: the place of the loader is that of the batches which it goes on to use.
+        begins later: the loader's position is that of the batches which it goes on to use.
         """
         newest = self._newest
         if newest is None or self.epoch != epoch or newest.taken != 1 or not newest.is_live:
@@ -169,10 +169,10 @@ class LoopQueue:
         return True
 
     def is_last_begun(self, loop: EpochLoop) -> bool:
-        """Whether no later loop has begun."""
+        """Return whether no later loop has begun."""
         return loop.number == self._last_begun
 
-    def next_place(self) -> tuple[int, int]:
+    def next_start(self) -> tuple[int, int]:
         """Epoch and position at which the next loop begins."""
         if not self._in_epoch:
             return self.epoch, self.start
@@ -182,12 +182,12 @@ class LoopQueue:
 
     @property
     def position(self) -> int:
-        """Where in the epoch the batches handed out by the newest loop end."""
+        """Return where in the epoch the batches handed out by the newest loop end."""
         position = self._newest.position if self._newest else None
         return self.start if position is None else position
 
     def set_epoch(self, epoch: int) -> bool:
-        """Let the next loop run this epoch, from its beginning; whether that moves the place."""
+        """Let the next loop run this epoch, from its beginning; whether that moves the position."""
         if not isinstance(epoch, Integral) or epoch < 0:
             raise ValueError(f"epoch must be an integer >= 0, got {epoch!r}")
         if self._is_whole():
@@ -195,14 +195,14 @@ class LoopQueue:
         if epoch == self.epoch and not self._in_epoch:
             return False
         self._pending = [loop for loop in self._pending if loop.is_live]
-        self._place(self._pending[:-1])
+        self._fix_starts(self._pending[:-1])
         self._pending = self._pending[-1:]
         self._since = self._pending[0].number if self._pending else self._num_loops
         self._begin_epoch(epoch, 0)
         return True
 
     def resume(self, epoch: int, position: int) -> None:
-        """Let the next loop go on at a place that was loaded."""
+        """Let the next loop go on at a position that was loaded."""
         self._begin_epoch(epoch, position)
         self.resumed = True
 
@@ -211,7 +211,7 @@ class LoopQueue:
         self._newest, self.resumed = None, False
 
     def _is_whole(self) -> bool:
-        """Whether the newest loop has all batches of its epoch."""
+        """Return whether the newest loop has all batches of its epoch."""
         return self._in_epoch and self._newest is not None and self._newest.is_whole
 
     def _is_endless(self, epoch: int) -> bool:

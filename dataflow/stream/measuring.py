@@ -46,10 +46,10 @@ Record = Callable[[EpochOrder, int, NDArray[np.int64]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringPlan(StreamPlan):
-    """Which samples this rank makes. Its positions are those of the plan of batches, in units."""
+    """The plan of samples that this rank makes. Its positions are those of the plan of batches, in units."""
 
     outer: StreamPlan
-    """Of the batches."""
+    """The plan of the batches."""
     maker: int
     num_makers: int
     """0: all lengths are known, and each rank makes what it delivers."""
@@ -166,13 +166,13 @@ class MeasuringStage:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks wait for it at the same batches."""
+        """Return whether other ranks wait for it at the same batches."""
         return self._exchange is not None
 
     def begin(
         self, next_chunk: Callable[[], Batches[Delivered]], ledger: Ledger, epoch: int, start: int
     ) -> None:
-        """Form the batches from a place on, of the samples that `next_chunk` gives; `ledger` counts them."""
+        """Form the batches from a position on, of samples that `next_chunk` gives; `ledger` counts them."""
         self._next_chunk, self._ledger = next_chunk, ledger
         outer = self._plan.epoch(epoch, start)
         assert isinstance(outer, UnitPlan)
@@ -188,11 +188,11 @@ class MeasuringStage:
         self._failure: Exception | None = None
         """Why this rank cannot make its share."""
         self._made: list[MeasuredSamples] = []
-        """Of megabatches that are not whole yet."""
+        """Samples of megabatches that are not whole yet."""
         self._undealt = NO_SAMPLES
         """Made here, and of batches that are not complete yet."""
         self._dealt = NO_SAMPLES
-        """Of batches to be delivered here."""
+        """Samples of batches to be delivered here."""
         self._left_out: list[tuple[int, SampleError]] = []
         """Megabatch and error of samples that were left out, until they are counted."""
         self._remarks: list[Remark] = []
@@ -231,13 +231,13 @@ class MeasuringStage:
         return [Delivered(self._order.epoch, number, batch, num_segments, errors, remarks=remarks)]
 
     def _take_remarks(self) -> tuple[Remark, ...]:
-        """What is odd about samples that were made since the last batch."""
+        """Return what is odd about samples that were made since the last batch."""
         remarks, self._remarks = tuple(self._remarks), []
         return remarks
 
     def _transformed(self, transform: Callable[[Any], Any], batch: Any, number: int) -> Any:
-        place = f"in batch_transform= of batch {number} of epoch {self._order.epoch}"
-        return called(transform, batch, lambda: place)
+        context = f"in batch_transform= of batch {number} of epoch {self._order.epoch}"
+        return called(transform, batch, lambda: context)
 
     def _lacking(self, positions: list[int]) -> tuple[SampleError, ...]:
         """The errors of samples that a batch lacks, each once, though it may lack several segments of it."""
@@ -248,7 +248,7 @@ class MeasuringStage:
         return errors
 
     def _passed(self) -> tuple[SampleError, ...]:
-        """What was left out of the megabatches that are done: a state that lies in one measures it again."""
+        """Return errors of the megabatches that are done: a state that lies in one measures it again."""
         if self._lengths is not None:
             return ()  # the batches that lack it tell
         done = self._outer.sequence.at(self._outer.position_after(self._number))[0]
@@ -308,7 +308,7 @@ class MeasuringStage:
         self._left_out.append((megabatch, error))
 
     def _fitting(self, samples: MeasuredSamples) -> MeasuredSamples:
-        """Those that fit the batching; the others are left out, if that is allowed."""
+        """Return the samples that fit the batching; the others are left out, if that is allowed."""
         reasons = self._misfits(samples)
         for row, reason in reasons.items():
             position = int(samples.positions[row])

@@ -1,4 +1,4 @@
-"""How far ahead a session reads and builds: all numbers in one value, each with its reason.
+"""The read-ahead of a session: how far it reads and builds, all numbers in one value, each with its reason.
 
 They follow from the memory limit, the size of a batch and whether shards are local, and are fixed for a
 session. What moves while it runs starts here, and is moved by `prefetch.control`: the batches held ready
@@ -28,17 +28,17 @@ _CHUNKS_IN_LIMIT = 32
 """A chunk is no more than this part of the memory limit."""
 MAX_CHUNK_BATCHES = 128
 HAND_OVER_S = 0.02
-"""What is finished of a chunk is handed over once building took so long, which is long for a hand-over."""
+"""Seconds of building after which what is finished of a chunk is delivered: long for a delivery."""
 _PROCESS_CHUNK_SAMPLES = 128
-"""What a process builds at a time, at least: the way there and back costs as much as a few samples."""
+"""Samples that a process builds at a time, at least: the way there and back costs as much as a few."""
 _PROCESS_CHUNKS_IN_LIMIT = 20
-"""So many of each process fit the memory limit: it has two, finished ones wait behind one that takes
+"""Chunks of each process that fit the memory limit: it has two, finished ones wait behind one that takes
 longer, and what a transform makes of them may be larger than what is stored."""
 _FOUND_CHUNK_SAMPLES = 256
-"""What a thread makes at a time where lengths are measured: all share a megabatch that is waited for."""
+"""Samples that a thread makes at a time where lengths are measured: all share an awaited megabatch."""
 _CHARGE_BYTES = 1 << 20
 _CHARGES_IN_LIMIT = 256
-"""What the user's functions made is charged in such parts of the memory limit, or batch by batch."""
+"""Parts of the memory limit in which what the user's functions made is charged, or batch by batch."""
 WINDOWS_OPEN = 3
 """Windows a source: one drained, one staged, one being read."""
 _LOCAL_READERS = 2
@@ -46,8 +46,8 @@ _REMOTE_READERS = 48
 """The most; how many read at a time is for the in-flight control to say."""
 _START_IN_FLIGHT = 64 << 20
 _START_TOGETHER = 16 << 20
-"""Of all nodes of a job. One that begins with too much delays its own second window only; several delay each
-other's first batch (`benchmarks.lab.fair_share`)."""
+"""Bytes of all nodes of a job. One that begins with too much delays its own second window only; several
+delay each other's first batch (`benchmarks.lab.fair_share`)."""
 _LEAST_START = 4 << 20
 _DEPTH = 4
 
@@ -65,7 +65,7 @@ class ReadAhead:
     batches_per_job: Decision
     """Batches that lie in one slot, where batches are copies alone."""
     job_bytes: Decision
-    """Of these batches."""
+    """The bytes of these batches."""
     jobs_ready: Decision
     """Jobs of copies that lie ready at most, beside those that run."""
     depth: DepthPolicy

@@ -1,4 +1,4 @@
-"""What a session works with, opened: sources behind a gate and caches, memory, builders and their engine.
+"""The resources of a session, opened: sources behind a gate and caches, memory, builders and their engine.
 
 What is opened follows from the session's plan (`decisions`) alone. `Resources` ends it all, in any thread.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dataflow.processes.builders import ProcessBuilders
 
 BUILDER_MAIN = "dataflow.processes.builder_main"
-"""What builder processes run; only their server imports it, while this process does other things."""
+"""The module that builder processes run; their server imports it, while this process does other things."""
 _NO_GATE = Decision(0, "local shards are read without a limit")
 _ACTORS_READ = Decision(0, "actors of the cluster read, 16 ranges at a time each")
 
@@ -108,7 +108,7 @@ class Resources:
             pause.watch(self.engine.staged_batches)
 
     def _context(self, decided: SessionPlan, errors: PendingErrors) -> BuildContext:
-        """What builders of this process build with."""
+        """Return what builders of this process build with."""
         plan, ledger = decided.plan, self.ledger
         return BuildContext(
             settings=decided.build,
@@ -214,7 +214,7 @@ class OpenSources:
         return [one for source in self.opened for one in (source, *(p.source for p in source.matches))]
 
     def waiting(self) -> str:
-        """What reads wait for, in words."""
+        """Return what reads wait for, in words."""
         return "; ".join(text for source in self.every if (text := source.reader.waiting()))
 
     def _num_refused(self) -> int:
@@ -227,7 +227,7 @@ class OpenSources:
 
     @property
     def faults(self) -> ReadStats:
-        """What went wrong with reads, here and elsewhere."""
+        """Counts of what went wrong with reads, here and elsewhere."""
         return sum((source.reader.stats() for source in self.every), self.traffic.faults)
 
     @property
@@ -263,7 +263,7 @@ class OpenBuilders(NamedTuple):
 
     builders: Builders[Delivered]
     choice: Callable[[], tuple[str, str]]
-    """Who builds now, and why."""
+    """Returns who builds now, and why."""
 
 
 def open_builders(

@@ -1,4 +1,4 @@
-"""One run of a loader's engine: from a place in the stream on, until closed.
+"""One run of a loader's engine: from a position of the stream on, until closed.
 
 What it delivers, and how, was decided before (`decisions`); what it works with is open (`resources`). It
 knows no loader.
@@ -17,13 +17,14 @@ from dataflow.stream.decisions import SessionPlan
 from dataflow.stream.deliveries import PendingErrors
 from dataflow.stream.measuring import MeasuringStage
 from dataflow.stream.resources import Resources
+from prefetch.control.gate import ReadGate
 from prefetch.control.pause import ReadPause
 from prefetch.memory.device import CudaStreams, DeviceCopier
 from prefetch.work import Batches
 
 
 class Session:
-    """One engine with its arena and ledger, from a place in the stream on. `close` may run in any thread.
+    """One engine with its arena and ledger, from a position of the stream on. `close` may run in any thread.
 
     Args:
         decided: what it works with.
@@ -64,30 +65,30 @@ class Session:
         return self.next_chunk() if stage is None else stage.next_batches()
 
     def next_chunk(self) -> Batches[Delivered]:
-        """What the engine has made next."""
+        """Return what the engine has made next."""
         gap_s = self._now() - self._last_taken_s
         batches = self._engine.next_batches()
         if batches:
             self._next = None
             self._last_taken_s = self._now()
-            self._tell_demand(len(batches), gap_s)
+            if self.resources.sources.gate:
+                self._observe_use(self.resources.sources.gate, len(batches), gap_s)
             if self._pause:
                 self._pause.batches_taken()
         return batches
 
-    def _tell_demand(self, taken: int, gap_s: float) -> None:
-        sources = self.resources.sources
-        if sources.gate:
-            self._num_taken += taken
-            # What is read ahead counts, too: that makes the demand too high at first, which does no harm.
-            sources.gate.observe_use(sources.traffic.read_bytes * taken // self._num_taken, gap_s)
+    def _observe_use(self, gate: ReadGate, taken: int, gap_s: float) -> None:
+        """Tell the gate how many bytes a batch takes, and how often one is taken."""
+        self._num_taken += taken
+        # What is read ahead counts, too: that makes the demand too high at first, which does no harm.
+        gate.observe_use(self.resources.sources.traffic.read_bytes * taken // self._num_taken, gap_s)
 
     def read_on(self) -> None:
         """Read ahead into the next epoch: a second one has begun. See `Engine.read_on`."""
         self._engine.read_on()
 
     def is_at(self, epoch: int, start: int) -> bool:
-        """Whether the next batch is the first from `start` of the epoch."""
+        """Return whether the next batch is the first from `start` of the epoch."""
         return self._next == (epoch, start)
 
     def epoch_done(self, epoch: int) -> None:

@@ -162,7 +162,7 @@ _NO_BATCHES = BatchIndex(0, np.zeros(0, np.int64), ())
 
 
 def _until(opened: Mapping[int, _DealtWindow], first: int, count: int) -> int:
-    """Where the batches from `first` on that must be looked up end: before those of one open window.
+    """Return where the batches from `first` on that must be looked up end: before those of one open window.
 
     Where no such window is known, after `count`: the next one may be about to be opened.
     """
@@ -171,6 +171,6 @@ def _until(opened: Mapping[int, _DealtWindow], first: int, count: int) -> int:
 
 
 def _servable(ahead: BatchIndex, opened: Mapping[int, _DealtWindow]) -> int:
-    """How many of the batches need open windows only."""
+    """Return how many of the batches need open windows only."""
     missing = [part.first for part in ahead.parts if part.window not in opened]
     return ahead.batch_of(missing[0]) if missing else len(ahead)
