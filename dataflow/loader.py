@@ -95,7 +95,7 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
     """Batches of any dataset.
 
     Over a `ShardedDataset` or a `Mixture` it streams shards, in an order that is a function of
-    (seed, epoch, position); see docs/notes/design.md. Over any other dataset it does what
+    (seed, epoch, position); see docs/guide/order.md. Over any other dataset it does what
     `torch.utils.data.DataLoader` 2.13 does, argument by argument, with a faster hand-over from worker
     processes and a `state_dict`; what differs on purpose is listed in docs/reference/differences.md.
 

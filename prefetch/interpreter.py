@@ -1,6 +1,6 @@
 """Tell whether there is an interpreter lock, for a free-threaded build of Python has none.
 
-docs/notes/free-threading.md lists what was read and mended. What looks at other threads while they run asks
+docs/notes/design.md lists what was read and mended. What looks at other threads while they run asks
 here first.
 """
 

@@ -87,7 +87,7 @@ class GradSchedule:
             which stand still while gradients travel), or "auto": each is tried for some windows and the best
             kept (docs/guide/gradient-accumulation.md). Needs a `DataLoader` over remote shards.
         adapt: what the controller may change beside that where gradients keep ranks waiting, although the
-            numbers change with it: see `Adapt` and docs/notes/controller.md. None: nothing.
+            numbers change with it: see `Adapt` and docs/notes/control.md. None: nothing.
         skip_nonfinite: skip the step, on all ranks, if the gradient is not finite. False without `max_norm`
             and `scaler` saves computing its norm.
         timeout_s: seconds that a rank waits for the others, to agree or for their gradients; longer than the

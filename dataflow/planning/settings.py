@@ -48,7 +48,7 @@ class StreamSettings:
     "even" with several."""
     depth: int | DepthPolicy | None = None
     """Batches kept ready: an int, a `DepthPolicy`, or None: 4 over local shards, and over remote ones what
-    `AdaptiveDepth` decides (docs/notes/adaptive.md)."""
+    `AdaptiveDepth` decides (docs/notes/control.md)."""
     num_workers: int | None = None
     """Builders of batches on this rank, all sources together. 0: batches are built when they are asked for,
     by who asks; blocks are read ahead all the same. None: as many as this rank has cores."""

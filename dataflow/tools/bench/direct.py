@@ -4,7 +4,7 @@ Descriptors are opened once, as a loader of few large shards would; of very many
 
 Cases are read by threads of several processes, which do not hand one interpreter's lock around. In one
 process that lock is the limit of small reads: at 4 KiB, 16 in flight, half of what fio gets. With two
-processes a core it is not, and more gained nothing (docs/notes/bench-and-plan.md). They cannot be forked
+processes a core it is not, and more gained nothing (docs/notes/control.md). They cannot be forked
 here, where threads run: one process without threads is started, which forks them for each case
 (`dataflow.tools.bench.reader_process`), and ends with the object that started it.
 """

@@ -234,7 +234,7 @@ class _JsonText:
 
     Goes through types and vectors side by side; a vector that is too short (damage) counts as zeros. A
     constant times the batch's bytes would not do: a code of a dictionary stands for any length of text, and a
-    list of nulls has no bytes at all (docs/notes/json-size-estimates.md).
+    list of nulls has no bytes at all (docs/notes/design.md).
     """
 
     lengths: Iterator[int]
