@@ -39,7 +39,7 @@ from sharding.lengths.batching import Batching
 
 GLOBAL_ROWS = 12
 """Rows of a global batch that two, three and four ranks share out evenly."""
-FEW_ROWS = 4
+FEW_ROWS = 6
 WINDOW = Shuffle("window", 2)
 NODES = Shuffle("window", 4, canonical_nodes=3)
 _MAKERS: dict[str, Callable[..., Any]] = {**MAKERS, "ints": make_ints_tar}

@@ -73,6 +73,7 @@ def test_a_state_resumes_after_any_batch(name: str, data: tuple[Path, Whole]) ->
     with row.loader(folder, **OTHERS) as used:
         for cut in range(last):
             used.load_state_dict(whole.states[cut])
+            assert through_json(used.state_dict()) == whole.states[cut]
             assert row.run(used, done=cut, steps=2) == whole.batches[cut : cut + 2], f"resumed after {cut}"
     for cut in (last // 2, last):
         with row.loader(folder, **OTHERS) as resumed:

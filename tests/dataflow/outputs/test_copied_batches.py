@@ -1,4 +1,4 @@
-"""Batches that are copies alone are made when they are taken: their errors, their windows, their end."""
+"""Batches that are copies alone are made when they are taken: errors come in their place."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from forked_kit import fork
-from loader_kit import session_of
 
-from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
+from dataflow import DataLoader, ShardedDataset, ShardWriter
 from sharding.errors import SampleError, ShardReadError
 
 TIMEOUT_S = 30
@@ -72,38 +70,3 @@ def test_a_file_cut_between_two_batches_of_a_chunk_names_the_first_row_that_is_g
     assert seen == [[n, n + 1] for n in range(0, 2 * len(seen), 2)]
     assert max(taken, 19) <= len(seen) <= 20
     assert caught.value.key in {str(n) for n in range(2 * len(seen), 2 * len(seen) + 2)}
-
-
-def test_batches_that_are_kept_stay_what_they_were(tokens: Path) -> None:
-    with DataLoader(opened(tokens), 3, Shuffle("window", 4)) as loader:
-        kept = [batch for _ in range(3) for batch in loader]
-    for batch in kept:
-        assert all(row.tolist() == [*range(int(row[0]), int(row[0]) + 1025)] for row in batch["tokens"])
-    numbers = [number for batch in kept for number in first_tokens(batch)]
-    assert sorted(numbers) == sorted([*range(64)] * 3)
-
-
-def test_a_loop_that_is_left_in_the_middle_of_a_chunk_leaves_nothing(tokens: Path) -> None:
-    loader = DataLoader(opened(tokens), 2)
-    loop = iter(loader)
-    batch = next(loop)
-    arena = session_of(loader).resources.arena
-    loader.close()
-    assert first_tokens(batch) == [0, 1]
-    del batch, loop
-    assert arena.num_leased == 0
-
-
-def test_a_forked_child_is_told_to_make_its_own_loader_in_the_middle_of_a_chunk(tokens: Path) -> None:
-    with DataLoader(opened(tokens), 2) as loader:
-        loop = iter(loader)
-        next(loop)
-        child = fork()
-        if child == 0:
-            try:
-                next(loop)
-            except RuntimeError as error:
-                os._exit(7 if "do not survive a fork" in str(error) else 1)
-            os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert first_tokens(next(loop)) == [2, 3]

@@ -44,18 +44,6 @@ def test_the_state_inside_a_loop_counts_delivered_batches_not_prefetched_ones(in
     assert positions == [min(4 * k, NUM_SAMPLES) for k in range(1, 13)]
 
 
-def test_a_state_may_be_loaded_twice_and_saved_before_anything_ran(ints: Made) -> None:
-    with DataLoader(ints.open(), 4, Shuffle("window", 2), seed=9) as loader:
-        assert list(islice(loader, 3))
-        state = through_json(loader.state_dict())
-    with DataLoader(ints.open(), 4) as resumed:
-        resumed.load_state_dict(state)
-        assert through_json(resumed.state_dict()) == state
-        first = delivered(resumed)
-        resumed.load_state_dict(state)
-        assert delivered(resumed) == first == by_plan(resumed, ints.samples, 0)[3:]
-
-
 # ---- other ranks, other sizes -------------------------------------------------------------------------
 
 
