@@ -275,6 +275,27 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
     assert circle_in(packages_imported()) == []
 
 
+def test_the_picture_of_the_architecture_is_that_of_the_imports() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    lines = text.partition("<!-- layers -->\n```text\n")[2].partition("```")[0].splitlines()
+    height: dict[str, int] = {}
+    top = ""
+    for number, line in enumerate(lines):
+        top = line[:11].strip() or top
+        for name in line[11:].split(" · "):
+            inside = "" if name == "(values)" else f".{name.strip().replace('/', '.')}"
+            height[top + inside] = len(lines) - number
+    imports = {package: others - {"dataflow"} for package, others in packages_imported().items()}
+    assert imports.keys() - {"dataflow"} == height.keys()
+    upwards = {
+        (package, other)
+        for package, others in imports.items()
+        for other in others
+        if package != "dataflow" and height[other] >= height[package]
+    }
+    assert upwards == set()
+
+
 def test_circles_are_found() -> None:
     assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
 
