@@ -13,7 +13,7 @@ if not Path("text-1.bin").exists():
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(path.read_bytes() for path in sources)
     for shard in range(2):
-        Path(f"text-{shard}.bin").write_bytes(text[shard << 19 : (shard + 1) << 19])
+        Path(f"text-{shard}.bin").write_bytes(text[shard << 18 : (shard + 1) << 18])
 
 dataset = ShardedDataset("text-*.bin", format="tokens", dtype="uint8", length=17)
 torch.manual_seed(0)
@@ -42,7 +42,7 @@ with DataLoader(dataset, batch_size=256, shuffle=True, seed=1) as loader:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 50 == 0:
+        if step % 30 == 0:
             right = (predicted.argmax(1) == tokens[:, 16]).float().mean()
             print(f"step {step}: loss {loss:.2f}, {right:.0%} of the next bytes are right")
             parts = {"model": model, "optimizer": optimizer, "loader": loader}
