@@ -1,11 +1,17 @@
-"""The values that `loader.stats()` returns: frozen, each field with its unit and what its extremes mean."""
+"""The values that `loader.stats()` returns: frozen, each field with its unit and what its extremes mean.
+
+`StatsSnapshot` gives both kinds a table, a difference (`since`) and plain numbers (`flat`). It goes by the
+fields: each number is a count, which `since` subtracts, unless `_NOW` names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, is_dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Self, cast
 
+from dataflow.tables import Row, bytes_text, counted, html_table, number_text, text_table, with_reason
 from prefetch.cache.block_cache import NO_CACHE, CacheStats
 from prefetch.control.depth import Decision
 from prefetch.engine.ledger import MemoryHeld
@@ -14,6 +20,126 @@ from prefetch.store.reader import NO_FAULTS, ReadStats
 from sharding.lengths.units import LengthStats
 
 _NOT_STARTED = Decision(0, "not started")
+_NOW = {
+    *("engine.depth", "engine.memory", "engine.open_windows", "engine.ready_batches"),
+    *("engine.build.queued", "engine.build.threads", "engine.read.queued", "engine.read.threads"),
+    *("ahead_batches", "first_batch_s", "in_flight", "lengths", "mapped_bytes", "num_workers"),
+    *("read_amplification", "ready_batches", "shared_bytes", "unfinished_shards", "window", "worker_pids"),
+}
+"""Figures that are not counts: they hold at one time, or for a whole epoch."""
+_PARTS = {"engine", "in_flight", "window"}
+"""Fields of `LoaderStats` whose figures have names of their own."""
+
+
+class StatsSnapshot(ABC):
+    """The abilities that both kinds of stats share; they are frozen dataclasses."""
+
+    @abstractmethod
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of the table; one with an empty text is left out."""
+
+    def since(self, earlier: Self) -> Self:
+        """Return the figures of the time between an earlier snapshot and this one.
+
+        Counts, and with them rates and shares, are those of the interval. What holds at one time (depth,
+        memory, ready batches, the builders) stays as it is in this snapshot.
+
+        Args:
+            earlier: what `stats()` of the same loader returned before.
+
+        Returns:
+            A snapshot of the same kind.
+
+        Raises:
+            ValueError: `earlier` is of the other kind, or counts more than this one.
+        """
+        if type(earlier) is not type(self):
+            raise ValueError(f"earlier must be a {type(self).__name__}, got {type(earlier).__name__}")
+        before, after = earlier.flat(), self.flat()
+        if more := [name for name in ("batches", "elapsed_s") if before[name] > after[name]]:
+            raise ValueError(
+                f"earlier must be an older snapshot of the same loader, but its {more[0]} is "
+                f"{before[more[0]]:g} and this one's is {after[more[0]]:g}; call newer.since(older)"
+            )
+        now: Any = self
+        return cast("Self", replace(now, **{f.name: _between(f.name, self, earlier) for f in fields(now)}))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures by their names, as JSON values."""
+        return {name: value for name, value in _figures(self).items() if name not in _PARTS}
+
+    def flat(self) -> dict[str, float]:
+        """Return all numbers by stable names, for loggers: `{"batches": 200.0, "read.busy_s": 1.5, ...}`.
+
+        The names are those of the attributes, parts joined by ".". Texts, lists and what is None are left
+        out; `image_warnings` is the sum of all kinds.
+        """
+        return dict(_numbers("", self.to_json()))
+
+    def __str__(self) -> str:
+        return text_table(self._title, self.rows())
+
+    def _repr_html_(self) -> str:
+        return html_table(self._title, self.rows())
+
+    @property
+    def _title(self) -> str:
+        return f"{type(self).__name__} of {number_text(self.flat()['elapsed_s'])} s"
+
+
+def _between(name: str, now: object, before: object) -> Any:
+    """A field in an interval; `name` is its path from the snapshot, the objects are those that have it."""
+    own = name.rpartition(".")[2]
+    later, sooner = getattr(now, own), getattr(before, own)
+    if name in _NOW or sooner is None:
+        return later
+    if is_dataclass(later) and not isinstance(later, type):
+        return replace(later, **{f.name: _between(f"{name}.{f.name}", later, sooner) for f in fields(later)})
+    if isinstance(later, tuple):
+        return later[len(sooner) :]
+    if isinstance(later, Mapping):
+        return {key: n - sooner.get(key, 0) for key, n in later.items() if n > sooner.get(key, 0)}
+    return max(type(later)(0), later - sooner) if isinstance(later, (int, float)) else later
+
+
+def _figures(value: object) -> Any:
+    """Fields and properties of a dataclass by name, those of its parts as well; other values as they are."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    names = [f.name for f in fields(value)]
+    for kind in type(value).__mro__:
+        names += [name for name, one in vars(kind).items() if isinstance(one, property) and name[0] != "_"]
+    return {name: _figures(getattr(value, name)) for name in names}
+
+
+def _numbers(prefix: str, figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in figures.items():
+        if name == "image_warnings":
+            yield name, float(sum(value.values()))
+        elif isinstance(value, Mapping):
+            yield from _numbers(f"{prefix}{name}.", value)
+        elif isinstance(value, (int, float)):
+            yield prefix + name, float(value)
+
+
+def _rate(count: float, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+def _per_s(text: str, rate: float, to_text: Any = number_text) -> str:
+    return f"{text}, {to_text(rate)}/s"
+
+
+def _busy(stage: StageStats, elapsed_s: float) -> str:
+    if not stage.threads:
+        return ""
+    share = _rate(stage.busy_s, elapsed_s * stage.threads)
+    return f"{share:.0%} of {stage.threads} busy, {counted(stage.tasks, 'task')}, {stage.queued:,} wait"
+
+
+def _listed(counts: Mapping[str, float]) -> str:
+    """Name those that are not 0: "3 retries"."""
+    return ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items() if count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +181,7 @@ class SessionStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderStats(SessionStats):
+class LoaderStats(SessionStats, StatsSnapshot):
     """A snapshot of a `DataLoader`, counted since it was made; of several loops, the newest one's engine.
 
     Example:
@@ -123,7 +249,27 @@ class LoaderStats(SessionStats):
     @property
     def stall_share(self) -> float:
         """`starved_s / elapsed_s`, in [0, 1]."""
-        return self.starved_s / self.elapsed_s if self.elapsed_s else 0.0
+        return _rate(self.starved_s, self.elapsed_s)
+
+    @property
+    def samples_per_s(self) -> float:
+        """`samples / elapsed_s`; 0 before the first batch, like all rates."""
+        return _rate(self.samples, self.elapsed_s)
+
+    @property
+    def batches_per_s(self) -> float:
+        """`batches / elapsed_s`."""
+        return _rate(self.batches, self.elapsed_s)
+
+    @property
+    def delivered_bytes_per_s(self) -> float:
+        """`delivered_bytes / elapsed_s`."""
+        return _rate(self.delivered_bytes, self.elapsed_s)
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """`read_bytes / elapsed_s`."""
+        return _rate(self.read_bytes, self.elapsed_s)
 
     @property
     def read(self) -> StageStats:
@@ -175,20 +321,46 @@ class LoaderStats(SessionStats):
         """Bytes held now, by state: what `memory_limit` is about."""
         return self.engine.memory
 
-    def to_json(self) -> dict[str, Any]:
-        """All figures by their names, as JSON values."""
-        properties = [name for name, value in vars(LoaderStats).items() if isinstance(value, property)]
-        figures: Mapping[str, Any] = {**vars(self), **{name: getattr(self, name) for name in properties}}
-        parts = {"engine", "in_flight", "window"}  # their figures have names of their own
-        return {
-            name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-            for name, value in figures.items()
-            if name not in parts
-        }
+    def rows(self) -> Iterator[Row]:
+        """See `StatsSnapshot`."""
+        held, cache, lengths = self.memory, self.cache, self.lengths
+        yield "samples", _per_s(number_text(self.samples), self.samples_per_s)
+        yield "batches", _per_s(number_text(self.batches), self.batches_per_s)
+        yield "first batch", f"after {number_text(self.first_batch_s)} s" if self.first_batch_s else ""
+        yield "delivered", _per_s(bytes_text(self.delivered_bytes), self.delivered_bytes_per_s, bytes_text)
+        yield "waited", f"{number_text(self.starved_s)} s, {self.stall_share:.1%} of the time"
+        yield "builders", _builders(self.workers, self.num_workers, self.workers_reason)
+        yield "build", _busy(self.build, self.elapsed_s)
+        yield "read", _busy(self.read, self.elapsed_s)
+        times = self.read_amplification or 1
+        twice = f"; the ranks read each byte {times:.3g} times" if times > 1.005 else ""
+        yield "bytes read", _per_s(bytes_text(self.read_bytes), self.read_bytes_per_s, bytes_text) + twice
+        yield "ready", with_reason(f"{self.ready_batches} of {self.depth} batches", self.depth_reason)
+        if self.window_blocks:
+            yield "window", with_reason(counted(self.window_blocks, "block"), self.window_reason)
+        if self.in_flight_limit:
+            yield (
+                "in flight",
+                with_reason(f"at most {bytes_text(self.in_flight_limit)}", self.in_flight_reason),
+            )
+        now = held.window_bytes + held.building_bytes + held.ready_bytes + held.in_use_bytes
+        if held.limit_bytes:
+            limit, peak = bytes_text(held.limit_bytes), bytes_text(held.peak_bytes)
+            yield "memory", f"{bytes_text(now)} of {limit}, at most {peak} so far"
+        if asked := cache.hits + cache.misses:
+            yield "cache", f"{cache.hits / asked:.1%} hits, {_listed(_figures(cache))}"
+        yield "faults", _listed(_figures(self.faults))
+        yield "skipped", f"{counted(self.skipped_samples, 'sample')}, {self.empty_batches:,} empty batches"
+        if lengths is not None:
+            cut = _listed({"samples split": lengths.split, "truncated": lengths.truncated})
+            yield "lengths", f"{lengths.efficiency:.1%} of the places filled{cut and ', '}{cut}"
+        yield "images", _listed(self.image_warnings)
+        yield "untrained", _listed({"samples without a token to learn": self.untrained_samples})
+        yield "unfinished", _listed({"shards": self.unfinished_shards})
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerStats:
+class WorkerStats(StatsSnapshot):
     """A snapshot of a `DataLoader` over any other dataset, counted since it was made.
 
     Example:
@@ -209,8 +381,6 @@ class WorkerStats:
     starved_s: float
     """Seconds the training code waited in `iter` and `next`. Near 0: the loader keeps up. Near `elapsed_s`:
     it is the bottleneck, as it is by nature where the batches are made in this process."""
-    stall_share: float
-    """`starved_s / elapsed_s`, in [0, 1]."""
     first_batch_s: float
     """Seconds from the beginning of the first loop to its first batch; 0 before that. Large: the workers'
     start, or the first items, take long."""
@@ -235,3 +405,38 @@ class WorkerStats:
     one that was asked for; see docs/guide/workers.md. Empty without worker processes."""
     start_reason: str = ""
     """The reason for this start method."""
+
+    @property
+    def stall_share(self) -> float:
+        """`starved_s / elapsed_s`, in [0, 1]."""
+        return _rate(self.starved_s, self.elapsed_s)
+
+    @property
+    def batches_per_s(self) -> float:
+        """`batches / elapsed_s`; 0 before the first batch, like all rates."""
+        return _rate(self.batches, self.elapsed_s)
+
+    @property
+    def delivered_bytes_per_s(self) -> float:
+        """`delivered_bytes / elapsed_s`."""
+        return _rate(self.delivered_bytes, self.elapsed_s)
+
+    def rows(self) -> Iterator[Row]:
+        """See `StatsSnapshot`."""
+        yield "batches", _per_s(number_text(self.batches), self.batches_per_s)
+        yield "first batch", f"after {number_text(self.first_batch_s)} s" if self.first_batch_s else ""
+        yield "delivered", _per_s(bytes_text(self.delivered_bytes), self.delivered_bytes_per_s, bytes_text)
+        yield "waited", f"{number_text(self.starved_s)} s, {self.stall_share:.1%} of the time"
+        yield "builders", _builders(self.workers, self.num_workers, self.workers_reason)
+        yield "started by", with_reason(self.start, self.start_reason) if self.start else ""
+        yield "ready", f"{self.ready_batches} of {self.ahead_batches} batches fetched ahead"
+        yield "shared memory", bytes_text(self.shared_bytes) if self.worker_pids else ""
+
+
+def _builders(kind: str, number: int, reason: str) -> str:
+    """Say who builds, how many, and why."""
+    if not kind:
+        return ""
+    names = {"process": "worker process", "ray": "Ray actor"}
+    who = counted(number, names.get(kind, kind)) if number else "this thread"
+    return with_reason(who, reason)

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from test_architecture import MODULES, ROOT, imported_modules
 
-LEAVES = {"dataflow.limits", "dataflow.ragged", "dataflow.stats", "dataflow.torch_threads"}
+LEAVES = {
+    *("dataflow.limits", "dataflow.ragged", "dataflow.stats", "dataflow.tables", "dataflow.torch_threads"),
+}
 """Of the front door: values that packages behind it share."""
 DATASETS = {"dataflow.dataset", "dataflow.mixture"}
 ORDERS = {"sharding.order", "sharding.plan", "sharding.mixture", "sharding.lengths", "sharding.topology"}
@@ -179,7 +181,7 @@ MOST_LINES = {
     "prefetch/memory": 1_650,
     "prefetch/store": 1_400,
     "prefetch/workers": 2_250,
-    "dataflow": 2_750,
+    "dataflow": 3_200,
     "dataflow/actors": 1_100,
     "dataflow/batch": 2_300,
     "dataflow/decode": 2_350,

@@ -135,13 +135,12 @@ class DropInEngine:
         iterator = state.latest() if state.latest else None
         runners = iterator.runners if iterator is not None else None
         ahead, ready = iterator.num_ahead if iterator is not None else (0, 0)
-        elapsed_s, num_workers, workers = meter.elapsed_s, self._loader.num_workers, self._loader.workers
+        num_workers, workers = self._loader.num_workers, self._loader.workers
         return WorkerStats(
             batches=meter.batches,
             delivered_bytes=meter.bytes,
-            elapsed_s=elapsed_s,
+            elapsed_s=meter.elapsed_s,
             starved_s=meter.starved_s,
-            stall_share=meter.starved_s / elapsed_s if elapsed_s else 0.0,
             first_batch_s=meter.first_batch_s,
             num_workers=num_workers,
             workers=workers if num_workers else "main",

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from dataflow.tables import bytes_text as bytes_text
 from sharding.printable import printable, printable_name
 
 _STYLE = """
@@ -197,15 +198,6 @@ def figure_class() -> Any:
     except ImportError as error:
         raise ImportError("pictures need matplotlib: pip install 'dataflow-loader[plot]'") from error
     return Figure
-
-
-def bytes_text(count: float) -> str:
-    """Bytes for people: "117 kB", "1.4 GB"; units are powers of 1000."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            return f"{count:,.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.3g} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
 
 
 def machine() -> dict[str, Any]:

@@ -35,7 +35,6 @@ def test_before_the_first_loop_there_is_nothing() -> None:
         delivered_bytes=0,
         elapsed_s=0.0,
         starved_s=0.0,
-        stall_share=0.0,
         first_batch_s=0.0,
         num_workers=0,
         workers="main",

@@ -1,0 +1,69 @@
+"""Show values to people: a table of rows as text or HTML, a value on one line, and numbers with units.
+
+Everything here is for `print`, `repr` and notebooks. It reads nothing and never raises.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from html import escape
+
+Row = tuple[str, str]
+"""The name of a row, and its text."""
+
+_WIDTH = 100
+
+
+def text_table(title: str, rows: Iterable[Row]) -> str:
+    """Return the title and a line for each row; a text that is longer than a line goes on below itself."""
+    kept = list(rows)
+    indent = " " * (max((len(name) for name, _ in kept), default=0) + 4)
+    lines = [
+        textwrap.fill(text, _WIDTH, initial_indent=f"  {name}".ljust(len(indent)), subsequent_indent=indent)
+        for name, text in kept
+        if text
+    ]
+    return "\n".join([title, *lines])
+
+
+def html_table(title: str, rows: Iterable[Row]) -> str:
+    """Return the same for a notebook, title and rows escaped."""
+    cells = "".join(
+        f'<tr><th style="text-align:left">{escape(name)}</th>'
+        f'<td style="text-align:left">{escape(text)}</td></tr>'
+        for name, text in rows
+        if text
+    )
+    caption = f'<caption style="text-align:left"><b>{escape(title)}</b></caption>'
+    return f"<table>{caption}<tbody>{cells}</tbody></table>"
+
+
+def one_line(name: str, parts: Iterable[str]) -> str:
+    """Return a value for `repr`: its class, and in parentheses its parts; empty ones are left out."""
+    return " ".join(f"{name}({', '.join(part for part in parts if part)})".split())
+
+
+def bytes_text(count: float) -> str:
+    """Return bytes for people: "117 kB", "1.4 GB"; units are powers of 1000."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            return f"{count:,.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def number_text(count: float) -> str:
+    """Return a number for people: "12,800", "16.3"."""
+    return f"{count:,.0f}" if count >= 100 or count == int(count) else f"{count:.3g}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number of things: "1 batch", "4 batches"."""
+    plural = noun if count == 1 else f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
+    return f"{count:,} {plural}"
+
+
+def with_reason(text: str, reason: str) -> str:
+    """Return a decision and the reason for it."""
+    return f"{text}: {reason}" if reason else text
