@@ -220,10 +220,12 @@ class StreamLoader:
     def _batches(self, loop: EpochLoop) -> Generator[Any, None, None]:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
         epoch, began_s = self._loops.begin(loop, self._newest_plan).order.epoch, time.perf_counter()
-        frame, counters = LoopFrame(), self._counters
+        frame, counters, mixes = LoopFrame(), self._counters, isinstance(self.dataset, Mixture)
         try:
             while not loop.has_ended:
-                session = self._session_of(loop, frame)
+                session = loop.session
+                if session is None or (mixes and self._is_outdated(loop)):
+                    session = self._serve(loop, frame)
                 on_device = session.copier.to_device if session.copier else None
                 for delivered in self._chunk_of(session, loop):
                     counters.first_batch_s = counters.first_batch_s or time.perf_counter() - began_s
@@ -272,15 +274,13 @@ class StreamLoader:
         if loop.is_whole and loop.session is session:  # where lengths are measured, it shows only now
             self._deliver_last(loop, session)
 
-    def _session_of(self, loop: EpochLoop, frame: LoopFrame) -> Session:
-        """The session that serves a loop: a new one from where the loop is, if it had to be closed."""
+    def _serve(self, loop: EpochLoop, frame: LoopFrame) -> Session:
+        """Have a session for a loop, from where it is: its former one was closed, or has other weights."""
         plan = loop.plan
         assert plan is not None
-        if isinstance(self.dataset, Mixture) and self._is_outdated(loop):
+        if self._is_outdated(loop):
             self._take_weights(plan.order.epoch, plan.position_after(loop.taken))
             self.sessions.drop(loop)  # what was read ahead is in other shares
-        if (session := loop.session) is not None:
-            return session
         if loop.finalizer is None:
             loop.finalizer = Finalizer(frame, partial(self.sessions.release, loop))
         else:
@@ -359,7 +359,7 @@ class StreamLoader:
     @property
     def _is_in_step(self) -> bool:
         """Return whether ranks step together, so that none of their batches may be empty."""
-        return self._may_be_empty and self._rank.topology.data_world_size > 1
+        return self._rank.topology.data_world_size > 1 and self._may_be_empty
 
     @property
     def remainder(self) -> int:

@@ -160,7 +160,8 @@ class OpenSources:
     def __init__(self, decided: SessionPlan, pause: ReadPause | None) -> None:
         self.traffic, self.guards = Traffic(), FileGuards()
         self._actors_read = decided.builders.reads
-        self.gate = None if self._actors_read else self._open_gate(decided, pause)
+        is_read_here = not self._actors_read and not is_all_local(decided.plan.dataset)
+        self.gate = self._open_gate(decided, pause) if is_read_here else None
         """Says how many bytes may be in flight; None: local shards, or actors read."""
         self.caches = OpenCaches(decided.plan, decided.topology)
         keep_bytes = decided.ahead.mapped_bytes.value
@@ -168,11 +169,9 @@ class OpenSources:
         self.opened = [self._shared(source, decided, number, 0) for number, source in enumerate(opened)]
         """In the order of a mixture."""
 
-    def _open_gate(self, decided: SessionPlan, pause: ReadPause | None) -> ReadGate | None:
-        """The gate of this rank, or of all ranks of this machine together; None for local shards."""
+    def _open_gate(self, decided: SessionPlan, pause: ReadPause | None) -> ReadGate:
+        """The gate of this rank, or of all ranks of this machine together."""
         dataset, topology = decided.plan.dataset, decided.topology
-        if is_all_local(dataset):
-            return None
         ranks, start_bytes = topology.local_world_size, decided.ahead.in_flight_bytes.value
 
         def control(share: int = 1) -> Inflight:
