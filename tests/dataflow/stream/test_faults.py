@@ -26,7 +26,8 @@ from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.tools.cli import main
 from prefetch.errors import ReaderClosedError
 from prefetch.retries import RetryPolicy
-from prefetch.store.reader import Awaited, ReadStats, StoreReader
+from prefetch.store.ranges import Awaited
+from prefetch.store.reader import ReadStats, StoreReader
 from sharding.blocks import Shard
 from sharding.errors import ShardChangedError, ShardReadError
 
