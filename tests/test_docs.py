@@ -25,12 +25,9 @@ TO_BE_WRITTEN_ANEW = {
     "docs/notes/bench-and-plan.md",
     "docs/notes/controller.md",
     "docs/notes/io-gate.md",
-    "docs/reference/cli.md",
     "docs/reference/differences.md",
     "docs/reference/errors.md",
     "docs/reference/formats.md",
-    "docs/reference/names.md",
-    "docs/reference/stats.md",
 }
 """Pages of before these rules; empty in the end."""
 

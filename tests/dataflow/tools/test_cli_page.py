@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -14,10 +15,16 @@ from dataflow.tools.cli import main
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cli.md"
 HEAD = """# The command line
 
-Every command and option, as `dataflow COMMAND --help` tells them. SIZE is bytes, such as `256MiB` or `2GB`. Errors that you can cure are one line and exit code 1; `--traceback` shows where they came from.
+Every command and option, as `dataflow COMMAND --help` tells them. SIZE is bytes, such as `256MiB` or `2GB`. Errors that you can cure are one line and exit code 1.
 
 <!-- Written by tests/dataflow/tools/test_cli_page.py. -->
+
+## Options of several commands
+
+A command names those of them that it takes.
 """  # noqa: E501 - a line a paragraph
+SHARED_BY = 3
+"""An option that so many commands have, in the same words, stands in the table of all commands."""
 KINDS = {"INTEGER RANGE": "N", "INTEGER": "N", "FLOAT RANGE": "X"}
 
 
@@ -49,21 +56,45 @@ def row_of(param: click.Parameter, ctx: click.Context) -> str:
     return f"| `{name}` | {text} | {default} |"
 
 
-def section_of(name: str, command: click.Command) -> str:
+def rows_of(name: str, command: click.Command) -> dict[str, str]:
+    """Flag and line of each option of a command."""
+    ctx = click.Context(command, info_name=name)
+    return {param.opts[0]: row_of(param, ctx) for param in command.params if isinstance(param, click.Option)}
+
+
+def table_of(rows: Iterable[str]) -> str:
+    """Return the table of options that has these lines."""
+    return "\n".join(["| option | meaning | default |", "|---|---|---|", *rows])
+
+
+def shared_rows() -> list[str]:
+    """Lines that several commands have, in the order of the commands."""
+    counts = Counter(
+        row for name, command in commands_of(main, "dataflow") for row in rows_of(name, command).values()
+    )
+    return [row for row, count in counts.items() if count >= SHARED_BY]
+
+
+def section_of(name: str, command: click.Command, shared: Collection[str]) -> str:
     """What a command is for, the usual call, its options."""
     ctx = click.Context(command, info_name=name)
     summary, detail, *_, examples = inspect.cleandoc(command.help or "").split("\n\n")
     call = re.split(r"\s{3,}", examples.partition("Examples:\n")[2].splitlines()[0].strip())[0]
     pieces = " ".join([name, *command.collect_usage_pieces(ctx)])
-    options = [row_of(param, ctx) for param in command.params if isinstance(param, click.Option)]
+    rows = rows_of(name, command)
     prose = " ".join(f"{summary}\n{detail}".splitlines())
-    table = "\n".join(["| option | meaning | default |", "|---|---|---|", *options])
-    return f"\n## `{name}`\n\n{prose}\n\n```bash\n{call}\n```\n\nUsage: `{pieces}`\n\n{table}\n"
+    table = table_of(row for row in rows.values() if row not in shared)
+    also = ", ".join(f"`{flag}`" for flag, row in rows.items() if row in shared)
+    return (
+        f"\n## `{name}`\n\n{prose}\n\n```bash\n{call}\n```\n\nUsage: `{pieces}`\n\n{table}\n\nAlso: {also}.\n"
+    )
 
 
 def page() -> str:
     """The whole page."""
-    return HEAD + "".join(section_of(name, command) for name, command in commands_of(main, "dataflow"))
+    shared = shared_rows()
+    sections = (section_of(name, command, shared) for name, command in commands_of(main, "dataflow"))
+    return f"{HEAD}\n{table_of(shared)}\n" + "".join(sections)
 
 
 def test_the_page_is_what_the_commands_say() -> None:
