@@ -27,7 +27,7 @@ SMALL = {
 }
 
 EXACT = [
-    ("choose_shuffle", "docs/guide/order.md"),
+    pytest.param("choose_shuffle", "docs/guide/order.md", marks=pytest.mark.full),
     ("mix_datasets", "docs/guide/mixtures.md"),
     pytest.param("mixture_shares", "docs/guide/mixtures.md", marks=pytest.mark.full),
     ("tour", "docs/guide/tour.md"),
@@ -217,7 +217,7 @@ def test_packed_rows_compiled_print_what_their_page_shows(tmp_path: Path) -> Non
 @pytest.mark.full
 def test_packed_documents_have_the_loss_of_each_document_alone(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    printed = alone("packed_transformers", tmp_path).splitlines()
+    printed = alone("packed_transformers", tmp_path, seconds=110).splitlines()
     shown = printed_on("docs/guide/batching.md", "packed_transformers").splitlines()
     figures = [float(line.split()[-1]) for line in printed]
     assert [float(line.split()[-1]) for line in shown] == pytest.approx(figures[:2], abs=2e-3)
