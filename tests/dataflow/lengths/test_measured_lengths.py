@@ -405,21 +405,6 @@ class Letters:
         return SimpleNamespace(ids=[*text.encode()])
 
 
-def test_the_program_of_the_guide_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "text").mkdir()
-    (folder / "text" / "0.jsonl").write_text('{"text": "one", "source": 3}\n{"text": "three", "source": 5}\n')
-    page = (Path(__file__).parents[3] / "docs" / "guide" / "batching.md").read_text("utf-8")
-    section = page.partition("## Lengths that are measured on the way")[2]
-    program = section.partition("```python\n")[2].partition("```")[0]
-    monkeypatch.chdir(folder)
-    names = {"DataLoader": DataLoader, "ShardedDataset": ShardedDataset, "Packed": Packed}
-    exec(program, names | {"tokenizer": Letters()}, made := dict[str, Any]())
-    with made["loader"] as loader:
-        (batch,) = loader
-    assert sorted(batch["source"].tolist()) == [3, 5]
-    assert int((batch["tokens"].segment_ids > 0).sum()) == 8
-
-
 # ---- lengths that are known, of samples that are made ------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -487,22 +486,6 @@ def test_a_batch_transform_may_make_the_targets(tmp_path: Path) -> None:
 
     batches = packed_batches(tmp_path, batch_transform=training)
     assert sum(batch["input_ids"].numel() for batch in batches) == sum(LENGTHS)
-
-
-def test_the_program_of_the_page_on_batching_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "corpus").mkdir()
-    write_parquet(tmp_path / "corpus", documents())
-    page = (Path(__file__).parents[3] / "docs" / "guide" / "batching.md").read_text("utf-8")
-    program, *_ = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-
-    def model(tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        assert tokens.shape == positions.shape == (len(mask), mask.shape[-1])
-        return torch.zeros(*tokens.shape, 3000)
-
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"model": model}
-    exec(program, names)
-    assert torch.isclose(names["loss"], torch.tensor(3000.0).log())
 
 
 def test_a_state_resumes_with_more_columns(tmp_path: Path) -> None:
