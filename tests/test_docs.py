@@ -82,6 +82,26 @@ def test_a_guide_begins_with_a_program_of_examples(page: Path) -> None:
     )
 
 
+PUBLIC = {
+    "dataflow",
+    "dataflow.grad.strategies",
+    "dataflow.integrations.accelerate",
+    "dataflow.integrations.transformers",
+    "dataflow.testing",
+    "dataflow.topology_exchange",
+}
+"""Modules that pages and examples import; docs/reference/names.md has them."""
+
+
+@pytest.mark.parametrize("path", [*PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=named)
+def test_pages_and_examples_import_what_is_public(path: Path) -> None:
+    text = path.read_text("utf-8")
+    if path.suffix == ".md":
+        text = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    found = re.findall(r"^\s*(?:from|import) ((?:dataflow|prefetch|sharding)[\w.]*)", text, re.MULTILINE)
+    assert set(found) <= PUBLIC
+
+
 def test_pages_that_are_to_be_written_anew_exist() -> None:
     assert {name for name in TO_BE_WRITTEN_ANEW if not (ROOT / name).exists()} == set()
 

@@ -9,6 +9,7 @@ from dataflow.grad.strategies.hierarchical import Hierarchical
 from dataflow.grad.strategies.local_sgd import DiLoCo, LocalSGD, PostLocalSGD
 from dataflow.grad.strategies.lossy import Int8, TopK
 from dataflow.grad.strategies.power_sgd import PowerSGD
+from dataflow.grad.strategies.strategy import Strategy, StrategyContext
 
 __all__ = [
     "AllReduce",
@@ -20,5 +21,7 @@ __all__ = [
     "LocalSGD",
     "PostLocalSGD",
     "PowerSGD",
+    "Strategy",
+    "StrategyContext",
     "TopK",
 ]
