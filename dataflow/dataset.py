@@ -14,11 +14,12 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct, structs
 from torch.utils.data import Dataset
 from typing_extensions import TypeVar
 
@@ -67,8 +68,7 @@ S = TypeVar("S", default=dict[str, Any])
 """A sample: what `transform` returns, or else a dict of columns."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Join:
+class Join(Struct, frozen=True, eq=False, kw_only=True):
     """Another dataset, whose columns come beside a dataset's own."""
 
     other: ShardedDataset[Any]
@@ -320,7 +320,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             each = np.maximum(other.length, other.nbytes).sum() / max(1, other.num_samples.sum())
             beside += (kept * each).astype(np.int64)
         length, nbytes = table.length + beside, table.nbytes + beside
-        return replace(table, num_samples=kept, length=length, nbytes=nbytes)
+        return structs.replace(table, num_samples=kept, length=length, nbytes=nbytes)
 
     def num_samples(self, epoch: int) -> int:
         """Samples of an epoch: of any, the same."""

@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import Struct
+
 Kind = Literal["connection", "timeout", "throttled", "server", "cut", "wrong", "final"]
 
 _THROTTLED = (429, 503)
@@ -99,8 +101,7 @@ class WrongRangeError(ConnectionError):
     """The server gave another range than was asked for, or did not say which."""
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """A failed attempt, with its reason."""
 
     kind: Kind
@@ -203,8 +204,7 @@ def is_crawling(age_s: float, got: int, left: int, long_s: float) -> bool:
     return got > 0 and age_s >= _CRAWL * long_s and got * _CRAWL < got + left
 
 
-@dataclass(frozen=True)
-class RetryDecision:
+class RetryDecision(Struct, frozen=True):
     """A decision to try again, or not, with its reason."""
 
     delay_s: float | None

@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import BinaryIO
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.errors import CorruptShardError
@@ -143,8 +144,7 @@ class Block:
         return CorruptShardError(self.shard.url, reason, self.offset, stage="decode")
 
 
-@dataclass(frozen=True)
-class Spans:
+class Spans(Struct, frozen=True):
     """n variable-length values: value i is `buffer[starts[i] : starts[i] + lengths[i]]`.
 
     Spans may lie in any order and may overlap. A length may be `MISSING`, `NULL_INSIDE` or `PATH_ONLY`.
@@ -165,8 +165,7 @@ class Spans:
         return self.buffer[self.starts[i] : self.starts[i] + self.lengths[i]]
 
 
-@dataclass(frozen=True)
-class Masked:
+class Masked(Struct, frozen=True):
     """n values of one dtype and shape, some of which are not there."""
 
     values: NDArray[np.generic]

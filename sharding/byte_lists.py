@@ -6,8 +6,6 @@ in native byte order, at any address: count, one length an item, and the items o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,8 +15,7 @@ Numbers = NDArray[np.int64]
 _NUMBER_BYTES = 8
 
 
-@dataclass(frozen=True)
-class ByteLists(Spans):
+class ByteLists(Spans, frozen=True):
     """Spans of lists. Their heads are believed: only who has written these may say that they are such."""
 
 

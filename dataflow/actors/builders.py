@@ -27,11 +27,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from dataflow.actors.actor import ActorInfo, ActorResponse, BuilderActor, packed_bytes
 from dataflow.actors.cluster import (
@@ -121,7 +122,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         super().__init__(context.settings.num_builders, decide=context.on_bad)
         self._context, self._serializes = context, not datasets
         # A chunk comes whole: a part of it would be a call more, which costs this process 3 ms.
-        settings = replace(context.settings, hand_over_s=math.inf)
+        settings = structs.replace(context.settings, hand_over_s=math.inf)
         self._traffic, self._num_ranks = traffic, num_ranks
         try:
             job = TorchSettings.here(), settings, [*map(only_read, datasets)]

@@ -15,12 +15,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from dataflow.batch.delivered import UNTRAINED, Delivered, Remark
@@ -62,8 +62,7 @@ KEPT = "__kept__"
 BatchFn = Callable[[Any], Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BuildSettings:
+class BuildSettings(Struct, frozen=True, kw_only=True):
     """Settings that all chunks of a stream are built with: all that builders of other processes are sent."""
 
     outputs: Sequence[Output]
@@ -122,8 +121,7 @@ class BuildSettings:
         return self.batching is not None and self.collate is None and column in self.batching.columns
 
 
-@dataclass(frozen=True, kw_only=True)
-class BuildContext:
+class BuildContext(Struct, frozen=True, kw_only=True):
     """The settings and resources that builders of one process build chunks with."""
 
     settings: BuildSettings
@@ -150,8 +148,7 @@ class BuildContext:
     """Kinds of remarks of which was said where the first one is."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ChunkPlan:
+class ChunkPlan(Struct, frozen=True, kw_only=True, eq=False):
     """The batches that a chunk has. Says nothing of where their rows lie."""
 
     epoch: int

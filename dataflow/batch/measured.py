@@ -9,11 +9,11 @@ is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -27,8 +27,7 @@ from sharding.order.windows import ranges
 from sharding.printable import listed
 
 
-@dataclass(frozen=True, eq=False)
-class Lists:
+class Lists(Struct, frozen=True, eq=False):
     """n lists of numbers, anywhere in one array, which others may use as well."""
 
     values: NDArray[Any]
@@ -84,8 +83,7 @@ class Lists:
         return cls(np.concatenate(filled), np.concatenate(starts), lengths)
 
 
-@dataclass(frozen=True, eq=False)
-class MeasuredSamples:
+class MeasuredSamples(Struct, frozen=True, eq=False):
     """Samples that were made, by position."""
 
     positions: NDArray[np.int64]

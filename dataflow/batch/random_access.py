@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from dataflow.batch.transforms import transformed_together
@@ -109,7 +109,7 @@ class _OpenSource:
             if self._stagers:
                 whole = beside = joined(window, part.rows, self._stagers)
                 beside.read_matches()
-            parts.append(replace(part, window=whole))
+            parts.append(structs.replace(part, window=whole))
         return parts
 
 

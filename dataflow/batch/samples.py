@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -19,8 +19,7 @@ from dataflow.ragged import Ragged
 from sharding.printable import listed
 
 
-@dataclass(frozen=True, eq=False)
-class OnDemand:
+class OnDemand(Struct, frozen=True, eq=False):
     """Values of a batch's samples, each decoded when it is asked for, and kept by nobody here."""
 
     decode: Callable[[int], Any]
@@ -31,8 +30,7 @@ class OnDemand:
         return self.decode(self.rows[at])
 
 
-@dataclass(frozen=True, eq=False)
-class BatchSamples:
+class BatchSamples(Struct, frozen=True, eq=False):
     """The samples of a batch, made one by one: dicts of scalars as Python numbers, arrays as tensor views."""
 
     columns: Mapping[str, Any]
@@ -103,8 +101,7 @@ def _is_list(value: object) -> bool:
 # ---- samples whose lengths decide about batches -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GatherSamples:
+class GatherSamples(Struct, frozen=True):
     """Puts samples together, whatever their lengths. Goes to builder processes.
 
     Args:
@@ -235,8 +232,7 @@ _ONE_TYPE = "return one type for every sample, or give a collate_fn= that takes 
 _BATCHABLE = "return tensors, arrays, numbers, text, or lists and dicts of those, or give a collate_fn="
 
 
-@dataclass(frozen=True, kw_only=True)
-class Misfit:
+class Misfit(Struct, frozen=True, kw_only=True):
     """The first sample that `default_collate` cannot put together with the others."""
 
     at: int

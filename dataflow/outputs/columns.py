@@ -10,10 +10,10 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import Struct, field
 from numpy.typing import NDArray
 
 from dataflow.decode.crop import DRAWS, Draws
@@ -37,8 +37,7 @@ StoredValue = tuple[NDArray[np.uint8], int]
 """The stored bytes of a value, and the row of the chunk that it is of."""
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(Struct, frozen=True):
     """The segments of the values that some columns take, [rows] each; all in elements."""
 
     columns: Sequence[str]
@@ -57,8 +56,7 @@ class Cut:
         return wrong
 
 
-@dataclass(frozen=True, eq=False)
-class ChunkRows:
+class ChunkRows(Struct, frozen=True, eq=False, dict=True):
     """The rows of a chunk. Found when they are first needed, by whoever builds the chunk."""
 
     num_rows: int
@@ -144,8 +142,7 @@ class ChunkRows:
         return window.sample_error(window_row, reason, column, stage)
 
 
-@dataclass(frozen=True)
-class Randomness:
+class Randomness(Struct, frozen=True):
     """The seed and epoch that random augmentation depends on, beside the sample."""
 
     seed: int

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, StoredValue
@@ -45,8 +46,7 @@ Remark = Callable[[int, str], None]
 """Is told what is odd about the value of an index, which is delivered all the same."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartValues:
+class PartValues(Struct, frozen=True, kw_only=True):
     """The values of the rows of a part, one after the other, [values] each."""
 
     part: WindowPart
@@ -64,7 +64,7 @@ class PartValues:
     def between(self, start: int, stop: int) -> PartValues:
         """Its values [start, stop), or up to its last."""
         few = slice(start, stop)
-        return replace(
+        return structs.replace(
             self, row=self.row[few], number=self.number[few], at=self.at[few], target=self.target[few]
         )
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -35,8 +36,7 @@ Views = Callable[[NDArray[np.uint8], int, Sequence[int]], Iterable[Any]]
 """Memory that rows of a column were copied to, the first of these rows, batch sizes -> one value a batch."""
 
 
-@dataclass(kw_only=True)
-class BuiltColumn:
+class BuiltColumn(Struct, kw_only=True):
     """The work that is left for one output column of a chunk."""
 
     split: Callable[[Sequence[int]], Iterable[Any]] | None = None
@@ -76,13 +76,12 @@ def make_copies(built: Sequence[BuiltColumn], columns: ChunkColumns) -> None:
         if column.copies is not None:
             assert column.views is not None
             memory = columns.slot(column.copies.nbytes)
-            placed.append(replace(column.copies, out=memory))
+            placed.append(structs.replace(column.copies, out=memory))
             column.split = partial(column.views, memory, 0)
     columns.copy(placed)
 
 
-@dataclass(frozen=True, eq=False)
-class Default:
+class Default(Struct, frozen=True, eq=False):
     """The value that stands for a missing one."""
 
     value: Any

@@ -9,9 +9,10 @@ On the other side they are the staged columns of one window a source, whose rows
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from dataflow.batch.builder import ChunkPlan
@@ -90,7 +91,7 @@ def serialize(
     copies = []
     for (name, (plan_column, column)), nbytes in zip(columns.items(), sizes, strict=True):
         own = memory[used : used + plan_column.nbytes]
-        copies.append(replace(plan_column, out=own))
+        copies.append(structs.replace(plan_column, out=own))
         serialized[name] = SerializedColumn(
             offset=used,
             nbytes=len(own),

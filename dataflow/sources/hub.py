@@ -18,9 +18,10 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+
+from msgspec import structs
 
 from prefetch.cache.claims import Claims
 from prefetch.store.retrier import Retrier
@@ -73,12 +74,12 @@ def at_commits(
     files = split_files(
         [file.removeprefix(below) for file in snapshot.files if file.startswith(below)],
         snapshot.configs if not below else [],
-        where=replace(name, revision=None).url,
+        where=structs.replace(name, revision=None).url,
         config=config,
         split=split,
         format=format,
     )
-    return [replace(name, path=below + file).url for file in files]
+    return [structs.replace(name, path=below + file).url for file in files]
 
 
 def files_of_folder(
@@ -119,14 +120,14 @@ def _pinned(url: str, access: HubAccess, retrier: Retrier, revision: str | None)
     name = parse_name(url)
     if revision is not None and name.revision not in (None, revision):
         raise ValueError(f"revision={revision!r} contradicts the one in {url!r}")
-    name = replace(name, revision=revision or name.revision)
+    name = structs.replace(name, revision=revision or name.revision)
     if not name.is_pinned or Snapshot.kept(access.endpoint, name.repo, str(name.revision)) is None:
-        name = replace(name, revision=_listing(name, access, retrier).commit)
+        name = structs.replace(name, revision=_listing(name, access, retrier).commit)
     return name.url
 
 
 def _listing(name: HubName, access: HubAccess, retrier: Retrier) -> Snapshot:
-    repo = replace(name, path="")
+    repo = structs.replace(name, path="")
     key = hashlib.blake2b(f"{access.endpoint}\0{repo.url}".encode(), digest_size=16).hexdigest()
     with _claimed(key):
         note = _note_of_job(key)

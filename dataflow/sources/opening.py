@@ -12,9 +12,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from msgspec import Struct
 
 from dataflow.sources.named import resolve_source
 from prefetch.store.retrier import Retrier
@@ -43,8 +44,7 @@ _REMOTE_INDEX_THREADS = 48
 """Number of threads, as many as read at a time in training: they wait most of the time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Opening:
+class Opening(Struct, frozen=True, kw_only=True):
     """The settings by which a dataset is opened; see `ShardedDataset` for what the fields mean."""
 
     format: str | Format

@@ -15,11 +15,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedArray, StagedSpans
@@ -95,8 +95,7 @@ def counted_through(
     return blocks[is_used], rows
 
 
-@dataclass(frozen=True)
-class WindowPart:
+class WindowPart(Struct, frozen=True):
     """The rows of a chunk that come from one window."""
 
     window: StagedRows

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedOutput
@@ -88,8 +89,7 @@ class FrameIndexes:
             return index
 
 
-@dataclass(frozen=True)
-class SourceCache:
+class SourceCache(Struct, frozen=True):
     """A cache as one source sees it. Thread-safe."""
 
     begins: Callable[[int, int], None]

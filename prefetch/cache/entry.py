@@ -11,11 +11,12 @@ import os
 import re
 import struct
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from prefetch.store.local import read_fully
@@ -62,7 +63,7 @@ class Entry:
 def tag_of(shard: Shard) -> str:
     """32 hex digits for URL, version and size."""
     # On the Hub a version is a hash of the content: the next commit may have the same.
-    url = replace(parse_name(shard.url), revision=None).url if is_pinned(shard.url) else shard.url
+    url = structs.replace(parse_name(shard.url), revision=None).url if is_pinned(shard.url) else shard.url
     text = f"{url}\0{shard.version}\0{shard.size}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec import Struct
 
-@dataclass(frozen=True, kw_only=True)
-class Observation:
+
+class Observation(Struct, frozen=True, kw_only=True):
     """An observation of the engine, for a decision."""
 
     delivered_batches: int

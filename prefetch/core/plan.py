@@ -8,11 +8,11 @@ read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.cached_property import cached_property
@@ -30,8 +30,7 @@ WIDENED = ("uint8", "int8", "uint16", "int16", "uint32", "int32")
 """The types that `Op.WIDEN` takes, in the order of `core_type` in core.h."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlanColumn:
+class PlanColumn(Struct, frozen=True, kw_only=True, eq=False):
     """The copies of one column. The value of row r lies at `base + step * index[r]`.
 
     Whoever makes it keeps the memory of the values alive until the plan has run, and answers for the
@@ -101,8 +100,7 @@ class PlanColumn:
         return sizes
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BuildPlan:
+class BuildPlan(Struct, frozen=True, kw_only=True, eq=False):
     """The copies of a chunk, column by column."""
 
     num_rows: int
@@ -118,8 +116,7 @@ COLUMN_ALIGN = 64
 """The multiple at which each of the columns that share a slot begins."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class JobPlan:
+class JobPlan(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     """The copies of a chunk, to be made in jobs: consecutive rows of all columns, which fill one slot."""
 
     number: int

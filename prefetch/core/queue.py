@@ -10,11 +10,11 @@ import ctypes
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from prefetch.core.plan import WIDENED, JobPlan, Op, PlanColumn
@@ -35,8 +35,7 @@ _PLAN_WORDS, _JOB_WORDS = 16, 3
 """The sizes of the structs in core.h, in words."""
 
 
-@dataclass(kw_only=True, eq=False)
-class SubmittedPlan:
+class SubmittedPlan(Struct, kw_only=True, eq=False):
     """A plan whose jobs may be taken."""
 
     plan: JobPlan

@@ -29,6 +29,8 @@ class State(Enum):
     IN_USE = "in use"
     """Batches that the consumer holds references to."""
 
+    __hash__ = object.__hash__  # each is itself alone; an Enum's own is a call of Python, four times a batch
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryHeld:

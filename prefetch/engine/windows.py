@@ -10,9 +10,10 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from msgspec import Struct
 
 from prefetch.engine.ledger import Ledger, State
 from prefetch.engine.pool import PriorityPool
@@ -25,8 +26,7 @@ _AHEAD_SHARE = 8
 it."""
 
 
-@dataclass(eq=False, kw_only=True)
-class _OpenWindow:
+class _OpenWindow(Struct, eq=False, kw_only=True):
     window: StreamWindow
     num_reads_left: int
     num_users: int = 0

@@ -12,8 +12,9 @@ import pickle
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+
+from msgspec import Struct
 
 from prefetch.errors import EngineClosedError
 
@@ -103,8 +104,7 @@ class WorkerLoop:
         raise EngineClosedError("the loader was closed while the batch was built")
 
 
-@dataclass(frozen=True)
-class RemoteError:
+class RemoteError(Struct, frozen=True):
     """An exception of another process, with what it was raised from."""
 
     error: BaseException

@@ -28,6 +28,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -130,13 +131,14 @@ class Arena:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the arena is closed")
-            self._reconcile()
+            if self._returned:
+                self._reconcile()
             stack = self._free.get(size)
             slab = stack.pop() if stack else None
             self._leased_bytes += size
             if slab is not None:
                 self._free_bytes -= size
-            cold = self._take_cold()
+            cold = self._take_cold() if self._free_bytes else ()
         for old in cold:
             old.unmap()
         if slab is None:
@@ -226,6 +228,7 @@ class Arena:
             slab.unmap()
 
 
+@lru_cache(maxsize=1024)  # asked for every slot, and batches are of few sizes
 def rounded_bytes(nbytes: int) -> int:
     """Return the size of a slot of `nbytes`: whole pages; beyond 32 KiB at most an eighth more."""
     step = max(4096, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 4))

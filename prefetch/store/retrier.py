@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
+
+from msgspec import Struct
 
 from prefetch.errors import FIRST_NOTICE_S, next_notice_s
 from prefetch.memory.interrupts import HiddenThread
@@ -56,8 +57,7 @@ def host_of(url: str) -> str:
     return "/".join(naming_part(identity_of(url)).split("/")[:3])
 
 
-@dataclass
-class _Request:
+class _Request(Struct):
     url: str
     began_s: float
     state: str = "no answer yet"

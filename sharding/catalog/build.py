@@ -16,10 +16,10 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
+from msgspec import Struct
 
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format, Shard, ShardScan
 from sharding.catalog.file import VERSION, arrow_rows, kept_folder
@@ -74,8 +74,7 @@ OpenShard = Callable[[Shard, Any, str], BinaryIO]
 """The stored bytes of a shard, whose fsspec filesystem and path are given, as a seekable file."""
 
 
-@dataclass(frozen=True)
-class ShardChange:
+class ShardChange(Struct, frozen=True):
     """One shard that is not as it was when it was indexed."""
 
     url: str
@@ -83,8 +82,7 @@ class ShardChange:
     """In words: "no such file", "its size is 12 bytes; it was 10 when it was indexed"."""
 
 
-@dataclass(frozen=True)
-class _OpenedUrl:
+class _OpenedUrl(Struct, frozen=True):
     """A shard's URL, opened in the caller's thread (fsspec keeps one filesystem per thread)."""
 
     url: str

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import ColumnSpec, spec_text
@@ -30,8 +31,7 @@ NO_SCHEMA = -1
 """Group of a shard without samples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conflict:
+class Conflict(Struct, frozen=True, kw_only=True):
     """Why a column cannot be delivered."""
 
     shard: str

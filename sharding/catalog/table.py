@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, ColumnSpec, Format, Shard
@@ -53,8 +54,7 @@ _MOST_BYTES = 1 << 60
 """The bytes of all blocks together, at most: sums stay far from the end of an int64."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class BlockTable:
+class BlockTable(Struct, frozen=True, eq=False, kw_only=True):
     """A table of all blocks. All arrays are [num_blocks], in reading order, and read-only."""
 
     shard: NDArray[np.int32]

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
+
+from msgspec import Struct
 
 from sharding.blocks import Format
 from sharding.redaction import identity_of
 from sharding.urls import file_name, naming_part
 
 
-@dataclass(frozen=True, kw_only=True)
-class FormatEntry:
+class FormatEntry(Struct, frozen=True, kw_only=True):
     """A format, described without importing it: each brings its own library."""
 
     where: str

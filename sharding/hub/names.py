@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from urllib.parse import quote, unquote
+
+from msgspec import Struct
 
 _DATASET = re.compile(
     r"hf://datasets/(?P<repo>[^/@]+(?:/[^/@]+)?)(?:@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(?P<path>.*))?"
@@ -13,8 +14,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 DEFAULT_REVISION = "main"
 
 
-@dataclass(frozen=True)
-class HubName:
+class HubName(Struct, frozen=True):
     """A dataset repository, or a file or folder in it."""
 
     repo: str

@@ -21,10 +21,10 @@ All functions are pure; they cost O(blocks) time and memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from heapq import heapreplace
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.order.permutations import EXCHANGE, mix_key, seeded_permutation, splitmix64
@@ -34,8 +34,7 @@ _ONE = 1 << 32
 """Shares of epochs count in units of 2**-32, exactly."""
 
 
-@dataclass(frozen=True, eq=False)
-class Lanes:
+class Lanes(Struct, frozen=True, eq=False):
     """The pieces of each lane, lane after lane. A piece is a whole block, or a part of one that was cut."""
 
     position: NDArray[np.int64]

@@ -7,10 +7,10 @@ its cells' samples, lane after lane.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from sharding.order.lanes import Lanes
@@ -19,8 +19,7 @@ FIRST_WINDOW_BLOCKS = 8
 """Blocks in the first window of a ramp, or one a lane; each next window doubles up to the full size."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class WindowTable:
+class WindowTable(Struct, frozen=True, eq=False, kw_only=True):
     """A table of the windows of an epoch. All arrays are read-only; about 45 bytes a block."""
 
     num_windows: int
@@ -54,7 +53,7 @@ class WindowTable:
     """[windows + 1]: reads in the windows before."""
 
     def __post_init__(self) -> None:
-        for value in vars(self).values():
+        for value in structs.astuple(self):
             if isinstance(value, np.ndarray):
                 value.setflags(write=False)
 

@@ -8,17 +8,16 @@ it is slices and arrays: to take the batches of a chunk out of those looked up c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.cached_property import cached_property
 from sharding.order.windows import windows_touched
 
 
-@dataclass(frozen=True, eq=False)
-class WindowRows:
+class WindowRows(Struct, frozen=True, eq=False):
     """The rows of some batches that one window fills."""
 
     window: int
@@ -50,8 +49,7 @@ class WindowRows:
         return WindowRows(self.window, rows, None if self.indices is None else self.indices[start:stop])
 
 
-@dataclass(frozen=True, eq=False)
-class BatchIndex:
+class BatchIndex(Struct, frozen=True, eq=False, dict=True):
     """Consecutive batches of a plan, and where their rows lie."""
 
     first: int

@@ -24,11 +24,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import BinaryIO
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
@@ -201,8 +201,7 @@ class TarFormat(Format):
         return block.offset + np.where(first == none, own, first)
 
 
-@dataclass(frozen=True)
-class _BlockIndex:
+class _BlockIndex(Struct, frozen=True):
     """A block's index, as views of its bytes."""
 
     members: NDArray[np.void]
@@ -310,8 +309,7 @@ def _missing(samples: Samples) -> dict[str, str]:
     return first
 
 
-@dataclass
-class _Copies:
+class _Copies(Struct):
     """Reads the payloads that links point to from other blocks."""
 
     file: BinaryIO

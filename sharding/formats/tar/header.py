@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
+
+from msgspec import Struct
 
 from sharding.errors import CorruptShardError
 
@@ -46,8 +47,7 @@ _MAX_MEMBER_BYTES = 1 << 50
 """More than any store holds, and few enough to add up."""
 
 
-@dataclass(frozen=True)
-class MemberLink:
+class MemberLink(Struct, frozen=True):
     """A link: the bytes are those of another file."""
 
     target: bytes
@@ -55,8 +55,7 @@ class MemberLink:
     """A symbolic link names a file relative to its own folder, a hard link one of the archive before it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Member:
+class Member(Struct, frozen=True, kw_only=True):
     """One member and where it lies; all positions count bytes from the start of the archive."""
 
     first: int
@@ -77,8 +76,7 @@ class Member:
     """Whose bytes it stands for, where it is a link."""
 
 
-@dataclass
-class Extensions:
+class Extensions(Struct):
     """The values of extension headers about the next member. Of several, the first one counts."""
 
     name: bytes | None = None
@@ -127,8 +125,7 @@ class _CutShortError(Exception):
     """The file ends before the archive does: where, and what is missing there."""
 
 
-@dataclass(kw_only=True)
-class MemberReader:
+class MemberReader(Struct, kw_only=True):
     """Reads members one by one; keeps what global pax headers say."""
 
     url: str

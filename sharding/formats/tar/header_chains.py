@@ -7,9 +7,8 @@ ends where the next begins), so payloads that are tar archives themselves fool n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.formats.tar.header import (
@@ -41,8 +40,7 @@ _IS_BARE, _IS_EXTENSION, _IS_UNUSUAL = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeaderChain:
+class HeaderChain(Struct, frozen=True, kw_only=True):
     """k members, each where the one before ends, extension headers left out; positions in the archive."""
 
     first: NDArray[np.int64]

@@ -8,10 +8,10 @@ unusual (long names, base-256 sizes, v7 headers, the end, every defect) goes one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.formats.tar.header import (
@@ -44,8 +44,7 @@ class Location(NamedTuple):
     """The position at which it stands in the archive in one piece, or None."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Members:
+class Members(Struct, frozen=True, kw_only=True):
     """The n regular files and links of an archive in order; positions count bytes from its start."""
 
     first: NDArray[np.int64]

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import NoReturn
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.errors import CorruptShardError
@@ -36,8 +36,7 @@ _RESERVED = {"__key__", "__url__", "__bad__", "__local_path__"}
 _MAX_COLUMNS = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Samples:
+class Samples(Struct, frozen=True, kw_only=True):
     """m members in n samples."""
 
     columns: tuple[str, ...]
@@ -62,8 +61,7 @@ class Samples:
     """Files without a key, hidden files, those in `__MACOSX/`, and `__meta__` files."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Names:
+class _Names(Struct, frozen=True, kw_only=True):
     """The split names of n members."""
 
     members: Members

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from forked_kit import fork
 from hypothesis import given, strategies as st
+from msgspec import structs
 from numpy.typing import NDArray
 from plain_core import copied
 
@@ -78,9 +79,7 @@ def test_jobs_hold_what_the_plain_loop_copies(data: st.DataObject, num_threads: 
         num_rows = data.draw(st.sampled_from([1, 2, 7, 64, 65]))
         placed = [c for c in data.draw(st.lists(columns(num_rows), max_size=3)) if follows(c)]
         cuts = data.draw(st.sets(st.integers(1, num_rows), max_size=4)) | {num_rows}
-        without_out = [
-            PlanColumn(**{**vars(column), "out": None, "offsets": column.offsets}) for column in placed
-        ]
+        without_out = [structs.replace(column, out=None) for column in placed]
         plans.append(queue.submit(JobPlan(number=number, columns=without_out, ends=int64(sorted(cuts)))))
         whole.append([copied(column) for column in placed])
         for _ in range(data.draw(st.integers(0, 3))):
