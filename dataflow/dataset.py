@@ -97,8 +97,9 @@ class ShardedDataset(Sharded, Dataset[S]):
             "megatron"; or "lerobot" for the folder of a LeRobot dataset (v3).
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
             columns: `{"features": ["f0", "f1"], "label": "y"}`; one of columns of bytes makes lists of what
-            each sample has of them: `{"images": ["0.jpg", "1.jpg"]}`, or `"*.jpg"` for all that match. None:
-            all, without "__key__" and "__url__".
+            each sample has of them: `{"images": ["0.jpg", "1.jpg"]}`, or `"*.jpg"` for all that match.
+            `{"image": "jpg|png"}` takes the first of these members of a tar that a sample has. None: all
+            columns, without "__key__" and "__url__".
         decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Video(...)`,
             `Audio(...)`, `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image",
             "bytes", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack the column.

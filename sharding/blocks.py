@@ -26,6 +26,10 @@ type has no value; a value is only the path of a file, without its bytes. Nobody
 fourth is for numbers alone: the sample has no value, as its shard has no such column, for which NaN stands
 only where asked for."""
 
+ALTERNATIVE = "/"
+"""Stands between the names of alternatives in the name of a column, whose value is the first of them that a
+sample has: for formats whose columns are extensions, none of which has this sign."""
+
 DEFAULT_BLOCK_BYTES = 2 << 20
 """Bytes a block aims at where the format has no unit of its own."""
 
@@ -203,7 +207,7 @@ class Format(ABC):
     """True if a sample may take no byte: if not, a block of more samples than bytes is damaged."""
     columns_are_extensions = False
     """True if a column is the file extension of its values, which tells how to decode them. A sample, and a
-    whole shard, may then lack a column that others have."""
+    whole shard, may then lack a column that others have, and a name may be one of `ALTERNATIVE` columns."""
     widens = False
     """True if `decode_as` brings columns to other types, and a shard may lack a column that others have."""
     token_column = ""
@@ -215,6 +219,10 @@ class Format(ABC):
         JSON values, kept in catalogs: they are all, besides the shards, that shapes the blocks.
         """
         return {}
+
+    def alternatives(self, column: str) -> list[str]:
+        """Return the stored columns that a column's name stands for: its value is the first there is."""
+        return column.split(ALTERNATIVE) if self.columns_are_extensions else [column]
 
     @abstractmethod
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:

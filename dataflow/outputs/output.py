@@ -28,6 +28,7 @@ from dataflow.decode.values import LACKING
 from dataflow.outputs.columns import ChunkColumns, ChunkRows
 from dataflow.staging.columns import StagedOutput
 from prefetch.core.plan import PlanColumn
+from sharding.blocks import ALTERNATIVE
 
 Task = Callable[[], None]
 
@@ -109,6 +110,8 @@ class Output(StagedOutput, ABC):
     """The value in place of a missing one; None: a sample without one is a bad sample."""
     is_member: bool = field(default=False, compare=False)
     """True if its columns are members of samples; else "a.b" is a field b of a struct."""
+    others: tuple[str, ...] = field(default=(), compare=False)
+    """Members of the same kind, which a sample without its own may have in its place."""
 
     @property
     @abstractmethod
@@ -203,10 +206,20 @@ class Output(StagedOutput, ABC):
     @property
     def cure(self) -> str:
         """Return what to do about samples that lack it."""
-        paths = ([source] if self.is_member else source.split(".") for source in self.sources)
-        is_there = " & ".join(f"field({', '.join(map(repr, path))}).is_valid()" for path in paths)
+        if self.is_member:
+            each = [source.split(ALTERNATIVE) for source in self.sources]
+            terms = [" | ".join(f"field({name!r}).is_valid()" for name in names) for names in each]
+            is_there = " & ".join(f"({t})" if " | " in t and len(terms) > 1 else t for t in terms)
+        else:
+            paths = (source.split(".") for source in self.sources)
+            is_there = " & ".join(f"field({', '.join(map(repr, path))}).is_valid()" for path in paths)
+        offer = ""
+        if self.others:
+            name = "image" if self.name in self.sources else self.name
+            offer = f'columns={{"{name}": "{"|".join([*self.sources, *self.others])}"}} takes the first of '
+            offer += "these members that a sample has, "
         return (
-            f"decode={{{self.name!r}: {self.missing_cure}}} puts something in its place, "
+            f"{offer}decode={{{self.name!r}: {self.missing_cure}}} puts something in its place, "
             f"dataset.filter({is_there}) leaves such samples out"
         )
 

@@ -22,7 +22,7 @@ from dataflow.decode.values import CONVERTERS, parse_floats, parse_ints
 from dataflow.outputs.fixed import ArrayOutput, RowsOutput
 from dataflow.outputs.optional import Optional, mask_of
 from dataflow.outputs.output import Output
-from sharding.blocks import ColumnSpec, Format, spec_text
+from sharding.blocks import ALTERNATIVE, ColumnSpec, Format, spec_text
 from sharding.printable import listed
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def resolve_outputs(
     """
     own = schema
     schema = {**schema, **dict.fromkeys(cameras, ColumnSpec("bytes"))}
-    chosen = _chosen(schema, columns)
+    chosen = _chosen(schema, columns, codec)
     needed = [source for sources, _ in chosen.values() for source in sources]
     if check is not None:
         check([*needed, *(_moments() if cameras.keys() & {*needed} else ())])
@@ -93,7 +93,9 @@ def resolve_outputs(
         outputs += [output, *output.pads_beside([*chosen])]
         if rule.mask:
             outputs.append(mask_of(output, [*chosen]))
-    return tuple(replace(output, is_member=codec.columns_are_extensions) for output in outputs)
+    if not codec.columns_are_extensions:
+        return tuple(outputs)
+    return tuple(replace(one, is_member=True, others=_others(one.sources, own)) for one in outputs)
 
 
 def _moments() -> tuple[str, ...]:
@@ -104,8 +106,15 @@ def _moments() -> tuple[str, ...]:
 
 
 def schema_of(schema: Mapping[str, ColumnSpec], name: str) -> ColumnSpec:
-    """The spec of a column, the sample's own key included."""
-    return ColumnSpec("text") if name in KEY_COLUMNS else schema[name]
+    """The spec of a column, the sample's own key and alternatives included."""
+    if name in KEY_COLUMNS:
+        return ColumnSpec("text")
+    if name in schema:
+        return schema[name]
+    specs = [schema[one] for one in name.split(ALTERNATIVE)]  # as `Format.alternatives` has it
+    sizes = [spec.size_range for spec in specs if spec.size_range is not None]
+    both = (min(low for low, _ in sizes), max(high for _, high in sizes)) if sizes else None
+    return replace(specs[0], size_range=both, optional=all(spec.optional for spec in specs))
 
 
 def _listed(schema: Mapping[str, ColumnSpec]) -> str:
@@ -113,7 +122,9 @@ def _listed(schema: Mapping[str, ColumnSpec]) -> str:
 
 
 def _chosen(
-    schema: Mapping[str, ColumnSpec], columns: Sequence[str] | Mapping[str, str | Sequence[str]] | None
+    schema: Mapping[str, ColumnSpec],
+    columns: Sequence[str] | Mapping[str, str | Sequence[str]] | None,
+    codec: Format,
 ) -> dict[str, tuple[tuple[str, ...], bool]]:
     """By name, the columns that each is made of, and whether it is made of several, even if there is one."""
     if isinstance(columns, str):
@@ -126,9 +137,10 @@ def _chosen(
         named = {k: (v,) if isinstance(v, str) else tuple(v) for k, v in columns.items()}
     else:
         named = {name: (name,) for name in columns}
-    chosen = {name: _matched(schema, sources) for name, sources in named.items()}
+    chosen = {name: _matched(schema, sources, codec) for name, sources in named.items()}
     for name, (sources, _) in chosen.items():
-        missing = [s for s in sources if s not in schema and s not in KEY_COLUMNS]
+        known = {*schema, *KEY_COLUMNS}
+        missing = [s for s in sources if not known.issuperset(codec.alternatives(s))]
         if missing or not sources:
             raise ValueError(
                 f"column {(missing or [name])[0]!r} does not exist; the dataset has: {_listed(schema)}"
@@ -142,16 +154,49 @@ def _chosen(
     return chosen
 
 
-def _matched(schema: Mapping[str, ColumnSpec], sources: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+def _matched(
+    schema: Mapping[str, ColumnSpec], sources: Sequence[str], codec: Format
+) -> tuple[tuple[str, ...], bool]:
     """The columns that names and patterns ("*.jpg") stand for, and whether they may be several."""
     matched, is_list = list[str](), len(sources) > 1
     for source in sources:
+        if "|" in source and source not in schema:
+            matched.append(_alternatives(schema, source, codec))
+            continue
         if "*" not in source or source in schema:
             matched.append(source)
             continue
         matches = sorted(fnmatch.filter(schema, source), key=_by_numbers)
         matched, is_list = [*matched, *(matches or [source])], True
     return tuple(matched), is_list
+
+
+def _alternatives(schema: Mapping[str, ColumnSpec], source: str, codec: Format) -> str:
+    """The name of the column that "jpg|png" stands for, without the members that no sample has."""
+    if not codec.columns_are_extensions:
+        raise ValueError(
+            f"column {source!r} does not exist, and alternatives are for members of tar files: in "
+            f"{codec.name} files, write one column when you make the shards, or choose in transform=; the "
+            f"dataset has: {_listed(schema)}"
+        )
+    names = source.split("|")
+    if any("*" in name or name in KEY_COLUMNS for name in names) or len({*names}) < len(names):
+        raise ValueError(f"alternatives are different names of members, as in 'jpg|png'; got {source!r}")
+    there = [name for name in names if name in schema]
+    if not there:
+        raise ValueError(f"no sample has a member of {source!r}; the dataset has: {_listed(schema)}")
+    return ALTERNATIVE.join(there)
+
+
+def _others(sources: Sequence[str], schema: Mapping[str, ColumnSpec]) -> tuple[str, ...]:
+    """The members of the same kind as an image that some samples lack, by which others may have it."""
+    if len(sources) != 1 or sources[0] not in schema or not schema[sources[0]].optional:
+        return ()
+    stem, _, ending = sources[0].rpartition(".")
+    if ending.lower() not in IMAGE_SUFFIXES:
+        return ()
+    alike = (name for name in schema if name.rpartition(".")[0] == stem and name != sources[0])
+    return tuple(name for name in alike if name.rpartition(".")[2].lower() in IMAGE_SUFFIXES)
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
@@ -253,6 +298,13 @@ def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
         return spec.kind
     if not codec.columns_are_extensions:
         return None
+    names = codec.alternatives(source)
+    if len(names) > 1:
+        rules = [_auto_rule(name, spec, codec) for name in names]
+        if any(rule != rules[0] for rule in rules):
+            each = listed(f"{name} ({rule or 'bytes'})" for name, rule in zip(names, rules, strict=True))
+            raise ValueError(f"alternatives are decoded alike, got {each}: name one decoder in decode=")
+        return rules[0]
     suffix = PurePosixPath("x." + source).suffix[1:].lower() if source else ""
     for rule, suffixes in (
         ("image", IMAGE_SUFFIXES),

@@ -349,6 +349,24 @@ def with_crops(folder: Path) -> ShardedDataset:
     return ShardedDataset(str(folder / "images.tar"), decode={"png": crop}, block_bytes=10_000)
 
 
+def write_alternatives(folder: Path) -> None:
+    """One shard has the first member only, one the second, one both or the second."""
+    for shard, numbers in enumerate((range(15), range(15, 30), range(30, 47))):
+        members = []
+        for n in numbers:
+            members.append((f"{n:03d}.n.cls", str(n).encode()))
+            if shard == 0 or (shard == 2 and n % 2):
+                members.append((f"{n:03d}.a.txt", f"a {n}".encode()))
+            if shard > 0:
+                members.append((f"{n:03d}.b.txt", f"b {n}".encode()))
+        write_tar(folder / f"{shard}.tar", members)
+
+
+def alternatives(folder: Path) -> ShardedDataset:
+    columns = {"n": "n.cls", "text": "a.txt|b.txt|c.txt", "other": "b.txt|a.txt"}
+    return ShardedDataset(str(folder / "*.tar"), columns=columns, block_bytes=5000)
+
+
 def write_nested(folder: Path) -> None:
     rows = [{"id": n, "tags": ["a", None, "日"][: n % 4], "grid": [[n] * (n % 3), []]} for n in range(47)]
     (folder / "nested.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -373,6 +391,7 @@ ROWS: dict[str, Row] = {
     "absent members": Row(write_members, with_members),
     "filter": Row(write_nulls, filtered),
     "left out": Row(write_nulls, partial(with_nulls, on_error="skip")),
+    "alternatives": Row(write_alternatives, alternatives),
     "nested values": Row(
         write_nested, lambda folder: ShardedDataset(str(folder / "*.jsonl"), block_bytes=400)
     ),

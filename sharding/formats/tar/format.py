@@ -31,7 +31,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
+from sharding.blocks import ALTERNATIVE, Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
 from sharding.compression import compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
 from sharding.formats.tar.header import BLOCK, COPIED, MAGIC, NO_MAGIC, ODD_SIZE, SIZE
@@ -158,7 +158,8 @@ class TarFormat(Format):
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """Views of the wanted values in `data`; see `Format.decode`.
 
-        `columns` None means all extensions. "__key__" may be asked for as well: UTF-8 key bytes.
+        `columns` None means all extensions. "__key__" may be asked for as well: UTF-8 key bytes; and
+        "jpg/png", which is the first of these members that a sample has.
 
         Raises:
             CorruptShardError: `data` is not what was indexed, or a column is not in the shard.
@@ -225,16 +226,20 @@ class _BlockIndex(Struct, frozen=True):
     ) -> dict[str, Spans]:
         names = _columns_of(bytes(block.footer))
         return {
-            name: self._key_spans(buffer) if name == KEY_COLUMN else self._spans(names.get(name, -1), buffer)
+            name: self._key_spans(buffer)
+            if name == KEY_COLUMN
+            else self._spans([names.get(one, -1) for one in name.split(ALTERNATIVE)], buffer)
             for name in (names if selected is None else selected)
         }
 
-    def _spans(self, column: int, buffer: NDArray[np.uint8]) -> Spans:
-        rows = self.members[self.members["column"] == column]
+    def _spans(self, alternatives: Sequence[int], buffer: NDArray[np.uint8]) -> Spans:
+        """Where each sample's member lies: of several columns, that of the first which it has."""
         starts = np.zeros(len(self.keys), np.int64)
         lengths = np.full(len(self.keys), -1, np.int64)
-        starts[rows["sample"]] = rows["header"].astype(np.int64) + BLOCK
-        lengths[rows["sample"]] = rows["size"]
+        for column in reversed(alternatives):  # the first is written last, over the others
+            rows = self.members[self.members["column"] == column]
+            starts[rows["sample"]] = rows["header"].astype(np.int64) + BLOCK
+            lengths[rows["sample"]] = rows["size"]
         return Spans(buffer, starts, lengths)
 
     def _key_spans(self, buffer: NDArray[np.uint8]) -> Spans:
