@@ -233,7 +233,7 @@ class _BlockIndex(Struct, frozen=True):
         }
 
     def _spans(self, alternatives: Sequence[int], buffer: NDArray[np.uint8]) -> Spans:
-        """Where each sample's member lies: of several columns, that of the first which it has."""
+        """Return where each sample's member lies: of several columns, that of the first which it has."""
         starts = np.zeros(len(self.keys), np.int64)
         lengths = np.full(len(self.keys), -1, np.int64)
         for column in reversed(alternatives):  # the first is written last, over the others
