@@ -12,10 +12,11 @@ import inspect
 import logging
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from dataflow.shard_order import Sharded
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import Opening
 from dataflow.staging.source import MatchSource, Source
+from dataflow.tables import Row, listed_shortly
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import Mappings
 from prefetch.retries import RetryPolicy
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("dataflow")
+_COLUMNS_SHOWN = 20
+"""Columns that the table of a notebook has a row for."""
 
 OnError = str | Callable[[SampleError], bool]
 
@@ -466,12 +470,14 @@ class ShardedDataset(Sharded, Dataset[S]):
         Raises `ValueError` for names that both deliver, keys that repeat in `other`, keys of unlike types, no
         key in common, and an order of `other` that takes more reads than `amplification` allows.
         """
-        from dataflow.sources.joins import JoinSide, columns_beside, match_sides
+        from dataflow.sources.joins import JoinSide, check_joinable, columns_beside, match_sides
 
         names = (on, on) if isinstance(on, str) else tuple(on)
         if len(names) != 2:
             raise ValueError(f"on must be the name of a column, or one of each dataset, got {on!r}")
-        _check_joinable(self, other)
+        if not isinstance(other, ShardedDataset):
+            raise TypeError(f"a ShardedDataset is joined to another one, got {type(other).__name__}")
+        check_joinable(self, other)
         outputs = columns_beside(self.outputs, other.outputs, names, suffix)
         sides = [
             JoinSide(one.source(), one.selection, name)
@@ -559,34 +565,27 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.__dict__.update(state)
         self._access = RandomAccess()
 
-    def __repr__(self) -> str:
-        of = "" if self.selection.is_whole else f"of {self.catalog.num_samples:,} "
-        return (
-            f"ShardedDataset({len(self):,} samples {of}in {self.catalog.num_shards:,} shards, "
-            f"{self.catalog.format}, columns {listed(o.name for o in self.outputs)}"
-            f"{''.join(f', joined to {join.other!r}' for join in self.joins)})"
-        )
+    def _shown(self) -> Iterator[Row]:
+        of = "" if self.selection.is_whole else f" of {self.catalog.num_samples:,}"
+        yield "samples", f"{len(self):,}{of}"
+        yield "shards", f"{self.catalog.num_shards:,}"
+        yield "format", self.catalog.format
+        for output in self.outputs[:_COLUMNS_SHOWN]:
+            yield f"column {printable(output.name)}", output.description()
+        yield "joined to", "; ".join(f"{join.other!r}" for join in self.joins)
+
+    def _line(self) -> Iterator[str]:
+        (_, samples), (_, shards) = islice(self._shown(), 2)
+        num, _, of = samples.partition(" ")
+        columns = listed_shortly(output.name for output in self.outputs)
+        yield f"{num} samples {of}{' ' if of else ''}in {shards} shards"
+        yield f"{self.catalog.format}, columns {columns}"
+        yield from (f"joined to {join.other!r}" for join in self.joins)
 
 
 def _warn_of_wait(line: str) -> None:
     """Tell whoever waits for a sample: nobody else would say for what."""
     _log.warning("%s", printable(line))
-
-
-def _check_joinable(own: ShardedDataset[Any], other: object) -> None:
-    if not isinstance(other, ShardedDataset):
-        raise TypeError(f"a ShardedDataset is joined to another one, got {type(other).__name__}")
-    if other.transform is not None or other.batch_transform is not None:
-        raise ValueError(
-            "the dataset that is joined has a transform= or batch_transform=, which would not be called: "
-            "give it to the one it is joined to, whose transform gets the joined sample"
-        )
-    if any(output.videos is not None for output in (*own.outputs, *other.outputs)):
-        raise ValueError(
-            "cameras of a LeRobot dataset are not joined to anything yet: leave them out by columns="
-        )
-    if other.joins:
-        raise ValueError("the dataset that is joined is itself joined: write a.join(b).join(c)")
 
 
 def _not_negative(n: int) -> int:

@@ -19,6 +19,7 @@ from typing_extensions import TypeVar
 from dataflow.limits import memory_limit_bytes
 from dataflow.shard_order import Sharded, ShardOrder, order_given
 from dataflow.state_checksum import checked_fields, with_checksum
+from dataflow.tables import Row, Shown, builders_text
 from dataflow.timing import VARIABLE
 from dataflow.workers.drop_in import DropInEngine, checked_workers
 from dataflow.workers.fetching import DropInState, WorkerLoader
@@ -91,7 +92,7 @@ class StreamAttribute(Generic[T]):
         return cast("T", getattr(loader._stream, self._name))
 
 
-class DataLoader(WorkerLoader, Generic[D_co, B]):
+class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     """Batches of any dataset.
 
     Over a `ShardedDataset` or a `Mixture` it streams shards, in an order that is a function of
@@ -333,6 +334,21 @@ class DataLoader(WorkerLoader, Generic[D_co, B]):
             other.__dict__.update(_stream=stream, sampler=order, batch_sampler=batches)
         return other
 
+    def _shown(self) -> Iterator[Row]:
+        if self._stream is not None:
+            return self._stream.shown()
+        sampler, workers = type(self.sampler).__name__, self.workers if self.num_workers else "main"
+        batch_sampler = type(self.batch_sampler).__name__
+        return iter(
+            (
+                ("over", _described_size(self.dataset)),
+                ("batch size", str(self.batch_size) if self.batch_size is not None else ""),
+                ("batch sampler", batch_sampler if self.batch_sampler is not None else ""),
+                ("sampler", sampler if self.batch_size is not None else ""),
+                ("built by", builders_text(workers, self.num_workers)),
+            )
+        )
+
     def __enter__(self) -> Self:
         return self
 
@@ -353,6 +369,15 @@ _OVER_SHARDS_ONLY = (
 _DEFAULTS = {name: one.default for name, one in inspect.signature(DataLoader.__init__).parameters.items()}
 _FOR_TORCH = inspect.signature(WorkerLoader.__init__).parameters.keys() - {"self", "num_workers"}
 """Arguments that torch's class is given as they are."""
+
+
+def _described_size(dataset: Any) -> str:
+    """Name the class of a dataset and its length, where it says one."""
+    kind = type(dataset).__name__
+    try:
+        return f"{kind} of {len(dataset):,} samples"
+    except Exception:  # of whoever wrote it
+        return kind
 
 
 def _refuse(why: str, given: Mapping[str, Any], names: Sequence[str]) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
 from functools import lru_cache
+from itertools import islice
 from typing import Union
 
 import numpy as np
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from dataflow.dataset import ShardedDataset
 from dataflow.outputs.output import Output
 from dataflow.shard_order import Sharded
+from dataflow.tables import Row, listed_shortly
 from prefetch.core.executor import executor
 from sharding.blocks import ColumnSpec
 from sharding.catalog.widening import common_spec, is_alike
@@ -43,6 +45,7 @@ from sharding.order.shuffle import Shuffle
 
 Member = Union[ShardedDataset, "Mixture"]
 Weights = Mapping[Member, Weight] | Sequence[Weight]
+_SOURCES_SHOWN = 12
 
 
 class Mixture(Sharded):
@@ -283,13 +286,20 @@ class Mixture(Sharded):
             orders=order,
         )
 
-    def __repr__(self) -> str:
-        parts = ", ".join(
+    def _shown(self) -> Iterator[Row]:
+        for share, source in islice(zip(self.shares, self.sources, strict=True), _SOURCES_SHOWN):
+            yield f"{float(share):.3g} of", repr(source)
+        yield "sources", f"{len(self.sources):,}"
+        yield "stop", self.spec.stop or "repeats"
+        yield "shares of", self.spec.counts
+
+    def _line(self) -> Iterator[str]:
+        parts = (
             f"{float(share):.3g} of {len(source):,} samples"
             for share, source in zip(self.shares, self.sources, strict=True)
         )
         counts = ', shares="tokens"' if self.spec.counts == "tokens" else ""
-        return f"Mixture({parts}; stop={self.spec.stop or 'repeats'}{counts})"
+        yield f"{listed_shortly(parts, _SOURCES_SHOWN)}; stop={self.spec.stop or 'repeats'}{counts}"
 
 
 def _check_ranks_agree(text: str, timeout_s: float) -> None:

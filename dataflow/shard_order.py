@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
+from dataflow.tables import Shown
+
 _NOT_READ = (
     "a loader over shards is iterated over (and measured) itself, not through its sampler or in another "
     "loader. With Accelerate, use dataflow.integrations.accelerate.prepare_loader(accelerator, loader), and "
@@ -22,7 +24,7 @@ _NOT_READ = (
 )
 
 
-class Sharded:
+class Sharded(Shown):
     """Base of datasets that have an order of their own: `ShardedDataset`, `Mixture`.
 
     Not in their modules: a loader over any other dataset imports neither them nor pyarrow and pandas, which

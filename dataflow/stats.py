@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Self, cast
 
-from dataflow.tables import Row, bytes_text, counted, html_table, number_text, text_table, with_reason
+from dataflow.tables import (
+    Row,
+    builders_text,
+    bytes_text,
+    counted,
+    html_table,
+    number_text,
+    text_table,
+    with_reason,
+)
 from prefetch.cache.block_cache import NO_CACHE, CacheStats
 from prefetch.control.depth import Decision
 from prefetch.engine.ledger import MemoryHeld
@@ -435,8 +444,4 @@ class WorkerStats(StatsSnapshot):
 
 def _builders(kind: str, number: int, reason: str) -> str:
     """Say who builds, how many, and why."""
-    if not kind:
-        return ""
-    names = {"process": "worker process", "ray": "Ray actor"}
-    who = counted(number, names.get(kind, kind)) if number else "this thread"
-    return with_reason(who, reason)
+    return with_reason(builders_text(kind, number), reason) if kind else ""

@@ -6,13 +6,44 @@ Everything here is for `print`, `repr` and notebooks. It reads nothing and never
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from html import escape
+
+from sharding.printable import listed
 
 Row = tuple[str, str]
 """The name of a row, and its text."""
 
 _WIDTH = 100
+
+
+class Shown:
+    """A value that `repr` shows on one line, and a notebook as a table.
+
+    Both read nothing and never raise, also where the constructor has failed half-way.
+    """
+
+    def _shown(self) -> Iterable[Row]:
+        """Yield the facts about the value, the most important first."""
+        return ()
+
+    def _line(self) -> Iterable[str]:
+        """Yield what stands in the parentheses of `repr`."""
+        return (f"{name} {text}" for name, text in self._shown() if text)
+
+    def __repr__(self) -> str:
+        return described(self, lambda: one_line(type(self).__name__, self._line()))
+
+    def _repr_html_(self) -> str:
+        return described(self, lambda: html_table(type(self).__name__, self._shown()), escape)
+
+
+def described(value: object, describe: Callable[[], str], to_text: Callable[[str], str] = str) -> str:
+    """Call `describe`; where it raises, as on a value whose constructor did, the name of the class."""
+    try:
+        return describe()
+    except Exception:
+        return to_text(f"<{type(value).__name__}>")
 
 
 def text_table(title: str, rows: Iterable[Row]) -> str:
@@ -62,6 +93,19 @@ def counted(count: int, noun: str) -> str:
     """Return a number of things: "1 batch", "4 batches"."""
     plural = noun if count == 1 else f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
     return f"{count:,} {plural}"
+
+
+def listed_shortly(names: Iterable[str], most: int = 12) -> str:
+    """Return names one after the other, at most so many."""
+    every = [*names]
+    more = [f"and {len(every) - most:,} more"] if len(every) > most else []
+    return listed([*every[:most], *more])
+
+
+def builders_text(kind: str, number: int) -> str:
+    """Return who builds batches, and how many: "4 worker processes"."""
+    names = {"process": "worker process", "ray": "Ray actor"}
+    return counted(number, names.get(kind, kind)) if number else "this thread"
 
 
 def with_reason(text: str, reason: str) -> str:

@@ -8,7 +8,7 @@ repeating numbers, and the values are laid in through one mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.ragged import Ragged
+from dataflow.tables import described, one_line
 from sharding.lengths.batching import Batching, Packed
 from sharding.lengths.units import BatchSegments, Segments
 
@@ -79,6 +80,9 @@ class PackedRows(NamedTuple):
     """The longest segment, padding included."""
     segments: PackedSegments
     """The segments, padding left out."""
+
+    def __repr__(self) -> str:
+        return described(self, lambda: one_line("PackedRows", _packed_line(self)))
 
     def targets(
         self, values: Tensor | None = None, *, mask: Tensor | None = None, ignore: int = IGNORE
@@ -204,6 +208,18 @@ class PackedRows(NamedTuple):
         }
 
 
+def _rows_line(tokens: Tensor) -> Iterator[str]:
+    """Yield what `repr` says of rows, without a look at their values: they may be on a GPU."""
+    yield f"{len(tokens):,} rows of {tokens.shape[1]:,}"
+    yield f"{str(tokens.dtype).removeprefix('torch.')} on {tokens.device}"
+
+
+def _packed_line(rows: PackedRows) -> Iterator[str]:
+    yield from _rows_line(rows.tokens)
+    yield f"{len(rows.segments.row):,} segments"
+    yield f"the longest {rows.max_seqlen:,}"
+
+
 def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> Ragged:
     """Take `length[i]` elements of each row i from `begin[i]` on.
 
@@ -298,6 +314,9 @@ class PaddedRows(NamedTuple):
     """[n, longest rounded up to `multiple`], int64 or the dtype of what is no integer."""
     lengths: Tensor
     """int64 [n]: elements of each row that are not padding."""
+
+    def __repr__(self) -> str:
+        return described(self, lambda: one_line("PaddedRows", _rows_line(self.tokens)))
 
 
 def padded(values: Ragged, multiple: int = 1, pad: float = 0, allocate: Allocate = _new) -> PaddedRows:

@@ -47,6 +47,7 @@ from dataflow.grad.wrapper import (
     trainable,
     wrapper_of,
 )
+from dataflow.tables import Row, Shown
 from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
 from dataflow.timing.report import Report, report_of, write_trace
 from dataflow.topology_exchange import detect_topology
@@ -57,7 +58,7 @@ _IN_USE: WeakRegistry[Strategy] = WeakRegistry()
 """Strategies of schedules that are not closed: a strategy knows one model only."""
 
 
-class GradSchedule:
+class GradSchedule(Shown):
     """Gradient accumulation in windows that equal one large batch, on one rank or many.
 
     Iterating runs one epoch of the loader and yields its microbatches; for each, call `backward` and then
@@ -390,6 +391,16 @@ class GradSchedule:
         if trace is not None and (not all_ranks or self._agreement.rank == 0):
             write_trace({one.rank: one.events for one in records}, trace)
         return report_of(records)
+
+    def _shown(self) -> Iterator[Row]:
+        agreement, position = self._agreement, self._loop.position
+        yield "accumulate", f"{self.window_size} microbatches"
+        yield "global batch", str(self._settings.global_batch or "")
+        yield "rank", f"{agreement.rank} of {agreement.world_size}"
+        yield "strategy", self.strategy.name
+        yield "window", str(position.window)
+        yield "step", str(position.step)
+        yield "model", self._loop.model.kind
 
     # ---- its end ------------------------------------------------------------------------------------
 

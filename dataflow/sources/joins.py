@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -268,3 +269,18 @@ def columns_beside(
     if not renamed:
         raise ValueError("the dataset that is joined brings no column along but the key")
     return renamed
+
+
+def check_joinable(own: Any, other: Any) -> None:
+    """Raise `ValueError` where one `ShardedDataset` cannot be joined to another, whatever their columns."""
+    if other.transform is not None or other.batch_transform is not None:
+        raise ValueError(
+            "the dataset that is joined has a transform= or batch_transform=, which would not be called: "
+            "give it to the one it is joined to, whose transform gets the joined sample"
+        )
+    if any(output.videos is not None for output in (*own.outputs, *other.outputs)):
+        raise ValueError(
+            "cameras of a LeRobot dataset are not joined to anything yet: leave them out by columns="
+        )
+    if other.joins:
+        raise ValueError("the dataset that is joined is itself joined: write a.join(b).join(c)")

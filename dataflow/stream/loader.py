@@ -46,6 +46,7 @@ from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.measuring import MeasuringStage
 from dataflow.stream.resources import warm_up
 from dataflow.stream.session import Session
+from dataflow.tables import builders_text
 from prefetch.control.depth import Decision
 from prefetch.control.pause import ReadPause
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
@@ -437,6 +438,17 @@ class StreamLoader:
         self._loops.resume(loaded.epoch, loaded.position)
 
     # ---- engine -------------------------------------------------------------------------------------
+
+    def shown(self) -> Iterator[tuple[str, str]]:
+        """Yield what a loader is, for `repr`: no other rank is asked, and nothing is read."""
+        settings, plan, topology = self.settings, self.builder_plan, self._rank.topology
+        yield "over", repr(self.dataset)
+        yield "batch size", str(settings.batch_size)
+        yield "shuffle", self.shuffle.kind
+        yield "batching", repr(self.batching) if self.batching else ""
+        yield "rank", f"{topology.rank} of {topology.world_size}"
+        yield "seed", str(self.seed)
+        yield "built by", builders_text(plan.workers, plan.num_workers)
 
     def new_session(self, epoch: int, start: int, memory_limit: int) -> Session:
         """A session from this position on, which may hold so many bytes."""
