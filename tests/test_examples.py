@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
+import subprocess
 import sys
 import tokenize
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from parameters_kit import in_full
-from programs_kit import IMPORTED, WAIT_S, Script, printed_on, without_figures
+from programs_kit import IMPORTED, WAIT_S, Script, printed_on, run_command, without_figures
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -38,12 +40,19 @@ EXACT = [
     pytest.param("several_images", "docs/guide/images.md", marks=pytest.mark.full),
     pytest.param("clips", "docs/guide/media.md", marks=pytest.mark.full),
     ("hub_dataset", "docs/guide/hub.md"),
+    pytest.param("gradient_windows", "docs/guide/gradient-accumulation.md", marks=pytest.mark.full),
+    pytest.param("my_data", "docs/guide/benchmarking.md", marks=pytest.mark.full),
+    pytest.param("remote_store", "docs/guide/storage.md", marks=pytest.mark.full),
+    pytest.param("strategy_by_hand", "docs/reference/strategies.md", marks=pytest.mark.full),
     pytest.param("torch_loader", "docs/guide/workers.md", marks=pytest.mark.full),
 ]
 """Examples that need one process, and the pages that show what they print."""
 NEEDS = {"clips": "media_kit", "preference_pairs": "tokenizers", "text_to_rows": "tokenizers"}
 """What some of them skip without."""
 TIMED = [
+    pytest.param("small_container", "docs/guide/containers.md", r"\(.*\)$", marks=pytest.mark.full),
+    pytest.param("starving", "docs/guide/profiling.md", "", marks=pytest.mark.full),
+    pytest.param("strategies", "docs/guide/strategies.md", "", marks=pytest.mark.full),
     # Under load, processes may not have started before the second epoch has ended.
     pytest.param("workers", "docs/guide/workers.md", r"^default.*\n.*\n", marks=pytest.mark.full),
 ]
@@ -225,6 +234,51 @@ def test_packed_documents_have_the_loss_of_each_document_alone(tmp_path: Path) -
     assert figures[-1] < 0.5 * figures[1]
 
 
+@pytest.mark.full
+def test_fsdp2_goes_on_from_its_states_over_the_same_windows(tmp_path: Path) -> None:
+    printed = launched(FORKED_RANKS, str(EXAMPLES / "fsdp2.py"), folder=tmp_path, cwd=tmp_path)
+    steps = re.findall(r"^step (\d+): (\d+) tokens, gradient \d\.\d{4}$", printed, re.M)
+    assert [int(step) for step, _ in steps] == list(range(1, 9))  # stopped and resumed after the fourth
+    texts = [json.loads(line)["tokens"] for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert sum(int(tokens) for _, tokens in steps) == sum(len(text) - 1 for text in texts)
+
+
+def test_forms_of_the_loop_over_windows_end_with_the_same_weights(tmp_path: Path) -> None:
+    assert alone("gradient_forms", tmp_path).endswith("with blocks: step 3\nthe same weights\n")
+
+
+@pytest.mark.full
+def test_the_doctor_says_of_a_starving_training_what_its_page_shows() -> None:
+    page = (ROOT / "docs" / "guide" / "profiling.md").read_text("utf-8")
+    shown = page.partition("Of the first run above it says:\n\n```text\n")[2].partition("```")[0]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "dataflow.tools.cli",
+            "doctor",
+            "--",
+            sys.executable,
+            EXAMPLES / "starving.py",
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = {without_figures(line.strip()) for line in done.stdout.splitlines()}
+    assert {without_figures(line.strip()) for line in shown.splitlines()} <= told
+
+
+def test_a_plan_is_the_one_that_its_page_shows() -> None:
+    page = (ROOT / "docs" / "guide" / "benchmarking.md").read_text("utf-8")
+    command, _, rest = page.partition("\ndataflow plan ")[2].partition("\n")
+    shown = rest.partition("```text\n")[2].partition("```")[0]
+    code, printed = run_command("plan", *command.split())
+    assert code == 0
+    assert {" ".join(line.split()) for line in shown.splitlines()[2:]} <= set(printed.splitlines())
+
+
 def alone(script: str, folder: Path, *, seconds: float = WAIT_S, **given: str) -> str:
     """What an example prints that needs one process, in an empty folder, with environment variables given."""
     options = {
@@ -239,7 +293,8 @@ def alone(script: str, folder: Path, *, seconds: float = WAIT_S, **given: str) -
         },
         "imported": IMPORTED_HERE,
     }
-    with Script((EXAMPLES / f"{script}.py").read_text("utf-8"), **options) as program:
+    beside = f"import sys; sys.path.append({str(EXAMPLES)!r})\n"  # where modules of the examples are
+    with Script(beside + (EXAMPLES / f"{script}.py").read_text("utf-8"), **options) as program:
         code, out, err = program.end(seconds)
     assert code == 0, out + err
     return out
@@ -284,7 +339,8 @@ def test_the_lines_in_the_docs_are_those_of_the_programs() -> None:
 
 def test_every_command_in_the_docs_runs_an_example_that_exists() -> None:
     named = re.findall(r"examples/(\w+)\.py", PAGE)
-    assert set(named) == {*SCRIPTS, "models", "sample_data"}
+    assert set(named) >= {*SCRIPTS, "models", "sample_data"}
+    assert [name for name in named if not (EXAMPLES / f"{name}.py").exists()] == []
 
 
 def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(tmp_path: Path) -> None:

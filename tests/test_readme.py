@@ -35,6 +35,9 @@ README = (ROOT / "README.md").read_text("utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GUIDE, REFERENCE = ROOT / "docs" / "guide", ROOT / "docs" / "reference"
 PACKAGES = ("sharding", "prefetch", "dataflow")
+WITH_SNIPPETS = {"batching", "media", "mixtures", "ranks"}
+"""Guides that show a few lines beside their programs."""
+OF_EXAMPLES = [page for page in sorted(GUIDE.glob("*.md")) if page.stem not in WITH_SNIPPETS]
 
 
 def code_blocks(text: str, language: str) -> list[str]:
@@ -73,11 +76,18 @@ def test_the_first_program_learns_and_goes_on_behind_its_checkpoint(tmp_path: Pa
     assert run_forked(program, tmp_path).splitlines() == [f"go on with step {last + 1}"]
 
 
-def test_the_page_on_gradient_accumulation_runs_from_top_to_bottom() -> None:
-    page = (GUIDE / "gradient-accumulation.md").read_text("utf-8")
-    found: dict[str, object] = {}
-    exec("\n".join(code_blocks(page, "python")), found)
-    assert str(found["info"]).startswith("StepInfo(")
+@pytest.mark.parametrize("page", OF_EXAMPLES, ids=lambda page: page.name)
+def test_every_program_on_a_page_is_one_of_the_examples(page: Path) -> None:
+    """Which `tests/test_examples.py` runs."""
+    text = page.read_text("utf-8")
+    included = re.findall(r"^<!-- include examples/\w+\.py(?:#\w+)? -->\n```python$", text, re.MULTILINE)
+    assert len(included) == len(code_blocks(text, "python")) > 0
+
+
+def test_the_lines_for_a_plain_ddp_loop_are_those_of_an_example() -> None:
+    text = (REFERENCE / "strategies.md").read_text("utf-8")
+    assert code_blocks(text, "python") != []
+    assert text.count("<!-- include ") == len(code_blocks(text, "python"))
 
 
 def test_the_page_on_images_has_every_option_in_its_table_and_in_a_picture_of_its_own_script() -> None:

@@ -6,7 +6,6 @@ Each set of ranks runs many cases and brings home what each left; the tests read
 import functools
 import re
 import threading
-from pathlib import Path
 
 import pytest
 import strategies_kit as kit
@@ -19,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataflow.grad.strategies import Delayed, Half, Hierarchical, Int8, PostLocalSGD, PowerSGD, TopK
 from dataflow.grad.strategies.local_sgd import DiLoCo, LocalSGD
-from dataflow.testing import run_ranks
 from sharding.topology.topology import Topology
 
 STRATEGIES = {
@@ -129,26 +127,6 @@ def states_that_do_not_fit():
 
 def test_a_state_of_another_strategy_or_model_is_refused():
     assert two.results(states_that_do_not_fit)[0] == list(STRATEGIES)
-
-
-def the_documented_loop(program):
-    model = kit.mlp()
-    names = {
-        "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
-        "batches": range(5),
-        "loss": kit.regression,
-    }
-    exec(program, names)
-    return kit.spread(model.parameters()), names["strategy"].bytes_sent()
-
-
-def test_the_documented_plain_loop_runs():
-    page = (Path(__file__).parents[3] / "docs" / "guide" / "strategies.md").read_text()
-    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    for between, sent in run_ranks(the_documented_loop, 2, args=(program,), **FAST):
-        assert between == 0
-        assert sent > 1000
 
 
 @two.add
