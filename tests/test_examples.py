@@ -276,7 +276,7 @@ def test_a_plan_is_the_one_that_its_page_shows() -> None:
     shown = rest.partition("```text\n")[2].partition("```")[0]
     code, printed = run_command("plan", *command.split())
     assert code == 0
-    assert {" ".join(line.split()) for line in shown.splitlines()[2:]} <= set(printed.splitlines())
+    assert {" ".join(line.split()) for line in shown.splitlines()} <= set(printed.splitlines())
 
 
 def alone(script: str, folder: Path, *, seconds: float = WAIT_S, **given: str) -> str:

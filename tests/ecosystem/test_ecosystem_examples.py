@@ -14,13 +14,13 @@ PAGE = "docs/guide/frameworks.md"
 NEEDS = {"lightning_resume": "lightning", "trainer_resume": "transformers", "accelerate_resume": "accelerate"}
 
 
-@pytest.mark.parametrize("script", NEEDS)
-def test_a_framework_resumes_inside_an_epoch_as_its_page_shows(script: str, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS[script])
-    environment = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+def last_line(script: str, folder: Path) -> str:
+    """What an example prints at last, in a folder of its own."""
+    search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": search_path, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / f"{script}.py")],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -28,4 +28,24 @@ def test_a_framework_resumes_inside_an_epoch_as_its_page_shows(script: str, tmp_
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines(keepends=True)[-1] == printed_on(PAGE, "lightning_resume")
+    return done.stdout.splitlines(keepends=True)[-1]
+
+
+@pytest.mark.parametrize("script", NEEDS)
+def test_a_framework_resumes_inside_an_epoch_as_its_page_shows(script: str, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDS[script])
+    assert last_line(script, tmp_path) == printed_on(PAGE, "lightning_resume")
+
+
+def test_figures_of_a_loader_are_scalars_of_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert last_line("log_figures", tmp_path) == "64 steps, figures of 4 intervals in runs/\n"
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    scalars = set(events.Tags()["scalars"])
+    assert scalars >= {"loss", "loader/waiting", "loader/samples_per_s", "loader/ready_batches"}
+    waiting = events.Scalars("loader/waiting")
+    assert [event.step for event in waiting] == [16, 32, 48, 64]
+    assert all(0 <= event.value <= 1 for event in waiting)
