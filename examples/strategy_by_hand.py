@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dataflow.grad.strategies import Int8
-from dataflow.grad.strategies.strategy import StrategyContext
+from dataflow.grad.strategies import Int8, StrategyContext
 from dataflow.testing import run_ranks
 from dataflow.topology_exchange import detect_topology
 
