@@ -15,7 +15,7 @@ from dataflow.tools.cli import main
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cli.md"
 HEAD = """# The command line
 
-Every command and option, as `dataflow COMMAND --help` tells them. SIZE is bytes, such as `256MiB` or `2GB`. Errors that you can cure are one line and exit code 1.
+Every command and option; `dataflow COMMAND --help` tells more. SOURCE is a file, a directory, a URL, a glob or a brace pattern (quote those two), several of them, or a catalog; `bench loader` and `bench compare` also take `package.module:function`, which makes the dataset. SIZE is bytes, such as `256MiB` or `2GB`. Errors that you can cure are one line and exit code 1.
 
 <!-- Written by tests/dataflow/tools/test_cli_page.py. -->
 
@@ -78,11 +78,11 @@ def shared_rows() -> list[str]:
 def section_of(name: str, command: click.Command, shared: Collection[str]) -> str:
     """What a command is for, the usual call, its options."""
     ctx = click.Context(command, info_name=name)
-    summary, detail, *_, examples = inspect.cleandoc(command.help or "").split("\n\n")
+    summary, _, *_, examples = inspect.cleandoc(command.help or "").split("\n\n")
     call = re.split(r"\s{3,}", examples.partition("Examples:\n")[2].splitlines()[0].strip())[0]
     pieces = " ".join([name, *command.collect_usage_pieces(ctx)])
     rows = rows_of(name, command)
-    prose = " ".join(f"{summary}\n{detail}".splitlines())
+    prose = " ".join(summary.splitlines())
     table = table_of(row for row in rows.values() if row not in shared)
     also = ", ".join(f"`{flag}`" for flag, row in rows.items() if row in shared)
     return (
