@@ -73,9 +73,11 @@ class StreamPlan:
     @cached_property
     def read_amplification(self) -> float | None:
         """The figure of `LoaderStats.read_amplification`, from the order of one epoch."""
+        if self.shuffle.kind == "full":
+            return None  # formats of whole blocks read one for each sample, also on one rank
         if self.world_size == 1:
             return 1.0
-        if self.planner or self.shuffle.kind == "full" or not isinstance(self.dataset, ShardedDataset):
+        if self.planner or not isinstance(self.dataset, ShardedDataset):
             return None
         order = self.dataset.windows(0, self.shuffle, seed=self.seed)
         nbytes = self.dataset.catalog.blocks.length

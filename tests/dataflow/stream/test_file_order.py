@@ -116,6 +116,8 @@ def test_what_is_not_known_of_reads_is_not_told(made: Make) -> None:
     ):
         with DataLoader(dataset, **options, **place) as loader:
             assert loader.stats().read_amplification is None
+    with DataLoader(data.open(), shuffle=Shuffle("full")) as loader:
+        assert loader.stats().read_amplification is None
 
 
 # ---- mixtures -------------------------------------------------------------------------------------------
