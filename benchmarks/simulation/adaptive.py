@@ -4,7 +4,7 @@
 controllers, searches the best pair of (bytes in flight, depth) for the same seed under the same memory limit,
 and writes results/adaptive.json. On the first `--exhaustive` seeds the search takes every depth from 1 to 64
 and every power of two from 1 MiB to 1 GiB; on the others the depths 2, 3, 4, 6 ... 64 and 4 MiB to 1 GiB
-in steps of four. `--plot` draws docs/images/adaptive-*.png from the first seed. Everything runs on a virtual
+in steps of four. `--plot FOLDER` draws a picture of each trace from the first seed. Everything runs on a virtual
 clock: the figures do not depend on the machine.
 """
 
@@ -32,7 +32,6 @@ from benchmarks.simulation.traces import DEPTHS, INFLIGHTS, TRACES
 COARSE_DEPTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 COARSE_INFLIGHTS = INFLIGHTS[2::2]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "adaptive.json"
-IMAGES = REPOSITORY / "docs" / "images"
 MIB = 1 << 20
 
 
@@ -131,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--exhaustive", type=int, default=1, help="seeds with the whole grid")
     parser.add_argument("--traces", nargs="*", default=list(TRACES))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--plot", type=Path, nargs="?", const=IMAGES)
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args(argv)
     began = time.perf_counter()
     rows: list[dict[str, Any]] = []
