@@ -4,8 +4,8 @@
 controllers, searches the best pair of (bytes in flight, depth) for the same seed under the same memory limit,
 and writes results/adaptive.json. On the first `--exhaustive` seeds the search takes every depth from 1 to 64
 and every power of two from 1 MiB to 1 GiB; on the others the depths 2, 3, 4, 6 ... 64 and 4 MiB to 1 GiB
-in steps of four. `--plot FOLDER` draws a picture of each trace from the first seed. Everything runs on a virtual
-clock: the figures do not depend on the machine.
+in steps of four. `--plot FOLDER` draws a picture of each trace from the first seed. Everything runs on a
+virtual clock: the figures do not depend on the machine.
 """
 
 from __future__ import annotations
