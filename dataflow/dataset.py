@@ -94,8 +94,8 @@ class ShardedDataset(Sharded, Dataset[S]):
     Args:
         source: path, URL, directory, glob, brace pattern, list of those, or a saved catalog (`*.catalog`);
             `hf://datasets/org/name`: a dataset on the Hugging Face Hub.
-        config, split: which files of a dataset on the Hub, or of a folder with the Hub's layout. None: the
-            default config, and the only split.
+        config: the config of a dataset on the Hub, or of a folder with the Hub's layout. None: the default.
+        split: the split of such a dataset. None: the only one.
         revision: branch, tag or commit of a dataset on the Hub; None: "main". Opening it fixes the commit.
         format: "auto" by file ending, or "tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens",
             "megatron"; or "lerobot" for the folder of a LeRobot dataset (v3).
@@ -117,9 +117,12 @@ class ShardedDataset(Sharded, Dataset[S]):
         cache: a `Cache`, which keeps blocks of remote shards on this machine; a `DataLoader` that streams
             the dataset uses it, random access does not. None: every epoch reads from the store.
         catalog: path of a saved catalog, or a `Catalog`. Without it, one is kept in the user's cache folder.
-        dtype, length: type of a token, and tokens of a sample, for format "tokens" (and "megatron").
+        dtype: type of a token in a raw token file, such as "uint16". None: as a file beside it says.
+        length: tokens of a sample, for the formats "tokens" and "megatron".
         allow_unfinished: read the whole samples of tar and Arrow files that end too early, which are
             errors otherwise; a warning names them, and `stats()` counts them.
+        block_bytes: bytes of a block, the unit of reads and shuffles, of tar, JSON Lines and token files;
+            Parquet and Arrow have row groups and record batches.
         on_error: for samples that cannot be decoded or transformed: "raise", "skip", or a function of the
             `SampleError` that says whether to skip. What is skipped is counted and listed in `stats()`.
         error_budget: samples that may be skipped before the error is raised all the same.
@@ -127,9 +130,10 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     Raises:
         ValueError: arguments that contradict each other, columns that do not exist.
-        ShardReadError, CorruptShardError: shards that cannot be indexed.
+        ShardReadError: shards that cannot be read.
+        CorruptShardError: shards that break the rules of their format.
 
-    Example:
+    Examples:
         >>> dataset = ShardedDataset("images/*.tar", decode={"jpg": Image(size=224)})
         >>> len(dataset)
         8

@@ -111,9 +111,10 @@ class Cache:
             what a cache has written.
         limit: bytes of all blocks in the folder, or text such as "200GB".
 
-    Raises `ValueError` for a limit that is no size.
+    Raises:
+        ValueError: a limit that is no size.
 
-    Example:
+    Examples:
         >>> dataset = ShardedDataset("s3://bucket/*.parquet", cache=Cache("cache", "50GB"))
         >>> with DataLoader(dataset, batch_size=4) as loader:
         ...     for batch in loader:  # the next epoch, and the next job, read from the folder

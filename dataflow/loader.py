@@ -102,39 +102,70 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
     Args:
         dataset: a `ShardedDataset`, a `Mixture`, or any map-style or iterable dataset.
-        batch_size: samples per batch (and rank).
-        shuffle: as in torch, False where it is not given; over shards True is a windowed shuffle, and it may
-            be a `Shuffle`.
-        sampler, batch_sampler, collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
-        multiprocessing_context, generator, prefetch_factor, persistent_workers, pin_memory_device, in_order:
-            as in torch. Without `multiprocessing_context`, workers come from a fork server that has torch
-            imported (docs/guide/workers.md); if the dataset cannot be pickled, they are forked from this
-            process.
-        num_workers: builders of batches. None: 0 over other datasets; over shards as many as this rank has
-            cores: processes where functions of yours may hold the interpreter lock, with threads until they
-            have started, else threads.
-        workers: what `num_workers` counts: "process" (or None) or "thread"; over shards also "auto": the rule
-            that holds without a number. With "thread", over other datasets, items are fetched by threads that
-            all use `dataset` as it is and share the global random generators with this code: what a fetch
-            draws from those differs from run to run, so it should draw from `get_worker_info().rng`. See
-            docs/guide/workers.md.
-        builders: "ray" has `num_workers` actors of a Ray cluster build batches of shards, on other machines'
-            cores, of shards that they read; None: this rank's part of its CPUs (docs/guide/workers.md).
-        ship_blocks: with `builders="ray"`, have this process read, and send the stored values to the actors.
-        snapshot_every_n_steps: datasets with a `state_dict` tell it every so many batches; between them a
-            resumed loader fetches again what was delivered. As in torchdata's `StatefulDataLoader`.
+        batch_size: samples per batch and rank; with `batching=Packed(...)` rows. None, over other datasets
+            only: no batches, as in torch.
+        shuffle: None or False: file order over shards, no shuffle over other datasets. True: a windowed
+            shuffle over shards, as in torch over others. Over shards also a `Shuffle`.
+        sampler: as in torch: the order of the indices, in place of `shuffle`. Not over shards.
+        batch_sampler: as in torch: lists of indices, one a batch. Not over shards.
+        num_workers: builders of batches on this rank; 0: whoever asks builds. None: 0 over other datasets;
+            over shards as many as this rank has cores: processes where functions of yours may hold the
+            interpreter lock, with threads until they have started, else threads.
+        collate_fn: makes a batch of a list of samples. None: torch's over other datasets, and over shards
+            after a transform; else columns are stacked without a list of samples.
+        pin_memory: deliver batches in page-locked memory, where there is CUDA.
+        drop_last: leave out the last, incomplete batch, over shards that of all ranks.
+        timeout: seconds to wait for one batch; 0: 600 over shards, for ever over other datasets.
+        worker_init_fn: as in torch: called in each worker with its number. Not over shards.
+        multiprocessing_context: as in torch: how worker processes start. None: by a fork server that has
+            torch imported; if the dataset cannot be pickled, they are forked from this process
+            (docs/guide/workers.md). Not over shards.
+        generator: as in torch: the `torch.Generator` of sampler and workers. Not over shards: see `seed`.
+        prefetch_factor: as in torch: batches that each worker keeps in work, 2 where None. Over shards
+            `depth` decides.
+        persistent_workers: as in torch: keep the workers from one loop to the next. Over shards they stay.
+        pin_memory_device: as in torch, where it is deprecated.
+        in_order: as in torch: False delivers batches as they are finished. Not over shards.
+        workers: the kind that `num_workers` counts: "process" (or None) or "thread"; over shards also
+            "auto", the rule that holds without a number. Over other datasets, "thread" has threads fetch
+            items: all use `dataset` as it is and share the global random generators with this code, so draw
+            from `get_worker_info().rng` (docs/guide/workers.md).
+        snapshot_every_n_steps: batches from one state of a dataset with a `state_dict` to the next; a
+            resumed loader fetches those between again. As in torchdata's `StatefulDataLoader`.
         prefetch_across_epochs: persistent workers with nothing left to do begin the next epoch before anybody
-            asks for it, over map-style datasets with torch's samplers and over iterable ones. They may then
-            not see what the training code changes between epochs in a place that they look up by name (a
-            file, shared memory, a manager). Over shards reading goes on across epochs anyway.
-        memory_limit: bytes, or text such as "2GB", that the loader may hold; None: an eighth of
-            the machine's memory per local rank, but at most 1 GiB or what windows and many builders need.
-        seed, topology, device, tail, depth, max_worker_restarts, batching, mark_repeats: over shards only;
-            see `StreamSettings`.
+            asks for it. They may then not see what the training code changes between epochs in a place that
+            they look up by name (a file, shared memory, a manager). Over shards reading goes on anyway.
+        memory_limit: bytes, or text such as "2GB", that the loader may hold. None: an eighth of the machine's
+            (or container's) memory per local rank, at most 1 GiB or what windows and many builders need.
+        seed: any 64-bit integer; with the epoch it decides order and augmentation over shards. Not used
+            over other datasets, which have `generator`.
+        topology: this rank and the others, over shards only. None: torch.distributed if it is initialised,
+            else the launcher's variables.
+        device: the device that batches come on, over shards only. None: host memory. "cuda": copied there
+            on a side stream.
+        tail: the rule for the last, incomplete batch of all ranks, over shards only. "drop" leaves it out.
+            "pad" fills it up with the epoch's first samples. "even" shares it out in equal short parts,
+            filled up to a multiple of the ranks. "uneven" shares it out as it is, so that ranks may differ by
+            a step. None: "drop" with `drop_last`, else "uneven" on one rank and "even" on several.
+        depth: batches kept ready over shards: a number or a `DepthPolicy`. None: 4 over local shards, over
+            remote ones as many as waits of the training code ask for.
+        max_worker_restarts: builder processes over shards that are replaced when they die, each with a
+            warning. One more, or a second death on the same batches, is an error.
+        builders: "ray" has `num_workers` actors of a Ray cluster build batches of shards, on other machines'
+            cores, of shards that they read; `num_workers=None`: this rank's part of the cluster's CPUs.
+        ship_blocks: with `builders="ray"`, have this process read, and send the stored values to the actors.
+        batching: `Packed(...)`, `TokenBudget(...)` or `Bucketed(...)`, over shards only: batches by the
+            lengths of samples (docs/guide/batching.md).
+        mark_repeats: add a column "__repeat__" to batches of shards, bool: the samples (rows with `Packed`)
+            that `tail` delivers a second time.
+
+    Raises:
+        ValueError: arguments that contradict each other, or that the dataset does not go with.
+        MemoryLimitError: the memory limit has no room for one batch.
 
     Used by one thread. `for batch in loader` runs one epoch.
 
-    Example:
+    Examples:
         >>> dataset = ShardedDataset("images/*.tar", decode={"jpg": Image(size=224)})
         >>> with DataLoader(dataset, batch_size=4, shuffle=True) as loader:
         ...     for batch in loader:

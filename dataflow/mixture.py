@@ -61,7 +61,7 @@ class Mixture(Sharded):
     Every prefix of the sequence holds of each source its share, to less than one sample; shares whose common
     denominator exceeds 65,536 are rounded to it (`shares` says to what). Each source is shuffled by itself
     (or comes in file order, without `shuffle=`), in source epochs that each hold every sample once. What an
-    epoch of the mixture leaves of a source comes first in the next.
+    epoch of the mixture leaves of a source comes first in the next. Thread-safe.
 
     Args:
         members: datasets or mixtures; a mapping gives each its weight. All deliver the same columns.
@@ -77,10 +77,11 @@ class Mixture(Sharded):
         shares: what weights are shares of: "samples", or "tokens": elements of the column of `batching=`.
             Every prefix then holds of each source its share, to within the longest sample.
 
-    Raises `ValueError` for weights that do not fit, members without samples, members that deliver unlike
-    columns. A value; thread-safe.
+    Raises:
+        ValueError: weights that do not fit, members without samples, members that deliver unlike columns.
+        TypeError: a member that is neither a dataset nor a mixture.
 
-    Example:
+    Examples:
         >>> web, code = ShardedDataset("web/*.jsonl"), ShardedDataset("code/*.jsonl")
         >>> with DataLoader(Mixture({web: 0.75, code: 0.25}), batch_size=4) as loader:
         ...     batch = next(iter(loader))  # three texts of `web` and one of `code`

@@ -19,7 +19,7 @@ class Ragged(NamedTuple):
     A named tuple, so it unpacks (`values, offsets = batch["doc"]`), and torch's `pin_memory` and most
     `to(device)` helpers walk into it. `rows()` gives the rows as views; nothing is copied.
 
-    Example:
+    Examples:
         >>> with DataLoader(ShardedDataset("tokens/*.parquet"), batch_size=4) as loader:
         ...     tokens = next(iter(loader))["tokens"]  # columns of lists come as `Ragged`
         >>> [len(row) for row in tokens.rows()]

@@ -193,7 +193,7 @@ class SessionStats:
 class LoaderStats(SessionStats, StatsSnapshot):
     """A snapshot of a `DataLoader`, counted since it was made; of several loops, the newest one's engine.
 
-    Example:
+    Examples:
         >>> with DataLoader(ShardedDataset("tokens/*.parquet"), batch_size=4) as loader:
         ...     batches = list(loader)
         ...     stats = loader.stats()
@@ -372,7 +372,7 @@ class LoaderStats(SessionStats, StatsSnapshot):
 class WorkerStats(StatsSnapshot):
     """A snapshot of a `DataLoader` over any other dataset, counted since it was made.
 
-    Example:
+    Examples:
         >>> with DataLoader(range(8), batch_size=4) as loader:
         ...     batches = list(loader)
         ...     stats = loader.stats()

@@ -216,29 +216,38 @@ class RetryDecision(Struct, frozen=True):
 class RetryPolicy:
     """When a store that fails is asked again, and when it is given up. All times are seconds.
 
-    Example:
+    Args:
+        deadline_s: a read without one new byte for so long is given up.
+        max_attempts: the number of attempts in a row without a byte after which a read is given up; None: any
+            number.
+        connect_s: the time after which a host is given up that never answered, and refuses connections or has
+            no address.
+        base_s: longest pause after the first failure; it doubles with each failure that follows it, up to a
+            second or an eighth of the time since the last byte. Where a store is asked too much, up to
+            `cap_s`.
+        cap_s: longest pause of all, but for a `Retry-After`.
+        stall_s: longest silence, in seconds, before a request is given up and asked again from where it
+            stood. Where reads of its size are known to be quick, it is `SILENCE` times what nearly all of
+            them take. It doubles with each one in a row, so that a store that is merely slow gets the time it
+            needs.
+        least_stall_s: no silence shorter than this is given up, however quick reads are.
+        seed: decides the random part of each pause.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Examples:
         >>> retry = RetryPolicy(deadline_s=600)  # ride out ten minutes without an answer
         >>> dataset = ShardedDataset("s3://bucket/*.parquet", retry=retry)
     """
 
     deadline_s: float = 120.0
-    """A read without one new byte for so long is given up."""
     max_attempts: int | None = None
-    """The number of attempts in a row without a byte after which a read is given up; None: any number."""
     connect_s: float = 2.0
-    """The time after which a host is given up that never answered, and refuses connections or has no
-    address."""
     base_s: float = 0.1
-    """Longest pause after the first failure; it doubles with each failure that follows it, up to a second or
-    an eighth of the time since the last byte. Where a store is asked too much, up to `cap_s`."""
     cap_s: float = 10.0
-    """Longest pause of all, but for a `Retry-After`."""
     stall_s: float = 2.0
-    """Longest silence, in seconds, before a request is given up and asked again from where it stood. Where
-    reads of its size are known to be quick, it is `SILENCE` times what nearly all of them take. It doubles
-    with each one in a row, so that a store that is merely slow gets the time it needs."""
     least_stall_s: float = 0.5
-    """No silence shorter than this is given up, however quick reads are."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -78,7 +78,12 @@ class ShardReadError(ShardError, OSError):
 class ShardWriteError(ShardError, OSError):
     """A shard could not be written, as there was no room for it. What was finished before is whole.
 
-    It is an `OSError` too: `errno` is the system's (`errno.ENOSPC` and the like), `filename` the shard's URL.
+    It is an `OSError` too, and `filename` is the shard's URL.
+
+    Attributes:
+        shard: URL of the shard.
+        reason: what is wrong, and what to do.
+        errno: the system's number (`errno.ENOSPC` and the like), or None.
     """
 
     def __init__(self, shard: str, reason: str, errno: int | None = None) -> None:

@@ -29,23 +29,28 @@ INTEGRATIONS = {
 }
 
 
+ELSEWHERE = {**INTEGRATIONS, "run_ranks": "dataflow.testing"}
+STARTS_PROCESSES = pytest.param("run_ranks", marks=pytest.mark.full)
+
+
 SHOWN = sorted(name for name in dataflow._MODULES if not name.endswith("Error"))
 
 
 def shown(name: str) -> Any:
     """What is public under a name; the test skips where the framework that it is for is not installed."""
-    if name not in INTEGRATIONS:
+    if name not in ELSEWHERE:
         return getattr(dataflow, name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pytest.importorskip(INTEGRATIONS[name].rpartition(".")[2])
-        return getattr(import_module(INTEGRATIONS[name]), name)
+        if name in INTEGRATIONS:
+            pytest.importorskip(INTEGRATIONS[name].rpartition(".")[2])
+        return getattr(import_module(ELSEWHERE[name]), name)
 
 
 def examples_of(thing: Any) -> list[doctest.Example]:
-    """Those under "Example:", which a reader looks for."""
+    """Those under "Examples:", the one heading below which documentation tools look for them."""
     before, _, after = (inspect.getdoc(thing) or "").partition(
-        "\nExample:\n"
+        "\nExamples:\n"
     )  # Python 3.13 takes indents away
     assert ">>>" not in before
     return doctest.DocTestParser().get_examples(after)
@@ -131,7 +136,7 @@ NEEDS: dict[str, Callable[[], None]] = {
 
 def known_to(name: str, source: str) -> dict[str, Any]:
     """What a reader of an example has already: imports, and a model where it names one."""
-    known = {"np": np, "Path": Path, "mse_loss": mse_loss, name: shown(name)}
+    known = {"np": np, "torch": torch, "Path": Path, "mse_loss": mse_loss, name: shown(name)}
     known |= {public: getattr(dataflow, public) for public in SHOWN if public in source}
     if "model" in source:
         known["model"] = model = torch.nn.Linear(4, 1)
@@ -183,7 +188,7 @@ def a_process_of_its_own() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", [*SHOWN, *INTEGRATIONS])
+@pytest.mark.parametrize("name", [*SHOWN, *INTEGRATIONS, STARTS_PROCESSES])
 def test_the_example_of_a_docstring_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-home"))
@@ -201,7 +206,7 @@ def test_the_example_of_a_docstring_runs(name: str, tmp_path: Path, monkeypatch:
     assert printed.getvalue() == ""
 
 
-@pytest.mark.parametrize("name", [*SHOWN, *INTEGRATIONS])
+@pytest.mark.parametrize("name", [*SHOWN, *ELSEWHERE])
 def test_what_is_public_shows_its_use(name: str) -> None:
     assert 1 < len(examples_of(shown(name))) <= 5
 

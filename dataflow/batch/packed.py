@@ -58,7 +58,7 @@ class PackedRows(NamedTuple):
 
     The methods work on any device; in a `batch_transform` they run in the loader's threads.
 
-    Example:
+    Examples:
         >>> dataset = ShardedDataset("tokens/*.parquet")
         >>> with DataLoader(dataset, batch_size=1, batching=Packed(12, "tokens")) as loader:
         ...     rows = next(iter(loader))["tokens"]

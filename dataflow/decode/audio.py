@@ -23,30 +23,33 @@ from dataflow.decode.values import check_fits
 class Audio:
     """Decode sound to a tensor [channels, samples], float32 in [-1, 1].
 
+    Args:
+        rate: samples a second; sound of another rate is resampled. None: each file's own, and a batch is a
+            list.
+        seconds: length of a clip. None: all of each file, and a batch is a list.
+        mono: True if all channels are mixed into one. False: each file's own, and a batch is a list.
+        channels: with `mono=False`: every file is mixed into so many channels.
+        clip: the position of the clip in its file.
+        pad: a file that is shorter than the clip is an error, has silence at its end, or begins again.
+        mask: True if batches have a column `<name>_is_pad` after it, bool [batch, samples] (without `rate` a
+            list): True where a sample is padding, since the file is shorter than the clip.
+
     Raises:
         ValueError: a setting is out of range.
 
-    Example:
+    Examples:
         >>> dataset = ShardedDataset("sounds/*.tar", decode={"wav": Audio(rate=16_000, seconds=0.5)})
         >>> dataset[0]["wav"].shape
         torch.Size([1, 8000])
     """
 
     rate: int | None = None
-    """Samples a second; sound of another rate is resampled. None: each file's own, and a batch is a list."""
     seconds: float | None = None
-    """Length of a clip. None: all of each file, and a batch is a list."""
     mono: bool = True
-    """True if all channels are mixed into one. False: each file's own, and a batch is a list."""
     channels: int | None = None
-    """With `mono=False`: every file is mixed into so many channels."""
     clip: ClipPosition = "random"
-    """The position of the clip in its file."""
     pad: Literal["error", "zeros", "loop"] = "error"
-    """A file that is shorter than the clip is an error, has silence at its end, or begins again."""
     mask: bool = False
-    """True if batches have a column `<name>_is_pad` after it, bool [batch, samples] (without `rate` a list):
-    True where a sample is padding, since the file is shorter than the clip."""
 
     def __post_init__(self) -> None:
         if self.mask and self.seconds is None:

@@ -50,10 +50,35 @@ class Image:
     Orientation tags are not applied, as in torchvision and WebDataset. CMYK and gray JPEGs become RGB;
     transparency and the second and later frames are dropped.
 
+    Args:
+        size: height and width of the result; one number for a square. None keeps each image's own size.
+        crop: "random_resized": a random part, as torchvision's RandomResizedCrop. "center": the middle, as
+            Resize and CenterCrop. "none": the whole image, resized to `size` whatever its shape.
+        scale: least and greatest share of the area, for "random_resized".
+        ratio: least and greatest width / height, for "random_resized".
+        flip: probability of mirroring left to right.
+        mode: channels of the result: three colours ("RGB") or one of brightness ("L").
+        layout: order of the dimensions of the result: "CHW", as models of torch take them, or "HWC".
+        interpolation: "bilinear" looks at 4 pixels and "bicubic" at 16; with `antialias` at all that a pixel
+            of the result covers, and some around it. "area" averages those that it covers.
+        antialias: resize as Pillow and torchvision do (its `antialias=True`): an image that shrinks is
+            smoothed.
+        mean: with `std`: results are float32, (level / 255 - mean) / std, a number for each channel.
+        std: deviations that go with `mean`, a number for each channel.
+        dct: "fast": approximate DCT, and JPEGs whose crop is at least twice `size` are decoded at a half,
+            quarter or eighth scale. "exact": the pixels that Pillow and torchvision decode.
+        resize_shorter: for "center": length of the shorter side that `size` is cut from; default `max(size) *
+            256 / 224`.
+        strict: True if JPEG data that libjpeg only warns about is an error. None: yes, but for leftover bytes
+            before the end mark and a missing end mark, which are delivered, counted in `stats()`, and warned
+            of once.
+        max_pixels: images larger than this are errors, not decoded (for formats other than JPEG, PNG and
+            WebP: decoded first, up to OpenCV's own limit of 2^30).
+
     Raises:
         ValueError: a setting is out of range, or settings contradict each other.
 
-    Example:
+    Examples:
         >>> image = Image(size=224, crop="random_resized", flip=0.5)
         >>> dataset = ShardedDataset("images/*.tar", decode={"jpg": image})
         >>> dataset[0]["jpg"].shape
@@ -61,37 +86,20 @@ class Image:
     """
 
     size: int | tuple[int, int] | None = None
-    """Height and width of the result; one number for a square. None keeps each image's own size."""
     crop: Crop = "none"
-    """"random_resized": a random part, as torchvision's RandomResizedCrop. "center": the middle, as Resize
-    and CenterCrop. "none": the whole image, resized to `size` whatever its shape."""
     scale: tuple[float, float] = (0.08, 1.0)
-    """Least and greatest share of the area, for "random_resized"."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Least and greatest width / height, for "random_resized"."""
     flip: float = 0.0
-    """Probability of mirroring left to right."""
     mode: Literal["RGB", "L"] = "RGB"
     layout: Literal["CHW", "HWC"] = "CHW"
     interpolation: Literal["bilinear", "bicubic", "area"] = "bilinear"
-    """"bilinear" looks at 4 pixels and "bicubic" at 16; with `antialias` at all that a pixel of the result
-    covers, and some around it. "area" averages those that it covers."""
     antialias: bool = False
-    """Resize as Pillow and torchvision do (its `antialias=True`): an image that shrinks is smoothed."""
     mean: tuple[float, ...] | None = None
-    """With `std`: results are float32, (level / 255 - mean) / std, a number for each channel."""
     std: tuple[float, ...] | None = None
     dct: Literal["fast", "exact"] = "fast"
-    """"fast": approximate DCT, and JPEGs whose crop is at least twice `size` are decoded at a half, quarter
-    or eighth scale. "exact": the pixels that Pillow and torchvision decode."""
     resize_shorter: int | None = None
-    """For "center": length of the shorter side that `size` is cut from; default `max(size) * 256 / 224`."""
     strict: bool | None = None
-    """True if JPEG data that libjpeg only warns about is an error. None: yes, but for leftover bytes before
-    the end mark and a missing end mark, which are delivered, counted in `stats()`, and warned of once."""
     max_pixels: int = _MAX_PIXELS
-    """Images larger than this are errors, not decoded (for formats other than JPEG, PNG and WebP: decoded
-    first, up to OpenCV's own limit of 2^30)."""
 
     def __post_init__(self) -> None:
         for field, kinds in (("crop", Crop), *_CHOICES):

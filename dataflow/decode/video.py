@@ -45,33 +45,37 @@ _AT_ONCE = 8
 class Video:
     """Decode a clip of each video to [frames, 3, height, width], uint8 unless `image` says otherwise.
 
+    Args:
+        frames: frames of a clip. None: all, so that clips differ in length and a batch is a list.
+        fps: frames a second of the clip, whatever the video's are: frame i is what is seen i / fps seconds
+            after the clip's begin. None: frames as they follow each other in the video.
+        size: height and width of the result, as `Image(size=...)`. None: each video's own, and a batch is a
+            list.
+        image: the rule for each frame, in place of `size`: `Image(size=112, crop="random_resized",
+            flip=0.5)`. All frames of a clip have the same part and the same mirroring.
+        clip: the position of the clip in its video. Of a LeRobot dataset, its position about the time of its
+            row: "start" is from there on, "end" until there, and "random" is none.
+        pad: a video that is shorter than the clip is an error, shows its last frame on and on, or begins
+            again.
+        mask: True if batches have a column `<name>_is_pad` after it, bool [batch, frames]: True where a frame
+            is padding, since the clip reaches beyond its video (of a LeRobot dataset, its episode).
+
     Raises:
         ValueError: a setting is out of range, or settings contradict each other.
 
-    Example:
+    Examples:
         >>> dataset = ShardedDataset("videos/*.tar", decode={"mp4": Video(frames=8, size=112)})
         >>> dataset[0]["mp4"].shape
         torch.Size([8, 3, 112, 112])
     """
 
     frames: int | None = None
-    """Frames of a clip. None: all, so that clips differ in length and a batch is a list."""
     fps: float | None = None
-    """Frames a second of the clip, whatever the video's are: frame i is what is seen i / fps seconds after
-    the clip's begin. None: frames as they follow each other in the video."""
     size: int | tuple[int, int] | None = None
-    """Height and width of the result, as `Image(size=...)`. None: each video's own, and a batch is a list."""
     image: Image | None = None
-    """The rule for each frame, in place of `size`: `Image(size=112, crop="random_resized", flip=0.5)`. All
-    frames of a clip have the same part and the same mirroring."""
     clip: ClipPosition = "random"
-    """The position of the clip in its video. Of a LeRobot dataset, its position about the time of its row:
-    "start" is from there on, "end" until there, and "random" is none."""
     pad: Literal["error", "last", "loop"] = "error"
-    """A video that is shorter than the clip is an error, shows its last frame on and on, or begins again."""
     mask: bool = False
-    """True if batches have a column `<name>_is_pad` after it, bool [batch, frames]: True where a frame is
-    padding, since the clip reaches beyond its video (of a LeRobot dataset, its episode)."""
 
     def __post_init__(self) -> None:
         if self.mask and self.frames is None:

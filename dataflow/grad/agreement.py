@@ -39,7 +39,8 @@ class DisagreementError(DataflowError):
 
     Attributes:
         field: what differs.
-        values: of each rank.
+        values: the value of each rank.
+        ranks: the global ranks, in the same order.
     """
 
     def __init__(self, field: str, values: tuple[Any, ...], ranks: tuple[int, ...]) -> None:

@@ -101,7 +101,7 @@ class GradSchedule(Shown):
         ValueError: an argument or a combination that cannot work.
         DisagreementError: ranks gave different arguments.
 
-    Example:
+    Examples:
         >>> schedule = GradSchedule(loader, model, optimizer, 2, weights={"samples": lambda b: len(b["y"])})
         >>> for batch in schedule:
         ...     loss = mse_loss(model(batch["x"]), batch["y"], reduction="sum")

@@ -53,7 +53,7 @@ def prepare_loader(
     Raises:
         TypeError: `loader` is not one of this package.
 
-    Example:
+    Examples:
         >>> dataset = ShardedDataset("rows/*.parquet")
         >>> model, optimizer = accelerator.prepare(model, optimizer)
         >>> loader = prepare_loader(accelerator, DataLoader(dataset, batch_size=2, shuffle=True))

@@ -49,7 +49,7 @@ def resume(trainer: Any) -> KeepPlace:
     or over other data (as by `DataLoader.load_state_dict`). A warning says where `Trainer`, which counts
     steps, takes the checkpoint to be at another place than the data, as with other batches.
 
-    Example:
+    Examples:
         >>> trainer = MyTrainer(model, arguments)  # its get_train_dataloader returns a DataLoader over shards
         >>> callback = resume(trainer)
         >>> result = trainer.train(resume_from_checkpoint=True)

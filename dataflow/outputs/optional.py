@@ -24,21 +24,26 @@ class Optional:
     missing value is 0 (NaN of floats, an empty row of `Ragged`). Columns that are not declared so have none
     missing, NaN of floats apart: such a sample is a bad one, see `on_error=`.
 
-    Example:
+    Args:
+        rule: the rule for values that are there: anything else that `decode=` takes.
+        default: the value in place of a missing one: a number, an array of the value's shape, bytes, text, an
+            object.
+        mask: True if batches have a column `<name>_mask` after it, bool [batch] ([batch, n] of n stacked
+            columns): True where the value is there.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Examples:
         >>> dataset = ShardedDataset("people.jsonl", decode={"age": Optional(default=-1)})
         >>> [int(dataset[i]["age"]) for i in range(len(dataset))]
         [41, -1]
     """
 
     rule: object = "auto"
-    """The rule for values that are there: anything else that `decode=` takes."""
     _: KW_ONLY
     default: Any = None
-    """The value in place of a missing one: a number, an array of the value's shape, bytes, text, an
-    object."""
     mask: bool = False
-    """True if batches have a column `<name>_mask` after it, bool [batch] ([batch, n] of n stacked columns):
-    True where the value is there."""
 
     def __post_init__(self) -> None:
         if isinstance(self.rule, Optional):

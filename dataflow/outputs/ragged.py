@@ -23,7 +23,11 @@ from prefetch.memory.arena import rounded_bytes
 class Pad:
     """Deliver a variable-length column as one tensor [batch, length] instead of a ragged pair.
 
-    Example:
+    Args:
+        value: the value that fills the rest of a short row.
+        length: elements a row; longer rows are cut. None: the longest row of the batch.
+
+    Examples:
         >>> dataset = ShardedDataset("tokens/*.parquet", decode={"tokens": Pad(length=16)})
         >>> with DataLoader(dataset, batch_size=4) as loader:
         ...     next(iter(loader))["tokens"].shape
@@ -31,9 +35,7 @@ class Pad:
     """
 
     value: float = 0
-    """The value that fills the rest of a short row."""
     length: int | None = None
-    """Elements a row; longer rows are cut. None: the longest row of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,6 +105,11 @@ def run_ranks(
         RankError: a rank died, by a signal or an exit.
         TimeoutError: ranks were not done in time; the stacks of their threads are notes.
         ValueError: `fn` or its arguments cannot be sent to the ranks.
+
+    Examples:
+        >>> numbers = run_ranks(torch.distributed.get_rank, world_size=2)  # any function at module level
+        >>> numbers
+        [0, 1]
     """
     __tracebackhide__ = True
     if world_size < 1 or num_nodes < 1 or world_size % num_nodes:

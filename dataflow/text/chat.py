@@ -51,9 +51,12 @@ class ChatTemplate:
         overlong: longer ones are cut at the end ("truncate"), or bad samples ("error").
         dtype: of the ids, "int32" or "int64".
 
-    Raises `OSError`, `ValueError`, and `MissingTextSupportError` without the extra `text`.
+    Raises:
+        OSError: the tokenizer's or template's file cannot be read.
+        ValueError: a setting is out of range, or there is no template.
+        MissingTextSupportError: the extra `text` is not installed.
 
-    Example:
+    Examples:
         >>> chats = ChatTemplate("tokenizer.json", template=Path("chat_template.jinja"))
         >>> sample = ShardedDataset("chats.jsonl", transform=chats)[0]
         >>> len(sample["input_ids"]) == len(sample["loss_mask"])

@@ -42,10 +42,11 @@ class PreferencePairs:
     Args:
         stage: what tokenizes one answer: `Tokenize(...)` or `ChatTemplate(...)`. Its own column need not be
             there.
-        chosen, rejected: the columns of the answers: text, or messages.
+        chosen: the column of the preferred answers: text, or messages.
+        rejected: the column of the others.
         prompt: the column of what comes before both of them; "": they have it themselves.
 
-    Example:
+    Examples:
         >>> pairs = PreferencePairs(Tokenize("tokenizer.json", max_length=32), prompt="prompt")
         >>> dataset = ShardedDataset("pairs.jsonl", transform=pairs, batch_transform=split_pairs)
         >>> with DataLoader(dataset, 2, batching=Packed(64, "input_ids", overlong="error")) as loader:
@@ -125,9 +126,13 @@ def split_pairs(
         length: the column of the tokens of preferred answers, one a pair.
         pad: what fills padded rows up, for all columns or each by name.
 
-    Raises `ValueError` where a pair is not whole, or the batch is neither packed nor padded.
+    Returns:
+        The batch with two documents a pair; columns that are neither packed nor padded as they were.
 
-    Example:
+    Raises:
+        ValueError: a pair is not whole, or the batch is neither packed nor padded.
+
+    Examples:
         >>> pairs = PreferencePairs(Tokenize("tokenizer.json", max_length=32), prompt="prompt")
         >>> dataset = ShardedDataset("pairs.jsonl", transform=pairs, batch_transform=split_pairs)
         >>> with DataLoader(dataset, batching=TokenBudget(256, "input_ids")) as loader:

@@ -30,7 +30,8 @@ class Tokenize:
         tokenizer: a `tokenizer.json`, or the folder of a model that has one.
         column: text as `str`, or as bytes in UTF-8 (`decode={"text": None}`).
         into: the column of token ids, a 1-D tensor a sample; a `Ragged` a batch.
-        bos, eos: a token (text or id) before and after each document; None: none.
+        bos: a token (text or id) before each document; None: none.
+        eos: a token (text or id) after each document; None: none.
         add_special_tokens: whether the tokenizer puts its own around the document besides.
         max_length: most tokens of a document, `bos` and `eos` included; None: any number.
         overlong: longer ones are cut before `eos` ("truncate"), or bad samples ("error").
@@ -38,9 +39,12 @@ class Tokenize:
             `bytes.decode` has it, "replace" for one.
         dtype: "int32" or "int64".
 
-    Raises `OSError`, `ValueError`, and `MissingTextSupportError` without the extra `text`.
+    Raises:
+        OSError: the tokenizer's file cannot be read.
+        ValueError: a setting is out of range, or the tokenizer has no such token.
+        MissingTextSupportError: the extra `text` is not installed.
 
-    Example:
+    Examples:
         >>> dataset = ShardedDataset("text.jsonl", transform=Tokenize("tokenizer.json", eos="<|end|>"))
         >>> dataset[0]["input_ids"].dtype
         torch.int32

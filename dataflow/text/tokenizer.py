@@ -26,7 +26,12 @@ DTYPES: dict[str, np.dtype[Any]] = {"int32": np.dtype(np.int32), "int64": np.dty
 
 
 class MissingTextSupportError(DataflowError, ImportError):
-    """The extra `text` is not installed."""
+    """The extra `text` is not installed.
+
+    Args:
+        what: the name of the class that needs it.
+        error: the error of the import that failed.
+    """
 
     def __init__(self, what: str, error: ImportError) -> None:
         super().__init__(f"{what} needs another package ({error}): pip install 'dataflow-loader[text]'")

@@ -58,7 +58,7 @@ class PhaseSeconds:
 class StepInfo:
     """The result of one window; `GradSchedule.step` returns it.
 
-    Example:
+    Examples:
         >>> schedule = GradSchedule(loader, model, optimizer, accumulate=2)
         >>> for batch in schedule:
         ...     schedule.backward(mse_loss(model(batch["x"]), batch["y"]) * schedule.scale())

@@ -137,7 +137,28 @@ class BatchedColumns:
 class Packed(BatchedColumns):
     """Rows of `length` elements, filled with several samples each. The loader's batch_size counts rows.
 
-    Example:
+    Args:
+        length: the number of elements of a row.
+        column: the column whose lengths count. "": the first of `columns`, or "tokens".
+        overlong: samples longer than a row: "split" over several rows, "truncate" (what is lost is counted),
+            "error".
+        columns: the columns that are cut and packed alike: lists, in each sample as long as that of `column`.
+        whole: columns of lists that come whole, once a segment, where others are cut.
+        pad: the value that fills up; or a mapping, for each column by name, 0 for those not named.
+        lengths: the lengths of samples, where they are not those of `column`: the name of another column (its
+            values if they are integers, else their lengths), an array with one entry a sample in file order,
+            or a function of the catalog that gives one. Of a mixture, a column or function for all sources;
+            or one of these a source, as a list or by dataset.
+        lengths_key: names the lengths of samples that a transform makes, so that later runs know them: change
+            it when the transform changes. A transform with a `fingerprint` needs none.
+        window: samples of a megabatch: consecutive ones that are planned together, and whose blocks are in
+            memory. None: 16,384, less where samples are large for the memory limit, or where lengths are
+            measured.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Examples:
         >>> dataset = ShardedDataset("tokens/*.parquet")
         >>> with DataLoader(dataset, batch_size=2, batching=Packed(12, "tokens")) as loader:
         ...     next(iter(loader))["tokens"].tokens.shape  # a `PackedRows`
@@ -145,11 +166,8 @@ class Packed(BatchedColumns):
     """
 
     length: int
-    """The number of elements of a row."""
     column: str = ""
-    """The column whose lengths count. "": the first of `columns`, or "tokens"."""
     overlong: Overlong = "split"
-    """Samples longer than a row: "split" over several rows, "truncate" (what is lost is counted), "error"."""
 
     def __post_init__(self) -> None:
         from sharding.lengths.cutting import Overlong
@@ -195,7 +213,24 @@ class Packed(BatchedColumns):
 class TokenBudget(BatchedColumns):
     """Batches of as many samples of like length as fit `max_tokens`, padding included.
 
-    Example:
+    Args:
+        max_tokens: most elements of a padded batch: samples x padded length.
+        column: the column whose lengths count. "": the first of `columns`, or "tokens".
+        max_samples: most samples of a batch.
+        multiple: padded lengths are rounded up to a multiple of this; 8 suits tensor cores.
+        overlong: samples that do not fit alone: "error", or "truncate" (what is lost is counted).
+        columns: the columns that are padded alike: lists, in each sample as long as that of `column`.
+        whole: columns of lists that come whole; see `Packed`.
+        pad: the value that fills up; or a mapping, for each column by name, 0 for those not named.
+        lengths: the lengths of samples, where they are not those of `column`; see `Packed`.
+        lengths_key: names the lengths of samples that a transform makes, so that later runs know them; see
+            `Packed`.
+        window: samples that are planned together, 16,384 where None; see `Packed`.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Examples:
         >>> dataset = ShardedDataset("tokens/*.parquet")
         >>> with DataLoader(dataset, batching=TokenBudget(16, "tokens")) as loader:
         ...     all(batch["tokens"].tokens.numel() <= 16 for batch in loader)  # of `PaddedRows`
@@ -203,16 +238,11 @@ class TokenBudget(BatchedColumns):
     """
 
     max_tokens: int
-    """Most elements of a padded batch: samples x padded length."""
     column: str = ""
-    """The column whose lengths count. "": the first of `columns`, or "tokens"."""
     max_samples: int | None = None
-    """Most samples of a batch."""
     multiple: int = 1
-    """Padded lengths are rounded up to a multiple of this; 8 suits tensor cores."""
     _: KW_ONLY
     overlong: Overlong = "error"
-    """Samples that do not fit alone: "error", or "truncate" (what is lost is counted)."""
 
     def __post_init__(self) -> None:
         self._resolve(self.column)
@@ -252,7 +282,24 @@ class TokenBudget(BatchedColumns):
 class Bucketed(BatchedColumns):
     """Batches of `batch_size` samples whose lengths lie in one bucket.
 
-    Example:
+    Args:
+        batch_size: samples of a batch, and of one rank.
+        column: the column whose lengths count. "": the first of `columns`, or "tokens".
+        boundaries: greatest length of each bucket but the last, ascending; or a number of buckets, which then
+            get about the same number of elements of each megabatch.
+        multiple: padded lengths are rounded up to a multiple of this; 8 suits tensor cores.
+        columns: the columns that are padded alike: lists, in each sample as long as that of `column`.
+        whole: columns of lists that come whole; see `Packed`.
+        pad: the value that fills up; or a mapping, for each column by name, 0 for those not named.
+        lengths: the lengths of samples, where they are not those of `column`; see `Packed`.
+        lengths_key: names the lengths of samples that a transform makes, so that later runs know them; see
+            `Packed`.
+        window: samples that are planned together, 16,384 where None; see `Packed`.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Examples:
         >>> dataset = ShardedDataset("tokens/*.parquet")
         >>> with DataLoader(dataset, batching=Bucketed(2, "tokens", boundaries=(4, 8))) as loader:
         ...     sorted(sorted(batch["tokens"].lengths.tolist()) for batch in loader)
@@ -260,14 +307,9 @@ class Bucketed(BatchedColumns):
     """
 
     batch_size: int
-    """Samples of a batch, and of one rank."""
     column: str = ""
-    """The column whose lengths count. "": the first of `columns`, or "tokens"."""
     boundaries: int | tuple[int, ...] = 16
-    """Greatest length of each bucket but the last, ascending; or a number of buckets, which then get about
-    the same number of elements of each megabatch."""
     multiple: int = 1
-    """Padded lengths are rounded up to a multiple of this; 8 suits tensor cores."""
 
     def __post_init__(self) -> None:
         self._resolve(self.column)

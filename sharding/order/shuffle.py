@@ -22,9 +22,35 @@ _MOST_LANES = 1 << 12
 
 @dataclass(frozen=True)
 class Shuffle:
-    """The shuffle of an epoch. Raises `ValueError` for values that contradict each other.
+    """The shuffle of an epoch: `DataLoader(dataset, shuffle=Shuffle("window", window_blocks=256))`.
 
-    Example:
+    `shuffle=True` is `Shuffle()`. More blocks in a window mix better, hold more memory, and delay the first
+    batch; docs/guide/order.md helps to choose.
+
+    Args:
+        kind: "window": blocks in a seeded permutation, samples mixed inside windows of about `window_blocks`
+            blocks. "full": any sample anywhere, at one read per sample. "blocks": blocks in a seeded
+            permutation, the samples of a block in file order. "none": everything in file order.
+        window_blocks: blocks in a window of all lanes; None leaves it to the loader. More mixes better and
+            holds more memory. Under "blocks" and "none" with one lane it only groups reads; "full" has no
+            windows.
+        canonical_nodes: lanes: sequences of blocks that advance side by side, sample by sample, each for one
+            node (or rank) to read. A number of nodes that divides it reads every block once; see
+            `sharding.plan.placement`. None: 8 under "window" (less where a window has fewer blocks), 1 under
+            "blocks" and "none". With more than one, "none" is file order within each lane.
+        exchange: share of the blocks that may change lane from one epoch to the next. 1: all are dealt anew.
+            0: a node keeps its blocks, and its cache. The order inside a lane is new in every epoch.
+        ramp: True if epoch 0 begins with small windows (8, 16, 32 ... blocks), so that the first batch of a
+            training waits for few reads. They mix little, so later epochs have none; under "blocks" and
+            "none" windows mix nothing, and every epoch has them. A dataset in one window has no others. None:
+            only where the loader chooses `window_blocks`.
+        source_windows: blocks in a window of each source of a mixture, where the loader chooses them; () for
+            `window_blocks`. A source behind the last one has `window_blocks`.
+
+    Raises:
+        ValueError: values that contradict each other, or are out of range.
+
+    Examples:
         >>> dataset = ShardedDataset("tokens/*.parquet")
         >>> with DataLoader(dataset, batch_size=4, shuffle=Shuffle("full"), seed=1) as loader:
         ...     sum(len(batch["tokens"].lengths) for batch in loader)
@@ -32,29 +58,12 @@ class Shuffle:
     """
 
     kind: Kind = "window"
-    """"window": blocks in a seeded permutation, samples mixed inside windows of about `window_blocks` blocks.
-    "full": any sample anywhere, at one read per sample. "blocks": blocks in a seeded permutation, the samples
-    of a block in file order. "none": everything in file order."""
     window_blocks: int | None = None
-    """Blocks in a window of all lanes; None leaves it to the loader. More mixes better and holds more
-    memory. Under "blocks" and "none" with one lane it only groups reads; "full" has no windows."""
     canonical_nodes: int | None = None
-    """Lanes: sequences of blocks that advance side by side, sample by sample, each for one node (or rank) to
-    read. A number of nodes that divides it reads every block once; see `sharding.plan.placement`. None: 8
-    under "window" (less where a window has fewer blocks), 1 under "blocks" and "none". With more than one,
-    "none" is file order within each lane."""
     exchange: float = 1.0
-    """Share of the blocks that may change lane from one epoch to the next. 1: all are dealt anew. 0: a node
-    keeps its blocks, and its cache. The order inside a lane is new in every epoch."""
     _: KW_ONLY
     ramp: bool | None = None
-    """True if epoch 0 begins with small windows (8, 16, 32 ... blocks), so that the first batch of a training
-    waits for few reads. They mix little, so later epochs have none; under "blocks" and "none" windows mix
-    nothing, and every epoch has them. A dataset in one window has no others. None: only where the loader
-    chooses `window_blocks`."""
     source_windows: tuple[int, ...] = ()
-    """Blocks in a window of each source of a mixture, where the loader chooses them; () for `window_blocks`.
-    A source behind the last one has `window_blocks`."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

@@ -36,9 +36,32 @@ _NOT_GATHERED = (
 
 @dataclass(frozen=True)
 class Topology:
-    """One process among `world_size`. Raises `ValueError` for ranks and nodes outside their worlds.
+    """One process among `world_size`: which part of the samples it gets.
 
-    Example:
+    Args:
+        rank: this process, in [0, world_size).
+        world_size: processes of the job; they share the dataset.
+        local_rank: this process on its node, in [0, local_world_size).
+        local_world_size: processes on this node: those that share its memory, disk and network.
+        node: this node, in [0, num_nodes).
+        num_nodes: machines of the job.
+        source: the origin of these facts, for logs and error messages.
+        replicate: the ranks that get the same batches (see `sharding.topology.replicas`); 1: no two.
+        host: host name of this node.
+        rack: rack (or switch, or block of nodes) of this node.
+        hosts: host name of each node.
+        racks: the rack of each node.
+        nodes_of_ranks: the node of each rank.
+        numa_nodes_of_ranks: `numa_node` of each rank, None for a rank that is bound to none.
+        numa_node: NUMA node of all CPUs that this process may use.
+        num_numa_nodes: the NUMA nodes of the machine, as sysfs shows them: also those that a container may
+            not use.
+        reasons: (fact, why it is not known); read it as `why_unknown`.
+
+    Raises:
+        ValueError: a rank or node outside of its world, or facts that contradict each other.
+
+    Examples:
         >>> dataset = ShardedDataset("images/*.tar")
         >>> with DataLoader(dataset, batch_size=2, topology=Topology(rank=1, world_size=2)) as loader:
         ...     len(loader)  # batches of the second of two ranks
@@ -46,39 +69,23 @@ class Topology:
     """
 
     rank: int = 0
-    """This process, in [0, world_size)."""
     world_size: int = 1
-    """Processes of the job; they share the dataset."""
     local_rank: int = 0
-    """This process on its node, in [0, local_world_size)."""
     local_world_size: int = 1
-    """Processes on this node: those that share its memory, disk and network."""
     _: KW_ONLY
     node: int = 0
-    """This node, in [0, num_nodes)."""
     num_nodes: int = 1
     source: str = "given"
-    """The origin of these facts, for logs and error messages."""
     replicate: Replicate = 1
-    """The ranks that get the same batches (see `sharding.topology.replicas`); 1: no two."""
     host: str | None = None
-    """Host name of this node."""
     rack: str | None = None
-    """Rack (or switch, or block of nodes) of this node."""
     hosts: tuple[str, ...] | None = field(default=None, repr=False)
-    """Host name of each node."""
     racks: tuple[str, ...] | None = field(default=None, repr=False)
-    """The rack of each node."""
     nodes_of_ranks: tuple[int, ...] | None = field(default=None, repr=False)
-    """The node of each rank."""
     numa_nodes_of_ranks: tuple[int | None, ...] | None = field(default=None, repr=False)
-    """`numa_node` of each rank, None for a rank that is bound to none."""
     numa_node: int | None = None
-    """NUMA node of all CPUs that this process may use."""
     num_numa_nodes: int | None = None
-    """The NUMA nodes of the machine, as sysfs shows them: also those that a container may not use."""
     reasons: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)
-    """(fact, why it is not known); read it as `why_unknown`."""
 
     def __post_init__(self) -> None:
         for name, of in (("rank", "world_size"), ("local_rank", "local_world_size"), ("node", "num_nodes")):

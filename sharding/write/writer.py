@@ -64,7 +64,7 @@ class ShardWriter:
         end_token: appended to each document of token shards.
         tokenizer: what identifies the tokenizer, such as a hash of its file; kept beside token shards.
 
-    Example:
+    Examples:
         >>> with ShardWriter("train-%06d.tar", max_count=1000) as shards:
         ...     for i in range(3):
         ...         shards.write({"__key__": f"{i:06d}", "npy": np.zeros(4, np.float32), "cls": i})
