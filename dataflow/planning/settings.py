@@ -83,6 +83,8 @@ class StreamSettings:
                 f"shuffle must be True, False, None or a Shuffle; for {self.shuffle!r} give "
                 f"Shuffle({self.shuffle!r})"
             )
+        if self.drop_last and self.tail not in (None, "drop"):
+            raise ValueError(f'drop_last=True means tail="drop", and tail is {self.tail!r}: give one of them')
         device = self.torch_device
         if device.type not in ("cpu", "cuda"):
             raise ValueError(

@@ -791,6 +791,8 @@ def test_what_is_refused_names_what_would_do(ints: Made) -> None:
         DataLoader(dataset, 1, timeout=-1)
     with pytest.raises(ValueError, match="tail must be one of"):
         DataLoader(dataset, 1, tail="all")
+    with pytest.raises(ValueError, match="drop_last=True means tail=\"drop\", and tail is 'pad'"):
+        DataLoader(dataset, 1, drop_last=True, tail="pad")
     with pytest.raises(ValueError, match="64 bits"):
         DataLoader(dataset, 1, seed=2**64)
     with pytest.raises(ValueError, match="on_error must be"):
