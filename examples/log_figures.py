@@ -6,29 +6,30 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter
 
-
 # [figures]
+FIGURES = (
+    "stall_share",  # of the time, waiting for data: near 0, the loader keeps up
+    "samples_per_s",
+    "read_bytes_per_s",
+    "ready_batches",
+    "memory.peak_bytes",
+    "skipped_samples",
+    "faults.retries",
+)
+
+
 class LoaderFigures:
-    """Writes what a loader did since the last call: shares and rates of an interval, not of the whole run."""
+    """Writes what a loader did since the last call: rates and shares of an interval, not of the whole run."""
 
     def __init__(self, writer: SummaryWriter, loader: DataLoader) -> None:
         self._writer, self._loader, self._before = writer, loader, loader.stats()
 
     def write(self, step: int) -> None:
         """Add the figures of the interval that ends at this step."""
-        now, before = self._loader.stats(), self._before
-        seconds = max(now.elapsed_s - before.elapsed_s, 1e-9)
-        figures = {
-            "waiting": (now.starved_s - before.starved_s) / seconds,  # near 0: the loader keeps up
-            "samples_per_s": (now.samples - before.samples) / seconds,
-            "read_mb_per_s": (now.read_bytes - before.read_bytes) / seconds / 1e6,
-            "ready_batches": now.ready_batches,
-            "memory_mb": now.memory.peak_bytes / 1e6,
-            "skipped_samples": now.skipped_samples,
-            "reads_asked_again": now.faults.retries,
-        }
-        for name, value in figures.items():
-            self._writer.add_scalar(f"loader/{name}", value, step)
+        now = self._loader.stats()
+        interval = now.since(self._before).flat()
+        for name in FIGURES:
+            self._writer.add_scalar(f"loader/{name}", interval[name], step)
         self._before = now
         # [end]
 

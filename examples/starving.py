@@ -40,8 +40,8 @@ def main() -> None:
         time.sleep(0.02)  # stands for a larger model
         if step % 8 == 0:
             now = loader.stats()
-            waited, passed = now.starved_s - before.starved_s, now.elapsed_s - before.elapsed_s
-            print(f"step {step}: waited {waited / passed:.0%} of the time, {now.ready_batches} batches ready")
+            waited = now.since(before).stall_share
+            print(f"step {step}: waited {waited:.0%} of the time, {now.ready_batches} batches ready")
             before = now
 
 

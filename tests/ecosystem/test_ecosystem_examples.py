@@ -45,7 +45,7 @@ def test_figures_of_a_loader_are_scalars_of_tensorboard(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "runs"))
     events.Reload()
     scalars = set(events.Tags()["scalars"])
-    assert scalars >= {"loss", "loader/waiting", "loader/samples_per_s", "loader/ready_batches"}
-    waiting = events.Scalars("loader/waiting")
+    assert scalars >= {"loss", "loader/stall_share", "loader/samples_per_s", "loader/ready_batches"}
+    waiting = events.Scalars("loader/stall_share")
     assert [event.step for event in waiting] == [16, 32, 48, 64]
     assert all(0 <= event.value <= 1 for event in waiting)
