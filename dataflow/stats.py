@@ -344,7 +344,7 @@ class LoaderStats(SessionStats, StatsSnapshot):
         times = self.read_amplification or 1
         twice = f"; the ranks read each byte {times:.3g} times" if times > 1.005 else ""
         yield "bytes read", _per_s(bytes_text(self.read_bytes), self.read_bytes_per_s, bytes_text) + twice
-        yield "ready", with_reason(f"{self.ready_batches} of {self.depth} batches", self.depth_reason)
+        yield "ready", with_reason(f"{self.ready_batches:,} of {self.depth:,} batches", self.depth_reason)
         if self.window_blocks:
             yield "window", with_reason(counted(self.window_blocks, "block"), self.window_reason)
         if self.in_flight_limit:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable
 from html import escape
 
-from sharding.printable import listed
+from sharding.printable import listed, printable
 
 Row = tuple[str, str]
 """The name of a row, and its text."""
@@ -55,7 +55,7 @@ def text_table(title: str, rows: Iterable[Row]) -> str:
         for name, text in kept
         if text
     ]
-    return "\n".join([title, *lines])
+    return printable("\n".join([title, *lines]))
 
 
 def html_table(title: str, rows: Iterable[Row]) -> str:
@@ -72,7 +72,7 @@ def html_table(title: str, rows: Iterable[Row]) -> str:
 
 def one_line(name: str, parts: Iterable[str]) -> str:
     """Return a value for `repr`: its class, and in parentheses its parts; empty ones are left out."""
-    return " ".join(f"{name}({', '.join(part for part in parts if part)})".split())
+    return printable(" ".join(f"{name}({', '.join(part for part in parts if part)})".split()))
 
 
 def bytes_text(count: float) -> str:

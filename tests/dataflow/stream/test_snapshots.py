@@ -172,6 +172,7 @@ def test_the_table_has_what_was_skipped_cached_and_packed() -> None:
 def test_tables_wrap_and_escape() -> None:
     lines = text_table("T", [("a", "word " * 40), ("none", "")]).splitlines()
     assert [line[:7] for line in lines] == ["T", "  a    word "[:7], *["       "] * (len(lines) - 2)]
+    assert text_table("T", [("a", "\x1b[31mred")]).endswith(r"\x1b[31mred")
     assert html_table("<T>", [("<a>", '"&"')]).count("&lt;") == 2
     assert "&quot;&amp;&quot;" in html_table("T", [("a", '"&"')])
     assert "a<b" not in replace(LATER, workers_reason="a<b")._repr_html_()
