@@ -116,6 +116,30 @@ def image_tar(folder: Path, jpegs: Path | None) -> Path:
     return written_once(folder / "images.tar", write)
 
 
+def mixed_tars(folder: str, count: int = 400) -> str:
+    """Tars of 100 small pictures of four colours, in every other tar as PNG: `jpg` or `png`, and `cls`."""
+    import cv2
+
+    rng = np.random.default_rng(0)
+    with ShardWriter(f"{folder}/train-%06d.tar", max_count=100) as shards:
+        for number in range(count):
+            label, ending = number % 4, ("jpg", "png")[number // 100 % 2]
+            pixels = rng.normal(128, 40, (16, 16, 3)) + 60 * np.eye(4, 3)[label]
+            data = cv2.imencode(f".{ending}", pixels.clip(0, 255).astype(np.uint8))[1].tobytes()
+            shards.write({"__key__": f"{number:06d}", ending: data, "cls": label})
+    return f"{folder}/train-{{000000..{(count - 1) // 100:06d}}}.tar"
+
+
+def review_lines(folder: str, count: int = 400) -> str:
+    """Four files of JSON Lines: {"text": ..., "stars": 0 to 4}."""
+    words = ("awful", "poor", "fair", "good", "superb")
+    with ShardWriter(f"{folder}/reviews-%d.jsonl", max_count=100) as shards:
+        for number in range(count):
+            stars = number * 7 % 5
+            shards.write({"text": f"review {number} says that it is {words[stars]}", "stars": stars})
+    return f"{folder}/reviews-*.jsonl"
+
+
 def found(folder: Path) -> Iterator[tuple[bytes, int]]:
     """Each JPEG below a folder, and the number of the folder it is in."""
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg"))

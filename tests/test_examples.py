@@ -45,9 +45,15 @@ EXACT = [
     pytest.param("remote_store", "docs/guide/storage.md", marks=pytest.mark.full),
     pytest.param("strategy_by_hand", "docs/reference/strategies.md", marks=pytest.mark.full),
     pytest.param("torch_loader", "docs/guide/workers.md", marks=pytest.mark.full),
+    pytest.param("from_webdataset", "docs/guide/coming-from.md", marks=pytest.mark.full),
 ]
 """Examples that need one process, and the pages that show what they print."""
-NEEDS = {"clips": "media_kit", "preference_pairs": "tokenizers", "text_to_rows": "tokenizers"}
+NEEDS = {
+    "from_webdataset": "cv2",
+    "clips": "media_kit",
+    "preference_pairs": "tokenizers",
+    "text_to_rows": "tokenizers",
+}
 """What some of them skip without."""
 TIMED = [
     pytest.param("small_container", "docs/guide/containers.md", r"\(.*\)$", marks=pytest.mark.full),
@@ -314,6 +320,25 @@ def test_an_example_prints_what_its_page_shows_but_for_times(
     for pattern in filter(None, [changing]):
         printed, shown = (re.sub(pattern, "", text, flags=re.MULTILINE) for text in (printed, shown))
     assert without_figures(printed) == without_figures(shown)
+
+
+@pytest.mark.full
+def test_the_script_with_webdataset_learns_what_the_one_without_does(tmp_path: Path) -> None:
+    for package in ("webdataset", "PIL", "cv2"):
+        pytest.importorskip(package)
+    before, after = (alone(script, tmp_path) for script in ("from_webdataset_plain", "from_webdataset"))
+    for printed in (before, after):
+        first, second = map(float, re.findall(r"^epoch \d: .*loss (\S+)$", printed, re.M))
+        assert second < first < 1.4  # about log(4), that of chance
+
+
+def test_the_script_that_streamed_from_the_hub_sees_every_sample_of_both_epochs(tmp_path: Path) -> None:
+    epochs = [f"epoch {epoch}: 320 samples, 160 positive" for epoch in range(2)]
+    assert alone("from_hf_streaming", tmp_path).splitlines() == epochs
+
+
+def test_rows_of_a_csv_file_become_shards(tmp_path: Path) -> None:
+    assert alone("csv_to_shards", tmp_path).startswith("250 rows, {'text': ['review ")
 
 
 def code_lines(path: Path) -> int:

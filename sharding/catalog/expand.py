@@ -230,6 +230,10 @@ def _list_directory(url: str, fs: Any, path: str, suffixes: Collection[str] | No
         entries = fs.ls(path, detail=True)
     shards = _files(entries, folder=path, suffixes=suffixes)
     if not shards:
+        from sharding.formats.unread import unread_text
+
+        if unread := unread_text([entry["name"] for entry in entries if entry["type"] != "directory"]):
+            raise ShardReadError(url, unread)
         below = sum(entry["type"] == "directory" for entry in entries)
         cure = "; it has sub-directories: give a glob such as '<directory>/**/*.tar'" if below else ""
         raise ShardReadError(

@@ -167,8 +167,13 @@ def has_suffix(url: str, suffixes: Collection[str] | None = None) -> bool:
 
 def sibling(url: str, suffix: str) -> str:
     """The URL of the file beside a shard that differs in its last ending: `x.bin` -> `x.idx`."""
+    name = file_name(url)
+    return _beside(url, (name.rpartition(".")[0] or name) + suffix)
+
+
+def _beside(url: str, beside: str) -> str:
+    """The URL of a file of this name in the shard's folder."""
     part, name = naming_part(url), file_name(url)
-    beside = (name.rpartition(".")[0] or name) + suffix
     return url.replace(part, beside.join(part.rsplit(name, 1)), 1)
 
 
@@ -177,6 +182,7 @@ def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) ->
     for url in urls:
         name = format_of_suffix(url)
         if name is None:
+            _refuse_unread(url, urls)
             rule = f"cannot tell the format of {identity_of(url)!r} by its ending"
             endings = ", ".join(_FORMAT_OF_SUFFIX)
             raise ValueError(f"{rule} (known: {endings}); give format= one of {', '.join(FORMATS)}")
@@ -184,11 +190,21 @@ def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) ->
     if len(first_url) != 1:
         two = " and ".join(f"{identity_of(url)!r} ({name})" for name, url in list(first_url.items())[:2])
         raise ValueError(f"the shards of a dataset must have one format, got {two}")
+    if exists and file_name(urls[0]).startswith("chunk-") and exists(_beside(urls[0], "index.json")):
+        _refuse_unread(urls[0], [*urls, "index.json"])
     for name, entry in ENTRIES.items() if exists else ():
         claims = entry.sibling_suffix and suffix_of(urls[0]) in entry.suffixes
         if exists and claims and exists(sibling(urls[0], entry.sibling_suffix)):
             return name
     return next(iter(first_url))
+
+
+def _refuse_unread(url: str, names: Sequence[str]) -> None:
+    """Raise for files of a kind that is known, and not read."""
+    from sharding.formats.unread import unread_text
+
+    if (unread := unread_text(names)) is not None:
+        raise ValueError(f"{identity_of(url)!r}: {unread}")
 
 
 def _refuse_options(name: str, options: Mapping[str, object], own: Collection[str]) -> None:

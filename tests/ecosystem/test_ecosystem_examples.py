@@ -31,6 +31,24 @@ def last_line(script: str, folder: Path) -> str:
     return done.stdout.splitlines(keepends=True)[-1]
 
 
+def test_a_script_that_streams_with_datasets_sees_what_the_one_without_does(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    environment = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    before, after = (
+        subprocess.run(
+            [sys.executable, str(ROOT / "examples" / f"{script}.py")],
+            cwd=tmp_path,
+            env={**os.environ, **environment, "HF_HOME": str(tmp_path / "hub")},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        ).stdout
+        for script in ("from_hf_streaming_plain", "from_hf_streaming")
+    )
+    assert before == after
+
+
 @pytest.mark.parametrize("script", NEEDS)
 def test_a_framework_resumes_inside_an_epoch_as_its_page_shows(script: str, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS[script])

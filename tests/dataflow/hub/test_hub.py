@@ -366,7 +366,7 @@ def test_a_file_with_other_content_than_listed_is_named(hub: HubServer) -> None:
 @pytest.mark.parametrize(
     ("files", "configs", "options", "error", "message"),
     [
-        ({"a.csv": b"x"}, "", {}, DataflowError, r"split 'train' of .*1 files that end in '\.csv'"),
+        ({"a.csv": b"x"}, "", {}, DataflowError, r"org/name: CSV files .*datasets\.load_dataset"),
         ({"readme.txt2": b"x"}, "", {}, DataflowError, "has no data files"),
         ({}, "", {}, DataflowError, "holds no data files"),
         (

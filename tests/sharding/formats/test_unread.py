@@ -1,0 +1,68 @@
+"""Sources that are not read: the error says what they are and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from dataflow import DataflowError, ShardedDataset
+from sharding.errors import ShardReadError
+from sharding.formats.unread import unread_text
+
+SOURCES = {
+    "class folders": ("image files (.jpg)", "ImageFolder", ["cat/1.jpg", "dog/2.jpg", "labels.csv"]),
+    "splits of folders": ("image files (.png)", "ImageFolder", ["train/cat/1.png", "val/cat/1.png"]),
+    "images": ("image files (.jpeg)", "ImageFolder", ["1.JPEG", "2.JPEG"]),
+    "csv": ("CSV files (.csv)", "pandas.read_csv", ["a.csv", "b.csv"]),
+    "tsv": ("CSV files (.tsv.gz)", "pandas.read_csv", ["a.tsv.gz"]),
+    "mds": ("MDS shards of streaming (.mds)", "LocalDataset", ["index.json", "shard.00000.mds"]),
+    "litdata": ("LitData chunks (chunk-*.bin", "litdata", ["index.json", "chunk-0-0.bin", "chunk-0-1.bin"]),
+    "tfrecord": ("TFRecord files (.tfrecord-00000-of-00002)", "an index", ["a.tfrecord-00000-of-00002"]),
+    "hdf5": ("HDF5 files (.h5)", "h5py", ["a.h5"]),
+    "zarr": ("Zarr arrays", "zarr.open", [".zgroup", "a/.zarray", "a/0.0", "a/0.1"]),
+    "zarr 3": ("Zarr arrays", "zarr.open", ["zarr.json", "a/c/0/0"]),
+    "beton": ("FFCV files (.beton)", "written from", ["a.beton"]),
+    "array record": ("ArrayRecord files (.array_record)", "ArrayRecordDataSource", ["a.array_record"]),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_error_says_what_a_folder_is_and_what_to_do(name: str, tmp_path: Path) -> None:
+    what, reader, files = SOURCES[name]
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(b"content")
+    single = [str(tmp_path / file) for file in files if not file.startswith((".", "labels", "a/"))]
+    for source in (str(tmp_path), single or str(tmp_path)):
+        with pytest.raises((DataflowError, ValueError)) as caught:
+            ShardedDataset(source)
+        message = str(caught.value)
+        assert str(tmp_path) in message
+        assert what in message, message
+        assert reader in message
+        for cure in ("dataflow.DataLoader a map-style", "dataflow.ShardWriter", "docs/guide/coming-from.md"):
+            assert cure in message
+
+
+def test_so_does_that_of_a_folder_of_a_store() -> None:
+    files = fsspec.filesystem("memory")
+    for name in ("index.json", "shard.00000.mds", "shard.00001.mds"):
+        files.pipe(f"/unread/{name}", b"content")
+    with pytest.raises(ShardReadError, match=r"memory://unread: MDS shards of streaming \(\.mds\)"):
+        ShardedDataset("memory://unread")
+
+
+def test_tokens_called_like_chunks_are_tokens_without_an_index(tmp_path: Path) -> None:
+    (tmp_path / "chunk-0-0.bin").write_bytes(bytes(2 * 9))
+    assert len(ShardedDataset(str(tmp_path), dtype="uint16", length=4)) == 2
+
+
+def test_a_kind_that_nobody_knows_is_no_kind() -> None:
+    assert unread_text(["a.xyz", "README.md"]) is None
+    assert unread_text([]) is None
+    assert unread_text(["a.json", "b.json", "logo.png"]) is None  # JSON Lines, maybe
+    text = unread_text(["index.json"])
+    assert text is not None
+    assert text.startswith("the chunks of MDS or LitData (index.json)")
