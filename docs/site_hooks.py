@@ -47,6 +47,13 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_nav(nav: Any, config: Any, files: Any) -> Any:
+    """Put guides before what is looked up, and that before what is read once."""
+    order = {"Guide": 1, "Reference": 2, "Api": 3, "Notes": 4}
+    nav.items.sort(key=lambda item: order.get(item.title, 5 if item.title else 0))
+    return nav
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Leave of a link that leads out of the site its text."""
     folder = PurePosixPath(page.file.src_uri).parent

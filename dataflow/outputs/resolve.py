@@ -230,7 +230,21 @@ def _single(name: str, source: str, specs: list[ColumnSpec], rule: object, codec
         parse = parse_ints if rule == "int" else parse_floats
         dtype = "int64" if rule == "int" else "float64"
         return ArrayOutput(name=name, sources=sources, dtype=dtype, source_dtype=dtype, parse=parse)
+    _check_padding(name, source, spec, rule, codec)
     return _decoded(name, sources, spec, rule)
+
+
+def _check_padding(name: str, source: str, spec: ColumnSpec, rule: object, codec: Format) -> None:
+    """Raise `ValueError` where `Pad` would fill up files in place of the values in them."""
+    from dataflow.outputs.ragged import Pad
+
+    if isinstance(rule, Pad) and codec.columns_are_extensions:
+        kind = _auto_rule(source, spec, codec)
+        if kind not in (None, "text"):
+            raise ValueError(
+                f"Pad() pads values as they are stored, and column {name!r} holds {kind} files: leave it to "
+                "decode='auto' and pad in collate_fn=, or write the values as lists in Parquet or Arrow"
+            )
 
 
 def _decoded(name: str, sources: tuple[str, ...], spec: ColumnSpec, rule: object) -> Output:

@@ -62,7 +62,8 @@ class ThreadsFirstBuilders(Builders[Delivered]):
     ) -> None:
         self._threads, self._open_processes, self._functions = threads, open_processes, functions
         self.num_builders, self._num_processes, self._reason = threads.num_builders, num_processes, reason
-        self.choice = "thread", f"until {num_processes} processes have started: {reason}"
+        who = "1 process has" if num_processes == 1 else f"{num_processes} processes have"
+        self.choice = "thread", f"until {who} started: {reason}"
         """The builders of what is new, and why."""
         self._lock = threading.RLock()  # guards what follows
         self._is_decided = False

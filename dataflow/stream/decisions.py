@@ -74,7 +74,8 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, topology: Topology
     dataset, workers, number = plan.dataset, settings.workers, settings.num_workers
     copies_only = not settings.collate_fn and not plan.planner and _are_copies(dataset)
     cores = max(1, allowed_cores() // max(1, local_ranks))
-    each = f"{cores} cores for this rank" if local_ranks > 1 else f"{cores} cores"
+    count = "1 core" if cores == 1 else f"{cores} cores"
+    each = f"{count} for this rank" if local_ranks > 1 else count
     if number == 0:
         return BuilderPlan(workers="main", num_workers=0, reason="num_workers=0", copies_only=copies_only)
     if copies_only:

@@ -192,6 +192,12 @@ def test_byte_strings_that_are_all_empty_are_delivered(tmp_path: Path) -> None:
     assert batch["bin"].shape == (5, 0)
 
 
+@pytest.mark.parametrize("member", ["npy", "jpg", "json", "cls"])
+def test_pad_does_not_fill_up_files_in_place_of_their_values(tmp_path: Path, member: str) -> None:
+    with pytest.raises(ValueError, match=f"column '{member}' holds .* files: .* pad in collate_fn="):
+        tar_dataset(tmp_path, [{member: b"1"}, {member: b"23"}], decode={member: Pad()})
+
+
 def test_pad_fills_or_cuts_to_one_tensor(parquet: Made, tmp_path: Path) -> None:
     batch = in_order(parquet.open(columns=["lst"], decode={"lst": Pad(-1)}))[0]
     assert batch["lst"].tolist() == [[-1, -1, -1], [1, -1, -1], [2, 3, -1], [3, 4, 5], [-1, -1, -1]]
