@@ -210,6 +210,8 @@ class Format(ABC):
     whole shard, may then lack a column that others have, and a name may be one of `ALTERNATIVE` columns."""
     widens = False
     """True if `decode_as` brings columns to other types, and a shard may lack a column that others have."""
+    locates_numbers = False
+    """True if `locate` tells where columns of fixed size lie: they are delivered as they are stored."""
     token_column = ""
     """Column of fixed size that holds token ids, delivered as int64 whatever they are stored as; "": none."""
 

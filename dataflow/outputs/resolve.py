@@ -359,6 +359,10 @@ def _fixed(name: str, source: str, spec: ColumnSpec, rule: object, codec: Format
             name=name, sources=(source,), dtype="int64", source_dtype=spec.dtype, shape=spec.shape
         )
     _check_numbers(name, spec, rule)
+    if codec.locates_numbers:
+        return RowsOutput(
+            name=name, sources=(source,), dtype=spec.dtype, source_dtype=spec.dtype, shape=spec.shape
+        )
     return _numbers(name, (source,), spec, spec.shape)
 
 

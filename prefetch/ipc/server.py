@@ -12,7 +12,9 @@ import torch
 
 from prefetch.workers.fork_server import Modules, ServerNeeds
 
-_IN_SERVER = {*sys.stdlib_module_names, "torch", "numpy", "cloudpickle", "dataflow", "prefetch", "sharding"}
+_OURS = {"dataflow", "prefetch", "sharding"}
+_IN_SERVER = {*sys.stdlib_module_names, *_OURS, "cloudpickle", "msgspec", "numpy", "torch"}
+"""Packages that every server has imported: what is sent of them needs no other server."""
 
 
 def start_context(context: Any) -> Any:

@@ -88,10 +88,14 @@ def with_options(strategy: Strategy, adapt: Adapt | None) -> Strategy:
         if not isinstance(each, Strategy):
             raise ValueError(
                 "a strategy is an object such as dataflow.grad.strategies.Int8(), or of a class that begins "
-                f"from dataflow.grad.strategies.strategy.Strategy, got {each!r}"
+                f"from dataflow.grad.strategies.Strategy, got {each!r}"
             )
         if others and not each.short_memory:  # else it cannot be left at any step
-            names = ", ".join(name for name in strategies.__all__ if getattr(strategies, name).short_memory)
+            names = ", ".join(
+                name
+                for name in strategies.__all__
+                if getattr(getattr(strategies, name), "short_memory", False)
+            )
             raise ValueError(f"compression can be changed between {names} only, got {each.name}")
     # Ranks compare keys, and a state names one by its key: two of a key could not be told apart.
     keys = [each.key for each in [strategy, *others]]

@@ -262,7 +262,7 @@ def test_a_loop_under_a_hold_that_is_never_released_delivers_everything(made: Ma
         loader.read_pause.begin()
         assert len([row for batch in loader for row in rows_of(batch)]) == len(dataset.samples)
         assert loader.read_pause.stats().pauses == 1
-        gate = session_of(loader).gate
+        gate = session_of(loader).resources.sources.gate
         assert gate is not None
         assert gate._now == loader.read_pause.running_s
         copy = pickle.loads(pickle.dumps(loader))
