@@ -19,44 +19,35 @@ def write_texts() -> None:
     with ShardWriter("texts.jsonl", overwrite=True) as shards:
         for _ in range(512):
             start, length = rng.integers(1, 60), rng.integers(5, 41)
-            tokens = (start + np.arange(length)) % 60 + 1  # each token follows from the one before
-            shards.write({"tokens": tokens.tolist()})
-
-
-def make_training(loader: DataLoader):
-    """Make model, optimizer and schedule; `fully_shard` comes before the optimizer."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(61, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 61))
-    for layer in (*model, model):
-        fully_shard(layer)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    weights = {"tokens": lambda batch: (batch["tokens"][:, 1:] > 0).sum()}
-    return model, optimizer, GradSchedule(loader, model, optimizer, 4, weights=weights, max_norm=1.0)
+            shards.write({"tokens": ((start + np.arange(length)) % 60 + 1).tolist()})
 
 
 def train(saved: dict | None, stop: int) -> dict:
     """Train up to step `stop`; returns what a checkpoint holds."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(61, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 61))
+    for layer in (*model, model):
+        fully_shard(layer)  # before the optimizer is made
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weights = {"tokens": lambda batch: (batch["tokens"][:, 1:] > 0).sum()}
     dataset = ShardedDataset("texts.jsonl", decode={"tokens": Pad(0)})
-    with DataLoader(dataset, batch_size=8, shuffle=True, seed=1) as loader:
-        model, optimizer, sched = make_training(loader)
+    loader = DataLoader(dataset, batch_size=8, shuffle=True, seed=1)
+    with loader, GradSchedule(loader, model, optimizer, 4, weights=weights, max_norm=1.0) as sched:
         if saved:
             set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optim"])
             sched.load_state_dict(saved["sched"])
-        with sched:
-            for batch in sched:
-                logits, targets = model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:]
-                loss = nn.functional.cross_entropy(
-                    logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction="sum"
-                )
-                sched.backward(loss * sched.scale("tokens"))
-                if info := sched.step():
-                    if dist.get_rank() == 0:
-                        tokens = info.totals["tokens"]
-                        print(f"step {info.step}: {tokens:.0f} tokens, gradient {info.grad_norm:.4f}")
-                    if info.step == stop:
-                        break
-            states = get_state_dict(model, optimizer)
-            return {"model": states[0], "optim": states[1], "sched": sched.state_dict()}
+        for batch in sched:
+            logits, targets = model(batch["tokens"][:, :-1]).flatten(0, 1), batch["tokens"][:, 1:].flatten()
+            loss = nn.functional.cross_entropy(logits, targets, ignore_index=0, reduction="sum")
+            sched.backward(loss * sched.scale("tokens"))
+            if info := sched.step():
+                if dist.get_rank() == 0:
+                    tokens = info.totals["tokens"]
+                    print(f"step {info.step}: {tokens:.0f} tokens, gradient {info.grad_norm:.4f}")
+                if info.step == stop:
+                    break
+        model_state, optim_state = get_state_dict(model, optimizer)
+        return {"model": model_state, "optim": optim_state, "sched": sched.state_dict()}
 
 
 if __name__ == "__main__":

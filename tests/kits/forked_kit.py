@@ -17,12 +17,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from typing import Any, TypeVar
 from unittest import mock
-
-import torch
-from torch.torch_version import TorchVersion
 
 from dataflow.testing import ranks, run_ranks
 from prefetch.workers import forked_server
@@ -188,7 +187,7 @@ ranks._PRELOADED.extend(
     ]
 )
 fast_ranks = functools.partial(run_ranks, start_method="forkserver")
-OLD_TORCH = TorchVersion(torch.__version__) < (2, 13)
+OLD_TORCH = find_spec("torch") is not None and tuple(map(int, version("torch").split(".")[:2])) < (2, 13)
 F = TypeVar("F", bound=Callable[[], Any])
 
 
