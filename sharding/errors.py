@@ -14,6 +14,15 @@ class DataflowError(Exception):
     """Base of every error raised by dataflow, prefetch and sharding.
 
     Passwords and signatures in URLs are left out of its text, and control characters are written out.
+
+    Examples:
+        >>> try:
+        ...     ShardedDataset("nowhere/*.tar")
+        ... except DataflowError as error:
+        ...     print(type(error).__name__)
+        ShardReadError
+        >>> issubclass(SampleError, DataflowError)
+        True
     """
 
     def __init__(self, *args: object) -> None:
@@ -32,6 +41,14 @@ class ShardError(DataflowError):
         offset: byte offset in the shard (of the decompressed bytes, for compressed shards), or None.
         key: sample key or index inside the shard, or None.
         stage: "index", "read", "decode", "transform", "collate", "plan" or "write".
+
+    Examples:
+        >>> _ = Path("empty.tar").write_bytes(b"no tar")
+        >>> try:
+        ...     ShardedDataset("empty.tar")
+        ... except ShardError as error:
+        ...     print(Path(error.shard).name, error.offset, error.stage)
+        empty.tar 0 index
     """
 
     def __init__(
@@ -105,4 +122,13 @@ class OldCatalogError(CorruptShardError):
 
 
 class SampleError(ShardError):
-    """One sample cannot be decoded, transformed or collated."""
+    """One sample cannot be decoded, transformed or collated.
+
+    Examples:
+        >>> dataset = ShardedDataset("tokens/*.parquet", transform=lambda sample: 1 / 0)
+        >>> try:
+        ...     dataset[2]
+        ... except SampleError as error:
+        ...     print(Path(error.shard).name, error.key, error.stage)
+        00.parquet 2 transform
+    """
