@@ -174,6 +174,7 @@ def demo(settings: DemoSettings, json_path: str | None) -> None:
       dataflow demo --ranks 4 --steps 40 --json report.json
       dataflow demo --folder /tmp/demo     then: dataflow index /tmp/demo/modules.catalog
     """  # noqa: D301 - click wants the control character
+    click.echo("Importing torch, and writing this machine's Python sources as shards ...")
     from dataflow.tools.demo.demo import run_demo
     from dataflow.tools.terminal.report import Page, save
 
