@@ -560,7 +560,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         return transformed(values, columns, self.transform, wants_rng=self.transform_wants_rng)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes: all but what is open, and how outputs were made."""
+        """Return what worker processes get: all but what is open, and how outputs were made."""
         return {name: value for name, value in self.__dict__.items() if name != "_access"} | {
             "_resolve": None
         }

@@ -105,7 +105,7 @@ def _gathered(own: RankFacts) -> list[RankFacts]:
 
 
 def _all_gather(own: RankFacts) -> list[RankFacts]:
-    """By the job's own group if that serves host memory; else (NCCL alone) by a gloo group made for it."""
+    """Gather by the job's group if it serves host memory; else (NCCL alone) by a gloo group made for it."""
     on_host = "cpu:" in dist.get_backend_config()
     group = None if on_host else dist.new_group(backend="gloo")
     facts: list[RankFacts] = [own] * dist.get_world_size()

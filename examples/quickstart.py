@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from dataflow import DataLoader, ShardedDataset
 
-# Real data that every machine has: the source of Python's standard library, as two files of bytes.
+# Real data that every machine has: the source of Python's standard library, as two files.
 if not Path("text-1.bin").exists():
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(path.read_bytes() for path in sources)

@@ -27,7 +27,7 @@ class ReaderClosedError(DataflowError):
 
 
 def next_notice_s(waited_s: float, first_s: float = FIRST_NOTICE_S) -> float:
-    """When who waits says for what: first after some seconds, then whenever the wait has doubled."""
+    """Return when who waits says for what: after some seconds, then whenever the wait has doubled."""
     due_s = first_s
     while due_s <= waited_s:
         due_s *= 2

@@ -186,7 +186,7 @@ def _kind_of_type(error: BaseException) -> Kind | None:
 
 
 def hedge_due_s(began_s: float, heard_s: float, long_s: float) -> float:
-    """When a read is late enough for a second request: times on one clock.
+    """Return when a read is late enough for a second request: times on one clock.
 
     Args:
         began_s: when it began.
@@ -214,7 +214,7 @@ class RetryDecision(Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """When a store that fails is asked again, and when it is given up. All times are seconds.
+    """Says when a store that fails is asked again, and when it is given up. All times are seconds.
 
     Args:
         deadline_s: a read without one new byte for so long is given up.
@@ -340,7 +340,7 @@ class ReadTimes:
 
 
 def _size_class(nbytes: int) -> int:
-    """From 3/4 of a power of two up to 3/2: blocks are cut near powers of two, some a little below."""
+    """Return the class of a size: 3/4 to 3/2 of a power of two, as blocks are cut near these, some below."""
     return (4 * nbytes // 3).bit_length()
 
 

@@ -92,7 +92,7 @@ class Wait(Protocol):
 
     @property
     def due_s(self) -> float:
-        """When `tell` has something to do."""
+        """The time at which `tell` has something to do."""
         ...
 
     def tell(self, now_s: float, reason: str, otherwise: str, stats: Callable[[], object]) -> None:

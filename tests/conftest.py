@@ -25,7 +25,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How fast examples are made depends on what else the machine does. Other examples are tried by each run.
-settings.register_profile("full", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "full", deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("some", settings.get_profile("full"), max_examples=30)
 settings.load_profile("some")
 

@@ -13,7 +13,9 @@ from test_architecture import MODULES, parsed
 MOST_POSITIONAL = 4
 AS_TORCH_HAS_THEM = {"dataflow/loader.py:DataLoader"}
 """Constructors whose arguments may come in the order that PyTorch's users know."""
-NO_SUBJECTS = {"As", "How", "Of", "So", "Those", "What", "Where", "Whether", "Which", "Who"}
+NO_SUBJECTS = {
+    *("As", "From", "How", "Of", "So", "That", "Those", "What", "When", "Where", "Whether", "Which", "Who"),
+}
 ERRORS = {"Exception", "ValueError", "RuntimeError", "OSError", "TypeError", "NamedTuple"}
 
 

@@ -237,7 +237,7 @@ class _Room:
         return samples
 
     def _end_s(self, num_samples: int, rate: int) -> float:
-        """When one sample more than so many was played."""
+        """Return when one sample more than so many was played."""
         return float(self._begin_s + (num_samples + 2) / rate)
 
 

@@ -42,13 +42,13 @@ class FrameIndex:
     sizes: NDArray[np.int64]
     """The bytes of each frame."""
     times: NDArray[np.int64]
-    """When each is shown, in ticks."""
+    """The time when each is shown, in ticks."""
     keys: NDArray[np.int64]
     """[k] frames at which decoding may begin, ascending."""
     shown: NDArray[np.int64]
     """[m] those that are shown, in this order: all but what an edit leaves out."""
     end: int
-    """When the last is no longer shown, in ticks."""
+    """The time when the last is no longer shown, in ticks."""
     trailing: int
     """Frames after one that are decoded, too: FFmpeg keeps back the last ones of an open group in H.264."""
     ticks_per_s: int

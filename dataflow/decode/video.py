@@ -248,7 +248,7 @@ class Video:
         return index.at(self._seconds(*self._shown(index), draws))
 
     def _shown(self, index: FrameIndex) -> tuple[float, float]:
-        """From when to when a video is shown, in seconds."""
+        """Return from when to when a video is shown, in seconds."""
         begin = int(index.times[index.shown[0]])
         return begin / index.ticks_per_s, index.end / index.ticks_per_s
 
@@ -263,7 +263,7 @@ class Video:
         return numbers % count if self.pad == "loop" else np.minimum(numbers, count - 1)
 
     def _seconds(self, begin: float, end: float, draws: Draws | None) -> NDArray[np.float64]:
-        """When the clip's frames are seen in a video that is shown from `begin` to `end`."""
+        """Return when the clip's frames are seen in a video that is shown from `begin` to `end`."""
         assert self.fps is not None
         length = end - begin
         if not 0 < length < float("inf"):

@@ -305,7 +305,7 @@ class GradSchedule(Shown):
 
     @contextmanager
     def accumulate(self, name: str = MICROBATCHES) -> Iterator[None]:
-        """For loops written for Accelerate: `backward` takes the unscaled loss, and leaving the block steps.
+        """Serve loops written for Accelerate: `backward` takes the unscaled loss, leaving the block steps.
 
         The loss is the mean over the microbatch for the default `name`, the sum for other weights.
         """

@@ -427,7 +427,7 @@ class Position:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], weights: Iterable[str]) -> Position:
-        """From `to_json()`; `ValueError` if it is something else. Weights that are new begin at 0."""
+        """Read what `to_json()` returned; `ValueError` if it is something else. New weights begin at 0."""
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             raise ValueError(f"a GradSchedule state of version {_VERSION} is needed, got {state!r:.80}")
         missing = [name for name in _ENTRIES if name not in state]

@@ -167,7 +167,7 @@ class DdpModel(ModelWrapper):
         self.replay_begins()
 
     def exposed_s(self, sync_s: float) -> float | None:
-        """By DDP's own log: its clock reads when the first bucket left and when the last one was back.
+        """Return what DDP's own log says: when the first bucket left and when the last one was back.
 
         On CUDA DDP must wait for events to read its log, so there only every twentieth step is looked at.
         """
@@ -270,7 +270,7 @@ class Fsdp2Model(ModelWrapper):
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """With the one under way, where a forward pass has failed."""
+        """The layers, with the one under way where a forward pass has failed."""
         ran = [*self._layers, *map(_name_of, self._order()[self._listed :])]
         inside = [unit for unit in self._units() if unit._training_state.name == "FORWARD"]
         return tuple(ran + [_name_of(unit) for unit in inside[-1:]])

@@ -126,7 +126,7 @@ def _chosen(
     columns: Sequence[str] | Mapping[str, str | Sequence[str]] | None,
     codec: Format,
 ) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """By name, the columns that each is made of, and whether it is made of several, even if there is one."""
+    """Return by name the columns that each is made of, and whether it is made of several, even of one."""
     if isinstance(columns, str):
         raise ValueError(f"columns must be a list or a mapping, got the string {columns!r}")
     if columns is None:

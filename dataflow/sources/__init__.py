@@ -1,4 +1,4 @@
-"""From what a user names to shards and samples: catalogs, the Hub, LeRobot folders, views, joins.
+"""Find the shards and samples that a user names: catalogs, the Hub, LeRobot folders, views, joins.
 
 In: a source, and how it is to be opened. Out: its catalog, a selection of samples, their matches in another
 dataset. Read `opening` first, then `named`; `hub` and `lerobot` find files of special layouts, `views`

@@ -1,4 +1,4 @@
-"""From `hf://datasets/org/name` and `split=` to shards, at one commit, with few requests for a whole job.
+"""Find the shards of `hf://datasets/org/name` and `split=`, at one commit, with few requests for a job.
 
 Whoever opens a dataset first lists its repository: one request, whatever the number of files. The others of
 the job find the listing: on this machine in the cache folder, behind a claim that dies with its process; on

@@ -1,4 +1,4 @@
-"""From what a user names to what is read: repositories and splits of folders are looked up, where named.
+"""Resolve what a user names to what is read: repositories and splits of folders are looked up.
 
 A glob, a list of files, a catalog pass through; only what must be listed needs `dataflow.sources.hub`.
 """

@@ -1,4 +1,4 @@
-"""From a source to its catalog: the one that is kept, if it is still true, else a new one.
+"""Find the catalog of a source: the one that is kept, if it is still true, else a new one.
 
 A kept catalog is believed only after every shard was asked for its size and version. Of a catalog that was
 named as the source, only some remote shards are asked, all at once: one round trip, however many there are.

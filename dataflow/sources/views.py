@@ -107,7 +107,7 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
 
 
 def _schemas(catalog: Catalog, codec: TabularFormat) -> list[pa.Schema]:
-    """That of the first shard of each schema of the catalog, where there are several."""
+    """Return the schemas of the catalog where there are several, each by its first shard."""
     if len(catalog.schemas) < 2:
         return []
     _, shards = np.unique(catalog.shard_schemas, return_index=True)

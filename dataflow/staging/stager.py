@@ -1,4 +1,4 @@
-"""From a window of an order to a staged one: which blocks it needs, and which of their rows.
+"""Stage a window of an order: which blocks it needs, and which of their rows.
 
 Of a full shuffle's windows, few samples of many blocks are wanted; of all others, most of each. What is made
 of that, `open_rows` says. Where builders read by themselves, windows are only planned.

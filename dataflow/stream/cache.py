@@ -88,7 +88,7 @@ def _cache_of(dataset: ShardedDataset) -> Cache | None:
 
 
 def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, topology: Topology, at: int) -> SourceUse:
-    """When blocks of a dataset, or of the `at`-th that is joined to it, are needed."""
+    """Return when blocks of a dataset, or of the `at`-th that is joined to it, are needed."""
     mixed = plan.dataset.sources != (dataset,)
     seed = source_seed(plan.seed, number) if mixed else plan.seed
     share = float(plan.sample_shares[number if mixed else 0])
@@ -119,7 +119,7 @@ def _lanes(plan: StreamPlan, num_lanes: int, topology: Topology) -> LaneRange:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceUse:
-    """When the blocks of one source are needed."""
+    """The times at which the blocks of one source are needed."""
 
     catalog: Catalog
     order_of: Callable[[int], Order]
@@ -140,7 +140,7 @@ class SourceUse:
         self._open.append((epoch, window))
 
     def next_uses(self, blocks: NDArray[np.int64], *, just_read: bool) -> NDArray[np.float64]:
-        """When some of its blocks are needed next. One thread at a time."""
+        """Return when some of its blocks are needed next. One thread at a time."""
         epoch, window = self._open[0] if self._open else (0, 0)
         this, following = self._at(epoch), self._at(epoch + 1)
         when = next_uses(blocks, (epoch, window), this, following, done=just_read and not self.lanes.shared)
@@ -173,11 +173,11 @@ class NextUse:
         return np.unique(np.concatenate(self._hashes_of_shards))
 
     def of_stored(self, stored: Stored) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """When each block of a folder is needed, and whether it is one of ours."""
+        """Return when each block of a folder is needed, and whether it is one of ours."""
         return self._of(stored.shard_hashes, stored.offsets, just_read=False)
 
     def of_entry(self, entry: Entry) -> float:
-        """When a block that was just read is needed again."""
+        """Return when a block that was just read is needed again."""
         its, offset = np.array([shard_hash(entry.tag)], np.uint64), np.array([entry.offset])
         return float(self._of(its, offset, just_read=True)[0][0])
 

@@ -55,7 +55,7 @@ class BuilderPlan:
     reads: bool = False
     """True if builders read blocks by themselves."""
     num_ranks: int = 1
-    """That share the cluster which actors are on."""
+    """The ranks that share the cluster which actors are on."""
 
     @property
     def num_processes(self) -> int:

@@ -309,7 +309,7 @@ class StreamLoader:
         return plan
 
     def _take_weights(self, epoch: int, position: int) -> None:
-        """From a position on, go on with the weights that were set for the mixture since the last call."""
+        """Go on, from a position on, with the weights that were set for the mixture since the last call."""
         if self._plan.lacks_weights(self.dataset):
             self._use_plan(self._plan.with_weights(epoch, position, self.dataset))
             self.sessions.drop_idle(-1, 0)  # wherever it stands: it reads the next epoch in other shares

@@ -29,7 +29,7 @@ class EpochLoop:
         self.begins: tuple[int, int] | None = None
         """Epoch and position where it begins; None: they follow from the loops before."""
         self.plan: RankPlan | None = None
-        """From where its session began on; None: no batch was asked for."""
+        """The plan from where its session began; None: no batch was asked for."""
         self.taken = 0
         """Batches of the plan that were handed out."""
         self.num_ahead = 0
@@ -98,7 +98,7 @@ class LoopQueue:
         self._num_ahead = self._next_ahead = 0
         """Batches that a framework was seen to take ahead, and those of the next loop."""
         self._since = 0
-        """From which loop on they move the loader's position."""
+        """The loop from which on they move the loader's position."""
         self._last_begun = -1
         self._pending: list[EpochLoop] = []
         """Loops that were asked for, and not for a batch yet."""

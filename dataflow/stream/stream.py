@@ -50,7 +50,7 @@ class Stream:
         self._next_chunk = 1
 
     def windows(self, epoch: int, start: int = 0) -> Iterator[StagedWindow]:
-        """From a position of an epoch on, for ever. A whole epoch must hold a batch for this rank."""
+        """Yield windows from a position of an epoch on, for ever. An epoch must hold a batch of this rank."""
         num_empty = 0
         while num_empty < 2:  # a rank may have nothing to make
             plan = self._plan.epoch(epoch, start)

@@ -107,7 +107,7 @@ def _print_to(path: str) -> None:
 
 
 def _pretend_host(name: str) -> None:
-    """For Python code of this process; nobody but root may name the host, so the kernel's name stays."""
+    """Give Python code here another host name; only root may name the host, so the kernel's stays."""
     platform.node = socket.gethostname = lambda: name
 
 

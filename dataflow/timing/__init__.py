@@ -13,4 +13,4 @@ HEADSPACE = "DATAFLOW_HEADSPACE"
 ROUND = 10
 """Steps that headspace takes the mean of, before the median of these means."""
 DEFAULT_STEPS = 5 * ROUND
-"""That headspace measures, with the loader and without it."""
+"""Steps that headspace measures, with the loader and without it."""

@@ -39,7 +39,7 @@ class Epochs:
     batches: int
     """Number of batches of an epoch, on a rank."""
     ahead: int
-    """That the loader makes ahead."""
+    """Batches that the loader makes ahead."""
     border_share: float
     """Share of the time that first batches of epochs took beyond what others take, in [0, 1)."""
 

@@ -42,9 +42,9 @@ class HeadspaceRecord(RankRecord):
     """The measurements of a rank: steps with the loader, then as many with batches from memory."""
 
     steps: int
-    """That were to be measured, of either kind."""
+    """Steps that were to be measured, of either kind."""
     batches: int
-    """That were replayed in turns."""
+    """Batches that were replayed in turns."""
     shared: str
     """Why these could not be copied, and steps shared them; "" where they were copied."""
     ended: bool = False
@@ -57,7 +57,7 @@ class HeadspaceRecord(RankRecord):
 
     @property
     def live(self) -> MeasuredSteps:
-        """With the loader as it is."""
+        """The windows with the loader as it is."""
         return self._measured_from(WARM_UP)
 
     @property
@@ -123,7 +123,7 @@ class BatchStock:
 
 
 class ReplayedEpoch:
-    """In the place of a loader's iterator, in an epoch that is all replayed."""
+    """An iterator in the place of a loader's, in an epoch that is all replayed."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

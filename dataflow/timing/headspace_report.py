@@ -56,7 +56,7 @@ class Headspace:
     left_out: int
     """Steps before either of them."""
     batches: int
-    """That were replayed in turns."""
+    """Batches that were replayed in turns."""
     ranks: int
     world_size: int
     notes: tuple[str, ...]

@@ -80,7 +80,7 @@ class Loop:
         self._num_batches = self._optimizer_steps = self._steps_before = 0
         _STEPS.begin()
         self._under_way: tuple[float, float] | None = None
-        """When the present batch was asked for, and when it came."""
+        """The times when the present batch was asked for, and when it came."""
 
     def begin(self, loader: Any, engine: Any) -> Any:
         """Return what iterates over an epoch's batches."""

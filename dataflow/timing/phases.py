@@ -40,7 +40,7 @@ class PhaseSeconds:
     compute: float = 0.0
     """Forward and backward passes, and whatever the loop does besides."""
     sync: float = 0.0
-    """From the first gradient on its way until all are there. Near 0: nothing to send, or all hidden."""
+    """The time from the first gradient sent until all are there. Near 0: nothing to send, or all hidden."""
     step: float = 0.0
     """Seconds of clipping, optimizer, schedule, averages."""
     data_wait: float = 0.0

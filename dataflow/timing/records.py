@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dataflow.stats import LoaderStats
 
 MOST_STEPS, _MOST_EVENTS = 2000, 20_000
-"""That are kept of a long run."""
+"""Steps and events that are kept of a long run."""
 _FIRST_SAVED = 50
 """Steps after which a record is saved first."""
 IN_SCHEDULES: WeakRegistry[Any] = WeakRegistry()
@@ -53,7 +53,7 @@ class StepTimes:
     """Gradients on their way after the backward pass had nothing left to compute; waiting for slower ranks is
     in it. Near 0: hidden. None: not measured (then it is in `compute_s`)."""
     optimizer_s: float
-    """From the end of the backward pass to the end of `step`."""
+    """Seconds from the end of the backward pass to the end of `step`."""
 
     @property
     def total_s(self) -> float:

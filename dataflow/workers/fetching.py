@@ -101,7 +101,7 @@ class DropInState:
         """The iterators that have workers."""
         self.times_closed = 0
         self._epoch_at_load: int | None = None
-        """That of the sampler when a state was loaded."""
+        """The sampler's epoch when a state was loaded."""
 
     def load(self, progress: EpochProgress, loader: WorkerLoader) -> None:
         """Let the next loop go on where a state says."""
@@ -129,7 +129,7 @@ class DropInState:
 
     @property
     def _loaded_epoch(self) -> int | None:
-        """That of a loaded position inside an epoch: what the sampler counts, else what loops count."""
+        """The epoch of a loaded position inside one: what the sampler counts, else what loops count."""
         progress = self.progress
         if progress.loaded is None or progress.complete:
             return None

@@ -83,7 +83,7 @@ class SamplerProgress:
         self._stateful: Any = None
         """The sampler, or its iterator, that tells its own state."""
         self._state: Any = None
-        """That state where the batches end that were handed out without a gap."""
+        """The sampler's state where the batches end that were handed out without a gap."""
         self._states: dict[int, Any] = {}
         """By number: the states behind batches that were handed out beyond those."""
         self._state_name = "state"

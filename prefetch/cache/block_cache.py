@@ -66,18 +66,18 @@ NO_CACHE = CacheStats()
 
 
 class Future(Protocol):
-    """When blocks are needed. Thread-safe."""
+    """Tells when blocks are needed. Thread-safe."""
 
     def shard_hashes(self) -> NDArray[np.uint64]:
         """Return the hashes of the shards that are read, as in `Stored`."""
         ...
 
     def of_stored(self, stored: Stored) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """When each block is needed next, and whether it is known."""
+        """Return when each block is needed next, and whether it is known."""
         ...
 
     def of_entry(self, entry: Entry) -> float:
-        """When a block that was just read is needed again; infinity: not by this machine."""
+        """Return when a block that was just read is needed again; infinity: not by this machine."""
         ...
 
 
@@ -169,7 +169,7 @@ class BlockCache:
             self._claims.end()
 
     def close(self) -> None:
-        """When no thread reads any more. Idempotent."""
+        """Let go of the folder, when no thread reads any more. Idempotent."""
         folder, claims, self._claims = self._folder, self._claims, None
         if folder is not None:
             folder.close()
@@ -238,7 +238,7 @@ class BlockCache:
         return self._folder is not None and "write" not in self._warned
 
     def _cannot_write(self, error: OSError, *, needed: str = "") -> None:
-        """From now on blocks are read from the folder only."""
+        """Only read blocks of the folder from now on."""
         self._count(errors=1)
         cure, reason = "See that this user may write there", error.strerror or str(error)
         if error.errno in NO_ROOM:

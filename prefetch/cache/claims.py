@@ -107,7 +107,7 @@ class Claims:
         os.eventfd_write(self._closing, 1)
 
     def close(self) -> None:
-        """When no thread takes claims any more."""
+        """Let go of all claims, when no thread takes any more."""
         os.close(self._closing)
 
 

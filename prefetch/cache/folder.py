@@ -58,7 +58,7 @@ class Stored:
 
 
 NextUse = Callable[[Stored], tuple[NDArray[np.float64], NDArray[np.bool_]]]
-"""When each block is needed next, [n], and whether we know: False for blocks of other loaders."""
+"""Returns when each block is needed next, [n], and whether we know: False for blocks of other loaders."""
 
 
 class CacheFolder:
@@ -202,7 +202,7 @@ class CacheFolder:
         return fits
 
     def _when(self, stored: Stored) -> NDArray[np.float64]:
-        """When each block is needed next; those of other loaders that run must stay, of others may go."""
+        """Return when blocks are needed next; those of other loaders that run must stay, of others may go."""
         next_use, is_ours = self._next_use(stored)
         others = np.concatenate([*self._others(), np.zeros(0, np.uint64)])
         return np.where(is_ours, next_use, np.where(np.isin(stored.shard_hashes, others), np.nan, np.inf))

@@ -37,7 +37,7 @@ def memory_calls() -> Any:
 
 @cache
 def _quick_calls() -> Any:
-    """For calls of a few microseconds, which keep the interpreter lock: to get it back takes longer."""
+    """Return the library for calls of microseconds, which keep the lock: to get it back takes longer."""
     library = ctypes.PyDLL(None, use_errno=True)
     library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     return library

@@ -151,7 +151,7 @@ class ChunkQueue(Generic[T]):
         """The bytes that making a partial chunk takes and that only show then, by those that were made
         last."""
         self.leads_s: list[float] = []
-        """From start to finish of chunks, since it was cleared."""
+        """Seconds from start to finish of chunks, since it was cleared."""
         self.is_closed = False
 
     def start(self) -> None:

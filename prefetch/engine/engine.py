@@ -73,7 +73,7 @@ class Engine(Generic[T]):
         self._delivered = 0
         self._delivered_bytes = 0
         self._delivered_last: tuple[float, int] | None = None
-        """When the consumer last got batches, and how many."""
+        """The time when the consumer last got batches, and how many."""
         self._steps_s: list[float] = []
         self._waits = 0
         self._limited_by = ""

@@ -142,7 +142,7 @@ class ConsumerWait:
 
     @property
     def due_s(self) -> float:
-        """When `tell` has something to do."""
+        """The time at which `tell` has something to do."""
         return min(self._notice_s, self._watchdog_s, self._deadline_s)
 
     def tell(self, now_s: float, reason: str, otherwise: str, stats: Callable[[], object]) -> None:

@@ -68,13 +68,13 @@ class WindowQueue:
         self._num_chunks = 0
         """The number of chunks of all windows so far."""
         self._newest_epoch = epoch
-        """That of the chunk that came last."""
+        """The epoch of the chunk that came last."""
         self._next: StreamWindow | None = None
         """A window that is planned, and not admitted."""
         self._is_planning = False
         self._open: dict[int, _OpenWindow] = {}
         self._epoch = epoch
-        """That of what was delivered last."""
+        """The epoch of what was delivered last."""
         self._bytes_of: dict[int, int] = {}
         """Bytes of the windows admitted of an epoch, this and the next one."""
         self.reads_on = False

@@ -59,7 +59,7 @@ async def http_body(fs: Any, path: str, start: int, dest: Destination, check: Ch
 
 
 async def aiohttp_body(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
-    """By the session of fsspec's HTTPFileSystem, which knows redirects, chunks and all options."""
+    """Read by the session of fsspec's HTTPFileSystem, which knows redirects, chunks and all options."""
     import aiohttp
 
     session = await fs.set_session()
@@ -91,7 +91,7 @@ async def s3_body(fs: Any, path: str, start: int, dest: Destination, check: Chec
 
 
 async def botocore_body(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
-    """By the client of s3fs. Its own retries are passed by; those of the client, botocore, come first."""
+    """Read by s3fs's client. Its own retries are passed by; those of the client, botocore, come first."""
     from s3fs.errors import translate_boto_error
 
     bucket, key, version = fs.split_path(path)
@@ -116,5 +116,5 @@ async def botocore_body(fs: Any, path: str, start: int, dest: Destination, check
 
 
 async def whole_body(fs: Any, path: str, start: int, dest: Destination, check: Check) -> None:
-    """In one piece, from any asynchronous filesystem; the caller has checked the object."""
+    """Read in one piece, from any asynchronous filesystem; the caller has checked the object."""
     dest.put(await fs._cat_file(path, start=start, end=start + len(dest.rest)))

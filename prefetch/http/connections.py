@@ -83,7 +83,7 @@ class Destination:
         self.filled(len(piece))
 
     def close(self) -> None:
-        """From now on nothing is written into the memory."""
+        """Write nothing into the memory from now on."""
         self.rest, self._arrived = memoryview(b""), None
 
     @property

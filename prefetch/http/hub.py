@@ -88,7 +88,7 @@ class _Addresses:
             del self._known[path]
 
     def moved(self, path: str, address: _Address, head: Head) -> None:
-        """From now on the file is where this answer says."""
+        """Look for the file where this answer says from now on."""
         if self._is_known(path, address):
             new: asyncio.Future[_Address] = asyncio.get_running_loop().create_future()
             new.set_result(

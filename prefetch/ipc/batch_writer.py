@@ -59,7 +59,7 @@ class BatchWriter:
             os.register_at_fork(after_in_child=self._release)
 
     def _release(self) -> None:
-        """In a process that is forked from this one, whose region it is not."""
+        """Give torch its own collate function back, in a fork of this process, whose region it is not."""
         if collate.default_collate_fn_map.get(torch.Tensor) == self._collate_tensor:
             collate.default_collate_fn_map[torch.Tensor] = self._stack
 

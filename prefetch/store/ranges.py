@@ -80,7 +80,7 @@ class RangePart:
     at: int
     end: int
     heard_s: float
-    """When its last byte came, or it was asked."""
+    """The time when its last byte came, or it was asked."""
 
     @property
     def left(self) -> int:
@@ -112,7 +112,7 @@ class RangeRead:
     left_then: int = 0
     """Bytes that were still to come then."""
     last_byte_s: float = field(init=False)
-    """When an attempt that failed had brought a byte, or the read began."""
+    """The time when an attempt that failed had brought a byte, or the read began."""
 
     def __post_init__(self) -> None:
         self.last_byte_s = self.began_s

@@ -41,7 +41,7 @@ from typing import Final
 _MOST_BYTES = 1 << 30
 """A fork copies page tables, 2 ms per 100 MB or more, and what is freed here stays with the copy."""
 _ENDS_IN_S = 0.2
-"""From the end of a process's descriptors to its own."""
+"""Seconds from the end of a process's descriptors to its own."""
 _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/infiniband/")
 _JEMALLOC_THREAD = "jemalloc_bg_thd\n"
 _PATH_VARIABLE: Final = "DATAFLOW_FORK_SERVER_PATH"

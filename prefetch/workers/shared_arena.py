@@ -203,7 +203,7 @@ class _Remains:
             callback.call = call
 
     def close(self) -> None:
-        """In a forked child: the pages are the parent's."""
+        """Let go in a forked child: the pages are the parent's."""
         for callback in self._callbacks:
             callback.call = bool
 

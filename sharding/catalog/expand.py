@@ -1,4 +1,4 @@
-"""From what a user types to the list of shards it means.
+"""List the shards that a user's text means.
 
 A source is a path, a URL, a brace pattern, a glob or a directory, or a list of those. Braces expand first,
 as in bash (order kept, zero padding kept), then globs and directories are listed by the store and sorted.

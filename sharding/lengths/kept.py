@@ -48,7 +48,7 @@ class LengthsFile:
 
     @property
     def path(self) -> str:
-        """In the user's cache folder."""
+        """The file in the user's cache folder."""
         return os.path.join(user_folder("lengths"), self.name)
 
     def read(self) -> NDArray[np.int32]:

@@ -167,7 +167,7 @@ class MixtureSpec:
     """(samples since the training began; weights of sum 1 from there on), from 0 on."""
     _: KW_ONLY
     stop: Stop | None = "first"
-    """When an epoch ends. "first": as soon as one source was seen once in it. "all": as soon as every source
+    """The end of an epoch. "first": as soon as one source was seen once in it. "all": as soon as every source
     was, smaller ones repeating; sources that a schedule ends before they were do not count. "never".
     None: when each source gave `quota` samples."""
     quota: tuple[int, ...] = ()
@@ -324,7 +324,7 @@ class MixtureSpec:
 
     @cached_property
     def _runs(self) -> dict[int, tuple[NDArray[np.int64], NDArray[np.int64] | None]]:
-        """By the first of a run of epochs alike: samples of each source before it, and in each."""
+        """Return by the first of a run of epochs alike: samples of each source before it, and in each."""
         base = self.changes.base
         first = np.array(base.first if base else (0,) * len(self.sizes), np.int64)
         return {self.changes.known_from[0]: (first, None)}

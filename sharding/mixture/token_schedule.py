@@ -165,7 +165,7 @@ class TokenEpochs:
     def _draws(
         self, shares: Ints, first: Ints, given: Ints, counting: NDArray[np.bool_] | None, most: int
     ) -> TokenSchedule:
-        """At most so many draws, from where each source gave so much; so many without `counting`."""
+        """Return at most so many draws, from where each source gave so much; so many without `counting`."""
         num, given = len(shares), given.copy()
         width = min(_CHUNK, -(-_KNOWN // num))
         known = np.zeros((num, width), np.int64)

@@ -58,7 +58,7 @@ class WeightSteps:
 
     @property
     def known_from(self) -> EpochPosition:
-        """From where on the mixture is known."""
+        """The position from which on the mixture is known."""
         return self.steps[0].begin if self.base else (0, 0)
 
     def given(self, epoch: int) -> tuple[int, ...] | None:

@@ -78,7 +78,7 @@ class EpochOrder(Windows, Protocol):
 
     @property
     def shuffle(self) -> Shuffle:
-        """With nothing left open: what a resume must use to get the same order."""
+        """The shuffle with nothing left open: what a resume must use to get the same order."""
         ...
 
     @property

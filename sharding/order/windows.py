@@ -248,7 +248,7 @@ def ramp_sizes(window_blocks: int, num_lanes: int) -> list[int]:
 def _grid(
     cell_start: NDArray[np.int64], lane_bounds: NDArray[np.int64], num_windows: int
 ) -> tuple[NDArray[np.int64], int]:
-    """For depths in steps of a power of two, the earliest window that any lane is in."""
+    """Return for depths in steps of a power of two the earliest window that any lane is in."""
     longest = int(np.diff(lane_bounds).max())
     shift = max(0, (longest // max(1, 4 * num_windows)).bit_length() - 1)
     depths = np.arange((longest >> shift) + 1) << shift

@@ -1,4 +1,4 @@
-"""When a machine needs each block: read off the order, which is known for all epochs.
+"""Tell when a machine needs each block: read off the order, which is known for all epochs.
 
 Time counts in samples of a source's own epochs: block b of an epoch's window w of n is needed at
 `(epoch + w / n) * samples`. That is fine enough to tell which of two blocks is needed later, which is all
@@ -64,7 +64,7 @@ def next_uses(
     *,
     done: bool = False,
 ) -> NDArray[np.float64]:
-    """When blocks are needed next, in epochs, float64 [n]; infinity: not before the end of the next epoch.
+    """Return when blocks are needed next, in epochs, float64 [n]; infinity: not before the next epoch's end.
 
     Args:
         blocks: [n] rows of the block table.

@@ -66,8 +66,10 @@ PLANS = [
 
 
 @every_row
-def test_a_state_resumes_after_any_batch(name: str, data: tuple[Path, Whole]) -> None:
-    """In a new loader, or in one that has run: the rest of the epoch, or its next batches."""
+def test_a_state_resumes_after_any_batch(
+    name: str, data: tuple[Path, Whole], request: pytest.FixtureRequest
+) -> None:
+    """In a loader that has run, its next batches; in a new one the rest (from each with --full)."""
     row, (folder, whole) = ROWS[name], data
     last = len(whole.batches)
     with row.loader(folder, **OTHERS) as used:
@@ -75,7 +77,7 @@ def test_a_state_resumes_after_any_batch(name: str, data: tuple[Path, Whole]) ->
             used.load_state_dict(whole.states[cut])
             assert through_json(used.state_dict()) == whole.states[cut]
             assert row.run(used, done=cut, steps=2) == whole.batches[cut : cut + 2], f"resumed after {cut}"
-    for cut in (last // 2, last):
+    for cut in range(last + 1) if request.config.getoption("--full") else (last // 2, last):
         with row.loader(folder, **OTHERS) as resumed:
             resumed.load_state_dict(whole.states[cut])
             assert row.run(resumed, done=cut) == whole.batches[cut:], f"resumed after {cut}"

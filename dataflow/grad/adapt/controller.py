@@ -101,9 +101,9 @@ class _Setting:
     ended: int
     """The last one of the latest trial."""
     dwell: int
-    """From a trial to the next one at least."""
+    """Windows from a trial to the next one, at least."""
     rest: int
-    """From a trial to the next one where nothing happens."""
+    """Windows from a trial to the next one where nothing happens."""
     result: TrialResult = field(default_factory=lambda: TrialResult(0, "not tried yet", {}))
 
 
@@ -167,7 +167,7 @@ class Controller:
 
     @property
     def mode(self) -> Mode:
-        """In words: of the window that options were asked for last; before that, as decided so far."""
+        """The options in words: those of the window that asked last; before that, as decided so far."""
         known = self._known
         options = known.ran[-1][1] if known.ran else self._chosen()
         return Mode(

@@ -205,7 +205,7 @@ class PowerSGD(BucketStrategy):
         self._forget()
 
     def _lay_out(self, number: int, names: tuple[str, ...]) -> None:
-        """From parameters to a bucket; what is not known for all of its parameters, the hook makes anew."""
+        """Put values of parameters into a bucket; what is not known for all of them, the hook makes anew."""
         self._layouts[number] = names
         low_rank = [str(one[0]) for one in self._factored(names)]
         for kind, members in zip(_KINDS, (names, low_rank, low_rank), strict=True):

@@ -55,7 +55,7 @@ class LoaderRun:
     samples_per_s: float
     """Samples a second, after the first batch."""
     first_batch_s: float
-    """From making the loader to its first batch; workers' start is in it."""
+    """Seconds from making the loader to its first batch; workers' start is in it."""
     samples: int
     """Counted, after the first batch."""
 

@@ -105,7 +105,7 @@ class BlockOrder:
         return (self._part(part) if blocks is None else blocks)[at]
 
     def _part(self, part: int) -> list[Block]:
-        """From memory, or made by one thread."""
+        """Return a part that is read, from memory or made by one thread."""
         with self._lock:
             if part not in self._parts:
                 if len(self._parts) == _KEPT:
@@ -171,7 +171,7 @@ class CaseTimes:
 
     @property
     def seconds(self) -> float:
-        """From the beginning of the first read to the end of the last."""
+        """The time from the beginning of the first read to the end of the last."""
         return float(self.ended_s.max() - self.began_s.min()) if len(self.ended_s) else 0.0
 
     @property
@@ -190,7 +190,7 @@ class CaseTimes:
 
 
 def in_turn(order: BlockOrder, *, once: bool) -> Callable[[int], Iterator[Block]]:
-    """For each of several threads, by number, its blocks: whatever comes next when it asks.
+    """Return for each of several threads, by number, its blocks: whatever comes next when it asks.
 
     Args:
         order: of the blocks.
@@ -285,7 +285,7 @@ def run_case(
 
 
 _ThreadTimes = tuple["array[float]", "array[float]", "array[int]", bool]
-"""When reads began and ended, their bytes, and whether there was no further block."""
+"""The times when reads began and ended, their bytes, and whether there was no further block."""
 
 
 def _read_on(

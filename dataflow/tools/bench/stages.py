@@ -86,12 +86,12 @@ class RankFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """When what happened in one rank. Seconds on one clock."""
+    """The times of what happened in one rank, in seconds on one clock."""
 
     began_s: float
     """Before the first batch was asked for."""
     ended_s: float
-    """When the last step had ended."""
+    """The time when the last step had ended."""
     measured: MeasuredSteps
     """Each step but the first. Waiting near the whole: loading does not keep up."""
     compute_s: float

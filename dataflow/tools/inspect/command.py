@@ -72,7 +72,7 @@ class Inspection:
         }
 
     def _named(self, figures: Figures) -> dict[str, Any]:
-        """With the hottest targets by name."""
+        """Return the figures with the hottest targets by name."""
         values = figures.to_json()
         for kind, spot in figures.hot_spots.items():
             values["hot_spots"][kind] |= {"ratio": spot.ratio, "name": self.targets[kind][spot.label]}

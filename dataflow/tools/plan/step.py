@@ -139,7 +139,7 @@ def _inward(cluster: Cluster) -> float:
 
 
 def exposed_seconds(pieces: int, piece_s: float, backward_s: float) -> float:
-    """When the last piece is there, after the end of the backward in which pieces become ready one by one.
+    """Return how long after the end of the backward the last piece is there; pieces become ready one by one.
 
     They come at equal intervals: either all wait behind the first one, or none waits.
     """

@@ -279,7 +279,7 @@ class _ScannedRow:
 
     @classmethod
     def of(cls, seen: Seen) -> _ScannedRow:
-        """For objects in which this was seen."""
+        """Make the row of objects in which this was seen."""
         children = list(seen.children.values())
         inner = [cls.of(child) if child.is_object else None for child in children]
         if any(one is not None and one.type is None for one in inner):

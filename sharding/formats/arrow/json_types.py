@@ -78,7 +78,7 @@ class Seen:
 
 
 def problems(schema: pa.Schema) -> dict[str, str]:
-    """By column, why it cannot be read; of those that can nothing."""
+    """Return by column why it cannot be read; of those that can nothing."""
     return dict(_problems(schema, ""))
 
 

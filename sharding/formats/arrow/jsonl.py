@@ -217,7 +217,7 @@ def _step(size: int, block_bytes: int, max_line_bytes: int) -> int:
 
 
 def _read(file: BinaryIO, num_bytes: int) -> bytes:
-    """That many bytes, fewer only at the end; decompressing readers give less at a time."""
+    """Read that many bytes, fewer only at the end; decompressing readers give less at a time."""
     pieces = []
     while num_bytes and (piece := file.read(num_bytes)):
         pieces.append(piece)

@@ -348,7 +348,7 @@ def _decoded_bytes(group: Any, specs: dict[str, ColumnSpec]) -> int:
 
 
 def _encoded_bytes(chunk: Any, spec: ColumnSpec) -> int:
-    """By how much the numbers of a column of lists are more bytes than their encoding."""
+    """Return how many bytes more the numbers of a column of lists take than their encoding."""
     return max(0, int(chunk.num_values) * np.dtype(spec.dtype).itemsize - int(chunk.total_uncompressed_size))
 
 

@@ -291,7 +291,7 @@ def _end_of_whole_samples(names: _Names, rows: NDArray[np.int64], begins: NDArra
 
 
 def _extensions(names: _Names, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
-    """For every member the number of its extension's text; the texts, lower-cased, may repeat."""
+    """Return for every member the number of its extension's text; the texts, lower-cased, may repeat."""
     specials = names.specials_among(rows)
     is_plain = np.ones(len(rows), np.bool_)
     is_plain[[*specials]] = False
