@@ -188,7 +188,7 @@ MOST_LINES = {
     "dataflow/grad": 3_200,
     "dataflow/grad/adapt": 550,
     "dataflow/grad/strategies": 1_750,
-    "dataflow/integrations": 350,
+    "dataflow/integrations": 400,
     "dataflow/outputs": 2_650,
     "dataflow/planning": 1_200,
     "dataflow/processes": 1_650,

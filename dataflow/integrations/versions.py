@@ -1,0 +1,44 @@
+"""Versions of frameworks that this project was tried with.
+
+A framework's hooks may change with any of its releases. A training should neither end because of a version
+number nor go wrong in silence, so a version outside the tried range is a warning that names both.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+
+
+def warn_if_untried(package: str, tried: tuple[str, str]) -> None:
+    """Warn where the installed version of a package lies outside the range that this project was tried with.
+
+    Args:
+        package: its name on the package index, such as `"torchtitan"`. One that is not installed is passed
+            over.
+        tried: the lowest and the highest version that was tried. Only the numbers that are given count:
+            2.6.3 lies within `("2.5", "2.6")`.
+
+    Examples:
+        >>> warn_if_untried("torchtitan", ("0.3", "0.3"))
+    """
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        return
+    numbers, (lowest, highest) = _numbers(installed), map(_numbers, tried)
+    if numbers[: len(lowest)] < lowest or numbers[: len(highest)] > highest:
+        span = tried[0] if tried[0] == tried[1] else f"{tried[0]} to {tried[1]}"
+        warnings.warn(
+            f"{package} {installed} is installed, and this version of dataflow-loader was tried with "
+            f"{package} {span}; if the training fails, or does not go on exactly from a checkpoint, install "
+            f"{package} {tried[1]}",
+            stacklevel=3,
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers of a release: (2, 6, 0) of 2.6.0rc1+cpu."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
