@@ -17,9 +17,9 @@ from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.terminal.options import (
     SIZE,
     DatasetArguments,
+    ReportFiles,
     json_option,
     options_of,
-    picture_option,
     plain_errors,
 )
 from sharding.blocks import DEFAULT_BLOCK_BYTES
@@ -129,12 +129,9 @@ def index(
 @main.command("inspect", short_help="Show how well a plan mixes, and what it costs to read.")
 @options_of(InspectSettings)
 @options_of(DatasetArguments, "dataset")
-@json_option
-@picture_option(".png", ".html")
+@options_of(ReportFiles, "files")
 @plain_errors
-def inspect_(
-    settings: InspectSettings, dataset: DatasetArguments, json_path: str | None, picture: str | None
-) -> None:
+def inspect_(settings: InspectSettings, dataset: DatasetArguments, files: ReportFiles) -> None:
     """Show how well a plan mixes and what it costs to read, beside a full shuffle.
 
     SOURCE is what `dataflow index` takes. Only the catalog is used, and no sample is read (except with
@@ -146,13 +143,13 @@ def inspect_(
       dataflow inspect data/ --batch-size 256 --ranks 64 --nodes 8
       dataflow inspect train.catalog --nodes 16 --canonical-nodes 16
       dataflow inspect train.catalog --shuffle blocks --label cls
-      dataflow inspect train.catalog --memory-limit 256MiB --picture plan.html
+      dataflow inspect train.catalog --memory-limit 256MiB --plot plan.html
     """  # noqa: D301 - click wants the control character
     from dataflow.tools.inspect.command import inspect_dataset, page_of
     from dataflow.tools.terminal.report import publish
 
     opened = dataset.open_with(on_error="skip")  # nothing is delivered
-    publish(page_of(inspect_dataset(opened, settings)), json_path, picture)
+    publish(page_of(inspect_dataset(opened, settings)), files)
 
 
 @main.command(short_help="See it train, be interrupted and resume on this machine.")
@@ -186,9 +183,9 @@ def demo(settings: DemoSettings, json_path: str | None) -> None:
 
 @main.command(short_help="Predict a step and a run on a cluster, and what they cost.")
 @options_of(PlanSettings)
-@json_option
+@options_of(ReportFiles, "files")
 @plain_errors
-def plan(settings: PlanSettings, json_path: str | None) -> None:
+def plan(settings: PlanSettings, files: ReportFiles) -> None:
     """Predict step time, the best accumulation, reduction and placement, and what a run costs.
 
     An alpha-beta model: each message costs a latency and its bytes over the bandwidth of the fullest link on
@@ -206,7 +203,7 @@ def plan(settings: PlanSettings, json_path: str | None) -> None:
     from dataflow.tools.plan.plan import make_plan, page_of
     from dataflow.tools.terminal.report import publish
 
-    publish(page_of(settings, make_plan(settings)), json_path)
+    publish(page_of(settings, make_plan(settings)), files)
 
 
 main.add_command(bench)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dataflow.tools.bench.settings import Comparison, Emulation, Sweep
-from dataflow.tools.terminal.options import json_option, options_of, picture_option, plain_errors
+from dataflow.tools.terminal.options import ReportFiles, options_of, plain_errors
 
 
 @click.group(short_help="Measure a store, a loop's loading, or loaders side by side.")
@@ -23,65 +23,73 @@ def bench() -> None:
 
 @bench.command()
 @options_of(Sweep)
-@json_option
-@picture_option(".png", ".svg")
+@options_of(ReportFiles, "files")
 @plain_errors
-def storage(settings: Sweep, json_path: str | None, picture: str | None) -> None:
+def storage(settings: Sweep, files: ReportFiles) -> None:
     """Measure what the store that holds SOURCE can do.
 
     SOURCE is what `dataflow index` takes: a file, a directory of shards, a URL, a glob or a brace pattern,
     or a catalog. Nothing is written. Every combination of order, block size and reads in flight is measured
     for some seconds: throughput in MB/s, latency percentiles in milliseconds, processor seconds a GB.
-    Percentiles of too few reads are left out. Data is called cold only with evidence that it came from a
-    device.
+    With --need the report says whether that is enough, by how much, and with which reads. Percentiles of too
+    few reads are left out. Data is called cold only with evidence that it came from a device.
 
     \b
     Examples:
       dataflow bench storage data/
       dataflow bench storage 'data/*.bin' --pattern random --block-size 4KiB --in-flight 32 --seconds 10
       dataflow bench storage 's3://bucket/x-{000..099}.tar' --storage-option anon=true --in-flight 64
-      dataflow bench storage data/ --read buffered --evict --json figures.json --picture figures.png
+      dataflow bench storage train.catalog --need 16000/s
+      dataflow bench storage data/ --need 2GB/s --strict
+      dataflow bench storage data/ --read buffered --evict --json figures.json --plot figures.png
     """  # noqa: D301 - click wants the control character
     from dataflow.tools.bench.storage import bench_storage, case_text, page_of
-    from dataflow.tools.terminal.report import Bar, publish
+    from dataflow.tools.terminal.report import Bar, fail_unless_yes, publish
 
     with Bar("measuring") as bar:
         figures = bench_storage(settings, lambda done, total, case: bar.show(done, total, case_text(case)))
-    publish(page_of(figures), json_path, picture)
+    page = page_of(figures)
+    publish(page, files)
+    if settings.strict:
+        fail_unless_yes(page)
 
 
 @bench.command()
 @options_of(Emulation)
-@json_option
+@options_of(ReportFiles, "files")
 @plain_errors
-def loader(settings: Emulation, json_path: str | None) -> None:
+def loader(settings: Emulation, files: ReportFiles) -> None:
     """Measure what an emulated training gets of the data, and what holds it up.
 
     SOURCE is what `dataflow index` takes, or package.module:function, which makes your ShardedDataset.
     Ranks load batches, wait as long as an accelerator would compute, and go on together. Then each part is
     measured alone: storage, decoding from memory, computing. The report gives accelerator utilisation as
-    MLPerf Storage defines it, what limits the training, and what a cure of that would gain.
+    MLPerf Storage defines it, what limits the training, and what a cure of that would gain; with --need, also
+    whether loading alone is fast enough.
 
     \b
     Examples:
       dataflow bench loader 'data/*.bin' --dtype uint16 --length 2048 --compute-ms 20
       dataflow bench loader images.catalog --image-size 224 --compute-ms 60 --ranks 2 --batch-size 128
       dataflow bench loader 'https://host/x-{00..15}.tar' --compute-ms 50 --memory-limit 256MiB
-      dataflow bench loader my_project.data:train_set --compute-ms 50 --json figures.json
+      dataflow bench loader my_project.data:train_set --compute-ms 50 --need 2000/s --json figures.json
     """  # noqa: D301 - click wants the control character
     from dataflow.tools.bench.loader import emulate, page_of
-    from dataflow.tools.terminal.report import Bar, publish
+    from dataflow.tools.terminal.report import Bar, fail_unless_yes, publish
 
     with Bar("measuring") as bar:
         figures = emulate(settings, bar.show)
-    publish(page_of(figures), json_path)
+    page = page_of(figures)
+    publish(page, files)
+    if settings.strict:
+        fail_unless_yes(page)
 
 
 @bench.command()
 @options_of(Comparison)
-@json_option
+@options_of(ReportFiles, "files")
 @plain_errors
-def compare(settings: Comparison, json_path: str | None) -> None:
+def compare(settings: Comparison, files: ReportFiles) -> None:
     """Run torch's DataLoader and this one over your own dataset.
 
     SOURCE is what `dataflow index` takes, or package.module:function, which takes no arguments and makes any
@@ -98,4 +106,4 @@ def compare(settings: Comparison, json_path: str | None) -> None:
 
     with Bar("comparing") as bar:
         figures = compare_loaders(settings, bar.show)
-    publish(page_of(figures), json_path)
+    publish(page_of(figures), files)

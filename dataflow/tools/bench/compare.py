@@ -24,12 +24,12 @@ from dataflow.loader import DataLoader
 from dataflow.mixture import Mixture
 from dataflow.testing import run_ranks
 from dataflow.tools.bench.settings import Comparison, named_function, settings_json
-from dataflow.tools.terminal.report import Page, Part, Sentence, Table, machine, usable_cores
+from dataflow.tools.terminal.report import Drawing, Page, Part, Sentence, Table, machine, usable_cores
+from dataflow.tools.verdicts.loading import SAME, comparison_text
+from dataflow.tools.verdicts.verdict import verdict_of
 
 Whose = Literal["torch", "dataflow"]
 _START_S = 300.0
-_SAME = 0.05
-"""Ratios within this share of 1 are called equal."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,14 @@ class ComparisonFigures:
             "ratio": self.ratio,
             "contestants": contestants,
         }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row of a CSV file for each run."""
+        return [
+            {"loader": one.whose, "workers": one.workers, "run": number, **asdict(run)}
+            for one, runs in self.runs.items()
+            for number, run in enumerate(runs)
+        ]
 
 
 # ---- measuring ------------------------------------------------------------------------------------------
@@ -238,8 +246,29 @@ def page_of(figures: ComparisonFigures) -> Page:
         f"{settings.repeats} runs each of {settings.seconds:g} s, in turns, in fresh processes; batches of "
         f"{settings.batch_size}; nothing was trained."
     )
-    parts: Sequence[Part] = (figures.dataset, Table(columns, rows), *sentences(figures), Sentence(how, "dim"))
-    return Page("dataflow bench compare", figures.to_json(), parts)
+    drawing = Drawing(9, 4.2, lambda figure: _draw(figures, figure))
+    lines = sentences(figures)
+    parts: Sequence[Part] = (figures.dataset, Table(columns, rows), *lines, Sentence(how, "dim"), drawing)
+    values = figures.to_json()
+    return Page(
+        "dataflow bench compare",
+        values,
+        parts,
+        verdict=verdict_of("bench compare", values),
+        rows=figures.rows(),
+    )
+
+
+def _draw(figures: ComparisonFigures, figure: Any) -> None:
+    """Draw the runs of each loader, and their median."""
+    axes = figure.subplots()
+    names = [one.name for one in figures.runs]
+    axes.barh(names, [figures.median(one) for one in figures.runs], color="#9ab8d8", label="median")
+    for one in figures.runs:
+        rates = figures.rates(one)
+        axes.plot(rates, [one.name] * len(rates), "o", color="#20405f", markersize=4)
+    axes.invert_yaxis()
+    axes.set(title="samples a second, and each run", xlabel="samples/s", xlim=(0, None))
 
 
 def _row(figures: ComparisonFigures, one: Contestant) -> list[str]:
@@ -251,32 +280,17 @@ def _row(figures: ComparisonFigures, one: Contestant) -> list[str]:
 
 
 def sentences(figures: ComparisonFigures) -> Iterator[str]:
-    """Yield what the medians say, one sentence each."""
+    """Yield what the medians say besides the verdict, one sentence each."""
     ours, theirs = figures.best("dataflow"), figures.best("torch")
-    yield _sentence(figures, ours, theirs)
     for one in figures.runs:
         other = Contestant("torch", one.workers)
         if one.whose == "torch" or other not in figures.runs or (one, other) == (ours, theirs):
             continue
-        if figures.median(one) < (1 - _SAME) * figures.median(other):
-            yield _sentence(figures, one, other)
-    a, b = figures.rates(ours), figures.rates(theirs)
-    if len(a) > 1 and min(a) <= max(b) and min(b) <= max(a):
-        yield "the ranges of the single runs overlap: more --repeats or --seconds would tell more"
+        if figures.median(one) < (1 - SAME) * figures.median(other):
+            yield comparison_text(one.name, figures.median(one), other.name, figures.median(other))
     if ours.workers is None:
         yield (
             "torch draws single samples of the ShardedDataset in a full shuffle; dataflow streams its blocks "
             "and mixes them in windows (dataflow inspect tells how well). To compare with a dataset of your "
             "own: package.module:function"
         )
-
-
-def _sentence(figures: ComparisonFigures, ours: Contestant, theirs: Contestant) -> str:
-    rate, other = figures.median(ours), figures.median(theirs)
-    ratio = rate / other
-    pair = f"{ours.name}: {rate:,.0f} samples/s; {theirs.name}: {other:,.0f}"
-    if ratio < 1 - _SAME:
-        return f"torch is faster here, {1 / ratio:.2f} x ({pair})"
-    if ratio <= 1 + _SAME:
-        return f"no difference beyond {_SAME:.0%} ({pair})"
-    return f"dataflow is faster here, {ratio:.2f} x ({pair})"

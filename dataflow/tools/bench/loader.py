@@ -21,10 +21,21 @@ from dataflow.testing import run_ranks
 from dataflow.timing.bottleneck import Bottleneck, Epochs, Rates, bottleneck_of
 from dataflow.timing.headspace_report import Headspace, headspace_of
 from dataflow.tools.bench.evidence import evict
-from dataflow.tools.bench.settings import Emulation, settings_json
+from dataflow.tools.bench.settings import Emulation, settings_json, stored_sample_bytes
 from dataflow.tools.bench.stages import EmulationPhase, RankFigures, Steps, Work, run_phase
-from dataflow.tools.terminal.report import Page, Part, Table, bytes_text, machine, optional, usable_cores
+from dataflow.tools.terminal.report import (
+    Drawing,
+    Page,
+    Part,
+    Table,
+    bytes_text,
+    machine,
+    optional,
+    usable_cores,
+)
+from dataflow.tools.verdicts.verdict import verdict_of
 from sharding.blocks import Shard
+from sharding.urls import is_local
 
 _PHASES: Mapping[EmulationPhase, str] = {
     "training": "all together",
@@ -61,6 +72,18 @@ class EmulationFigures:
     """Times faster that the whole is with a batch from memory in the loader's place."""
     rates: Rates
     bottleneck: Bottleneck
+    stored_bytes: int
+    """Bytes of all blocks of the dataset."""
+    sample_bytes: float
+    """Bytes of the blocks for each sample."""
+    is_local: bool
+    """True if the shards are files of this machine."""
+
+    @property
+    def need(self) -> dict[str, Any] | None:
+        """The rate that is needed, as JSON types; None: nobody asked."""
+        need = self.settings.need
+        return None if need is None else need.to_json(self.sample_bytes)
 
     @property
     def training(self) -> Sequence[RankFigures]:
@@ -70,7 +93,10 @@ class EmulationFigures:
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON types."""
         return {
+            "need": self.need,
             "asked": settings_json(self.settings),
+            "stored_bytes": self.stored_bytes,
+            "is_local": self.is_local,
             "memory_limit": self.memory_limit,
             "dataset": self.dataset,
             "machine": {**machine(), "torch": torch.__version__},
@@ -78,9 +104,31 @@ class EmulationFigures:
             "evicted": self.evicted,
             "headspace": self.headspace.to_json(),
             "rates_samples_per_s": asdict(self.rates),
-            "verdict": {**asdict(self.bottleneck), "gain": self.bottleneck.gain},
+            "bottleneck": {**asdict(self.bottleneck), "gain": self.bottleneck.gain},
             "phases": {name: [one.to_json() for one in ranks] for name, ranks in self.phases.items()},
         }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row of a CSV file for each rank in each phase."""
+        return [
+            {
+                "phase": phase,
+                "rank": one.rank,
+                "samples": one.samples,
+                "samples_per_s": one.samples_per_s,
+                "read_bytes": one.read_bytes,
+                "device_bytes": one.device_bytes,
+                "cpu_s": one.cpu_s,
+                "utilisation": one.steps.utilisation if one.steps else None,
+                "steps": one.steps.counted if one.steps else None,
+                "running_s": one.steps.running_s if one.steps else None,
+                "waited_s": one.steps.waited_s if one.steps else None,
+                "synced_s": one.steps.synced_s if one.steps else None,
+                "first_batch_s": one.steps.first_batch_s if one.steps else None,
+            }
+            for phase, ranks in self.phases.items()
+            for one in ranks
+        ]
 
 
 # ---- measuring ------------------------------------------------------------------------------------------
@@ -143,6 +191,9 @@ def emulate(
         headspace=_headspace(phases["training"]),
         rates=rates,
         bottleneck=bottleneck_of(rates),
+        stored_bytes=int(dataset.catalog.blocks.length.sum()),
+        sample_bytes=stored_sample_bytes(dataset.catalog),
+        is_local=all(is_local(shard.url) for shard in _shards(dataset)),
     )
 
 
@@ -214,7 +265,7 @@ def _mean_utilisation(ranks: Iterable[Steps | None]) -> float | None:
 
 
 def page_of(figures: EmulationFigures) -> Page:
-    """Figures of ranks and parts, and the verdict with its evidence."""
+    """Return the verdict, figures of ranks and parts, and the evidence."""
     settings = figures.settings
     head = (
         f"{settings.ranks} ranks of {settings.batch_size} samples, {settings.compute_ms:g} ms a step, "
@@ -226,8 +277,44 @@ def page_of(figures: EmulationFigures) -> Page:
         _rank_table(figures),
         _phase_table(figures),
         *sentences(figures),
+        Drawing(11, 4.2, lambda figure: _draw(figures, figure)),
     )
-    return Page("dataflow bench loader", figures.to_json(), parts)
+    values = figures.to_json()
+    return Page(
+        "dataflow bench loader",
+        values,
+        parts,
+        verdict=verdict_of("bench loader", values),
+        rows=figures.rows(),
+    )
+
+
+def _draw(figures: EmulationFigures, figure: Any) -> None:
+    """Samples a second of each part, and what the time of a rank's steps went to."""
+    rates, shares = figure.subplots(1, 2, width_ratios=(3, 2))
+    names = [_PHASES[phase].strip() for phase in figures.phases]
+    values = [sum(one.samples_per_s for one in ranks) for ranks in figures.phases.values()]
+    rates.plot(values, names, "o")  # bars would have no foot on a logarithmic axis
+    rates.invert_yaxis()
+    rates.grid(axis="x", alpha=0.3)
+    if figures.need is not None:
+        wanted = figures.need["samples_per_s"]
+        rates.axvline(wanted, color="black", linestyle=":", label=f"needed, {figures.need['asked']}")
+        rates.legend(frameon=False, fontsize="small")
+    rates.set(title="samples a second, each part alone", xlabel="samples/s", xscale="log")
+    left = [0.0] * len(figures.training)
+    for name in ("computed_s", "waited_s", "synced_s"):
+        parts = [
+            getattr(one.steps, name) / max(one.steps.running_s, 1e-9) if one.steps else 0.0
+            for one in figures.training
+        ]
+        shares.barh([f"rank {one.rank}" for one in figures.training], parts, left=left, label=_SHARES[name])
+        left = [a + b for a, b in zip(left, parts, strict=True)]
+    shares.set(title="time of steps", xlabel="share", xlim=(0, 1))
+    shares.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
+
+
+_SHARES = {"computed_s": "computing", "waited_s": "waiting for data", "synced_s": "waiting for ranks"}
 
 
 def _rank_table(figures: EmulationFigures) -> Table:
@@ -291,7 +378,7 @@ def _phase_table(figures: EmulationFigures) -> Table:
 
 
 def sentences(figures: EmulationFigures) -> Iterator[str]:
-    """The verdict, and what it rests on."""
+    """Yield what the verdict rests on."""
     bottleneck, rates, training = figures.bottleneck, figures.rates, figures.training
     utilisation = _mean_utilisation(one.steps for one in training)
     if utilisation is not None:
@@ -306,9 +393,10 @@ def sentences(figures: EmulationFigures) -> Iterator[str]:
             f"with data that is there already it is {alone:.1%}: the rest is what timers "
             "and going in step cost on this machine"
         )
-    yield figures.headspace.verdict
+    if figures.need is not None:  # else the verdict says it
+        yield figures.headspace.verdict
+        yield f"{bottleneck.bound}-bound: {bottleneck.reason}"
     yield from figures.headspace.lines
-    yield f"{bottleneck.bound}-bound: {bottleneck.reason}"
     gains = ", ".join(f"{name} {gain:.2f} x" for name, gain in bottleneck.gains.items())
     yield f"expected gain of curing one part: {gains}"
     yield (

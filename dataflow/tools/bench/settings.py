@@ -27,17 +27,19 @@ from dataflow.tools.terminal.options import (
     part,
     storage_options,
 )
+from dataflow.tools.verdicts.need import Requirement
 from sharding.redaction import without_secrets
 
 if TYPE_CHECKING:
     from dataflow.dataset import ShardedDataset
+    from sharding.catalog.table import Catalog
 
 Pattern = Literal["sequential", "random"]
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class Sweep(Requirement):
     """The cases of `dataflow bench storage`: every combination of order, block size and reads in flight."""
 
     source: Sequence[str] = argument(nargs=-1, required=True)
@@ -66,6 +68,13 @@ class Sweep:
         metavar="N",
     )
     seconds: float = option("Seconds that each combination is measured for.", POSITIVE, 2.0)
+    sample_bytes: int | None = option(
+        "Bytes that are read for a sample, where --need counts samples.",
+        SIZE,
+        None,
+        metavar="SIZE",
+        show_default="from the catalog",
+    )
     read: Literal["direct", "buffered"] = option(
         "Way local files are read: around the page cache, or through it as training does.",
         click.Choice(["direct", "buffered"]),
@@ -147,7 +156,7 @@ class BenchDataset(DatasetArguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Emulation:
+class Emulation(Requirement):
     """The settings of `dataflow bench loader`."""
 
     compute_ms: float = option("Milliseconds that the emulated accelerator computes a step.", Finite(min=0))
@@ -189,6 +198,11 @@ class Comparison:
     )
     seed: int = option("Seed of the order.", int, 0)
     dataset: BenchDataset = part(BenchDataset)
+
+
+def stored_sample_bytes(catalog: Catalog) -> float:
+    """Bytes of the blocks of a catalog for each sample: what reading them takes."""
+    return float(catalog.blocks.length.sum()) / max(1, catalog.num_samples)
 
 
 def settings_json(settings: Emulation | Comparison) -> dict[str, Any]:

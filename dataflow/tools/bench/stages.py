@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count, repeat
+from itertools import count, pairwise, repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -130,10 +130,19 @@ class Steps:
             return None
         return self.counted * self.compute_s / self.running_s
 
+    @property
+    def per_s_by_quarter(self) -> list[float]:
+        """[4] steps a second in quarters of the steps that count; [] where they are fewer."""
+        times_s = self.measured.total_s
+        cuts = [len(times_s) * number // 4 for number in range(5)]
+        quarters = [times_s[first:last] for first, last in pairwise(cuts)]
+        return [len(part) / max(sum(part), 1e-9) for part in quarters] if len(times_s) >= 4 else []
+
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON types, without the single steps."""
         values = {
             **vars(self),
+            "steps_per_s_by_quarter": self.per_s_by_quarter,
             "count": self.counted + 1,
             "waited_s": self.waited_s,
             "running_s": self.running_s,

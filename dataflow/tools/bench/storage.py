@@ -33,7 +33,7 @@ from dataflow.tools.bench.reads import (
     percentiles_of,
     run_case,
 )
-from dataflow.tools.bench.settings import Sweep
+from dataflow.tools.bench.settings import Sweep, stored_sample_bytes
 from dataflow.tools.terminal.report import (
     Drawing,
     Page,
@@ -44,12 +44,14 @@ from dataflow.tools.terminal.report import (
     machine,
     usable_cores,
 )
+from dataflow.tools.verdicts.storage import block_text
+from dataflow.tools.verdicts.verdict import verdict_of
 from prefetch.store.reader import NO_FAULTS, ReadStats, StoreReader
 from prefetch.store.retrier import Retrier
 from sharding.blocks import Shard
 from sharding.catalog.build import is_catalog
 from sharding.catalog.storage import open_url, shard_info, shard_of
-from sharding.errors import DataflowError
+from sharding.errors import DataflowError, ShardReadError
 from sharding.redaction import without_secrets
 from sharding.urls import is_local
 
@@ -93,10 +95,33 @@ class CaseFigures:
     label: Label
     faults: ReadStats
     """Faults of remote reads that were cured."""
+    client_is_busy: bool
+    """True if this client may be the limit, and not the store."""
 
     def to_json(self) -> dict[str, Any]:
         """All figures, as JSON types."""
         return {**asdict(self), "mb_per_s_over_time": [round(rate, 3) for rate in self.mb_per_s_over_time]}
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the figures as one row of a CSV file."""
+        latency_ms = {name: None if value is None else 1e3 * value for name, value in self.latency_s.items()}
+        return {
+            "pattern": self.case.pattern,
+            "block_bytes": self.case.block_bytes,
+            "in_flight": self.case.concurrency,
+            "seconds": self.seconds,
+            "reads": self.reads,
+            "total_bytes": self.total_bytes,
+            "mb_per_s": self.mb_per_s,
+            "reads_per_s": self.reads_per_s,
+            **{f"p{name}_ms": latency_ms[name] for name in PERCENTILES},
+            "cpu_s_per_gb": self.cpu_s_per_gb,
+            "cores": self.cores,
+            "passes": self.passes,
+            "data": self.label.word,
+            "retries": self.faults.retries,
+            "throttled": self.faults.throttled,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +147,14 @@ class StorageFigures:
     how: How
     first_byte: FirstByte
     cases: Sequence[CaseFigures]
+    sample_bytes: float | None = None
+    """Bytes that are read for a sample; None: not asked for."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON types."""
+        need = self.settings.need
         return {
+            "need": None if need is None else need.to_json(self.sample_bytes),
             "source": list(map(without_secrets, self.settings.source)),
             "shards": self.shards,
             "stored_bytes": self.stored_bytes,
@@ -161,6 +190,7 @@ def bench_storage(
         ValueError: block sizes that direct reads cannot have, or nothing to read.
         DataflowError: `require_cold` where the evidence does not allow the word.
     """
+    sample_bytes = _sample_bytes(settings)
     sweep = itertools.product(settings.patterns, settings.block_bytes, settings.concurrency)
     cases = [Case(*each) for each in sweep]
     with Retrier() as retrier, retrier.pool(max(settings.concurrency), "dataflow-bench") as pool:
@@ -179,7 +209,27 @@ def bench_storage(
         how=how,
         first_byte=first_byte,
         cases=figures,
+        sample_bytes=sample_bytes,
     )
+
+
+def _sample_bytes(settings: Sweep) -> float | None:
+    """Return the bytes of a sample, from the catalog if nobody says; `ValueError` where neither tells."""
+    if settings.need is None or settings.sample_bytes is not None or settings.need.unit == "bytes":
+        return settings.sample_bytes
+    from dataflow.dataset import ShardedDataset
+
+    try:
+        source = settings.source[0] if len(settings.source) == 1 else list(settings.source)
+        catalog = ShardedDataset(source, storage_options=dict(settings.storage_options)).catalog
+    except ShardReadError:
+        raise
+    except (DataflowError, ValueError) as error:
+        raise ValueError(
+            f"--need {settings.need.text} counts samples, and what one takes is not known: {error}. Give "
+            "--sample-bytes, a catalog as SOURCE, or the need in bytes, such as --need 2GB/s"
+        ) from error
+    return stored_sample_bytes(catalog)
 
 
 def _shards(settings: Sweep, pool: Executor, retrier: Retrier) -> list[Shard]:
@@ -316,6 +366,9 @@ def _measured(case: Case, shards: Sequence[Shard], how: How, settings: Sweep, re
         exhausted=times.exhausted,
         label=label,
         faults=ReadStats(**faults),
+        client_is_busy=client_is_busy(
+            times.cpu_s / seconds, len(times.nbytes) / seconds, how, usable_cores()
+        ),
     )
 
 
@@ -338,7 +391,14 @@ def page_of(figures: StorageFigures) -> Page:
     # 80 columns: the units stand below the table.
     units = "x: reads in flight; p: percentiles of the latency in ms; CPU: this client's seconds a GB"
     parts: list[Part] = [Table((), facts), _table(figures), Sentence(units, "dim"), *notes, drawing]
-    return Page("dataflow bench storage", figures.to_json(), parts)
+    values = figures.to_json()
+    return Page(
+        "dataflow bench storage",
+        values,
+        parts,
+        verdict=verdict_of("bench storage", values),
+        rows=[one.to_row() for one in figures.cases],
+    )
 
 
 def _table(figures: StorageFigures) -> Table:
@@ -347,7 +407,7 @@ def _table(figures: StorageFigures) -> Table:
     rows = [
         (
             one.case.pattern,
-            _size_text(one.case.block_bytes),
+            block_text(one.case.block_bytes),
             str(one.case.concurrency),
             f"{one.mb_per_s:,.1f}",
             f"{one.reads_per_s:,.0f}",
@@ -362,15 +422,7 @@ def _table(figures: StorageFigures) -> Table:
 
 def case_text(case: Case) -> str:
     """Such as "random 2 MiB x 16"."""
-    return f"{case.pattern} {_size_text(case.block_bytes)} x {case.concurrency}"
-
-
-def _size_text(nbytes: int) -> str:
-    """A block size in binary units where it is a round one, else in bytes."""
-    for shift, unit in ((20, "MiB"), (10, "KiB")):
-        if nbytes >= 1 << shift and nbytes % (1 << shift) == 0:
-            return f"{nbytes >> shift} {unit}"
-    return f"{nbytes} bytes"
+    return f"{case.pattern} {block_text(case.block_bytes)} x {case.concurrency}"
 
 
 def _ms(seconds: float | None) -> str:
@@ -391,7 +443,7 @@ def sentences(figures: StorageFigures) -> Iterator[str]:
     for one in cases:
         if one.exhausted:
             yield f"{case_text(one.case)} ended after {one.seconds:.2f} s: every block was read once"
-    busy = [one for one in cases if client_is_busy(one, figures.how, usable_cores())]
+    busy = [one for one in cases if one.client_is_busy]
     if busy:
         why = "a core (of which Python uses one at a time) or all of them had no time left"
         yield f"this client may be the limit, not the store: {why}" + _where(busy, cases)
@@ -400,14 +452,14 @@ def sentences(figures: StorageFigures) -> Iterator[str]:
         yield "reads failed and were tried again (faults in --json)" + _where(faults, cases)
 
 
-def client_is_busy(one: CaseFigures, how: How, cores: int) -> bool:
-    """Return whether this client may be the limit: its cores, or the one that an interpreter's lock allows.
+def client_is_busy(busy: float, reads_per_s: float, how: How, cores: int) -> bool:
+    """Return whether this client may be the limit, with so many cores busy of `cores`.
 
-    That one counts over remote stores, whose event loop runs on one, and where buffered reads are many and
-    small.
+    The limit is all of them, or the one that an interpreter's lock allows. That one counts over remote
+    stores, whose event loop runs on one, and where buffered reads are many and small.
     """
-    one_core = how == "store" or (how == "buffered" and one.reads_per_s >= _MANY_READS_PER_S)
-    return one.cores >= _BUSY_CORES * (1 if one_core else cores)
+    one_core = how == "store" or (how == "buffered" and reads_per_s >= _MANY_READS_PER_S)
+    return busy >= _BUSY_CORES * (1 if one_core else cores)
 
 
 def _grouped(cases: Sequence[CaseFigures], key: Callable[[CaseFigures], str]) -> dict[str, list[CaseFigures]]:
@@ -427,7 +479,7 @@ def _where(group: Sequence[CaseFigures], cases: Sequence[CaseFigures]) -> str:
 def _draw(figures: StorageFigures, figure: Any) -> None:
     """Throughput, latency and throughput over time."""
     rates, latency, over_time = figure.subplots(1, 3)
-    lines = _grouped(figures.cases, lambda one: f"{one.case.pattern} {_size_text(one.case.block_bytes)}")
+    lines = _grouped(figures.cases, lambda one: f"{one.case.pattern} {block_text(one.case.block_bytes)}")
     for name, cases in lines.items():
         rates.plot([one.case.concurrency for one in cases], [one.mb_per_s for one in cases], "o-", label=name)
         best = max(cases, key=lambda one: one.mb_per_s)
@@ -436,6 +488,11 @@ def _draw(figures: StorageFigures, figure: Any) -> None:
         latency.plot([*known], [*known.values()], "o-", label=text)
         at = (np.arange(_PARTS_OF_TIME) + 0.5) * best.seconds / _PARTS_OF_TIME
         over_time.plot(at, best.mb_per_s_over_time, label=text)
+    if figures.settings.need is not None:
+        wanted = figures.settings.need.to_json(figures.sample_bytes)["bytes_per_s"]
+        rates.axhline(
+            wanted / 1e6, color="black", linestyle=":", label=f"needed, {figures.settings.need.text}"
+        )
     rates.set(title="throughput", xlabel="reads in flight", ylabel="MB/s", ylim=(0, None))
     latency.set(title="latency", xlabel="percentile", ylabel="ms", yscale="log")
     over_time.set(title="throughput over time", xlabel="s", ylabel="MB/s", ylim=(0, None))

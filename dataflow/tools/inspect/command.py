@@ -20,6 +20,7 @@ from dataflow.tools.inspect.quality import distinct_per_batch
 from dataflow.tools.inspect.read_cost import open_bytes
 from dataflow.tools.inspect.settings import InspectSettings
 from dataflow.tools.terminal.report import Drawing, Page, Table, bytes_text, optional
+from dataflow.tools.verdicts.verdict import verdict_of
 from sharding.catalog.table import Catalog
 from sharding.order.order import Order
 from sharding.order.permutations import seeded_permutation
@@ -54,7 +55,8 @@ class Inspection:
     def to_json(self) -> dict[str, Any]:
         """All figures, as JSON types."""
         stretch, catalog = self.plan.stretch, self.catalog
-        names = ("batch_size", "memory_limit", "seed", "epoch", "label")
+        order = ("kind", "window_blocks", "canonical_nodes", "exchange")
+        names = ("batch_size", "memory_limit", "seed", "epoch", "label", *order)
         return {
             "dataset": {
                 "format": catalog.format,
@@ -161,7 +163,12 @@ def page_of(inspection: Inspection) -> Page:
     rows = [(name, plan, full) for (name, plan), (_, full) in zip(*sides, strict=True)]
     drawing = Drawing(11, 7, lambda figure: _draw(inspection, figure))
     parts = (Table((), _facts(inspection)), Table(("", "this plan", "full shuffle"), rows), drawing)
-    return Page("dataflow inspect", inspection.to_json(), parts)
+    values = inspection.to_json()
+    measured = [
+        {"order": name, **side.figures.to_row()}
+        for name, side in (("plan", inspection.plan), ("full shuffle", inspection.full))
+    ]
+    return Page("dataflow inspect", values, parts, verdict=verdict_of("inspect", values), rows=measured)
 
 
 def _facts(inspection: Inspection) -> list[tuple[str, str]]:

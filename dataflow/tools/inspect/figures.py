@@ -80,6 +80,12 @@ class Figures:
         """The value as JSON types."""
         return asdict(self)
 
+    def to_row(self) -> dict[str, Any]:
+        """Return the figures as one row of a CSV file; of hot spots, how many times their share they get."""
+        values = asdict(self)
+        del values["hot_spots"]
+        return values | {f"hot_spot_{kind}": spot.ratio for kind, spot in self.hot_spots.items()}
+
 
 @dataclass(frozen=True, eq=False)
 class Inspected:

@@ -13,7 +13,8 @@ from dataflow.tools.plan.collectives import all_reduces
 from dataflow.tools.plan.expenses import Expenses, Prices, expenses, find_meters
 from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.plan.step import Prediction, StepWork, batch_doubts, best_accumulation, predict
-from dataflow.tools.terminal.report import Page, Part, Sentence, Table
+from dataflow.tools.terminal.report import Drawing, Page, Part, Sentence, Table
+from dataflow.tools.verdicts.verdict import verdict_of
 
 _SHUFFLE_SEED = 0
 
@@ -114,7 +115,39 @@ def page_of(settings: PlanSettings, plan: ClusterPlan) -> Page:
         *_sentences(plan),
         Sentence("Energy meters: " + "; ".join(plan.meters), "dim"),
     ]
-    return Page("dataflow plan", {"asked": asdict(settings), "plan": plan.to_json()}, parts)
+    parts.append(Drawing(11, 4.2, lambda figure: _draw(plan, figure)))
+    values = {"asked": asdict(settings), "plan": plan.to_json()}
+    return Page("dataflow plan", values, parts, verdict=verdict_of("plan", values), rows=[*_rows(plan)])
+
+
+def _rows(plan: ClusterPlan) -> Iterator[dict[str, Any]]:
+    """Yield a row of a CSV file for each number of microbatches, all-reduce alone, and placement."""
+    measures = ("window_s", "sync_s", "exposed_s", "data_wait_s", "samples_per_s", "batch")
+    for each in plan.accumulations:
+        values = {name: getattr(each, name) for name in measures}
+        yield {"kind": "accumulate", "name": each.accumulate, **values}
+    for name, seconds in plan.algorithms.items():
+        yield {"kind": "all-reduce", "name": name, **dict.fromkeys(measures), "sync_s": seconds}
+    for name, seconds in plan.placements.items():
+        yield {"kind": "placement", "name": name, **dict.fromkeys(measures), "window_s": seconds}
+
+
+def _draw(plan: ClusterPlan, figure: Any) -> None:
+    """Draw what a step takes and gives by its microbatches, and the all-reduces."""
+    rates, shares, reductions = figure.subplots(1, 3)
+    counts = [each.accumulate for each in plan.accumulations]
+    rates.plot(counts, [each.samples_per_s for each in plan.accumulations], "o-")
+    rates.axvline(plan.best.accumulate, color="black", linestyle=":", label="best")
+    rates.set(title="samples a second", xlabel="microbatches a step", ylim=(0, None))
+    rates.legend(frameon=False, fontsize="small")
+    for name, text in (("compute_s", "computing"), ("exposed_s", "gradients"), ("data_wait_s", "data")):
+        part = [getattr(each, name) / max(each.window_s, 1e-12) for each in plan.accumulations]
+        shares.plot(counts, part, "o-", label=text)
+    shares.set(title="share of a step", xlabel="microbatches a step", ylim=(0, 1.02))
+    shares.legend(frameon=False, fontsize="small")
+    ranking = sorted(plan.algorithms.items(), key=lambda item: -item[1])
+    reductions.barh([name for name, _ in ranking], [seconds * 1e3 for _, seconds in ranking])
+    reductions.set(title="all-reduce of all gradients, alone", xlabel="ms")
 
 
 def _accumulations(plan: ClusterPlan) -> Table:

@@ -185,7 +185,7 @@ class OutputPath(click.ParamType):  # type: ignore[type-arg]  # generic since cl
         return value
 
     def _check_picture(self, path: str) -> None:
-        from dataflow.tools.terminal.report import figure_class
+        from dataflow.tools.terminal.plotting import figure_class
 
         if not path.endswith(self._endings):
             raise click.ClickException(f"a picture must end in {' or '.join(self._endings)}, got {path!r}")
@@ -208,14 +208,44 @@ json_option = click.option(
 )
 
 
-def picture_option(
-    *endings: str, name: str = "--picture", text: str = "Draw the figures to this file"
-) -> Decorator:
+def picture_option(*endings: str, name: str, text: str) -> Decorator:
     """Return where a picture goes, as `picture`."""
     kinds = " or ".join(endings)
     return click.option(
         name, "picture", type=OutputPath(*endings), metavar="PATH", help=f"{text}, as {kinds} (extra: plot)."
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportFiles:
+    """The files that a report is written to; None: it is not."""
+
+    json_path: str | None = option(
+        'Write the verdict and all figures as JSON to this file, or to standard output for "-".',
+        OutputPath(),
+        None,
+        "--json",
+        metavar="PATH",
+    )
+    csv_path: str | None = option(
+        'Write a row for each measurement as CSV to this file, or to standard output for "-".',
+        OutputPath(),
+        None,
+        "--csv",
+        metavar="PATH",
+    )
+    picture: str | None = option(
+        "Draw the figures to this file, .png or .svg, or write the whole report with them, .html (extra: "
+        "plot).",
+        OutputPath(".png", ".svg", ".html"),
+        None,
+        "--plot",
+        metavar="PATH",
+    )
+
+    def __post_init__(self) -> None:
+        if self.json_path == self.csv_path == "-":
+            raise click.UsageError("--json - and --csv - cannot share standard output: name a file for one")
 
 
 # ---- datasets -------------------------------------------------------------------------------------------

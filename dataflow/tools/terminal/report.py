@@ -6,24 +6,30 @@ means. Drawings are made by matplotlib, from the extra `plot`, which is imported
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from html import escape
 from pathlib import Path
+from textwrap import fill
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import click
 from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from dataflow.limits import machine_memory
 from dataflow.tables import bytes_text as bytes_text
+from dataflow.tools.terminal.options import ReportFiles
+from dataflow.tools.terminal.plotting import figure_class
 from sharding.printable import printable, printable_name
 
 _STYLE = """
@@ -80,6 +86,23 @@ class Drawing:
 Part = str | Sentence | Table | Drawing
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The meaning of a report in one sentence, and what to do in another."""
+
+    text: str
+    advice: str
+    answer: Literal["yes", "no", "unknown"] | None = None
+    """To what was asked for by --need; None: nothing was."""
+    margin: float | None = None
+    """The measured rate over the needed one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return both sentences as JSON types, and the answer where something was asked."""
+        sentences = {"verdict": self.text, "advice": self.advice}
+        return sentences | ({"answer": self.answer, "margin": self.margin} if self.answer else {})
+
+
 @dataclass(frozen=True)
 class Page:
     """All that a command tells."""
@@ -89,34 +112,74 @@ class Page:
     """All figures, as JSON types."""
     parts: Sequence[Part] = field(default=())
     """In order. Drawings are shown on pages and pictures only."""
+    _: KW_ONLY
+    verdict: Verdict | None = None
+    rows: Sequence[Mapping[str, Any]] = field(default=())
+    """The measurements of the CSV file: a row each, all with the same columns."""
+
+    @property
+    def told(self) -> Sequence[Part]:
+        """The verdict, what to do, and the parts."""
+        if self.verdict is None:
+            return self.parts
+        return (Sentence(self.verdict.text, "bold"), f"Next: {self.verdict.advice}", "", *self.parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict and all figures."""
+        return {**(self.verdict.to_json() if self.verdict else {}), **self.figures}
 
 
-def publish(page: Page, json_path: str | None = None, picture: str | None = None) -> None:
-    """Print a page, unless its figures are to be printed, and `save` it."""
-    if json_path != "-":
-        show(page.parts)
-    save(page, json_path, picture)
+def publish(page: Page, files: ReportFiles) -> None:
+    """Print a page, unless a file is to be printed, and `save` it."""
+    if "-" not in (files.json_path, files.csv_path):
+        show(page.told)
+    save(page, files.json_path, files.picture, files.csv_path)
 
 
-def save(page: Page, json_path: str | None = None, picture: str | None = None) -> None:
+def fail_unless_yes(page: Page) -> None:
+    """End the command with status 1 if the answer of a page to --need is not yes."""
+    if page.verdict is None or page.verdict.answer != "yes":
+        raise click.exceptions.Exit(1)
+
+
+def save(
+    page: Page, json_path: str | None = None, picture: str | None = None, csv_path: str | None = None
+) -> None:
     """Write the files that are named.
 
     Args:
         page: what to tell.
-        json_path: file for the figures; "-" prints them.
-        picture: ".html" for the page, another ending of matplotlib's for its drawings.
+        json_path: file for the verdict and the figures; "-" prints them.
+        picture: ".html" for the page, another ending of matplotlib's for its drawing.
+        csv_path: file for the rows; "-" prints them.
     """
-    text = json.dumps(page.figures, indent=1)
-    if json_path == "-":
-        print(text)
-    elif json_path is not None:
-        Path(json_path).write_text(text + "\n")
+    _write(json_path, lambda: json.dumps(page.to_json(), indent=1) + "\n")
+    _write(csv_path, lambda: csv_of(page.rows))
     if picture is not None and picture.endswith(".html"):
         Path(picture).write_text(html_of(page))
     elif picture is not None:
         for part in page.parts:
             if isinstance(part, Drawing):
-                part.figure().savefig(picture, dpi=120)
+                figure = part.figure()
+                if page.verdict is not None:
+                    figure.suptitle(fill(page.verdict.text, int(10 * part.width)), fontsize="medium")
+                figure.savefig(picture, dpi=120)
+
+
+def _write(path: str | None, text: Callable[[], str]) -> None:
+    if path == "-":
+        print(text(), end="")
+    elif path is not None:
+        Path(path).write_text(text())
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows under the names of their columns; what is not known is empty."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def show(parts: Sequence[Part], console: Console | None = None) -> None:
@@ -155,7 +218,7 @@ def _on_terminal(part: Table) -> RichTable:
 
 def html_of(page: Page) -> str:
     """A page of its own, without links: it can be sent to somebody."""
-    body = "\n".join(map(_as_html, page.parts))
+    body = "\n".join(map(_as_html, page.told))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(page.title)}</title>'
         f"<style>{_STYLE}</style></head>\n<body><h1>{escape(page.title)}</h1>\n{body}\n</body></html>\n"
@@ -188,21 +251,9 @@ def _table_as_html(part: Table) -> str:
     return f"<table>\n{rows}</table>"
 
 
-def figure_class() -> Any:
-    """`matplotlib.figure.Figure`; not pyplot, which would pick a window system and keep every figure.
-
-    Raises `ImportError`, which names the extra, without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'dataflow-loader[plot]'") from error
-    return Figure
-
-
 def machine() -> dict[str, Any]:
-    """Return what figures are to be read with, as JSON types: cores this process may use, and the system."""
-    return {"cores": usable_cores(), "system": platform.platform()}
+    """Return what figures are to be read with, as JSON types: cores of this process, memory, the system."""
+    return {"cores": usable_cores(), "memory_bytes": machine_memory(), "system": platform.platform()}
 
 
 def usable_cores() -> int:

@@ -5,7 +5,6 @@ import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -525,8 +524,7 @@ def reads_at(began, ended, **more):
     ],
 )
 def test_a_client_without_time_left_is_called_busy(how, cores, reads_per_s, busy):
-    figures = SimpleNamespace(cores=cores, reads_per_s=reads_per_s)
-    assert client_is_busy(figures, how, cores=2) is busy
+    assert client_is_busy(cores, reads_per_s, how, cores=2) is busy
 
 
 def test_reads_of_several_processes_are_told_together():

@@ -283,11 +283,11 @@ def test_wrong_usage_exits_with_2(wrong):
     "command",
     [
         ["bench", "storage", "x.tar", "--json"],
-        ["bench", "storage", "x.tar", "--picture"],
+        ["bench", "storage", "x.tar", "--plot"],
         ["bench", "loader", "x.tar", "--compute-ms", "1", "--json"],
         ["bench", "compare", "x.tar", "--json"],
         ["inspect", "x.tar", "--json"],
-        ["inspect", "x.tar", "--picture"],
+        ["inspect", "x.tar", "--plot"],
         ["demo", "--json"],
         ["doctor", "--json"],
         ["doctor", "--html"],

@@ -112,7 +112,7 @@ def test_labels_may_be_numbers_or_text(parquet, column):
         (("--label", "nothing"), "there is no column 'nothing'; there are x, label, name"),
         (("--ranks", "4", "--nodes", "3"), "num_nodes must be >= 1 and divide world_size=4, got 3"),
         (("--shuffle", "full", "--window-blocks", "3"), "a full shuffle has no windows"),
-        (("--picture", "plan.gif"), "a picture must end in .png or .html, got 'plan.gif'"),
+        (("--plot", "plan.gif"), "a picture must end in .png or .svg or .html, got 'plan.gif'"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(parquet, arguments, says):
@@ -181,15 +181,16 @@ def test_json_goes_to_a_file_beside_the_table(parquet, tmp_path):
     assert code == 0
     assert "full shuffle" in text
     found = json.loads((tmp_path / "out.json").read_text())
-    assert set(found) == {"dataset", "asked", "topology", "shuffle", "measured_batches", "plan", "full"}
+    figures = {"dataset", "asked", "topology", "shuffle", "measured_batches", "plan", "full"}
+    assert set(found) == {"verdict", "advice", *figures}
     assert found["plan"]["hot_spots"]["shard"]["name"].endswith(".parquet")
 
 
 def test_pictures_are_a_png_or_one_page_without_links(parquet, tmp_path):
     pytest.importorskip("matplotlib")
-    assert run(parquet, "--picture", tmp_path / "plan.png")[0] == 0
+    assert run(parquet, "--plot", tmp_path / "plan.png")[0] == 0
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert run(parquet, "--picture", tmp_path / "plan.html")[0] == 0
+    assert run(parquet, "--plot", tmp_path / "plan.html")[0] == 0
     page = (tmp_path / "plan.html").read_text()
     assert "<svg" in page
     assert "distinct shards a batch" in page
@@ -198,7 +199,7 @@ def test_pictures_are_a_png_or_one_page_without_links(parquet, tmp_path):
 
 def test_without_matplotlib_the_error_names_the_extra(parquet, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    code, text = run(parquet, "--picture", "plan.png")
+    code, text = run(parquet, "--plot", "plan.png")
     assert code == 1
     assert "pip install 'dataflow-loader[plot]'" in text
 

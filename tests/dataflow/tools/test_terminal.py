@@ -11,7 +11,15 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from dataflow.tools.terminal.options import COUNT, SIZE, DatasetArguments, option, options_of, part
+from dataflow.tools.terminal.options import (
+    COUNT,
+    SIZE,
+    DatasetArguments,
+    ReportFiles,
+    option,
+    options_of,
+    part,
+)
 from dataflow.tools.terminal.report import Drawing, Page, Sentence, Table, html_of, publish, save, show
 
 
@@ -92,9 +100,9 @@ def test_a_page_is_escaped_and_has_all_parts() -> None:
 def test_figures_are_printed_in_place_of_text_or_written_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    publish(PAGE, "-")
+    publish(PAGE, ReportFiles(json_path="-"))
     assert json.loads(capsys.readouterr().out) == {"rate": 1.5}
-    publish(PAGE, str(tmp_path / "figures.json"), str(tmp_path / "page.html"))
+    publish(PAGE, ReportFiles(json_path=str(tmp_path / "figures.json"), picture=str(tmp_path / "page.html")))
     assert "a [b]" in capsys.readouterr().out
     assert json.loads((tmp_path / "figures.json").read_text()) == {"rate": 1.5}
     assert (tmp_path / "page.html").read_text() == html_of(PAGE)

@@ -1,0 +1,193 @@
+"""The verdicts on loaders: what holds a training up, whether loading is enough, which loader is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dataflow.tables import bytes_text
+from dataflow.timing.diagnosis import WORTH
+from dataflow.tools.terminal.report import Verdict
+from dataflow.tools.verdicts.storage import FEW, SHORT_S, Answer
+
+SAME = 0.05
+"""Ratios within this share of 1 are called equal."""
+_FROM_DISK = 0.05
+_MOST_OF_MEMORY = 0.5
+_LONGER = "Measure longer: --seconds 20, over more data if an epoch has few batches."
+_CURES = {
+    "compute": "Leave the loader as it is; a faster step is in the computation, which torch.profiler shows.",
+    "storage": "Take a faster store, or a cache on local disks (cache=); dataflow bench storage measures it.",
+    "decode": "Give loading more cores, or cheaper samples: smaller images, transforms that are done once.",
+    "memory": "Raise DataLoader(memory_limit=), so that more is read ahead.",
+    "epochs": 'Measure with more data; a training on so little takes Mixture({dataset: 1}, stop="never").',
+}
+"""Advice for each part that may hold a training up."""
+_COMPETE = "Give loading more cores: its parts are fast enough alone, and share them."
+
+
+def loader_verdict(figures: Mapping[str, Any]) -> Verdict:
+    """The verdict on the figures of `dataflow bench loader`."""
+    if figures["need"] is not None:
+        return _answer(figures)
+    if short := _short(figures, "training"):
+        return Verdict(text=f"Too short to tell what holds this training up: {short}.", advice=_LONGER)
+    headspace, bottleneck = figures["headspace"], figures["bottleneck"]
+    gain, bound = headspace["gain"], bottleneck["bound"]
+    because = f"{bound}-bound: {bottleneck['reason']}{_from_memory(figures)}"
+    if _is_noise(headspace):
+        text = f"Rounds of steps differ by more than a perfect loader would gain ({gain:.2f}x); {because}."
+        return Verdict(text=text, advice=f"{_LONGER[:-1]}, and on an idle machine.")
+    if gain < WORTH:
+        text = f"Nothing is to be gained by a faster loader: {gain:.2f}x with a perfect one; {because}."
+    else:
+        text = f"The training would be {gain:.2f}x faster with a perfect loader; {because}."
+    return Verdict(text=text, advice=_CURES[bound])
+
+
+def _answer(figures: Mapping[str, Any]) -> Verdict:
+    need, rates = figures["need"], figures["rates_samples_per_s"]
+    wanted, rate = need["samples_per_s"], rates["loader"]
+    answer, why, advice = _judged(figures, wanted)
+    asked = f"the {wanted:,.0f} that are needed"
+    if need["unit"] == "bytes":
+        asked += f" ({bytes_text(need['bytes_per_s'])}/s, at {bytes_text(need['sample_bytes'])} a sample)"
+    fact = f"loading alone reaches {rate:,.0f} samples/s, {rate / wanted:.2f} times {asked}"
+    text = {
+        "yes": f"Yes, loading is fast enough: {fact}{why}.",
+        "no": f"No, loading is not fast enough: {fact}{why}.",
+        "unknown": f"It cannot be said whether loading is fast enough: {fact}{why}.",
+    }[answer]
+    if rates["compute"] < wanted / WORTH:
+        asked_ms = figures["asked"]["ranks"] * figures["asked"]["batch_size"] / wanted * 1e3
+        advice += (
+            f" Steps of {figures['asked']['compute_ms']:g} ms allow only {rates['compute']:,.0f} samples/s: "
+            f"at the needed rate a step has {asked_ms:.3g} ms."
+        )
+    return Verdict(text=text, advice=advice, answer=answer, margin=rate / wanted)
+
+
+def _judged(figures: Mapping[str, Any], wanted: float) -> tuple[Answer, str, str]:
+    """The answer, why, and what to do."""
+    rates = figures["rates_samples_per_s"]
+    if short := _short(figures, "loader"):
+        return "unknown", f", but {short}", _LONGER
+    low, high = _range(figures)
+    if low < wanted <= high:
+        return "unknown", f", but quarters of the time gave from {low:,.0f} to {high:,.0f}", _LONGER
+    if rates["loader"] >= wanted:
+        memory, size = figures["machine"]["memory_bytes"], bytes_text(figures["stored_bytes"])
+        if not (cached := _from_memory(figures)):
+            return "yes", "", "Train: dataflow doctor shows whether steps wait for data."
+        if figures["stored_bytes"] <= _MOST_OF_MEMORY * memory:
+            return (
+                "yes",
+                cached,
+                f"Keep {size} of memory free for it; dataflow bench storage says what the disk gives.",
+            )
+        return (
+            "unknown",
+            cached,
+            "Measure after dropping the page cache: more data than memory is read from disk.",
+        )
+    slow = [
+        (name, bound)
+        for name, bound in (("reading the blocks", "storage"), ("decoding from memory", "decode"))
+        if rates[bound] < wanted
+    ]
+    if slow:
+        parts = " and ".join(f"{name} alone reaches {rates[bound]:,.0f}" for name, bound in slow)
+        return "no", f"; {parts}", " ".join(_CURES[bound] for _, bound in slow)
+    if (rates["more_memory"] or 0) >= wanted:
+        more = f"; with four times the memory limit it reaches {rates['more_memory']:,.0f}"
+        return "no", more, _CURES["memory"]
+    alone = f"; reading alone reaches {rates['storage']:,.0f}, decoding from memory {rates['decode']:,.0f}"
+    if figures["bottleneck"]["bound"] == "epochs":
+        return "unknown", f", but borders of short epochs were measured{alone}", _CURES["epochs"]
+    return "no", alone, _COMPETE
+
+
+def _short(figures: Mapping[str, Any], phase: str) -> str:
+    count = min(one["steps"]["count"] for one in figures["phases"][phase])
+    if figures["asked"]["seconds"] >= SHORT_S and count >= FEW:
+        return ""
+    return f"{figures['asked']['seconds']:g} s and {count:,} batches a rank were measured"
+
+
+def _range(figures: Mapping[str, Any]) -> tuple[float, float]:
+    """Samples a second of all ranks in the slowest and the fastest quarter of loading."""
+    quarters = [one["steps"]["steps_per_s_by_quarter"] for one in figures["phases"]["loader"]]
+    together = [sum(rates) * figures["asked"]["batch_size"] for rates in zip(*quarters, strict=True)]
+    mean = figures["rates_samples_per_s"]["loader"]
+    return min([*together, mean]), max([*together, mean])
+
+
+def _from_memory(figures: Mapping[str, Any]) -> str:
+    """Return that the data came from this machine's memory, if it did and not from its disk; "" else."""
+    ranks = figures["phases"]["loader"]
+    came = [one["device_bytes"] for one in ranks]
+    read_bytes = sum(one["read_bytes"] for one in ranks)
+    if not figures["is_local"] or None in came or not read_bytes or sum(came) > _FROM_DISK * read_bytes:
+        return ""
+    return "; the data came from this machine's memory, not from its disk"
+
+
+def _is_noise(headspace: Mapping[str, Any]) -> bool:
+    gain = headspace["gain"]
+    return bool(
+        (gain >= WORTH and headspace["replayed"]["slowest"] < headspace["live"]["usual"]) or gain < 1 / WORTH
+    )
+
+
+# ---- compare --------------------------------------------------------------------------------------------
+
+
+def comparison_verdict(figures: Mapping[str, Any]) -> Verdict:
+    """The verdict on the figures of `dataflow bench compare`."""
+    ours, theirs = (
+        max((one for one in figures["contestants"] if one["whose"] == whose), key=_median)
+        for whose in ("dataflow", "torch")
+    )
+    text = comparison_text(ours["name"], _median(ours), theirs["name"], _median(theirs))
+    asked, ratio = figures["asked"], _median(ours) / _median(theirs)
+    if asked["seconds"] < SHORT_S:
+        text = f"Too short to tell ({asked['seconds']:g} s a run): {text}"
+        return Verdict(text=f"{text}.", advice="Measure longer: --seconds 3 or more.")
+    if asked["repeats"] < 2:
+        return Verdict(
+            text=f"By one run each, {text}.", advice="Repeat: --repeats 3 tells how far runs differ."
+        )
+    a, b = _rates(ours), _rates(theirs)
+    if abs(ratio - 1) > SAME and min(a) <= max(b) and min(b) <= max(a):
+        text = f"Too close to tell, as the ranges of the single runs overlap: {text}"
+        return Verdict(
+            text=f"{text}.", advice="Measure on an idle machine, with more --repeats or --seconds."
+        )
+    if ratio < 1 - SAME:
+        advice = f"Keep torch's loader for this data, with num_workers={theirs['workers']}."
+    elif ratio <= 1 + SAME:
+        advice = "Choose by what else you need, such as exact resume: speed does not decide here."
+    elif ours["workers"] is None:
+        advice = "Train with dataflow.DataLoader(dataset, ...), and leave num_workers out."
+    else:
+        advice = f"Train with dataflow.DataLoader(..., num_workers={ours['workers']})."
+    return Verdict(text=f"{text}.", advice=advice)
+
+
+def comparison_text(ours: str, rate: float, theirs: str, other: float) -> str:
+    """Return who of two is faster, by their samples a second, torch's too."""
+    ratio = rate / other
+    pair = f"{ours}: {rate:,.0f} samples/s; {theirs}: {other:,.0f}"
+    if ratio < 1 - SAME:
+        return f"torch is faster here, {1 / ratio:.2f} x ({pair})"
+    if ratio <= 1 + SAME:
+        return f"no difference beyond {SAME:.0%} ({pair})"
+    return f"dataflow is faster here, {ratio:.2f} x ({pair})"
+
+
+def _median(contestant: Mapping[str, Any]) -> float:
+    return float(contestant["median_samples_per_s"])
+
+
+def _rates(contestant: Mapping[str, Any]) -> Sequence[float]:
+    return [run["samples_per_s"] for run in contestant["runs"]]
