@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
@@ -76,6 +76,11 @@ class ParquetFormat(TabularFormat):
             raise CorruptShardError(shard.url, reason, size - len(raw)) from error
         metadata = footer.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        for i, group in enumerate(groups):
+            if reason := _contradiction(metadata.schema, group, range(group.num_columns)):
+                raise CorruptShardError(
+                    shard.url, f"unreadable Parquet footer: row group {i}: {reason}", size - len(raw)
+                )
         ranges = [_chunk_ranges(group) for group in groups]
         starts = [min((a for a, _ in r), default=0) for r in ranges]
         ends = [max((a + n for a, n in r), default=0) for r in ranges]
@@ -106,7 +111,12 @@ class ParquetFormat(TabularFormat):
         footer, group = _indexed(block)
         if column not in footer.counted:
             return None
-        return _num_nulls(footer.metadata.row_group(group).column(footer.counted[column]))
+        row_group, number = footer.metadata.row_group(group), footer.counted[column]
+        if reason := _contradiction(footer.metadata.schema, row_group, [number]):
+            raise block.corrupt(
+                f"the catalog's footer of row group {group}: {reason}; index the shards again"
+            )
+        return _num_nulls(row_group.column(number))
 
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """The wanted columns of a row group, see `TabularFormat.table`. Encrypted pages are an error, too."""
@@ -263,6 +273,18 @@ def _indexed(block: Block) -> tuple[_ParsedFooter, int]:
         reason = f"the catalog says {block.num_samples} rows in row group {group}, and the footer does not"
         raise block.corrupt(f"{reason}; index the shards again")
     return footer, group
+
+
+def _contradiction(schema: Any, group: Any, columns: Iterable[int]) -> str:
+    """Say where a column chunk has another type than its column; "": nowhere.
+
+    pyarrow ends the process where somebody asks such a chunk for its statistics.
+    """
+    for i in columns:
+        chunk, column = group.column(i), schema.column(i)
+        if chunk.physical_type != column.physical_type:
+            return f"column {column.path!r} is {column.physical_type}, and here {chunk.physical_type}"
+    return ""
 
 
 def _chunk_ranges(group: Any) -> list[tuple[int, int]]:

@@ -260,6 +260,15 @@ def test_garbage_in_the_footer_is_named_with_its_offset():
     assert error.offset == len(content) - 8 - size
 
 
+def test_a_chunk_of_another_type_than_its_column_is_named():
+    # pyarrow would end the process when its statistics are looked at.
+    content = parquet(pa.table({"label": pa.array([1, 2, 3], pa.int64())}))
+    int64, int32 = b"\x1c\x15\x04\x19", b"\x1c\x15\x02\x19"  # where metadata of a chunk begins: its type
+    assert content.count(int64) == 1
+    error = scan_error(content.replace(int64, int32))
+    assert "row group 0: column 'label' is INT64, and here INT32" in error.reason
+
+
 def test_missing_data_is_noticed_by_the_footer():
     content = parquet(mixed_table(500), compression="none")
     size = int.from_bytes(content[-8:-4], "little") + 8
