@@ -30,6 +30,7 @@ from sharding.plan.batch_plan import Tail
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
+    from dataflow.progress.epoch import EpochPosition
     from dataflow.stats import LoaderStats, WorkerStats
     from dataflow.stream.loader import StreamLoader
     from prefetch.control.pause import ReadPause
@@ -57,6 +58,9 @@ class LoaderEngine(Protocol):
     @property
     def read_pause(self) -> ReadPause | None:
         """Asks remote reads to wait; None where there are none."""
+
+    def begins(self) -> EpochPosition:
+        """Return where the loop begins that is asked for its first batch now."""
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next loop run this epoch."""
@@ -158,6 +162,8 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             lengths of samples (docs/guide/batching.md).
         mark_repeats: add a column "__repeat__" to batches of shards, bool: the samples (rows with `Packed`)
             that `tail` delivers a second time.
+        progress: True or a title: show a bar of each loop, on stderr and rank 0 only: samples a second, the
+            share of the time spent waiting, the time left. By tqdm where it is installed, else by rich.
 
     Raises:
         ValueError: arguments that contradict each other, or that the dataset does not go with.
@@ -206,8 +212,12 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         ship_blocks: bool = False,
         batching: Batching | None = None,
         mark_repeats: bool = False,
+        progress: bool | str = False,
     ) -> None:
         given = locals()
+        if not isinstance(progress, (bool, str)):
+            raise ValueError(f"progress must be True, False or a title, got {progress!r}")
+        self.progress = progress
         self._stream: StreamLoader | None = None
         if isinstance(dataset, Sharded):
             self._init_over_shards(given)
@@ -288,10 +298,16 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     def __iter__(self) -> Iterator[Any]: ...
     def __iter__(self) -> Any:
         if VARIABLE not in os.environ:
-            return iter(self._engine)
-        from dataflow.timing.loops import watched
+            batches = iter(self._engine)
+        else:
+            from dataflow.timing.loops import watched
 
-        return watched(self._engine, self)
+            batches = watched(self._engine, self)
+        if not self.progress:
+            return batches
+        from dataflow.progress.epoch import with_bar
+
+        return with_bar(batches, self, self._engine.begins)
 
     def _get_iterator(self) -> Any:
         return DropInEngine(self).new_iterator()  # torch's `__iter__` asks for one, which shards do not use

@@ -56,6 +56,17 @@ def detect_topology(
     return with_facts(here, _gathered(facts_of(here)._replace(rack=slurm_switch(env)[0])), racks)
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """Return the number of this process in its job, and of all: (0, 1) where nothing tells."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    try:
+        rank_info = detect_rank_info(given_variables(None))
+    except ValueError:
+        return 0, 1
+    return rank_info.rank, rank_info.world_size
+
+
 def data_ranks_of_mesh(mesh: DeviceMesh, *data_dims: str) -> list[int]:
     """The data rank of every rank, for `replicate=`: ranks that differ only in other dimensions share data.
 

@@ -19,10 +19,12 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 from msgspec import structs
 
+from dataflow.progress.bar import ProgressBar
 from prefetch.cache.claims import Claims
 from prefetch.store.retrier import Retrier
 from sharding.catalog.storage import exists, open_url, store_errors
@@ -38,6 +40,8 @@ from sharding.write.file import private_folder
 
 _PATIENCE_S = 60.0
 """For a listing that another process fetches."""
+_QUICK_S = 1.0
+"""Seconds that a listing may take without saying so."""
 _AGREED_S = 3600.0
 """Seconds after the first process of a job in which one that starts takes the same commit."""
 
@@ -134,9 +138,14 @@ def _listing(name: HubName, access: HubAccess, retrier: Retrier) -> Snapshot:
         commit = str(name.revision) if name.is_pinned else _agreed(note)
         kept = Snapshot.kept(access.endpoint, name.repo, commit) if commit else None
         if kept is None:
-            ends_s = time.monotonic() + LISTING_S
-            is_late = lambda: time.monotonic() > ends_s  # noqa: E731
-            kept = _shared(key, lambda: retrier(lambda: fetch_snapshot(access, repo, is_late), repo.url))
+            with ProgressBar(f"listing {repo.url}", unit="part", after_s=_QUICK_S) as bar:
+                ends_s, parts = time.monotonic() + LISTING_S, count(1)
+
+                def is_late() -> bool:
+                    bar.show(next(parts))  # asked after each part of an answer
+                    return time.monotonic() > ends_s
+
+                kept = _shared(key, lambda: retrier(lambda: fetch_snapshot(access, repo, is_late), repo.url))
             kept.keep()
             _agree(note, kept.commit)
     return kept

@@ -11,16 +11,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
 from msgspec import Struct
 
+from dataflow.progress.bar import ProgressBar
 from dataflow.sources.named import resolve_source
 from prefetch.store.retrier import Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.build import (
+    Map,
     build_catalog,
     changes,
     changes_text,
@@ -40,6 +42,8 @@ from sharding.urls import is_local
 from sharding.write.file import warn_not_kept
 
 _INDEX_THREADS = 16
+_QUICK_S = 1.0
+"""Seconds in which shards are mostly asked for; what takes longer shows that it goes on."""
 _REMOTE_INDEX_THREADS = 48
 """Number of threads, as many as read at a time in training: they wait most of the time."""
 
@@ -154,9 +158,13 @@ class Opening(Struct, frozen=True, kw_only=True):
         if local:
             changed = changes(catalog)
         else:
-            with retrier.pool(_INDEX_THREADS, "dataflow-index") as pool, _explain_signatures(catalog):
+            with (
+                retrier.pool(_INDEX_THREADS, "dataflow-index") as pool,
+                _explain_signatures(catalog),
+                checking(len(shards), pool.map, visible=self.progress) as shown_map,
+            ):
                 changed = changes(
-                    catalog, self.storage_options, pool.map, fresh=False, retry=retrier, shards=shards
+                    catalog, self.storage_options, shown_map, fresh=False, retry=retrier, shards=shards
                 )
         if not changed:
             return catalog
@@ -165,6 +173,14 @@ class Opening(Struct, frozen=True, kw_only=True):
             raise ShardChangedError(changed[0].url, f"{text}; index the dataset again: dataflow index")
         warnings.warn(f"{text}; indexing again", stacklevel=5)
         return rebuild()
+
+
+@contextmanager
+def checking(num_shards: int, pool_map: Map, *, visible: bool | None = None) -> Iterator[Map]:
+    """Have a bar of asking for so many shards, where that takes long; yields the `map` that shows it."""
+    title, after_s = "looking for changes", _QUICK_S
+    with ProgressBar(title, total=num_shards, unit="shard", visible=visible, after_s=after_s) as bar:
+        yield lambda function, items: bar.each(pool_map(function, items))
 
 
 @contextmanager
@@ -226,36 +242,24 @@ def index(
     progress: bool | None = None,
 ) -> Catalog:
     """Build a catalog in parallel, with a progress bar (None: on a terminal)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from prefetch.store.filesystems import shard_file
     from prefetch.store.reader import StoreReader
 
-    console = Console(stderr=True)
-    hidden = not (console.is_terminal if progress is None else progress)
-    look = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    bar = Progress(*look, TimeRemainingColumn(), console=console, disable=hidden, transient=True)
     with (
-        nullcontext() if hidden else bar,  # at its end, it prints an empty line even if it is disabled
+        ProgressBar("indexing", total=len(urls), unit="shard", visible=progress) as bar,
         retrier.pool(
             _INDEX_THREADS if all(map(is_local, urls)) else _REMOTE_INDEX_THREADS, "dataflow-index"
         ) as pool,
         closing(StoreReader(storage_options, policy=retrier.policy, hosts=retrier.hosts)) as reader,
     ):
         retrier.watch(reader.waiting)
-        task = bar.add_task("", total=len(urls))
-
-        def show(done: int, total: int, samples: int) -> None:
-            bar.update(task, completed=done, total=total, description=f"{samples:,} samples")
-
         return build_catalog(
             urls,
             codec,
             storage_options=storage_options,
             block_bytes=block_bytes,
             map=pool.map,
-            progress=show,
+            progress=lambda done, total, samples: bar.show(done, total, f"{samples:,} samples"),
             retry=retrier,
             open_shard=partial(shard_file, reader.read_into),
         )

@@ -32,6 +32,8 @@ from dataflow.planning.length_aware import SampleLengths, check_batching, is_by_
 from dataflow.planning.plan import StreamPlan, check_known, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
 from dataflow.planning.settings import StreamSettings
+from dataflow.progress.bar import ProgressBar
+from dataflow.progress.epoch import EpochPosition
 from dataflow.stats import LoaderStats
 from dataflow.stream.decisions import (
     datasets_read,
@@ -154,8 +156,10 @@ class StreamLoader:
         loader = StreamLoader(source, settings)
         try:
             if not loader._lengths.are_known:
-                for _ in loader:
-                    pass
+                num_samples = len(source) // loader.topology.data_world_size
+                with ProgressBar("measuring lengths", total=num_samples, unit="sample") as bar:
+                    for _ in loader:
+                        bar.show(loader._counters.samples)
         finally:
             loader.close()
         return loader._lengths
@@ -337,6 +341,14 @@ class StreamLoader:
             self.sessions.release(loop, join=not isinstance(error, StallError))  # what hangs cannot be joined
         elif loop.finalizer is not None:  # Ctrl-C: nobody wants to wait
             loop.finalizer.fire()
+
+    def begins(self) -> EpochPosition:
+        """Return where the loop begins that is asked for its first batch now."""
+        epoch, start = self._loops.next_start()
+        left, whole = (self.epoch_plan(epoch, position).num_batches for position in (start, 0))
+        if whole >= UNKNOWN or (isinstance(self.dataset, Mixture) and self.dataset.spec.stop == "never"):
+            return EpochPosition(epoch, 0, None)
+        return EpochPosition(epoch, whole - left, whole)
 
     @property
     def batches_left(self) -> int | None:

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dataflow.timing import HEADSPACE, ROUND, VARIABLE
 from dataflow.timing.headspace import WARM_UP, BatchStock, HeadspaceRecord, ReplayedEpoch, wait_for_device
 from dataflow.timing.records import IN_SCHEDULES, MOST_STEPS, RankRecord, Recorder, StepTimes
-from sharding.topology.topology import Topology
+from dataflow.topology_exchange import rank_and_world_size
 
 _SERIAL = itertools.count()
 """Number of loaders that this process looped over: one file each."""
@@ -63,7 +62,7 @@ class Loop:
         self, folder: str, now: Callable[[], float] = time.perf_counter, *, most_steps: int = MOST_STEPS
     ) -> None:
         self._now = now
-        rank, world_size = _rank_and_world_size()
+        rank, world_size = rank_and_world_size()
         self._recorder = Recorder(
             f"{self._name}-{next(_SERIAL):03d}",
             self._record_type,
@@ -271,14 +270,3 @@ def watched(engine: Any, loader: Any) -> Any:
         _LOOPS[loader] = HeadspaceLoop(folder, int(steps)) if steps else Loop(folder)
     loop = _LOOPS[loader]
     return WatchedIterator(loop.begin(loader, engine), loader, loop)
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    """Number of this rank, and of all."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    try:
-        topology = Topology.detect()
-    except ValueError:
-        return 0, 1
-    return topology.rank, topology.world_size

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from dataflow.workers.fetching import MainIterator, WorkerLoader
 
 if TYPE_CHECKING:
+    from dataflow.progress.epoch import EpochPosition
     from dataflow.stats import WorkerStats
     from dataflow.workers.iterator import WorkerIterator
 
@@ -99,6 +101,18 @@ class DropInEngine:
     def resumed(self) -> bool:
         """Return whether the next loop goes on where a loaded state says."""
         return self._state.progress.loaded is not None
+
+    def begins(self) -> EpochPosition:
+        """Return where the loop begins that was asked for last."""
+        from dataflow.progress.epoch import EpochPosition
+
+        loader: Any = self._loader
+        kept, num_batches = loader._IterableDataset_len_called, None
+        with suppress(Exception):  # of whoever wrote the dataset: it has no length
+            num_batches = len(self)
+        loader._IterableDataset_len_called = kept  # else torch warns where it is exceeded
+        progress = self._state.progress
+        return EpochPosition(progress.epoch, progress.batches, num_batches)
 
     def set_epoch(self, epoch: int) -> None:
         """The next loop runs this epoch; sampler, batch sampler and dataset are told where they want to know.

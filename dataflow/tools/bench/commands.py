@@ -43,11 +43,12 @@ def storage(settings: Sweep, files: ReportFiles) -> None:
       dataflow bench storage data/ --need 2GB/s --strict
       dataflow bench storage data/ --read buffered --evict --json figures.json --plot figures.png
     """  # noqa: D301 - click wants the control character
+    from dataflow.progress.bar import ProgressBar
     from dataflow.tools.bench.storage import bench_storage, case_text, page_of
-    from dataflow.tools.terminal.report import Bar, fail_unless_yes, publish
+    from dataflow.tools.terminal.report import fail_unless_yes, publish
 
-    with Bar("measuring") as bar:
-        figures = bench_storage(settings, lambda done, total, case: bar.show(done, total, case_text(case)))
+    with ProgressBar("measuring") as bar:
+        figures = bench_storage(settings, lambda done, total, case: bar.draw(done, total, case_text(case)))
     page = page_of(figures)
     publish(page, files)
     if settings.strict:
@@ -74,11 +75,12 @@ def loader(settings: Emulation, files: ReportFiles) -> None:
       dataflow bench loader 'https://host/x-{00..15}.tar' --compute-ms 50 --memory-limit 256MiB
       dataflow bench loader my_project.data:train_set --compute-ms 50 --need 2000/s --json figures.json
     """  # noqa: D301 - click wants the control character
+    from dataflow.progress.bar import ProgressBar
     from dataflow.tools.bench.loader import emulate, page_of
-    from dataflow.tools.terminal.report import Bar, fail_unless_yes, publish
+    from dataflow.tools.terminal.report import fail_unless_yes, publish
 
-    with Bar("measuring") as bar:
-        figures = emulate(settings, bar.show)
+    with ProgressBar("measuring") as bar:
+        figures = emulate(settings, bar.draw)
     page = page_of(figures)
     publish(page, files)
     if settings.strict:
@@ -101,9 +103,10 @@ def compare(settings: Comparison, files: ReportFiles) -> None:
       dataflow bench compare images.catalog --image-size 224
       dataflow bench compare my_project.data:train_set --workers 2 --workers 8 --batch-size 128
     """  # noqa: D301 - click wants the control character
+    from dataflow.progress.bar import ProgressBar
     from dataflow.tools.bench.compare import compare as compare_loaders, page_of
-    from dataflow.tools.terminal.report import Bar, publish
+    from dataflow.tools.terminal.report import publish
 
-    with Bar("comparing") as bar:
-        figures = compare_loaders(settings, bar.show)
+    with ProgressBar("comparing") as bar:
+        figures = compare_loaders(settings, bar.draw)
     publish(page_of(figures), files)

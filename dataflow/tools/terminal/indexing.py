@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.sources.opening import index, is_there, load_catalog, save_catalog, shards_of
+from dataflow.progress.bar import ProgressBar
+from dataflow.sources.opening import checking, index, is_there, load_catalog, save_catalog, shards_of
 from dataflow.tools.terminal.report import Part, Sentence, Table, bytes_text, show
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Retrier
@@ -165,10 +167,12 @@ def _stale(catalog: Catalog, target: CatalogTarget, retrier: Retrier) -> Iterato
     yield from (f"{file_name(url)}: no longer among the shards" for url in lost)
     if old_urls == new_urls and catalog.urls != urls:
         yield "the shards come in another order"
-    with retrier.pool(_CHECK_THREADS, "dataflow-index") as pool:
-        for change in changes(catalog, target.storage_options, pool.map, retry=retrier):
-            if change.url in new_urls:
-                yield f"{file_name(change.url)}: {change.what}"
+    with (
+        retrier.pool(_CHECK_THREADS, "dataflow-index") as pool,
+        checking(catalog.num_shards, pool.map) as shown_map,
+    ):
+        changed = changes(catalog, target.storage_options, shown_map, retry=retrier)
+    yield from (f"{file_name(one.url)}: {one.what}" for one in changed if one.url in new_urls)
 
 
 def checksums_of(catalog: Catalog, storage_options: Mapping[str, Any] | None = None) -> NDArray[np.uint32]:
@@ -181,11 +185,13 @@ def checksums_of(catalog: Catalog, storage_options: Mapping[str, Any] | None = N
     def checksum(number: int) -> int:
         return zlib.crc32(read_block(catalog.block(number), reader.read_into))
 
-    with ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="dataflow-index") as pool:
-        try:
-            return np.fromiter(pool.map(checksum, range(catalog.num_blocks)), np.uint32, catalog.num_blocks)
-        finally:
-            reader.close()
+    num_blocks = catalog.num_blocks
+    with (
+        ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="dataflow-index") as pool,
+        ProgressBar("reading for checksums", total=num_blocks, unit="block") as bar,
+        closing(reader),
+    ):
+        return np.fromiter(bar.each(pool.map(checksum, range(num_blocks))), np.uint32, num_blocks)
 
 
 def _parts(catalog: Catalog, path: str) -> Iterator[Part]:

@@ -16,13 +16,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from html import escape
 from pathlib import Path
 from textwrap import fill
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import click
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -264,29 +262,3 @@ def usable_cores() -> int:
 def optional(value: float | None, form: str) -> str:
     """A number by its format, "-" where it is not known."""
     return "-" if value is None else format(value, form)
-
-
-class Bar:
-    """A progress bar: what runs now, and steps done of so many; on stderr, gone at the end of the block."""
-
-    def __init__(self, title: str) -> None:
-        console = Console(stderr=True)
-        look = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        # No refresh thread: it would run beside what is measured.
-        self._progress = Progress(
-            *look, console=console, disable=not console.is_terminal, transient=True, auto_refresh=False
-        )
-        self._task = self._progress.add_task("")
-
-    def show(self, done: int, total: int, now: str) -> None:
-        """Show that so many are done, and what begins."""
-        self._progress.update(self._task, completed=done, total=total, description=now, refresh=True)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
