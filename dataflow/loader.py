@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler
 from typing_extensions import TypeVar
 
 from dataflow.limits import memory_limit_bytes
+from dataflow.live.unwatched import OFF, UNWATCHED, Unwatched, checked_label
 from dataflow.shard_order import Sharded, ShardOrder, order_given
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.tables import Row, Shown, builders_text
@@ -31,6 +32,7 @@ from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
     from dataflow.progress.epoch import EpochPosition
+    from dataflow.live.record import Role
     from dataflow.stats import LoaderStats, WorkerStats
     from dataflow.stream.loader import StreamLoader
     from prefetch.control.pause import ReadPause
@@ -164,6 +166,10 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             that `tail` delivers a second time.
         progress: True or a title: show a bar of each loop, on stderr and rank 0 only: samples a second, the
             share of the time spent waiting, the time left. By tqdm where it is installed, else by rich.
+        name: what metrics, `dataflow top` and progress call this loader. None: the dataset's folder, its name
+            on the Hub, or its class.
+        role: "train" or "validation", for the same. None: "validation" where gradients are off when its first
+            loop begins, or the dataset is called so, as in "imagenet/val"; else "train".
 
     Raises:
         ValueError: arguments that contradict each other, or that the dataset does not go with.
@@ -213,11 +219,15 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         batching: Batching | None = None,
         mark_repeats: bool = False,
         progress: bool | str = False,
+        name: str | None = None,
+        role: Role | None = None,
     ) -> None:
         given = locals()
         if not isinstance(progress, (bool, str)):
             raise ValueError(f"progress must be True, False or a title, got {progress!r}")
         self.progress = progress
+        self._given_label = checked_label(name, role)
+        self._live: Unwatched | None = None
         self._stream: StreamLoader | None = None
         if isinstance(dataset, Sharded):
             self._init_over_shards(given)
@@ -266,7 +276,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         if self.prefetch_across_epochs and not (given["persistent_workers"] and given["in_order"]):
             raise ValueError("prefetch_across_epochs=True needs persistent_workers=True and in_order=True")
         self.memory_limit = memory_limit_bytes(given["memory_limit"], 1)
-        self._drop_in = DropInState()
+        self._drop_in = DropInState(num_workers, self.workers)
         super().__init__(num_workers=num_workers, **{name: given[name] for name in _FOR_TORCH})
         DropInEngine(self).warm_up()
 
@@ -297,6 +307,8 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     @overload
     def __iter__(self) -> Iterator[Any]: ...
     def __iter__(self) -> Any:
+        if self._live is None:
+            self._watch()
         if VARIABLE not in os.environ:
             batches = iter(self._engine)
         else:
@@ -343,6 +355,36 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
     # ---- statistics ---------------------------------------------------------------------------------
 
+    @property
+    def name(self) -> str:
+        """The name of this loader in metrics and `dataflow top`."""
+        if self._live is not None and self._live.name:
+            return self._live.name
+        from dataflow.live.names import name_of
+
+        return self._given_label[0] or name_of(self.dataset)
+
+    def _watch(self) -> None:
+        """Put the loader on the page of this process, unless pages are turned off."""
+        self._live = UNWATCHED
+        if os.environ.get(OFF) == "0" or torch.utils.data.get_worker_info() is not None:
+            return
+        from dataflow.live.facts import counts_of
+        from dataflow.live.names import name_of, role_of
+        from dataflow.live.page import page_of_process
+
+        given, role = self._given_label
+        name = given or name_of(self.dataset)
+        watched = self._drop_in if self._stream is None else self._stream
+        # Not this loader: `for batch in DataLoader(...)` keeps only what serves the loop.
+        self._live = watched.live = page_of_process().add_loader(
+            watched,
+            name,
+            role or role_of(name, trains=torch.is_grad_enabled()),
+            is_given=given is not None,
+            counted={} if self._stream is None else counts_of(self.stats().to_json()),
+        )
+
     @overload
     def stats(self: DataLoader[Sharded, B]) -> LoaderStats: ...
     @overload
@@ -361,10 +403,12 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     def close(self) -> None:
         """End workers and threads. Batches handed out stay valid, and another loop may follow. Idempotent."""
         self._engine.close()
+        if self._live is not None:
+            self._live.closes()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins with an epoch of its own, or where a loaded state says."""
-        state = {**self.__dict__, "_iterator": None}
+        state = {**self.__dict__, "_iterator": None, "_live": None}
         if self._stream is None:
             state["_drop_in"] = copy.copy(self._drop_in)
         return state

@@ -36,6 +36,8 @@ _NOW = {
     *("read_amplification", "ready_batches", "shared_bytes", "unfinished_shards", "window", "worker_pids"),
 }
 """Figures that are not counts: they hold at one time, or for a whole epoch."""
+_NOW_BY_NAME = {name.removeprefix("engine.") for name in _NOW} | {"in_flight_limit", "window_blocks"}
+"""Their names in `flat`."""
 _PARTS = {"engine", "in_flight", "window"}
 """Fields of `LoaderStats` whose figures have names of their own."""
 
@@ -83,7 +85,7 @@ class StatsSnapshot(ABC):
         The names are those of the attributes, parts joined by ".". Texts, lists and what is None are left
         out; `image_warnings` is the sum of all kinds.
         """
-        return dict(_numbers("", self.to_json()))
+        return numbers_of(self.to_json())
 
     def __str__(self) -> str:
         return text_table(self._title, self.rows())
@@ -94,6 +96,18 @@ class StatsSnapshot(ABC):
     @property
     def _title(self) -> str:
         return f"{type(self).__name__} of {number_text(self.flat()['elapsed_s'])} s"
+
+
+def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of what `to_json` returned, by the names of `flat`."""
+    return dict(_numbers("", figures))
+
+
+def is_count(name: str) -> bool:
+    """Return whether a figure only grows, by its name in `flat`; others hold at one time, or are rates."""
+    parts = name.split(".")
+    paths = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+    return not paths & _NOW_BY_NAME and not name.endswith(("_per_s", "_share"))
 
 
 def _between(name: str, now: object, before: object) -> Any:

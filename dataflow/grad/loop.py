@@ -17,6 +17,7 @@ from dataflow.grad.lookahead import LookAhead
 from dataflow.grad.negotiation import Control, Negotiation
 from dataflow.grad.step import Microbatch, Position, Replay, Step
 from dataflow.grad.wrapper import copied_buffers
+from dataflow.live.watched import LiveSchedule
 from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
 from dataflow.timing.steps import StepRecorder
 
@@ -32,6 +33,7 @@ class StepLoop:
         accumulate: microbatches a rank of a full step.
         phases: counts seconds.
         gate, control: where reads are held back, and where something may change.
+        live: its line on the page of this process; None: it has none.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class StepLoop:
         phases: PhaseLedger,
         gate: IoGate | None,
         control: Control | None,
+        live: LiveSchedule | None = None,
     ) -> None:
+        self._live = live
         self.boundary, self.phases, self._gate, self._control = boundary, phases, gate, control
         self.model, self.strategy, self.agreement = boundary.model, boundary.strategy, boundary.agreement
         model, agreement, settings = boundary.model, boundary.agreement, boundary.settings
@@ -186,7 +190,36 @@ class StepLoop:
         self.recorder.step_ended(info, plan.forwards[rank], exposed_s)
         if self._control:
             self._control.step_ended(info, exposed_s, held_reads, syncs=syncs)
+        if self._live is not None:
+            self._tell(self._live, info, plan.forwards[rank], exposed_s)
         return info
+
+    def _tell(self, live: LiveSchedule, info: StepInfo, microbatches: int, exposed_s: float | None) -> None:
+        """Have the step counted on the page of this process."""
+        seconds = info.seconds
+        live.window(
+            seconds=(
+                seconds.data_wait,
+                seconds.peer_wait,
+                seconds.compute + seconds.sync - (exposed_s or 0.0),
+                exposed_s or 0.0,
+                seconds.step,
+            ),
+            microbatches=microbatches,
+            replays=info.replays,
+            skipped=info.skipped,
+            step=info.step,
+            totals=info.totals,
+            decided=self._decided,
+        )
+
+    def _decided(self) -> dict[str, str]:
+        """Return what the controller has decided, and why."""
+        if self._control is None:
+            return {}
+        mode = self._control.controller.mode
+        settings = ", ".join(f"{name} {option}" for name, option in mode.settings.items())
+        return {"mode": settings, "mode_reason": mode.reason}
 
     def call(self, what: Callable[[], T]) -> T:
         """Do what communicates; an error names the rank that is gone, if one is."""

@@ -47,6 +47,7 @@ from dataflow.grad.wrapper import (
     trainable,
     wrapper_of,
 )
+from dataflow.live.page import live_schedule
 from dataflow.tables import Row, Shown
 from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
 from dataflow.timing.report import Report, report_of, write_trace
@@ -172,6 +173,13 @@ class GradSchedule(Shown):
         )
         way_of = self._way_of or (self._control.way if self._control else None)
         self._gate = None if pause is None or way_of is None else IoGate(pause, self.phases, way_of)
+        self._live = live_schedule(
+            loader=str(getattr(loader, "name", "")),
+            rank=self._agreement.ranks[self._agreement.rank],
+            world_size=self._agreement.world_size,
+            strategy=self.strategy.name,
+            model=wrapper.kind,
+        )
         self._loop = StepLoop(
             loader,
             Boundary(
@@ -188,6 +196,7 @@ class GradSchedule(Shown):
             phases=self.phases,
             gate=self._gate,
             control=self._control,
+            live=self._live,
         )
         self._warned_of_scale = False
         self._implied: str | None = None
@@ -414,6 +423,8 @@ class GradSchedule(Shown):
         if self._gate:
             self._gate.close()
         self._loop.recorder.close()
+        if self._live is not None:
+            self._live.ends()
         self._end_strategy()
         self._agreement.close()
 

@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from dataflow.batch.delivered import UNTRAINED, Delivered
 from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import told_of_memory
+from dataflow.live.unwatched import UNWATCHED, Unwatched
 from dataflow.mixture import Mixture
 from dataflow.planning.joined_reads import check_reads
 from dataflow.planning.length_aware import SampleLengths, check_batching, is_by_tokens
@@ -57,6 +58,9 @@ from sharding.lengths.unit_plan import UNKNOWN, UnitPlan, UnitPlanner
 from sharding.order.epoch_order import EpochOrder
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from dataflow.live.watched import LoaderFigures
 
 
 class LoopFrame:
@@ -97,6 +101,10 @@ class StreamLoader:
         self._finalizer: Finalizer | None = None
         self._errors = ErrorBudget(dataset.on_error, dataset.error_budget)
         self._counters, self._repeated = DeliveryCounters(), RepeatedBatch()
+        self._loop_length = 0
+        """Batches of the loop begun last on this rank."""
+        self.live: Unwatched = UNWATCHED
+        """The loader's line on the page of this process."""
         self._loops, self.sessions = LoopQueue(dataset), LoopSessions()
         with self._planning():
             plan, self.window_reason = first_plan(dataset, settings)
@@ -114,7 +122,7 @@ class StreamLoader:
         changing = ("_rank", "_errors", "_counters", "_loops", "sessions")
         own = {name: copy.copy(self.__dict__[name]) for name in changing}
         none = dict.fromkeys(("_finalizer", "_pause", "_length_plan"))
-        return {**self.__dict__, **own, **none, "_repeated": RepeatedBatch()}
+        return {**self.__dict__, **own, **none, "_repeated": RepeatedBatch(), "live": UNWATCHED}
 
     @property
     def read_pause(self) -> ReadPause | None:
@@ -224,7 +232,9 @@ class StreamLoader:
 
     def _batches(self, loop: EpochLoop) -> Generator[Any, None, None]:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
-        epoch, began_s = self._loops.begin(loop, self._newest_plan).order.epoch, time.perf_counter()
+        plan, began_s = self._loops.begin(loop, self._newest_plan), time.perf_counter()
+        epoch, live, self._loop_length = plan.order.epoch, self.live, plan.num_batches
+        live.begins(epoch)
         frame, counters, mixes = LoopFrame(), self._counters, isinstance(self.dataset, Mixture)
         try:
             while not loop.has_ended:
@@ -238,6 +248,7 @@ class StreamLoader:
                     if delivered.skipped:
                         session.errors.delivered(delivered.skipped)
                     counters.add(delivered)
+                    live.batch()
                     loop.taken += 1
                     if loop.is_whole:
                         self._deliver_last(loop, session)
@@ -248,6 +259,7 @@ class StreamLoader:
             raise  # the loop was left: whatever else ran here now would swallow a Ctrl-C
         except BaseException as error:
             self._fail(loop, error)
+            live.ends(error)
             raise
         if loop.nothing_left:
             warnings.warn(
@@ -257,6 +269,7 @@ class StreamLoader:
                 stacklevel=2,
             )
         self._loops.end(loop, epoch)
+        live.ends()
 
     def _chunk_of(self, session: Session, loop: EpochLoop) -> Iterator[Delivered]:
         """Return what a session delivers next, up to where the loop ends or goes on with another session."""
@@ -513,6 +526,14 @@ class StreamLoader:
             mapped_bytes=sum(session.resources.sources.mapped_bytes for session in sessions),
             unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
         )
+
+    def live_figures(self) -> LoaderFigures:
+        """Return what the page of this process says of the loader."""
+        from dataflow.live.watched import LoaderFigures
+
+        topology = self._rank.topology  # as far as it is known: no other rank is asked
+        ranks = topology.rank, topology.world_size, topology.local_rank, topology.node
+        return LoaderFigures.of(self.stats(), ranks, self._loop_length)
 
     def close(self) -> None:
         """Stop and join all threads, drop what is prefetched, and end the loops that run. Idempotent.

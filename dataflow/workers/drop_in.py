@@ -77,6 +77,7 @@ class DropInEngine:
         began = time.perf_counter()
         iterator = TorchDataLoader.__iter__(loader)
         self._state.meter.waited(began)
+        self._state.meter.live.begins(max(0, self._state.progress.epoch))
         return iterator
 
     def new_iterator(self) -> MainIterator | WorkerIterator:
@@ -143,29 +144,8 @@ class DropInEngine:
 
     def stats(self) -> WorkerStats:
         """Return a snapshot of the counts; cheap."""
-        from dataflow.stats import WorkerStats
-
-        state, meter = self._state, self._state.meter
-        iterator = state.latest() if state.latest else None
-        runners = iterator.runners if iterator is not None else None
-        ahead, ready = iterator.num_ahead if iterator is not None else (0, 0)
-        num_workers, workers = self._loader.num_workers, self._loader.workers
-        return WorkerStats(
-            batches=meter.batches,
-            delivered_bytes=meter.bytes,
-            elapsed_s=meter.elapsed_s,
-            starved_s=meter.starved_s,
-            first_batch_s=meter.first_batch_s,
-            num_workers=num_workers,
-            workers=workers if num_workers else "main",
-            workers_reason=f"workers={workers!r}" if num_workers else "num_workers=0",
-            ahead_batches=ahead,
-            ready_batches=ready,
-            shared_bytes=runners.shared_bytes if runners else 0,
-            worker_pids=runners.pids if runners else (),
-            start=state.start[0],
-            start_reason=state.start[1],
-        )
+        self._state.workers = self._loader.num_workers, self._loader.workers
+        return self._state.stats()
 
     def close(self) -> None:
         """End the workers of all loops. Idempotent."""

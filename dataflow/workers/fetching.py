@@ -21,10 +21,13 @@ from torch.utils.data import DataLoader as TorchDataLoader, IterDataPipe, MapDat
 from torch.utils.data._utils import pin_memory as torch_pin, worker as torch_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
+from dataflow.live.unwatched import UNWATCHED, Unwatched
 from dataflow.workers.worker import Worker, WorkerJob, WorkerLimits, WorkerState, has_state
 from prefetch.weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
+    from dataflow.live.watched import LoaderFigures
+    from dataflow.stats import WorkerStats
     from dataflow.workers.state import EpochProgress, WorkerProgress
 
 
@@ -57,6 +60,7 @@ class DeliveryMeter:
         self.batches = self.bytes = 0
         self.starved_s = self.first_batch_s = 0.0
         self._began: float | None = None
+        self.live: Unwatched = UNWATCHED
 
     def waited(self, since: float) -> float:
         """Count a wait of the training code, for an iterator; seconds since it asked for the first one."""
@@ -73,6 +77,7 @@ class DeliveryMeter:
         self.bytes += nbytes
         if self.batches == 1:
             self.first_batch_s = after_s
+        self.live.batch()
 
     @property
     def elapsed_s(self) -> float:
@@ -86,9 +91,11 @@ class DropInState:
     A copy begins an own epoch, or where a loaded state says.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int, workers: str) -> None:
         from dataflow.workers.state import EpochProgress
 
+        self.workers = num_workers, workers
+        """Number of the workers and their kind."""
         self.start = ("", "")
         """The start method of the workers of the loop begun last, and the reason."""
         self.meter = DeliveryMeter()
@@ -140,6 +147,49 @@ class DropInState:
             self.progress = self.progress.left(loader)
         self.progress.named = epoch
 
+    @property
+    def live(self) -> Unwatched:
+        """The loader's line on the page of this process."""
+        return self.meter.live
+
+    @live.setter
+    def live(self, live: Unwatched) -> None:
+        self.meter.live = live
+
+    def live_figures(self) -> LoaderFigures:
+        """Return what the page of this process says of the loader."""
+        from dataflow.live.facts import rank_info
+        from dataflow.live.watched import LoaderFigures
+
+        iterator, rank = self.latest() if self.latest else None, rank_info()
+        ranks = rank.rank, rank.world_size, rank.local_rank, rank.node
+        return LoaderFigures.of(self.stats(), ranks, iterator.length if iterator is not None else None)
+
+    def stats(self) -> WorkerStats:
+        """Return a snapshot of the counts; cheap."""
+        from dataflow.stats import WorkerStats
+
+        meter, (num_workers, workers) = self.meter, self.workers
+        iterator = self.latest() if self.latest else None
+        runners = iterator.runners if iterator is not None else None
+        ahead, ready = iterator.num_ahead if iterator is not None else (0, 0)
+        return WorkerStats(
+            batches=meter.batches,
+            delivered_bytes=meter.bytes,
+            elapsed_s=meter.elapsed_s,
+            starved_s=meter.starved_s,
+            first_batch_s=meter.first_batch_s,
+            num_workers=num_workers,
+            workers=workers if num_workers else "main",
+            workers_reason=f"workers={workers!r}" if num_workers else "num_workers=0",
+            ahead_batches=ahead,
+            ready_batches=ready,
+            shared_bytes=runners.shared_bytes if runners else 0,
+            worker_pids=runners.pids if runners else (),
+            start=self.start[0],
+            start_reason=self.start[1],
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         from dataflow.workers.state import EpochProgress
 
@@ -177,7 +227,8 @@ class FetchIterator(_BaseDataLoaderIter):
                 sampler.begin(loader._index_sampler)
                 self._sampler_iter = iter(self._index_sampler)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
-        self._meter = loader._drop_in.meter
+        self._loops = loader._drop_in  # of which the page tells as long as a loop runs
+        self._meter = self._loops.meter
         self._delivered_bytes = 0
         self._base_seed = self._progress.seeded(loader, int(self._base_seed), resumed)
         if once:  # as workers do that begin another epoch
@@ -228,13 +279,27 @@ class FetchIterator(_BaseDataLoaderIter):
         """Batches in work or ready, and ready."""
         return 0, 0
 
+    @property
+    def length(self) -> int | None:
+        """Batches of an epoch; None: not known."""
+        if self._iterable:
+            return None
+        try:
+            return len(self._index_sampler)
+        except TypeError:
+            return None
+
     def __next__(self) -> Any:
         began = time.perf_counter()
-        if self._IterableDataset_len_called is not None or torch._C._autograd._profiler_enabled():
-            data: Any = super().__next__()
-        else:
-            data = self._next_data()
-            self._num_yielded += 1
+        try:
+            if self._IterableDataset_len_called is not None or torch._C._autograd._profiler_enabled():
+                data: Any = super().__next__()
+            else:
+                data = self._next_data()
+                self._num_yielded += 1
+        except BaseException as error:
+            self._meter.live.ends(None if isinstance(error, StopIteration) else error)
+            raise
         self._meter.delivered(began, self._delivered_bytes)
         return data
 

@@ -1,0 +1,274 @@
+"""The page of this process: threads that exist write it, at most once a second, as they take batches.
+
+No thread, no socket: whoever takes a batch compares two numbers, and once a second writes what all loaders
+and schedules of the process say of themselves. A page is written by one `pwrite`: had it been mapped, whoever
+cut the file short would end the training by SIGBUS, and so would a full disk. Nothing that goes wrong here
+reaches the training; the first fault is logged. Children that are forked write nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+from dataflow.live.facts import in_one_line, job_of, package_version, program, rank_info
+from dataflow.live.reading import (
+    SUFFIX,
+    boot_id,
+    open_folder,
+    page_folders,
+    pages_in,
+    remove_old,
+    start_ticks,
+)
+from dataflow.live.record import VERSION, ProcessState, Role, TrainingRecord, to_page
+from dataflow.live.unwatched import OFF
+from dataflow.live.watched import LiveLoader, LiveSchedule, WatchedLoader
+
+_log = logging.getLogger("dataflow")
+
+PERIOD_S = 1.0
+_EVENT_S = 0.1
+"""Least seconds from one write to the next where a loop ended or failed."""
+_SHARE = 100
+"""Times that the last write took have to pass before the next."""
+_AGAIN_S = 60.0
+"""Seconds from a fault to the next try."""
+_MOST_GONE = 16
+"""Loaders that are gone, and schedules that were closed, of which the page still tells."""
+_RANK_FIELDS = ("rank", "world_size", "local_rank", "local_world_size", "node")
+
+
+class LivePage:
+    """The page of one process. Thread-safe: of several threads one writes, and the others go on.
+
+    Args:
+        folders: where the page may lie; the first that can be written to is taken.
+    """
+
+    def __init__(self, folders: Callable[[], Sequence[Path]] = page_folders) -> None:
+        # Loaders over other data than shards import what makes figures now: not for their first batch.
+        self.due = 0.0 if "dataflow.stats" in sys.modules else time.monotonic() + PERIOD_S
+        """The time of `time.monotonic` from which on a batch has the page written."""
+        self._folders = folders
+        self._lock = threading.Lock()  # guards writing, and what is on the page
+        self._loaders: list[LiveLoader] = []
+        self._schedules: list[LiveSchedule] = []
+        self._fd = -1
+        self._sequence = 0
+        self._written = -math.inf
+        self._has_told = False
+        self._is_over = False
+        self._began_at = time.time()
+        self._process: tuple[int, int, str] = os.getpid(), start_ticks(os.getpid()), boot_id()
+        self._at_exit = util.Finalize(None, self.close, exitpriority=5)  # after the loaders' threads
+
+    def add_loader(
+        self, owner: WatchedLoader, name: str, role: Role, *, is_given: bool, counted: Mapping[str, float]
+    ) -> LiveLoader:
+        """Put a loader on the page.
+
+        Args:
+            owner: the loader, which may die at any time.
+            name: that it should have.
+            role: what it is for.
+            is_given: whether the user gave the name.
+            counted: counts that are no part of it: those of the loader that it is a copy of.
+        """
+        with self._lock:
+            one = LiveLoader(self, owner, name=name, role=role)
+            one.goes_on_from({count: -value for count, value in counted.items() if value})
+            gone = [
+                old for old in self._loaders if not old.is_alive and old.name == name and old.role == role
+            ]
+            for old in gone:
+                one.goes_on_from(old.totals)
+                self._loaders.remove(old)
+            taken = {old.name for old in self._loaders if old.role == role}
+            one.name = next(n for n in _numbered(name) if n not in taken)
+            self._loaders.append(one)
+            for old in [old for old in self._loaders if not old.is_alive][:-_MOST_GONE]:
+                self._loaders.remove(old)
+        if is_given and one.name != name:
+            _log.warning(
+                "two loaders that run in this process have the name %r: the second one is called %r in "
+                "metrics; give each its own: DataLoader(..., name=...)",
+                name,
+                one.name,
+            )
+        return one
+
+    def add_schedule(self, **about: Any) -> LiveSchedule:
+        """Put a schedule on the page. `about`: fields of `ScheduleRecord` that never change."""
+        with self._lock:
+            one = LiveSchedule(self, **about)
+            self._schedules.append(one)
+            for old in [old for old in self._schedules if old.is_closed][:-_MOST_GONE]:
+                self._schedules.remove(old)
+        return one
+
+    def event(self) -> None:
+        """Write the page as something has happened, unless it was written just now."""
+        now = time.monotonic()
+        if now >= self._written + _EVENT_S and self.due < math.inf:
+            self.write(now)
+
+    def write(self, now: float) -> None:
+        """Write the page, unless another thread does. `now`: on the clock of `time.monotonic`."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._write(now, "running")
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Say that the process ends, if it has a page. Idempotent."""
+        if self._lock.acquire(timeout=1.0):
+            try:
+                if self._fd >= 0 and not self._is_over:
+                    self._write(time.monotonic(), "ended")
+                self._is_over, self.due = True, math.inf
+            finally:
+                self._lock.release()
+
+    def abandon(self) -> None:
+        """Be no page any more: this is a child that was forked."""
+        self.due, self._is_over = math.inf, True
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self, now: float, state: ProcessState) -> None:
+        if self._is_over:
+            return
+        self.due = now + PERIOD_S
+        try:
+            if self._fd < 0:
+                self._open()
+            self._sequence += 1
+            page = to_page(self._record(now, state), self._sequence)
+            if os.pwrite(self._fd, page, 0) != len(page):
+                raise OSError("the disk is full")
+        except Exception as error:
+            self.due = now + _AGAIN_S
+            self._tell(error)
+        self._written = time.monotonic()
+        self.due = max(self.due, now + _SHARE * (self._written - now))
+
+    def _tell(self, error: Exception) -> None:
+        if not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "`dataflow top` and metrics do not see this training, whose figures could not be written: %s "
+                "(%s=0 turns them off)",
+                in_one_line(error),
+                OFF,
+            )
+
+    def _open(self) -> None:
+        """Make the file, in the first folder that allows it."""
+        faults = []
+        for folder in self._folders():
+            try:
+                self._fd = self._made_in(folder)
+            except OSError as error:
+                faults.append(f"{folder}: {error.strerror or error}")
+                continue
+            remove_old(folder)
+            return
+        raise OSError("; ".join(faults))
+
+    def _made_in(self, folder: Path) -> int:
+        with suppress(FileExistsError):
+            folder.mkdir(0o700)
+        at = open_folder(folder)
+        try:
+            if os.fstat(at).st_mode & 0o077:
+                os.fchmod(at, 0o700)
+            pid, ticks, _ = self._process
+            name = f"{pid}-{ticks}{SUFFIX}"
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=at)
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=at)
+        finally:
+            os.close(at)
+
+    def _record(self, now: float, state: ProcessState) -> TrainingRecord:
+        at, rank = time.time(), rank_info()
+        self._continue_counts()
+        (pid, ticks, boot), error = self._process, getattr(sys, "last_value", None)
+        records = (one.record(at, now) for one in self._loaders)
+        return TrainingRecord(
+            version=VERSION,
+            pid=pid,
+            start_ticks=ticks,
+            boot_id=boot,
+            host=platform.node(),
+            job=job_of(rank, pid),
+            **{name: getattr(rank, name) for name in _RANK_FIELDS},
+            program=program(),
+            dataflow=package_version(),
+            began_at=self._began_at,
+            written_at=at,
+            state=state,
+            error=in_one_line(error) if state == "ended" and error is not None else "",
+            loaders=tuple(record for record in records if record is not None),
+            schedules=tuple(one.record(at, now) for one in self._schedules),
+        )
+
+    def _continue_counts(self) -> None:
+        """Have counts of loaders that are new go on from those of the training before, if there was one."""
+        fresh = [one for one in self._loaders if not one.is_continued]
+        if not fresh:
+            return
+        gone = [record for _, record in pages_in(self._folders()) if not record.is_alive]
+        for one in fresh:
+            one.continue_counts(gone)
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """Yield a name, and the names for others of that name."""
+    yield name
+    yield from (f"{name}-{number}" for number in itertools.count(2))
+
+
+# ---- the page of this process ---------------------------------------------------------------------------
+
+_page: LivePage | None = None
+
+
+def page_of_process() -> LivePage:
+    """Return the page of this process, on which nothing is written before somebody takes a batch."""
+    global _page
+    if _page is None:
+        _page = LivePage()
+    return _page
+
+
+def live_schedule(**about: Any) -> LiveSchedule | None:
+    """Put a schedule on the page of this process; None where pages are turned off. `about`: as there."""
+    if os.environ.get(OFF) == "0":
+        return None
+    return page_of_process().add_schedule(**about, node=rank_info().node)
+
+
+def _in_child() -> None:
+    global _page
+    if _page is not None:
+        _page.abandon()
+        _page = None
+
+
+os.register_at_fork(after_in_child=_in_child)

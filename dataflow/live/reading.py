@@ -1,0 +1,121 @@
+"""Find and read the pages of all trainings of this user on this machine, alive and ended."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from dataflow.live.record import TrainingRecord, from_page
+
+SUFFIX = ".page"
+_MOST_BYTES = 16 << 20
+_OLD_S = 86_400.0
+"""Seconds for which the page of a process that is gone stays."""
+_TRIES = 10
+
+
+def page_folders() -> list[Path]:
+    """Folders where pages of this user may lie, the one that a training takes first."""
+    uid, runtime = os.geteuid(), os.environ.get("XDG_RUNTIME_DIR", "")
+    folders = [Path(runtime) / "dataflow"] if os.path.isabs(runtime) else []
+    named = f"dataflow-{uid}"
+    others = (Path(tempfile.gettempdir()) / named, Path(f"/run/user/{uid}/dataflow"), Path("/tmp") / named)
+    return list(dict.fromkeys([*folders, *others]))
+
+
+def read_pages(folders: Sequence[Path] | None = None) -> list[TrainingRecord]:
+    """Read what all trainings of this user on this machine say, the oldest first.
+
+    Files of other users, links, and what is no page of this version are left out.
+
+    Args:
+        folders: where pages lie; None: those of `page_folders`.
+
+    Returns:
+        Records whose `state` is "died" where the process is gone and did not say that it ended.
+    """
+    records = [record for _, record in pages_in(page_folders() if folders is None else folders)]
+    return sorted(records, key=lambda one: (one.began_at, one.rank, one.pid))
+
+
+def pages_in(folders: Sequence[Path]) -> Iterator[tuple[Path, TrainingRecord]]:
+    """Yield the pages in some folders, and their files."""
+    boot = boot_id()
+    for folder in folders:
+        for name in _names(folder):
+            record = _read(folder / name)
+            if record is None:
+                continue
+            is_gone = record.boot_id != boot or start_ticks(record.pid) != record.start_ticks
+            if is_gone and record.is_alive:
+                record = msgspec.structs.replace(record, state="died")
+            yield folder / name, record
+
+
+def remove_old(folder: Path, older_than_s: float = _OLD_S) -> None:
+    """Remove pages of processes that are gone, if they were written so long ago."""
+    before = time.time() - older_than_s
+    kept = set[str]()
+    for path, record in pages_in([folder]):
+        if record.is_alive or record.written_at > before:
+            kept.add(path.name)
+    for name in set(_names(folder)) - kept:
+        with suppress(OSError):
+            if (folder / name).lstat().st_mtime < before:
+                (folder / name).unlink()
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        fd = open_folder(folder)
+    except OSError:
+        return []
+    try:
+        return sorted(name for name in os.listdir(fd) if name.endswith(SUFFIX))
+    finally:
+        os.close(fd)
+
+
+def open_folder(folder: Path) -> int:
+    """Open a folder of this user; `OSError` for a link, a file, or a folder of somebody else."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if os.fstat(fd).st_uid != os.geteuid():
+        os.close(fd)
+        raise PermissionError(f"{folder} belongs to another user")
+    return fd
+
+
+def _read(path: Path) -> TrainingRecord | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(fd, "rb", buffering=0) as file:
+        if os.fstat(fd).st_uid != os.geteuid():
+            return None
+        for _ in range(_TRIES):  # a write takes microseconds
+            with suppress(OSError):
+                if record := from_page(os.pread(file.fileno(), _MOST_BYTES, 0)):
+                    return record
+    return None
+
+
+def boot_id() -> str:
+    """Return the kernel's id of this start of this machine; "" where it is not told."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process was started, in clock ticks; 0: there is none, or it has ended."""
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return 0 if fields[0] in "ZX" else int(fields[19])
+    return 0
