@@ -31,8 +31,9 @@ def storage(settings: Sweep, files: ReportFiles) -> None:
     SOURCE is what `dataflow index` takes: a file, a directory of shards, a URL, a glob or a brace pattern,
     or a catalog. Nothing is written. Every combination of order, block size and reads in flight is measured
     for some seconds: throughput in MB/s, latency percentiles in milliseconds, processor seconds a GB.
-    With --need the report says whether that is enough, by how much, and with which reads. Percentiles of too
-    few reads are left out. Data is called cold only with evidence that it came from a device.
+    With --need the report says whether that is enough, by how much, and with which reads; for a need in
+    samples, SOURCE is indexed if it is not. Percentiles of too few reads are left out. Data is called cold
+    only with evidence that it came from a device.
 
     \b
     Examples:

@@ -84,6 +84,11 @@ class Sweep(Requirement):
     require_cold: bool = option('Fail where the evidence does not allow the word "cold".', bool, False)
     storage_options: Mapping[str, Any] = storage_options()
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sample_bytes is not None and self.need is None:
+            raise click.UsageError("--sample-bytes is for --need in samples: give it, such as --need 16000/s")
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchDataset(DatasetArguments):

@@ -101,6 +101,9 @@ class Verdict:
         return sentences | ({"answer": self.answer, "margin": self.margin} if self.answer else {})
 
 
+_STYLES = {None: "bold", "yes": "bold green", "no": "bold red", "unknown": "bold yellow"}
+
+
 @dataclass(frozen=True)
 class Page:
     """All that a command tells."""
@@ -120,7 +123,12 @@ class Page:
         """The verdict, what to do, and the parts."""
         if self.verdict is None:
             return self.parts
-        return (Sentence(self.verdict.text, "bold"), f"Next: {self.verdict.advice}", "", *self.parts)
+        return (
+            Sentence(self.verdict.text, _STYLES[self.verdict.answer]),
+            f"Next: {self.verdict.advice}",
+            "",
+            *self.parts,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict and all figures."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.tables import bytes_text
+from dataflow.tables import bytes_text, number_text
 from dataflow.timing.diagnosis import WORTH
 from dataflow.tools.terminal.report import Verdict
-from dataflow.tools.verdicts.storage import FEW, SHORT_S, Answer
+from dataflow.tools.verdicts.storage import FAR, FEW, SHORT_S, Answer
 
 SAME = 0.05
 """Ratios within this share of 1 are called equal."""
@@ -20,9 +20,14 @@ _CURES = {
     "storage": "Take a faster store, or a cache on local disks (cache=); dataflow bench storage measures it.",
     "decode": "Give loading more cores, or cheaper samples: smaller images, transforms that are done once.",
     "memory": "Raise DataLoader(memory_limit=), so that more is read ahead.",
+    "both": "Take a faster store or a cache on local disks (cache=), and more cores or cheaper samples.",
     "epochs": 'Measure with more data; a training on so little takes Mixture({dataset: 1}, stop="never").',
 }
 """Advice for each part that may hold a training up."""
+_BUSY = 0.7
+_MORE_WORKERS = (
+    "Give the loader more workers (num_workers=), or cheaper samples: {share:.0%} of the cores are busy."
+)
 _COMPETE = "Give loading more cores: its parts are fast enough alone, and share them."
 
 
@@ -42,7 +47,7 @@ def loader_verdict(figures: Mapping[str, Any]) -> Verdict:
         text = f"Nothing is to be gained by a faster loader: {gain:.2f}x with a perfect one; {because}."
     else:
         text = f"The training would be {gain:.2f}x faster with a perfect loader; {because}."
-    return Verdict(text=text, advice=_CURES[bound])
+    return Verdict(text=text, advice=_cure(bound, figures))
 
 
 def _answer(figures: Mapping[str, Any]) -> Verdict:
@@ -52,17 +57,17 @@ def _answer(figures: Mapping[str, Any]) -> Verdict:
     asked = f"the {wanted:,.0f} that are needed"
     if need["unit"] == "bytes":
         asked += f" ({bytes_text(need['bytes_per_s'])}/s, at {bytes_text(need['sample_bytes'])} a sample)"
-    fact = f"loading alone reaches {rate:,.0f} samples/s, {rate / wanted:.2f} times {asked}"
+    fact = f"loading alone reaches {rate:,.0f} samples/s, {number_text(rate / wanted)} times {asked}"
     text = {
         "yes": f"Yes, loading is fast enough: {fact}{why}.",
         "no": f"No, loading is not fast enough: {fact}{why}.",
         "unknown": f"It cannot be said whether loading is fast enough: {fact}{why}.",
     }[answer]
     if rates["compute"] < wanted / WORTH:
-        asked_ms = figures["asked"]["ranks"] * figures["asked"]["batch_size"] / wanted * 1e3
-        advice += (
-            f" Steps of {figures['asked']['compute_ms']:g} ms allow only {rates['compute']:,.0f} samples/s: "
-            f"at the needed rate a step has {asked_ms:.3g} ms."
+        needed_ms = figures["asked"]["ranks"] * figures["asked"]["batch_size"] / wanted * 1e3
+        advice = (
+            f"{advice[:-1]}; steps of {figures['asked']['compute_ms']:g} ms allow only "
+            f"{rates['compute']:,.0f} samples/s, as the needed rate leaves {needed_ms:.3g} ms."
         )
     return Verdict(text=text, advice=advice, answer=answer, margin=rate / wanted)
 
@@ -70,7 +75,7 @@ def _answer(figures: Mapping[str, Any]) -> Verdict:
 def _judged(figures: Mapping[str, Any], wanted: float) -> tuple[Answer, str, str]:
     """The answer, why, and what to do."""
     rates = figures["rates_samples_per_s"]
-    if short := _short(figures, "loader"):
+    if short := _short(figures, "loader", few=FEW if wanted < FAR * rates["loader"] else 0):
         return "unknown", f", but {short}", _LONGER
     low, high = _range(figures)
     if low < wanted <= high:
@@ -97,7 +102,7 @@ def _judged(figures: Mapping[str, Any], wanted: float) -> tuple[Answer, str, str
     ]
     if slow:
         parts = " and ".join(f"{name} alone reaches {rates[bound]:,.0f}" for name, bound in slow)
-        return "no", f"; {parts}", " ".join(_CURES[bound] for _, bound in slow)
+        return "no", f"; {parts}", _cure("both" if len(slow) > 1 else slow[0][1], figures)
     if (rates["more_memory"] or 0) >= wanted:
         more = f"; with four times the memory limit it reaches {rates['more_memory']:,.0f}"
         return "no", more, _CURES["memory"]
@@ -107,9 +112,16 @@ def _judged(figures: Mapping[str, Any], wanted: float) -> tuple[Answer, str, str
     return "no", alone, _COMPETE
 
 
-def _short(figures: Mapping[str, Any], phase: str) -> str:
+def _cure(bound: str, figures: Mapping[str, Any]) -> str:
+    share = figures["rates_samples_per_s"]["cores_used"]
+    if bound == "decode" and share is not None and share < _BUSY:
+        return _MORE_WORKERS.format(share=share)
+    return _CURES[bound]
+
+
+def _short(figures: Mapping[str, Any], phase: str, few: int = FEW) -> str:
     count = min(one["steps"]["count"] for one in figures["phases"][phase])
-    if figures["asked"]["seconds"] >= SHORT_S and count >= FEW:
+    if figures["asked"]["seconds"] >= SHORT_S and count >= few:
         return ""
     return f"{figures['asked']['seconds']:g} s and {count:,} batches a rank were measured"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dataflow.tables import bytes_text
+from dataflow.tables import bytes_text, number_text
 from dataflow.tools.terminal.report import Verdict
 
 _WELL_MIXED = 0.8
@@ -29,25 +29,27 @@ def inspection_verdict(figures: Mapping[str, Any]) -> Verdict:
     if labels is not None:
         facts += f"; its labels vary {labels:.3g} times as much as by chance"
     facts += _reads(plan, full)
+    kind = figures["shuffle"]["kind"]
+    if kind == "none":
+        text = f"Every epoch has the same order, that of the files{sampled}: {facts}."
+        return Verdict(text=text, advice="Train with shuffle=True, unless the order of the files is wanted.")
     if labels is not None and labels > _ACCEPTABLE_DISPERSION:
-        return Verdict(text=f"Labels come in runs{sampled}: {facts}.", advice=_BETTER_MIXED)
-    if labels is None and share < _WELL_MIXED and plan["blocks_per_batch"] < _most_blocks(figures):
+        return Verdict(text=f"Labels come in runs{sampled}: {facts}.", advice=f"Mix more: {_mix_more(kind)}.")
+    is_mixed = share >= _WELL_MIXED or plan["blocks_per_batch"] >= _most_blocks(figures)
+    if labels is None and not is_mixed:
         text = f"This plan mixes less than a full shuffle{sampled}: {facts}."
-        return Verdict(
-            text=text, advice=f"Look at labels (--label COLUMN); if they come in runs: {_lowered()}"
-        )
-    return Verdict(
-        text=f"This plan mixes about as a full shuffle does{sampled}: {facts}.", advice=_of_reads(figures)
+        advice = f"Look at labels (--label COLUMN), and if they come in runs, mix more: {_mix_more(kind)}."
+        return Verdict(text=text, advice=advice)
+    how = (
+        "This plan mixes about as a full shuffle does" if is_mixed else "Labels are mixed about as by chance"
     )
+    return Verdict(text=f"{how}{sampled}: {facts}.", advice=_of_reads(figures))
 
 
-_BETTER_MIXED = (
-    "Mix more: a larger --memory-limit or --window-blocks, or smaller blocks (dataflow index --block-bytes)."
-)
-
-
-def _lowered() -> str:
-    return _BETTER_MIXED[0].lower() + _BETTER_MIXED[1:]
+def _mix_more(kind: str) -> str:
+    if kind == "blocks":  # its windows mix nothing
+        return "--shuffle window, or smaller blocks (dataflow index --block-bytes)"
+    return "a larger --memory-limit or --window-blocks, or smaller blocks (dataflow index --block-bytes)"
 
 
 def _most_blocks(figures: Mapping[str, Any]) -> float:
@@ -57,14 +59,13 @@ def _most_blocks(figures: Mapping[str, Any]) -> float:
 
 
 def _reads(plan: Mapping[str, Any], full: Mapping[str, Any]) -> str:
-    if plan["amplification"] is None:
-        return ""
-    text = f"; it reads each byte {plan['amplification']:.2f} times"
-    return (
-        text
-        if full["amplification"] is None
-        else f"{text}, a full shuffle {full['amplification']:,.2f} times"
-    )
+    """Return how much is read for 1,000 samples, and by how many requests."""
+    bytes_read = ""
+    if plan["amplification"] is not None:
+        bytes_read = f" and {plan['amplification']:.2f} times the data"
+    requests = number_text(plan["requests_per_1000_samples"])
+    others = number_text(full["requests_per_1000_samples"])
+    return f"; 1,000 samples take {requests} reads{bytes_read}, in a full shuffle {others}"
 
 
 def _of_reads(figures: Mapping[str, Any]) -> str:
@@ -73,13 +74,17 @@ def _of_reads(figures: Mapping[str, Any]) -> str:
         nodes = figures["topology"]["num_nodes"]
         return f"Give each node lanes of its own, so that nothing is read twice: --canonical-nodes {nodes}."
     if (plan["amplification"] or 0) > _READ_AGAIN:
-        return f"Use Shuffle('window'), or a cache of {bytes_text(plan['cache_bytes'])} a node (cache=)."
+        return (
+            f"Train with shuffle=True, or with a cache of {bytes_text(plan['cache_bytes'])} a node (cache=)."
+        )
     hot = {kind: spot for kind, spot in plan["hot_spots"].items() if kind != "host" and spot["ratio"] > _HOT}
     if "prefix" in hot and hot["prefix"]["most"] < hot["prefix"]["ahead"]:
         spot = hot["prefix"]
         return (
             f"Spread shards over prefixes: {spot['name']} gets {spot['ratio']:.1f} times its share of reads."
         )
+    if figures["shuffle"]["kind"] == "full":
+        return "Train with it if the store keeps up with a read a sample (dataflow bench storage tells)."
     return (
         f"Train with it: DataLoader(dataset, {figures['asked']['batch_size']}, {_shuffle(figures['asked'])})."
     )
@@ -107,10 +112,8 @@ def plan_verdict(figures: Mapping[str, Any]) -> Verdict:
     )
     unusable = [doubt for doubt in plan["doubts"] if doubt.startswith("Unusable")]
     if unusable:
-        reason = unusable[0].partition(": ")[2]
-        return Verdict(
-            text=f"{text}, with a batch that is of no use.", advice=f"{reason[0].upper()}{reason[1:]}"
-        )
+        reason, _, cure = unusable[0].partition(": ")[2].partition(". ")
+        return Verdict(text=f"{text}, with a batch that is of no use: {reason}.", advice=cure)
     if best["data_wait_s"] > 0:
         rate = bytes_text(best["data_bytes_per_s"])
         advice = f"Read fewer bytes a sample or from a cache on the node: {rate}/s a node are the limit."

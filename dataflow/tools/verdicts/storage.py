@@ -15,17 +15,20 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal
 
-from dataflow.tables import bytes_text
+from dataflow.tables import bytes_text, number_text
 from dataflow.tools.terminal.report import Verdict
 from dataflow.tools.verdicts.need import wanted_text
 
 SHORT_S = 0.9
 """Seconds, and `FEW` measurements: with less a second run gives quite another rate."""
 FEW = 20
+FAR = 4
+"""Times the measured rate: what is needed beyond that is not reached, however few measurements there are."""
 _QUARTERS = 4
 _SLOWED = 0.7
 _ENOUGH = 0.95
 _GROWS = 1.1
+_OFTEN = 1.5
 
 Answer = Literal["yes", "no", "unknown"]
 
@@ -57,7 +60,12 @@ class _Rated:
 
     @property
     def is_short(self) -> bool:
-        return bool(self.case["seconds"] < SHORT_S or self.case["reads"] < FEW)
+        return self.is_short_for(0.0)
+
+    def is_short_for(self, wanted: float) -> bool:
+        """Return whether too little was measured to say that the rate is, or is not, the wanted one."""
+        few = self.case["reads"] < FEW and wanted < FAR * self.rate
+        return bool(self.case["seconds"] < SHORT_S or few)
 
 
 def storage_verdict(figures: Mapping[str, Any]) -> Verdict:
@@ -70,10 +78,11 @@ def storage_verdict(figures: Mapping[str, Any]) -> Verdict:
     if best.is_short:
         return Verdict(text=f"Too short to tell what this store gives: {_short(best)}.", advice=_LONGER)
     if from_memory := _from_memory(figures, best):
-        text = f"{bytes_text(best.rate)}/s came from this machine's memory, not only from the store"
-        return Verdict(text=f"{text}: {from_memory}.", advice=_around(figures))
+        text = f"What this store gives was not measured, as {from_memory}; {best.reads}, gave"
+        return Verdict(text=f"{text} {bytes_text(best.rate)}/s.", advice=_around(figures))
     limit = ", where this client was the limit and not the store" if best.case["client_is_busy"] else ""
-    text = f"This store gives {bytes_text(best.rate)}/s by {best.reads}{_slowed(best)}{limit}."
+    again = _again(figures, best)
+    text = f"This store gives {bytes_text(best.rate)}/s by {best.reads}{_slowed(best)}{limit}{again}."
     if best.slowed_from is not None:
         return Verdict(text=text, advice=_SUSTAINED)
     if best.case["faults"]["throttled"]:
@@ -83,8 +92,8 @@ def storage_verdict(figures: Mapping[str, Any]) -> Verdict:
     if _grows(best, rated):
         return Verdict(text=text, advice=_more_in_flight(best))
     least = _simplest([one for one in rated if one.rate >= _ENOUGH * best.rate])
-    share = "" if least is best else f", which give {least.rate / best.rate:.0%} of it"
-    return Verdict(text=text, advice=f"{_read_by(least)}{share}; --need RATE says whether that is enough.")
+    share = "" if least is best else f", which gives {least.rate / best.rate:.0%} of that"
+    return Verdict(text=text, advice=_read_by(least, share, "--need RATE says whether it is enough"))
 
 
 def _answer(figures: Mapping[str, Any], rated: Sequence[_Rated], best: _Rated) -> Verdict:
@@ -94,7 +103,7 @@ def _answer(figures: Mapping[str, Any], rated: Sequence[_Rated], best: _Rated) -
     chosen = _simplest(clear) if clear else best
     margin = chosen.rate / wanted
     fact = (
-        f"{chosen.reads}, give {bytes_text(chosen.rate)}/s{_slowed(chosen)}, {margin:.2f} times "
+        f"{chosen.reads}, give {bytes_text(chosen.rate)}/s{_slowed(chosen)}, {number_text(margin)} times "
         f"{wanted_text(need)}"
     )
     answer, why, advice = _judged(figures, rated, chosen, wanted)
@@ -110,7 +119,7 @@ def _judged(
     figures: Mapping[str, Any], rated: Sequence[_Rated], chosen: _Rated, wanted: float
 ) -> tuple[Answer, str, str]:
     """The answer, why, and what to do."""
-    if chosen.is_short:
+    if chosen.is_short_for(wanted):
         return "unknown", _short(chosen), _LONGER
     if chosen.low < wanted <= chosen.high:
         between = f"quarters of the time gave from {bytes_text(chosen.low)}/s to {bytes_text(chosen.high)}/s"
@@ -119,23 +128,17 @@ def _judged(
         if from_memory := _from_memory(figures, chosen):
             return "unknown", from_memory, _around(figures)
         only = "; nothing but sequential reads was measured" * (chosen.case["case"]["pattern"] != "random")
-        return (
-            "yes",
-            only,
-            f"{_read_by(chosen)}; dataflow bench loader --need says whether decoding keeps up.",
-        )
+        decoding = "dataflow bench loader --need says whether decoding keeps up"
+        return "yes", only + _again(figures, chosen), _read_by(chosen, "", decoding)
     if chosen.slowed_from is not None:
         return "no", "", _SUSTAINED
     if chosen.case["faults"]["throttled"]:
-        throttled = (
-            f", and it answered {chosen.case['faults']['throttled']:,} times that it is asked too much"
-        )
-        return "no", throttled, _throttled(chosen)
+        refusals = chosen.case["faults"]["throttled"]
+        return "no", f", and it refused {refusals:,} requests (429, 503)", _throttled(chosen)
     if chosen.case["client_is_busy"]:
         return "unknown", "this client was the limit, not the store", _more_clients(figures)
     if _grows(chosen, rated):
-        grew = "the most reads in flight that were tried gave the most, so more may give more"
-        return "unknown", grew, _more_in_flight(chosen)
+        return "unknown", "more reads in flight than were tried may give more", _more_in_flight(chosen)
     return "no", "", _faster(figures)
 
 
@@ -167,7 +170,7 @@ def _simplest(rated: Sequence[_Rated]) -> _Rated:
 
 
 def _grows(chosen: _Rated, rated: Sequence[_Rated]) -> bool:
-    """Return whether the most reads in flight that were tried still gave more than fewer did."""
+    """Return whether more reads in flight than were tried may give more, as the most gave more than fewer."""
     others = [
         one
         for one in rated
@@ -176,13 +179,23 @@ def _grows(chosen: _Rated, rated: Sequence[_Rated]) -> bool:
     ]
     fewer = [one.rate for one in others if one.in_flight < chosen.in_flight]
     most = max(one.in_flight for one in others)
-    return chosen.in_flight == most and bool(fewer) and chosen.rate > _GROWS * max(fewer)
+    return chosen.in_flight == most and chosen.rate > _GROWS * max(fewer, default=0.0)
 
 
 def _from_memory(figures: Mapping[str, Any], one: _Rated) -> str:
     """Why the store is not what was measured; "" if it is. Of a remote store nobody can know."""
     label = one.case["label"]
-    return "" if figures["read"] == "store" or label["word"] == "cold" else label["reason"]
+    if figures["read"] == "store" or label["word"] == "cold":
+        return ""
+    answered = "answered" if label["word"] == "warm" else "may have answered"
+    return f"the page cache of this machine {answered} ({label['reason']})"
+
+
+def _again(figures: Mapping[str, Any], one: _Rated) -> str:
+    """Return that a remote store was asked for the same again, if it was."""
+    if figures["read"] != "store" or one.case["passes"] < _OFTEN:
+        return ""
+    return f"; the same data was read {one.case['passes']:.0f} times, which a store may answer from memory"
 
 
 def _slowed(one: _Rated) -> str:
@@ -239,9 +252,9 @@ def _faster(figures: Mapping[str, Any]) -> str:
     return f"Take {cure}, or store fewer bytes a sample (smaller images, compression)."
 
 
-def _read_by(one: _Rated) -> str:
+def _read_by(one: _Rated, share: str, then: str) -> str:
     size = block_text(one.block_bytes)
     return (
         f"Read blocks of {size} (dataflow index --block-bytes {size.replace(' ', '')}), {one.in_flight} in "
-        "flight for all ranks together, a number that loaders adapt by themselves"
+        f"flight for all ranks together{share}; loaders adapt that number by themselves, and {then}."
     )

@@ -285,14 +285,14 @@ def test_wrong_usage_exits_with_2(wrong):
         ["bench", "storage", "x.tar", "--json"],
         ["bench", "storage", "x.tar", "--plot"],
         ["bench", "loader", "x.tar", "--compute-ms", "1", "--json"],
-        ["bench", "compare", "x.tar", "--json"],
+        ["bench", "compare", "x.tar", "--csv"],
         ["inspect", "x.tar", "--json"],
         ["inspect", "x.tar", "--plot"],
         ["demo", "--json"],
         ["doctor", "--json"],
         ["doctor", "--html"],
         ["doctor", "--trace"],
-        ["plan", "--nodes", "1", "--parameters", "1M", "--json"],
+        ["plan", "--nodes", "1", "--parameters", "1M", "--microbatch-ms", "1", "--plot"],
     ],
 )
 def test_where_figures_are_to_go_is_looked_at_before_they_are_measured(command, tmp_path):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -20,7 +21,18 @@ from dataflow.tools.terminal.options import (
     options_of,
     part,
 )
-from dataflow.tools.terminal.report import Drawing, Page, Sentence, Table, html_of, publish, save, show
+from dataflow.tools.terminal.report import (
+    Drawing,
+    Page,
+    Sentence,
+    Table,
+    Verdict,
+    fail_unless_yes,
+    html_of,
+    publish,
+    save,
+    show,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +126,31 @@ def test_drawings_are_on_pages_and_in_pictures(tmp_path: Path) -> None:
     assert "<svg" in html_of(page)
     save(page, picture=str(tmp_path / "drawn.png"))
     assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("answer", ["yes", "no", "unknown"])
+def test_a_verdict_comes_first_and_is_in_the_figures(answer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    verdict = Verdict(text="It is so.", advice="Do this.", answer=answer, margin=2.0)
+    page = replace(PAGE, verdict=verdict, rows=[{"name": "a, b", "MB": 1.5}, {"name": "c", "MB": None}])
+    publish(page, ReportFiles())
+    assert capsys.readouterr().out.startswith("It is so.\nNext: Do this.\n\nit is [bold]")
+    assert "<p><b>It is so.</b></p>" in html_of(page)
+    publish(page, ReportFiles(json_path="-"))
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "verdict": "It is so.",
+        "advice": "Do this.",
+        "answer": answer,
+        "margin": 2.0,
+        "rate": 1.5,
+    }
+    publish(page, ReportFiles(csv_path="-"))
+    assert capsys.readouterr().out == 'name,MB\n"a, b",1.5\nc,\n'
+
+
+def test_a_strict_command_fails_unless_the_answer_is_yes() -> None:
+    fail_unless_yes(replace(PAGE, verdict=Verdict(text="", advice="", answer="yes")))
+    for answer in ("no", "unknown"):
+        with pytest.raises(click.exceptions.Exit) as left:
+            fail_unless_yes(replace(PAGE, verdict=Verdict(text="", advice="", answer=answer)))
+        assert left.value.exit_code == 1
