@@ -31,8 +31,8 @@ from sharding.plan.batch_plan import Tail
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from dataflow.progress.epoch import EpochPosition
     from dataflow.live.record import Role
+    from dataflow.progress.epoch import EpochPosition
     from dataflow.stats import LoaderStats, WorkerStats
     from dataflow.stream.loader import StreamLoader
     from prefetch.control.pause import ReadPause
