@@ -69,6 +69,7 @@ PUBLIC = {
     "dataflow",
     "dataflow.grad.strategies",
     "dataflow.integrations.accelerate",
+    "dataflow.integrations.torchtitan",
     "dataflow.integrations.transformers",
     "dataflow.testing",
     "dataflow.topology_exchange",

@@ -1,0 +1,141 @@
+"""torchtitan's trainer on CPUs with gloo, which it does not provide for, and a record of what it trains on.
+
+torchtitan 0.3.0 is written for accelerators and for a torch that is not released yet. Beside its own code the
+tests need what follows here, all of it outside of the data:
+
+- a device module for "cpu" with the names, properties and statistics that `torch.cpu` lacks;
+- `torch.distributed.set_timeout`, which torch 2.13 has under a private name;
+- sums in place of scaled sums in FSDP's reductions, because gloo has no `PREMUL_SUM`;
+- attention by `scaled_dot_product_attention`, because flex attention has no backward pass on CPUs and the
+  other choice needs CUDA. It does not look at the bounds of documents: their masks are tested by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+PRELOADED = ("torchtitan.models.llama3.config_registry", "torchtitan.train", "tokenizers")
+"""The modules that ranks would import anew, 6 s each."""
+ON_CPU = [
+    "--parallelism.spmd_backend=partial_dtensor",
+    "--training.mixed_precision_param=float32",
+    "--training.disable_cuda_graphs",
+    "--loss.num_chunks=1",
+]
+
+
+class CpuModule:
+    """What torchtitan asks of `torch.cuda`, answered for CPUs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, device: Any) -> str:
+        return "cpu"
+
+    def get_device_properties(self, device: Any) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=1)
+
+    def memory_stats(self, device: Any) -> dict[str, int]:
+        return {}
+
+    def reset_peak_memory_stats(self) -> None:
+        """There are none."""
+
+    def empty_cache(self) -> None:
+        """There is none."""
+
+
+def use_cpu() -> None:
+    """Let torchtitan run on CPUs in this process."""
+    from torchtitan import trainer
+    from torchtitan.components import metrics
+    from torchtitan.distributed import parallel_dims, utils as distributed_utils
+    from torchtitan.models import llama3
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.tools import utils
+
+    for module in (utils, metrics, parallel_dims, distributed_utils):
+        vars(module).update(device_type="cpu", device_module=CpuModule())
+    if not hasattr(dist, "set_timeout"):
+        dist.set_timeout = dist.distributed_c10d._set_pg_timeout
+    trainer.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda s: None)  # 2 s at the end
+    llama3.get_attention_config = lambda backend: ScaledDotProductAttention.Config()
+
+
+def write_data(folder: Path) -> None:
+    """Write the example's data below a folder."""
+    os.chdir(folder)
+    import titan_config
+
+    titan_config.main()
+
+
+def train(record: Path, folder: Path, options: Sequence[str] = (), kill_at: int | None = None) -> None:
+    """Train on this rank as `torchtitan.train` does, by the example's configuration.
+
+    Args:
+        record: a folder for a file a rank: a line a step, with its loss and the rows that were trained on.
+        folder: the working directory: data and checkpoints are below it.
+        options: of torchtitan's command line.
+        kill_at: a step before which all ranks are killed, having trained on the one before.
+    """
+    os.chdir(folder)
+    use_cpu()
+    from torchtitan.config import ConfigManager
+
+    arguments = ["--module=titan_config", "--config=pretrain", *ON_CPU, *options]
+    config = ConfigManager().parse_args(arguments)
+    config.activation_checkpoint = None  # recomputing takes longer here
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    trainer = config.build()
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    record.mkdir(exist_ok=True)
+    with open(record / f"{dist.get_rank()}.jsonl", "w", buffering=1) as lines:
+        _record(trainer, lines, kill_at)
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+
+
+def _record(trainer: Any, lines: Any, kill_at: int | None) -> None:
+    """Have a trainer write what it trains on, and its losses."""
+    batches_of, train_step = trainer.batch_generator, trainer.train_step
+    rows: list[list[int]] = []
+
+    def batch_generator(loader: Any) -> Any:
+        for inputs, labels in batches_of(loader):
+            rows.extend(inputs["input"].tolist())
+            yield inputs, labels
+
+    def step(batches: Any) -> None:
+        if trainer.step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rows.clear()
+        train_step(batches)
+
+    def log(step: int, loss: float, *_: Any, **__: Any) -> None:
+        lines.write(json.dumps({"step": step, "loss": loss, "rows": rows}) + "\n")
+
+    def log_validation(loss: float, step: int) -> None:
+        lines.write(json.dumps({"step": step, "validation": loss}) + "\n")
+
+    trainer.batch_generator, trainer.train_step = batch_generator, step
+    trainer.metrics_processor.log, trainer.metrics_processor.log_validation = log, log_validation
