@@ -446,6 +446,8 @@ class StreamLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: seed and shuffle come from the state.
 
+        A warning says where the loader was given others.
+
         Raises:
             ValueError: the state is damaged or was taken over other data, or with another `batching`.
         """
@@ -456,11 +458,28 @@ class StreamLoader:
         if type(skipped) is not int or skipped < 0:
             raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
         plan = self._plan.resumed(loaded, of=self.dataset)
+        self._warn_of_another_order(loaded)
         self.close()
         self._use_plan(plan)
         self.window_reason = "as in the loaded state"
         self._errors.count = skipped
         self._loops.resume(loaded.epoch, loaded.position)
+
+    def _warn_of_another_order(self, loaded: PlanState) -> None:
+        """Say which settings of this loader the state replaces. Nobody can tell a default that was given."""
+        settings, kind = self.settings, loaded.shuffle.kind
+        pairs = []
+        if settings.seed not in (0, loaded.seed):
+            pairs.append((f"seed={settings.seed}", f"seed={loaded.seed}"))
+        if settings.shuffle is not None and settings.order.kind != kind:
+            pairs.append((f"shuffle {settings.order.kind!r}", f"shuffle {kind!r}"))
+        if pairs:
+            here, there = (" and ".join(names) for names in zip(*pairs, strict=True))
+            warnings.warn(
+                f"this loader was given {here}, and goes on with {there} of the loaded state, in which its "
+                "position means the samples that come next; for another order begin anew, without the state",
+                stacklevel=4,
+            )
 
     # ---- engine -------------------------------------------------------------------------------------
 

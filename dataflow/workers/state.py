@@ -15,7 +15,7 @@ import contextlib
 import copy
 import itertools
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,8 +36,10 @@ from dataflow.workers.samplers import (
 )
 from dataflow.workers.worker import WorkerState
 
-VERSION = 4
+VERSION = 5
 _TAG = "__dataflow__"
+_TOKENS = frozenset(("begun", "draws", "epoch", "iterator", "now", "order", "seed", "state"))
+"""The names of what `SamplerProgress` tells of the order."""
 
 
 @dataclass(kw_only=True)
@@ -63,26 +65,25 @@ class WorkerProgress:
         """Return what outlives the epoch."""
         return WorkerProgress(state=WorkerState(self.state.dataset), random=self.random)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as part of a state."""
+    def fields(self) -> dict[str, Any]:
+        """Return it as part of a state, to be encoded."""
         return {
             "batches": self.batches,
             "since": self.since,
-            "dataset": encoded(self.state.dataset),
-            "iterator": encoded(self.state.iterator),
+            "dataset": self.state.dataset,
+            "iterator": self.state.iterator,
             "ended": self.state.ended,
-            "random": encoded(self.random),
+            "random": self.random,
         }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> WorkerProgress:
-        """Return the inverse of `to_json`."""
-        dataset, iterator = decoded(value["dataset"]), decoded(value["iterator"])
+    def of(cls, value: Mapping[str, Any]) -> WorkerProgress:
+        """Return the inverse of `fields`."""
         return cls(
             batches=_count(value, "batches"),
             since=_count(value, "since"),
-            state=WorkerState(dataset, iterator, _checked(value, "ended", bool)),
-            random=decoded(value["random"]),
+            state=WorkerState(value["dataset"], value["iterator"], _checked(value, "ended", bool)),
+            random=value["random"],
         )
 
 
@@ -327,8 +328,8 @@ class EpochProgress:
             "turn": self.turn,
             "num_lanes": self.num_workers,
             "next_lane": 0 if self.complete else self.next_worker,
-            "sampler": {name: encoded(token) for name, token in tokens.items()},
-            "lanes": [worker.to_json() for worker in self._workers_to_tell(loader)],
+            "sampler": encoded(dict(tokens)),
+            "lanes": encoded([worker.fields() for worker in self._workers_to_tell(loader)]),
         }
 
     def _workers_to_tell(self, loader: TorchDataLoader[Any]) -> list[WorkerProgress]:
@@ -379,11 +380,11 @@ def progress_from(state: Mapping[str, Any], loader: TorchDataLoader[Any]) -> Epo
         raise ValueError(f"the state is damaged: {error!r}") from error
 
 
-def _checked_progress(state: Mapping[str, Any]) -> EpochProgress:
-    chain = None
+def _checked_progress(loaded: Mapping[str, Any]) -> EpochProgress:
+    state, chain = {name: decoded(value) for name, value in loaded.items()}, None
     if state["chain"] is not None:
         chain = torch.Generator()
-        chain.set_state(decoded(state["chain"]))
+        chain.set_state(state["chain"])
     batches, num_workers = _count(state, "batches"), _count(state, "num_lanes")
     next_worker, ahead = _count(state, "next_lane"), _checked(state, "ahead", list)
     workers = _checked(state, "lanes", list)
@@ -396,6 +397,8 @@ def _checked_progress(state: Mapping[str, Any]) -> EpochProgress:
     complete, sampler = _checked(state, "complete", bool), _checked(state, "sampler", dict)
     if complete and (batches or next_worker or ahead or sampler.keys() - {"draws", "state"}):
         raise ValueError("the state is damaged: it is of no epoch, and has a position in one")
+    if unknown := sampler.keys() - _TOKENS:
+        raise ValueError(f"the state is damaged: its sampler has unknown fields {unknown}")
     for name in sampler.keys() & {"seed", "epoch"}:
         _count(sampler, name)
     if batches and not sampler and not str(state["sampler_kind"]).endswith(("None", "SequentialSampler")):
@@ -410,11 +413,11 @@ def _checked_progress(state: Mapping[str, Any]) -> EpochProgress:
         turn=_count(state, "turn"),
         num_workers=num_workers,
         next_worker=next_worker,
-        generator=decoded(state["generator"]),
+        generator=state["generator"],
         chain=chain,
-        sampler=SamplerProgress({name: decoded(token) for name, token in sampler.items()}),
-        workers={number: WorkerProgress.from_json(value) for number, value in enumerate(workers)},
-        loaded=state,
+        sampler=SamplerProgress(sampler),
+        workers={number: WorkerProgress.of(value) for number, value in enumerate(workers)},
+        loaded=loaded,
     )
 
 
@@ -433,46 +436,48 @@ def _count(fields: Mapping[str, Any], name: str) -> int:
 
 
 def encoded(value: Any) -> Any:
-    """A JSON value for tensors, arrays, bytes, tuples and mappings with other keys than text.
+    """A JSON value of scalars and lists for tensors, arrays, bytes, tuples and mappings.
 
-    What JSON and this function do not know is left as it is: such a state is for `torch.save`.
+    Mappings become lists of pairs because of torch.distributed.checkpoint, which keeps each value of a
+    mapping by itself, and loads those whose keys the loader's state has before it is loaded. What JSON and
+    this function do not know is left as it is: such a state is for `torch.save`.
     """
     if isinstance(value, torch.Tensor):
-        return {_TAG: "tensor", "value": encoded(value.detach().cpu().numpy())}
+        return [_TAG, "tensor", encoded(value.detach().cpu().numpy())]
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-        return {_TAG: "array", "dtype": value.dtype.str, "shape": list(value.shape), "value": data}
+        return [_TAG, "array", [value.dtype.str, list(value.shape), data]]
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, bytes):
-        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
-    if type(value) is tuple:
-        return {_TAG: "tuple", "value": [encoded(item) for item in value]}
-    if type(value) is list:
-        return [encoded(item) for item in value]
-    if type(value) is dict:
-        if all(type(key) is str for key in value) and _TAG not in value:
-            return {key: encoded(item) for key, item in value.items()}
-        return {_TAG: "dict", "value": [[encoded(key), encoded(item)] for key, item in value.items()]}
-    return value
+        return [_TAG, "bytes", base64.b64encode(value).decode()]
+    if type(value) in (dict, OrderedDict):
+        return [_TAG, "dict", [[encoded(key), encoded(item)] for key, item in value.items()]]
+    if type(value) not in (tuple, list):
+        return value
+    items = [encoded(item) for item in value]
+    if type(value) is list and items[:1] != [_TAG]:
+        return items
+    return [_TAG, type(value).__name__, items]
 
 
 def decoded(value: Any) -> Any:
     """Return the inverse of `encoded`."""
-    if type(value) is list:
-        return [decoded(item) for item in value]
-    if not isinstance(value, dict):
+    if type(value) is not list:
         return value
-    tag = value.get(_TAG)
-    if tag is None:
-        return {key: decoded(item) for key, item in value.items()}
+    if value[:1] != [_TAG]:
+        return [decoded(item) for item in value]
+    _, tag, held = value
     if tag == "tensor":
-        return torch.from_numpy(decoded(value["value"]))
+        return torch.from_numpy(decoded(held))
     if tag == "array":
-        data = bytearray(base64.b64decode(value["value"]))
-        return np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"])
+        dtype, shape, data = held
+        return np.frombuffer(bytearray(base64.b64decode(data)), np.dtype(dtype)).reshape(shape)
     if tag == "bytes":
-        return base64.b64decode(value["value"])
-    if tag == "tuple":
-        return tuple(decoded(item) for item in value["value"])
-    return {decoded(key): decoded(item) for key, item in value["value"]}
+        return base64.b64decode(held)
+    if tag == "dict":
+        return {decoded(key): decoded(item) for key, item in held}
+    if tag not in ("tuple", "list"):
+        raise TypeError(f"{tag!r} names no kind of value")
+    items = [decoded(item) for item in held]
+    return tuple(items) if tag == "tuple" else items

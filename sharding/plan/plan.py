@@ -6,6 +6,7 @@ rank.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -20,6 +21,7 @@ from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import BatchPlan, Dealing
 
 _OPTIONAL = {"batching", "sources", "weights"}
+_AS_TEXT = ("batching", "weights")
 STATE_VERSION = 4
 """The order of version 1 had no lanes; in that of version 2 all epochs began with small windows; in that of
 version 3 pieces of samples were carried from megabatch to megabatch, and what came before weights that were
@@ -196,9 +198,13 @@ class PlanState:
             raise ValueError(f"fingerprint must be at most 128 printable ASCII characters, got {text!r}")
 
     def to_json(self) -> dict[str, object]:
-        """The state as JSON types; `batching`, `sources` and `weights` only where there are any."""
+        """The state as JSON types, with the same keys whatever it holds.
+
+        torch.distributed.checkpoint keeps each value of a mapping by itself, and loads those whose keys the
+        loader's state has before it is loaded. So the mappings `batching` and `weights` are JSON text here.
+        """
         fields = asdict(self) | {"shuffle": self.shuffle.to_json()}
-        return {k: v for k, v in fields.items() if v is not None or k not in _OPTIONAL}
+        return fields | {name: _text_of(getattr(self, name)) for name in _AS_TEXT}
 
     @classmethod
     def from_json(cls, value: object) -> PlanState:
@@ -212,7 +218,20 @@ class PlanState:
         if unknown := sorted(set(value) - names, key=str):
             raise ValueError(f"the state has unknown fields: {', '.join(map(str, unknown))}")
         state = cast(Mapping[str, object], value)
-        return cls(**{**state, "shuffle": Shuffle.from_json(state["shuffle"])})  # type: ignore[arg-type]
+        held = {name: _from_text(name, state.get(name)) for name in _AS_TEXT}
+        return cls(**{**state, **held, "shuffle": Shuffle.from_json(state["shuffle"])})  # type: ignore[arg-type]
+
+
+def _text_of(value: Mapping[str, object] | None) -> str | None:
+    return None if value is None else json.dumps(value, separators=(",", ":"))
+
+
+def _from_text(name: str, value: object) -> object:
+    """A mapping or None; states of before have it as it is, not as text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"{name} must be JSON text or missing, got {value!r}") from error
 
 
 def _are_counts(values: object) -> bool:

@@ -65,6 +65,7 @@ PLANS = [
 """A row of each kind of plan, for what no format and no function of the user's changes."""
 
 
+@pytest.mark.filterwarnings("ignore:this loader was given:UserWarning")
 @every_row
 def test_a_state_resumes_after_any_batch(
     name: str, data: tuple[Path, Whole], request: pytest.FixtureRequest

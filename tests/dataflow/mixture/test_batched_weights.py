@@ -198,7 +198,7 @@ def test_what_came_before_the_oldest_weights_that_are_kept_does_not_begin_anew(
         states: list[Any] = []
         whole = run(loader, changes, 1, states)
         following = run(loader, {}, 1)
-        assert max(len(state["weights"]["steps"]) for state in states[2:]) == 4
+        assert max(len(json.loads(state["weights"])["steps"]) for state in states[2:]) == 4
         loader.set_epoch(0)
         with pytest.raises(ValueError, match="epoch 0 cannot begin anew: weights were set more than"):
             next(iter(loader))
@@ -225,7 +225,7 @@ def test_a_source_that_is_added_goes_on_with_a_state_of_the_others(folder: Path,
             later = run(loader, {1: [1, 1, 2]}, 1)
         assert {token // 1000 for token in chain(*chain(*later)) if token} == {1, 2, 3}
         assert later[0] == whole[cut + 1]
-    ((*place, shares),) = states[5]["weights"]["steps"]
+    ((*place, shares),) = json.loads(states[5]["weights"])["steps"]
     more = edited(states[5], weights={"steps": [[*place, shares + " 0"]]})
     with loader_of(old) as loader, pytest.raises(ValueError, match="of 3 sources, and the mixture has 2"):
         loader.load_state_dict(more)

@@ -252,7 +252,7 @@ def test_damaged_weights_of_a_state_are_refused_by_name(sources: list[ShardedDat
         next(run_on)
         loader.dataset.set_weights([1, 1, 1])
         state = loader.state_dict()
-        good = state["weights"]
+        good = json.loads(state["weights"])
         shares = "1/3 1/3 1/3"
         assert good == {"steps": [[0, 6, shares]]}
         for wrong in (
@@ -278,6 +278,8 @@ def test_damaged_weights_of_a_state_are_refused_by_name(sources: list[ShardedDat
             {**good, "first": [0, 0, 0, 0], "given": [2, 2, 2]},
             {**good, "more": 1},
             [1],
+            "{",
+            "[1]",
         ):
             with pytest.raises(ValueError, match="weight"):
                 loader.load_state_dict(edited(state, weights=wrong))

@@ -44,6 +44,22 @@ def test_the_state_inside_a_loop_counts_delivered_batches_not_prefetched_ones(in
     assert positions == [min(4 * k, NUM_SAMPLES) for k in range(1, 13)]
 
 
+def test_a_seed_and_a_shuffle_that_a_state_replaces_are_named(ints: Made) -> None:
+    with DataLoader(ints.open(), 4, Shuffle("window", 2), seed=3) as loader:
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+    with DataLoader(ints.open(), 4) as of_defaults:
+        of_defaults.load_state_dict(state)
+    with (
+        DataLoader(ints.open(), 4, Shuffle("full"), seed=5) as other,
+        pytest.warns(
+            UserWarning, match="given seed=5 and shuffle 'full', and goes on with seed=3 and sh"
+        ) as told,
+    ):
+        other.load_state_dict(state)
+    assert [warning.filename for warning in told] == [__file__]
+
+
 # ---- other ranks, other sizes -------------------------------------------------------------------------
 
 

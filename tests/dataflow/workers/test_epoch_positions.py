@@ -188,7 +188,7 @@ def test_states_count_epochs_and_those_of_before_are_refused() -> None:
     assert [state["epoch"] for state in states] == [0] * 8 + [1] * 8
     old = checked_fields(states[3])
     del old["epoch"]
-    with pytest.raises(ValueError, match="version 4"):
+    with pytest.raises(ValueError, match="version 5"):
         loader.load_state_dict(with_checksum({**old, "version": 2}))
 
 

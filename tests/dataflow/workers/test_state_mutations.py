@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from dataflow import DataLoader, Shuffle
 from dataflow.state_checksum import with_checksum
+from dataflow.workers.state import decoded
 
 MUTATIONS = 300
 STRANGE = [None, True, False, 0, 1, -1, 2**70, 0.5, float("nan"), "", "x", [], [0], {}, {"kind": "full"}]
@@ -259,7 +260,7 @@ def test_an_edited_state_with_the_right_checksum_is_refused_or_means_what_it_say
         if fields["complete"]:
             assert sorted(itertools.chain(*found)) == list(range(40)), path
             continue
-        generator = torch.Generator().manual_seed(fields["sampler"]["seed"])
+        generator = torch.Generator().manual_seed(decoded(fields["sampler"])["seed"])
         order = list(BatchSampler(RandomSampler(range(40), generator=generator), 4, False))
         given = {*range(fields["batches"]), *fields["ahead"]}
         assert found == [batch for number, batch in enumerate(order) if number not in given], path

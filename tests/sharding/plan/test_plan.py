@@ -393,7 +393,21 @@ def test_the_states_json_is_pinned():
             "source_windows": [],
         },
         "fingerprint": "ab",
+        "batching": None,
+        "sources": None,
+        "weights": None,
     }
+
+
+def test_a_states_keys_are_the_same_whatever_it_holds():
+    """torch.distributed.checkpoint loads by the keys of the state that the loader has at first."""
+    state = replace(
+        STATE, batching={"kind": "packed"}, sources=[1, 2], weights={"steps": [[0, 6, "1/2 1/2"]]}
+    )
+    assert list(state.to_json()) == list(STATE.to_json())
+    assert PlanState.from_json(state.to_json()) == state
+    of_before = state.to_json() | {"batching": {"kind": "packed"}, "weights": {"steps": [[0, 6, "1/2 1/2"]]}}
+    assert PlanState.from_json(of_before) == state
 
 
 def test_a_state_rebuilds_the_order_it_was_made_with():
