@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from msgspec import Struct
@@ -79,8 +79,8 @@ class ColumnSpec:
     items: int = 0
     """For "bytes_list", about how many byte strings a list has: the mean of the block that has most."""
     feature: str = ""
-    """The feature of Hugging Face `datasets`, as JSON, such as '{"_type": "Image"}'; of lists, that of an
-    item. "": nothing but what is stored."""
+    """The feature of Hugging Face `datasets`, as JSON, such as '{"_type": "Image"}', or the format's own word
+    for how values are stored; of lists, that of an item. "": nothing but what is stored."""
     is_part: bool = False
     """True if it is a part of another column, and delivered only where it is named."""
     is_index: bool = False
@@ -214,6 +214,9 @@ class Format(ABC):
     """True if `locate` tells where columns of fixed size lie: they are delivered as they are stored."""
     token_column = ""
     """Column of fixed size that holds token ids, delivered as int64 whatever they are stored as; "": none."""
+    listing_name = ""
+    """Name of a file, in the folder of the shards or one above, that lists them; `scan` is given what it says
+    of the shard as `listed`, or None where there is none. "": there is no such file."""
 
     def options(self) -> dict[str, str | int]:
         """Return what it was made with, as arguments of `resolve_format`, without those left at defaults.
@@ -225,6 +228,14 @@ class Format(ABC):
     def alternatives(self, column: str) -> list[str]:
         """Return the stored columns that a column's name stands for: its value is the first there is."""
         return column.split(ALTERNATIVE) if self.columns_are_extensions else [column]
+
+    def rule(self, spec: ColumnSpec) -> str | Callable[[bytes], Any] | None:
+        """Return how `decode="auto"` decodes a column of byte strings whose kind does not tell.
+
+        A name as in `decode=` ("pickle" is refused), or a function of one value's bytes that can be pickled,
+        whose arrays become tensors; None: the bytes are delivered.
+        """
+        return None
 
     @abstractmethod
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:

@@ -22,11 +22,18 @@ ORDERS = {"sharding.order", "sharding.plan", "sharding.mixture", "sharding.lengt
 MAY_USE: dict[str, set[str]] = {
     # sharding: values
     "sharding": set(),
-    "sharding.formats": {"sharding.formats.arrow", "sharding.formats.tar"},
+    "sharding.formats": {"sharding.formats.arrow", "sharding.formats.streaming", "sharding.formats.tar"},
     "sharding.formats.arrow": set(),
+    "sharding.formats.streaming": set(),
     "sharding.formats.tar": set(),
     "sharding.hub": {"sharding.formats", "sharding.write"},
-    "sharding.catalog": {"sharding.formats", "sharding.formats.arrow", "sharding.hub", "sharding.write"},
+    "sharding.catalog": {
+        "sharding.formats",
+        "sharding.formats.arrow",
+        "sharding.formats.streaming",
+        "sharding.hub",
+        "sharding.write",
+    },
     "sharding.order": set(),
     "sharding.plan": {"sharding.order", "sharding.catalog", "sharding.topology"},
     "sharding.mixture": {"sharding.order", "sharding.plan"},
@@ -186,6 +193,7 @@ MOST_LINES = {
     "sharding/catalog": 2_600,
     "sharding/formats": 850,
     "sharding/formats/arrow": 3_650,
+    "sharding/formats/streaming": 1_700,
     "sharding/formats/tar": 1_650,
     "sharding/hub": 1_150,
     "sharding/lengths": 2_000,

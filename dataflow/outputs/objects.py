@@ -30,6 +30,8 @@ class ObjectOutput(DecodedOutput):
     """The bytes of one value -> a Python object."""
     is_stacked: bool = False
     """True if arrays of a batch, which are all of one shape, become one tensor."""
+    is_format_rule: bool = False
+    """True if the function is the format's, not the user's."""
 
     @property
     def missing_cure(self) -> str:
@@ -45,7 +47,8 @@ class ObjectOutput(DecodedOutput):
     def function(self) -> Callable[[bytes], Any] | None:
         """See `Output`."""
         ours = (bytes_tensor, *CONVERTERS.values())
-        return None if any(self.convert is one for one in ours) else self.convert
+        is_ours = self.is_format_rule or any(self.convert is one for one in ours)
+        return None if is_ours else self.convert
 
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """See `Output`. A missing object is None, unless there is a default, and objects are not stacked."""
@@ -81,7 +84,10 @@ class ObjectOutput(DecodedOutput):
             if value is not None and described(value) != described(first):
                 assert stored is not None
                 what = f"{described(value)}, but another sample has {described(first)}"
-                cure = f"values of one size are stacked; decode={{{self.name!r}: Optional('npy')}} lists them"
+                rule = "auto" if self.is_format_rule else "npy"
+                cure = (
+                    f"values of one size are stacked; decode={{{self.name!r}: Optional({rule!r})}} lists them"
+                )
                 raise columns.rows.sample_error(stored[1], f"{what}: {cure}", self.name)
         return torch.stack([torch.zeros_like(first) if value is None else value for value in objects])
 

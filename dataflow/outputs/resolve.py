@@ -222,6 +222,8 @@ def _single(name: str, source: str, specs: list[ColumnSpec], rule: object, codec
         return _fixed(name, source, spec, rule, codec)
     if rule == "auto":
         rule = _auto_rule(source, spec, codec)
+        if callable(rule):
+            return _format_objects(name, sources, spec, rule)
     if spec.kind == "bytes_list":
         return _list_of(name, sources, rule, items=max(1, spec.items))
     if rule is None or rule in ("bytes", "raw", "list"):
@@ -245,6 +247,16 @@ def _check_padding(name: str, source: str, spec: ColumnSpec, rule: object, codec
                 f"Pad() pads values as they are stored, and column {name!r} holds {kind} files: leave it to "
                 "decode='auto' and pad in collate_fn=, or write the values as lists in Parquet or Arrow"
             )
+
+
+def _format_objects(
+    name: str, sources: tuple[str, ...], spec: ColumnSpec, rule: Callable[[bytes], Any]
+) -> Output:
+    """Return the output of what the format's own function makes of values."""
+    from dataflow.outputs.objects import ObjectOutput
+
+    is_stacked = spec.size_range is not None and len({*spec.size_range}) == 1
+    return ObjectOutput(name=name, sources=sources, convert=rule, is_stacked=is_stacked, is_format_rule=True)
 
 
 def _decoded(name: str, sources: tuple[str, ...], spec: ColumnSpec, rule: object) -> Output:
@@ -308,6 +320,11 @@ def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
         rule = _feature_rule(json.loads(spec.feature))
         if rule is not None and spec.kind != "json":
             return rule
+        rule = codec.rule(spec)
+        if rule == "pickle":
+            raise _unsafe(source)
+        if rule is not None:
+            return rule
     if spec.kind in ("text", "json"):
         return spec.kind
     if not codec.columns_are_extensions:
@@ -331,11 +348,15 @@ def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
         if suffix in suffixes:
             return rule
     if suffix in UNSAFE_SUFFIXES:
-        raise ValueError(
-            f"column {source!r} holds pickled data, and unpickling runs code from the dataset; "
-            f'ask for it with decode={{"{source}": "pickle"}} or "torch", or leave the column out'
-        )
+        raise _unsafe(source)
     return None
+
+
+def _unsafe(source: str) -> ValueError:
+    return ValueError(
+        f"column {source!r} holds pickled data, and unpickling runs code from the dataset; "
+        f'ask for it with decode={{"{source}": "pickle"}} or "torch", or leave the column out'
+    )
 
 
 def _feature_rule(feature: Mapping[str, Any]) -> object:

@@ -19,10 +19,11 @@ from contextlib import ExitStack
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format, Shard, ShardScan
 from sharding.catalog.file import VERSION, arrow_rows, kept_folder
+from sharding.catalog.listings import entries_of
 from sharding.catalog.schema import group_schemas
 from sharding.catalog.storage import (
     check_shard,
@@ -89,6 +90,8 @@ class _OpenedUrl(Struct, frozen=True):
     """The URL, with password and signature."""
     fs: Any
     path: str
+    listed: Any = None
+    """The entry in a file that lists the shards, if there is one."""
 
 
 def build_catalog(
@@ -124,6 +127,9 @@ def build_catalog(
         raise ValueError("urls must name at least one shard, got none")
     options = catalog_options(codec)
     opened_urls = _opened(urls, storage_options)
+    if codec.listing_name:
+        entries = retry(lambda: entries_of(urls, storage_options), urls[0])
+        opened_urls = [structs.replace(one, listed=entries.get(one.url)) for one in opened_urls]
 
     def index(opened: _OpenedUrl) -> tuple[Shard, ShardScan] | ShardError:
         try:
@@ -206,7 +212,9 @@ def _index_shard(
         return shard, ShardScan(none, none, none, none, schema={})
     with ExitStack() as files:
         file = files.enter_context(open_shard(shard, opened.fs, opened.path))
-        named, beside = {opened.url: file}, dict[str, BinaryIO]()
+        named, beside = {opened.url: file}, dict[str, Any]()
+        if codec.listing_name:
+            beside["listed"] = opened.listed
         other_url = sibling(opened.url, codec.sibling_suffix) if codec.sibling_suffix else ""
         if other_url and not (codec.may_lack_sibling and not exists(other_url, options)):
             other = _opened([other_url], options)[0]
@@ -234,6 +242,8 @@ def _refuse_compressed(named: Mapping[str, BinaryIO], entry: FormatEntry | None)
     Asked where indexing fails or finds nothing, so that no shard costs a read more.
     """
     for url, file in named.items():
+        if entry and file_name(url).lower().endswith(entry.compressions):
+            continue
         file.seek(0)
         head = file.read(HEAD_BYTES)
         file.seek(0)

@@ -1,10 +1,11 @@
 """List the shards that a user's text means.
 
-A source is a path, a URL, a brace pattern, a glob or a directory, or a list of those. Braces expand first,
-as in bash (order kept, zero padding kept), then globs and directories are listed by the store and sorted.
-The result has no duplicates, and local shards are absolute paths. What is spelled out is not looked up at a
-remote store: a thousand URLs of a brace pattern cost no request here. Where one of them turns out to be a
-folder, or not to be there, `found_again` looks.
+A source is a path, a URL, a brace pattern, a glob, a directory or an `index.json`, or a list of those. Braces
+expand first, as in bash (order kept, zero padding kept), then globs and directories are listed by the store
+and sorted; of MDS and LitData, the `index.json` in a directory lists it. The result has no duplicates, and
+local shards are absolute paths. What is spelled out is not looked up at a remote store: a thousand URLs of a
+brace pattern cost no request here. Where one of them turns out to be a folder, or not to be there,
+`found_again` looks.
 
 A name that exists means what is called so, whatever signs are in it; and a glob below folders that exist by
 their names is one below these.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
+from sharding.catalog.listings import is_listing, shards_listed
 from sharding.catalog.storage import open_url, store_errors
 from sharding.errors import ShardReadError
 from sharding.formats import has_suffix, may_be_empty
@@ -160,6 +162,8 @@ def _exists(url: str, options: Mapping[str, Any] | None) -> bool:
 
 
 def _look_up(url: str, options: Mapping[str, Any] | None, suffixes: Collection[str] | None) -> list[str]:
+    if is_listing(url) and not is_glob(url):
+        return shards_listed(_canonical(url), options) or [_canonical(url)]
     if is_http(url):
         return [_http_file(url, options)]
     if is_glob(url) and not _exists(url, options):
@@ -168,7 +172,7 @@ def _look_up(url: str, options: Mapping[str, Any] | None, suffixes: Collection[s
     with store_errors(url):
         info = fs.info(path)
         is_directory = info["type"] == "directory" or (not info["size"] and _has_children(fs, path))
-    return _list_directory(url, fs, path, suffixes) if is_directory else [_canonical(url)]
+    return _list_directory(url, fs, path, suffixes, options) if is_directory else [_canonical(url)]
 
 
 def _has_children(fs: Any, path: str) -> bool:
@@ -185,7 +189,8 @@ def _below(name: str, folder: str) -> str:
 def _http_file(url: str, options: Mapping[str, Any] | None) -> str:
     if naming_part(url).endswith("/") or (is_glob(url) and not _exists(url, options)):
         rule = (
-            "HTTP servers cannot be listed: give a brace pattern such as 'train-{0000..0099}.tar', or a list"
+            "HTTP servers cannot be listed: give a brace pattern such as 'train-{0000..0099}.tar', a list, "
+            "or the index.json of MDS or LitData"
         )
         raise ValueError(f"{rule}; got {identity_of(url)!r}")
     return url
@@ -225,9 +230,15 @@ def _matches(fs: Any, path: str) -> dict[str, dict[str, Any]]:
     return {name: info for name, info in found.items() if is_match(_below(name, folder))}
 
 
-def _list_directory(url: str, fs: Any, path: str, suffixes: Collection[str] | None) -> list[str]:
+def _list_directory(
+    url: str, fs: Any, path: str, suffixes: Collection[str] | None, options: Mapping[str, Any] | None
+) -> list[str]:
     with store_errors(url):
         entries = fs.ls(path, detail=True)
+    for name in (entry["name"] for entry in entries if is_listing(entry["name"])):
+        listed = shards_listed(_in_place_of(path, url.rstrip("/"), name, fs), options)
+        if listed is not None:
+            return listed
     shards = _files(entries, folder=path, suffixes=suffixes)
     if not shards:
         from sharding.formats.unread import unread_text

@@ -35,6 +35,8 @@ class FormatEntry(Struct, frozen=True, kw_only=True):
     """True if a file of 0 bytes, not called a compressed one, has no samples: text that nobody wrote to."""
     takes_any_bytes: bool = False
     """True if indexing reads so little of a file that any bytes will do."""
+    compressions: tuple[str, ...] = ()
+    """Endings behind its own of files that it decompresses itself."""
 
 
 _ARROW, _WITH_END = "sharding.formats.arrow", ("allow_unfinished",)
@@ -70,6 +72,11 @@ ENTRIES = {
         options=("length",),
         sibling_suffix=".idx",
     ),
+    "mds": FormatEntry(
+        where="sharding.formats.streaming.mds:MdsFormat",
+        suffixes=(".mds",),
+        compressions=(".zstd", ".gz", ".br", ".bz2", ".snappy"),
+    ),
 }
 """By name, all formats that there are. One more is a file and an entry here."""
 FORMATS = tuple(ENTRIES)
@@ -79,6 +86,12 @@ _FORMAT_OF_SUFFIX = {
     suffix: name for name, entry in ENTRIES.items() for suffix in entry.suffixes if not entry.sibling_suffix
 }
 _COMPRESSIONS = (".gz", ".zst")
+_OWN_COMPRESSIONS = tuple(
+    suffix + compression
+    for entry in ENTRIES.values()
+    for suffix in entry.suffixes
+    for compression in entry.compressions
+)
 
 
 def resolve_format(
@@ -141,6 +154,8 @@ def catalog_options(codec: Format) -> dict[str, str | int]:
 def suffix_of(url: str) -> str:
     """Lower-case ending that tells the format: ".tar" for `a.tar.gz` and `a.tgz`; "" where there is none."""
     name = file_name(url).lower()
+    if name.endswith(_OWN_COMPRESSIONS):
+        name = name.rpartition(".")[0]
     for compression in _COMPRESSIONS:
         name = name.removesuffix(compression)
     stem, dot, ending = name.rpartition(".")
@@ -168,13 +183,13 @@ def has_suffix(url: str, suffixes: Collection[str] | None = None) -> bool:
 def sibling(url: str, suffix: str) -> str:
     """The URL of the file beside a shard that differs in its last ending: `x.bin` -> `x.idx`."""
     name = file_name(url)
-    return _beside(url, (name.rpartition(".")[0] or name) + suffix)
+    return beside(url, (name.rpartition(".")[0] or name) + suffix)
 
 
-def _beside(url: str, beside: str) -> str:
-    """The URL of a file of this name in the shard's folder."""
-    part, name = naming_part(url), file_name(url)
-    return url.replace(part, beside.join(part.rsplit(name, 1)), 1)
+def beside(url: str, name: str) -> str:
+    """The URL of a file of this name, or path, in the folder of another one."""
+    part, own = naming_part(url), file_name(url)
+    return url.replace(part, name.join(part.rsplit(own, 1)), 1)
 
 
 def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) -> str:
@@ -190,7 +205,7 @@ def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) ->
     if len(first_url) != 1:
         two = " and ".join(f"{identity_of(url)!r} ({name})" for name, url in list(first_url.items())[:2])
         raise ValueError(f"the shards of a dataset must have one format, got {two}")
-    if exists and file_name(urls[0]).startswith("chunk-") and exists(_beside(urls[0], "index.json")):
+    if exists and file_name(urls[0]).startswith("chunk-") and exists(beside(urls[0], "index.json")):
         _refuse_unread(urls[0], [*urls, "index.json"])
     for name, entry in ENTRIES.items() if exists else ():
         claims = entry.sibling_suffix and suffix_of(urls[0]) in entry.suffixes

@@ -44,14 +44,14 @@ _INDEX = Unread(
     "the chunks of MDS or LitData", re.compile(r"^index\.json$"), "of the library that wrote them"
 )
 _CHUNKS = Unread("LitData chunks", _LITDATA, "items of litdata.StreamingDataset", is_sure=True)
+_ZARR = Unread(
+    "Zarr arrays",
+    re.compile(r"(^|/)(\.zgroup|\.zarray|\.zmetadata|zarr\.json)$|\.zarr(/|$)"),
+    "zarr.open in its __getitem__",
+    is_sure=True,
+)
 _KINDS = (
-    Unread("MDS shards of streaming", _ending("mds"), "streaming.LocalDataset", is_sure=True),
-    Unread(
-        "Zarr arrays",
-        re.compile(r"(^|/)(\.zgroup|\.zarray|\.zmetadata|zarr\.json)$|\.zarr(/|$)"),
-        "zarr.open in its __getitem__",
-        is_sure=True,
-    ),
+    _ZARR,
     Unread(
         "image files",
         _ending("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm", "pgm", "tif", "tiff"),
@@ -85,8 +85,8 @@ def unread_text(names: Iterable[str], reader: str = "") -> str | None:
     files = [file_name(path) for path in paths]
     for path, file in zip(paths, files, strict=True):
         kind = next((kind for kind in _KINDS if kind.pattern.search(file)), None)
-        if kind is None and _KINDS[1].pattern.search(path):
-            kind = _KINDS[1]
+        if kind is None and _ZARR.pattern.search(path):
+            kind = _ZARR
         if kind is None:
             others[file.rpartition(".")[2]] += 1
         else:

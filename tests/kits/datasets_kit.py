@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
+from formats.streaming_kit import write_mds
 from torch import Tensor
 
 from dataflow import DataLoader, Ragged, ShardedDataset, Topology
@@ -255,6 +256,36 @@ def write_megatron(path: Path, documents: Sequence[Sequence[int]]) -> None:
     path.with_suffix(".idx").write_bytes(head + lengths.tobytes() + pointers.tobytes() + bounds.tobytes())
 
 
+# ---- formats of streaming libraries -------------------------------------------------------------------
+
+
+def make_mds(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    """Two columns without a fixed size, beside numbers and arrays."""
+    samples = [plain_sample(i) for i in range(num_samples)]
+    columns = {
+        "label": ("int", 8),
+        "x": ("float32", 4),
+        "txt": ("str", None),
+        "lst": ("ndarray:int32", None),
+        "vec": ("ndarray:float32:3", 12),
+    }
+    for row in samples:
+        row["lst"] = row["lst"] or [0]  # Streaming writes no empty arrays
+    shards_ = [[_mds_values(row) for row in share] for share in shares(samples)]
+    write_mds(folder, columns, shards_, name="shard-{}.mds")
+    return _made(folder, samples, "*.mds", block_bytes=200)
+
+
+def _mds_values(row: Row) -> dict[str, bytes]:
+    return {
+        "label": np.int64(row["label"]).tobytes(),
+        "x": np.float32(row["x"]).tobytes(),
+        "txt": row["txt"].encode(),
+        "lst": bytes([1 << 2, len(row["lst"])]) + np.array(row["lst"], np.int32).tobytes(),
+        "vec": np.array(row["vec"], np.float32).tobytes(),
+    }
+
+
 MAKERS: dict[str, Callable[..., Made]] = {
     "tar": make_tar,
     "tar.gz": lambda folder, n=NUM_SAMPLES: make_tar(folder, n, "tar.gz"),
@@ -268,6 +299,7 @@ MAKERS: dict[str, Callable[..., Made]] = {
     "tokens.npy": make_tokens_npy,
     "megatron": make_megatron,
     "megatron-windows": make_megatron_windows,
+    "mds": make_mds,
 }
 
 

@@ -56,6 +56,8 @@ def begins_sample(error: SampleError, row: dict[str, Any]) -> bool:
         before = content[: error.offset]
         line = content[error.offset :].partition(b"\n")[0]
         return (not before or before.endswith(b"\n")) and json.loads(line)["label"] == row["label"]
+    if ".mds" in path.suffixes:
+        return np.frombuffer(content, "<i8", 1, error.offset + 8).tolist() == [row["label"]]
     dtype = np.load(path).dtype if path.suffix == ".npy" else np.dtype("<u2")
     tokens = np.frombuffer(content[error.offset :], dtype, len(row["tokens"]))
     return bool((tokens == row["tokens"]).all())

@@ -17,7 +17,6 @@ SOURCES = {
     "images": ("image files (.jpeg)", "ImageFolder", ["1.JPEG", "2.JPEG"]),
     "csv": ("CSV files (.csv)", "pandas.read_csv", ["a.csv", "b.csv"]),
     "tsv": ("CSV files (.tsv.gz)", "pandas.read_csv", ["a.tsv.gz"]),
-    "mds": ("MDS shards of streaming (.mds)", "LocalDataset", ["index.json", "shard.00000.mds"]),
     "litdata": ("LitData chunks (chunk-*.bin", "litdata", ["index.json", "chunk-0-0.bin", "chunk-0-1.bin"]),
     "tfrecord": ("TFRecord files (.tfrecord-00000-of-00002)", "an index", ["a.tfrecord-00000-of-00002"]),
     "hdf5": ("HDF5 files (.h5)", "h5py", ["a.h5"]),
@@ -48,9 +47,9 @@ def test_an_error_says_what_a_folder_is_and_what_to_do(name: str, tmp_path: Path
 
 def test_so_does_that_of_a_folder_of_a_store() -> None:
     files = fsspec.filesystem("memory")
-    for name in ("index.json", "shard.00000.mds", "shard.00001.mds"):
+    for name in ("a.h5", "b.h5"):
         files.pipe(f"/unread/{name}", b"content")
-    with pytest.raises(ShardReadError, match=r"memory://unread: MDS shards of streaming \(\.mds\)"):
+    with pytest.raises(ShardReadError, match=r"memory://unread: HDF5 files \(\.h5\)"):
         ShardedDataset("memory://unread")
 
 

@@ -1,0 +1,298 @@
+"""The columns of MDS shards: what their encodings are, and where values lie in a sample."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, structs
+from numpy.typing import NDArray
+
+from sharding.blocks import Block, Column, ColumnSpec, Spans
+from sharding.errors import CorruptShardError
+from sharding.formats.streaming.offset_table import Ints, gathered, numbers_at, rows_at
+from sharding.formats.streaming.stored_values import byte_lists, decimal_of, pixels_as_files
+
+_NUMBERS = {
+    "int": "int64",
+    **{f"{kind}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"float{bits}" for bits in (16, 32, 64)},
+}
+_IMAGES = ("jpeg", "png")
+_LISTS = {"list[jpeg]": 4, "list[png]": 4, "list[pil]": 4, "jpeg_array": 0, "jpegarray": 0}
+"""Encodings of lists, and the bytes before the number of items."""
+_VALUE_DTYPES = {
+    8: "uint8",
+    9: "int8",
+    16: "uint16",
+    17: "int16",
+    18: "float16",
+    32: "uint32",
+    33: "int32",
+    34: "float32",
+    64: "uint64",
+    65: "int64",
+    66: "float64",
+}
+"""dtype of an array, by the byte that it begins with where its column has none."""
+_CODES = {name: code for code, name in _VALUE_DTYPES.items()}
+_TEXT_NUMBERS = ("str_int", "str_float", "str_decimal")
+_IMAGE_FEATURE = '{"_type": "Image"}'
+
+
+def rule_of(encoding: str) -> str | Callable[[bytes], Any] | None:
+    """Return the decoder of an encoding, as `Format.rule` does."""
+    kind, _, config = encoding.partition(":")
+    if kind == "ndarray":
+        dtype, _, shape = config.partition(":")
+        return partial(array_of, dtype=dtype, shape=_shape(shape))
+    if kind == "str_decimal":
+        return decimal_of
+    return {"pkl": "pickle", "str_int": "int", "str_float": "float"}.get(kind)
+
+
+def array_of(data: bytes, *, dtype: str = "", shape: tuple[int, ...] = ()) -> NDArray[Any]:
+    """The array that a value of encoding `ndarray` is. `ValueError` where it is none."""
+    at = 0
+    if not dtype:
+        code = data[0] if data else -1
+        if code not in _VALUE_DTYPES:
+            raise ValueError(f"no array of Streaming: its dtype is {code}")
+        dtype, at = _VALUE_DTYPES[code], 1
+    if not shape:
+        if at >= len(data):
+            raise ValueError("no array of Streaming: it is truncated")
+        ndim, width = data[at] >> 2, 1 << (data[at] & 3)
+        end = at + 1 + ndim * width
+        if not ndim or end > len(data):
+            raise ValueError(f"no array of Streaming: {ndim} dimensions in {len(data)} bytes")
+        shape = tuple(np.frombuffer(data, f"<u{width}", ndim, at + 1).tolist())
+        at = end
+    return np.frombuffer(data, dtype, offset=at).reshape(shape).copy()
+
+
+def _is_array(column: MdsColumn) -> bool:
+    return column.size is None and column.encoding.partition(":")[0] == "ndarray"
+
+
+def _list_dtype(encoding: str, value: bytes) -> str:
+    """Dtype of the elements of an array, if it has one dimension; "": it has others."""
+    dtype, _, shape = encoding.partition(":")[2].partition(":")
+    at = 0 if dtype else 1
+    if shape or len(value) <= at or value[at] >> 2 != 1:
+        return ""
+    return dtype or _VALUE_DTYPES.get(value[0], "")
+
+
+def _lists(
+    buffer: NDArray[np.uint8],
+    starts: Ints,
+    lengths: Ints,
+    dtype: np.dtype[Any],
+    code: int | None,
+    corrupt: Callable[[str], CorruptShardError],
+) -> Spans:
+    """Arrays of one dimension and one dtype; `code`: the byte that each begins with."""
+    head = 1 if code is None else 2
+    if (lengths < head + 1).any():
+        raise corrupt("an array is truncated")
+    heads = rows_at(buffer, starts, head)
+    width = np.int64(1) << (heads[:, -1] & 3).astype(np.int64)
+    is_list = (heads[:, -1] >> 2 == 1) & (lengths >= head + width)
+    if code is not None:
+        is_list &= heads[:, 0] == code
+    if not is_list.all():
+        raise corrupt(
+            f"an array is not of one dimension and {dtype}, as the first of the shard is: leave the column "
+            "out by columns=, or write such arrays to a column of their own"
+        )
+    counts = np.zeros(len(starts), np.int64)
+    for own in np.unique(width).tolist():
+        at = width == own
+        counts[at] = rows_at(buffer, starts[at] + head, own).view(f"<u{own}")[:, 0].astype(np.int64)
+    begins = starts + head + width
+    if ((counts < 0) | (begins + counts * dtype.itemsize != starts + lengths)).any():
+        raise corrupt("an array does not take the bytes that it has")
+    sizes = counts * dtype.itemsize
+    return Spans(gathered(buffer, begins, sizes).view(dtype), np.cumsum(counts) - counts, counts)
+
+
+class MdsColumn(Struct, frozen=True):
+    """A column of a shard."""
+
+    name: str
+    encoding: str
+    size: int | None
+    """Bytes of each value; None: its length stands before the sample."""
+    items: str = ""
+    """dtype of the elements, of arrays of one dimension; "": other values."""
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Return whether values are delivered in other bytes than they are stored in."""
+        return self.encoding in _LISTS or self.encoding == "pil" or self.items != ""
+
+    def spec(self) -> ColumnSpec:
+        """Return the kind of the column."""
+        encoding, _, config = self.encoding.partition(":")
+        if encoding in _NUMBERS:
+            return ColumnSpec("fixed", _NUMBERS[encoding])
+        if self.items:
+            return ColumnSpec("list", self.items)
+        if self.size is not None:
+            dtype, _, shape = config.partition(":")
+            return ColumnSpec("fixed", dtype, _shape(shape))
+        if encoding in _LISTS:
+            return ColumnSpec("bytes_list", items=1, feature=_IMAGE_FEATURE)
+        if encoding in (*_IMAGES, "pil"):
+            return ColumnSpec("bytes", feature=_IMAGE_FEATURE)
+        if encoding in ("str", "json"):
+            return ColumnSpec("text" if encoding == "str" else "json")
+        feature = "" if encoding == "bytes" else json.dumps({"_type": self.encoding})
+        return ColumnSpec("bytes", feature=feature)
+
+    def decode(self, buffer: NDArray[np.uint8], starts: Ints, lengths: Ints, block: Block) -> Column:
+        """Return the values that lie in a block's bytes at these places, [n]."""
+        spec = self.spec()
+        if spec.kind == "fixed":
+            return numbers_at(buffer, starts, np.dtype(spec.dtype), spec.shape)
+        if not self.is_rewritten:
+            return Spans(buffer, starts, lengths)
+        if self.encoding == "pil":
+            return pixels_as_files(buffer, starts, lengths, self._corrupt(block))
+        if self.items:
+            code = None if ":" in self.encoding else _CODES[self.items]
+            return _lists(buffer, starts, lengths, np.dtype(self.items), code, self._corrupt(block))
+        before, of_pixels = _LISTS[self.encoding], self.encoding == "list[pil]"
+        return byte_lists(buffer, starts, lengths, self._corrupt(block), before=before, of_pixels=of_pixels)
+
+    def num_items(self, nbytes: int) -> int:
+        """Return how many elements an array of one dimension has that is stored in so many bytes."""
+        head, width = 1 if ":" in self.encoding else 2, np.dtype(self.items).itemsize
+        sizes = ((nbytes - head - (1 << k)) // width for k in range(4))
+        return next(n for k, n in enumerate(sizes) if n < 1 << (8 << k))
+
+    def _corrupt(self, block: Block) -> Callable[[str], CorruptShardError]:
+        return lambda reason: block.corrupt(f"column {self.name!r}: {reason}")
+
+
+class MdsLayout(Struct, frozen=True):
+    """The columns of a shard, in stored order."""
+
+    columns: tuple[MdsColumn, ...]
+
+    @property
+    def num_heads(self) -> int:
+        """The number of columns whose lengths stand before a sample."""
+        return sum(column.size is None for column in self.columns)
+
+    @property
+    def least_bytes(self) -> int:
+        """The bytes of a sample whose other columns are empty."""
+        return sum(4 if column.size is None else column.size for column in self.columns)
+
+    def as_json(self) -> list[list[Any]]:
+        """Return what `layout_of` reads."""
+        return [[column.name, column.encoding, column.size, column.items] for column in self.columns]
+
+    @property
+    def has_arrays(self) -> bool:
+        """Return whether there are arrays whose shape is not known."""
+        return any(_is_array(column) for column in self.columns)
+
+    def as_in(self, sample: bytes) -> MdsLayout:
+        """The columns, of which those are lists whose arrays have one dimension in a sample."""
+        if len(sample) < self.least_bytes:
+            return self
+        lengths = np.frombuffer(sample, "<u4", self.num_heads).astype(np.int64)[None]
+        spans, columns = self.spans(np.zeros(1, np.int64), lengths), []
+        for column in self.columns:
+            start, length = (int(one[0]) for one in spans[column.name])
+            items = _list_dtype(column.encoding, sample[start : start + length]) if _is_array(column) else ""
+            columns.append(structs.replace(column, items=items))
+        return MdsLayout(tuple(columns))
+
+    def schema(self, sizes: NDArray[Any]) -> dict[str, ColumnSpec]:
+        """Return the columns' specs; `sizes`: of all samples."""
+        schema = {column.name: column.spec() for column in self.columns}
+        if self.num_heads == 1 and len(sizes):
+            only = next(column for column in self.columns if column.size is None)
+            if not only.is_rewritten:
+                low, high = (int(size) - self.least_bytes for size in (sizes.min(), sizes.max()))
+                schema[only.name] = replace(schema[only.name], size_range=(low, high))
+            elif only.items:
+                low, high = (
+                    only.num_items(int(size) - self.least_bytes) for size in (sizes.min(), sizes.max())
+                )
+                schema[only.name] = replace(schema[only.name], size_range=(low, max(low, high)))
+        return schema
+
+    def wanted(self, block: Block, columns: Sequence[str] | None) -> list[MdsColumn]:
+        """Return the columns of these names; raises `CorruptShardError` for one that is not there."""
+        if columns is None:
+            return [*self.columns]
+        known = {column.name: column for column in self.columns}
+        for name in columns:
+            if name not in known:
+                raise block.corrupt(f"no column {name!r}; the shard has {', '.join(known)}")
+        return [known[name] for name in columns]
+
+    def spans(self, starts: Ints, lengths: Ints) -> dict[str, tuple[Ints, Ints]]:
+        """Return where the values of each column lie.
+
+        Args:
+            starts: of the samples, [n].
+            lengths: of the columns without a fixed size, [n, num_heads].
+        """
+        at, head, spans = starts + 4 * self.num_heads, 0, {}
+        for column in self.columns:
+            if column.size is None:
+                own = lengths[:, head]
+                head += 1
+            else:
+                own = np.full(len(starts), column.size, np.int64)
+            spans[column.name] = at, own
+            at = at + own
+        return spans
+
+
+def layout_of(columns: Sequence[Sequence[Any]]) -> MdsLayout:
+    """Check the columns of a shard. `ValueError` for what no shard has."""
+    if len({name for name, *_ in columns}) < len(columns) or not columns:
+        raise ValueError(f"its columns are {[name for name, *_ in columns]}")
+    return MdsLayout(tuple(MdsColumn(*_known(*column)) for column in columns))
+
+
+def _known(name: Any, encoding: Any, size: Any, items: Any = "") -> tuple[str, str, int | None, str]:
+    """A column, if its encoding is known and its size is that of it."""
+    if items not in ("", *_CODES):
+        raise ValueError(f"column {name!r} has elements of {items!r}")
+    if not isinstance(name, str) or not isinstance(encoding, str):
+        raise ValueError(f"a column is {name!r} of encoding {encoding!r}")
+    kind, _, config = encoding.partition(":")
+    expected: int | None = None
+    if kind == "ndarray":
+        dtype, _, shape = config.partition(":")
+        if dtype and dtype not in _VALUE_DTYPES.values():
+            raise ValueError(f"column {name!r} is of encoding {encoding!r}, which is not known")
+        if shape:
+            expected = int(np.prod(_shape(shape), dtype=np.int64)) * np.dtype(dtype).itemsize
+            if min(_shape(shape)) < 1 or expected >= 1 << 32:
+                raise ValueError(f"column {name!r} is of encoding {encoding!r}")
+    elif encoding in _NUMBERS:
+        expected = np.dtype(_NUMBERS[encoding]).itemsize
+    elif encoding not in (*_LISTS, *_IMAGES, "pil", "bytes", "str", "json", "pkl", *_TEXT_NUMBERS):
+        raise ValueError(f"column {name!r} is of encoding {encoding!r}, which is not known")
+    if size != expected:
+        raise ValueError(
+            f"column {name!r} of encoding {encoding!r} has values of {size} bytes, not {expected}"
+        )
+    return name, encoding, expected, items
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(","))) if text else ()

@@ -1,0 +1,113 @@
+"""Values as Streaming and LitData both store them: pixels of Pillow's images, lists of files."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from decimal import Decimal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sharding.blocks import Spans
+from sharding.byte_lists import ByteLists, list_heads
+from sharding.formats.streaming.offset_table import Bytes, Ints, gathered, words_at
+
+_PNM = {
+    "L": ("P5", "", 1),
+    "P": ("P5", "", 1),
+    "RGB": ("P6", "", 3),
+    "RGBA": ("P7", "RGB_ALPHA", 4),
+}
+"""By Pillow's mode: the sign of the PNM file with the same bytes, PAM's type of its tuples, bytes a pixel."""
+_PIXELS = struct.Struct("<III")
+
+
+def decimal_of(data: bytes) -> Decimal:
+    """The number that its digits are."""
+    return Decimal(data.decode())
+
+
+def pixels_as_files(buffer: Bytes, starts: Ints, lengths: Ints, corrupt: Callable[[str], Exception]) -> Spans:
+    """Return the images that `pil` values are, as files that any decoder of images reads.
+
+    A value is `u32 width | u32 height | u32 m | mode, of m bytes | pixels`. `corrupt`: makes the error of a
+    reason.
+    """
+    files = [
+        _pnm(buffer[start : start + length], corrupt)
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+    ]
+    sizes = np.array([len(file) for file in files], np.int64)
+    return Spans(np.frombuffer(b"".join(files), np.uint8), np.cumsum(sizes) - sizes, sizes)
+
+
+def _pnm(value: Bytes, corrupt: Callable[[str], Exception]) -> bytes:
+    if len(value) < _PIXELS.size:
+        raise corrupt("pixels of an image are truncated")
+    width, height, mode_bytes = _PIXELS.unpack_from(value.data)
+    mode = value[_PIXELS.size : _PIXELS.size + mode_bytes].tobytes().decode(errors="backslashreplace")
+    pixels = value[_PIXELS.size + mode_bytes :]
+    if mode == "1":  # Pillow's bit of a white pixel is 1, that of PBM 0
+        pixels, row_bytes, head = ~pixels, -(-width // 8), f"P4\n{width} {height}\n"
+    elif mode in _PNM:
+        sign, kind, depth = _PNM[mode]
+        row_bytes, head = width * depth, f"{sign}\n{width} {height}\n255\n"
+        if kind:
+            head = f"P7\nWIDTH {width}\nHEIGHT {height}\nDEPTH {depth}\nMAXVAL 255\nTUPLTYPE {kind}\nENDHDR\n"
+    else:
+        known = ", ".join(sorted(("1", *_PNM)))
+        raise corrupt(f"an image is pixels of Pillow's mode {mode[:20]!r}; those of modes {known} are read")
+    if len(pixels) != row_bytes * height or not len(pixels):
+        raise corrupt(f"an image of {width} x {height} pixels of mode {mode} has {len(pixels)} bytes")
+    return head.encode() + pixels.tobytes()
+
+
+def byte_lists(
+    buffer: Bytes,
+    starts: Ints,
+    lengths: Ints,
+    corrupt: Callable[[str], Exception],
+    *,
+    before: int = 0,
+    of_pixels: bool = False,
+) -> ByteLists:
+    """Return the lists that values are.
+
+    A value is `before` bytes `| u32 n | u32 sizes[n] | items`. `of_pixels`: items are `pil` values.
+    `corrupt`: makes the error of a reason.
+    """
+    if (lengths < before + 4).any():
+        raise corrupt("a list is truncated")
+    counts = words_at(buffer, starts + before)[:, 0]
+    if (before + 4 + 4 * counts > lengths).any():
+        raise corrupt("a list has more items than bytes")
+    first = np.cumsum(counts) - counts
+    within = np.arange(int(counts.sum())) - np.repeat(first, counts)
+    sizes = words_at(buffer, np.repeat(starts + before + 4, counts) + 4 * within)[:, 0]
+    ends = np.append(0, np.cumsum(sizes))
+    own = ends[first + counts] - ends[first]
+    begins = starts + before + 4 + 4 * counts
+    if (begins + own != starts + lengths).any():
+        raise corrupt("the items of a list do not take the bytes that it has")
+    items = Spans(buffer, np.repeat(begins - ends[first], counts) + ends[:-1], sizes)
+    if of_pixels:
+        items = pixels_as_files(buffer, items.starts, items.lengths, corrupt)
+    return joined_lists(counts, items)
+
+
+def joined_lists(counts: Ints, items: Spans) -> ByteLists:
+    """Lists of so many items each, [n], as one piece each; the items ascend."""
+    heads, head_at = list_heads(counts, items.lengths)
+    bodies = gathered(items.buffer.view(np.uint8), items.starts, items.lengths)
+    body_at = np.append(0, np.cumsum(items.lengths))[np.append(0, np.cumsum(counts))]
+    parts = [
+        pa.Array.from_buffers(pa.large_binary(), len(counts), [None, pa.py_buffer(at), pa.py_buffer(content)])
+        for at, content in ((head_at, heads), (body_at, np.ascontiguousarray(bodies)))
+    ]
+    joined = pc.binary_join_element_wise(*parts, pa.scalar(b"", pa.large_binary()))
+    sizes = np.diff(head_at) + np.diff(body_at)
+    content = joined.buffers()[2] if len(joined) else None
+    buffer = np.zeros(0, np.uint8) if content is None else np.frombuffer(content, np.uint8)
+    return ByteLists(buffer, np.cumsum(sizes) - sizes, sizes)
