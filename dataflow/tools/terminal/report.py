@@ -137,9 +137,11 @@ class Page:
 
 def publish(page: Page, files: ReportFiles) -> None:
     """Print a page, unless a file is to be printed, and `save` it."""
-    if "-" not in (files.json_path, files.csv_path):
-        show(page.told)
-    save(page, files.json_path, files.picture, files.csv_path)
+    try:
+        if "-" not in (files.json_path, files.csv_path):
+            show(page.told)
+    finally:  # also where what reads the text ends first, such as head
+        save(page, files.json_path, files.picture, files.csv_path)
 
 
 def fail_unless_yes(page: Page) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dataflow.tables import bytes_text, number_text
+from dataflow.tables import bytes_text, counted, number_text
 from dataflow.timing.diagnosis import WORTH
 from dataflow.tools.terminal.report import Verdict
 from dataflow.tools.verdicts.storage import FAR, FEW, SHORT_S, Answer
@@ -57,7 +57,8 @@ def _answer(figures: Mapping[str, Any]) -> Verdict:
     asked = f"the {wanted:,.0f} that are needed"
     if need["unit"] == "bytes":
         asked += f" ({bytes_text(need['bytes_per_s'])}/s, at {bytes_text(need['sample_bytes'])} a sample)"
-    fact = f"loading alone reaches {rate:,.0f} samples/s, {number_text(rate / wanted)} times {asked}"
+    reached = f"loading alone reaches {rate:,.0f} samples/s {_setting(figures)}"
+    fact = f"{reached}, {number_text(rate / wanted)} times {asked}"
     text = {
         "yes": f"Yes, loading is fast enough: {fact}{why}.",
         "no": f"No, loading is not fast enough: {fact}{why}.",
@@ -83,7 +84,7 @@ def _judged(figures: Mapping[str, Any], wanted: float) -> tuple[Answer, str, str
     if rates["loader"] >= wanted:
         memory, size = figures["machine"]["memory_bytes"], bytes_text(figures["stored_bytes"])
         if not (cached := _from_memory(figures)):
-            return "yes", "", "Train: dataflow doctor shows whether steps wait for data."
+            return "yes", "", "Train with these defaults; dataflow doctor shows whether steps wait for data."
         if figures["stored_bytes"] <= _MOST_OF_MEMORY * memory:
             return (
                 "yes",
@@ -110,6 +111,14 @@ def _judged(figures: Mapping[str, Any], wanted: float) -> tuple[Answer, str, str
     if figures["bottleneck"]["bound"] == "epochs":
         return "unknown", f", but borders of short epochs were measured{alone}", _CURES["epochs"]
     return "no", alone, _COMPETE
+
+
+def _setting(figures: Mapping[str, Any]) -> str:
+    """Return what loading was done with: its builders and memory, as the loader chose or was told."""
+    stats = figures["phases"]["loader"][0]["stats"]
+    kind = "process" if stats["workers"] == "process" else "thread"
+    builders = counted(stats["build"]["threads"], kind).replace(kind, f"building {kind}")
+    return f"with {builders} and {bytes_text(figures['memory_limit'])} of memory a rank"
 
 
 def _cure(bound: str, figures: Mapping[str, Any]) -> str:

@@ -154,3 +154,15 @@ def test_a_strict_command_fails_unless_the_answer_is_yes() -> None:
         with pytest.raises(click.exceptions.Exit) as left:
             fail_unless_yes(replace(PAGE, verdict=Verdict(text="", advice="", answer=answer)))
         assert left.value.exit_code == 1
+
+
+def test_files_are_written_also_if_nobody_reads_the_text_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("dataflow.tools.terminal.report.show", closed)
+    with pytest.raises(BrokenPipeError):
+        publish(PAGE, ReportFiles(json_path=str(tmp_path / "figures.json")))
+    assert json.loads((tmp_path / "figures.json").read_text()) == {"rate": 1.5}
