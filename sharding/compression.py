@@ -79,13 +79,16 @@ def misnamed(head: bytes, url: str, *, may_be_compressed: bool) -> str | None:
     return f"it looks {kind}-compressed: {cure}"
 
 
-def decompress(data: memoryview, url: str, *, limit_bytes: int | None = None) -> memoryview:
+def decompress(
+    data: memoryview, url: str, *, limit_bytes: int | None = None, kind: str | None = None
+) -> memoryview:
     """Decompress a whole file.
 
     Args:
         data: the stored bytes.
         url: names the file; its ending names the compression.
         limit_bytes: the most bytes the result may have; None for no limit. A good limit saves copies.
+        kind: "gzip", "zlib" or "zstd", whatever the name says; None: what it says.
 
     Raises:
         CorruptShardError: corrupt, truncated, or larger than the limit (stage "decode"; offset in the
@@ -94,11 +97,11 @@ def decompress(data: memoryview, url: str, *, limit_bytes: int | None = None) ->
     source = io.BytesIO(data)
     if limit_bytes is None:
         grown = bytearray()
-        for piece in _inflated(source.read, url, stage="decode"):
+        for piece in _inflated(source.read, url, kind, stage="decode"):
             grown += piece
         return memoryview(grown)
     out, size = memoryview(bytearray(limit_bytes)), 0
-    for piece in _inflated(source.read, url, stage="decode"):
+    for piece in _inflated(source.read, url, kind, stage="decode"):
         end = size + len(piece)
         if end > limit_bytes:
             reason = f"decompresses to more than the {limit_bytes} bytes it had when it was indexed"
@@ -108,8 +111,10 @@ def decompress(data: memoryview, url: str, *, limit_bytes: int | None = None) ->
     return out[:size]
 
 
-def open_decompressed(file: BinaryIO, url: str, *, limit_bytes: int | None = None) -> BinaryIO:
-    """A reader of the decompressed bytes of `file`, from its beginning, in little memory.
+def open_decompressed(
+    file: BinaryIO, url: str, *, limit_bytes: int | None = None, kind: str | None = None
+) -> BinaryIO:
+    """A reader of the decompressed bytes of `file`, from its beginning, in little memory; `kind` as above.
 
     It seeks forwards by reading on; seeking backwards raises `io.UnsupportedOperation`. Seeking to the
     end verifies the rest of the file. Not thread-safe. Closing it leaves `file` open.
@@ -118,14 +123,14 @@ def open_decompressed(file: BinaryIO, url: str, *, limit_bytes: int | None = Non
         CorruptShardError: while reading: corrupt, truncated, or larger than `limit_bytes` (stage "index").
     """
     file.seek(0)
-    return cast(BinaryIO, _InflatedReader(file, url, limit_bytes))
+    return cast(BinaryIO, _InflatedReader(file, url, limit_bytes, kind))
 
 
 class _InflatedReader(io.RawIOBase):
     """Forward-only reader over pieces of decompressed bytes."""
 
-    def __init__(self, file: BinaryIO, url: str, limit_bytes: int | None) -> None:
-        self._pieces = _inflated(file.read, url, stage="index")
+    def __init__(self, file: BinaryIO, url: str, limit_bytes: int | None, kind: str | None) -> None:
+        self._pieces = _inflated(file.read, url, kind, stage="index")
         self._piece = memoryview(b"")
         self._position = 0
         self._url, self._limit_bytes = url, limit_bytes
@@ -169,9 +174,9 @@ class _InflatedReader(io.RawIOBase):
         return piece
 
 
-def _inflated(read: Callable[[int], bytes], url: str, *, stage: str) -> Iterator[bytes]:
+def _inflated(read: Callable[[int], bytes], url: str, kind: str | None, *, stage: str) -> Iterator[bytes]:
     """The decompressed bytes in pieces: member after member, until the input ends with one complete."""
-    kind = compression_of(url)
+    kind = kind or compression_of(url)
     if kind is None:
         raise ValueError(f"no compression is known by the ending of {url!r}; known are {', '.join(_ENDINGS)}")
     new_member, feed, failure = _codec(kind)
@@ -202,8 +207,9 @@ def _inflated(read: Callable[[int], bytes], url: str, *, stage: str) -> Iterator
 
 def _codec(kind: str) -> tuple[Callable[[], Any], _Feed, type[Exception]]:
     """Return how to start a member, how to feed it, and how it fails."""
-    if kind == "gzip":
-        return lambda: zlib.decompressobj(wbits=31), _feed_gzip, zlib.error
+    if kind != "zstd":
+        wbits = 31 if kind == "gzip" else 15
+        return lambda: zlib.decompressobj(wbits=wbits), _feed_gzip, zlib.error
     try:
         import zstandard
     except ImportError as error:

@@ -22,8 +22,14 @@ ORDERS = {"sharding.order", "sharding.plan", "sharding.mixture", "sharding.lengt
 MAY_USE: dict[str, set[str]] = {
     # sharding: values
     "sharding": set(),
-    "sharding.formats": {"sharding.formats.arrow", "sharding.formats.streaming", "sharding.formats.tar"},
+    "sharding.formats": {
+        "sharding.formats.arrow",
+        "sharding.formats.records",
+        "sharding.formats.streaming",
+        "sharding.formats.tar",
+    },
     "sharding.formats.arrow": set(),
+    "sharding.formats.records": set(),
     "sharding.formats.streaming": set(),
     "sharding.formats.tar": set(),
     "sharding.hub": {"sharding.formats", "sharding.write"},
@@ -193,6 +199,7 @@ MOST_LINES = {
     "sharding/catalog": 2_600,
     "sharding/formats": 850,
     "sharding/formats/arrow": 3_650,
+    "sharding/formats/records": 1_450,
     "sharding/formats/streaming": 1_700,
     "sharding/formats/tar": 1_650,
     "sharding/hub": 1_150,

@@ -8,6 +8,7 @@ The caller says how to look (`exists`); nothing here does I/O.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 
@@ -77,6 +78,12 @@ ENTRIES = {
         suffixes=(".mds",),
         compressions=(".zstd", ".gz", ".br", ".bz2", ".snappy"),
     ),
+    "tfrecord": FormatEntry(
+        where="sharding.formats.records.tfrecord:TFRecordFormat",
+        suffixes=(".tfrecord", ".tfrecords"),
+        may_be_compressed=True,
+        may_be_empty=True,
+    ),
 }
 """By name, all formats that there are. One more is a file and an entry here."""
 FORMATS = tuple(ENTRIES)
@@ -92,6 +99,8 @@ _OWN_COMPRESSIONS = tuple(
     for suffix in entry.suffixes
     for compression in entry.compressions
 )
+_OF_SHARDS = re.compile(r"(?<=.)-\d{5,}-of-\d{5,}$")
+"""The number that TensorFlow and TFDS write behind the ending of a shard: `train.tfrecord-00000-of-00010`."""
 
 
 def resolve_format(
@@ -158,7 +167,7 @@ def suffix_of(url: str) -> str:
         name = name.rpartition(".")[0]
     for compression in _COMPRESSIONS:
         name = name.removesuffix(compression)
-    stem, dot, ending = name.rpartition(".")
+    stem, dot, ending = _OF_SHARDS.sub("", name).rpartition(".")
     if not dot or not stem:
         return ""
     return ".tar" if ending == "tgz" else "." + ending

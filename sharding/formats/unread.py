@@ -58,11 +58,6 @@ _KINDS = (
         "torchvision.datasets.ImageFolder",
     ),
     Unread("CSV files", _ending("csv", "tsv"), "rows of pandas.read_csv"),
-    Unread(
-        "TFRecord files",
-        _ending("tfrecords?", behind=r"(-\d+-of-\d+)?"),
-        "one of yours, with an index of the records",
-    ),
     Unread("HDF5 files", _ending("h5", "hdf5"), "h5py.File in its __getitem__"),
     Unread("FFCV files", _ending("beton"), "the one that the file was written from"),
     Unread(

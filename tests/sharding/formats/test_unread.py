@@ -18,7 +18,6 @@ SOURCES = {
     "csv": ("CSV files (.csv)", "pandas.read_csv", ["a.csv", "b.csv"]),
     "tsv": ("CSV files (.tsv.gz)", "pandas.read_csv", ["a.tsv.gz"]),
     "litdata": ("LitData chunks (chunk-*.bin", "litdata", ["index.json", "chunk-0-0.bin", "chunk-0-1.bin"]),
-    "tfrecord": ("TFRecord files (.tfrecord-00000-of-00002)", "an index", ["a.tfrecord-00000-of-00002"]),
     "hdf5": ("HDF5 files (.h5)", "h5py", ["a.h5"]),
     "zarr": ("Zarr arrays", "zarr.open", [".zgroup", "a/.zarray", "a/0.0", "a/0.1"]),
     "zarr 3": ("Zarr arrays", "zarr.open", ["zarr.json", "a/c/0/0"]),

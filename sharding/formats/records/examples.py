@@ -1,0 +1,418 @@
+"""`tf.train.Example` and `SequenceExample`: the features of many records as columns.
+
+`parse` finds all features of a block's records at once, in whatever order each record has them.
+`ShardFeatures` learns what the features of a shard hold, which makes their types, and `column` makes a column
+of such a type. A `SequenceExample` is its context, which are features as an Example's, and its feature lists,
+which are lists over steps.
+
+As TensorFlow has it, a feature without values is one that is not there. What is given to a name twice counts
+as it was given last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.blocks import MISSING, Column, ColumnSpec, Masked, Spans
+from sharding.byte_lists import ByteLists, list_heads
+from sharding.formats.records.wire import FIXED32, SPAN, VARINT, Bytes, Ints, WireError, fields, numbers_in
+
+BYTES, FLOATS, INTS = 1, 2, 3
+_KIND_NAMES = {BYTES: "bytes", FLOATS: "floats", INTS: "integers"}
+_DTYPES = {FLOATS: "float32", INTS: "int64"}
+_WIRES = {BYTES: (SPAN,), FLOATS: (SPAN, FIXED32), INTS: (SPAN, VARINT)}
+MOST_FEATURES = 2_000
+"""The names of features in a shard, at most; each takes numpy's attention once a block."""
+_LONG_MEAN = 256
+"""Above this mean size, copying values one by one is faster than an index of their bytes."""
+
+
+class TooManyNamesError(ValueError):
+    """Names that are data rather than names."""
+
+
+class Values(NamedTuple):
+    """The values of one feature in those of some records that have it."""
+
+    kind: int
+    """`BYTES`, `FLOATS` or `INTS`; 0: no value says."""
+    record: Ints
+    """[k] the records, ascending."""
+    counts: Ints
+    """[k] values in each."""
+    steps: Ints | None
+    """[s] values in each step, of a feature list; None: a feature."""
+    numbers: NDArray[np.generic]
+    """One after the other; of byte strings: none."""
+    spans: Ints
+    """[v, 2] where byte strings begin, and their lengths; of numbers: none."""
+
+
+class Entries(NamedTuple):
+    """The features of records: names and lists of values, where they lie in the records' bytes."""
+
+    names: list[str]
+    record: Ints
+    """[f] the record of each feature or feature list, ascending."""
+    name: Ints
+    """[f] numbers of `names`."""
+    is_series: NDArray[np.bool_]
+    """[f] which are feature lists."""
+    step_of: Ints
+    """[g] the feature that each list of values is of; those of a feature list are its steps."""
+    list_of: Ints
+    """[l] the step of each list; a step has one, or none."""
+    kind: Ints
+    """[l] the kind of its values."""
+    value_of: Ints
+    """[v] the list that each span of values is of."""
+    start: Ints
+    end: Ints
+
+
+def parse(
+    data: Bytes, starts: Ints, ends: Ints, names: Iterable[str] = (), wanted: Collection[str] | None = None
+) -> Entries:
+    """Find the features of records.
+
+    Args:
+        data: uint8, what holds the records.
+        starts: where each begins, [n].
+        ends: where each ends, [n].
+        names: names that are known, to begin with.
+        wanted: names of which values are looked for; None: of all.
+
+    Raises:
+        WireError: a record is neither an Example nor a SequenceExample.
+        TooManyNamesError: there are more than `MOST_FEATURES` names.
+    """
+    top = fields(data, starts, ends)
+    _hold(np.isin(top.number, (1, 2)) & (top.wire == SPAN))
+    maps = fields(data, top.start, top.end)
+    _hold((maps.number == 1) & (maps.wire == SPAN))
+    pairs = fields(data, maps.start, maps.end)
+    _hold(np.isin(pairs.number, (1, 2)) & (pairs.wire == SPAN))
+    spans = np.zeros((2, len(maps.start), 2), np.int64)  # of keys and of values; the last given counts
+    spans[pairs.number - 1, pairs.message] = np.stack([pairs.start, pairs.end], axis=1)
+    known, name = _named(data, spans[0], list(names))
+    record, is_series = top.message[maps.message], top.number[maps.message] == 2
+    if wanted is not None:
+        rows = np.isin(name, [number for number, one in enumerate(known) if one in wanted])
+        record, name, is_series, spans = record[rows], name[rows], is_series[rows], spans[:, rows]
+    series, single = np.flatnonzero(is_series), np.flatnonzero(~is_series)
+    steps = fields(data, *spans[1, series].T)
+    _hold((steps.number == 1) & (steps.wire == SPAN))
+    bodies = np.concatenate([spans[1, single], np.stack([steps.start, steps.end], axis=1)])
+    lists = fields(data, *bodies.T)
+    _hold((lists.number <= 3) & (lists.wire == SPAN))
+    values = fields(data, lists.start, lists.end)
+    kind_of_value, fits = lists.number[values.message], values.number == 1
+    for kind, wires in _WIRES.items():
+        fits &= (kind_of_value != kind) | np.isin(values.wire, wires)
+    _hold(fits)
+    step_of = np.concatenate([single, series[steps.message]])
+    of_values = (values.message, values.start, values.end)
+    return Entries(known, record, name, is_series, step_of, lists.message, lists.number, *of_values)
+
+
+def values_of(data: Bytes, entries: Entries, name: str) -> Values:
+    """The values of a feature, where `parse` found it.
+
+    Raises:
+        WireError: its values are damaged, or of several kinds.
+    """
+    rows = np.flatnonzero(entries.name == entries.names.index(name)) if name in entries.names else _NONE
+    record = entries.record[rows]
+    rows = rows[np.append(record[1:] != record[:-1], np.ones(len(rows[:1]), bool))]
+    slot = np.full(len(entries.name), -1)
+    slot[rows] = np.arange(len(rows))
+    of_steps = slot[entries.step_of]
+    of_lists = of_steps[entries.list_of]
+    of_values = of_lists[entries.value_of]
+    mine = np.flatnonzero(of_values >= 0)
+    kinds = np.unique(entries.kind[of_lists >= 0])
+    is_series = np.unique(entries.is_series[rows])
+    if len(kinds) > 1 or len(is_series) > 1:
+        raise _ContradictionError(_contradiction(name, kinds.tolist(), len(is_series) > 1))
+    kind, start, end = int(kinds[0]) if len(kinds) else 0, entries.start[mine], entries.end[mine]
+    if kind in _DTYPES:
+        numbers, sizes = _numbers(data, kind, start, end)
+        spans = np.zeros((0, 2), np.int64)
+    else:
+        numbers, sizes = np.zeros(0, np.int64), np.ones(len(mine), np.int64)
+        spans = np.stack([start, end - start], axis=1)
+    counts = np.bincount(of_values[mine], sizes, len(rows)).astype(np.int64)
+    steps = None
+    if is_series.any():
+        step = entries.list_of[entries.value_of[mine]]
+        steps = np.bincount(step, sizes, len(of_steps)).astype(np.int64)[of_steps >= 0]
+    return Values(kind, entries.record[rows], counts, steps, numbers, spans)
+
+
+@dataclass
+class ShardFeatures:
+    """Facts of the features of a shard's records, learned run by run."""
+
+    num_records: int = 0
+    features: dict[str, FeatureFacts] = field(default_factory=dict)
+    copied: list[dict[str, int]] = field(default_factory=list)
+    """By run and feature, bytes of numbers, and of byte strings if these are delivered as lists."""
+
+    def add(self, data: Bytes, starts: Ints, ends: Ints) -> None:
+        """Learn from a run of records."""
+        entries = parse(data, starts, ends, self.features)
+        self.num_records += len(starts)
+        self.copied.append(
+            {
+                name: self.features.setdefault(name, FeatureFacts()).add(data, entries, name)
+                for name in entries.names
+            }
+        )
+
+    def specs(self) -> dict[str, ColumnSpec]:
+        """The type of each feature, by name."""
+        return {name: self.features[name].spec(self.num_records) for name in sorted(self.features)}
+
+    def missing(self) -> dict[str, str]:
+        """Return how many records lack each feature that some lack, in words."""
+        lacks = {name: self.num_records - one.num_present for name, one in sorted(self.features.items())}
+        return {name: f"{n} of {self.num_records} records" for name, n in lacks.items() if n}
+
+    def copied_bytes(self) -> list[int]:
+        """The bytes that decoding each run takes beside its own."""
+        views = {name for name, one in self.features.items() if one.kinds == {BYTES} and not one.is_list}
+        return [sum(size for name, size in run.items() if name not in views) for run in self.copied]
+
+
+@dataclass(kw_only=True)
+class FeatureFacts:
+    """Facts of one feature."""
+
+    kinds: set[int] = field(default_factory=set)
+    is_series: bool = False
+    num_records: int = 0
+    """Records that have it, maybe without a value."""
+    num_filled: int = 0
+    """Records with a value of it."""
+    counts: tuple[int, int] | None = None
+    """Least and greatest number of values in these."""
+    sizes: tuple[int, int] | None = None
+    """Least and greatest length of a byte string."""
+    steps: tuple[int, int] | None = None
+    """Least and greatest number of values in a step."""
+    items: int = 0
+    contradiction: str = ""
+
+    def add(self, data: Bytes, entries: Entries, name: str) -> int:
+        """Learn from a run of records; returns the bytes of its values as they are decoded."""
+        try:
+            values = values_of(data, entries, name)
+        except _ContradictionError as error:
+            self.contradiction = str(error)
+            return 0
+        if not len(values.record):
+            return 0
+        has_both = self.num_records > 0 and self.is_series != (values.steps is not None)
+        self.kinds |= {values.kind} - {0}
+        self.is_series = values.steps is not None
+        if len(self.kinds) > 1 or has_both:
+            self.contradiction = _contradiction(name, self.kinds, has_both)
+        self.num_records += len(values.record)
+        self.num_filled += int(np.count_nonzero(values.counts))
+        self.counts = _widened(self.counts, values.counts[values.counts > 0])
+        self.steps = _widened(self.steps, values.steps)
+        if values.kind != BYTES:
+            return values.numbers.nbytes
+        sizes = values.spans[:, 1]
+        self.sizes = _widened(self.sizes, sizes)
+        self.items = max(self.items, -(-len(sizes) // len(values.record)))
+        return int(sizes.sum()) + 8 * (len(sizes) + len(values.record))
+
+    @property
+    def is_list(self) -> bool:
+        """Return whether records have different numbers of values; or, of byte strings, one has several."""
+        low, high = self.counts or (0, 0)
+        return self.is_series or (high > 1 if self.kinds == {BYTES} else low != high)
+
+    @property
+    def num_present(self) -> int:
+        """Records that have a value of its type, which may be an empty list."""
+        return self.num_records if self.is_list else self.num_filled
+
+    def spec(self, num_records: int) -> ColumnSpec:
+        """Its type, in a shard of so many records."""
+        if self.contradiction:
+            return ColumnSpec("unreadable", note=self.contradiction)
+        if not self.kinds:
+            return ColumnSpec("null", optional=True)
+        kind, optional = next(iter(self.kinds)), self.num_present < num_records
+        if self.steps not in (None, (1, 1)):
+            return ColumnSpec("other", optional=optional, note="feature list of several values a step")
+        low, high = self.counts or (0, 0)
+        counts = (0 if self.num_filled < self.num_records else low, high)
+        if kind == BYTES:
+            if self.is_list:
+                return ColumnSpec("bytes_list", optional=optional, size_range=counts, items=self.items)
+            return ColumnSpec("bytes", optional=optional, size_range=self.sizes)
+        if self.is_list:
+            return ColumnSpec("list", _DTYPES[kind], optional=optional, size_range=counts)
+        return ColumnSpec("fixed", _DTYPES[kind], () if high == 1 else (high,), optional=optional)
+
+
+def column(data: Bytes, entries: Entries, name: str, spec: ColumnSpec, num_records: int) -> Column:
+    """Make a feature's column of a type: as it is in the shard, or that of other shards, which is wider.
+
+    Raises:
+        WireError: it holds other values than the type does.
+    """
+    if spec.kind in ("null", "text", "json"):  # nobody holds a value
+        none = np.zeros(num_records, np.int64)
+        return Spans(np.zeros(0, np.uint8), none, np.full(num_records, MISSING, np.int64))
+    values = values_of(data, entries, name)
+    is_number = spec.kind in ("fixed", "list")
+    if values.kind and (_DTYPES.get(values.kind) != spec.dtype if is_number else values.kind != BYTES):
+        raise WireError(f"feature {name!r} holds {_KIND_NAMES[values.kind]}, which was not so when indexed")
+    has = (
+        values.counts > 0 if values.steps is None and spec.kind in ("fixed", "bytes") else values.counts >= 0
+    )
+    record, counts = values.record[has], values.counts[has]
+    if spec.kind == "fixed":
+        return _fixed(name, values, record, counts, spec, num_records)
+    starts, lengths = np.zeros(num_records, np.int64), np.full(num_records, MISSING, np.int64)
+    if spec.kind == "bytes":
+        _same_counts(name, counts, 1)
+        starts[record], lengths[record] = values.spans.T
+        return Spans(data, starts, lengths)
+    if spec.kind == "list":
+        starts[record], lengths[record] = np.cumsum(counts) - counts, counts
+        return Spans(values.numbers.astype(spec.dtype, copy=False), starts, lengths)
+    buffer, bounds = _joined(data, counts, values.spans)
+    starts[record], lengths[record] = bounds[:-1], np.diff(bounds)
+    return ByteLists(buffer, starts, lengths)
+
+
+class _ContradictionError(WireError):
+    """Values of several kinds in one feature."""
+
+
+_NONE: Ints = np.zeros(0, np.int64)
+
+
+def _contradiction(name: str, kinds: Collection[int], has_both: bool) -> str:
+    one, other = (
+        ["one list", "a list of steps"] if has_both else [_KIND_NAMES[kind] for kind in sorted(kinds)[:2]]
+    )
+    return f"feature {name!r} holds {one} in some records and {other} in others"
+
+
+def _hold(rule: NDArray[np.bool_]) -> None:
+    if not rule.all():
+        raise WireError("a record is no tf.train.Example")
+
+
+def _widened(before: tuple[int, int] | None, numbers: Ints | None) -> tuple[int, int] | None:
+    """Least and greatest of all numbers so far."""
+    if numbers is None or not len(numbers):
+        return before
+    low, high = before or (int(numbers[0]), int(numbers[0]))
+    return min(low, int(numbers.min())), max(high, int(numbers.max()))
+
+
+def _named(data: Bytes, keys: Ints, names: list[str]) -> tuple[list[str], Ints]:
+    """Names, those that were not known added, and the number of the name in each span of `keys`, [f, 2]."""
+    number, sizes = np.full(len(keys), -1, np.int64), keys[:, 1] - keys[:, 0]
+    tried, rows = 0, np.arange(len(keys))
+    while len(rows):
+        if tried == len(names):
+            start, end = keys[rows[0]].tolist()
+            try:
+                names.append(data[start:end].tobytes().decode())
+            except UnicodeDecodeError as error:
+                raise WireError("a feature's name is not UTF-8") from error
+            if len(names) > MOST_FEATURES:
+                raise TooManyNamesError(f"there are more than {MOST_FEATURES} names of features")
+        key = np.frombuffer(names[tried].encode(), np.uint8)
+        alike = rows[sizes[rows] == len(key)]
+        if len(key) and len(alike):
+            alike = alike[(_windows(data, len(key))[keys[alike, 0]] == key).all(axis=1)]
+        number[alike] = tried
+        rows, tried = rows[number[rows] < 0], tried + 1
+    return names, number
+
+
+def _numbers(data: Bytes, kind: int, start: Ints, end: Ints) -> tuple[NDArray[np.generic], Ints]:
+    """The numbers in spans, and how many are in each."""
+    sizes = end - start
+    raw = _gathered(data, start, sizes)
+    if kind == FLOATS:
+        if (sizes % 4).any():
+            raise WireError("floats do not fill their list")
+        return raw.view("<f4").astype(np.float32, copy=False), sizes // 4
+    if len(raw) and (data[end[sizes > 0] - 1] >= 0x80).any():
+        raise WireError("a number ends behind its list")
+    numbers = numbers_in(raw)
+    if len(numbers) == len(raw):
+        return numbers, sizes
+    ended = np.append(0, np.cumsum(raw < 0x80))
+    bounds = np.append(0, np.cumsum(sizes))
+    return numbers, np.diff(ended[bounds])
+
+
+def _windows(data: Bytes, size: int) -> Bytes:
+    """All runs of so many bytes, [n, size], a view."""
+    return np.lib.stride_tricks.sliding_window_view(data, size)
+
+
+def _gathered(data: Bytes, starts: Ints, sizes: Ints) -> Bytes:
+    """The bytes of spans one after the other."""
+    if not len(sizes) or not sizes.any():
+        return np.zeros(0, np.uint8)
+    if (sizes == sizes[0]).all():
+        return np.ascontiguousarray(_windows(data, int(sizes[0]))[starts]).reshape(-1)
+    total = int(sizes.sum())
+    if total > _LONG_MEAN * len(sizes):
+        pairs = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
+        return np.concatenate([data[start:end] for start, end in pairs])
+    return data[np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(total)]
+
+
+def _joined(data: Bytes, counts: Ints, items: Ints) -> tuple[Bytes, Ints]:
+    """Lists of byte strings, each in one piece, and where each begins and the last ends."""
+    heads, head_bounds = list_heads(counts, items[:, 1])
+    item_bounds = np.append(0, np.cumsum(items[:, 1]))[np.append(0, np.cumsum(counts))]
+    bounds = head_bounds + item_bounds
+    buffer = np.empty(int(bounds[-1]), np.uint8)
+    is_head = np.zeros(len(buffer) + 1, np.int8)
+    np.add.at(is_head, bounds[:-1], 1)
+    np.add.at(is_head, bounds[:-1] + np.diff(head_bounds), -1)
+    rows = np.cumsum(is_head[:-1]).astype(bool)
+    buffer[rows], buffer[~rows] = heads, _gathered(data, *items.T)
+    return buffer, bounds
+
+
+def _same_counts(name: str, counts: Ints, wanted: int) -> None:
+    if (counts != wanted).any():
+        other = int(counts[counts != wanted][0])
+        raise WireError(f"feature {name!r} holds {other} values, where {wanted} were indexed")
+
+
+def _fixed(
+    name: str, values: Values, record: Ints, counts: Ints, spec: ColumnSpec, num_records: int
+) -> NDArray[np.generic] | Masked:
+    """The column of a number, or of as many as `spec` says, of each record."""
+    _same_counts(name, counts, spec.shape[0] if spec.shape else 1)
+    numbers = values.numbers.astype(spec.dtype, copy=False).reshape(-1, *spec.shape)
+    if len(record) == num_records:
+        return numbers
+    whole = np.zeros((num_records, *spec.shape), spec.dtype)
+    if whole.dtype.kind == "f":
+        whole.fill(np.nan)
+    whole[record] = numbers
+    lacks = np.full(num_records, MISSING, np.int8)
+    lacks[record] = 0
+    return Masked(whole, lacks)

@@ -1,0 +1,263 @@
+"""TFRecord files that TensorFlow wrote, and what of them is damaged."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
+from hypothesis import given, strategies as st
+from records_kit import FIXTURES, expected, fixture, values_in
+
+from dataflow import DataLoader, Optional, ShardedDataset
+from sharding.blocks import ColumnSpec
+from sharding.errors import CorruptShardError
+from sharding.formats.records.tfrecord import TFRecordFormat
+
+crc32c = pytest.importorskip("crc32c").crc32c
+FOLDER = FIXTURES / "tfrecord"
+URL = "a.tfrecord"
+
+
+def tfrecord_of(records: list[bytes]) -> bytes:
+    """A file of records, field by field."""
+    return b"".join(
+        (head := struct.pack("<Q", len(record))) + _masked(head) + record + _masked(record)
+        for record in records
+    )
+
+
+def _masked(data: bytes) -> bytes:
+    crc = crc32c(data)
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def example_of(**features: list[Any]) -> bytes:
+    """An Example, field by field: bytes, floats or integers by the first of the values."""
+    entries = b""
+    for name, values in features.items():
+        kind = 1 if isinstance(values[0], bytes) else 2 if isinstance(values[0], float) else 3
+        if kind == 1:
+            body = b"".join(_span(1, value) for value in values)
+        else:
+            packed = [struct.pack("<f", value) if kind == 2 else _varint(value) for value in values]
+            body = _span(1, b"".join(packed))
+        entries += _span(1, _span(1, name.encode()) + _span(2, _span(kind, body)))
+    return _span(1, entries)
+
+
+def _span(number: int, content: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(content)) + content
+
+
+def _varint(value: int) -> bytes:
+    value, out = value & (1 << 64) - 1, bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes(out) + bytes([value])
+
+
+def decoded(content: bytes, block_bytes: int = 600, **more: Any) -> list[dict[str, Any]]:
+    return values_in(decoded_blocks(TFRecordFormat(), content, URL, block_bytes=block_bytes, **more))
+
+
+# ---- equal to what TensorFlow gives -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "block_bytes"), [("plain", 1), ("plain", 600), ("gzip", 600), ("zlib", 1 << 20)]
+)
+def test_examples_are_those_that_tensorflow_parses(name: str, block_bytes: int) -> None:
+    rows = decoded(fixture("tfrecord", f"{name}.tfrecord"), block_bytes)
+    assert rows == expected("tfrecord", "examples")
+
+
+def test_columns_have_the_type_that_all_records_hold() -> None:
+    schema = scan_of(TFRecordFormat(), fixture("tfrecord", "plain.tfrecord"), URL).schema
+    assert schema == {
+        "box": ColumnSpec("fixed", "float32", (4,)),
+        "ids": ColumnSpec("list", "int64", size_range=(0, 3)),
+        "image/encoded": schema["image/encoded"],
+        "label": ColumnSpec("fixed", "int64"),
+        "pair": ColumnSpec("fixed", "int64", (2,)),
+        "rare": ColumnSpec("fixed", "int64", optional=True),
+        "score": ColumnSpec("fixed", "float32"),
+        "weights": ColumnSpec("list", "float32", size_range=(0, 2), optional=True),
+        "words": ColumnSpec("bytes_list", size_range=(1, 3), items=2),
+        "名": ColumnSpec("bytes", size_range=(3, 4)),
+    }
+    assert schema["image/encoded"].kind == "bytes"
+
+
+def test_a_sequence_example_is_its_context_and_its_lists_over_steps() -> None:
+    content = fixture("tfrecord", "sequence.tfrecord")
+    columns = ["frames", "id", "name", "speed", "token"]
+    rows = decoded(content, columns=columns)
+    for row, wanted in zip(rows, expected("tfrecord", "sequences"), strict=True):
+        steps = {
+            name: [step[0] for step in wanted[name]]
+            for name in ("frames", "speed", "token")
+            if name in wanted
+        }
+        assert row == {"id": wanted["id"], "name": wanted["name"], **steps}
+    with pytest.raises(
+        CorruptShardError, match="'points' cannot be delivered: feature list of several values"
+    ):
+        decoded(content, columns=["points"])
+
+
+def test_records_that_are_no_examples_are_a_column_of_bytes() -> None:
+    rows = decoded(fixture("tfrecord", "raw.tfrecord"), block_bytes=50)
+    assert [row["record"][0] for row in rows] == expected("tfrecord", "raw")
+
+
+def test_a_folder_is_trained_on_with_empty_and_compressed_shards(tmp_path: Path) -> None:
+    for name in (
+        "part.tfrecord-00000-of-00002",
+        "part.tfrecord-00001-of-00002",
+        "none.tfrecord",
+        "named.tfrecord.gz",
+    ):
+        (tmp_path / name).write_bytes(fixture("tfrecord", name))
+    columns = ["label", "words", "ids", "rare"]
+    dataset = ShardedDataset(str(tmp_path), columns=columns, decode={"rare": Optional(default=-1)})
+    wanted = expected("tfrecord", "examples") * 2
+    with DataLoader(dataset, batch_size=7) as loader:
+        batches = list(loader)
+    assert [n for batch in batches for n in batch["label"].tolist()] == [row["label"][0] for row in wanted]
+    assert [n for batch in batches for n in batch["rare"].tolist()] == [
+        row.get("rare", [-1])[0] for row in wanted
+    ]
+    ids = [one.tolist() for batch in batches for one in batch["ids"].rows()]
+    assert ids == [row["ids"] for row in wanted]
+    words = [[bytes(item.numpy()) for item in one] for batch in batches for one in batch["words"]]
+    assert words == [row["words"] for row in wanted]
+    assert dataset[21]["label"] == wanted[21]["label"][0]
+
+
+# ---- Examples of any kind -----------------------------------------------------------------------------
+
+_VALUES = st.one_of(
+    st.lists(st.binary(max_size=6), min_size=1, max_size=3),
+    st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=3),
+    st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=1, max_size=3),
+)
+
+
+@given(st.dictionaries(st.sampled_from(["a", "é", "a/b", "long name"]), _VALUES), st.data())
+def test_any_features_in_any_order_come_back(features: dict[str, list[Any]], data: st.DataObject) -> None:
+    rows = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        names = data.draw(st.permutations([name for name in features if data.draw(st.booleans())]))
+        rows.append({name: features[name] for name in names})
+    content = tfrecord_of([example_of(**row) for row in rows])
+    if any(rows):
+        assert decoded(content, 40) == rows
+    else:
+        assert all(row["record"] == [b"\n\x00"] for row in decoded(content, 40))
+
+
+def test_numbers_that_are_not_packed_and_names_given_twice_are_as_protobuf_has_them() -> None:
+    ints = _span(3, _varint(1 << 3) + _varint(300) + _varint(1 << 3) + _varint(-1))
+    floats = _span(2, b"".join(_varint(1 << 3 | 5) + struct.pack("<f", x) for x in (0.5, 2.0)))
+    first, second, third = (
+        _span(1, _span(1, b"x") + _span(2, body)) for body in (floats, ints, _span(3, _span(1, _varint(7))))
+    )
+    assert decoded(tfrecord_of([_span(1, first), _span(1, first)])) == [{"x": [0.5, 2.0]}] * 2
+    assert decoded(tfrecord_of([_span(1, first + second), _span(1, third)])) == [{"x": [300, -1]}, {"x": [7]}]
+
+
+def test_a_record_of_many_byte_strings_beside_short_ones_is_read() -> None:
+    rows = [{"x": [b"%d" % i for i in range(3000)]}, {"x": [b"a"]}, {"x": [b"b", b""]}]
+    assert decoded(tfrecord_of([example_of(**row) for row in rows])) == rows
+
+
+def test_a_feature_of_two_kinds_is_refused_by_name_and_others_are_read() -> None:
+    content = tfrecord_of([example_of(x=[1], y=[2]), example_of(x=[0.5], y=[3])])
+    assert decoded(content, columns=["y"]) == [{"y": [2]}, {"y": [3]}]
+    with pytest.raises(
+        CorruptShardError, match="feature 'x' holds floats in some records and integers in others"
+    ):
+        decoded(content, columns=["x"])
+
+
+def test_too_many_names_of_features_are_refused() -> None:
+    with pytest.raises(CorruptShardError, match="more than 2000 names of features"):
+        decoded(tfrecord_of([example_of(**{f"id{i}": [1] for i in range(2001)})]))
+
+
+# ---- damage -------------------------------------------------------------------------------------------
+
+SMALL = tfrecord_of([example_of(x=[i], y=[b"%d" % i]) for i in range(4)])
+
+
+def test_each_changed_bit_is_noticed() -> None:
+    for at in range(len(SMALL)):
+        changed = bytearray(SMALL)
+        changed[at] ^= 1 << at % 8
+        with pytest.raises(CorruptShardError, match=r"checksum|a record of"):
+            scan_of(TFRecordFormat(), bytes(changed), URL)
+
+
+def test_a_file_that_ends_within_a_record_is_refused() -> None:
+    whole = {0, *np.cumsum([len(SMALL) // 4] * 4).tolist()}
+    for end in range(1, len(SMALL)):
+        if end not in whole:
+            with pytest.raises(CorruptShardError, match="too early"):
+                scan_of(TFRecordFormat(), SMALL[:end], URL, block_bytes=50)
+
+
+def test_a_shard_that_changes_behind_its_index_is_noticed() -> None:
+    shard = shard_of(SMALL, URL)
+    (block,) = blocks_of(scan_of(TFRecordFormat(), SMALL, URL), shard)
+    for at in range(len(SMALL)):
+        changed = bytearray(SMALL)
+        changed[at] ^= 0x10
+        is_of_length = at % (len(SMALL) // 4) in range(8, 12)  # the checksum of the length, which is known
+        if not is_of_length:
+            with pytest.raises(CorruptShardError, match=r"checksum of record|length of a record"):
+                TFRecordFormat().decode(block, memoryview(changed), None)
+    with pytest.raises(CorruptShardError, match=r"where .* were indexed"):
+        TFRecordFormat().decode(block, memoryview(SMALL[:-1]), None)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
+def test_damaged_compressed_files_are_refused(compress: Any) -> None:
+    content = compress(SMALL)
+    assert len(decoded(content)) == 4
+    for end in (1, 13, len(content) // 2, len(content) - 1):
+        with pytest.raises(CorruptShardError):
+            scan_of(TFRecordFormat(), content[:end], URL)
+
+
+def test_a_compressed_file_of_very_many_records_is_refused() -> None:
+    content = gzip.compress(tfrecord_of([b""] * 2000))
+    with pytest.raises(CorruptShardError, match=r"more than 1000 records.*max_records"):
+        TFRecordFormat(max_records=1000).scan(io.BytesIO(content), shard_of(content, URL), block_bytes=4096)
+
+
+def test_an_index_that_does_not_fit_its_block_is_refused() -> None:
+    from dataclasses import replace
+
+    (block,) = blocks_of(scan_of(TFRecordFormat(), SMALL, URL), shard_of(SMALL, URL))
+    TFRecordFormat().check(block)
+    for wrong in (
+        replace(block, length=block.length - 1),
+        replace(block, num_samples=3),
+        replace(block, num_samples=5),
+    ):
+        with pytest.raises(ValueError, match=r"records of|an index of"):
+            TFRecordFormat().check(wrong)
+
+
+def test_without_the_checksum_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "crc32c", None)
+    with pytest.raises(ImportError, match=r"dataflow-loader\[tfrecord\]"):
+        scan_of(TFRecordFormat(), SMALL, URL)
