@@ -41,9 +41,8 @@ _CHARGES_IN_LIMIT = 256
 """Parts of the memory limit in which what the user's functions made is charged, or batch by batch."""
 WINDOWS_OPEN = 3
 """Windows a source: one drained, one staged, one being read."""
-_LOCAL_READERS = 2
-_REMOTE_READERS = 48
-"""The most; how many read at a time is for the in-flight control to say."""
+LOCAL_READERS, REMOTE_READERS = 2, 48
+"""Threads that read, at most; how many read at a time is for the in-flight control to say."""
 _START_IN_FLIGHT = 64 << 20
 _START_TOGETHER = 16 << 20
 """Bytes of all nodes of a job. One that begins with too much delays its own second window only; several
@@ -130,9 +129,9 @@ def choose_read_ahead(
     # What a chunk is credited for.
     chunk_bytes = rounded_bytes((ready.value * job.value if copies_only else chunk.value) * batch_bytes)
     if is_local:
-        readers = Decision(_LOCAL_READERS, "local files are mapped, or read within milliseconds")
+        readers = Decision(LOCAL_READERS, "local files are mapped, or read within milliseconds")
     else:
-        readers = Decision(_REMOTE_READERS, "the most; bytes in flight decide how many read at a time")
+        readers = Decision(REMOTE_READERS, "the most; bytes in flight decide how many read at a time")
     output_bytes = max(chunk_bytes, min(3 * chunk_bytes, memory_limit // 4))
     return ReadAhead(
         num_readers=readers,

@@ -23,6 +23,7 @@ from torch import distributed
 
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
+from dataflow.stream.read_ahead import LOCAL_READERS, REMOTE_READERS
 from dataflow.timing.headspace import MeasuredSteps
 from dataflow.tools.bench.evidence import device_bytes
 from dataflow.tools.bench.in_memory import InMemory
@@ -31,9 +32,6 @@ from sharding.order.permutations import spread_order
 from sharding.urls import is_local
 
 EmulationPhase = Literal["training", "loader", "storage", "memory", "undecoded", "more memory"]
-
-_READERS_LOCAL, _READERS_REMOTE = 2, 32
-"""Threads that the loader reads with, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +314,7 @@ def _read_blocks(work: Work, use: _ResourceUse) -> RankFigures:
     numbers = own_blocks(dataset, work.seed, _rank(), _world())
     table, source = dataset.kept_blocks, dataset.source()
     local = is_local(dataset.catalog.shard(0).url)
-    threads, positions = _READERS_LOCAL if local else _READERS_REMOTE, count()
+    threads, positions = LOCAL_READERS if local else REMOTE_READERS, count()
     largest = int(table.length[numbers].max())
     use.begin()
     began = time.perf_counter()
