@@ -84,6 +84,10 @@ ENTRIES = {
         may_be_compressed=True,
         may_be_empty=True,
     ),
+    "array_record": FormatEntry(
+        where="sharding.formats.records.array_record:ArrayRecordFormat",
+        suffixes=(".array_record", ".arrayrecord"),
+    ),
 }
 """By name, all formats that there are. One more is a file and an entry here."""
 FORMATS = tuple(ENTRIES)

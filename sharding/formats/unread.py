@@ -60,11 +60,6 @@ _KINDS = (
     Unread("CSV files", _ending("csv", "tsv"), "rows of pandas.read_csv"),
     Unread("HDF5 files", _ending("h5", "hdf5"), "h5py.File in its __getitem__"),
     Unread("FFCV files", _ending("beton"), "the one that the file was written from"),
-    Unread(
-        "ArrayRecord files",
-        _ending("array_?record", behind=r"(-\d+-of-\d+)?"),
-        "array_record's ArrayRecordDataSource",
-    ),
 )
 
 

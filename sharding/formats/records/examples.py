@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from sharding.blocks import MISSING, Column, ColumnSpec, Masked, Spans
 from sharding.byte_lists import ByteLists, list_heads
+from sharding.formats.records.spans import gathered, windows
 from sharding.formats.records.wire import FIXED32, SPAN, VARINT, Bytes, Ints, WireError, fields, numbers_in
 
 BYTES, FLOATS, INTS = 1, 2, 3
@@ -28,8 +29,6 @@ _DTYPES = {FLOATS: "float32", INTS: "int64"}
 _WIRES = {BYTES: (SPAN,), FLOATS: (SPAN, FIXED32), INTS: (SPAN, VARINT)}
 MOST_FEATURES = 2_000
 """The names of features in a shard, at most; each takes numpy's attention once a block."""
-_LONG_MEAN = 256
-"""Above this mean size, copying values one by one is faster than an index of their bytes."""
 
 
 class TooManyNamesError(ValueError):
@@ -339,7 +338,7 @@ def _named(data: Bytes, keys: Ints, names: list[str]) -> tuple[list[str], Ints]:
         key = np.frombuffer(names[tried].encode(), np.uint8)
         alike = rows[sizes[rows] == len(key)]
         if len(key) and len(alike):
-            alike = alike[(_windows(data, len(key))[keys[alike, 0]] == key).all(axis=1)]
+            alike = alike[(windows(data, len(key))[keys[alike, 0]] == key).all(axis=1)]
         number[alike] = tried
         rows, tried = rows[number[rows] < 0], tried + 1
     return names, number
@@ -348,7 +347,7 @@ def _named(data: Bytes, keys: Ints, names: list[str]) -> tuple[list[str], Ints]:
 def _numbers(data: Bytes, kind: int, start: Ints, end: Ints) -> tuple[NDArray[np.generic], Ints]:
     """The numbers in spans, and how many are in each."""
     sizes = end - start
-    raw = _gathered(data, start, sizes)
+    raw = gathered(data, start, sizes)
     if kind == FLOATS:
         if (sizes % 4).any():
             raise WireError("floats do not fill their list")
@@ -363,24 +362,6 @@ def _numbers(data: Bytes, kind: int, start: Ints, end: Ints) -> tuple[NDArray[np
     return numbers, np.diff(ended[bounds])
 
 
-def _windows(data: Bytes, size: int) -> Bytes:
-    """All runs of so many bytes, [n, size], a view."""
-    return np.lib.stride_tricks.sliding_window_view(data, size)
-
-
-def _gathered(data: Bytes, starts: Ints, sizes: Ints) -> Bytes:
-    """The bytes of spans one after the other."""
-    if not len(sizes) or not sizes.any():
-        return np.zeros(0, np.uint8)
-    if (sizes == sizes[0]).all():
-        return np.ascontiguousarray(_windows(data, int(sizes[0]))[starts]).reshape(-1)
-    total = int(sizes.sum())
-    if total > _LONG_MEAN * len(sizes):
-        pairs = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
-        return np.concatenate([data[start:end] for start, end in pairs])
-    return data[np.repeat(starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(total)]
-
-
 def _joined(data: Bytes, counts: Ints, items: Ints) -> tuple[Bytes, Ints]:
     """Lists of byte strings, each in one piece, and where each begins and the last ends."""
     heads, head_bounds = list_heads(counts, items[:, 1])
@@ -391,7 +372,7 @@ def _joined(data: Bytes, counts: Ints, items: Ints) -> tuple[Bytes, Ints]:
     np.add.at(is_head, bounds[:-1], 1)
     np.add.at(is_head, bounds[:-1] + np.diff(head_bounds), -1)
     rows = np.cumsum(is_head[:-1]).astype(bool)
-    buffer[rows], buffer[~rows] = heads, _gathered(data, *items.T)
+    buffer[rows], buffer[~rows] = heads, gathered(data, *items.T)
     return buffer, bounds
 
 

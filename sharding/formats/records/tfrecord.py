@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sharding.blocks import Block, Shard, ShardScan
 from sharding.compression import compression_of, decompress, open_decompressed
@@ -26,7 +25,8 @@ from sharding.formats.records.record_columns import (
     footer_of,
     footer_value,
 )
-from sharding.formats.records.wire import Bytes, Ints
+from sharding.formats.records.spans import numbers_at
+from sharding.formats.records.wire import Ints
 
 _HEADER = struct.Struct("<QI")
 _CRC_BYTES = 4
@@ -105,7 +105,7 @@ class TFRecordFormat(RecordFormat):
         if len(data) != ends[-1]:
             raise block.corrupt(f"{len(data)} bytes where {ends[-1]} were indexed")
         buffer, starts = np.frombuffer(data, np.uint8), ends - sizes - _CRC_BYTES
-        if (_numbers_at(buffer, starts - _HEADER.size, "<u8") != sizes.astype(np.uint64)).any():
+        if (numbers_at(buffer, starts - _HEADER.size, "<u8")[:, 0] != sizes.astype(np.uint64)).any():
             raise block.corrupt(
                 "shard changed or corrupt: the length of a record is not the one that was indexed"
             )
@@ -200,16 +200,7 @@ def _wrong_checksums(data: memoryview, starts: Ints, sizes: Ints, checksum: Chec
     spans = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
     crc = np.array([checksum(data[start:end]) for start, end in spans], np.uint32)
     masked = (crc >> np.uint32(15) | crc << np.uint32(17)) + np.uint32(_MASK)
-    return np.flatnonzero(_numbers_at(np.frombuffer(data, np.uint8), starts + sizes, "<u4") != masked)
-
-
-def _numbers_at(data: Bytes, at: Ints, dtype: str) -> NDArray[np.unsignedinteger]:
-    """The numbers that begin at some bytes, none of which need be aligned."""
-    width = np.dtype(dtype).itemsize
-    if not len(at):
-        return np.zeros(0, dtype)
-    rows = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(data, width)[at])
-    return rows.view(dtype)[:, 0]
+    return np.flatnonzero(numbers_at(np.frombuffer(data, np.uint8), starts + sizes, "<u4")[:, 0] != masked)
 
 
 def _packed(sizes: Ints) -> bytes:

@@ -22,7 +22,6 @@ SOURCES = {
     "zarr": ("Zarr arrays", "zarr.open", [".zgroup", "a/.zarray", "a/0.0", "a/0.1"]),
     "zarr 3": ("Zarr arrays", "zarr.open", ["zarr.json", "a/c/0/0"]),
     "beton": ("FFCV files (.beton)", "written from", ["a.beton"]),
-    "array record": ("ArrayRecord files (.array_record)", "ArrayRecordDataSource", ["a.array_record"]),
 }
 
 

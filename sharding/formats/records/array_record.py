@@ -1,0 +1,288 @@
+"""ArrayRecord, the format of Grain and TFDS: chunks of riegeli, found by a footer.
+
+    chunks of records | chunk of footers | at 64 KiB before the end: chunk of postscripts
+
+A header of 24 bytes, which only repairs need, stands at every 64 KiB and interrupts whatever is there, so a
+block's bytes are copied once without these. A chunk:
+
+    hash u8 | bytes of data u8 | hash u8 | type u1, records u7 | bytes of records u8
+    data: compression u1 | bytes of sizes, varint | sizes of records, varints | records one after the other
+
+where sizes and records are compressed, each behind its decompressed size. A block is a run of chunks; its
+index has where each begins, and its records. Transposed chunks, which riegeli makes of protobuf messages
+field by field, are refused. Its hashes (HighwayHash) are not verified, as nothing but riegeli computes them
+fast enough: damage is noticed where sizes, compression or Examples show it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from sharding.blocks import Block, Shard, ShardScan
+from sharding.errors import CorruptShardError
+from sharding.formats.records.record_columns import RecordFormat, RecordLearner, Records, footer_of
+from sharding.formats.records.spans import gathered, numbers_at
+from sharding.formats.records.wire import SPAN, VARINT, Bytes, Ints, WireError, fields, numbers_in, varints_at
+
+_BLOCK, _BLOCK_HEADER, _HEADER = 1 << 16, 24, 40
+_MAGIC = 0x71930E704FDAE05E
+_SIMPLE, _TRANSPOSED = ord("r"), ord("t")
+_CODECS = {ord("b"): "brotli", ord("z"): "zstd", ord("s"): "snappy"}
+_MOST_BYTES = (2 << 30) - 1
+"""The bytes of a chunk's records, at most."""
+_CHUNK = np.dtype([("at", "<u4"), ("records", "<u4")])
+_REFUSED = {
+    _TRANSPOSED: "its chunks are transposed, which is not read: write it with the option transpose:false",
+    ord("p"): "a chunk of padding stands where the footer tells of records",
+}
+_Fail = Callable[[str], CorruptShardError]
+
+
+class ArrayRecordFormat(RecordFormat):
+    """The `Format` of ArrayRecord files; stateless and thread-safe."""
+
+    name = "array_record"
+
+    def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
+        """Index one shard by its footer, and learn what its records hold; see `Format.scan`.
+
+        Raises:
+            CorruptShardError: it is no ArrayRecord file, is truncated or contradicts itself, or its chunks
+                are transposed.
+        """
+        starts, counts = _read_footer(file, shard)
+        cuts = _cuts(starts, block_bytes)
+        learner, indexes = RecordLearner(shard), list[bytes]()
+        for first, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+            offset = int(starts[first])
+            file.seek(offset)
+            data = file.read(int(starts[end]) - offset)
+            index = np.empty(end - first, _CHUNK)
+            index["at"], index["records"] = starts[first:end] - offset, counts[first:end]
+            learner.add(_records(memoryview(data), offset, index, _failure(shard, offset, "index")))
+            indexes.append(index.tobytes())
+        stored = np.diff(starts[cuts])
+        return ShardScan(
+            offset=starts[cuts[:-1]],
+            length=stored,
+            nbytes=stored + np.array(learner.decoded_bytes(), np.int64),
+            num_samples=np.add.reduceat(counts, cuts[:-1]) if len(counts) else counts,
+            schema=learner.schema(),
+            index=indexes,
+            footer=footer_of(learner),
+            missing=learner.missing(),
+        )
+
+    def check(self, block: Block) -> None:
+        """Raise `ValueError` where the block's chunks lie outside it, or have other records than it has."""
+        super().check(block)
+        index = np.frombuffer(block.index, _CHUNK)
+        at = index["at"].astype(np.int64)
+        if int(index["records"].sum(dtype=np.int64)) != block.num_samples:
+            raise ValueError(f"chunks of other than {block.num_samples} records")
+        if not len(at) or at[0] or (np.diff(at) <= 0).any() or at[-1] + _HEADER > block.length:
+            raise ValueError(f"a chunk lies outside of {block.length} bytes")
+
+    def records(self, block: Block, data: memoryview) -> Records:
+        """Find the records of a block, decompressed."""
+        if len(data) != block.length:
+            raise block.corrupt(f"{len(data)} bytes where {block.length} were indexed")
+        index = np.frombuffer(block.index, _CHUNK)
+        return _records(data, block.offset, index, _failure(block.shard, block.offset, "decode"))
+
+
+def _failure(shard: Shard, offset: int, stage: str) -> _Fail:
+    return lambda reason: CorruptShardError(shard.url, reason, offset, stage=stage)
+
+
+def _read_footer(file: BinaryIO, shard: Shard) -> tuple[Ints, Ints]:
+    """Return where chunks of records begin, and where the last one ends; how many records each has."""
+    size = file.seek(0, io.SEEK_END)
+    fail = _failure(shard, max(0, size - _BLOCK), "index")
+    not_one = "no ArrayRecord file, or truncated: it does not end in a postscript"
+    if size < 2 * _BLOCK or size % _BLOCK:
+        raise fail(not_one)
+    try:
+        footer_at, magic = _varints_of(_one_chunk(file, size - _BLOCK, size, fail), 2)[0].tolist()
+        if magic != _MAGIC or not 0 < footer_at < size - _BLOCK:
+            raise fail(not_one)
+        fail = _failure(shard, footer_at, "index")
+        footer = _one_chunk(file, footer_at, size - _BLOCK, fail)
+        version, num_chunks, num_records = _metadata_in(footer).tolist()
+        table = _varints_of(footer, 3)[1:]
+    except WireError as error:
+        raise fail(f"a broken footer: {error}") from error
+    if version != 1:
+        raise fail(f"version {version} of ArrayRecord; only version 1 is known")
+    starts, counts = np.append(table[:, 0], footer_at), table[:, 2]
+    if len(counts) != num_chunks or (counts <= 0).any() or counts.sum() != num_records:
+        told = f"{num_records} records in {num_chunks} chunks"
+        raise fail(f"the footer tells {told}, and lists {counts.sum()} in {len(counts)}")
+    if starts[0] < 0 or (np.diff(starts) < _HEADER).any():
+        raise fail("the chunks that the footer lists do not lie one behind the other")
+    return starts, counts
+
+
+def _one_chunk(file: BinaryIO, start: int, end: int, fail: _Fail) -> Records:
+    """The records of a single chunk between two bytes of the file."""
+    file.seek(start)
+    return _records(memoryview(file.read(end - start)), start, None, fail)
+
+
+def _varints_of(records: Records, count: int) -> Ints:
+    """The fields 1 to `count` of messages of numbers, [n, count]; 0: not there."""
+    found = fields(records.data, records.starts, records.starts + records.sizes)
+    found = found.of((found.number <= count) & (found.wire == VARINT))
+    table = np.zeros((len(records.sizes), count), np.int64)
+    table[found.message, found.number - 1] = varints_at(records.data, found.start, 10)[0]
+    return table
+
+
+def _metadata_in(footer: Records) -> Ints:
+    """Version, chunks and records, of the message that is the first field of the footer's first record."""
+    starts, ends = footer.starts[:1], (footer.starts + footer.sizes)[:1]
+    found = fields(footer.data, starts, ends)
+    found = found.of((found.number == 1) & (found.wire == SPAN))
+    if not len(found.start):
+        raise WireError("it tells nothing of an ArrayRecord")
+    table = _varints_of(Records(footer.data, found.start, found.end - found.start), 3)
+    first: Ints = table[0]
+    return first
+
+
+def _cuts(starts: Ints, block_bytes: int) -> Ints:
+    """The first chunk of each block, and the number of chunks: as many as it takes to reach `block_bytes`."""
+    cuts, last = [0], len(starts) - 1
+    while cuts[-1] < last:
+        reached = int(np.searchsorted(starts, starts[cuts[-1]] + block_bytes))
+        cuts.append(min(last, max(cuts[-1] + 1, reached)))
+    return np.array(cuts, np.int64)
+
+
+def _records(data: memoryview, offset: int, index: NDArray[np.void] | None, fail: _Fail) -> Records:
+    """The records of chunks, decompressed.
+
+    Args:
+        data: the bytes of the file.
+        offset: where in the file they begin.
+        index: where each chunk begins, and its records; None: there is one, of any number.
+        fail: makes the error of a reason.
+    """
+    at = np.zeros(1, np.int64) if index is None else index["at"].astype(np.int64)
+    first = -offset % _BLOCK  # the first header of a block
+    at = at - _BLOCK_HEADER * np.maximum(0, -(-(at - first) // _BLOCK))
+    plain = _without_headers(data, first)
+    if int(at.max()) + _HEADER > len(plain):
+        raise fail("truncated: a chunk lies behind its end")
+    _, size, _, kind, decoded = numbers_at(plain, at, "<u8", 5).T
+    counts = kind >> np.uint64(8)
+    if index is not None and (counts != index["records"]).any():
+        raise fail("shard changed or corrupt: a chunk has another number of records than its footer tells")
+    if (wrong := kind & np.uint64(0xFF) != _SIMPLE).any():
+        number = int(kind[wrong][0]) & 0xFF
+        raise fail(_REFUSED.get(number, f"a chunk of the unknown type {number}, or none at all"))
+    body = at + _HEADER
+    if (
+        (size < 2).any()
+        or (size > (len(plain) - body).astype(np.uint64)).any()
+        or (decoded > _MOST_BYTES).any()
+    ):
+        raise fail("truncated or corrupt: a chunk ends behind its block, or has more than 2 GiB")
+    try:
+        lists = _Lists.of(plain, body, body + size.astype(np.int64))
+        return lists.records(counts.astype(np.int64), decoded.astype(np.int64))
+    except (WireError, OSError, ValueError, pa.ArrowException) as error:
+        raise fail(f"corrupt chunk: {error}") from error
+
+
+def _without_headers(data: memoryview, first: int) -> Bytes:
+    """The bytes without the header of each block, the first of which is at byte `first`."""
+    whole = np.frombuffer(data, np.uint8)
+    if first >= len(whole):
+        return whole
+    begins = range(first + _BLOCK_HEADER, len(whole), _BLOCK)
+    return np.concatenate(
+        [whole[:first], *(whole[begin : begin + _BLOCK - _BLOCK_HEADER] for begin in begins)]
+    )
+
+
+class _Lists(Struct, frozen=True):
+    """Sizes and records of some chunks, decompressed."""
+
+    sizes: Bytes
+    """The varints of all."""
+    per_chunk: Ints
+    """[n] bytes of `sizes` that are of each chunk."""
+    data: Bytes
+    starts: Ints
+    """[n] where the records of each chunk begin in `data`."""
+    ends: Ints
+
+    @classmethod
+    def of(cls, plain: Bytes, start: Ints, end: Ints) -> _Lists:
+        """Decompress the data of chunks."""
+        codecs = plain[start]
+        length, sizes_at = varints_at(plain, start + 1, 10)
+        values_at = sizes_at + length
+        if (length < 0).any() or (values_at > end).any():
+            raise WireError("its list of sizes ends behind it")
+        if not codecs.any():
+            return cls(gathered(plain, sizes_at, length), length, plain, values_at, end)
+        sizes, values = list[Bytes](), list[Bytes]()
+        for codec, *bounds in zip(
+            codecs.tolist(), *(a.tolist() for a in (sizes_at, values_at, end)), strict=True
+        ):
+            sizes.append(_decompressed(plain[bounds[0] : bounds[1]], codec))
+            values.append(_decompressed(plain[bounds[1] : bounds[2]], codec))
+        ends = np.cumsum([len(one) for one in values])
+        per_chunk = np.array([len(one) for one in sizes], np.int64)
+        return cls(np.concatenate(sizes), per_chunk, np.concatenate(values), np.append(0, ends[:-1]), ends)
+
+    def records(self, counts: Ints, decoded: Ints) -> Records:
+        """Return the records, where each chunk has so many, of so many bytes together."""
+        ended = np.append(0, np.cumsum(self.sizes < 0x80))
+        bounds = np.append(0, np.cumsum(self.per_chunk))
+        sizes = numbers_in(self.sizes) if len(self.sizes) else np.zeros(0, np.int64)
+        if (np.diff(ended[bounds]) != counts).any() or (self.sizes[bounds[1:] - 1] >= 0x80).any():
+            raise WireError("it has another number of sizes than of records")
+        if (sizes < 0).any() or (sizes > _MOST_BYTES).any():
+            raise WireError("a record is larger than its chunk")
+        before = np.append(0, np.cumsum(sizes))
+        totals = np.diff(before[np.append(0, np.cumsum(counts))])
+        if (totals != decoded).any() or (self.starts + totals != self.ends).any():
+            raise WireError("its records have other sizes together than it has")
+        first = np.repeat(self.starts - before[np.cumsum(counts) - counts], counts)
+        return Records(self.data, first + before[:-1], sizes)
+
+
+def _decompressed(stored: Bytes, codec: int) -> Bytes:
+    """Return what one of the two parts of a chunk decompresses to."""
+    if codec == 0:
+        return stored
+    if codec not in _CODECS:
+        raise WireError(f"an unknown compression {codec}")
+    if not len(stored):
+        raise WireError("a part without a size")
+    size, at = varints_at(stored, np.zeros(1, np.int64), 10)
+    num_bytes, packed = int(size[0]), stored[int(at[0]) :]
+    if not 0 <= num_bytes <= _MOST_BYTES:
+        raise WireError("a part of more than 2 GiB")
+    if num_bytes == 0:
+        return np.zeros(0, np.uint8)
+    if codec == ord("b"):  # one call would not tell that there is less
+        with pa.CompressedInputStream(pa.py_buffer(packed), "brotli") as stream:
+            plain = stream.read_buffer(num_bytes + 1)
+    else:
+        if codec == ord("s") and varints_at(packed, np.zeros(1, np.int64), 10)[0][0] != num_bytes:
+            raise WireError("two sizes of a part that disagree")
+        plain = pa.Codec(_CODECS[codec]).decompress(pa.py_buffer(packed), decompressed_size=num_bytes)
+    if len(plain) != num_bytes:
+        raise WireError(f"a part of {len(plain)} bytes, where it tells {num_bytes}")
+    return np.frombuffer(plain, np.uint8)

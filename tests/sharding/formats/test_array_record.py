@@ -1,0 +1,153 @@
+"""ArrayRecord files that array_record wrote, and what of them is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
+from records_kit import expected, fixture, values_in
+
+from dataflow import DataLoader, ShardedDataset
+from sharding.errors import CorruptShardError, DataflowError
+from sharding.formats.records.array_record import ArrayRecordFormat
+
+URL = "a.array_record"
+COMPRESSIONS = ("uncompressed", "brotli", "zstd", "snappy")
+CHUNK = 64
+"""Byte at which the first chunk begins, behind the signature."""
+
+
+def decoded(content: bytes, block_bytes: int = 2000, **more: Any) -> list[dict[str, Any]]:
+    return values_in(decoded_blocks(ArrayRecordFormat(), content, URL, block_bytes=block_bytes, **more))
+
+
+def changed(content: bytes, at: int, new: bytes) -> bytes:
+    return content[:at] + new + content[at + len(new) :]
+
+
+@pytest.mark.parametrize(
+    "name", ["default", *(f"{how}-{group}" for how in COMPRESSIONS for group in (1, 16))]
+)
+def test_examples_are_those_that_tensorflow_parses(name: str) -> None:
+    assert decoded(fixture("array_record", f"{name}.array_record")) == expected("array_record", "examples")
+
+
+def test_chunks_at_every_64_kib_and_blocks_of_one_chunk_are_read() -> None:
+    rows = decoded(fixture("array_record", "padded.array_record"), block_bytes=1)
+    assert rows == expected("array_record", "examples")[:6]
+
+
+@pytest.mark.parametrize("how", ["uncompressed", "zstd"])
+def test_records_that_headers_interrupt_are_whole(how: str) -> None:
+    rows = decoded(fixture("array_record", f"crossing-{how}.array_record"), block_bytes=100_000)
+    assert [row["record"][0] for row in rows] == [bytes([i]) * (30_000 + i) for i in range(12)]
+
+
+def test_records_that_are_no_examples_are_a_column_of_bytes() -> None:
+    rows = decoded(fixture("array_record", "raw.array_record"))
+    assert [row["record"][0] for row in rows] == expected("array_record", "raw")
+
+
+def test_a_folder_is_trained_on(tmp_path: Path) -> None:
+    for shard, name in enumerate(("zstd-1", "uncompressed-16", "none")):
+        path = tmp_path / f"train.array_record-{shard:05d}-of-00003"
+        path.write_bytes(fixture("array_record", f"{name}.array_record"))
+    dataset = ShardedDataset(str(tmp_path), columns=["label", "box"], block_bytes=2000)
+    wanted = expected("array_record", "examples") * 2
+    with DataLoader(dataset, batch_size=9) as loader:
+        batches = list(loader)
+    assert [n for batch in batches for n in batch["label"].tolist()] == [row["label"][0] for row in wanted]
+    assert [row for batch in batches for row in batch["box"].tolist()] == [row["box"] for row in wanted]
+    assert dataset[47]["label"] == wanted[47]["label"][0]
+
+
+def test_a_file_without_records_alone_is_an_empty_dataset(tmp_path: Path) -> None:
+    (tmp_path / URL).write_bytes(fixture("array_record", "none.array_record"))
+    with pytest.raises(DataflowError, match="no samples"):
+        ShardedDataset(str(tmp_path))
+
+
+def test_transposed_chunks_are_refused_with_the_option_to_write_without() -> None:
+    with pytest.raises(CorruptShardError, match=r"transposed.*transpose:false"):
+        scan_of(ArrayRecordFormat(), fixture("array_record", "transposed.array_record"), URL)
+
+
+# ---- damage -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [b"x", bytes(200), bytes(1 << 17), fixture("tfrecord", "plain.tfrecord")])
+def test_other_files_are_refused(content: bytes) -> None:
+    with pytest.raises(CorruptShardError, match=r"no ArrayRecord file|truncated|unknown type"):
+        scan_of(ArrayRecordFormat(), content, URL)
+
+
+@pytest.mark.parametrize("end", [1, 65_536, 131_071])
+def test_truncated_files_are_refused(end: int) -> None:
+    with pytest.raises(CorruptShardError, match="truncated"):
+        scan_of(ArrayRecordFormat(), fixture("array_record", "zstd-1.array_record")[:end], URL)
+
+
+DAMAGE = {
+    "bytes of data": (8, struct.pack("<Q", 1 << 40), "behind its block"),
+    "type": (24, b"?", "unknown type 63"),
+    "padding": (24, b"p", "padding stands"),
+    "records": (25, b"\x02", "another number of records"),
+    "bytes of records": (32, struct.pack("<Q", 5), "other sizes together"),
+    "bytes of all": (32, struct.pack("<Q", 1 << 50), "more than 2 GiB"),
+    "compression": (40, b"!", "unknown compression 33"),
+    "bytes of sizes": (41, b"\xff\x7f", "list of sizes ends behind it"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_chunks_are_named_when_indexed_and_when_read(what: str) -> None:
+    at, new, message = DAMAGE[what]
+    whole = fixture("array_record", "uncompressed-16.array_record")
+    damaged = changed(whole, CHUNK + at, new)
+    with pytest.raises(CorruptShardError, match=message):
+        scan_of(ArrayRecordFormat(), damaged, URL)
+    block = blocks_of(scan_of(ArrayRecordFormat(), whole, URL), shard_of(whole, URL))[0]
+    with pytest.raises(CorruptShardError, match=message):
+        ArrayRecordFormat().decode(block, memoryview(damaged)[block.offset :][: block.length], None)
+
+
+@pytest.mark.parametrize("how", COMPRESSIONS)
+def test_no_damage_is_another_error_than_the_library_s(how: str) -> None:
+    whole = fixture("array_record", f"{how}-16.array_record")
+    (block,) = blocks_of(scan_of(ArrayRecordFormat(), whole, URL, 1 << 20), shard_of(whole, URL))
+    for at in range(0, block.length, 53):
+        data = memoryview(changed(whole, CHUNK + at, b"\xff"))[block.offset :][: block.length]
+        with contextlib.suppress(CorruptShardError):
+            ArrayRecordFormat().decode(block, data, None)
+
+
+def test_a_footer_that_disagrees_with_itself_is_refused() -> None:
+    whole = fixture("array_record", "uncompressed-16.array_record")
+    block = blocks_of(scan_of(ArrayRecordFormat(), whole, URL, 1 << 20), shard_of(whole, URL))[0]
+    footer = block.offset + block.length
+    refused = 0
+    for at in range(footer, footer + 100):
+        try:
+            scan_of(ArrayRecordFormat(), changed(whole, at, bytes([whole[at] ^ 1])), URL, 1 << 20)
+        except CorruptShardError:
+            refused += 1
+    assert refused > 20  # hashes, and what writers say of themselves, are passed over
+
+
+def test_an_index_that_does_not_fit_its_block_is_refused() -> None:
+    whole = fixture("array_record", "uncompressed-16.array_record")
+    block = blocks_of(scan_of(ArrayRecordFormat(), whole, URL, 1 << 20), shard_of(whole, URL))[0]
+    ArrayRecordFormat().check(block)
+    wrong = (
+        replace(block, num_samples=39),
+        replace(block, length=100),
+        replace(block, index=block.index[:-4]),
+    )
+    for one in wrong:
+        with pytest.raises(ValueError, match=r"chunk|buffer"):
+            ArrayRecordFormat().check(one)
