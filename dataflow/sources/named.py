@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prefetch.store.retrier import Retrier
+from sharding.catalog.listings import is_listing, load_listing
 from sharding.formats import has_suffix
 from sharding.hub.names import is_hub
 from sharding.urls import is_local, local_path
@@ -58,4 +59,9 @@ def _has_layout(text: str) -> bool:
     """Return whether a source is a local folder that holds no shards itself: they may lie as on the Hub."""
     if not is_local(text) or not os.path.isdir(path := local_path(text)):
         return False
-    return not any(has_suffix(name) and not name.startswith((".", "_")) for name in os.listdir(path))
+    names = os.listdir(path)
+    lists = [os.path.join(path, name) for name in names if is_listing(name)]
+    lists_shards = any(load_listing(one, None) is not None for one in lists)
+    return not lists_shards and not any(
+        has_suffix(name) and not name.startswith((".", "_")) for name in names
+    )

@@ -190,6 +190,39 @@ def _megatron_windows(path: Path) -> Rows:
     return _token_windows([token for document in _megatron_documents(path) for token in document])
 
 
+def _mds_rows(path: Path, layout: Path | None = None) -> Rows:
+    """Samples; of a catalog's shard, where the original of it, `layout`, has them."""
+    import numpy as np
+
+    data, head, rows = path.read_bytes(), (layout or path).read_bytes(), []
+    (count,) = struct.unpack_from("<I", head)
+    offsets = struct.unpack_from(f"<{count + 1}I", head, 4)
+    config = json.loads(head[4 * (count + 2) : offsets[0]])
+    names = config["column_names"]
+    if offsets[-1] != len(data) or names != ["label", "lst", "txt", "vec", "x"]:
+        raise ValueError("another file")
+    for begin, end in pairwise(offsets):
+        lst, txt = struct.unpack_from("<II", data, begin)
+        at = begin + 16
+        if at + lst + txt + 16 != end or data[at] >> 2 != 1:
+            raise ValueError("columns of other lengths")
+        width = 1 << (data[at] & 3)
+        length = int.from_bytes(data[at + 1 : at + 1 + width], "little")
+        if 1 + width + 4 * length != lst:
+            raise ValueError("an array of another length")
+        after = at + lst + txt
+        rows.append(
+            {
+                "label": int.from_bytes(data[at - 8 : at], "little", signed=True),
+                "lst": np.frombuffer(data, "<i4", length, at + 1 + width).tolist(),
+                "txt": data[at + lst : after].decode(),
+                "vec": np.frombuffer(data, "<f4", 3, after).tolist(),
+                "x": np.frombuffer(data, "<f4", 1, after + 12).tolist()[0],
+            }
+        )
+    return rows
+
+
 READERS: dict[str, Callable[[Path], Rows]] = {
     "tar": _tar_rows,
     "tar.gz": _tar_rows,
@@ -205,6 +238,7 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     "tokens.npy": _token_rows,
     "megatron": _megatron_rows,
     "megatron-windows": _megatron_windows,
+    "mds": _mds_rows,
 }
 
 
@@ -415,8 +449,8 @@ def _expected(original: Original, folder: Path, *, behind: bool) -> Rows:
     rows = []
     for path in original.shards:
         copy = folder / path.name
-        if behind and original.name.startswith("tar"):
-            rows += _tar_rows(copy, path)
+        if behind and original.name.startswith(("tar", "mds")):
+            rows += (_mds_rows if original.name == "mds" else _tar_rows)(copy, path)
             continue
         if behind:
             whole, data = path.read_bytes(), copy.read_bytes()

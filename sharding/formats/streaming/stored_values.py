@@ -14,13 +14,8 @@ from sharding.blocks import Spans
 from sharding.byte_lists import ByteLists, list_heads
 from sharding.formats.streaming.offset_table import Bytes, Ints, gathered, words_at
 
-_PNM = {
-    "L": ("P5", "", 1),
-    "P": ("P5", "", 1),
-    "RGB": ("P6", "", 3),
-    "RGBA": ("P7", "RGB_ALPHA", 4),
-}
-"""By Pillow's mode: the sign of the PNM file with the same bytes, PAM's type of its tuples, bytes a pixel."""
+_PNM = {"L": ("P5", 1), "P": ("P5", 1), "RGB": ("P6", 3), "RGBA": ("P6", 4)}
+"""By Pillow's mode: the sign of the PNM file that has the same bytes, but for transparency; bytes a pixel."""
 _PIXELS = struct.Struct("<III")
 
 
@@ -52,15 +47,15 @@ def _pnm(value: Bytes, corrupt: Callable[[str], Exception]) -> bytes:
     if mode == "1":  # Pillow's bit of a white pixel is 1, that of PBM 0
         pixels, row_bytes, head = ~pixels, -(-width // 8), f"P4\n{width} {height}\n"
     elif mode in _PNM:
-        sign, kind, depth = _PNM[mode]
+        sign, depth = _PNM[mode]
         row_bytes, head = width * depth, f"{sign}\n{width} {height}\n255\n"
-        if kind:
-            head = f"P7\nWIDTH {width}\nHEIGHT {height}\nDEPTH {depth}\nMAXVAL 255\nTUPLTYPE {kind}\nENDHDR\n"
     else:
         known = ", ".join(sorted(("1", *_PNM)))
         raise corrupt(f"an image is pixels of Pillow's mode {mode[:20]!r}; those of modes {known} are read")
     if len(pixels) != row_bytes * height or not len(pixels):
         raise corrupt(f"an image of {width} x {height} pixels of mode {mode} has {len(pixels)} bytes")
+    if mode == "RGBA":  # as whoever decodes a file with transparency drops it
+        pixels = pixels.reshape(-1, 4)[:, :3]
     return head.encode() + pixels.tobytes()
 
 
