@@ -244,6 +244,7 @@ MOST_LINES = {
     "dataflow/tools/doctor": 400,
     "dataflow/tools/inspect": 1_050,
     "dataflow/tools/plan": 1_300,
+    "dataflow/tools/top": 1_550,
     "dataflow/tools/terminal": 950,
     "dataflow/tools/verdicts": 800,
     "dataflow/workers": 3_300,

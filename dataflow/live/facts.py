@@ -67,6 +67,12 @@ def rank_info() -> RankInfo:
     return info
 
 
+def cores_of(rank: RankInfo) -> float:
+    """Return the cores of this rank: those that it may use, in equal parts where all may use all of them."""
+    usable = len(os.sched_getaffinity(0))
+    return usable / (rank.local_world_size if usable == os.cpu_count() else 1)
+
+
 def job_of(rank: RankInfo, pid: int) -> str:
     """Return an id that the ranks of a job have in common, and no other job on this machine has."""
     parts = [str(pid)]

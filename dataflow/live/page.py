@@ -22,7 +22,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-from dataflow.live.facts import in_one_line, job_of, package_version, program, rank_info
+from dataflow.live.facts import cores_of, in_one_line, job_of, package_version, program, rank_info
 from dataflow.live.reading import (
     SUFFIX,
     boot_id,
@@ -220,6 +220,7 @@ class LivePage:
             **{name: getattr(rank, name) for name in _RANK_FIELDS},
             program=program(),
             dataflow=package_version(),
+            cores=cores_of(rank),
             began_at=self._began_at,
             written_at=at,
             state=state,

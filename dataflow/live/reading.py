@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from dataflow.live.record import TrainingRecord, from_page
+from dataflow.live.record import TrainingRecord, from_page, why_unread
 
 SUFFIX = ".page"
 _MOST_BYTES = 16 << 20
@@ -58,6 +58,16 @@ def pages_in(folders: Sequence[Path]) -> Iterator[tuple[Path, TrainingRecord]]:
             yield folder / name, record
 
 
+def unread_pages(folders: Sequence[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield files of this user among the pages in some folders that say nothing, and why."""
+    for folder in folders:
+        for name in _names(folder):
+            path = folder / name
+            if _read(path) is None:
+                with suppress(OSError):
+                    yield path, why_unread(_bytes_of(path))
+
+
 def remove_old(folder: Path, older_than_s: float = _OLD_S) -> None:
     """Remove pages of processes that are gone, if they were written so long ago."""
     before = time.time() - older_than_s
@@ -92,18 +102,22 @@ def open_folder(folder: Path) -> int:
 
 
 def _read(path: Path) -> TrainingRecord | None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    with open(fd, "rb", buffering=0) as file:
-        if os.fstat(fd).st_uid != os.geteuid():
+    for _ in range(_TRIES):  # a write takes microseconds
+        try:
+            if record := from_page(_bytes_of(path)):
+                return record
+        except OSError:
             return None
-        for _ in range(_TRIES):  # a write takes microseconds
-            with suppress(OSError):
-                if record := from_page(os.pread(file.fileno(), _MOST_BYTES, 0)):
-                    return record
     return None
+
+
+def _bytes_of(path: Path) -> bytes:
+    """The bytes of a file of this user; `OSError` for a link, a folder, and what is somebody else's."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb", buffering=0):
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise PermissionError(f"{path} belongs to another user")
+        return os.pread(fd, _MOST_BYTES, 0)
 
 
 def boot_id() -> str:

@@ -127,6 +127,8 @@ class TrainingRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the script, without arguments."""
     dataflow: str
     """The version of this package."""
+    cores: float = 0.0
+    """Cores of this rank: those that it may use, in equal parts where ranks share them; 0: not known."""
     began_at: float
     written_at: float
     state: ProcessState
@@ -145,6 +147,10 @@ class TrainingRecord(msgspec.Struct, frozen=True, kw_only=True):
     def last_batch_at(self) -> float:
         """The time of the last batch of any loader; 0: none yet."""
         return max((one.last_batch_at for one in self.loaders), default=0.0)
+
+
+class _Versioned(msgspec.Struct):
+    version: int
 
 
 def to_page(record: TrainingRecord, sequence: int) -> bytes:
@@ -176,3 +182,21 @@ def to_json(records: list[TrainingRecord]) -> bytes:
 def from_json(text: bytes) -> list[TrainingRecord]:
     """Return the records of a JSON list. `ValueError` if it is none."""
     return msgspec.json.decode(text, type=list[TrainingRecord])
+
+
+def why_unread(page: bytes) -> str:
+    """Return why `from_page` finds no record in a page."""
+    if len(page) < _HEADER.size or not page.startswith(_MAGIC):
+        return "it is no page of a training"
+    _, _, length, checksum = _HEADER.unpack_from(page)
+    body = page[_HEADER.size : _HEADER.size + length]
+    if len(body) != length or zlib.crc32(body) != checksum:
+        return "it is damaged, or its disk was full"
+    try:
+        version = msgspec.json.decode(body, type=_Versioned).version
+    except msgspec.MsgspecError:
+        version = VERSION
+    if version == VERSION:
+        return "it is damaged"
+    cure = "upgrade here: pip install -U dataflow-loader" if version > VERSION else "upgrade the training's"
+    return f"it was written by another dataflow (its version is {version}, this one reads {VERSION}); {cure}"

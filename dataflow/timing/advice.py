@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from dataflow.timing.diagnosis import WORTH, Diagnosis, takes_turns
 from dataflow.timing.records import LoaderTimes, RankRecord
@@ -26,6 +27,18 @@ _STORES = {
     "cached": "a larger or faster cache, or a faster or nearer store",
 }
 
+Where = Literal[
+    "store",
+    "decoding and transforms",
+    "read-ahead",
+    "hand-over",
+    "training",
+    "network",
+    "slow rank",
+    "optimizer",
+]
+"""The parts of a training that may hold it up."""
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -36,6 +49,8 @@ class Advice:
     action: str
     gain: float | None
     """Times faster at most; None: it cannot be told from these windows."""
+    where: Where = "training"
+    """The part that holds the training up."""
 
     def __str__(self) -> str:
         gain = "what that gains, these figures cannot tell" if self.gain is None else gain_text(self.gain)
@@ -64,7 +79,7 @@ def advise(diagnosis: Diagnosis, records: Sequence[RankRecord]) -> Advice:
             "accumulate twice the microbatches a step (a larger global batch), or a fused optimizer "
             "(fused=True) where there is one"
         )
-        return Advice(verdict, action, diagnosis.halved("optimizer"))
+        return Advice(verdict, action, diagnosis.halved("optimizer"), "optimizer")
     if _cores_are_shared(critical):
         return _cores(diagnosis, critical.loader)
     if not critical.in_schedule:
@@ -88,7 +103,8 @@ def advise(diagnosis: Diagnosis, records: Sequence[RankRecord]) -> Advice:
 def _data(diagnosis: Diagnosis, critical: RankRecord, num_ranks: int) -> Advice:
     where = "" if num_ranks == 1 or takes_turns(diagnosis, num_ranks) else f", most on rank {critical.rank}"
     verdict = f"data-bound: {diagnosis.share('data'):.0%} waiting for the loader{where}"
-    return Advice(verdict, _loader_action(critical.loader), diagnosis.gains["data"])
+    part, action = _loader_action(critical.loader)
+    return Advice(verdict, action, diagnosis.gains["data"], part)
 
 
 def _cores_are_shared(one: RankRecord) -> bool:
@@ -105,31 +121,36 @@ def _cores(diagnosis: Diagnosis, loader: LoaderTimes) -> Advice:
         "if the training computes on these cores, too: cheaper decoding or transforms (smaller images, "
         "work done once when shards are written), or more cores"
     )
-    return Advice(verdict, action, None)
+    return Advice(verdict, action, None, "decoding and transforms")
 
 
-def _loader_action(loader: LoaderTimes) -> str:
+def _loader_action(loader: LoaderTimes) -> tuple[Where, str]:
+    """Return which part of a loader does not keep up, and what helps."""
+    made: Where = "decoding and transforms"
     cores_are_busy = (loader.cores_busy or 0.0) >= _BUSY
     if loader.kind == "main":
-        return "make batches beside the training: DataLoader(num_workers=...), it has none"
+        return made, "make batches beside the training: DataLoader(num_workers=...), it has none"
     if loader.kind in ("process", "thread"):
         if cores_are_busy:
             share = f"they keep {loader.cores_busy:.0%} of {loader.cores:g} cores busy"
-            return f"cheaper items, or more cores: the {loader.kind} workers do not keep up, and {share}"
-        return f"more workers or cheaper items: the {loader.kind} workers do not keep up"
+            return (
+                made,
+                f"cheaper items, or more cores: the {loader.kind} workers do not keep up, and {share}",
+            )
+        return made, f"more workers or cheaper items: the {loader.kind} workers do not keep up"
     if loader.kind != "shards":
-        return "fetch ahead, by dataflow's DataLoader with num_workers=, or over shards"
+        return made, "fetch ahead, by dataflow's DataLoader with num_workers=, or over shards"
     if loader.builders == "main":
-        return "make batches beside the training: DataLoader(num_workers=...) has builders, 0 has none"
+        return made, "make batches beside the training: DataLoader(num_workers=...) has builders, 0 has none"
     read, build = loader.read_busy or 0.0, loader.build_busy or 0.0
     busy = f"threads that read were busy {read:.0%} of the time, {_who_builds(loader)} {build:.0%}"
     if max(read, build) >= _BUSY:
         if build > read:
-            return f"{_builders_action(loader, cores_are_busy=cores_are_busy)}: {busy}"
-        return f"{_STORES[loader.store]}: {busy}; `dataflow bench loader` measures each alone"
+            return made, f"{_builders_action(loader, cores_are_busy=cores_are_busy)}: {busy}"
+        return "store", f"{_STORES[loader.store]}: {busy}; `dataflow bench loader` measures each alone"
     if loader.memory_held is None or loader.memory_held >= _FULL:
-        return f"a larger memory_limit=, so that more is fetched ahead: {busy}{_held(loader)}"
-    return (
+        return "read-ahead", f"a larger memory_limit=, so that more is fetched ahead: {busy}{_held(loader)}"
+    return "hand-over", (
         f"`dataflow bench loader`, which measures each part alone: {busy}{_held(loader)}, so neither "
         "more of them nor a larger memory_limit= is the cure; short epochs or other programs may be why"
     )
@@ -174,13 +195,13 @@ def _network(diagnosis: Diagnosis, critical: RankRecord, *, waiting_in_it: bool)
     verdict = f"network-bound: {diagnosis.share('network'):.0%} exposed"
     if waiting_in_it:
         action = "compare the ranks (all_ranks=True, or dataflow doctor): waiting for slower ones is in it"
-        return Advice(verdict, action, diagnosis.gains["network"])
+        return Advice(verdict, action, diagnosis.gains["network"], "network")
     action = (
         "halve the bytes (16 bits, docs/guide/strategies.md), or accumulate twice the microbatches a step"
     )
     if critical.strategy != "all-reduce":
         action = "accumulate twice the microbatches a step (a larger global batch)"
-    return Advice(verdict, action, diagnosis.halved("network"))
+    return Advice(verdict, action, diagnosis.halved("network"), "network")
 
 
 def _straggler(diagnosis: Diagnosis, critical: RankRecord, num_ranks: int) -> Advice:
@@ -196,7 +217,7 @@ def _straggler(diagnosis: Diagnosis, critical: RankRecord, num_ranks: int) -> Ad
         action = (
             f"look at rank {critical.rank}'s machine (clock, other processes) and at its share of the work"
         )
-    return Advice(verdict, action, diagnosis.gains["straggler"])
+    return Advice(verdict, action, diagnosis.gains["straggler"], "slow rank")
 
 
 def _equal_work(loader: LoaderTimes) -> str:

@@ -20,8 +20,6 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from torch.utils.data import BatchSampler, SequentialSampler
-
 from prefetch.weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
@@ -257,7 +255,7 @@ def loader_times(
     from dataflow.stats import LoaderStats, WorkerStats
 
     stats = _stats_of(loader)
-    cores = _cores_of_rank()
+    cores = cores_of_rank()
     always: dict[str, Any] = {"cores": cores, "file_order": _in_file_order(loader)}
     if isinstance(stats, WorkerStats):
         busy = busy_cores(stats.worker_pids)
@@ -266,11 +264,26 @@ def loader_times(
         return LoaderTimes(stats.workers, stats.stall_share, reason=reason, cores_busy=share, **always)
     if not isinstance(stats, LoaderStats):
         return LoaderTimes("other", file_order=always["file_order"])
+    batching = getattr(loader, "batching", None)
+    return shard_times(stats, since, batching=type(batching).__name__ if batching else "", **always)
+
+
+def shard_times(
+    stats: Any, since: Any, *, cores: float, batching: str = "", file_order: bool = False
+) -> LoaderTimes:
+    """Return what the figures of a loader over shards say.
+
+    Args:
+        stats: a `LoaderStats`, or what has its attributes.
+        since: the figures from where on shares count; None: from the first batch on.
+        cores: of the rank.
+        batching: as `LoaderTimes` has it.
+        file_order: as there.
+    """
     elapsed_s = stats.elapsed_s - (since.elapsed_s if since else 0.0)
     read, build = (_stage_share(stage, stats, since) for stage in ("read", "build"))
     cpu_s = stats.build.cpu_s - (since.build.cpu_s if since else 0.0)
     build_cores = cpu_s / elapsed_s if elapsed_s > 0 else None
-    batching = getattr(loader, "batching", None)
     cached = stats.cache.hits + stats.cache.misses > 0
     return LoaderTimes(
         "shards",
@@ -279,14 +292,15 @@ def loader_times(
         build_busy=build,
         reason=stats.depth_reason,
         store="cached" if cached else "remote" if stats.in_flight_limit else "local",
-        batching=type(batching).__name__ if batching else "",
+        batching=batching,
         builders=stats.workers,
         num_builders=stats.build.threads,
         build_cores=build_cores,
         # Actors compute elsewhere.
         cores_busy=None if build_cores is None or stats.workers == "ray" else build_cores / cores,
         memory_held=stats.memory.peak_bytes / stats.memory.limit_bytes if stats.memory.limit_bytes else None,
-        **always,
+        cores=cores,
+        file_order=file_order,
     )
 
 
@@ -301,7 +315,8 @@ def _stage_share(stage: str, stats: LoaderStats, since: LoaderStats | None) -> f
     return min(1.0, max(0.0, share))
 
 
-def _cores_of_rank() -> float:
+def cores_of_rank() -> float:
+    """Cores of this rank: those that it may use, in equal parts where all ranks of a machine may use all."""
     usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1") if usable == all_cores else "1"
     return usable / max(1, int(ranks) if ranks.isdecimal() else 1)
@@ -321,6 +336,8 @@ def busy_cores(pids: Sequence[int], proc: Path = Path("/proc")) -> float | None:
 
 
 def _in_file_order(loader: Any) -> bool:
+    from torch.utils.data import BatchSampler, SequentialSampler
+
     loader = getattr(loader, "base_dataloader", loader)  # Accelerate's is around ours
     batches, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     if batches is not None:  # one of the user's may shuffle whatever it is made of

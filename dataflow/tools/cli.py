@@ -1,4 +1,4 @@
-"""The command line: `dataflow demo`, `index`, `inspect`, `bench`, `plan` and `doctor`.
+"""The command line: `dataflow demo`, `index`, `inspect`, `bench`, `plan`, `doctor` and `top`.
 
 Commands import what they need when they run, so that `--help` is quick. What a user can cure (wrong
 arguments, missing or broken files, packages that are not installed) ends as one line and exit code 1;
@@ -22,6 +22,7 @@ from dataflow.tools.terminal.options import (
     options_of,
     plain_errors,
 )
+from dataflow.tools.top.command import top
 from sharding.blocks import DEFAULT_BLOCK_BYTES
 
 
@@ -57,6 +58,11 @@ def main() -> None:
     Show where the time of a training's steps goes:
       dataflow doctor -- torchrun --nproc-per-node 2 train.py
       dataflow doctor --headspace -- torchrun --nproc-per-node 2 train.py
+
+    \b
+    Follow the trainings that run, on a terminal or in a browser:
+      dataflow top
+      dataflow top --web
 
     \b
     Then, in Python:
@@ -208,6 +214,7 @@ def plan(settings: PlanSettings, files: ReportFiles) -> None:
 
 main.add_command(bench)
 main.add_command(doctor)
+main.add_command(top)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,227 @@
+"""The last pages of a process, and what the steps between them say holds a training up.
+
+The last half minute of steps goes through `dataflow.timing`, as records of `dataflow doctor` do: there is one
+answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dataflow.live.reading import boot_id
+from dataflow.live.record import LoaderRecord, ScheduleRecord, TrainingRecord
+from dataflow.timing.advice import advise
+from dataflow.timing.diagnosis import PARTS, Part, diagnose
+from dataflow.timing.records import LoaderTimes, RankRecord, StepTimes, busy_cores, shard_times
+
+MOST_PAGES = 30
+"""Readings, about a second each, that the answer of what holds a training up is about."""
+_RATES_OVER = 5
+"""Readings that rates are of."""
+_TASKS_OVER = 10
+"""Readings in which tasks of threads end that take seconds."""
+
+Key = tuple[str, int, int]
+"""Host, process id and start of a process."""
+
+
+class LiveFigures:
+    """The figures of a `stats().to_json()` as attributes; one that is not there is 0."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._values.get(name, 0)
+        if isinstance(value, dict):
+            return LiveFigures(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            return 0.0
+        return value
+
+    def number(self, path: str) -> float:
+        """Return a number by its path, such as "read.busy_s"; 0 for anything else."""
+        value: Any = self
+        for name in path.split("."):
+            value = getattr(value, name) if isinstance(value, LiveFigures) else 0
+        return value if isinstance(value, (int, float)) else 0.0
+
+
+class Pages(NamedTuple):
+    """The last pages of a process, as they were read, the newest last."""
+
+    records: tuple[TrainingRecord, ...]
+    seen_s: float
+    """The time when the newest was read first, on a clock that only goes forward."""
+
+    @property
+    def now(self) -> TrainingRecord:
+        """The newest one."""
+        return self.records[-1]
+
+    @property
+    def last(self) -> TrainingRecord | None:
+        """The one before; None: it is the first."""
+        return self.records[-2] if len(self.records) > 1 else None
+
+    @property
+    def before(self) -> TrainingRecord | None:
+        """The one from which rates are counted: some seconds old, so that they do not flicker."""
+        return self.records[max(0, len(self.records) - 1 - _RATES_OVER)] if len(self.records) > 1 else None
+
+    @property
+    def since(self) -> TrainingRecord | None:
+        """The one from which the work of threads counts, told task by task; None: from the first on."""
+        return self.records[0] if len(self.records) > _TASKS_OVER else None
+
+
+def key_of(record: TrainingRecord) -> Key:
+    """Return what names the process of a page."""
+    return record.host, record.pid, record.start_ticks
+
+
+def same_loader(record: TrainingRecord | None, one: LoaderRecord) -> LoaderRecord | None:
+    """Return what a page says of a loader; None: nothing."""
+    others = record.loaders if record is not None else ()
+    return next((old for old in others if (old.role, old.name) == (one.role, one.name)), None)
+
+
+def growth(before: LoaderRecord | None, now: LoaderRecord) -> tuple[Callable[[str], float], float | None]:
+    """Return how much figures have grown between two pages, and in how many seconds; None: not known."""
+    old, new = LiveFigures(before.stats if before else {}), LiveFigures(now.stats)
+
+    def grown(name: str) -> float:
+        return max(0.0, new.number(name) - old.number(name))
+
+    elapsed_s = new.number("elapsed_s") - old.number("elapsed_s")
+    is_known = before is not None and elapsed_s > 0 and new.number("batches") >= old.number("batches")
+    return grown, elapsed_s if is_known else None
+
+
+class RecentSteps:
+    """The steps of a training's ranks in the last readings, and what `dataflow.timing` says of them."""
+
+    def __init__(self) -> None:
+        self._rows: deque[tuple[StepTimes, ...]] = deque(maxlen=MOST_PAGES)
+        self._ranks: list[Key] = []
+        self._records: list[RankRecord] = []
+        self._since: dict[Key, float] = {}
+        self.longest_s = 0.0
+        """Seconds of the longest step, on average of a reading."""
+
+    def add(self, processes: Sequence[Pages]) -> None:
+        """Take the steps between the last two pages of all ranks, once each of them has written a new one."""
+        fresh = {key_of(pages.now): pages for pages in processes if pages.last is not None}
+        if not fresh or any(self._since.get(key) == pages.now.written_at for key, pages in fresh.items()):
+            return
+        self._since = {key: pages.now.written_at for key, pages in fresh.items()}
+        stepped = {key: found for key, pages in fresh.items() if (found := _steps_of(pages)) is not None}
+        if not stepped:
+            return
+        in_schedule = any(record.in_schedule for _, record in stepped.values())
+        stepped = {key: found for key, found in stepped.items() if found[1].in_schedule == in_schedule}
+        if self._ranks != list(stepped):
+            self._rows.clear()
+        self._ranks = list(stepped)
+        self._records = [record for _, record in stepped.values()]
+        row = tuple(times for times, _ in stepped.values())
+        self._rows.append(row)
+        self.longest_s = max(one.total_s / one.microbatches for one in row)
+
+    def answer(self) -> dict[str, Any]:
+        """Return the fields of a `TrainingView` that tell what holds it up."""
+        if not self._rows:
+            return {"verdict": "", "where": "", "action": "", "gain": None, "shares": {}}
+        diagnosis = diagnose(self._rows)
+        advice = advise(diagnosis, self._records)
+        in_schedule = self._records[0].in_schedule
+        parts: Sequence[Part] = PARTS if in_schedule else ("data", "compute")
+        gain = advice.gain if advice.gain is not None and math.isfinite(advice.gain) else None
+        return {
+            "verdict": advice.verdict,
+            "where": advice.where,
+            "action": advice.action,
+            "gain": gain,
+            "shares": {part: diagnosis.share(part) for part in parts},
+        }
+
+
+def _steps_of(pages: Pages) -> tuple[StepTimes, RankRecord] | None:
+    """Return the steps between two pages of a rank as one; None where none has ended."""
+    assert pages.last is not None
+    intervals = [(same_loader(pages.last, one), one) for one in pages.now.loaders]
+    old_schedules = {one.loader: one for one in pages.last.schedules}
+    for schedule in pages.now.schedules:
+        before = old_schedules.get(schedule.loader)
+        if before is not None and schedule.windows > before.windows:
+            own = [one for _, one in intervals if one.name == schedule.loader]
+            times = LoaderTimes("other")
+            if own:
+                times = times_of(pages.now, same_loader(pages.since, own[0]), own[0])
+            return _schedule_steps(before, schedule), _record(pages.now, times, schedule)
+    measured = []
+    for old, one in intervals:
+        grown, elapsed_s = growth(old, one)
+        if elapsed_s is not None and (batches := int(grown("batches"))):
+            waited_s = min(elapsed_s, grown("starved_s"))
+            measured.append((one.role == "train", batches, elapsed_s, waited_s, one))
+    if not measured:
+        return None
+    _, batches, elapsed_s, waited_s, one = max(measured, key=lambda found: found[:2])
+    steps = StepTimes(
+        window=1,
+        microbatches=batches,
+        data_s=waited_s,
+        peers_s=0.0,
+        compute_s=elapsed_s - waited_s,
+        exposed_s=None,
+        optimizer_s=0.0,
+    )
+    return steps, _record(pages.now, times_of(pages.now, same_loader(pages.since, one), one), None)
+
+
+def _schedule_steps(before: ScheduleRecord, now: ScheduleRecord) -> StepTimes:
+    def grown(part: str) -> float:
+        return max(0.0, now.seconds.get(part, 0.0) - before.seconds.get(part, 0.0))
+
+    return StepTimes(
+        window=1,
+        microbatches=max(1, now.microbatches - before.microbatches),
+        data_s=grown("data"),
+        peers_s=grown("peers"),
+        compute_s=grown("compute"),
+        exposed_s=grown("exposed") if now.seconds.get("exposed") else None,  # 0: not told from computing
+        optimizer_s=grown("optimizer"),
+    )
+
+
+def _record(now: TrainingRecord, times: LoaderTimes, schedule: ScheduleRecord | None) -> RankRecord:
+    return RankRecord(
+        rank=now.rank,
+        world_size=now.world_size,
+        host=now.host,
+        model=schedule.model if schedule else "",
+        strategy=schedule.strategy if schedule else "",
+        device="",
+        loader=times,
+        windows=(),
+        in_schedule=schedule is not None,
+    )
+
+
+def times_of(record: TrainingRecord, before: LoaderRecord | None, now: LoaderRecord) -> LoaderTimes:
+    """Return what a loader says of itself, as `dataflow doctor` has it."""
+    stats, cores = LiveFigures(now.stats), record.cores or 1.0
+    try:
+        if now.kind == "LoaderStats":
+            return shard_times(stats, LiveFigures(before.stats) if before else None, cores=cores)
+        is_here = record.boot_id == boot_id()
+        pids = [pid for pid in now.stats.get("worker_pids", ()) if isinstance(pid, int)]
+        busy = busy_cores(pids) if is_here and pids else None
+        share = None if busy is None else busy / cores
+        return LoaderTimes(str(stats.workers), cores=cores, cores_busy=share)
+    except (AttributeError, TypeError, ValueError, ZeroDivisionError):
+        return LoaderTimes("other")  # figures that no loader of this version has
