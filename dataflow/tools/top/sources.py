@@ -147,7 +147,7 @@ class Endpoint:
         return answer.read()
 
     def _received(self) -> bytes:
-        """Return all bytes of the answer. Sockets count their time-out anew with each byte: it is set for each."""
+        """Return all bytes of the answer. Each byte would begin a new time-out, so it is set each time."""
         ends_s = time.monotonic() + self._deadline_s
         host, path = self._parts.hostname or "", self._parts.path.rstrip("/") or _PATH
         is_safe = self._parts.scheme == "https"
