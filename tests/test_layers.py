@@ -199,7 +199,7 @@ MOST_LINES = {
     "sharding/catalog": 2_600,
     "sharding/formats": 850,
     "sharding/formats/arrow": 3_650,
-    "sharding/formats/records": 1_450,
+    "sharding/formats/records": 1_650,
     "sharding/formats/streaming": 1_700,
     "sharding/formats/tar": 1_650,
     "sharding/hub": 1_150,

@@ -34,7 +34,7 @@ from sharding.formats.records.wire import SPAN, VARINT, Bytes, Ints, WireError, 
 _BLOCK, _BLOCK_HEADER, _HEADER = 1 << 16, 24, 40
 _MAGIC = 0x71930E704FDAE05E
 _SIMPLE, _TRANSPOSED = ord("r"), ord("t")
-_CODECS = {ord("b"): "brotli", ord("z"): "zstd", ord("s"): "snappy"}
+_CODECS = {ord("z"): "zstd", ord("s"): "snappy"}
 _MOST_BYTES = (2 << 30) - 1
 """The bytes of a chunk's records, at most."""
 _CHUNK = np.dtype([("at", "<u4"), ("records", "<u4")])
@@ -196,8 +196,8 @@ def _records(data: memoryview, offset: int, index: NDArray[np.void] | None, fail
     ):
         raise fail("truncated or corrupt: a chunk ends behind its block, or has more than 2 GiB")
     try:
-        lists = _Lists.of(plain, body, body + size.astype(np.int64))
-        return lists.records(counts.astype(np.int64), decoded.astype(np.int64))
+        counts, decoded = counts.astype(np.int64), decoded.astype(np.int64)
+        return _Lists.of(plain, body, body + size.astype(np.int64), decoded, counts).records(counts, decoded)
     except (WireError, OSError, ValueError, pa.ArrowException) as error:
         raise fail(f"corrupt chunk: {error}") from error
 
@@ -216,8 +216,8 @@ def _without_headers(data: memoryview, first: int) -> Bytes:
 class _Lists(Struct, frozen=True):
     """Sizes and records of some chunks, decompressed."""
 
-    sizes: Bytes
-    """The varints of all."""
+    sizes: Bytes | None
+    """The varints of all; None: each chunk is one record."""
     per_chunk: Ints
     """[n] bytes of `sizes` that are of each chunk."""
     data: Bytes
@@ -226,8 +226,8 @@ class _Lists(Struct, frozen=True):
     ends: Ints
 
     @classmethod
-    def of(cls, plain: Bytes, start: Ints, end: Ints) -> _Lists:
-        """Decompress the data of chunks."""
+    def of(cls, plain: Bytes, start: Ints, end: Ints, decoded: Ints, counts: Ints) -> _Lists:
+        """Decompress the data of chunks of so many bytes and records."""
         codecs = plain[start]
         length, sizes_at = varints_at(plain, start + 1, 10)
         values_at = sizes_at + length
@@ -235,18 +235,24 @@ class _Lists(Struct, frozen=True):
             raise WireError("its list of sizes ends behind it")
         if not codecs.any():
             return cls(gathered(plain, sizes_at, length), length, plain, values_at, end)
-        sizes, values = list[Bytes](), list[Bytes]()
-        for codec, *bounds in zip(
-            codecs.tolist(), *(a.tolist() for a in (sizes_at, values_at, end)), strict=True
-        ):
-            sizes.append(_decompressed(plain[bounds[0] : bounds[1]], codec))
-            values.append(_decompressed(plain[bounds[1] : bounds[2]], codec))
+        values = _decompressed(plain, codecs, values_at, end)
         ends = np.cumsum([len(one) for one in values])
+        starts = np.append(0, ends[:-1])
+        if (
+            counts == 1
+        ).all():  # as the only one has the size of the chunk, decompressing that twice is spared
+            if (np.diff(ends, prepend=0) != decoded).any():
+                raise WireError("its record has another size than it")
+            return cls(None, counts, np.frombuffer(b"".join(values), np.uint8), starts, ends)
+        sizes = _decompressed(plain, codecs, sizes_at, values_at)
         per_chunk = np.array([len(one) for one in sizes], np.int64)
-        return cls(np.concatenate(sizes), per_chunk, np.concatenate(values), np.append(0, ends[:-1]), ends)
+        joined = [np.frombuffer(b"".join(parts), np.uint8) for parts in (sizes, values)]
+        return cls(joined[0], per_chunk, joined[1], starts, ends)
 
     def records(self, counts: Ints, decoded: Ints) -> Records:
         """Return the records, where each chunk has so many, of so many bytes together."""
+        if self.sizes is None:
+            return Records(self.data, self.starts, decoded)
         ended = np.append(0, np.cumsum(self.sizes < 0x80))
         bounds = np.append(0, np.cumsum(self.per_chunk))
         sizes = numbers_in(self.sizes) if len(self.sizes) else np.zeros(0, np.int64)
@@ -262,27 +268,37 @@ class _Lists(Struct, frozen=True):
         return Records(self.data, first + before[:-1], sizes)
 
 
-def _decompressed(stored: Bytes, codec: int) -> Bytes:
-    """Return what one of the two parts of a chunk decompresses to."""
+def _decompressed(plain: Bytes, codecs: Bytes, start: Ints, end: Ints) -> list[bytes]:
+    """Decompress one part of each chunk: its decompressed size, and what has it."""
+    sizes, packed = varints_at(plain, start, 10)
+    sizes, packed = np.where(codecs == 0, end - start, sizes), np.where(codecs == 0, start, packed)
+    if (packed > end).any() or (sizes < 0).any() or (sizes > _MOST_BYTES).any():
+        raise WireError("a part without a size, or of more than 2 GiB")
+    if (snappy := codecs == ord("s")).any() and (
+        varints_at(plain, packed[snappy], 10)[0] != sizes[snappy]
+    ).any():
+        raise WireError("two sizes of a part that disagree")
+    data, ways = plain.data, {codec: _way(codec) for codec in set(codecs.tolist())}
+    parts = zip(codecs.tolist(), packed.tolist(), end.tolist(), sizes.tolist(), strict=True)
+    return [ways[codec](data[first:last], size) for codec, first, last, size in parts]
+
+
+def _way(codec: int) -> Callable[[memoryview, int], bytes]:
+    """Return what decompresses bytes to so many, or fails."""
     if codec == 0:
-        return stored
+        return lambda data, _: bytes(data)
+    if codec == ord("b"):
+        return _unbrotlied
     if codec not in _CODECS:
         raise WireError(f"an unknown compression {codec}")
-    if not len(stored):
-        raise WireError("a part without a size")
-    size, at = varints_at(stored, np.zeros(1, np.int64), 10)
-    num_bytes, packed = int(size[0]), stored[int(at[0]) :]
-    if not 0 <= num_bytes <= _MOST_BYTES:
-        raise WireError("a part of more than 2 GiB")
-    if num_bytes == 0:
-        return np.zeros(0, np.uint8)
-    if codec == ord("b"):  # one call would not tell that there is less
-        with pa.CompressedInputStream(pa.py_buffer(packed), "brotli") as stream:
-            plain = stream.read_buffer(num_bytes + 1)
-    else:
-        if codec == ord("s") and varints_at(packed, np.zeros(1, np.int64), 10)[0][0] != num_bytes:
-            raise WireError("two sizes of a part that disagree")
-        plain = pa.Codec(_CODECS[codec]).decompress(pa.py_buffer(packed), decompressed_size=num_bytes)
-    if len(plain) != num_bytes:
-        raise WireError(f"a part of {len(plain)} bytes, where it tells {num_bytes}")
-    return np.frombuffer(plain, np.uint8)
+    decompress = pa.Codec(_CODECS[codec]).decompress
+    return lambda data, size: bytes(decompress(data, size, asbytes=True)) if size else b""
+
+
+def _unbrotlied(data: memoryview, size: int) -> bytes:
+    """Decompress by a stream, as one call would not tell that there is less."""
+    with pa.CompressedInputStream(pa.py_buffer(data), "brotli") as stream:
+        plain = bytes(stream.read(size + 1))
+    if len(plain) != size:
+        raise WireError(f"a part of other than {size} bytes")
+    return plain

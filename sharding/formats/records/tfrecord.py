@@ -2,13 +2,15 @@
 
     length u8 | masked CRC-32C of it u4 | record | masked CRC-32C of the record u4
 
-Indexing walks from header to header and learns what the features hold. A file that is compressed as a whole
+Indexing walks from header to header and learns what the features hold; of large records it passes over the
+byte strings, so that these cost little more than the members of a tar. A file that is compressed as a whole
 (gzip or zlib, told by its first bytes, as its name need not say so) is one block. A block's index is the
 sizes of its records, so decoding needs no walk; it verifies every checksum.
 """
 
 from __future__ import annotations
 
+import io
 import struct
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
@@ -25,6 +27,7 @@ from sharding.formats.records.record_columns import (
     footer_of,
     footer_value,
 )
+from sharding.formats.records.skeleton import Skeleton
 from sharding.formats.records.spans import numbers_at
 from sharding.formats.records.wire import Ints
 
@@ -35,6 +38,8 @@ _AROUND = _HEADER.size + _CRC_BYTES
 _MASK = 0xA282EAD8
 _MOST_BYTES = (2 << 30) - 1
 """The bytes of a record, at most: a protobuf message can have no more."""
+_SPARSE_MEAN_BYTES = 64 << 10
+"""Above this mean size of a record, passing over byte strings beats reading them, as of members of a tar."""
 
 
 class TFRecordFormat(RecordFormat):
@@ -59,11 +64,10 @@ class TFRecordFormat(RecordFormat):
             CorruptShardError: a checksum is wrong, or the file ends within a record; offsets count bytes of
                 the decompressed file.
         """
-        checksum, compression = _checksum(), _compression(file, shard)
-        file.seek(0)
+        compression = _compression(file, shard)
         plain = file if compression is None else open_decompressed(file, shard.url, kind=compression)
         learner, offsets, sizes = RecordLearner(shard), list[int](), list[Ints]()
-        for offset, records in _runs(plain, shard, block_bytes, checksum):
+        for offset, records in _RunReader(plain, shard, block_bytes, compression is not None).runs(learner):
             offsets.append(offset)
             sizes.append(records.sizes)
             learner.add(records)
@@ -152,44 +156,100 @@ def _compression(file: BinaryIO, shard: Shard) -> str | None:
     return "zlib" if head[:1] == b"\x78" and int.from_bytes(head[:2], "big") % 31 == 0 else None
 
 
-def _runs(file: BinaryIO, shard: Shard, run_bytes: int, checksum: Checksum) -> Iterator[tuple[int, Records]]:
-    """(offset, records) over a whole file: as many whole records as so many bytes hold, at least one."""
-    offset, data, wanted = 0, b"", run_bytes
-    while data := data + _read(file, wanted - len(data)):
-        starts, sizes, end, whole = _walk(data, offset, shard, checksum)
-        wrong = _wrong_checksums(memoryview(data), starts, sizes, checksum)
-        if len(wrong):
-            at = offset + int(starts[wrong[0]]) - _HEADER.size
-            raise CorruptShardError(shard.url, "the checksum of this record is wrong", at)
-        if len(starts):
-            yield offset, Records(np.frombuffer(data, np.uint8)[:end], starts, sizes)
-        elif len(data) < wanted:
-            reason = f"ends within this record, {whole - len(data)} bytes too early"
-            raise CorruptShardError(shard.url, reason, offset)
-        offset, data, wanted = offset + end, data[end:], max(run_bytes, whole - end)
+class _RunReader:
+    """Reads a file from header to header, in runs of whole records: as many as so many bytes hold, or one.
 
+    Args:
+        file: what is read, decompressed.
+        shard: the context that errors name.
+        run_bytes: bytes of a run.
+        is_compressed: whether the file can only be read from its beginning to its end.
+    """
 
-def _walk(data: bytes, offset: int, shard: Shard, checksum: Checksum) -> tuple[Ints, Ints, int, int]:
-    """The records that are whole in `data`: starts, sizes, where the last ends; where the next one would."""
-    view, at, found = memoryview(data), 0, list[tuple[int, int]]()
-    while (stop := at + _HEADER.size) <= len(data):
+    def __init__(self, file: BinaryIO, shard: Shard, run_bytes: int, is_compressed: bool) -> None:
+        self._file, self._shard, self._run_bytes = file, shard, run_bytes
+        self._is_compressed, self._checksum = is_compressed, _checksum()
+
+    def runs(self, learner: RecordLearner) -> Iterator[tuple[int, Records]]:
+        """(offset, records) of each run; of large records only what `learner` looks at, if that can be."""
+        offset, ahead, wanted = 0, b"", self._run_bytes
+        while ahead := self._filled(offset, ahead, wanted):
+            starts, sizes, end, whole = self._walk(ahead, offset)
+            wrong = _wrong_checksums(memoryview(ahead), starts, sizes, self._checksum)
+            if len(wrong):
+                at = int(starts[wrong[0]]) - _HEADER.size
+                raise self._corrupt("the checksum of this record is wrong", offset + at)
+            if len(starts):
+                yield offset, Records(np.frombuffer(ahead, np.uint8)[:end], starts, sizes)
+            elif len(ahead) < wanted:
+                raise self._corrupt(f"ends within this record, {whole - len(ahead)} bytes too early", offset)
+            is_sparse = not self._is_compressed and end > _SPARSE_MEAN_BYTES * len(starts)
+            offset, ahead, wanted = offset + end, ahead[end:], max(self._run_bytes, whole - end)
+            while is_sparse and (records := self._sparse_run(offset, learner)):
+                yield offset, records
+                offset, ahead, wanted = offset + len(records.data), b"", self._run_bytes
+                is_sparse = len(records.data) > _SPARSE_MEAN_BYTES * len(records.sizes)
+
+    def _filled(self, offset: int, ahead: bytes, wanted: int) -> bytes:
+        """Read so many bytes from `offset` on, fewer only at the end, where the first of them are there."""
+        self._file.seek(offset + len(ahead))
+        pieces, missing = [ahead], wanted - len(ahead)
+        while missing > 0 and (
+            piece := self._file.read(missing)
+        ):  # decompressing readers give less at a time
+            pieces.append(piece)
+            missing -= len(piece)
+        return b"".join(pieces)
+
+    def _walk(self, data: bytes, offset: int) -> tuple[Ints, Ints, int, int]:
+        """The records that are whole in `data`: starts and sizes; where the last ends, and the next would."""
+        view, at, found = memoryview(data), 0, list[tuple[int, int]]()
+        while (stop := at + _HEADER.size) <= len(data):
+            length = self._length(view, at, offset)
+            stop = at + _AROUND + length
+            if stop > len(data):
+                break
+            found.append((at + _HEADER.size, length))
+            at = stop
+        starts, sizes = np.array(found, np.int64).reshape(-1, 2).T
+        return starts, sizes, at, stop
+
+    def _sparse_run(self, offset: int, learner: RecordLearner) -> Records | None:
+        """A run of records of which only what says what they hold is read; None: there are no more."""
+        left = self._file.seek(0, io.SEEK_END) - offset
+        run, at, found = Skeleton(self._file, offset, min(left, self._run_bytes)), 0, list[tuple[int, int]]()
+        while at < len(run.data):
+            stop = at + _HEADER.size
+            if stop <= len(run.data):
+                run.need(at, stop)
+                length = self._length(run.data.data, at, offset)
+                stop = at + _AROUND + length
+            if stop > left:
+                raise self._corrupt(f"ends within this record, {stop - left} bytes too early", offset + at)
+            if stop > len(run.data):
+                if found:
+                    break
+                run = Skeleton(self._file, offset, stop)
+                continue
+            if not learner.is_raw:
+                run.need_structure(at + _HEADER.size, stop - _CRC_BYTES)
+            found.append((at + _HEADER.size, length))
+            at = stop
+        starts, sizes = np.array(found, np.int64).reshape(-1, 2).T
+        return Records(run.data[:at], starts, sizes) if found else None
+
+    def _length(self, data: memoryview, at: int, offset: int) -> int:
+        """The length of a record by its header, whose checksum is verified."""
         length, crc = _HEADER.unpack_from(data, at)
-        if _masked(checksum(view[at : at + 8])) != crc:
+        if _masked(self._checksum(data[at : at + 8])) != crc:
             what = "no TFRecord file: " if offset + at == 0 else ""
-            raise CorruptShardError(
-                shard.url, f"{what}the checksum of this record's length is wrong", offset + at
-            )
+            raise self._corrupt(f"{what}the checksum of this record's length is wrong", offset + at)
         if length > _MOST_BYTES:
-            raise CorruptShardError(
-                shard.url, f"a record of {length} bytes; at most 2 GiB are read", offset + at
-            )
-        stop = at + _AROUND + length
-        if stop > len(data):
-            break
-        found.append((at + _HEADER.size, length))
-        at = stop
-    starts, sizes = np.array(found, np.int64).reshape(-1, 2).T
-    return starts, sizes, at, stop
+            raise self._corrupt(f"a record of {length} bytes; at most 2 GiB are read", offset + at)
+        return int(length)
+
+    def _corrupt(self, reason: str, offset: int) -> CorruptShardError:
+        return CorruptShardError(self._shard.url, reason, offset)
 
 
 def _wrong_checksums(data: memoryview, starts: Ints, sizes: Ints, checksum: Checksum) -> Ints:
@@ -210,12 +270,3 @@ def _packed(sizes: Ints) -> bytes:
 
 def _sizes(block: Block) -> Ints:
     return np.frombuffer(block.index, "<u4", block.num_samples).astype(np.int64)
-
-
-def _read(file: BinaryIO, num_bytes: int) -> bytes:
-    """Read that many bytes, fewer only at the end; decompressing readers give less at a time."""
-    pieces = []
-    while num_bytes > 0 and (piece := file.read(num_bytes)):
-        pieces.append(piece)
-        num_bytes -= len(piece)
-    return b"".join(pieces)

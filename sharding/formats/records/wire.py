@@ -135,33 +135,34 @@ def _walked(data: Bytes, message: int, at: int, end: int) -> Fields:
     """The fields of one message from a byte on."""
     body, base, rows = bytes(data[at:end]), at, list[tuple[int, int, int, int]]()
     at, size = 0, end - at
-    try:
-        while at < size:
-            tag, at = _varint(body, at, _HEAD_BYTES)
-            wire, start = tag & 7, at
-            if wire == SPAN:
-                length, start = _varint(body, at, _HEAD_BYTES)
-                at = start + length
-            elif wire == VARINT:
-                at = _varint(body, at, _VARINT_BYTES)[1]
-            elif wire in (FIXED32, FIXED64):
-                at += 4 if wire == FIXED32 else 8
-            else:
-                raise WireError("a field has a wire type that there is not")
-            rows.append((tag >> 3, wire, base + start, base + at))
-    except IndexError:
-        at = size + 1
+    while at < size:
+        tag, at = varint(body, at)
+        wire, start = tag & 7, at
+        if wire == SPAN:
+            length, start = varint(body, at)
+            at = start + length
+        elif wire == VARINT:
+            at = varint(body, at, _VARINT_BYTES)[1]
+        elif wire in (FIXED32, FIXED64):
+            at += 4 if wire == FIXED32 else 8
+        else:
+            raise WireError("a field has a wire type that there is not")
+        rows.append((tag >> 3, wire, base + start, base + at))
     if at > size or any(number == 0 for number, *_ in rows):
         raise WireError("a field has number 0, or ends behind its message")
     table = np.array(rows, np.int64).reshape(-1, 4).T
     return Fields(np.full(len(rows), message), *table)
 
 
-def _varint(body: bytes, at: int, most_bytes: int) -> tuple[int, int]:
+def varint(body: bytes | memoryview, at: int, most_bytes: int = _HEAD_BYTES) -> tuple[int, int]:
+    """The number that begins at a byte, and where it ends."""
     value = shift = 0
-    while (byte := body[at]) >= 0x80:
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if shift >= 7 * most_bytes:
-            raise WireError(f"a number takes more than {most_bytes} bytes")
+    try:
+        while (byte := body[at]) >= 0x80:
+            value |= (byte & 0x7F) << shift
+            at, shift = at + 1, shift + 7
+            if shift >= 7 * most_bytes:
+                raise WireError(f"a number takes more than {most_bytes} bytes")
+    except IndexError as error:
+        raise WireError("a number ends behind its message") from error
     return value | byte << shift, at + 1

@@ -261,3 +261,54 @@ def test_without_the_checksum_library_the_error_names_the_extra(monkeypatch: pyt
     monkeypatch.setitem(__import__("sys").modules, "crc32c", None)
     with pytest.raises(ImportError, match=r"dataflow-loader\[tfrecord\]"):
         scan_of(TFRecordFormat(), SMALL, URL)
+
+
+# ---- large records ------------------------------------------------------------------------------------
+
+
+class CountingFile(io.BytesIO):
+    """Counts what is read."""
+
+    num_bytes = num_reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        piece = super().read(size)
+        self.num_bytes, self.num_reads = self.num_bytes + len(piece), self.num_reads + 1
+        return piece
+
+
+def test_long_byte_strings_are_passed_over_when_indexed() -> None:
+    rows = [{"a": [i], "image": [bytes(300_000)], "z": [b"%d" % i]} for i in range(30)]
+    content = tfrecord_of([example_of(**row) for row in rows])
+    file = CountingFile(content)
+    scan = TFRecordFormat().scan(file, shard_of(content, URL), block_bytes=1 << 20)
+    assert file.num_bytes < len(content) / 5
+    assert file.num_reads < 2 * len(rows)
+    assert scan.schema == {
+        "a": ColumnSpec("fixed", "int64"),
+        "image": ColumnSpec("bytes", size_range=(300_000, 300_000)),
+        "z": ColumnSpec("bytes", size_range=(1, 2)),
+    }
+    assert decoded(content, 1 << 20) == rows
+
+
+@pytest.mark.parametrize(("name", "block_bytes"), [("plain", 1000), ("sequence", 100), ("raw", 100)])
+def test_passing_over_byte_strings_finds_the_same(
+    name: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = fixture("tfrecord", f"{name}.tfrecord")
+    whole = scan_of(TFRecordFormat(), content, URL, block_bytes)
+    monkeypatch.setattr("sharding.formats.records.tfrecord._SPARSE_MEAN_BYTES", 1)
+    monkeypatch.setattr("sharding.formats.records.skeleton.AHEAD_BYTES", 16)
+    monkeypatch.setattr("sharding.formats.records.skeleton._SHORT_BYTES", 2)
+    sparse = scan_of(TFRecordFormat(), content, URL, block_bytes)
+    assert (sparse.schema, sparse.missing, sparse.index) == (whole.schema, whole.missing, whole.index)
+    for one, other in (
+        (sparse.offset, whole.offset),
+        (sparse.length, whole.length),
+        (sparse.nbytes, whole.nbytes),
+    ):
+        assert one.tolist() == other.tolist()
+    for end in range(len(content) - 13, len(content), 4):
+        with pytest.raises(CorruptShardError, match="too early"):
+            scan_of(TFRecordFormat(), content[:end], URL, block_bytes)
