@@ -85,6 +85,9 @@ class ColumnSpec:
     """True if it is a part of another column, and delivered only where it is named."""
     is_index: bool = False
     """True if it is an index that pandas wrote, which is delivered only where it is named, too."""
+    is_repeated: bool = False
+    """True if each value is a list by nature, which has one item, or a fixed number, in all samples here; in
+    other shards it may have others."""
     note: str = ""
     """For "other", what tables call its type; for "unreadable", why; for a type for `decode_as`, who has
     it."""

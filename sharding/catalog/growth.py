@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -40,9 +41,11 @@ class Growth(NamedTuple):
             row_bytes += fixed_bytes(after) if after.kind == "fixed" else SPAN_BYTES
             if before is not None and before.kind == "list" and after.kind == "json":
                 times += NUMBER_BYTES / np.dtype(before.dtype).itemsize
+            elif before is not None and (before.kind, after.kind) == ("bytes", "bytes_list"):
+                times += 1
             elif before is not None and after.kind == "list":
                 if before.kind == "fixed":
-                    row_bytes += before.shape[0] * np.dtype(after.dtype).itemsize
+                    row_bytes += math.prod(before.shape) * np.dtype(after.dtype).itemsize
                 else:
                     stored = _NULL_BYTES if before.kind == "null_list" else np.dtype(before.dtype).itemsize
                     times += np.dtype(after.dtype).itemsize / stored

@@ -248,12 +248,13 @@ def _spec(name: str, fields: Mapping[str, Any]) -> ColumnSpec:
         feature=fields.get("feature", ""),
         is_part=fields.get("is_part", False),
         is_index=fields.get("is_index", False),
+        is_repeated=fields.get("is_repeated", False),
         note=fields.get("note", ""),
     )
     if (
         type(spec.feature) is not str
         or type(spec.note) is not str
-        or (type(spec.is_part), type(spec.is_index)) != (bool, bool)
+        or {type(spec.is_part), type(spec.is_index), type(spec.is_repeated)} != {bool}
         or not isinstance(spec.feature_type, str)
     ):
         raise ValueError(f"column {name!r} has feature {spec.feature!r}, is_part {spec.is_part!r}")

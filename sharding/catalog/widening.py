@@ -2,9 +2,10 @@
 
 Nulls, and lists of them, take what others have. Integers and floats take numpy's common type, times the
 finest unit, lists of one length the type of lists of any, and lists of numbers beside other nested values
-their JSON. Where values decide (integers beside float64, int64 beside uint64, times in a finer unit) they are
-checked when they are decoded. Bools and numbers, times with and without a zone, dates and times, text and
-bytes mean unlike things: they have no common type.
+their JSON. Values that are lists by nature, as in protobuf, are lists where they have other numbers of items.
+Where values decide (integers beside float64, int64 beside uint64, times in a finer unit) they are checked
+when they are decoded. Bools and numbers, times with and without a zone, dates and times, text and bytes mean
+unlike things: they have no common type.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def _common_type(typed: Sequence[ColumnSpec], of_lists: bool) -> ColumnSpec | No
     if not typed:
         return ColumnSpec("json" if of_lists else "text")
     kinds = {spec.kind for spec in typed}
+    if typed and all(spec.is_repeated for spec in typed) and len({_form(spec) for spec in typed}) > 1:
+        return _common_list(typed, kinds)
     if kinds == {"list", "json"} and not any(spec.unit for spec in typed):
         return ColumnSpec("json")
     if kinds & {"fixed", "list"}:
@@ -45,6 +48,17 @@ def _common_type(typed: Sequence[ColumnSpec], of_lists: bool) -> ColumnSpec | No
     if len(kinds) > 1 or (of_lists and not kinds & {"json", "bytes_list"}):
         return None
     return typed[0]
+
+
+def _form(spec: ColumnSpec) -> tuple[str, str, tuple[int, ...]]:
+    return spec.kind, spec.dtype, spec.shape
+
+
+def _common_list(typed: Sequence[ColumnSpec], kinds: set[str]) -> ColumnSpec | None:
+    """The list of values that are lists by nature, with other numbers of items in some shards."""
+    if len({spec.dtype for spec in typed}) > 1 or (kinds & {"fixed", "list"} and kinds - {"fixed", "list"}):
+        return None
+    return replace(typed[0], kind="list" if kinds & {"fixed", "list"} else "bytes_list", shape=())
 
 
 def _common_numbers(typed: Sequence[ColumnSpec], kinds: set[str], of_lists: bool) -> ColumnSpec | None:

@@ -12,7 +12,7 @@ as it was given last.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -254,13 +254,15 @@ class FeatureFacts:
             return ColumnSpec("other", optional=optional, note="feature list of several values a step")
         low, high = self.counts or (0, 0)
         counts = (0 if self.num_filled < self.num_records else low, high)
+        spec = ColumnSpec("bytes", optional=optional, size_range=self.sizes, is_repeated=not self.is_series)
         if kind == BYTES:
-            if self.is_list:
-                return ColumnSpec("bytes_list", optional=optional, size_range=counts, items=self.items)
-            return ColumnSpec("bytes", optional=optional, size_range=self.sizes)
+            return (
+                replace(spec, kind="bytes_list", size_range=None, items=self.items) if self.is_list else spec
+            )
         if self.is_list:
-            return ColumnSpec("list", _DTYPES[kind], optional=optional, size_range=counts)
-        return ColumnSpec("fixed", _DTYPES[kind], () if high == 1 else (high,), optional=optional)
+            return replace(spec, kind="list", dtype=_DTYPES[kind], size_range=counts)
+        shape = () if high == 1 else (high,)
+        return replace(spec, kind="fixed", dtype=_DTYPES[kind], shape=shape, size_range=None)
 
 
 def column(data: Bytes, entries: Entries, name: str, spec: ColumnSpec, num_records: int) -> Column:

@@ -6,6 +6,7 @@ import gzip
 import io
 import struct
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +82,18 @@ def test_examples_are_those_that_tensorflow_parses(name: str, block_bytes: int) 
 
 def test_columns_have_the_type_that_all_records_hold() -> None:
     schema = scan_of(TFRecordFormat(), fixture("tfrecord", "plain.tfrecord"), URL).schema
+    of = partial(ColumnSpec, is_repeated=True)
     assert schema == {
-        "box": ColumnSpec("fixed", "float32", (4,)),
-        "ids": ColumnSpec("list", "int64", size_range=(0, 3)),
+        "box": of("fixed", "float32", (4,)),
+        "ids": of("list", "int64", size_range=(0, 3)),
         "image/encoded": schema["image/encoded"],
-        "label": ColumnSpec("fixed", "int64"),
-        "pair": ColumnSpec("fixed", "int64", (2,)),
-        "rare": ColumnSpec("fixed", "int64", optional=True),
-        "score": ColumnSpec("fixed", "float32"),
-        "weights": ColumnSpec("list", "float32", size_range=(0, 2), optional=True),
-        "words": ColumnSpec("bytes_list", size_range=(1, 3), items=2),
-        "名": ColumnSpec("bytes", size_range=(3, 4)),
+        "label": of("fixed", "int64"),
+        "pair": of("fixed", "int64", (2,)),
+        "rare": of("fixed", "int64", optional=True),
+        "score": of("fixed", "float32"),
+        "weights": of("list", "float32", size_range=(0, 2), optional=True),
+        "words": of("bytes_list", items=2),
+        "名": of("bytes", size_range=(3, 4)),
     }
     assert schema["image/encoded"].kind == "bytes"
 
@@ -140,6 +142,35 @@ def test_a_folder_is_trained_on_with_empty_and_compressed_shards(tmp_path: Path)
     words = [[bytes(item.numpy()) for item in one] for batch in batches for one in batch["words"]]
     assert words == [row["words"] for row in wanted]
     assert dataset[21]["label"] == wanted[21]["label"][0]
+
+
+def test_features_with_other_numbers_of_values_in_other_shards_are_lists(tmp_path: Path) -> None:
+    shards = (
+        [{"n": [1], "pair": [1, 2], "b": [b"x"], "f": [0.5]}] * 3,
+        [
+            {"n": [3, 4], "pair": [5, 6], "b": [b"y"], "f": [1.5]},
+            {"n": [7], "pair": [8, 9], "b": [b"z", b""]},
+        ],
+    )
+    for number, rows in enumerate(shards):
+        content = tfrecord_of([example_of(**row) for row in rows])
+        (tmp_path / f"{number}.tfrecord").write_bytes(content)
+    dataset = ShardedDataset(str(tmp_path), decode={"f": Optional()})
+    assert dataset.schema["pair"].shape == (2,)
+    with DataLoader(dataset, batch_size=5) as loader:
+        (batch,) = list(loader)
+    rows = [row for shard in shards for row in shard]
+    assert [one.tolist() for one in batch["n"].rows()] == [row["n"] for row in rows]
+    assert [[bytes(item.numpy()) for item in one] for one in batch["b"]] == [row["b"] for row in rows]
+    assert batch["pair"].tolist() == [row["pair"] for row in rows]
+    assert np.isnan(batch["f"].numpy()).tolist() == [False] * 4 + [True]
+
+
+def test_a_feature_of_two_kinds_in_two_shards_is_refused_by_name(tmp_path: Path) -> None:
+    for number, values in enumerate(([1], [0.5])):
+        (tmp_path / f"{number}.tfrecord").write_bytes(tfrecord_of([example_of(x=values)]))
+    with pytest.raises(CorruptShardError, match="column 'x' is float32 here but int64 in"):
+        next(iter(DataLoader(ShardedDataset(str(tmp_path)), batch_size=1)))
 
 
 # ---- Examples of any kind -----------------------------------------------------------------------------
@@ -285,9 +316,9 @@ def test_long_byte_strings_are_passed_over_when_indexed() -> None:
     assert file.num_bytes < len(content) / 5
     assert file.num_reads < 2 * len(rows)
     assert scan.schema == {
-        "a": ColumnSpec("fixed", "int64"),
-        "image": ColumnSpec("bytes", size_range=(300_000, 300_000)),
-        "z": ColumnSpec("bytes", size_range=(1, 2)),
+        "a": ColumnSpec("fixed", "int64", is_repeated=True),
+        "image": ColumnSpec("bytes", size_range=(300_000, 300_000), is_repeated=True),
+        "z": ColumnSpec("bytes", size_range=(1, 2), is_repeated=True),
     }
     assert decoded(content, 1 << 20) == rows
 
