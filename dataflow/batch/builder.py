@@ -112,6 +112,11 @@ class BuildSettings(Struct, frozen=True, kw_only=True):
         return not together and any(transform for transform, _ in self.transforms)
 
     @property
+    def last_function(self) -> str:
+        """Return the name of the function that makes a batch at last; "": none does."""
+        return "batch_transform" if self.batch_transform else "collate_fn" if self.collate else ""
+
+    @property
     def does_something(self) -> bool:
         """Return whether the built columns are not yet the batch."""
         return bool(self.takes_samples or self.batch_transform or self.batching or self.mark_repeats)
@@ -375,9 +380,11 @@ class BatchBuilder:
             context = partial(self._context_of, "batch_transform=", number, row, kept, result)
             result = called(settings.batch_transform, result, context)
         if settings.mark_repeats:
-            _checked_dict(result, settings)[REPEAT] = torch.from_numpy(self._repeats(number, kept))
+            checked_dict(result, settings.last_function)[REPEAT] = torch.from_numpy(
+                self._repeats(number, kept)
+            )
         if settings.marks_kept:
-            _checked_dict(result, settings)[KEPT] = torch.from_numpy(kept)
+            checked_dict(result, settings.last_function)[KEPT] = torch.from_numpy(kept)
         return result, len(kept)
 
     def _repeats(self, number: int, kept: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -536,12 +543,11 @@ def called(function: BatchFn, argument: Any, context: Callable[[], str]) -> Any:
         raise failure from failure.__cause__
 
 
-def _checked_dict(batch: Any, settings: BuildSettings) -> MutableMapping[str, Any]:
+def checked_dict(batch: Any, function: str) -> MutableMapping[str, Any]:
+    """Return a batch that columns can be added to. Raises `TypeError`, with who made it, if it is no dict."""
     if isinstance(batch, MutableMapping):
         return batch
-    who = "the transformed samples were collated to"
-    if settings.batch_transform or settings.collate:
-        who = f"{'batch_transform' if settings.batch_transform else 'collate_fn'} returned"
+    who = f"{function} returned" if function else "the transformed samples were collated to"
     raise TypeError(
         f"mark_repeats=True adds a column {REPEAT!r} to batches that are dicts, but {who} a "
         f"{type(batch).__name__}"

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dataflow.batch.builder import REPEAT, called
+from dataflow.batch.builder import REPEAT, called, checked_dict
 from dataflow.batch.delivered import Delivered, Remark
 from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples
 from dataflow.batch.samples import GatherSamples
@@ -219,12 +219,12 @@ class MeasuringStage:
         if not len(segments.segments):
             return [Delivered(self._order.epoch, number, {}, 0, errors, remarks=self._take_remarks())]
         batch: Any = self._dealt.batch(self._batching, segments)
+        if (transform := self._plan.dataset.batch_transform) is not None:
+            batch = self._transformed(transform, batch, number)
         if self._settings.mark_repeats:
             repeats = dealt.repeats(number, number + 1)
             flags = repeats if self._batching.rows_are_units else np.full(len(segments.segments), repeats[0])
-            batch[REPEAT] = torch.from_numpy(flags)
-        if (transform := self._plan.dataset.batch_transform) is not None:
-            batch = self._transformed(transform, batch, number)
+            checked_dict(batch, "batch_transform")[REPEAT] = torch.from_numpy(flags)
         if self._pin is not None:
             batch = self._pin(batch)
         num_segments, remarks = len(segments.segments), self._take_remarks()

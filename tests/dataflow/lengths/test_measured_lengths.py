@@ -531,16 +531,29 @@ def test_the_number_of_batches_is_a_type_error(folder: Path) -> None:
         assert loader.batches_left is None
 
 
-def test_a_batch_transform_gets_the_finished_batch_and_repeats_are_marked(folder: Path) -> None:
-    def marked(batch: Any) -> Any:
-        return batch["tokens"].tokens.shape, batch.pop("__repeat__")
+MARKED = {"tail": "pad", "mark_repeats": True}
 
-    options = {"tail": "pad", "mark_repeats": True, "topology": rank(0, 1)}
-    with loader_of(folder, BATCHINGS["packed"](), batch_transform=lambda b: b, **options) as loader:
+
+def test_repeats_are_marked_after_the_batch_transform(folder: Path) -> None:
+    def rows_alone(batch: Any) -> Any:
+        assert "__repeat__" not in batch
+        return {"rows": batch["tokens"]}
+
+    options = {**MARKED, "topology": rank(0, 1)}
+    with loader_of(folder, BATCHINGS["packed"](), batch_transform=rows_alone, **options) as loader:
         flags = [batch["__repeat__"] for batch in loader]
     num = len(units_of(loader))
     assert num % 3
     assert torch.cat(flags).tolist() == [False] * num + [True] * (-num % 3)
+
+
+def test_a_batch_transform_that_returns_no_dict_leaves_no_room_for_the_mark(folder: Path) -> None:
+    packed = BATCHINGS["packed"]()
+    with (
+        loader_of(folder, packed, batch_transform=lambda batch: batch["tokens"].tokens, **MARKED) as loader,
+        pytest.raises(TypeError, match=r"batch_transform returned a Tensor"),
+    ):
+        next(iter(loader))
 
 
 # ---- lengths that are kept ---------------------------------------------------------------------------
