@@ -20,7 +20,6 @@ from dataflow.integrations.torchtitan import ShardedDataLoader, ShardSource
 OUT = Path("out/titan")
 
 
-# [config]
 def pretrain() -> Trainer.Config:
     """Return the small Llama of torchtitan on two sources, 80 to 20 by tokens."""
     counts = ShardSource(path=f"{OUT}/counts-*.jsonl", weight=0.8)
@@ -35,7 +34,6 @@ def pretrain() -> Trainer.Config:
     return config
 
 
-# [end]
 def main() -> None:
     """Write the data."""
     counts = [f"Document {i} counts: {', '.join(map(str, range(i % 40)))}." for i in range(500)]

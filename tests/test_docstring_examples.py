@@ -29,7 +29,8 @@ INTEGRATIONS = {
 }
 
 
-ELSEWHERE = {**INTEGRATIONS, "run_ranks": "dataflow.testing"}
+OF_TITAN = dict.fromkeys(("ShardSource", "ShardedDataLoader"), "dataflow.integrations.torchtitan")
+ELSEWHERE = {**INTEGRATIONS, **OF_TITAN, "run_ranks": "dataflow.testing"}
 STARTS_PROCESSES = pytest.param("run_ranks", marks=pytest.mark.full)
 
 
@@ -44,8 +45,8 @@ def shown(name: str) -> Any:
         return getattr(dataflow, name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if name in INTEGRATIONS:
-            pytest.importorskip(INTEGRATIONS[name].rpartition(".")[2])
+        if ELSEWHERE[name].startswith("dataflow.integrations."):
+            pytest.importorskip(ELSEWHERE[name].rpartition(".")[2])
         return getattr(import_module(ELSEWHERE[name]), name)
 
 
@@ -139,6 +140,8 @@ NEEDS: dict[str, Callable[[], None]] = {
 def known_to(name: str, source: str) -> dict[str, Any]:
     """What a reader of an example has already: imports, and a model where it names one."""
     known = {"np": np, "torch": torch, "Path": Path, "mse_loss": mse_loss, name: shown(name)}
+    if name in OF_TITAN:
+        known |= {other: shown(other) for other in OF_TITAN}
     known |= {public: getattr(dataflow, public) for public in SHOWN if public in source}
     if "model" in source:
         known["model"] = model = torch.nn.Linear(4, 1)
@@ -190,7 +193,7 @@ def a_process_of_its_own() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", [*SHOWN, *INTEGRATIONS, STARTS_PROCESSES])
+@pytest.mark.parametrize("name", [*SHOWN, *INTEGRATIONS, *OF_TITAN, STARTS_PROCESSES])
 def test_the_example_of_a_docstring_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-home"))

@@ -11,7 +11,6 @@ goes on with another number of ranks hold the same rows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +47,6 @@ warn_if_untried("torchtitan", ("0.3", "0.3"))
 _TOKENS, _MASK = "tokens", "loss_mask"
 _COLUMNS = {"text": "text", "chat": "messages", "tokens": _TOKENS}
 _REPEAT = "__repeat__"
-_STATE = "dataflow_loader"
 Batch = tuple[dict[str, Tensor], Tensor]
 
 
@@ -243,9 +241,6 @@ class ShardedDataLoader(BaseDataLoader):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """Return where the steps that the trainer took end; the same on every rank.
 
-        It is one text, because `torch.distributed.checkpoint` reads the entries that the loader has when it
-        loads, not those that were saved.
-
         Raises:
             ValueError: the trainer has taken a part of a step, so its batch is another than this loader's.
         """
@@ -254,7 +249,7 @@ class ShardedDataLoader(BaseDataLoader):  # type: ignore[misc]
                 f"the trainer saves with {self._left} of {self._microbatches} microbatches of a step left: "
                 "set dataloader.global_batch_size to training.global_batch_size"
             )
-        return {_STATE: json.dumps(self.loader.state_dict())}
+        return self.loader.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken. An empty state changes nothing, as in torchtitan.
@@ -262,15 +257,9 @@ class ShardedDataLoader(BaseDataLoader):  # type: ignore[misc]
         Raises:
             ValueError: it is the state of another loader, or of other data.
         """
-        if not state_dict:
-            return
-        if _STATE not in state_dict:
-            raise ValueError(
-                f"the checkpoint's data state has {sorted(state_dict)}, which another loader saved: leave it "
-                "out with --checkpoint.exclude_from_loading dataloader"
-            )
-        self.loader.load_state_dict(json.loads(state_dict[_STATE]))
-        self._left = 0
+        if state_dict:
+            self.loader.load_state_dict(state_dict)
+            self._left = 0
 
     def close(self) -> None:
         """End threads and processes. torchtitan does not call it; they end with the loader, too."""

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 
 PRELOADED = ("torchtitan.models.llama3.config_registry", "torchtitan.train", "tokenizers")
@@ -85,6 +87,20 @@ def write_data(folder: Path) -> None:
     titan_config.main()
 
 
+def held_out() -> Any:
+    """The example's configuration, for two epochs of what it validates on."""
+    import titan_config
+
+    from dataflow.integrations.torchtitan import ShardedDataLoader
+
+    config = titan_config.pretrain()
+    held_out, batch = config.validator.dataloader.dataset_path, config.training.global_batch_size
+    config.dataloader = ShardedDataLoader.Config(
+        dataset_path=held_out, infinite=False, num_epochs=2, global_batch_size=batch
+    )
+    return config
+
+
 def train(record: Path, folder: Path, options: Sequence[str] = (), kill_at: int | None = None) -> None:
     """Train on this rank as `torchtitan.train` does, by the example's configuration.
 
@@ -115,24 +131,39 @@ def train(record: Path, folder: Path, options: Sequence[str] = (), kill_at: int 
             trainer.close()
 
 
+def saved_position(checkpoint: Path) -> dict[str, Any]:
+    """The loader's state in a checkpoint, without a trainer. There is one, however many ranks saved it."""
+    state: dict[str, Any] = {}
+    for name in FileSystemReader(checkpoint).read_metadata().state_dict_metadata:
+        if name.startswith("dataloader."):
+            state[name] = ""
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    return {name.removeprefix("dataloader."): value for name, value in state.items()}
+
+
 def _record(trainer: Any, lines: Any, kill_at: int | None) -> None:
     """Have a trainer write what it trains on, and its losses."""
     batches_of, train_step = trainer.batch_generator, trainer.train_step
     rows: list[list[int]] = []
+    num_labels: list[int] = []
 
     def batch_generator(loader: Any) -> Any:
         for inputs, labels in batches_of(loader):
             rows.extend(inputs["input"].tolist())
+            num_labels.append(int((labels >= 0).sum()))
             yield inputs, labels
 
     def step(batches: Any) -> None:
         if trainer.step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         rows.clear()
+        num_labels.clear()
         train_step(batches)
 
     def log(step: int, loss: float, *_: Any, **__: Any) -> None:
-        lines.write(json.dumps({"step": step, "loss": loss, "rows": rows}) + "\n")
+        lines.write(
+            json.dumps({"step": step, "loss": loss, "rows": rows, "num_labels": sum(num_labels)}) + "\n"
+        )
 
     def log_validation(loss: float, step: int) -> None:
         lines.write(json.dumps({"step": step, "validation": loss}) + "\n")
