@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from dataflow.grad.agreement import DisagreementError as DisagreementError, RankLostError as RankLostError
     from dataflow.grad.schedule import GradSchedule
     from dataflow.limits import Cache
+    from dataflow.live.health import LoaderHealth as LoaderHealth
+    from dataflow.live.serve import serve_metrics as serve_metrics
     from dataflow.loader import DataLoader
     from dataflow.mixture import Mixture
     from dataflow.outputs.optional import Optional as Optional
@@ -81,6 +83,7 @@ _MODULES = {
     "ChatTemplate": "dataflow.text.chat",
     "CorruptShardError": "sharding.errors",
     "DisagreementError": "dataflow.grad.agreement",
+    "LoaderHealth": "dataflow.live.health",
     "LoaderStats": "dataflow.stats",
     "MemoryLimitError": "prefetch.errors",
     "MissingImageSupportError": "dataflow.decode.image",
@@ -104,6 +107,7 @@ _MODULES = {
     "Tokenize": "dataflow.text.tokenize",
     "Video": "dataflow.decode.video",
     "WorkerStats": "dataflow.stats",
+    "serve_metrics": "dataflow.live.serve",
     "split_pairs": "dataflow.text.pairs",
     # `__all__`:
     "Bucketed": "sharding.lengths.batching",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
 
@@ -31,6 +32,7 @@ from sharding.plan.batch_plan import Tail
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
+    from dataflow.live.health import LoaderHealth
     from dataflow.live.record import Role
     from dataflow.progress.epoch import EpochPosition
     from dataflow.stats import LoaderStats, WorkerStats
@@ -354,6 +356,18 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         return self._engine.resumed
 
     # ---- statistics ---------------------------------------------------------------------------------
+
+    def health(self, limit_s: float = 600.0) -> LoaderHealth:
+        """Return whether the loader is well, with a sentence about it: for health checks and logs.
+
+        Args:
+            limit_s: seconds without a batch after which a loop that runs is taken to hang.
+        """
+        from dataflow.live.health import health_by_stats, health_of
+
+        now = time.time()
+        record = self._live.record(now, time.monotonic()) if self._live is not None else None
+        return health_by_stats(self.stats()) if record is None else health_of(record, now, limit_s)
 
     @property
     def name(self) -> str:

@@ -38,7 +38,7 @@ _NOW = {
 """Figures that are not counts: they hold at one time, or for a whole epoch."""
 _NOW_BY_NAME = {name.removeprefix("engine.") for name in _NOW} | {"in_flight_limit", "window_blocks"}
 """Their names in `flat`."""
-_PARTS = {"engine", "in_flight", "window"}
+PARTS_OF_STATS = {"engine", "in_flight", "window"}
 """Fields of `LoaderStats` whose figures have names of their own."""
 
 
@@ -77,7 +77,7 @@ class StatsSnapshot(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures by their names, as JSON values."""
-        return {name: value for name, value in _figures(self).items() if name not in _PARTS}
+        return {name: value for name, value in _figures(self).items() if name not in PARTS_OF_STATS}
 
     def flat(self) -> dict[str, float]:
         """Return all numbers by stable names, for loggers: `{"batches": 200.0, "read.busy_s": 1.5, ...}`.

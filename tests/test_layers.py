@@ -227,7 +227,7 @@ MOST_LINES = {
     "dataflow/grad/adapt": 550,
     "dataflow/grad/strategies": 1_750,
     "dataflow/integrations": 830,
-    "dataflow/live": 1_700,
+    "dataflow/live": 2_200,
     "dataflow/outputs": 2_650,
     "dataflow/planning": 1_200,
     "dataflow/processes": 1_650,

@@ -33,16 +33,16 @@ from dataflow.live.reading import (
     start_ticks,
 )
 from dataflow.live.record import VERSION, ProcessState, Role, TrainingRecord, to_page
-from dataflow.live.unwatched import OFF
+from dataflow.live.unwatched import OFF, SERVE
 from dataflow.live.watched import LiveLoader, LiveSchedule, WatchedLoader
 
 _log = logging.getLogger("dataflow")
 
 PERIOD_S = 1.0
-_EVENT_S = 0.1
-"""Least seconds from one write to the next where a loop ended or failed."""
 _SHARE = 100
-"""Times that the last write took have to pass before the next."""
+"""Times that the last write took have to pass before the next: writing takes at most 1 % of the time."""
+_EVENTS_S = 0.1
+"""Seconds that writes at the ends of loops may take in a row, beyond that share."""
 _AGAIN_S = 60.0
 """Seconds from a fault to the next try."""
 _MOST_GONE = 16
@@ -54,20 +54,23 @@ class LivePage:
     """The page of one process. Thread-safe: of several threads one writes, and the others go on.
 
     Args:
-        folders: where the page may lie; the first that can be written to is taken.
+        folders: where the page may lie; the first that can be written to is taken. None: `page_folders`.
     """
 
-    def __init__(self, folders: Callable[[], Sequence[Path]] = page_folders) -> None:
+    def __init__(self, folders: Callable[[], Sequence[Path]] | None = None) -> None:
         # Loaders over other data than shards import what makes figures now: not for their first batch.
         self.due = 0.0 if "dataflow.stats" in sys.modules else time.monotonic() + PERIOD_S
         """The time of `time.monotonic` from which on a batch has the page written."""
-        self._folders = folders
+        self._folders = folders or page_folders
         self._lock = threading.Lock()  # guards writing, and what is on the page
         self._loaders: list[LiveLoader] = []
         self._schedules: list[LiveSchedule] = []
+        self.endpoint = ""
+        """The address where this process serves metrics."""
         self._fd = -1
         self._sequence = 0
-        self._written = -math.inf
+        self._event_time = _EVENTS_S, time.monotonic()
+        """Seconds that writes because loops ended may take from now on, and when that was so."""
         self._has_told = False
         self._is_over = False
         self._began_at = time.time()
@@ -94,6 +97,7 @@ class LivePage:
             ]
             for old in gone:
                 one.goes_on_from(old.totals)
+                one.is_continued = True
                 self._loaders.remove(old)
             taken = {old.name for old in self._loaders if old.role == role}
             one.name = next(n for n in _numbered(name) if n not in taken)
@@ -119,10 +123,14 @@ class LivePage:
         return one
 
     def event(self) -> None:
-        """Write the page as something has happened, unless it was written just now."""
+        """Write the page as a loop ended, unless many did just now."""
         now = time.monotonic()
-        if now >= self._written + _EVENT_S and self.due < math.inf:
+        left, before = self._event_time
+        left = min(_EVENTS_S, left + (now - before) / _SHARE)
+        if left > 0 and self.due < math.inf:
             self.write(now)
+            left -= time.monotonic() - now
+        self._event_time = left, now
 
     def write(self, now: float) -> None:
         """Write the page, unless another thread does. `now`: on the clock of `time.monotonic`."""
@@ -164,8 +172,7 @@ class LivePage:
         except Exception as error:
             self.due = now + _AGAIN_S
             self._tell(error)
-        self._written = time.monotonic()
-        self.due = max(self.due, now + _SHARE * (self._written - now))
+        self.due = max(self.due, now + _SHARE * (time.monotonic() - now))
 
     def _tell(self, error: Exception) -> None:
         if not self._has_told:
@@ -187,8 +194,15 @@ class LivePage:
                 faults.append(f"{folder}: {error.strerror or error}")
                 continue
             remove_old(folder)
+            self._serve()
             return
         raise OSError("; ".join(faults))
+
+    def _serve(self) -> None:
+        if address := os.environ.get(SERVE):
+            from dataflow.live.serve import serve_as_asked
+
+            self._endpoint = serve_as_asked(self, address)
 
     def _made_in(self, folder: Path) -> int:
         with suppress(FileExistsError):
@@ -224,14 +238,16 @@ class LivePage:
             began_at=self._began_at,
             written_at=at,
             state=state,
+            endpoint=self.endpoint,
             error=in_one_line(error) if state == "ended" and error is not None else "",
             loaders=tuple(record for record in records if record is not None),
             schedules=tuple(one.record(at, now) for one in self._schedules),
         )
 
     def _continue_counts(self) -> None:
-        """Have counts of loaders that are new go on from those of the training before, if there was one."""
-        fresh = [one for one in self._loaders if not one.is_continued]
+        """Have counts of what is new go on from those of the training before, if there was one."""
+        members: list[LiveLoader | LiveSchedule] = [*self._loaders, *self._schedules]
+        fresh = [one for one in members if not one.is_continued]
         if not fresh:
             return
         gone = [record for _, record in pages_in(self._folders()) if not record.is_alive]

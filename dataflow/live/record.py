@@ -19,6 +19,7 @@ _HEADER = Layout("<8sQII")
 
 PARTS = ("data", "peers", "compute", "exposed", "optimizer")
 """The parts of a window's time."""
+COUNTS_OF_SCHEDULES = ("windows", "skipped_steps", "microbatches", "replays")
 Role = Literal["train", "validation"]
 State = Literal["ready", "running", "ended", "failed", "closed"]
 ProcessState = Literal["running", "ended", "died"]
@@ -91,6 +92,7 @@ class ScheduleRecord(msgspec.Struct, frozen=True, kw_only=True):
     skipped_steps: int
     """Windows without a step, as their gradient was not finite."""
     microbatches: int
+    """Forward passes of this rank."""
     replays: int
     """Microbatches of weight zero among them, where ranks have different numbers."""
     seconds: dict[str, float]
@@ -103,7 +105,16 @@ class ScheduleRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Weights of all windows over all ranks, by name: "microbatches", and those of `weights=`."""
     last_step_at: float
     """Seconds since 1970 when the last window ended; 0: none yet."""
+    offset: dict[str, float] = {}
+    """Numbers to add to `counts`, as for loaders; a name that is not there: 0."""
     decisions: tuple[LiveDecision, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """The counts by name: "windows", ..., "part.data", ..., "weight.microbatches"."""
+        counts = {name: float(getattr(self, name)) for name in COUNTS_OF_SCHEDULES}
+        counts |= {f"part.{name}": value for name, value in self.seconds.items()}
+        return counts | {f"weight.{name}": value for name, value in self.totals.items()}
 
 
 class TrainingRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +146,8 @@ class TrainingRecord(msgspec.Struct, frozen=True, kw_only=True):
     """"running"; "ended": it said so; "died": the process is gone without a word. Readers find that out."""
     error: str
     """The error that ended it, in one line; "": none."""
+    endpoint: str = ""
+    """The address at which its process, if it is the first of its node, serves metrics; "": none."""
     loaders: tuple[LoaderRecord, ...] = ()
     schedules: tuple[ScheduleRecord, ...] = ()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dataflow.live.record import Role
+    from dataflow.live.record import LoaderRecord, Role
 
 OFF = "DATAFLOW_LIVE"
 """The environment variable that turns pages off: 0."""
+SERVE = "DATAFLOW_METRICS"
+"""The environment variable that has local rank 0 serve metrics: an address."""
 
 
 class Unwatched:
@@ -28,6 +30,10 @@ class Unwatched:
 
     def closes(self) -> None:
         """Note that the loader is closed."""
+
+    def record(self, at: float, clock: float) -> LoaderRecord | None:
+        """Return what a page says of it; None: nothing is known."""
+        return None
 
 
 UNWATCHED = Unwatched()

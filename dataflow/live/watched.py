@@ -218,6 +218,9 @@ class LiveSchedule:
 
     def __init__(self, page: WatchingPage, **about: Any) -> None:
         self._page, self._about = page, about
+        self._offset: dict[str, float] = {}
+        self.is_continued = False
+        """True if it was looked for a training before this one."""
         self._state: State = "ready"
         self._counts: dict[str, Any] = dict.fromkeys(
             ("windows", "skipped_steps", "microbatches", "replays"), 0
@@ -272,9 +275,25 @@ class LiveSchedule:
             self._decided = decided()
             self._page.write(now)
 
+    def continue_counts(self, gone: Sequence[TrainingRecord]) -> None:
+        """Count on from the newest of those that was this schedule before: one script, loader and rank."""
+        self.is_continued = True
+        own = tuple(self._about[name] for name in ("loader", "rank", "node"))
+        former = [
+            (record.written_at, one)
+            for record in gone
+            if (record.host, record.program) == (platform.node(), program())
+            for one in record.schedules
+            if (one.loader, one.rank, one.node) == own
+        ]
+        if former:
+            _, one = max(former, key=lambda pair: pair[0])
+            self._offset = totals_of(one.counts, one.offset)
+
     def ends(self) -> None:
         """Note that it is closed."""
         self._state = "closed"
+        self._page.event()
 
     def record(self, at: float, clock: float) -> ScheduleRecord:
         """Return what the page says of it. Arguments as those of `LiveLoader.record`."""
@@ -288,5 +307,6 @@ class LiveSchedule:
             window_s=self._window_s,
             totals=dict(self._totals),
             last_step_at=0.0 if last is None else at - (clock - last),
+            offset=self._offset,
             decisions=self._decisions.look(self._decided, at),
         )

@@ -3,58 +3,62 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import dataflow.live.page as page_module
 from dataflow import DataLoader
+from dataflow.live.facts import counts_of, totals_of
+from dataflow.live.names import name_of, name_of_urls, role_of
 from dataflow.live.page import LivePage
-from dataflow.live.reading import read_pages
-from dataflow.live.record import TrainingRecord
+from dataflow.live.reading import read_pages, remove_old
+from dataflow.live.record import TrainingRecord, from_page, to_page
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime folder, and a page of this process in it."""
+    """A runtime folder, and a page of this process in it that is written at the first batch."""
     runtime = tmp_path / "run"
     runtime.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    monkeypatch.setattr(page_module, "_page", page := LivePage())
-    page.due = 0.0
+    monkeypatch.setattr(page_module, "_EVENTS_S", 60.0)  # on a busy machine a write may take long
+    monkeypatch.setattr(page_module, "page_folders", lambda: [runtime / "dataflow"])
+    monkeypatch.delenv("DATAFLOW_LIVE", raising=False)
+    page = written_page(monkeypatch)
     yield runtime / "dataflow"
     page.close()
 
 
-def pages(folder: Path) -> list[TrainingRecord]:
-    return read_pages([folder])
+def written_page(monkeypatch: pytest.MonkeyPatch) -> LivePage:
+    monkeypatch.setattr(page_module, "_page", page := LivePage())
+    page.due = 0.0
+    return page
+
+
+def only(folder: Path) -> TrainingRecord:
+    [record] = read_pages([folder])
+    return record
+
+
+# ---- what is written ------------------------------------------------------------------------------------
 
 
 def test_a_training_writes_what_its_loaders_say(folder: Path) -> None:
     loader = DataLoader(range(8), batch_size=2, name="numbers")
     next(iter(loader))
-    [record] = pages(folder)
+    record = only(folder)
     [one] = record.loaders
     assert (record.pid, record.state, record.is_alive) == (os.getpid(), "running", True)
-    assert (one.name, one.role, one.state, one.loop_batches, one.loop_length) == (
-        "numbers",
-        "train",
-        "running",
-        1,
-        4,
-    )
-    assert one.stats["batches"] == 1
+    assert (one.name, one.role, one.state) == ("numbers", "train", "running")
+    assert (one.loop_batches, one.loop_length, one.stats["batches"]) == (1, 4, 1)
     assert record.last_batch_at > record.began_at
-
-
-def test_the_page_and_its_folder_are_for_this_user_only(folder: Path) -> None:
-    next(iter(DataLoader(range(8))))
-    [path] = folder.iterdir()
-    assert (stat.S_IMODE(folder.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
 
 
 def test_a_page_is_written_once_a_second_at_most(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +68,205 @@ def test_a_page_is_written_once_a_second_at_most(folder: Path, monkeypatch: pyte
     seen = []
     for _ in range(30):
         next(batches)
-        seen.append(pages(folder)[0].loaders[0].stats["batches"])
+        seen.append(only(folder).loaders[0].stats["batches"])
         now[0] += 0.1
     assert len(set(seen)) == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_of_a_loop_is_written_at_once(folder: Path, fails: bool) -> None:
+    class Failing(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> int:
+            if index == 2 and fails:
+                raise ValueError("no such sample at s3://bucket/x?X-Amz-Signature=abc")
+            return index
+
+    loader = DataLoader(Failing())
+    try:
+        for _ in loader:
+            pass
+    except ValueError:
+        assert fails
+    [one] = only(folder).loaders
+    assert one.state == ("failed" if fails else "ended")
+    assert ("no such sample" in one.error) is fails
+    assert "abc" not in one.error
+    assert loader.health().is_alive is not fails
+
+
+def test_names_of_two_loaders_differ(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loaders = [DataLoader(range(4)) for _ in range(2)]
+    given = [DataLoader(range(4), name="mine") for _ in range(2)]
+    for loader in (*loaders, *given):
+        next(iter(loader))
+    assert [loader.name for loader in loaders] == ["range", "range-2"]
+    assert [loader.name for loader in given] == ["mine", "mine-2"]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "two loaders that run in this process have the name 'mine'"
+    ]
+
+
+def test_a_loader_that_comes_in_place_of_one_that_is_gone_counts_on(folder: Path) -> None:
+    for _ in range(3):
+        for _ in DataLoader(range(4)):
+            pass
+    [one] = only(folder).loaders
+    assert totals_of(counts_of(one.stats), one.offset)["batches"] == 12
+
+
+def test_a_loop_without_gradients_is_validation(folder: Path) -> None:
+    loader = DataLoader(range(4))
+    with torch.no_grad():
+        next(iter(loader))
+    assert only(folder).loaders[0].role == "validation"
+    assert role_of("imagenet/val", trains=True) == "validation"
+    assert role_of("test-run", trains=True) == "train"
+    with pytest.raises(ValueError, match='role must be "train" or "validation"'):
+        DataLoader(range(4), role="test")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("urls", "name"),
+    [
+        (["/data/web/a.tar", "/data/web/b.tar"], "web"),
+        (["/data/imagenet/train/a.tar", "/data/imagenet/train/b.tar"], "imagenet/train"),
+        (["/data/web/a/1.tar", "/data/web/b/2.tar"], "web"),
+        (["/data/points.tar"], "points"),
+        (["/data/points/00000-of-00010.parquet"], "points"),
+        (["s3://bucket/c4/en/x-0.json.gz", "s3://bucket/c4/en/x-1.json.gz"], "en"),
+        (
+            ["https://me:secret@host.org/web/a.tar?token=t", "https://me:secret@host.org/web/b.tar?token=t"],
+            "web",
+        ),
+        (["hf://datasets/org/name@" + "0" * 40 + "/train/0.parquet"], "org/name"),
+    ],
+)
+def test_a_name_is_that_of_the_folder_or_repository(urls: list[str], name: str) -> None:
+    assert name_of_urls(urls) == name
+
+
+def test_a_name_is_no_url() -> None:
+    assert name_of([1, 2]) == "list"
+    for name in ("s3://bucket/web", "", "x" * 101):
+        with pytest.raises(ValueError, match="name must be a text of 1 to 100 letters, no URL"):
+            DataLoader(range(4), name=name)
+
+
+# ---- who reads it ---------------------------------------------------------------------------------------
+
+
+def test_the_page_and_its_folder_are_for_this_user_only(folder: Path) -> None:
+    next(iter(DataLoader(range(8))))
+    [path] = folder.iterdir()
+    assert (stat.S_IMODE(folder.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
+
+
+def test_half_a_page_is_none(folder: Path) -> None:
+    next(iter(DataLoader(range(8))))
+    page = to_page(only(folder), 1)
+    assert from_page(page) is not None
+    assert [n for n in range(len(page)) if from_page(page[:n]) is not None] == []
+    changed = bytearray(page)
+    changed[-2] ^= 1
+    assert from_page(bytes(changed)) is None
+
+
+def trained_in_a_child(*, dies: bool) -> None:
+    """Train in a process that is forked, and ends by itself or is killed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            page_module.page_of_process().due = 0.0
+            for _ in DataLoader(range(6), batch_size=2, name="numbers"):
+                page_module.page_of_process().due = 0.0
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            page_module.page_of_process().close()
+        finally:
+            os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]) is dies
+
+
+def test_the_next_training_counts_on_and_knows_how_the_last_one_ended(folder: Path) -> None:
+    trained_in_a_child(dies=True)
+    assert only(folder).state == "died"
+    trained_in_a_child(dies=False)
+    first, second = read_pages([folder])
+    [one] = second.loaders
+    assert (first.state, second.state) == ("died", "ended")
+    assert totals_of(counts_of(one.stats), one.offset)["batches"] == 6
+    remove_old(folder, older_than_s=-60)
+    assert read_pages([folder]) == []
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------
+
+
+def taken_batches() -> int:
+    return sum(1 for _ in DataLoader(range(8)))
+
+
+@pytest.mark.parametrize("kind", ["a link", "a file", "nothing"])
+def test_a_folder_that_is_not_ours_is_left_alone(
+    folder: Path, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    if kind == "a link":
+        folder.symlink_to(other)
+    elif kind == "a file":
+        folder.touch()
+    page = LivePage(lambda: [folder] if kind != "nothing" else [tmp_path / "none" / "dataflow"])
+    page.due = 0.0
+    monkeypatch.setattr(page_module, "_page", page)
+    assert taken_batches() == 8
+    assert list(other.iterdir()) == []
+    assert [one.getMessage().partition(":")[0] for one in caplog.records] == [
+        "`dataflow top` and metrics do not see this training, whose figures could not be written"
+    ]
+
+
+def test_a_full_disk_is_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    page = page_module.page_of_process()
+    page._fd = os.open("/dev/full", os.O_WRONLY)
+    for _ in range(3):
+        page.due = 0.0
+        assert taken_batches() == 8
+    assert len(caplog.records) == 1
+
+
+def test_a_page_that_is_cut_is_whole_again_a_second_later(folder: Path) -> None:
+    loader = DataLoader(range(8))
+    batches = iter(loader)
+    next(batches)
+    [path] = folder.iterdir()
+    os.truncate(path, 10)
+    assert read_pages([folder]) == []
+    page_module.page_of_process().due = 0.0
+    next(batches)
+    assert only(folder).loaders[0].stats["batches"] == 2
+
+
+def test_forked_children_and_those_who_say_so_write_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = iter(DataLoader(range(8)))
+    next(batches)
+    page_module.page_of_process().due = 0.0
+    child = os.fork()
+    if child == 0:
+        try:
+            next(batches)
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert only(folder).loaders[0].stats["batches"] == 1
+    monkeypatch.setenv("DATAFLOW_LIVE", "0")
+    written_page(monkeypatch)
+    loader = DataLoader(range(4))
+    assert len(list(loader)) == 4
+    assert len(list(folder.iterdir())) == 1
+    assert loader.health().is_ready
