@@ -24,6 +24,7 @@ import dataflow
 from dataflow import DataLoader, ShardedDataset, ShardWriter
 
 INTEGRATIONS = {
+    "instrument": "dataflow.integrations.opentelemetry",
     "prepare_loader": "dataflow.integrations.accelerate",
     "resume": "dataflow.integrations.transformers",
 }

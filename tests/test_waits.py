@@ -25,6 +25,8 @@ ENDS = {
     "dataflow.actors.builders.RayBuilders": DONE,
     "dataflow.actors.reading.ChunkReads.rows": BUILDS,
     "dataflow.grad.strategies": GROUP,
+    "dataflow.live.endpoint": "a process of its own, which ends with the training",
+    "dataflow.live.serve.MetricsEndpoint.close": "it was killed",
     "dataflow.processes.builders.ProcessBuilders._listen": BUILDS,
     "dataflow.text.template_bounds": "a context variable, no queue",
     "dataflow.workers.iterator.WorkerIterator._next_data": "a daemon thread where the interpreter ends",

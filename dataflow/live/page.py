@@ -141,6 +141,11 @@ class LivePage:
         finally:
             self._lock.release()
 
+    def snapshot(self) -> TrainingRecord:
+        """Return what the page would say now."""
+        with self._lock:
+            return self._record(time.monotonic(), "running")
+
     def close(self) -> None:
         """Say that the process ends, if it has a page. Idempotent."""
         if self._lock.acquire(timeout=1.0):

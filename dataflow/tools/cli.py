@@ -1,4 +1,4 @@
-"""The command line: `dataflow demo`, `index`, `inspect`, `bench`, `plan`, `doctor` and `top`.
+"""The command line: `dataflow demo`, `index`, `inspect`, `bench`, `plan`, `doctor`, `top` and `metrics`.
 
 Commands import what they need when they run, so that `--help` is quick. What a user can cure (wrong
 arguments, missing or broken files, packages that are not installed) ends as one line and exit code 1;
@@ -210,6 +210,26 @@ def plan(settings: PlanSettings, files: ReportFiles) -> None:
     from dataflow.tools.terminal.report import publish
 
     publish(page_of(settings, make_plan(settings)), files)
+
+
+@main.command(short_help="Print a Grafana dashboard, or alerts for Prometheus.")
+@click.argument("what", type=click.Choice(["grafana", "alerts"]))
+@plain_errors
+def metrics(what: str) -> None:
+    """Print what Grafana and Prometheus need to show a training, and to tell when it is not well.
+
+    "grafana": a dashboard, to import as JSON. "alerts": rules for Prometheus's `rule_files`. Both read what
+    `dataflow.serve_metrics()` serves, or a training with DATAFLOW_METRICS=127.0.0.1:9400.
+
+    \b
+    Examples:
+      dataflow metrics grafana > dataflow.json
+      dataflow metrics alerts > /etc/prometheus/dataflow.yaml
+    """  # noqa: D301 - click wants the control character
+    from importlib.resources import files
+
+    name = {"grafana": "grafana.json", "alerts": "alerts.yaml"}[what]
+    click.echo(files("dataflow.live").joinpath(name).read_text("utf-8"), nl=False)
 
 
 main.add_command(bench)

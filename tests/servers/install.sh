@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install the servers that tests/prefetch/store/test_servers.py starts: nginx, Ceph radosgw (apt-get), Azurite (npm, into this
-# folder); and FFmpeg's libraries (apt-get), which decode sound and video. Best effort: what cannot be installed is
+# folder); Prometheus, which scrapes metrics (apt-get); and FFmpeg's libraries (apt-get), which decode sound and video. Best effort: what cannot be installed is
 # said here, and its tests skip with the reason.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -22,10 +22,11 @@ attempt() { # attempt WHAT SECONDS COMMAND...: a failure is told and is no failu
 
 packages=()
 ldconfig -p | grep -q libavcodec || packages+=(ffmpeg) # for torchcodec: tests of sound and video
+have prometheus || packages+=(prometheus) # with promtool: tests/ecosystem/test_ecosystem_metrics.py
 have nginx || packages+=(nginx-light)
 have radosgw && have ceph-mon && have ceph-osd || packages+=(radosgw ceph-mon ceph-osd)
 if [[ ${#packages[@]} -eq 0 ]]; then
-    echo "servers: nginx, radosgw, ffmpeg: here"
+    echo "servers: nginx, radosgw, ffmpeg, prometheus: here"
 elif have apt-get && [[ $(id -u) -eq 0 ]]; then
     export DEBIAN_FRONTEND=noninteractive
     attempt "apt-get's lists" 120 apt-get update

@@ -1,0 +1,75 @@
+"""OpenTelemetry: every figure of this process's loaders and schedules as an observable instrument.
+
+A reader of the user's `MeterProvider` asks, in its own thread. Names and units are those of
+`dataflow.live.instruments`: "dataflow.loader.samples" in "{sample}", by rank, node, dataset and role.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+try:
+    from opentelemetry import metrics
+except ImportError as error:
+    raise ImportError(
+        f"dataflow.integrations.opentelemetry needs another package ({error}): "
+        "pip install 'dataflow-loader[metrics]'"
+    ) from error
+
+from dataflow.live.instruments import Instrument, Point, all_instruments, points_of
+from dataflow.live.page import page_of_process
+
+_SAME_S = 0.5
+"""Seconds for which figures are the same: a reader asks for each instrument, one after the other."""
+
+
+def instrument(provider: Any = None) -> None:
+    """Make the instruments of all loaders and schedules of this process, also of those that come later.
+
+    Args:
+        provider: the `MeterProvider` that gets them, once each. None: the global one.
+
+    Examples:
+        >>> from opentelemetry.sdk.metrics import MeterProvider
+        >>> from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+        >>> reader = InMemoryMetricReader()  # or one with an exporter, as in OpenTelemetry's own guide
+        >>> instrument(MeterProvider([reader]))
+        >>> batches = list(DataLoader(range(8), batch_size=4, name="numbers"))
+        >>> "dataflow.loader.batches" in reader.get_metrics_data().to_json()
+        True
+    """
+    meter = (provider or metrics.get_meter_provider()).get_meter("dataflow")
+    figures = _Figures()
+    for one in all_instruments():
+        make = meter.create_observable_counter if one.kind == "counter" else meter.create_observable_gauge
+        make(one.name, [figures.callback(one)], one.unit, one.description)
+
+
+class _Figures:
+    """The figures of this process, asked for once a collection."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._points: dict[str, list[Point]] = {}
+        self._until = 0.0
+
+    def callback(self, one: Instrument) -> Callable[[metrics.CallbackOptions], Iterable[metrics.Observation]]:
+        """Return what a reader calls for an instrument."""
+
+        def observations(_: metrics.CallbackOptions) -> Sequence[metrics.Observation]:
+            points = self._now().get(one.name, ())
+            return [metrics.Observation(point.value, dict(point.attributes)) for point in points]
+
+        return observations
+
+    def _now(self) -> dict[str, list[Point]]:
+        with self._lock:
+            if time.monotonic() >= self._until:
+                self._points = {}
+                for point in points_of([page_of_process().snapshot()]):
+                    self._points.setdefault(point.instrument.name, []).append(point)
+                self._until = time.monotonic() + _SAME_S
+            return self._points

@@ -1,0 +1,204 @@
+"""What metrics' own programs make of ours: Prometheus, OpenTelemetry's SDK, TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from metrics_ranks import made
+from servers_kit import free_port
+
+import dataflow.live.page as page_module
+from dataflow import DataLoader
+from dataflow.live.instruments import all_instruments
+from dataflow.live.page import LivePage
+
+pytestmark = pytest.mark.timeout(120)
+KITS = Path(__file__).parents[1] / "kits"
+LIVE = files("dataflow.live")
+DEADLINE_S = 60.0
+
+
+def asked(port: int, expression: str) -> list[dict[str, Any]]:
+    """What Prometheus answers to an instant query; an error raises."""
+    query = urllib.parse.urlencode({"query": expression})
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/query?{query}", timeout=20) as answer:
+        value = json.load(answer)
+    assert value["status"] == "success", value
+    found: list[dict[str, Any]] = value["data"]["result"]
+    return found
+
+
+def until(port: int, expression: str) -> list[dict[str, Any]]:
+    """What Prometheus answers once that is anything."""
+    ends, pause = time.monotonic() + DEADLINE_S, threading.Event()
+    while not (found := asked(port, expression)):
+        assert time.monotonic() < ends, f"Prometheus has no answer to {expression}"
+        pause.wait(0.25)
+    return found
+
+
+@contextlib.contextmanager
+def two_ranks(folder: Path) -> Iterator[str]:
+    """The address where two ranks that train serve their metrics."""
+    made(str(folder))
+    port = free_port()
+    environment = {**os.environ, "DATAFLOW_METRICS": f":{port}", "XDG_RUNTIME_DIR": str(folder)}
+    command = [sys.executable, KITS / "metrics_ranks.py", folder]
+    with subprocess.Popen(command, env=environment) as ranks:
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            (folder / "stop").touch()
+            ranks.wait(60)
+    assert ranks.returncode == 0
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, target: str) -> Iterator[int]:
+    """The port of a Prometheus that scrapes a target every half second, with our alerts."""
+    port = free_port()
+    (folder / "alerts.yaml").write_text(LIVE.joinpath("alerts.yaml").read_text())
+    (folder / "prometheus.yml").write_text(
+        "global: {scrape_interval: 500ms, evaluation_interval: 1s}\n"
+        "rule_files: [alerts.yaml]\n"
+        "scrape_configs:\n"
+        f"  - {{job_name: training, static_configs: [{{targets: ['{target}']}}]}}\n"
+    )
+    command = [
+        "prometheus",
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            lines = []
+            for line in server.stderr:
+                lines.append(line)
+                if "Server is ready to receive web requests" in line:
+                    break
+            else:
+                pytest.fail("".join(lines))
+            drain = threading.Thread(target=server.stderr.read)
+            drain.start()
+            yield port
+        finally:
+            server.terminate()
+            server.wait(20)
+        drain.join(20)
+
+
+def dashboard_queries() -> Iterator[tuple[str, str]]:
+    """Titles and queries of the dashboard's panels, its variables filled in as Grafana does."""
+    dashboard = json.loads(LIVE.joinpath("grafana.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            text = target["expr"].replace("$__rate_interval", "5s")
+            for name in ("dataset", "role", "rank"):
+                text = text.replace(f"${name}", ".*")
+            assert "$" not in text
+            yield panel["title"], text
+
+
+def alert_queries() -> Iterator[tuple[str, str]]:
+    yaml = pytest.importorskip("yaml")
+    for group in yaml.safe_load(LIVE.joinpath("alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+
+
+@pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="prometheus is not installed; tests/servers/install.sh does it"
+)
+def test_prometheus_answers_every_query_of_dashboard_and_alerts(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as target, prometheus(tmp_path, target) as port:
+        until(port, "count(increase(dataflow_schedule_windows_total[20s]) > 9) == 2")
+        empty = {title for title, query in dashboard_queries() if not asked(port, query)}
+        assert empty <= {"Cache hits"}  # there is no remote store here
+        firing = {name: asked(port, expression) for name, expression in alert_queries()}
+        del firing["DataflowTrainingWaits"]  # as slow as this machine is now
+        del firing["DataflowStragglingRank"]  # it fires, as soon as its rates are those of training
+        [straggler] = until(port, dict(alert_queries())["DataflowStragglingRank"])
+        assert straggler["metric"]["rank"] == "1"
+        assert not any(firing.values()), firing
+        labels = {name for name, _ in until(port, "dataflow_loader_batches_total")[0]["metric"].items()}
+        assert labels == {"__name__", "dataset", "instance", "job", "node", "rank", "role"}
+        roles = {
+            (one["metric"]["dataset"], one["metric"]["role"])
+            for one in until(port, "dataflow_loader_running")
+        }
+        assert roles == {("web", "train"), ("numbers/val", "validation")}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with prometheus, not installed")
+def test_promtool_finds_no_fault_in_the_alerts() -> None:
+    subprocess.run(["promtool", "check", "rules", str(LIVE.joinpath("alerts.yaml"))], check=True, timeout=30)
+
+
+def test_every_metric_that_dashboard_and_alerts_name_is_one() -> None:
+    import re
+
+    names = {one.prometheus_name + ("_total" if one.kind == "counter" else "") for one in all_instruments()}
+    queries = [*dashboard_queries(), *alert_queries()]
+    used = {name for _, query in queries for name in re.findall(r"\bdataflow_\w+", query)}
+    assert used <= names
+
+
+# ---- OpenTelemetry --------------------------------------------------------------------------------------
+
+
+def test_opentelemetry_reads_the_figures_of_all_loaders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    from dataflow.integrations.opentelemetry import instrument
+
+    monkeypatch.setattr(page_module, "_page", LivePage(lambda: [tmp_path / "run"]))
+    reader = InMemoryMetricReader()
+    instrument(MeterProvider([reader]))
+    loaders = [DataLoader(range(8), batch_size=2, name=name) for name in ("one", "two")]
+    for loader in loaders:
+        next(iter(loader))
+    [resource] = json.loads(reader.get_metrics_data().to_json())["resource_metrics"]
+    metrics = {one["name"]: one for one in resource["scope_metrics"][0]["metrics"]}
+    points = metrics["dataflow.loader.batches"]["data"]["data_points"]
+    assert {one["attributes"]["dataset"]: one["value"] for one in points} == {"one": 1, "two": 1}
+    assert metrics["dataflow.loader.batches"]["data"]["is_monotonic"]
+    assert metrics["dataflow.loader.starved"]["unit"] == "s"
+
+
+# ---- loggers --------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_a_row_for_each_figure(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    loader = DataLoader(range(8), batch_size=2)
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step, _ in enumerate(loader):
+            for name, value in loader.stats().flat().items():
+                writer.add_scalar(f"loader/{name}", value, step)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert {f"loader/{name}" for name in loader.stats().flat()} <= set(events.Tags()["scalars"])
+    assert [one.value for one in events.Scalars("loader/batches")] == [1, 2, 3, 4]
