@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler
 from typing_extensions import TypeVar
 
 from dataflow.limits import memory_limit_bytes
-from dataflow.live.unwatched import OFF, UNWATCHED, Unwatched, checked_label
+from dataflow.live.unwatched import OFF, SERVE, UNWATCHED, Unwatched, checked_label
 from dataflow.shard_order import Sharded, ShardOrder, order_given
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.tables import Row, Shown, builders_text
@@ -398,6 +398,10 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             is_given=given is not None,
             counted={} if self._stream is None else counts_of(self.stats().to_json()),
         )
+        if address := os.environ.get(SERVE):
+            from dataflow.live.serve import serve_as_asked
+
+            serve_as_asked(address)
 
     @overload
     def stats(self: DataLoader[Sharded, B]) -> LoaderStats: ...

@@ -70,6 +70,7 @@ PUBLIC = {
     "dataflow.grad.strategies",
     "dataflow.integrations.accelerate",
     "dataflow.integrations.torchtitan",
+    "dataflow.integrations.opentelemetry",
     "dataflow.integrations.transformers",
     "dataflow.testing",
     "dataflow.topology_exchange",

@@ -50,12 +50,14 @@ EXACT = [
 """Examples that need one process, and the pages that show what they print."""
 NEEDS = {
     "from_webdataset": "cv2",
+    "monitoring": "prometheus_client",
     "clips": "media_kit",
     "preference_pairs": "tokenizers",
     "text_to_rows": "tokenizers",
 }
 """What some of them skip without."""
 TIMED = [
+    pytest.param("monitoring", "docs/guide/monitoring.md", "", marks=pytest.mark.full),
     pytest.param("small_container", "docs/guide/containers.md", r"\(.*\)$", marks=pytest.mark.full),
     pytest.param("starving", "docs/guide/profiling.md", "", marks=pytest.mark.full),
     pytest.param("strategies", "docs/guide/strategies.md", "", marks=pytest.mark.full),

@@ -19,7 +19,7 @@ except ImportError as error:
         "pip install 'dataflow-loader[metrics]'"
     ) from error
 
-from dataflow.live.instruments import Instrument, Point, all_instruments, points_of
+from dataflow.live.instruments import Instrument, MetricPoint, all_instruments, points_of
 from dataflow.live.page import page_of_process
 
 _SAME_S = 0.5
@@ -33,9 +33,8 @@ def instrument(provider: Any = None) -> None:
         provider: the `MeterProvider` that gets them, once each. None: the global one.
 
     Examples:
-        >>> from opentelemetry.sdk.metrics import MeterProvider
-        >>> from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-        >>> reader = InMemoryMetricReader()  # or one with an exporter, as in OpenTelemetry's own guide
+        >>> from opentelemetry.sdk.metrics import MeterProvider, export
+        >>> reader = export.InMemoryMetricReader()  # or one that exports
         >>> instrument(MeterProvider([reader]))
         >>> batches = list(DataLoader(range(8), batch_size=4, name="numbers"))
         >>> "dataflow.loader.batches" in reader.get_metrics_data().to_json()
@@ -53,7 +52,7 @@ class _Figures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards what follows
-        self._points: dict[str, list[Point]] = {}
+        self._points: dict[str, list[MetricPoint]] = {}
         self._until = 0.0
 
     def callback(self, one: Instrument) -> Callable[[metrics.CallbackOptions], Iterable[metrics.Observation]]:
@@ -65,7 +64,7 @@ class _Figures:
 
         return observations
 
-    def _now(self) -> dict[str, list[Point]]:
+    def _now(self) -> dict[str, list[MetricPoint]]:
         with self._lock:
             if time.monotonic() >= self._until:
                 self._points = {}

@@ -1,4 +1,4 @@
-"""Whether a loader, a rank or a node is well: for `loader.health()`, and for schedulers of clusters."""
+"""Tell whether a loader, a rank or a node is well: for `loader.health()`, and for schedulers of clusters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STALLED = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderHealth:
-    """What `loader.health()` returns.
+    """The value that `loader.health()` returns.
 
     Examples:
         >>> loader = DataLoader(range(8), batch_size=4)

@@ -37,7 +37,7 @@ class Instrument(Struct, frozen=True, kw_only=True):
     """The name with dots, such as "dataflow.loader.samples"."""
     kind: Literal["counter", "gauge"]
     unit: str
-    """As UCUM writes it: "s", "By", "{sample}", "1"."""
+    """The unit in UCUM: "s", "By", "{sample}", "1"."""
     description: str
 
     @property
@@ -48,7 +48,7 @@ class Instrument(Struct, frozen=True, kw_only=True):
         return name if name.endswith(suffix) else name + suffix
 
 
-class Point(Struct, frozen=True):
+class MetricPoint(Struct, frozen=True):
     """A value of an instrument, and whose it is."""
 
     instrument: Instrument
@@ -97,7 +97,7 @@ def all_instruments() -> list[Instrument]:
     return sorted(every, key=lambda one: one.name)
 
 
-def points_of(records: Iterable[TrainingRecord]) -> Iterator[Point]:
+def points_of(records: Iterable[TrainingRecord]) -> Iterator[MetricPoint]:
     """Yield the values of all instruments.
 
     Processes that are gone have `dataflow.up` 0 and their counters: what holds at one time held once.
@@ -105,20 +105,20 @@ def points_of(records: Iterable[TrainingRecord]) -> Iterator[Point]:
     others = other_instruments()
     for record in records:
         process = {"rank": str(record.rank), "node": str(record.node)}
-        yield Point(others["up"], float(record.is_alive), process)
+        yield MetricPoint(others["up"], float(record.is_alive), process)
         points = [point for one in record.loaders for point in _loader_points(one)]
         points += [point for one in record.schedules for point in _schedule_points(one)]
         yield from (point for point in points if record.is_alive or point.instrument.kind == "counter")
 
 
-def _loader_points(one: LoaderRecord) -> Iterator[Point]:
+def _loader_points(one: LoaderRecord) -> Iterator[MetricPoint]:
     others, own = other_instruments(), loader_instruments()
     labels = {"rank": str(one.rank), "node": str(one.node), "dataset": one.name, "role": one.role}
     numbers = numbers_of(one.stats)
     counts = {name: value for name, value in numbers.items() if is_count(name)}
     for name, value in {**numbers, **totals_of(counts, one.offset)}.items():
         if name in own:
-            yield Point(own[name], value, labels)
+            yield MetricPoint(own[name], value, labels)
     now: dict[str, float | None] = {
         "loader.running": float(one.state == "running"),
         "loader.epoch": one.epoch,
@@ -126,18 +126,20 @@ def _loader_points(one: LoaderRecord) -> Iterator[Point]:
         "loader.loop_length": one.loop_length,
         "loader.last_batch_timestamp_s": one.last_batch_at or None,
     }
-    yield from (Point(others[name], float(value), labels) for name, value in now.items() if value is not None)
+    yield from (
+        MetricPoint(others[name], float(value), labels) for name, value in now.items() if value is not None
+    )
 
 
-def _schedule_points(one: ScheduleRecord) -> Iterator[Point]:
+def _schedule_points(one: ScheduleRecord) -> Iterator[MetricPoint]:
     others = other_instruments()
     labels = {"rank": str(one.rank), "node": str(one.node), "dataset": one.loader}
     for name, value in totals_of(one.counts, one.offset).items():
         key, _, own = name.rpartition(".")
         instrument = others[{"": f"schedule.{own}", "part": "schedule.part_s"}.get(key, "schedule.weight")]
-        yield Point(instrument, value, labels | ({key: own} if key else {}))
-    yield Point(others["schedule.step"], one.steps, labels)
-    yield Point(others["schedule.window_s"], one.window_s, labels)
+        yield MetricPoint(instrument, value, labels | ({key: own} if key else {}))
+    yield MetricPoint(others["schedule.step"], one.steps, labels)
+    yield MetricPoint(others["schedule.window_s"], one.window_s, labels)
 
 
 # ---- what the classes say -------------------------------------------------------------------------------

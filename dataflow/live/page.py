@@ -33,7 +33,7 @@ from dataflow.live.reading import (
     start_ticks,
 )
 from dataflow.live.record import VERSION, ProcessState, Role, TrainingRecord, to_page
-from dataflow.live.unwatched import OFF, SERVE
+from dataflow.live.unwatched import OFF
 from dataflow.live.watched import LiveLoader, LiveSchedule, WatchedLoader
 
 _log = logging.getLogger("dataflow")
@@ -67,6 +67,8 @@ class LivePage:
         self._schedules: list[LiveSchedule] = []
         self.endpoint = ""
         """The address where this process serves metrics."""
+        self.was_asked_to_serve = False
+        """True if what `DATAFLOW_METRICS` says was tried."""
         self._fd = -1
         self._sequence = 0
         self._event_time = _EVENTS_S, time.monotonic()
@@ -199,15 +201,8 @@ class LivePage:
                 faults.append(f"{folder}: {error.strerror or error}")
                 continue
             remove_old(folder)
-            self._serve()
             return
         raise OSError("; ".join(faults))
-
-    def _serve(self) -> None:
-        if address := os.environ.get(SERVE):
-            from dataflow.live.serve import serve_as_asked
-
-            self._endpoint = serve_as_asked(self, address)
 
     def _made_in(self, folder: Path) -> int:
         with suppress(FileExistsError):

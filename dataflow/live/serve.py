@@ -20,7 +20,7 @@ from pathlib import Path
 
 from dataflow.live.facts import in_one_line, rank_info
 from dataflow.live.health import LIMIT_S
-from dataflow.live.page import LivePage, page_of_process
+from dataflow.live.page import page_of_process
 from dataflow.live.reading import read_pages
 from dataflow.live.unwatched import OFF
 
@@ -120,15 +120,16 @@ def serve_metrics(address: str | int = DEFAULT_ADDRESS, *, limit_s: float = LIMI
     return endpoint
 
 
-def serve_as_asked(page: LivePage, address: str) -> MetricsEndpoint | None:
-    """Serve at the address in `DATAFLOW_METRICS`, if this is local rank 0; what goes wrong is logged only."""
-    if page.endpoint:
-        return None
+def serve_as_asked(address: str) -> None:
+    """Serve at the address in `DATAFLOW_METRICS`, once; what goes wrong is only logged."""
+    page = page_of_process()
+    if page.was_asked_to_serve:
+        return
+    page.was_asked_to_serve = True
     try:
-        return serve_metrics(address)
+        serve_metrics(address)
     except (ValueError, ImportError) as error:
         _log.warning("DATAFLOW_METRICS=%s: metrics are not served: %s", address, in_one_line(str(error)))
-        return None
 
 
 def checked_address(address: str | int) -> tuple[str, int]:

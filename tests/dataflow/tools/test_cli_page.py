@@ -75,7 +75,7 @@ def test_every_option_of_every_command_is_on_the_page() -> None:
     for name, command in commands_of(main, "dataflow"):
         section = text.partition(f"## `{name}`\n")[2].partition("\n## ")[0]
         flags = [flag for param in command.params if isinstance(param, click.Option) for flag in param.opts]
-        assert len(flags) > 2
+        assert flags
         assert [flag for flag in flags if f"`{flag}" not in section] == []
 
 
