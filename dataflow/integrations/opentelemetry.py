@@ -34,9 +34,9 @@ def instrument(provider: Any = None) -> None:
 
     Examples:
         >>> from opentelemetry.sdk.metrics import MeterProvider, export
-        >>> reader = export.InMemoryMetricReader()  # or one that exports
-        >>> instrument(MeterProvider([reader]))
-        >>> batches = list(DataLoader(range(8), batch_size=4, name="numbers"))
+        >>> reader, loader = export.InMemoryMetricReader(), DataLoader(range(8), name="numbers")
+        >>> instrument(MeterProvider([reader]))  # a reader that exports does so from now on
+        >>> batches = list(loader)
         >>> "dataflow.loader.batches" in reader.get_metrics_data().to_json()
         True
     """

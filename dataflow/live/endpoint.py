@@ -35,7 +35,7 @@ _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Al
 _TEXT, _JSON = "text/plain; charset=utf-8", "application/json"
 
 
-class Endpoint:
+class NodeAnswers:
     """Answers requests about the ranks of one node.
 
     Args:
@@ -179,10 +179,10 @@ def main(arguments: str) -> None:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     listener = socket.socket(fileno=given["fd"])
-    asyncio.run(_run(Endpoint(parent, given["limit_s"]), listener, pidfd))
+    asyncio.run(_run(NodeAnswers(parent, given["limit_s"]), listener, pidfd))
 
 
-async def _run(endpoint: Endpoint, listener: socket.socket, pidfd: int) -> None:
+async def _run(endpoint: NodeAnswers, listener: socket.socket, pidfd: int) -> None:
     loop, over = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(pidfd, over.set)
     loop.add_signal_handler(signal.SIGTERM, over.set)

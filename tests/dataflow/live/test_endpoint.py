@@ -19,7 +19,7 @@ import pytest
 import dataflow.live.page as page_module
 import dataflow.live.serve as serve_module
 from dataflow import DataLoader, serve_metrics
-from dataflow.live.endpoint import Endpoint, exposition
+from dataflow.live.endpoint import NodeAnswers, exposition
 from dataflow.live.health import health_of, liveness, readiness
 from dataflow.live.instruments import all_instruments, loader_instruments, points_of
 from dataflow.live.page import LivePage
@@ -149,14 +149,14 @@ def test_an_endpoint_answers_for_the_ranks_of_its_own_job(record: TrainingRecord
     own = of_ranks(record, "running", "running")
     other = msgspec.structs.replace(own[0], pid=7, job="another")
     restarted = msgspec.structs.replace(own[1], pid=8, state="died")
-    endpoint = Endpoint((100, own[0].start_ticks), read=lambda: [other, restarted, *own])
+    endpoint = NodeAnswers((100, own[0].start_ticks), read=lambda: [other, restarted, *own])
     assert endpoint.records() == own
     status, _, body = endpoint.answer("GET", "/figures")
     assert (status, from_json(body)) == (200, own)
     answers = {path: endpoint.answer("GET", path)[0] for path in ("/metrics?x=1", "/", "/readyz", "/other")}
     assert answers == {"/metrics?x=1": 200, "/": 200, "/readyz": 200, "/other": 404}
     assert endpoint.answer("POST", "/metrics")[0] == 405
-    assert Endpoint((1, 1), read=lambda: [other]).records() == []
+    assert NodeAnswers((1, 1), read=lambda: [other]).records() == []
 
 
 @pytest.mark.parametrize(
