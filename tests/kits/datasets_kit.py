@@ -14,6 +14,8 @@ import struct
 import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
+from formats.records_kit import array_record_of, example_of, tfrecord_of
 from formats.streaming_kit import write_mds
 from torch import Tensor
 
@@ -286,6 +289,33 @@ def _mds_values(row: Row) -> dict[str, bytes]:
     }
 
 
+# ---- records ------------------------------------------------------------------------------------------
+
+
+def make_tfrecord(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    return _examples(folder, num_samples, "tfrecord", tfrecord_of)
+
+
+def make_array_record(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    return _examples(folder, num_samples, "array_record", partial(array_record_of, group=2))
+
+
+def _examples(
+    folder: Path, num_samples: int, suffix: str, written: Callable[[Sequence[bytes]], bytes]
+) -> Made:
+    """Text is bytes: an Example has no text."""
+    samples = [{**plain_sample(i), "txt": list(plain_sample(i)["txt"].encode())} for i in range(num_samples)]
+    for k, share in enumerate(shares(samples)):
+        records = [
+            example_of(
+                label=[row["label"]], x=[row["x"]], txt=[bytes(row["txt"])], lst=row["lst"], vec=row["vec"]
+            )
+            for row in share
+        ]
+        (folder / f"shard-{k}.{suffix}").write_bytes(written(records))
+    return _made(folder, samples, f"*.{suffix}", block_bytes=200)
+
+
 MAKERS: dict[str, Callable[..., Made]] = {
     "tar": make_tar,
     "tar.gz": lambda folder, n=NUM_SAMPLES: make_tar(folder, n, "tar.gz"),
@@ -300,6 +330,8 @@ MAKERS: dict[str, Callable[..., Made]] = {
     "megatron": make_megatron,
     "megatron-windows": make_megatron_windows,
     "mds": make_mds,
+    "array_record": make_array_record,
+    **({"tfrecord": make_tfrecord} if find_spec("crc32c") else {}),
 }
 
 

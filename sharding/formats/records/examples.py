@@ -5,8 +5,8 @@
 of such a type. A `SequenceExample` is its context, which are features as an Example's, and its feature lists,
 which are lists over steps.
 
-As TensorFlow has it, a feature without values is one that is not there. What is given to a name twice counts
-as it was given last.
+A list without values is an empty one; a feature without a list is not there. What is given to a name twice
+counts as it was given last.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def values_of(data: Bytes, entries: Entries, name: str) -> Values:
     if is_series.any():
         step = entries.list_of[entries.value_of[mine]]
         steps = np.bincount(step, sizes, len(of_steps)).astype(np.int64)[of_steps >= 0]
-    return Values(kind, entries.record[rows], counts, steps, numbers, spans)
+    has = entries.is_series[rows]
+    has[of_lists[of_lists >= 0]] = True
+    return Values(kind, entries.record[rows[has]], counts[has], steps, numbers, spans)
 
 
 @dataclass
@@ -179,7 +181,7 @@ class ShardFeatures:
 
     def missing(self) -> dict[str, str]:
         """Return how many records lack each feature that some lack, in words."""
-        lacks = {name: self.num_records - one.num_present for name, one in sorted(self.features.items())}
+        lacks = {name: self.num_records - one.num_records for name, one in sorted(self.features.items())}
         return {name: f"{n} of {self.num_records} records" for name, n in lacks.items() if n}
 
     def copied_bytes(self) -> list[int]:
@@ -195,9 +197,7 @@ class FeatureFacts:
     kinds: set[int] = field(default_factory=set)
     is_series: bool = False
     num_records: int = 0
-    """Records that have it, maybe without a value."""
-    num_filled: int = 0
-    """Records with a value of it."""
+    """Records that have it."""
     counts: tuple[int, int] | None = None
     """Least and greatest number of values in these."""
     sizes: tuple[int, int] | None = None
@@ -222,8 +222,7 @@ class FeatureFacts:
         if len(self.kinds) > 1 or has_both:
             self.contradiction = _contradiction(name, self.kinds, has_both)
         self.num_records += len(values.record)
-        self.num_filled += int(np.count_nonzero(values.counts))
-        self.counts = _widened(self.counts, values.counts[values.counts > 0])
+        self.counts = _widened(self.counts, values.counts)
         self.steps = _widened(self.steps, values.steps)
         if values.kind != BYTES:
             return values.numbers.nbytes
@@ -234,14 +233,9 @@ class FeatureFacts:
 
     @property
     def is_list(self) -> bool:
-        """Return whether records have different numbers of values; or, of byte strings, one has several."""
+        """Return whether records have different numbers of values, or none; or several byte strings."""
         low, high = self.counts or (0, 0)
-        return self.is_series or (high > 1 if self.kinds == {BYTES} else low != high)
-
-    @property
-    def num_present(self) -> int:
-        """Records that have a value of its type, which may be an empty list."""
-        return self.num_records if self.is_list else self.num_filled
+        return self.is_series or low != high or high == 0 or (high > 1 and self.kinds == {BYTES})
 
     def spec(self, num_records: int) -> ColumnSpec:
         """Its type, in a shard of so many records."""
@@ -249,18 +243,17 @@ class FeatureFacts:
             return ColumnSpec("unreadable", note=self.contradiction)
         if not self.kinds:
             return ColumnSpec("null", optional=True)
-        kind, optional = next(iter(self.kinds)), self.num_present < num_records
+        kind, optional = next(iter(self.kinds)), self.num_records < num_records
         if self.steps not in (None, (1, 1)):
             return ColumnSpec("other", optional=optional, note="feature list of several values a step")
-        low, high = self.counts or (0, 0)
-        counts = (0 if self.num_filled < self.num_records else low, high)
         spec = ColumnSpec("bytes", optional=optional, size_range=self.sizes, is_repeated=not self.is_series)
         if kind == BYTES:
             return (
                 replace(spec, kind="bytes_list", size_range=None, items=self.items) if self.is_list else spec
             )
         if self.is_list:
-            return replace(spec, kind="list", dtype=_DTYPES[kind], size_range=counts)
+            return replace(spec, kind="list", dtype=_DTYPES[kind], size_range=self.counts)
+        _, high = self.counts or (0, 0)
         shape = () if high == 1 else (high,)
         return replace(spec, kind="fixed", dtype=_DTYPES[kind], shape=shape, size_range=None)
 

@@ -44,7 +44,7 @@ def begins_sample(error: SampleError, row: dict[str, Any]) -> bool:
     """Whether the bytes from the error's on are the sample's."""
     content, path = content_of(Path(error.shard)), Path(error.shard)
     if error.offset is None:
-        return path.suffix in (".parquet", ".arrow", ".arrows")
+        return path.suffix in (".parquet", ".arrow", ".arrows", ".array_record")
     if ".tar" in path.suffixes:
         before = (
             content[max(0, error.offset - 512) : error.offset].partition(b".")[0].decode(errors="replace")
@@ -56,6 +56,9 @@ def begins_sample(error: SampleError, row: dict[str, Any]) -> bool:
         before = content[: error.offset]
         line = content[error.offset :].partition(b"\n")[0]
         return (not before or before.endswith(b"\n")) and json.loads(line)["label"] == row["label"]
+    if ".tfrecord" in path.suffixes:
+        size = int(np.frombuffer(content, "<u8", 1, error.offset)[0])
+        return bytes(row["txt"]) in content[error.offset + 12 : error.offset + 12 + size]
     if ".mds" in path.suffixes:
         return np.frombuffer(content, "<i8", 1, error.offset + 8).tolist() == [row["label"]]
     dtype = np.load(path).dtype if path.suffix == ".npy" else np.dtype("<u2")

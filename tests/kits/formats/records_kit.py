@@ -1,9 +1,11 @@
-"""What the tests of TFRecord and ArrayRecord need: fixtures, and what the owners' readers gave."""
+"""What the tests of TFRecord and ArrayRecord need: what their owners wrote and read, and writers."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import struct
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,3 +64,74 @@ def _unpacked(column: ByteLists) -> list[list[bytes] | None]:
     items = iter([column.buffer[a : a + n].tobytes() for a, n in zip(starts, lengths, strict=True)])
     each = iter([[next(items) for _ in range(count)] for count in counts])
     return [next(each) if there else None for there in has]
+
+
+# ---- written field by field -----------------------------------------------------------------------------
+
+
+def example_of(**features: list[Any]) -> bytes:
+    """An Example: bytes, floats or integers by the first of a feature's values; of no value, integers."""
+    entries = b""
+    for name, values in features.items():
+        first = values[0] if values else 0
+        kind = 1 if isinstance(first, bytes) else 2 if isinstance(first, float) else 3
+        if kind == 1:
+            body = b"".join(span(1, value) for value in values)
+        else:
+            packed = [struct.pack("<f", value) if kind == 2 else varint(value) for value in values]
+            body = span(1, b"".join(packed)) if values else b""
+        entries += span(1, span(1, name.encode()) + span(2, span(kind, body)))
+    return span(1, entries)
+
+
+def span(number: int, content: bytes) -> bytes:
+    """A field of bytes."""
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def varint(value: int) -> bytes:
+    value, out = value & (1 << 64) - 1, bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes(out) + bytes([value])
+
+
+def tfrecord_of(records: Iterable[bytes]) -> bytes:
+    """A TFRecord file."""
+    parts = list[bytes]()
+    for record in records:
+        head = struct.pack("<Q", len(record))
+        parts += [head, _masked(head), record, _masked(record)]
+    return b"".join(parts)
+
+
+def _masked(data: bytes) -> bytes:
+    from crc32c import crc32c
+
+    crc = crc32c(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def array_record_of(records: Sequence[bytes], group: int = 1) -> bytes:
+    """An ArrayRecord file without compression and hashes, which nobody verifies; of less than 64 KiB."""
+    chunks, at, footers = list[bytes](), 64, [span(1, _fields(1, -(-len(records) // group), len(records)))]
+    for first in range(0, len(records), group):
+        some = records[first : first + group]
+        chunks.append(_chunk(some))
+        footers.append(_fields(at, sum(map(len, some)), len(some)))
+        at += len(chunks[-1])
+    body = bytes(64) + b"".join(chunks) + _chunk(footers)
+    assert len(body) <= 1 << 16
+    postscript = bytes(24) + _chunk([_fields(at, 0x71930E704FDAE05E)])
+    return body.ljust(1 << 16, b"\0") + postscript.ljust(1 << 16, b"\0")
+
+
+def _chunk(records: Sequence[bytes]) -> bytes:
+    sizes, values = b"".join(map(varint, map(len, records))), b"".join(records)
+    data = b"\0" + varint(len(sizes)) + sizes + values
+    return struct.pack("<QQQQQ", 0, len(data), 0, ord("r") | len(records) << 8, len(values)) + data
+
+
+def _fields(*numbers: int) -> bytes:
+    return b"".join(varint(i << 3) + varint(number) for i, number in enumerate(numbers, 1))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from formats.records_kit import expected, fixture, values_in
 from formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
-from records_kit import expected, fixture, values_in
 
 from dataflow import DataLoader, ShardedDataset
 from sharding.errors import CorruptShardError, DataflowError

@@ -12,57 +12,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from formats.records_kit import (
+    FIXTURES,
+    example_of,
+    expected,
+    fixture,
+    span,
+    tfrecord_of,
+    values_in,
+    varint,
+)
 from formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
 from hypothesis import given, strategies as st
-from records_kit import FIXTURES, expected, fixture, values_in
 
 from dataflow import DataLoader, Optional, ShardedDataset
 from sharding.blocks import ColumnSpec
 from sharding.errors import CorruptShardError
 from sharding.formats.records.tfrecord import TFRecordFormat
 
-crc32c = pytest.importorskip("crc32c").crc32c
+pytest.importorskip("crc32c")
 FOLDER = FIXTURES / "tfrecord"
 URL = "a.tfrecord"
-
-
-def tfrecord_of(records: list[bytes]) -> bytes:
-    """A file of records, field by field."""
-    return b"".join(
-        (head := struct.pack("<Q", len(record))) + _masked(head) + record + _masked(record)
-        for record in records
-    )
-
-
-def _masked(data: bytes) -> bytes:
-    crc = crc32c(data)
-    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def example_of(**features: list[Any]) -> bytes:
-    """An Example, field by field: bytes, floats or integers by the first of the values."""
-    entries = b""
-    for name, values in features.items():
-        kind = 1 if isinstance(values[0], bytes) else 2 if isinstance(values[0], float) else 3
-        if kind == 1:
-            body = b"".join(_span(1, value) for value in values)
-        else:
-            packed = [struct.pack("<f", value) if kind == 2 else _varint(value) for value in values]
-            body = _span(1, b"".join(packed))
-        entries += _span(1, _span(1, name.encode()) + _span(2, _span(kind, body)))
-    return _span(1, entries)
-
-
-def _span(number: int, content: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _varint(value: int) -> bytes:
-    value, out = value & (1 << 64) - 1, bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes(out) + bytes([value])
 
 
 def decoded(content: bytes, block_bytes: int = 600, **more: Any) -> list[dict[str, Any]]:
@@ -196,13 +166,20 @@ def test_any_features_in_any_order_come_back(features: dict[str, list[Any]], dat
 
 
 def test_numbers_that_are_not_packed_and_names_given_twice_are_as_protobuf_has_them() -> None:
-    ints = _span(3, _varint(1 << 3) + _varint(300) + _varint(1 << 3) + _varint(-1))
-    floats = _span(2, b"".join(_varint(1 << 3 | 5) + struct.pack("<f", x) for x in (0.5, 2.0)))
+    ints = span(3, varint(1 << 3) + varint(300) + varint(1 << 3) + varint(-1))
+    floats = span(2, b"".join(varint(1 << 3 | 5) + struct.pack("<f", x) for x in (0.5, 2.0)))
     first, second, third = (
-        _span(1, _span(1, b"x") + _span(2, body)) for body in (floats, ints, _span(3, _span(1, _varint(7))))
+        span(1, span(1, b"x") + span(2, body)) for body in (floats, ints, span(3, span(1, varint(7))))
     )
-    assert decoded(tfrecord_of([_span(1, first), _span(1, first)])) == [{"x": [0.5, 2.0]}] * 2
-    assert decoded(tfrecord_of([_span(1, first + second), _span(1, third)])) == [{"x": [300, -1]}, {"x": [7]}]
+    assert decoded(tfrecord_of([span(1, first), span(1, first)])) == [{"x": [0.5, 2.0]}] * 2
+    assert decoded(tfrecord_of([span(1, first + second), span(1, third)])) == [{"x": [300, -1]}, {"x": [7]}]
+
+
+def test_a_list_without_values_is_empty_and_a_feature_without_a_list_is_missing() -> None:
+    without = span(1, span(1, span(1, b"x") + span(2, b"")))
+    assert decoded(tfrecord_of([example_of(x=[5]), without, example_of(x=[])])) == [{"x": [5]}, {}, {"x": []}]
+    assert decoded(tfrecord_of([example_of(x=[5]), without])) == [{"x": [5]}, {}]
+    assert decoded(tfrecord_of([example_of(x=[]), example_of(x=[])])) == [{"x": []}] * 2
 
 
 def test_a_record_of_many_byte_strings_beside_short_ones_is_read() -> None:
