@@ -16,28 +16,27 @@ import titan_kit
 from programs_kit import ROOT
 
 from dataflow import ShardedDataset, Tokenize
-from dataflow.testing import RankError, ranks, run_ranks
+from dataflow.testing import RankError, run_ranks
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # torchtitan's and torch's own
 ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the example's data; ranks are forked from a process that has torchtitan imported."""
+    """A folder with the example's data, which ranks can import."""
     folder = tmp_path_factory.mktemp("titan")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_PRELOADED", [*ranks._PRELOADED, *titan_kit.PRELOADED])
         patch.syspath_prepend(str(ROOT / "examples"))
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         run(titan_kit.write_data, 1, folder)
         yield folder
 
 
-def run(function: Callable[..., Any], world_size: int, *args: Any) -> None:
-    run_ranks(function, world_size, args=args, backend=None, start_method="forkserver", timeout_s=100)
+def run(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    return run_ranks(function, world_size, args=args, backend=None, start_method="forkserver", timeout_s=100)
 
 
 SHORT = ("--training.steps=6", "--checkpoint.interval=3", "--validator.freq=3")
@@ -107,3 +106,10 @@ def test_finite_epochs_end_on_all_ranks_after_each_token_came_once(folder: Path)
     assert sum(counted[:half]) == sum(counted[half:]) == num_labels
     assert {len(line["rows"]) for lines in ended for line in lines} == {4}
     assert max(counted[:half]) > 2 * counted[half - 1]  # the last step is filled up with rows without labels
+
+
+def test_ranks_that_share_a_model_get_the_same_rows(folder: Path) -> None:
+    whole, shared = (run(titan_kit.rows_of_ranks, n, folder, n // 2) for n in (2, 4))
+    assert shared[0] == shared[1]
+    assert shared[2] == shared[3]
+    assert sorted(shared[0] + shared[2]) == sorted(whole[0])

@@ -12,6 +12,7 @@ tests need what follows here, all of it outside of the data:
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -27,8 +28,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 
-PRELOADED = ("torchtitan.models.llama3.config_registry", "torchtitan.train", "tokenizers")
-"""The modules that ranks would import anew, 6 s each."""
+from dataflow.testing import ranks
+
+# What ranks would import anew, 6 s each, unless the fork server has it.
+ranks._PRELOADED.extend(("torchtitan.models.llama3.config_registry", "torchtitan.train", "tokenizers"))
 ON_CPU = [
     "--parallelism.spmd_backend=partial_dtensor",
     "--training.mixed_precision_param=float32",
@@ -99,6 +102,27 @@ def held_out() -> Any:
         dataset_path=held_out, infinite=False, num_epochs=2, global_batch_size=batch
     )
     return config
+
+
+def rows_of_ranks(folder: Path, num_groups: int) -> list[list[int]]:
+    """The rows of two optimizer steps on this rank, in a job where two ranks each hold a part of a model."""
+    os.chdir(folder)
+    import titan_config
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+    dist.init_process_group("gloo")
+    loader = titan_config.pretrain().dataloader.build(
+        dp_world_size=num_groups,
+        dp_rank=dist.get_rank() // 2,
+        tokenizer=HuggingFaceTokenizer(tokenizer_path="out/titan"),
+        seq_len=32,
+        local_batch_size=4,
+    )
+    batches = itertools.islice(loader, 4 // num_groups)
+    rows = [row for inputs, _ in batches for row in inputs["input"].tolist()]
+    loader.close()
+    dist.destroy_process_group()
+    return rows
 
 
 def train(record: Path, folder: Path, options: Sequence[str] = (), kill_at: int | None = None) -> None:
