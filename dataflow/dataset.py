@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import logging
 import operator
 import os
@@ -98,7 +99,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         split: the split of such a dataset. None: the only one.
         revision: branch, tag or commit of a dataset on the Hub; None: "main". Opening it fixes the commit.
         format: "auto" by file ending, or "tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens",
-            "megatron"; or "lerobot" for the folder of a LeRobot dataset (v3).
+            "megatron", "files" (each is a sample); or "lerobot" for a folder of LeRobot's (v3).
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
             columns: `{"features": ["f0", "f1"], "label": "y"}`; one of columns of bytes makes lists of what
             each sample has of them: `{"images": ["0.jpg", "1.jpg"]}`, or `"*.jpg"` for all that match.
@@ -118,7 +119,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             the dataset uses it, random access does not. None: every epoch reads from the store.
         catalog: path of a saved catalog, or a `Catalog`. Without it, one is kept in the user's cache folder.
         dtype: type of a token in a raw token file, such as "uint16". None: as a file beside it says.
-        length: tokens of a sample, for the formats "tokens", "megatron" and "litdata".
+        length: tokens of a sample, for the formats "tokens" and "megatron".
         allow_unfinished: read the whole samples of tar and Arrow files that end too early, which are
             errors otherwise; a warning names them, and `stats()` counts them.
         block_bytes: bytes of a block, the unit of reads and shuffles, of tar, JSON Lines and token files;
@@ -232,7 +233,7 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def features(self) -> dict[str, Any]:
-        """The features that Hugging Face `datasets` wrote of the stored columns; {} where it did not.
+        """The features that Hugging Face `datasets` wrote of the stored columns, or of folders of classes.
 
         Name -> description, as JSON has it: `dataset.features["label"]["names"]` are the names of classes,
         `datasets.Features.from_dict(dataset.features)` gives the package's own values. Of the first shard.
@@ -241,7 +242,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         from sharding.formats.arrow.features import features_of
 
         if not isinstance(self._codec, TabularFormat) or not self.catalog.num_blocks:
-            return {}
+            return {name: json.loads(spec.feature) for name, spec in self.schema.items() if spec.feature}
         return features_of(self._codec.schema(bytes(self.catalog.block(0).footer)))
 
     # ---- streaming ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 from msgspec import Struct
 
 from dataflow.progress.bar import ProgressBar
+from dataflow.sources.loose import find_loose, is_listed_alike, may_be_loose
 from dataflow.sources.named import resolve_source
 from prefetch.store.retrier import Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
@@ -72,6 +73,11 @@ class Opening(Struct, frozen=True, kw_only=True):
 
     def _find(self, source: Any, retrier: Retrier) -> Catalog:
         options = self.storage_options
+        if self.format == "files" or may_be_loose(source):
+            loose = self._loose(source, retrier)
+            if loose is not None:
+                return loose
+        named = source
         source = resolve_source(
             source,
             options,
@@ -86,7 +92,14 @@ class Opening(Struct, frozen=True, kw_only=True):
         if self.catalog is None and is_catalog(source):
             return self._checked(load_catalog(os.fspath(source), options, retrier), retrier, rebuild=None)
         look = partial(shards_of, source, options, retrier)
-        return found_again(look, lambda urls: self._catalog_of(urls, retrier))
+        try:
+            return found_again(look, lambda urls: self._catalog_of(urls, retrier))
+        except ShardReadError as error:
+            # Of a store's folder, only its listing tells; what a store refused has a cause.
+            loose = None if error.__cause__ is not None else self._loose(named, retrier)
+            if loose is None:
+                raise
+            return loose
 
     def _catalog_of(self, urls: Sequence[str], retrier: Retrier) -> Catalog:
         """The catalog of shards that are told one by one."""
@@ -137,6 +150,31 @@ class Opening(Struct, frozen=True, kw_only=True):
         ):
             return build()
         return self._checked(catalog.signed_by(urls), retrier, rebuild=build)
+
+    def _loose(self, source: Any, retrier: Retrier) -> Catalog | None:
+        """The catalog of loose files; None: the source means others. One is kept where `catalog=` says."""
+        any_kind = self.format == "files"
+        is_asked = any_kind or self.format == "auto"
+        if not is_asked or isinstance(self.catalog, Catalog) or is_catalog(source):
+            return None
+        if (self.config, self.split, self.revision) != (None, None, None):
+            return None
+        first = source[0] if isinstance(source, (list, tuple)) and source else source
+        options = self.storage_options
+        files = retrier(
+            lambda: find_loose(source, options, any_kind=any_kind), str(first), may_ask_nobody=True
+        )
+        if files is None:
+            return None
+        built = files.catalog(self.block_bytes)
+        if self.catalog is None:
+            return built
+        path = os.fspath(self.catalog)
+        kept = _kept(path, options, retrier)
+        if kept is not None and is_listed_alike(kept, built):
+            return kept.signed_by(built.locations)
+        save_catalog(built, path, options, retrier)
+        return built
 
     def _signed(self, catalog: Catalog, source: Any, retrier: Retrier) -> Catalog:
         """A catalog in memory, with passwords and signatures that the source has."""

@@ -120,6 +120,11 @@ def _canonical(url: str) -> str:
     return local_path(url) if is_local(url) else url
 
 
+def braced(text: str, options: Mapping[str, Any] | None = None) -> list[str]:
+    """The texts that braces in one stand for; a name that exists is not taken apart."""
+    return _expand_braces(_text(text), options, looks_up=False)
+
+
 def _expand_braces(pattern: str, options: Mapping[str, Any] | None, *, looks_up: bool) -> list[str]:
     asks = looks_up or is_local(pattern)
     if "{" not in pattern or (asks and _exists(pattern, options)):

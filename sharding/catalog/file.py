@@ -194,13 +194,19 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
 
 
 def _with_urls(table: pa.Table, urls: Sequence[str]) -> pa.Table:
-    # By hand: pyarrow.compute, or `pa.array` of a list, which looks for pandas, would take a loop longer to
-    # import before its first batch than all of the project.
-    texts = [url.encode() for url in urls]
-    offsets = np.cumsum([0, *map(len, texts)], dtype=np.int64)
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))]
-    column = pa.Array.from_buffers(pa.large_string(), len(urls), buffers)
-    return table.set_column(0, COLUMNS.field(0), column)
+    return table.set_column(0, COLUMNS.field(0), text_column(urls))
+
+
+def text_column(texts: Sequence[str]) -> pa.Array:
+    """Texts as Arrow has them.
+
+    By hand: pyarrow.compute, or `pa.array` of a list, which looks for pandas, would take a loop longer to
+    import before its first batch than all of the project.
+    """
+    encoded = [text.encode() for text in texts]
+    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    return pa.Array.from_buffers(pa.large_string(), len(texts), buffers)
 
 
 def _source(url: str, options: Mapping[str, Any] | None) -> Any:

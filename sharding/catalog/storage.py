@@ -27,6 +27,8 @@ Info = Mapping[str, Any]
 
 _ETAG_KEYS = ("ETag", "etag", "e_tag", "blob_id", "xet_hash")
 _MTIME_KEYS = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created")
+VERSION_KEYS = _ETAG_KEYS + _MTIME_KEYS
+"""Keys of what stores say of a file that tell its version."""
 _EXTRAS = {"s3": "s3", "s3a": "s3", "http": "http", "https": "http", "hf": "hub"}
 _NO_INFO = ("filecache", "blockcache", "cached")
 """Chains that look for a file in a listing of its folder, which HTTP does not give."""

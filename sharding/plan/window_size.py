@@ -35,6 +35,9 @@ READ_BYTES = 64 << 20
 DEFAULT_LIMIT = 1 << 30
 """The memory limit assumed where none is given, whatever the machine has."""
 _MIN_BLOCKS = 8
+_SINGLES = 2048
+"""The most blocks of a window where each is one sample, as a loose file is: the order of blocks has mixed
+them already, and no batch is there before all of its window was read."""
 _SHARE_OF_LIMIT = 4
 
 
@@ -75,16 +78,17 @@ def choose_window_blocks(
         return WindowSize(1, "the dataset has no samples", 0)
     mean, allowed = max(1, total // num_blocks), (memory_limit or DEFAULT_LIMIT) // _SHARE_OF_LIMIT
     mixes = kind == "window"
+    most = _SINGLES if mixes and not (table.num_samples > 1).any() else num_blocks
     aim, one = (_aim(mean), ONE_WINDOW_BYTES) if mixes else (READ_BYTES, READ_BYTES)
     blocks = f"blocks of {_mib(mean)} on average"
-    if total <= min(one, allowed):
+    if total <= min(one, allowed) and num_blocks <= most:
         return WindowSize(
             num_blocks, f"all {num_blocks:,} {blocks}: the whole dataset fits into one window", num_blocks
         )
     of_bytes, of_limit = aim // mean, allowed // mean
     if mixes and of_bytes >= _MIN_BLOCKS:
         # As many windows as come nearest: one more, and those of a dataset just above it would hold half.
-        of_bytes = -(-num_blocks // max(1, round(total / aim)))
+        of_bytes = min(most, -(-num_blocks // max(1, round(total / aim))))
     if of_limit < max(of_bytes, _MIN_BLOCKS):
         limit = _mib(DEFAULT_LIMIT) + ", the default" if memory_limit is None else _mib(memory_limit)
         few = "" if of_limit else "; not even one fits, and a window has at least one"

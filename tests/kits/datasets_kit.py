@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 from formats.records_kit import array_record_of, example_of, tfrecord_of
-from formats.streaming_kit import write_litdata, write_mds
+from formats.streaming_kit import write_mds
 from torch import Tensor
 
 from dataflow import DataLoader, Ragged, ShardedDataset, Topology
@@ -316,20 +316,18 @@ def _examples(
     return _made(folder, samples, f"*.{suffix}", block_bytes=200)
 
 
-def make_litdata(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
-    """Two leaves without a fixed size, beside a number."""
-    samples = [{n: plain_sample(i)[n] for n in ("label", "txt", "lst")} for i in range(num_samples)]
-    leaves = {"label": "int", "txt": "str", "lst": "no_header_numpy:2"}
-    encoded = [
-        {
-            "label": np.int64(row["label"]).tobytes(),
-            "txt": row["txt"].encode(),
-            "lst": np.array(row["lst"], np.int32).tobytes(),
-        }
-        for row in samples
-    ]
-    write_litdata(folder, leaves, shares(encoded), name="shard-{}.bin")
-    return _made(folder, samples, "*.bin", format="litdata", block_bytes=200)
+# ---- loose files ----------------------------------------------------------------------------------------
+
+
+def make_files(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    """A text file a sample, in folders of classes."""
+    samples = []
+    for k, share in enumerate(shares([plain_sample(i) for i in range(num_samples)])):
+        (folder / "train" / f"class {k}").mkdir(parents=True)
+        for row in share:
+            (folder / "train" / f"class {k}" / f"{row['label']:05d}.txt").write_text(row["txt"])
+            samples.append({"txt": row["txt"], "cls": k})
+    return _made(folder, samples, "train", format="files")
 
 
 MAKERS: dict[str, Callable[..., Made]] = {
@@ -348,7 +346,7 @@ MAKERS: dict[str, Callable[..., Made]] = {
     "mds": make_mds,
     "array_record": make_array_record,
     **({"tfrecord": make_tfrecord} if find_spec("crc32c") else {}),
-    "litdata": make_litdata,
+    "files": make_files,
 }
 
 

@@ -24,7 +24,7 @@ HEADINGS = (
     "ready",
     "read/s",
     "busy: read, build",
-    "cached",
+    "cache hits",
     "memory",
     "",
 )

@@ -54,9 +54,7 @@ def payload_of(view: TopView, nothing: str = "") -> dict[str, Any]:
 
 
 def _training(one: TrainingView, at: float) -> dict[str, Any]:
-    rate = one.batches_per_s if one.samples_per_s is None else one.samples_per_s
-    unit = "batches/s" if one.samples_per_s is None and rate is not None else "samples/s"
-    shown = "-" if rate is None else number_text(rate)
+    rate = "-" if one.samples_per_s is None else number_text(one.samples_per_s)
     return {
         "job": one.job,
         "title": title_of(one),
@@ -66,8 +64,8 @@ def _training(one: TrainingView, at: float) -> dict[str, Any]:
         "parts": [
             (part, f"{PART_NAMES.get(part, part)} {share:.0%}", share) for part, share in one.shares.items()
         ],
-        "rate": rate,
-        "rate_text": f"{shown} {unit} on all ranks that are seen, over the last two minutes",
+        "rate": one.samples_per_s,
+        "rate_text": f"{rate} samples/s on all ranks that are seen, over the last two minutes",
         "headings": HEADINGS,
         "rows": list(map(cells_of, one.loaders)),
         "decisions": [
