@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -126,7 +127,7 @@ class MeasuringStage:
         errors: decides about bad samples.
         num_ranks: of the job.
         exchange: with the other ranks; None: there are none, or all lengths are known.
-        record: is told what was measured.
+        record: a method that is told what was measured, as long as its object lives.
 
     Raises `DataflowError` where ranks must measure together, and cannot.
     """
@@ -150,7 +151,7 @@ class MeasuringStage:
         self._plan, self._settings, self._errors = plan, settings, errors
         self._batching = plan.planner.batching
         self._exchange = None if plan.planner.lengths is not None else exchange
-        self._record = record
+        self._record = WeakMethod(record)  # else a loader that was dropped would live until a collection
         self.plan = MeasuringPlan.of(plan, exchange)
         self.settings = replace(
             settings,
@@ -371,8 +372,8 @@ class MeasuringStage:
             lengths = self._exchanged(self._exchange, self._failure or lengths, first, end)
         if self._lengths is not None:
             lengths = self._checked(lengths, first, end)
-        else:
-            self._record(self._order, first, lengths)
+        elif (record := self._record()) is not None:
+            record(self._order, first, lengths)
         self._units.forget(self._outer.start + self._number * self._outer.global_batch_size)
         self._units.add(lengths)
         self._undealt = MeasuredSamples.joined([self._undealt, own])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain, islice, zip_longest
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from datasets_kit import rank
 from forked_kit import fast_ranks
+from loader_kit import stream_of
 from parameters_kit import in_pairs
 from torch.nn.parallel import DistributedDataParallel
 
@@ -554,6 +557,19 @@ def test_a_batch_transform_that_returns_no_dict_leaves_no_room_for_the_mark(fold
         pytest.raises(TypeError, match=r"batch_transform returned a Tensor"),
     ):
         next(iter(loader))
+
+
+def test_a_loader_that_is_dropped_is_gone_without_the_garbage_collector(folder: Path) -> None:
+    """Trainers turn it off, and make a loader for each validation."""
+    gc.disable()
+    try:
+        loader = loader_of(folder, BATCHINGS["packed"]())
+        assert list(loader)
+        stream = weakref.ref(stream_of(loader))
+        del loader
+        assert stream() is None
+    finally:
+        gc.enable()
 
 
 # ---- lengths that are kept ---------------------------------------------------------------------------
