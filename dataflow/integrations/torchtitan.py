@@ -204,6 +204,7 @@ class ShardedDataLoader(BaseDataLoader):  # type: ignore[misc]
             batching=None if by_windows else packed,
             topology=_topology(dp_rank, dp_world_size),
             num_workers=config.num_workers,
+            workers="auto" if config.num_workers else None,
             memory_limit=config.memory_limit,
             pin_memory=config.pin_memory,
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
@@ -18,6 +20,7 @@ pytest.importorskip("torchtitan", reason="torchtitan has an environment of its o
 with warnings.catch_warnings(action="ignore"):  # parts of torch that torchtitan imports are deprecated
     from torchtitan.models.common.attention import get_causal_mask_mod, get_document_mask_mod
 
+from loader_kit import stream_of
 from text_kit import PLAIN, TEXTS, chat, write_jsonl, write_tokenizer
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
@@ -82,6 +85,7 @@ def make(folder: Path, tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.Monk
         made.append(loader)
         return loader
 
+    build.made = made
     yield build
     for loader in made:
         loader.close()
@@ -243,6 +247,22 @@ def test_a_finished_loader_has_nothing_more(make: Any) -> None:
     resumed = make(dataset_path="texts.jsonl", infinite=False)
     resumed.load_state_dict(loader.state_dict())
     assert rows_of(resumed) == []
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_loader_ends_with_its_validation_though_torchtitan_collects_no_garbage(
+    make: Any, steps: int | None
+) -> None:
+    gc.disable()
+    try:
+        loader = make(dataset_path="texts.jsonl", infinite=steps is not None)
+        stream = weakref.ref(stream_of(loader.loader))
+        assert rows_of(islice(loader, steps))
+        make.made.clear()
+        del loader
+        assert stream() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
