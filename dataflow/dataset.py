@@ -119,7 +119,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             the dataset uses it, random access does not. None: every epoch reads from the store.
         catalog: path of a saved catalog, or a `Catalog`. Without it, one is kept in the user's cache folder.
         dtype: type of a token in a raw token file, such as "uint16". None: as a file beside it says.
-        length: tokens of a sample, for the formats "tokens" and "megatron".
+        length: tokens of a sample, for the formats "tokens", "megatron" and "litdata".
         allow_unfinished: read the whole samples of tar and Arrow files that end too early, which are
             errors otherwise; a warning names them, and `stats()` counts them.
         block_bytes: bytes of a block, the unit of reads and shuffles, of tar, JSON Lines and token files;

@@ -167,7 +167,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         mark_repeats: add a column "__repeat__" to batches of shards, bool: the samples (rows with `Packed`)
             that `tail` delivers a second time.
         progress: True or a title: show a bar of each loop, on stderr and rank 0 only: samples a second, the
-            share of the time spent waiting, the time left. By tqdm where it is installed, else by rich.
+            share of the time spent waiting, the time left (docs/guide/monitoring.md).
         name: what metrics, `dataflow top` and progress call this loader. None: the dataset's folder, its name
             on the Hub, or its class.
         role: "train" or "validation", for the same. None: "validation" where gradients are off when its first

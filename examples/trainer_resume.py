@@ -23,6 +23,7 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.layer(npy), cls)}
 
 
+# [trainer]
 class ShardTrainer(Trainer):
     """Trainer with a loader of ours."""
 
@@ -31,12 +32,15 @@ class ShardTrainer(Trainer):
         return DataLoader(ShardedDataset("points.tar"), batch_size=20, shuffle=True, seed=1)
 
 
+# [end]
 def train(checkpoint: str | None = None, **arguments) -> list[int]:
     """Train, from a checkpoint if there is one; returns which samples were trained on."""
     settings = TrainingArguments("checkpoints", use_cpu=True, report_to=[], disable_tqdm=True, **arguments)
+    # [resume]
     trainer = ShardTrainer(Classifier(), settings)
     resume(trainer)  # each checkpoint keeps the loader's state
     trainer.train(resume_from_checkpoint=checkpoint)
+    # [end]
     return trainer.model.seen
 
 

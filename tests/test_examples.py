@@ -221,6 +221,31 @@ def test_ranks_of_a_group_get_the_same_batches_as_their_page_shows(tmp_path: Pat
 
 
 @pytest.mark.full
+def test_megatrons_groups_get_the_same_batches(tmp_path: Path) -> None:
+    launcher = FORKED_RANKS.replace("nproc_per_node=2", "nproc_per_node=8")
+    printed = launched(launcher, str(EXAMPLES / "megatron_groups.py"), folder=tmp_path, cwd=tmp_path)
+    lines = [line.partition(": samples ") for line in printed.splitlines() if line.startswith("rank ")]
+    assert [samples for _, _, samples in lines] == 2 * [*2 * ["[0, 1, 2, 3]"], *2 * ["[4, 5, 6, 7]"]]
+    assert lines[6][0] == "rank 6, stage 1, part 0"
+
+
+@pytest.mark.full
+def test_a_distributed_checkpoint_of_two_ranks_goes_on_with_three(tmp_path: Path) -> None:
+    """As a training of two that was not stopped."""
+
+    def run(folder: Path, ranks: int, steps: int) -> dict[int, float]:
+        folder.mkdir(exist_ok=True)
+        launcher = FORKED_RANKS.replace("nproc_per_node=2", f"nproc_per_node={ranks}")
+        program = str(EXAMPLES / "distributed_checkpoint.py")
+        return losses(launched(launcher, program, folder=folder, cwd=folder, STOP=str(steps)))
+
+    whole = run(tmp_path / "whole", 2, 8)
+    first, rest = run(tmp_path / "parts", 2, 5), run(tmp_path / "parts", 3, 8)
+    assert first | rest == pytest.approx(whole, abs=2e-4)
+    assert (list(first), list(rest)) == ([*range(1, 6)], [*range(6, 9)])
+
+
+@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_packed_rows_compiled_print_what_their_page_shows(tmp_path: Path) -> None:
     cache = str(tmp_path / "inductor")

@@ -25,9 +25,11 @@ except ImportError as error:
         "pip install 'dataflow-loader[transformers]'"
     ) from error
 
+from dataflow.integrations.versions import warn_if_untried
 from dataflow.loader import DataLoader
 from dataflow.shard_order import ShardOrder
 
+warn_if_untried("accelerate", ("1.10", "1.15"))
 _REPLACED = ("dataset", "_dataset_kind", "sampler", "batch_sampler", "batch_size", "drop_last", "generator")
 _FINISHED = "_iterator_finished"
 """Accelerate's mark in a state: the last batch of the epoch is out."""

@@ -23,8 +23,10 @@ except ImportError as error:
     ) from error
 
 from dataflow.integrations.accelerate import ADDED
+from dataflow.integrations.versions import warn_if_untried
 from dataflow.shard_order import ShardOrder
 
+warn_if_untried("transformers", ("4.55", "5.24"))
 _WITHOUT_STATE = (
     "the checkpoint that Trainer resumes from holds no place of the loader, as it was saved without "
     "dataflow.integrations.transformers.resume(trainer), or is resumed without it; "

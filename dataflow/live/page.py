@@ -43,6 +43,8 @@ _SHARE = 100
 """Times that the last write took have to pass before the next: writing takes at most 1 % of the time."""
 _EVENTS_S = 0.1
 """Seconds that writes at the ends of loops may take in a row, beyond that share."""
+_MOST_APART_S = 5.0
+"""Most seconds from one write to the next, though it was long on its way: the machine is busy."""
 _AGAIN_S = 60.0
 """Seconds from a fault to the next try."""
 _MOST_GONE = 16
@@ -179,7 +181,8 @@ class LivePage:
         except Exception as error:
             self.due = now + _AGAIN_S
             self._tell(error)
-        self.due = max(self.due, now + _SHARE * (time.monotonic() - now))
+        if self._sequence > 1:  # the first time, what is needed is imported
+            self.due = max(self.due, now + min(_SHARE * (time.monotonic() - now), _MOST_APART_S))
 
     def _tell(self, error: Exception) -> None:
         if not self._has_told:

@@ -242,8 +242,8 @@ def _refuse_compressed(named: Mapping[str, BinaryIO], entry: FormatEntry | None)
     Asked where indexing fails or finds nothing, so that no shard costs a read more.
     """
     for url, file in named.items():
-        if entry and file_name(url).lower().endswith(entry.compressions):
-            continue
+        if entry and (entry.listed_name or file_name(url).lower().endswith(entry.compressions)):
+            continue  # they tell themselves how they are compressed
         file.seek(0)
         head = file.read(HEAD_BYTES)
         file.seek(0)

@@ -30,6 +30,8 @@ class FormatEntry(Struct, frozen=True, kw_only=True):
     """Arguments of `resolve_format` that it takes."""
     sibling_suffix: str = ""
     """It has a claim only where a file with this last ending lies beside the shard; "": everywhere."""
+    listed_name: str = ""
+    """It has a claim only where file names begin so and an `index.json` lies beside them; "": everywhere."""
     may_be_compressed: bool = False
     """True if a file is read compressed, where its name says so."""
     may_be_empty: bool = False
@@ -78,6 +80,12 @@ ENTRIES = {
         suffixes=(".mds",),
         compressions=(".zstd", ".gz", ".br", ".bz2", ".snappy"),
     ),
+    "litdata": FormatEntry(
+        where="sharding.formats.streaming.litdata:LitDataFormat",
+        suffixes=(".bin",),
+        options=("length",),
+        listed_name="chunk-",
+    ),
     "tfrecord": FormatEntry(
         where="sharding.formats.records.tfrecord:TFRecordFormat",
         suffixes=(".tfrecord", ".tfrecords"),
@@ -95,9 +103,14 @@ FORMATS = tuple(ENTRIES)
 """Names that `format=` takes, besides "auto"."""
 
 _FORMAT_OF_SUFFIX = {
-    suffix: name for name, entry in ENTRIES.items() for suffix in entry.suffixes if not entry.sibling_suffix
+    suffix: name
+    for name, entry in ENTRIES.items()
+    for suffix in entry.suffixes
+    if not entry.sibling_suffix and not entry.listed_name
 }
 _COMPRESSIONS = (".gz", ".zst")
+_LISTING = "index.json"
+"""Name of the file that lists shards, for which the formats that read it have a name of their own."""
 _OWN_COMPRESSIONS = tuple(
     suffix + compression
     for entry in ENTRIES.values()
@@ -123,9 +136,10 @@ def resolve_format(
         name_or_instance: a name of `FORMATS`, "auto" to go by the endings of all urls, or an instance.
         urls: the shards, as `expand` lists them.
         dtype: numpy dtype of a token; for "tokens" only.
-        length: tokens of a sample; for "tokens" and "megatron".
+        length: tokens of a sample; for "tokens", "megatron" and "litdata".
         allow_unfinished: read files that end too early; for "tar", "arrow" and "arrow-stream".
-        exists: tells "megatron" from "tokens" by the sibling `.idx`; without it `.bin` means "tokens".
+        exists: tells "megatron" from "tokens" by the sibling `.idx`, and "litdata" by `index.json`; without
+            it `.bin` means "tokens".
 
     Raises:
         ValueError: unknown or mixed endings, an unknown name, or an option of another format.
@@ -219,11 +233,13 @@ def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) ->
     if len(first_url) != 1:
         two = " and ".join(f"{identity_of(url)!r} ({name})" for name, url in list(first_url.items())[:2])
         raise ValueError(f"the shards of a dataset must have one format, got {two}")
-    if exists and file_name(urls[0]).startswith("chunk-") and exists(beside(urls[0], "index.json")):
-        _refuse_unread(urls[0], [*urls, "index.json"])
     for name, entry in ENTRIES.items() if exists else ():
-        claims = entry.sibling_suffix and suffix_of(urls[0]) in entry.suffixes
-        if exists and claims and exists(sibling(urls[0], entry.sibling_suffix)):
+        if not exists or suffix_of(urls[0]) not in entry.suffixes:
+            continue
+        if entry.sibling_suffix and exists(sibling(urls[0], entry.sibling_suffix)):
+            return name
+        is_listed = entry.listed_name and file_name(urls[0]).startswith(entry.listed_name)
+        if is_listed and exists(beside(urls[0], _LISTING)):
             return name
     return next(iter(first_url))
 

@@ -1,7 +1,6 @@
 """Name what a user opens that is not read, and what to do with it, by the names of files alone.
 
-A kind is told by an ending; those that many files make up together (MDS, LitData, Zarr), by files that lie
-beside each other.
+A kind is told by an ending; Zarr, which many files make up together, by files that lie beside each other.
 """
 
 from __future__ import annotations
@@ -39,11 +38,6 @@ def _ending(*endings: str, behind: str = "") -> re.Pattern[str]:
     return re.compile(rf"\.({'|'.join(endings)}){behind}(\.gz|\.zstd?)?$")
 
 
-_LITDATA = re.compile(r"chunk-\d+-\d+(\.\w+)?\.bin$")
-_INDEX = Unread(
-    "the chunks of MDS or LitData", re.compile(r"^index\.json$"), "of the library that wrote them"
-)
-_CHUNKS = Unread("LitData chunks", _LITDATA, "items of litdata.StreamingDataset", is_sure=True)
 _ZARR = Unread(
     "Zarr arrays",
     re.compile(r"(^|/)(\.zgroup|\.zarray|\.zmetadata|zarr\.json)$|\.zarr(/|$)"),
@@ -82,12 +76,6 @@ def unread_text(names: Iterable[str], reader: str = "") -> str | None:
         else:
             counts[kind] += 1
             endings.setdefault(kind, match[0] if (match := kind.pattern.search(file)) else file)
-    if "index.json" in files:
-        chunks = next((file for file in files if _LITDATA.search(file)), None)
-        if chunks is not None:
-            return _CHUNKS.text("chunk-*.bin beside index.json")
-        if len(files) == 1:
-            return _INDEX.text("index.json")
     if not counts:
         return None
     kind = max(counts, key=lambda one: (one.is_sure, counts[one]))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning = pytest.importorskip("lightning")
     import lightning.pytorch as pl
+
+    from dataflow.integrations.lightning import resume as load_states
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of small data and few workers
 
@@ -195,6 +198,90 @@ def test_a_loader_that_finds_lengths_resumes_exactly_with_a_length_and_without(
     assert [*map(len, epochs)] == [10] * 3
     assert steps_of(by_length(key), max_epochs=3, callbacks=[SaveAt(step, path)]) == expected
     assert steps_of(by_length(key), max_epochs=3, resume=path) == expected[step:]
+
+
+# ---- what Lightning's users report of resuming inside an epoch ------------------------------------------
+
+
+class Validated(Recorder):
+    """Validates too; a schedule may ask how many steps there will be, which sets up the loaders."""
+
+    def __init__(self, asks: bool = False) -> None:
+        super().__init__()
+        self.asks, self.validated = asks, []
+
+    def validation_step(self, batch: Any) -> None:
+        self.validated.append((self.global_step, numbers_of(batch)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.asks:
+            assert self.trainer.estimated_stepping_batches == 30
+        return super().configure_optimizers()
+
+
+class SaveInValidation(pl.Callback):
+    """Writes a checkpoint when the validation after so many steps is over."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == self.step and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path)
+
+
+def fitted(module: Any, *loaders: Any, resume: Path | None = None, **settings: Any) -> Any:
+    """The module after three epochs."""
+    here = trainer(max_epochs=3, num_sanity_val_steps=0, **settings)
+    load_states(here)
+    here.fit(module, *loaders, **({"ckpt_path": resume, "weights_only": False} if resume else {}))
+    return module
+
+
+@pytest.mark.parametrize("step", [4, 8, 14])
+def test_validation_inside_an_epoch_changes_nothing_neither_does_resuming_from_it(
+    tmp_path: Path, step: int
+) -> None:
+    """Issues 1182, 19549: validation is whole again, and training goes on behind the step before it."""
+    dataset, path = make_shards(tmp_path), tmp_path / "at.ckpt"
+    train = partial(DataLoader, dataset, 4, shuffle=True, seed=3)
+    with train() as plain:
+        expected = [(epoch, numbers_of(batch)) for epoch in range(3) for batch in plain]
+    how = {"val_check_interval": 4}
+    saves = SaveInValidation(step, path)
+    whole = fitted(Validated(), train(), DataLoader(dataset, 8), callbacks=[saves], **how)
+    assert whole.steps == expected
+    assert [numbers for _, numbers in whole.validated[:5]] == [[*range(n, n + 8)] for n in range(0, 40, 8)]
+    again = fitted(Validated(), train(), DataLoader(dataset, 8), resume=path, **how)
+    assert again.steps == expected[step:]
+    assert again.validated == [row for row in whole.validated if row[0] > step]
+
+
+@pytest.mark.parametrize("step", [3, 10, 13])
+def test_a_schedule_that_asks_for_the_number_of_steps_leaves_the_state_to_be_loaded(
+    tmp_path: Path, step: int
+) -> None:
+    """Issue 20550: Lightning forgets the states of loaders that are set up before a checkpoint is read."""
+    dataset, path = make_shards(tmp_path), tmp_path / "at.ckpt"
+    train = partial(DataLoader, dataset, 4, shuffle=True, seed=3)
+    whole = fitted(Validated(asks=True), train(), callbacks=[SaveAt(step, path)])
+    assert fitted(Validated(asks=True), train(), resume=path).steps == whole.steps[step:]
+    without = steps_of(train(), max_epochs=3, resume=path)
+    assert without == whole.steps[step:], "where nobody asks, Lightning loads them"
+    assert load_states(here := trainer()) is load_states(here)
+
+
+def test_loaders_that_are_made_anew_each_epoch_resume_inside_one(tmp_path: Path) -> None:
+    """Issue 21492."""
+    dataset, path = make_shards(tmp_path), tmp_path / "at.ckpt"
+
+    class Made(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(dataset, 4, shuffle=True, seed=3)
+
+    how = {"reload_dataloaders_every_n_epochs": 1}
+    whole = fitted(Recorder(), Made(), callbacks=[SaveAt(13, path)], **how)
+    assert fitted(Recorder(), Made(), resume=path, **how).steps == whole.steps[13:]
 
 
 def test_the_next_epoch_of_shards_is_read_while_the_last_batch_trains(tmp_path: Path) -> None:

@@ -253,6 +253,30 @@ def _example_row(record: bytes) -> dict[str, Any]:
     return dict(sorted({**row, "txt": list(bytes_)}.items()))
 
 
+def _litdata_rows(path: Path, layout: Path | None = None) -> Rows:
+    """Likewise, of a chunk."""
+    import numpy as np
+
+    data, head, rows = path.read_bytes(), (layout or path).read_bytes(), []
+    (count,) = struct.unpack_from("<I", head)
+    offsets = struct.unpack_from(f"<{count + 1}I", head, 4)
+    if offsets[-1] != len(data):
+        raise ValueError("another file")
+    for begin, end in pairwise(offsets):
+        label, txt, lst = struct.unpack_from("<III", data, begin)
+        at = begin + 12
+        if label != 8 or at + 8 + txt + lst != end:
+            raise ValueError("leaves of other lengths")
+        rows.append(
+            {
+                "label": int.from_bytes(data[at : at + 8], "little", signed=True),
+                "txt": data[at + 8 : at + 8 + txt].decode(),
+                "lst": np.frombuffer(data[at + 8 + txt : end], "<i4").tolist(),
+            }
+        )
+    return rows
+
+
 READERS: dict[str, Callable[[Path], Rows]] = {
     "tar": _tar_rows,
     "tar.gz": _tar_rows,
@@ -271,7 +295,16 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     "mds": _mds_rows,
     "tfrecord": _tfrecord_rows,
     "array_record": lambda _: [],
+    "litdata": _litdata_rows,
 }
+
+
+_OF_LAYOUTS: dict[str, Callable[[Path, Path], Rows]] = {
+    **dict.fromkeys(("tar", "tar.gz", "tar.zst"), _tar_rows),
+    "mds": _mds_rows,
+    "litdata": _litdata_rows,
+}
+"""Those that find values where the original of a file has them."""
 
 
 # ---- the process that reads ------------------------------------------------------------------------------
@@ -483,8 +516,8 @@ def _expected(original: Original, folder: Path, *, behind: bool) -> Rows:
     rows = []
     for path in original.shards:
         copy = folder / path.name
-        if behind and original.name.startswith(("tar", "mds")):
-            rows += (_mds_rows if original.name == "mds" else _tar_rows)(copy, path)
+        if behind and original.name in _OF_LAYOUTS:
+            rows += _OF_LAYOUTS[original.name](copy, path)
             continue
         if behind:
             whole, data = path.read_bytes(), copy.read_bytes()

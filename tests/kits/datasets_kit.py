@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 from formats.records_kit import array_record_of, example_of, tfrecord_of
-from formats.streaming_kit import write_mds
+from formats.streaming_kit import write_litdata, write_mds
 from torch import Tensor
 
 from dataflow import DataLoader, Ragged, ShardedDataset, Topology
@@ -316,6 +316,22 @@ def _examples(
     return _made(folder, samples, f"*.{suffix}", block_bytes=200)
 
 
+def make_litdata(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    """Two leaves without a fixed size, beside a number."""
+    samples = [{n: plain_sample(i)[n] for n in ("label", "txt", "lst")} for i in range(num_samples)]
+    leaves = {"label": "int", "txt": "str", "lst": "no_header_numpy:2"}
+    encoded = [
+        {
+            "label": np.int64(row["label"]).tobytes(),
+            "txt": row["txt"].encode(),
+            "lst": np.array(row["lst"], np.int32).tobytes(),
+        }
+        for row in samples
+    ]
+    write_litdata(folder, leaves, shares(encoded), name="shard-{}.bin")
+    return _made(folder, samples, "*.bin", format="litdata", block_bytes=200)
+
+
 # ---- loose files ----------------------------------------------------------------------------------------
 
 
@@ -346,6 +362,7 @@ MAKERS: dict[str, Callable[..., Made]] = {
     "mds": make_mds,
     "array_record": make_array_record,
     **({"tfrecord": make_tfrecord} if find_spec("crc32c") else {}),
+    "litdata": make_litdata,
     "files": make_files,
 }
 

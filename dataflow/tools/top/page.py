@@ -45,13 +45,13 @@ figure { margin: 0 0 .6rem }
 svg { display: block; width: 100%; height: 64px; border-bottom: 1px solid var(--line) }
 polyline { fill: none; stroke: var(--network); stroke-width: 1.5; vector-effect: non-scaling-stroke }
 figcaption { font-size: .85rem; min-height: 1.45em; color: var(--dim) }
-.scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-size: .9rem }
+.scroll { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-size: .85rem }
 th { font-weight: 600; color: var(--dim); white-space: nowrap }
 th, td { text-align: right; padding: .22rem .45rem; border-bottom: 1px solid var(--line) }
 td { min-width: 3.8em; white-space: nowrap }
 th:nth-child(2), td:nth-child(2), th:last-child, td:last-child { text-align: left }
 td:nth-child(2), td:last-child { max-width: 14em; overflow: hidden; text-overflow: ellipsis }
-td:last-child { min-width: 8em }
+td:last-child { min-width: 7em }
 ul { list-style: none; padding: 0; margin: .7rem 0 0; font-size: .85rem } li { overflow-wrap: anywhere }
 footer { font-size: .85rem }
 @media (max-width: 44rem) {

@@ -24,7 +24,7 @@ HEADINGS = (
     "ready",
     "read/s",
     "busy: read, build",
-    "cache hits",
+    "cached",
     "memory",
     "",
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -31,8 +31,8 @@ from dataflow.tools.top.steps import (
 )
 
 _DECISIONS = 8
-_QUIET_S = 5.0
-"""Seconds without a batch that are worth a word, where batches come more often."""
+_QUIET_S = 12.0
+"""Seconds without a batch that are worth a word, where batches come more often: pages may be 5 s apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,9 @@ class TrainingView:
     state_text: str
     began_at: float
     samples_per_s: float | None
-    """Samples a second of all ranks that were read."""
+    """Samples a second of all ranks that were read, in training."""
+    batches_per_s: float | None
+    """Batches, where samples are not counted."""
     verdict: str
     """The part that holds it up, in words; "": not measured yet."""
     where: str
@@ -171,8 +173,10 @@ class Follower:
 
     @property
     def has_rates(self) -> bool:
-        """Return whether there are two pages of each process that runs."""
-        return all(len(pages.records) > 1 for pages in self._pages.values() if pages.now.is_alive)
+        """Return whether there are two pages of each process of the trainings that take batches."""
+        running = {one.job for one in self._view.trainings if one.state == "running"}
+        alive = [pages for pages in self._pages.values() if pages.now.is_alive and pages.now.job in running]
+        return all(len(pages.records) > 1 for pages in alive)
 
     def nothing(self) -> str:
         """Say why no training runs."""
@@ -210,7 +214,6 @@ class Follower:
         rows = tuple(row for pages in processes for row in loader_rows(pages))
         self._steps[job].add(processes)
         state, text = self._state(processes)
-        rates = [one.samples_per_s for one in rows if one.samples_per_s is not None and one.role == "train"]
         return TrainingView(
             program=first.program,
             job=job,
@@ -220,7 +223,8 @@ class Follower:
             state=state,
             state_text=text,
             began_at=first.began_at,
-            samples_per_s=sum(rates) if rates else None,
+            samples_per_s=_sum(one.samples_per_s for one in rows if one.role == "train"),
+            batches_per_s=_sum(one.batches_per_s for one in rows if one.role == "train"),
             **self._steps[job].answer(),
             loaders=rows,
             decisions=tuple(_decisions(processes)),
@@ -250,6 +254,11 @@ class Follower:
         if quiet_s > max(_QUIET_S, 3 * self._steps[processes[0].now.job].longest_s):
             return "quiet", f"no batch for {duration_text(quiet_s)}: these are its last figures"
         return "running", f"running for {duration_text(self._wall() - processes[0].now.began_at)}"
+
+
+def _sum(rates: Iterable[float | None]) -> float | None:
+    known = [one for one in rates if one is not None]
+    return sum(known) if known else None
 
 
 def duration_text(seconds: float) -> str:

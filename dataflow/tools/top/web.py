@@ -54,7 +54,9 @@ def payload_of(view: TopView, nothing: str = "") -> dict[str, Any]:
 
 
 def _training(one: TrainingView, at: float) -> dict[str, Any]:
-    rate = "-" if one.samples_per_s is None else number_text(one.samples_per_s)
+    rate = one.batches_per_s if one.samples_per_s is None else one.samples_per_s
+    unit = "batches/s" if one.samples_per_s is None and rate is not None else "samples/s"
+    shown = "-" if rate is None else number_text(rate)
     return {
         "job": one.job,
         "title": title_of(one),
@@ -64,8 +66,8 @@ def _training(one: TrainingView, at: float) -> dict[str, Any]:
         "parts": [
             (part, f"{PART_NAMES.get(part, part)} {share:.0%}", share) for part, share in one.shares.items()
         ],
-        "rate": one.samples_per_s,
-        "rate_text": f"{rate} samples/s on all ranks that are seen, over the last two minutes",
+        "rate": rate,
+        "rate_text": f"{shown} {unit} on all ranks that are seen, over the last two minutes",
         "headings": HEADINGS,
         "rows": list(map(cells_of, one.loaders)),
         "decisions": [

@@ -22,8 +22,9 @@ from msgspec import Struct
 
 from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
+from sharding.formats.streaming.layout import SampleLayout
 from sharding.formats.streaming.listing import LISTING_NAME
-from sharding.formats.streaming.mds_columns import MdsLayout, layout_of, rule_of
+from sharding.formats.streaming.mds_columns import as_in_sample, layout_of, rule_of
 from sharding.formats.streaming.offset_table import (
     Ints,
     check_sizes,
@@ -34,7 +35,6 @@ from sharding.formats.streaming.offset_table import (
     starts_of,
     table_blocks,
     unpacked,
-    words_at,
 )
 
 _HEADER_BYTES = 16 << 20
@@ -66,14 +66,9 @@ class MdsFormat(Format):
             offsets = read_offsets(plain, shard)
             at = 4 * (len(offsets) + 1)
             layout = _layout_in(plain.read(min(int(offsets[0]) - at, _HEADER_BYTES)), shard, at)
-            if layout.has_arrays and len(offsets) > 1:  # the first tells how many dimensions they have
-                layout = layout.as_in(_first_sample(plain, offsets))
-        lacking = np.flatnonzero(np.diff(offsets) < layout.least_bytes)
-        if len(lacking):
-            i = int(lacking[0])
-            size = offsets[i + 1] - offsets[i]
-            reason = f"sample {i} has {size} bytes, and its columns at least {layout.least_bytes}"
-            raise CorruptShardError(shard.url, reason, int(offsets[i]), stage="index")
+            if len(offsets) > 1:
+                layout = as_in_sample(layout, plain.read(int(offsets[1] - offsets[0])))
+        layout.check_sizes(offsets, shard)
         codec = codec_of(shard.url)
         footer: dict[str, Any] = {"columns": layout.as_json()}
         if codec:
@@ -95,18 +90,7 @@ class MdsFormat(Format):
     def locate(self, block: Block, columns: Sequence[str] | None) -> dict[str, Spans] | None:
         """Return where values lie, if the size of a sample tells; see `Format.locate`."""
         footer = _footer(bytes(block.footer))
-        layout = footer.layout
-        wanted = layout.wanted(block, columns)
-        if footer.codec or layout.num_heads > 1 or any(column.is_rewritten for column in wanted):
-            return None
-        sizes = sizes_of(block)
-        starts = np.cumsum(sizes) - sizes
-        lengths = (
-            (sizes - layout.least_bytes)[:, None] if layout.num_heads else np.zeros((len(sizes), 0), np.int64)
-        )
-        spans = layout.spans(starts, lengths)
-        empty = np.empty(0, np.uint8)
-        return {column.name: Spans(empty, *spans[column.name]) for column in wanted}
+        return None if footer.codec else footer.layout.locate(block, sizes_of(block), columns)
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """Views of the wanted values in `data`; see `Format.decode`.
@@ -115,20 +99,9 @@ class MdsFormat(Format):
             CorruptShardError: not the bytes that were indexed, or a column is not in the shard.
         """
         footer = _footer(bytes(block.footer))
-        wanted = footer.layout.wanted(block, columns)
         _check_hashes(footer, data, block)
         buffer, starts, ends = samples_in(block, data, footer.codec)
-        num_heads = footer.layout.num_heads
-        if (ends - starts < 4 * num_heads).any():
-            raise block.corrupt("a sample is shorter than the lengths of its columns")
-        lengths = words_at(buffer, starts, num_heads) if num_heads else np.zeros((len(starts), 0), np.int64)
-        differs = np.flatnonzero(lengths.sum(axis=1) + footer.layout.least_bytes != ends - starts)
-        if len(differs):
-            i = int(differs[0])
-            reason = f"the columns of sample {block.first_in_shard + i} do not take the bytes that it has"
-            raise CorruptShardError(block.shard.url, reason, block.offset + int(starts[i]), stage="decode")
-        spans = footer.layout.spans(starts, lengths)
-        return {column.name: column.decode(buffer, *spans[column.name], block) for column in wanted}
+        return footer.layout.decode(block, buffer, starts, ends, columns)
 
     def sample_offsets(self, block: Block, data: memoryview | None) -> Ints | None:
         """See `Format.sample_offsets`: the first bytes of samples, in a compressed shard decompressed."""
@@ -139,29 +112,23 @@ class MdsFormat(Format):
         return rule_of(spec.feature_type)
 
 
-def _first_sample(plain: BinaryIO, offsets: Ints) -> bytes:
-    """The bytes of the first sample, of a file that is read forwards from behind the table."""
-    plain.seek(int(offsets[0]))
-    return plain.read(int(offsets[1] - offsets[0]))
-
-
-class _Footer(Struct, frozen=True):
+class _MdsFooter(Struct, frozen=True):
     """The facts that a shard's blocks have in common."""
 
-    layout: MdsLayout
+    layout: SampleLayout
     codec: str | None
     hashes: tuple[tuple[str, str], ...]
 
 
 @lru_cache(maxsize=1024)
-def _footer(footer: bytes) -> _Footer:
+def _footer(footer: bytes) -> _MdsFooter:
     """Read the footer of a catalog. `ValueError` where it is none."""
     value = json.loads(footer)
     hashes = tuple((str(name), str(digest)) for name, digest in value.get("hashes", {}).items())
-    return _Footer(layout_of(value["columns"]), value.get("codec"), hashes)
+    return _MdsFooter(layout_of(value["columns"]), value.get("codec"), hashes)
 
 
-def _layout_in(config: bytes, shard: Shard, at: int) -> MdsLayout:
+def _layout_in(config: bytes, shard: Shard, at: int) -> SampleLayout:
     """The columns that a shard itself names."""
     try:
         value = json.loads(config)
@@ -194,7 +161,7 @@ def _agreeing(listed: Mapping[str, Any], shard: Shard, codec: str | None, offset
     return {str(name): str(digest) for name, digest in hashes.items()} if isinstance(hashes, dict) else {}
 
 
-def _check_hashes(footer: _Footer, data: memoryview, block: Block) -> None:
+def _check_hashes(footer: _MdsFooter, data: memoryview, block: Block) -> None:
     for name, digest in footer.hashes:
         made = _digest(name, data)
         if made is not None and made != digest:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import structs
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Column, ColumnSpec, Spans
 from sharding.errors import CorruptShardError
+from sharding.formats.streaming.layout import SampleLayout, StoredColumn
 from sharding.formats.streaming.offset_table import Ints, gathered, numbers_at, rows_at
 from sharding.formats.streaming.stored_values import byte_lists, decimal_of, pixels_as_files
 
@@ -75,7 +75,7 @@ def array_of(data: bytes, *, dtype: str = "", shape: tuple[int, ...] = ()) -> ND
     return np.frombuffer(data, dtype, offset=at).reshape(shape).copy()
 
 
-def _is_array(column: MdsColumn) -> bool:
+def _is_array(column: StoredColumn) -> bool:
     return column.size is None and column.encoding.partition(":")[0] == "ndarray"
 
 
@@ -121,15 +121,8 @@ def _lists(
     return Spans(gathered(buffer, begins, sizes).view(dtype), np.cumsum(counts) - counts, counts)
 
 
-class MdsColumn(Struct, frozen=True):
-    """A column of a shard."""
-
-    name: str
-    encoding: str
-    size: int | None
-    """Bytes of each value; None: its length stands before the sample."""
-    items: str = ""
-    """dtype of the elements, of arrays of one dimension; "": other values."""
+class MdsColumn(StoredColumn, frozen=True):
+    """A column of an MDS shard."""
 
     @property
     def is_rewritten(self) -> bool:
@@ -163,12 +156,12 @@ class MdsColumn(Struct, frozen=True):
         if not self.is_rewritten:
             return Spans(buffer, starts, lengths)
         if self.encoding == "pil":
-            return pixels_as_files(buffer, starts, lengths, self._corrupt(block))
+            return pixels_as_files(buffer, starts, lengths, self.corrupt(block))
         if self.items:
             code = None if ":" in self.encoding else _CODES[self.items]
-            return _lists(buffer, starts, lengths, np.dtype(self.items), code, self._corrupt(block))
+            return _lists(buffer, starts, lengths, np.dtype(self.items), code, self.corrupt(block))
         before, of_pixels = _LISTS[self.encoding], self.encoding == "list[pil]"
-        return byte_lists(buffer, starts, lengths, self._corrupt(block), before=before, of_pixels=of_pixels)
+        return byte_lists(buffer, starts, lengths, self.corrupt(block), before=before, of_pixels=of_pixels)
 
     def num_items(self, nbytes: int) -> int:
         """Return how many elements an array of one dimension has that is stored in so many bytes."""
@@ -176,95 +169,27 @@ class MdsColumn(Struct, frozen=True):
         sizes = ((nbytes - head - (1 << k)) // width for k in range(4))
         return next(n for k, n in enumerate(sizes) if n < 1 << (8 << k))
 
-    def _corrupt(self, block: Block) -> Callable[[str], CorruptShardError]:
-        return lambda reason: block.corrupt(f"column {self.name!r}: {reason}")
+
+def as_in_sample(layout: SampleLayout, sample: bytes) -> SampleLayout:
+    """The columns, of which those are lists whose arrays have one dimension in a sample."""
+    if len(sample) < layout.least_bytes or not any(map(_is_array, layout.columns)):
+        return layout
+    lengths = np.frombuffer(sample, "<u4", layout.num_heads).astype(np.int64)[None]
+    columns = []
+    for column, (start, length) in zip(
+        layout.columns, layout.spans(np.zeros(1, np.int64), lengths).values(), strict=True
+    ):
+        value = sample[int(start[0]) : int(start[0] + length[0])]
+        items = _list_dtype(column.encoding, value) if _is_array(column) else ""
+        columns.append(structs.replace(column, items=items))
+    return SampleLayout(tuple(columns))
 
 
-class MdsLayout(Struct, frozen=True):
-    """The columns of a shard, in stored order."""
-
-    columns: tuple[MdsColumn, ...]
-
-    @property
-    def num_heads(self) -> int:
-        """The number of columns whose lengths stand before a sample."""
-        return sum(column.size is None for column in self.columns)
-
-    @property
-    def least_bytes(self) -> int:
-        """The bytes of a sample whose other columns are empty."""
-        return sum(4 if column.size is None else column.size for column in self.columns)
-
-    def as_json(self) -> list[list[Any]]:
-        """Return what `layout_of` reads."""
-        return [[column.name, column.encoding, column.size, column.items] for column in self.columns]
-
-    @property
-    def has_arrays(self) -> bool:
-        """Return whether there are arrays whose shape is not known."""
-        return any(_is_array(column) for column in self.columns)
-
-    def as_in(self, sample: bytes) -> MdsLayout:
-        """The columns, of which those are lists whose arrays have one dimension in a sample."""
-        if len(sample) < self.least_bytes:
-            return self
-        lengths = np.frombuffer(sample, "<u4", self.num_heads).astype(np.int64)[None]
-        spans, columns = self.spans(np.zeros(1, np.int64), lengths), []
-        for column in self.columns:
-            start, length = (int(one[0]) for one in spans[column.name])
-            items = _list_dtype(column.encoding, sample[start : start + length]) if _is_array(column) else ""
-            columns.append(structs.replace(column, items=items))
-        return MdsLayout(tuple(columns))
-
-    def schema(self, sizes: NDArray[Any]) -> dict[str, ColumnSpec]:
-        """Return the columns' specs; `sizes`: of all samples."""
-        schema = {column.name: column.spec() for column in self.columns}
-        if self.num_heads == 1 and len(sizes):
-            only = next(column for column in self.columns if column.size is None)
-            if not only.is_rewritten:
-                low, high = (int(size) - self.least_bytes for size in (sizes.min(), sizes.max()))
-                schema[only.name] = replace(schema[only.name], size_range=(low, high))
-            elif only.items:
-                low, high = (
-                    only.num_items(int(size) - self.least_bytes) for size in (sizes.min(), sizes.max())
-                )
-                schema[only.name] = replace(schema[only.name], size_range=(low, max(low, high)))
-        return schema
-
-    def wanted(self, block: Block, columns: Sequence[str] | None) -> list[MdsColumn]:
-        """Return the columns of these names; raises `CorruptShardError` for one that is not there."""
-        if columns is None:
-            return [*self.columns]
-        known = {column.name: column for column in self.columns}
-        for name in columns:
-            if name not in known:
-                raise block.corrupt(f"no column {name!r}; the shard has {', '.join(known)}")
-        return [known[name] for name in columns]
-
-    def spans(self, starts: Ints, lengths: Ints) -> dict[str, tuple[Ints, Ints]]:
-        """Return where the values of each column lie.
-
-        Args:
-            starts: of the samples, [n].
-            lengths: of the columns without a fixed size, [n, num_heads].
-        """
-        at, head, spans = starts + 4 * self.num_heads, 0, {}
-        for column in self.columns:
-            if column.size is None:
-                own = lengths[:, head]
-                head += 1
-            else:
-                own = np.full(len(starts), column.size, np.int64)
-            spans[column.name] = at, own
-            at = at + own
-        return spans
-
-
-def layout_of(columns: Sequence[Sequence[Any]]) -> MdsLayout:
+def layout_of(columns: Sequence[Sequence[Any]]) -> SampleLayout:
     """Check the columns of a shard. `ValueError` for what no shard has."""
     if len({name for name, *_ in columns}) < len(columns) or not columns:
         raise ValueError(f"its columns are {[name for name, *_ in columns]}")
-    return MdsLayout(tuple(MdsColumn(*_known(*column)) for column in columns))
+    return SampleLayout(tuple(MdsColumn(*_known(*column)) for column in columns))
 
 
 def _known(name: Any, encoding: Any, size: Any, items: Any = "") -> tuple[str, str, int | None, str]:

@@ -8,6 +8,7 @@ A block's index has 4 bytes a sample: its size.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -25,13 +26,15 @@ Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 CODECS = {".zstd": "zstd", ".gz": "gzip", ".br": "brotli", ".bz2": "bz2", ".snappy": "snappy"}
 """pyarrow's name of the codec, by the ending of the file."""
+_LITDATA_ZSTD = re.compile(r"\.zstd(:\d+)?\.bin$")
 _MOST_SAMPLES = 1 << 24
 """Samples of a compressed shard, at most: of others, its size tells whether their offsets can be there."""
 
 
 def codec_of(url: str) -> str | None:
-    """Return the codec that a shard is compressed by, by the last ending of its name."""
-    return CODECS.get("." + file_name(url).lower().rpartition(".")[2])
+    """Return the codec that a shard is compressed by, by its name; LitData has it before `.bin`."""
+    name = file_name(url).lower()
+    return "zstd" if _LITDATA_ZSTD.search(name) else CODECS.get("." + name.rpartition(".")[2])
 
 
 @contextmanager

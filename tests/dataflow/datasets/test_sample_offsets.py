@@ -59,6 +59,8 @@ def begins_sample(error: SampleError, row: dict[str, Any]) -> bool:
     if ".tfrecord" in path.suffixes:
         size = int(np.frombuffer(content, "<u8", 1, error.offset)[0])
         return bytes(row["txt"]) in content[error.offset + 12 : error.offset + 12 + size]
+    if (path.parent / "index.json").exists() and path.suffix == ".bin":
+        return np.frombuffer(content, "<i8", 1, error.offset + 12).tolist() == [row["label"]]
     if ".mds" in path.suffixes:
         return np.frombuffer(content, "<i8", 1, error.offset + 8).tolist() == [row["label"]]
     dtype = np.load(path).dtype if path.suffix == ".npy" else np.dtype("<u2")

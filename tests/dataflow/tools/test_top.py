@@ -165,7 +165,7 @@ def test_rates_are_the_differences_of_two_pages() -> None:
     [training] = second.trainings
     [row] = training.loaders
     assert training.samples_per_s == row.samples_per_s == pytest.approx(3200)
-    assert row.batches_per_s == pytest.approx(100)
+    assert training.batches_per_s == row.batches_per_s == pytest.approx(100)
     assert row.waiting == 1.0  # 3 s more in 2 s
     assert (row.read_bytes_per_s, row.cache_hits, row.faults) == (pytest.approx(1e6), 0.75, 2)
     assert (row.ready, row.depth, row.memory_bytes, row.memory_limit) == (3, 8, 500, 1000)

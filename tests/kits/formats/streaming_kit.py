@@ -84,3 +84,37 @@ def write_mds(
         (folder / path).write_bytes(stored)
         entries.append({**entry, **changes})
     (folder / "index.json").write_text(json.dumps({"shards": entries, "version": 2}))
+
+
+def litdata_chunk(names: Sequence[str], samples: Sequence[Encoded]) -> bytes:
+    """One chunk of samples of encoded leaves."""
+    return offset_table(
+        [
+            np.array([len(sample[name]) for name in names], "<u4").tobytes()
+            + b"".join(sample[name] for name in names)
+            for sample in samples
+        ]
+    )
+
+
+def write_litdata(
+    folder: Path, leaves: Mapping[str, str], shards: Sequence[Sequence[Encoded]], name: str = "chunk-0-{}.bin"
+) -> None:
+    """A folder of chunks, none of which is empty, with their `index.json`; `leaves`: encodings by name."""
+    chunks = []
+    for number, samples in enumerate(shards):
+        if not samples:
+            continue
+        data, path = litdata_chunk([*leaves], samples), name.format(number)
+        (folder / path).write_bytes(data)
+        chunks.append({"chunk_bytes": len(data), "chunk_size": len(samples), "dim": None, "filename": path})
+    leaf: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
+    tree = {"type": "builtins.dict", "context": json.dumps([*leaves]), "children_spec": [leaf] * len(leaves)}
+    config = {
+        "compression": None,
+        "data_format": [*leaves.values()],
+        "data_spec": json.dumps([1, tree]),
+        "encryption": None,
+        "item_loader": "PyTreeLoader",
+    }
+    (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))

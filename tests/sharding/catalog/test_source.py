@@ -368,10 +368,12 @@ def test_an_instance_is_taken_as_it_is():
 def test_every_formats_own_suffixes_lead_to_it(name):
     length = 4 if name == "tokens" else None
     assert resolve_format(name, [], length=length).name == name
+    beside = {"megatron": "a.idx", "litdata": "index.json"}.get(name)
     for suffix in ENTRIES[name].suffixes:
-        assert has_suffix(f"a{suffix}")
-        exists = (lambda url: url == "a.idx") if name == "megatron" else None
-        assert resolve_format("auto", [f"a{suffix}"], length=length, exists=exists).name == name
+        url = f"{ENTRIES[name].listed_name}a{suffix}"
+        assert has_suffix(url)
+        exists = beside.__eq__ if beside else None
+        assert resolve_format("auto", [url], length=length, exists=exists).name == name
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -9,8 +9,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,12 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from formats.streaming_kit import mds_shard, write_mds
+from formats.owners_kit import FIXTURES, assert_delivers, assert_equal, expected, samples_of
+from formats.streaming_kit import COMPRESSIONS, mds_shard, write_mds
 
-from dataflow import DataflowError, DataLoader, Ragged, ShardedDataset, Shuffle
+from dataflow import DataflowError, DataLoader, ShardedDataset, Shuffle
 from sharding.errors import CorruptShardError
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
 MDS = FIXTURES / "mds"
 COMPRESSED = ("zstd", "gz", "snappy", "br", "bz2")
 NUMBERS = {"a": ("int", 8), "b": ("bytes", None)}
@@ -35,59 +33,15 @@ def no_catalogs_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def expected(name: str, folder: Path = MDS) -> list[dict[str, Any]]:
-    samples: list[dict[str, Any]] = json.loads((folder / "expected.json").read_text())[name]
-    return samples
-
-
-def samples_of(batch: Any) -> Iterator[dict[str, Any]]:
-    columns = {n: v.rows() if isinstance(v, Ragged) else v for n, v in batch.items()}
-    for row in zip(*columns.values(), strict=True):
-        yield dict(zip(columns, row, strict=True))
-
-
-def assert_equal(value: Any, told: Any, name: str) -> None:
-    """Compare what is delivered with what the owner's reader gave, as `told` of the script has it."""
-    if isinstance(told, dict) and set(told) <= {"array", "dtype", "shape"} and "array" in told:
-        assert value.dtype == getattr(torch, told["dtype"]), name
-        assert list(value.shape) == told["shape"], name
-        assert value.tolist() == told["array"], name
-    elif isinstance(told, dict) and "number" in told:
-        assert (value.item() if isinstance(value, torch.Tensor) else value) == told["number"], name
-    elif isinstance(told, dict) and "bytes" in told:
-        assert bytes(value.tolist()).hex() == told["bytes"], name
-    elif isinstance(told, dict) and "decimal" in told:
-        assert value == Decimal(told["decimal"]), name
-    elif isinstance(told, dict) and "pixels" in told:
-        assert value.tolist() == told["pixels"], name
-    elif isinstance(told, list) and told and isinstance(told[0], dict):
-        assert len(value) == len(told), name
-        for one, other in zip(value, told, strict=True):
-            assert_equal(one, other, name)
-    else:
-        value = value.item() if isinstance(value, torch.Tensor) else value
-        assert (value, type(value)) == (told, type(told)), name
-
-
-def assert_delivers(dataset: ShardedDataset, told: list[dict[str, Any]], **options: Any) -> None:
-    with DataLoader(dataset, batch_size=4, num_workers=0, **options) as loader:
-        rows = [row for batch in loader for row in samples_of(batch)]
-    assert len(rows) == len(told)
-    for row, one in zip(rows, told, strict=True):
-        assert row.keys() == one.keys()
-        for name in one:
-            assert_equal(row[name], one[name], name)
-
-
 @pytest.mark.parametrize("name", ["all", "numbers", "single", "tokens", *COMPRESSED, "merged"])
 def test_values_are_those_that_streaming_reads(name: str) -> None:
     for block_bytes in (1, 2 << 20) if name in ("all", "numbers", "single") else (2 << 20,):
-        assert_delivers(ShardedDataset(str(MDS / name), block_bytes=block_bytes), expected(name))
+        assert_delivers(ShardedDataset(str(MDS / name), block_bytes=block_bytes), expected(MDS, name))
 
 
 @pytest.mark.parametrize("name", ["all", "single", "zstd"])
 def test_each_sample_is_there_by_its_number(name: str) -> None:
-    dataset, told = ShardedDataset(str(MDS / name)), expected(name)
+    dataset, told = ShardedDataset(str(MDS / name)), expected(MDS, name)
     for number in (len(told) - 1, 0, len(told) // 2):
         sample = dataset[number]
         for column, value in told[number].items():
@@ -99,12 +53,12 @@ def test_a_full_shuffle_delivers_each_sample_once(name: str) -> None:
     with DataLoader(ShardedDataset(str(MDS / name)), 3, shuffle=Shuffle("full"), seed=1) as loader:
         rows = [row for batch in loader for row in samples_of(batch)]
     column = "int" if name == "all" else "label"
-    assert sorted(int(row[column]) for row in rows) == sorted(one[column] for one in expected(name))
+    assert sorted(int(row[column]) for row in rows) == sorted(one[column] for one in expected(MDS, name))
 
 
 @pytest.mark.parametrize("source", ["{}", "{}/index.json", "{}/*.mds", "{}/shard.{{00000..00001}}.mds"])
 def test_a_folder_its_index_and_its_shards_are_the_same_dataset(source: str) -> None:
-    assert_delivers(ShardedDataset(source.format(MDS / "single")), expected("single"))
+    assert_delivers(ShardedDataset(source.format(MDS / "single")), expected(MDS, "single"))
 
 
 def test_so_are_those_of_a_store() -> None:
@@ -358,8 +312,6 @@ def test_a_shard_that_its_cache_keeps_decompressed_is_read_so(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", COMPRESSED)
 def test_a_bomb_meets_its_limit(tmp_path: Path, kind: str) -> None:
     """A table that promises 5 samples, and twenty megabytes behind it."""
-    from formats.streaming_kit import COMPRESSIONS
-
     raw = mds_shard(NUMBERS, numbered(range(5)))
     (tmp_path / f"x.mds.{kind}").write_bytes(COMPRESSIONS[kind](raw + bytes(20 << 20)))
     with pytest.raises(DataflowError, match="decompresses to"):

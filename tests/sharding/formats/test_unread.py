@@ -14,7 +14,6 @@ from sharding.formats.unread import unread_text
 SOURCES = {
     "csv": ("CSV files (.csv)", "pandas.read_csv", ["a.csv", "b.csv"]),
     "tsv": ("CSV files (.tsv.gz)", "pandas.read_csv", ["a.tsv.gz"]),
-    "litdata": ("LitData chunks (chunk-*.bin", "litdata", ["index.json", "chunk-0-0.bin", "chunk-0-1.bin"]),
     "hdf5": ("HDF5 files (.h5)", "h5py", ["a.h5"]),
     "zarr": ("Zarr arrays", "zarr.open", [".zgroup", "a/.zarray", "a/0.0", "a/0.1"]),
     "zarr 3": ("Zarr arrays", "zarr.open", ["zarr.json", "a/c/0/0"]),
@@ -57,6 +56,3 @@ def test_a_kind_that_nobody_knows_is_no_kind() -> None:
     assert unread_text(["a.xyz", "README.md"]) is None
     assert unread_text([]) is None
     assert unread_text(["a.json", "b.json", "logo.png"]) is None  # JSON Lines, maybe
-    text = unread_text(["index.json"])
-    assert text is not None
-    assert text.startswith("the chunks of MDS or LitData (index.json)")
