@@ -373,7 +373,10 @@ def write_nested(folder: Path) -> None:
 
 
 ROWS: dict[str, Row] = {
-    **{name: of_format(name) for name in ("tar", "tar.gz", "parquet", "tokens.bin", "megatron", "files")},
+    **{
+        name: of_format(name)
+        for name in ("tar", "tar.gz", "parquet", "tokens.bin", "megatron", "files", "mds", "litdata")
+    },
     "in file order": of_format("ints", None),
     "blocks": of_format("ints", Shuffle("blocks", 2)),
     "lanes of nodes": of_format("ints", NODES),

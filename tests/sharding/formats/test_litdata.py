@@ -252,7 +252,7 @@ def test_names_of_leaves_are_their_paths() -> None:
 @pytest.mark.full
 def test_files_that_litdata_has_just_written_are_read_alike(tmp_path: Path) -> None:
     pytest.importorskip("litdata")
-    script = FIXTURES / "make_streaming.py"
+    script = FIXTURES / "make.py"
     subprocess.run([sys.executable, script, "litdata", "--to", tmp_path], check=True, timeout=100)
     folder = tmp_path / "litdata"
     for name in json.loads((folder / "expected.json").read_text()):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from formats.owners_kit import FIXTURES, assert_delivers, assert_equal, expected, samples_of
 from formats.streaming_kit import COMPRESSIONS, mds_shard, write_mds
+from http_kit import RangeServer, serving
 
 from dataflow import DataflowError, DataLoader, ShardedDataset, Shuffle
 from sharding.errors import CorruptShardError
@@ -70,6 +71,24 @@ def test_so_are_those_of_a_store() -> None:
         with DataLoader(dataset, 40) as loader:
             (batch,) = loader
         assert sorted(batch["label"].tolist()) == [*range(24)]
+
+
+@pytest.mark.parametrize("query", ["", "?signature=abc"])
+def test_over_http_its_index_names_the_shards(query: str) -> None:
+    with serving(RangeServer(MDS)) as server:
+        server.may_read = lambda asked, _: asked == query[1:]
+        for name in ("zstd", "merged"):
+            assert_delivers(ShardedDataset(f"{server.url}/{name}/index.json{query}"), expected(MDS, name))
+        with pytest.raises(ValueError, match=r"HTTP servers cannot be listed.* or the index\.json of MDS"):
+            ShardedDataset(f"{server.url}/single/")
+
+
+def test_of_a_shard_over_http_only_its_head_is_read_to_index_it(tmp_path: Path) -> None:
+    write_mds(tmp_path, NUMBERS, [[{"a": bytes(8), "b": bytes(1 << 20)} for _ in range(20)]])
+    with serving(RangeServer(tmp_path)) as server:
+        assert len(ShardedDataset(f"{server.url}/index.json")) == 20
+        read = sum(one.nbytes for one in server.asked if one.name.endswith(".mds"))
+    assert read < 6 << 20  # of 20 MiB
 
 
 def test_a_split_is_a_folder_of_its_name(tmp_path: Path) -> None:
@@ -321,7 +340,7 @@ def test_a_bomb_meets_its_limit(tmp_path: Path, kind: str) -> None:
 @pytest.mark.full
 def test_files_that_streaming_has_just_written_are_read_alike(tmp_path: Path) -> None:
     pytest.importorskip("streaming")
-    script = FIXTURES / "make_streaming.py"
+    script = FIXTURES / "make.py"
     subprocess.run([sys.executable, script, "mds", "--to", tmp_path], check=True, timeout=100)
     for name, told in json.loads((tmp_path / "mds" / "expected.json").read_text()).items():
         assert_delivers(ShardedDataset(str(tmp_path / "mds" / name)), told)
