@@ -28,10 +28,12 @@ from numpy.typing import NDArray
 from sharding.blocks import Block, Shard, ShardScan
 from sharding.errors import CorruptShardError
 from sharding.formats.records.record_columns import RecordFormat, RecordLearner, Records, footer_of
+from sharding.formats.records.riegeli_blocks import BLOCK, PlainFile, plain_positions, without_headers
+from sharding.formats.records.skeleton import SPARSE_MEAN_BYTES, Skeleton
 from sharding.formats.records.spans import gathered, numbers_at
 from sharding.formats.records.wire import SPAN, VARINT, Bytes, Ints, WireError, fields, numbers_in, varints_at
 
-_BLOCK, _BLOCK_HEADER, _HEADER = 1 << 16, 24, 40
+_HEADER = 40
 _MAGIC = 0x71930E704FDAE05E
 _SIMPLE, _TRANSPOSED = ord("r"), ord("t")
 _CODECS = {ord("z"): "zstd", ord("s"): "snappy"}
@@ -61,18 +63,19 @@ class ArrayRecordFormat(RecordFormat):
         cuts = _cuts(starts, block_bytes)
         learner, indexes = RecordLearner(shard), list[bytes]()
         for first, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-            offset = int(starts[first])
-            file.seek(offset)
-            data = file.read(int(starts[end]) - offset)
-            index = np.empty(end - first, _CHUNK)
+            offset, stop = starts[[first, end]].tolist()
+            fail, index = _failure(shard, offset, "index"), np.empty(end - first, _CHUNK)
             index["at"], index["records"] = starts[first:end] - offset, counts[first:end]
-            learner.add(_records(memoryview(data), offset, index, _failure(shard, offset, "index")))
+            if stop - offset > SPARSE_MEAN_BYTES * counts[first:end].sum():
+                learner.add(_sparse_records(file, starts[first : end + 1], counts[first:end], learner, fail))
+            else:
+                file.seek(offset)
+                learner.add(_records(memoryview(file.read(stop - offset)), offset, index, fail))
             indexes.append(index.tobytes())
-        stored = np.diff(starts[cuts])
         return ShardScan(
             offset=starts[cuts[:-1]],
-            length=stored,
-            nbytes=stored + np.array(learner.decoded_bytes(), np.int64),
+            length=np.diff(starts[cuts]),
+            nbytes=np.array(learner.decoded_bytes(), np.int64),
             num_samples=np.add.reduceat(counts, cuts[:-1]) if len(counts) else counts,
             schema=learner.schema(),
             index=indexes,
@@ -105,16 +108,16 @@ def _failure(shard: Shard, offset: int, stage: str) -> _Fail:
 def _read_footer(file: BinaryIO, shard: Shard) -> tuple[Ints, Ints]:
     """Return where chunks of records begin, and where the last one ends; how many records each has."""
     size = file.seek(0, io.SEEK_END)
-    fail = _failure(shard, max(0, size - _BLOCK), "index")
+    fail = _failure(shard, max(0, size - BLOCK), "index")
     not_one = "no ArrayRecord file, or truncated: it does not end in a postscript"
-    if size < 2 * _BLOCK or size % _BLOCK:
+    if size < 2 * BLOCK or size % BLOCK:
         raise fail(not_one)
     try:
-        footer_at, magic = _varints_of(_one_chunk(file, size - _BLOCK, size, fail), 2)[0].tolist()
-        if magic != _MAGIC or not 0 < footer_at < size - _BLOCK:
+        footer_at, magic = _varints_of(_one_chunk(file, size - BLOCK, size, fail), 2)[0].tolist()
+        if magic != _MAGIC or not 0 < footer_at < size - BLOCK:
             raise fail(not_one)
         fail = _failure(shard, footer_at, "index")
-        footer = _one_chunk(file, footer_at, size - _BLOCK, fail)
+        footer = _one_chunk(file, footer_at, size - BLOCK, fail)
         version, num_chunks, num_records = _metadata_in(footer).tolist()
         table = _varints_of(footer, 3)[1:]
     except WireError as error:
@@ -176,14 +179,18 @@ def _records(data: memoryview, offset: int, index: NDArray[np.void] | None, fail
         fail: makes the error of a reason.
     """
     at = np.zeros(1, np.int64) if index is None else index["at"].astype(np.int64)
-    first = -offset % _BLOCK  # the first header of a block
-    at = at - _BLOCK_HEADER * np.maximum(0, -(-(at - first) // _BLOCK))
-    plain = _without_headers(data, first)
+    at = plain_positions(offset + at) - plain_positions(np.array([offset]))
+    counts = None if index is None else index["records"].astype(np.int64)
+    return _records_in(without_headers(data, offset), at, counts, fail)
+
+
+def _records_in(plain: Bytes, at: Ints, expected: Ints | None, fail: _Fail) -> Records:
+    """The records of chunks that begin at some of the bytes without headers, and have so many records."""
     if int(at.max()) + _HEADER > len(plain):
         raise fail("truncated: a chunk lies behind its end")
     _, size, _, kind, decoded = numbers_at(plain, at, "<u8", 5).T
     counts = kind >> np.uint64(8)
-    if index is not None and (counts != index["records"]).any():
+    if expected is not None and (counts != expected.astype(np.uint64)).any():
         raise fail("shard changed or corrupt: a chunk has another number of records than its footer tells")
     if (wrong := kind & np.uint64(0xFF) != _SIMPLE).any():
         number = int(kind[wrong][0]) & 0xFF
@@ -202,15 +209,33 @@ def _records(data: memoryview, offset: int, index: NDArray[np.void] | None, fail
         raise fail(f"corrupt chunk: {error}") from error
 
 
-def _without_headers(data: memoryview, first: int) -> Bytes:
-    """The bytes without the header of each block, the first of which is at byte `first`."""
-    whole = np.frombuffer(data, np.uint8)
-    if first >= len(whole):
-        return whole
-    begins = range(first + _BLOCK_HEADER, len(whole), _BLOCK)
-    return np.concatenate(
-        [whole[:first], *(whole[begin : begin + _BLOCK - _BLOCK_HEADER] for begin in begins)]
-    )
+def _sparse_records(
+    file: BinaryIO, starts: Ints, counts: Ints, learner: RecordLearner, fail: _Fail
+) -> Records:
+    """The records of chunks: of those that are not compressed, only what says what they hold is read."""
+    bounds = plain_positions(starts)
+    run = Skeleton(PlainFile(file), int(bounds[0]), int(bounds[-1] - bounds[0]))
+    at = bounds[:-1] - bounds[0]
+    for first, end in zip(at.tolist(), [*at[1:].tolist(), len(run.data)], strict=True):
+        body = first + _HEADER + 1
+        run.need(first, min(end, body + 10))
+        size = int(numbers_at(run.data, np.array([first + 8]), "<u8")[0, 0]) if body <= end else 0
+        if size > end - first - _HEADER or run.data[body - 1]:
+            run.need(first, end)
+            continue
+        length, sizes_at = (int(one[0]) for one in varints_at(run.data, np.array([body]), 10))
+        values_at = sizes_at + length
+        if not sizes_at <= values_at <= end:
+            continue  # which the caller says
+        run.need(sizes_at, values_at)
+        try:
+            ends = values_at + np.cumsum(numbers_in(run.data[sizes_at:values_at]))
+        except WireError:
+            continue
+        for start, stop in zip([values_at, *ends.tolist()], ends.tolist(), strict=False):
+            if learner.looks_into_records and start <= stop <= end:
+                run.need_structure(start, stop)
+    return _records_in(run.data, at, counts, fail)
 
 
 class _Lists(Struct, frozen=True):

@@ -60,6 +60,11 @@ class RecordLearner:
         return [own + more for own, more in zip(self._num_bytes, self._seen.copied_bytes(), strict=True)]
 
     @property
+    def looks_into_records(self) -> bool:
+        """Return whether it still takes records for Examples, and needs what says what they hold."""
+        return not self._is_raw
+
+    @property
     def is_raw(self) -> bool:
         """Return whether the records are no Examples."""
         return self._is_raw or not self._seen.features

@@ -6,18 +6,32 @@ costs a read, which also has the small parts behind it and the header of the nex
 
 from __future__ import annotations
 
-from typing import BinaryIO
+from typing import Protocol
 
 import numpy as np
 
 from sharding.formats.records.wire import SPAN, WireError, varint
 
+SPARSE_MEAN_BYTES = 64 << 10
+"""Above this mean size of a record, passing over byte strings beats reading them, as of members of a tar."""
 AHEAD_BYTES = 4 << 10
 _SHORT_BYTES = 512
 """A part up to this size is read as a whole."""
 _LISTS, _VALUES = 3, 4
 _CHILDREN = ((1,), (1,), (2,), (1, 2, 3), (1,))
 """By depth, the fields that are looked into, from the features of a record to the values of a list."""
+
+
+class ReadableFile(Protocol):
+    """A file that can be read from any position on."""
+
+    def seek(self, offset: int, /) -> int:
+        """Go to a position."""
+        ...
+
+    def read(self, size: int, /) -> bytes:
+        """Read at most so many bytes; none at the end."""
+        ...
 
 
 class Skeleton:
@@ -29,7 +43,7 @@ class Skeleton:
         num_bytes: its length, within the file.
     """
 
-    def __init__(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
+    def __init__(self, file: ReadableFile, offset: int, num_bytes: int) -> None:
         self.data = np.zeros(num_bytes, np.uint8)
         self._view, self._file, self._offset = self.data.data, file, offset
         self._low = self._high = 0  # what was read last without a gap

@@ -27,7 +27,7 @@ from sharding.formats.records.record_columns import (
     footer_of,
     footer_value,
 )
-from sharding.formats.records.skeleton import Skeleton
+from sharding.formats.records.skeleton import SPARSE_MEAN_BYTES, Skeleton
 from sharding.formats.records.spans import numbers_at
 from sharding.formats.records.wire import Ints
 
@@ -38,8 +38,6 @@ _AROUND = _HEADER.size + _CRC_BYTES
 _MASK = 0xA282EAD8
 _MOST_BYTES = (2 << 30) - 1
 """The bytes of a record, at most: a protobuf message can have no more."""
-_SPARSE_MEAN_BYTES = 64 << 10
-"""Above this mean size of a record, passing over byte strings beats reading them, as of members of a tar."""
 
 
 class TFRecordFormat(RecordFormat):
@@ -183,12 +181,12 @@ class _RunReader:
                 yield offset, Records(np.frombuffer(ahead, np.uint8)[:end], starts, sizes)
             elif len(ahead) < wanted:
                 raise self._corrupt(f"ends within this record, {whole - len(ahead)} bytes too early", offset)
-            is_sparse = not self._is_compressed and end > _SPARSE_MEAN_BYTES * len(starts)
+            is_sparse = not self._is_compressed and end > SPARSE_MEAN_BYTES * len(starts)
             offset, ahead, wanted = offset + end, ahead[end:], max(self._run_bytes, whole - end)
             while is_sparse and (records := self._sparse_run(offset, learner)):
                 yield offset, records
                 offset, ahead, wanted = offset + len(records.data), b"", self._run_bytes
-                is_sparse = len(records.data) > _SPARSE_MEAN_BYTES * len(records.sizes)
+                is_sparse = len(records.data) > SPARSE_MEAN_BYTES * len(records.sizes)
 
     def _filled(self, offset: int, ahead: bytes, wanted: int) -> bytes:
         """Read so many bytes from `offset` on, fewer only at the end, where the first of them are there."""
@@ -231,7 +229,7 @@ class _RunReader:
                     break
                 run = Skeleton(self._file, offset, stop)
                 continue
-            if not learner.is_raw:
+            if learner.looks_into_records:
                 run.need_structure(at + _HEADER.size, stop - _CRC_BYTES)
             found.append((at + _HEADER.size, length))
             at = stop

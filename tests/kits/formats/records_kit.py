@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import struct
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,19 +22,27 @@ from sharding.byte_lists import ByteLists, list_items
 FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
 
 
-def fixture(folder: str, name: str) -> bytes:
+def fixture(folder: str, name: str, root: Path = FIXTURES) -> bytes:
     """The bytes of a file as its owner wrote it."""
-    path = FIXTURES / folder / name
+    path = root / folder / name
     return path.read_bytes() if path.exists() else gzip.decompress(Path(f"{path}.gz").read_bytes())
 
 
 @cache
-def expected(folder: str, what: str) -> list[Any]:
+def expected(folder: str, what: str, root: Path = FIXTURES) -> list[Any]:
     """The records of a kind as TensorFlow parsed them: values by feature, of feature lists by step."""
-    records = json.loads((FIXTURES / folder / "expected.json").read_text())[what]
+    records = json.loads((root / folder / "expected.json").read_text())[what]
     if what == "raw":
         return [bytes.fromhex(record) for record in records]
     return [{name: _plain(values) for name, values in record.items()} for record in records]
+
+
+def written_anew(folder: str, root: Path) -> None:
+    """Have the owners, which must be installed, write the files of a folder anew."""
+    script = FIXTURES / "make.py"
+    subprocess.run(
+        [sys.executable, script, folder, "--to", root], check=True, timeout=120, capture_output=True
+    )
 
 
 def _plain(values: dict[str, Any]) -> list[Any]:
@@ -64,6 +75,17 @@ def _unpacked(column: ByteLists) -> list[list[bytes] | None]:
     items = iter([column.buffer[a : a + n].tobytes() for a, n in zip(starts, lengths, strict=True)])
     each = iter([[next(items) for _ in range(count)] for count in counts])
     return [next(each) if there else None for there in has]
+
+
+class CountingFile(io.BytesIO):
+    """Counts what is read."""
+
+    num_bytes = num_reads = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        piece = super().read(size)
+        self.num_bytes, self.num_reads = self.num_bytes + len(piece), self.num_reads + 1
+        return piece
 
 
 # ---- written field by field -----------------------------------------------------------------------------

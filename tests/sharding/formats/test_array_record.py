@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import struct
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from formats.records_kit import expected, fixture, values_in
+from formats.records_kit import CountingFile, expected, fixture, values_in, written_anew
 from formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
 
 from dataflow import DataLoader, ShardedDataset
+from sharding.blocks import ColumnSpec
 from sharding.errors import CorruptShardError, DataflowError
 from sharding.formats.records.array_record import ArrayRecordFormat
 
@@ -35,6 +38,17 @@ def changed(content: bytes, at: int, new: bytes) -> bytes:
 )
 def test_examples_are_those_that_tensorflow_parses(name: str) -> None:
     assert decoded(fixture("array_record", f"{name}.array_record")) == expected("array_record", "examples")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_what_the_installed_owner_writes_is_what_it_parses(tmp_path: Path) -> None:
+    if not find_spec("array_record"):
+        pytest.skip("array_record is not installed")
+    written_anew("array_record", tmp_path)
+    for name in ("default", *(f"{how}-{group}" for how in COMPRESSIONS for group in (1, 16))):
+        content = fixture("array_record", f"{name}.array_record", tmp_path)
+        assert decoded(content) == expected("array_record", "examples", tmp_path)
 
 
 def test_chunks_at_every_64_kib_and_blocks_of_one_chunk_are_read() -> None:
@@ -75,6 +89,46 @@ def test_a_file_without_records_alone_is_an_empty_dataset(tmp_path: Path) -> Non
 def test_transposed_chunks_are_refused_with_the_option_to_write_without() -> None:
     with pytest.raises(CorruptShardError, match=r"transposed.*transpose:false"):
         scan_of(ArrayRecordFormat(), fixture("array_record", "transposed.array_record"), URL)
+
+
+def test_long_byte_strings_are_passed_over_when_indexed() -> None:
+    content = fixture("array_record", "long.array_record")
+    file = CountingFile(content)
+    scan = ArrayRecordFormat().scan(file, shard_of(content, URL), block_bytes=1 << 20)
+    assert file.num_bytes - 2 * (1 << 16) < len(content) / 5
+    assert file.num_reads < 2 * 12 + 10
+    of = partial(ColumnSpec, is_repeated=True)
+    sizes = (200_000, 200_011)
+    assert scan.schema == {
+        "image": of("bytes", size_range=sizes),
+        "label": of("fixed", "int64"),
+        "name": of("bytes", size_range=(1, 2)),
+    }
+    rows = decoded(content, 1 << 20)
+    wanted = [{"image": [bytes([i]) * (200_000 + i)], "label": [i], "name": [b"%d" % i]} for i in range(12)]
+    assert rows == wanted
+
+
+@pytest.mark.parametrize(
+    "name", ["uncompressed-1", "uncompressed-16", "zstd-16", "raw", "crossing-uncompressed"]
+)
+def test_passing_over_byte_strings_finds_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = fixture("array_record", f"{name}.array_record")
+    whole = scan_of(ArrayRecordFormat(), content, URL, 2000)
+    monkeypatch.setattr("sharding.formats.records.array_record.SPARSE_MEAN_BYTES", 0)
+    monkeypatch.setattr("sharding.formats.records.skeleton.AHEAD_BYTES", 16)
+    monkeypatch.setattr("sharding.formats.records.skeleton._SHORT_BYTES", 2)
+    sparse = scan_of(ArrayRecordFormat(), content, URL, 2000)
+    assert (sparse.schema, sparse.missing, sparse.index) == (whole.schema, whole.missing, whole.index)
+    assert sparse.nbytes.tolist() == whole.nbytes.tolist()
+    damaged = fixture("array_record", "uncompressed-16.array_record")
+    for at, new, message in DAMAGE.values():
+        with pytest.raises(CorruptShardError, match=message):
+            scan_of(
+                ArrayRecordFormat(),
+                changed(damaged, CHUNK + at, new),
+                URL,
+            )
 
 
 # ---- damage -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import io
 import struct
 import zlib
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from formats.records_kit import (
     FIXTURES,
+    CountingFile,
     example_of,
     expected,
     fixture,
@@ -21,6 +23,7 @@ from formats.records_kit import (
     tfrecord_of,
     values_in,
     varint,
+    written_anew,
 )
 from formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
 from hypothesis import given, strategies as st
@@ -48,6 +51,17 @@ def decoded(content: bytes, block_bytes: int = 600, **more: Any) -> list[dict[st
 def test_examples_are_those_that_tensorflow_parses(name: str, block_bytes: int) -> None:
     rows = decoded(fixture("tfrecord", f"{name}.tfrecord"), block_bytes)
     assert rows == expected("tfrecord", "examples")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_what_the_installed_owner_writes_is_what_it_parses(tmp_path: Path) -> None:
+    if not find_spec("tensorflow"):
+        pytest.skip("tensorflow is not installed")
+    written_anew("tfrecord", tmp_path)
+    for name in ("plain", "gzip", "zlib"):
+        content = fixture("tfrecord", f"{name}.tfrecord", tmp_path)
+        assert decoded(content) == expected("tfrecord", "examples", tmp_path)
 
 
 def test_columns_have_the_type_that_all_records_hold() -> None:
@@ -274,17 +288,6 @@ def test_without_the_checksum_library_the_error_names_the_extra(monkeypatch: pyt
 # ---- large records ------------------------------------------------------------------------------------
 
 
-class CountingFile(io.BytesIO):
-    """Counts what is read."""
-
-    num_bytes = num_reads = 0
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        piece = super().read(size)
-        self.num_bytes, self.num_reads = self.num_bytes + len(piece), self.num_reads + 1
-        return piece
-
-
 def test_long_byte_strings_are_passed_over_when_indexed() -> None:
     rows = [{"a": [i], "image": [bytes(300_000)], "z": [b"%d" % i]} for i in range(30)]
     content = tfrecord_of([example_of(**row) for row in rows])
@@ -300,13 +303,19 @@ def test_long_byte_strings_are_passed_over_when_indexed() -> None:
     assert decoded(content, 1 << 20) == rows
 
 
+def test_long_records_behind_empty_ones_are_examples() -> None:
+    rows = [{}] * 20 + [{"image": [bytes(300_000)]}] * 20
+    content = tfrecord_of([example_of(**row) for row in rows])
+    assert decoded(content, 1 << 20) == rows
+
+
 @pytest.mark.parametrize(("name", "block_bytes"), [("plain", 1000), ("sequence", 100), ("raw", 100)])
 def test_passing_over_byte_strings_finds_the_same(
     name: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = fixture("tfrecord", f"{name}.tfrecord")
     whole = scan_of(TFRecordFormat(), content, URL, block_bytes)
-    monkeypatch.setattr("sharding.formats.records.tfrecord._SPARSE_MEAN_BYTES", 1)
+    monkeypatch.setattr("sharding.formats.records.tfrecord.SPARSE_MEAN_BYTES", 1)
     monkeypatch.setattr("sharding.formats.records.skeleton.AHEAD_BYTES", 16)
     monkeypatch.setattr("sharding.formats.records.skeleton._SHORT_BYTES", 2)
     sparse = scan_of(TFRecordFormat(), content, URL, block_bytes)

@@ -1,0 +1,50 @@
+"""Riegeli's blocks: a header of 24 bytes at every 64 KiB, which only repairs need, interrupts what is there.
+
+A *plain* position counts the bytes that are left without these headers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sharding.formats.records.skeleton import ReadableFile
+from sharding.formats.records.wire import Bytes, Ints
+
+BLOCK = 1 << 16
+_HEADER = 24
+_PLAIN_BLOCK = BLOCK - _HEADER
+
+
+def plain_positions(at: Ints) -> Ints:
+    """Return the plain positions of bytes of the file at which something may begin."""
+    return at - _HEADER * -(-at // BLOCK)
+
+
+def without_headers(data: memoryview, offset: int) -> Bytes:
+    """Return the bytes of a file from `offset` on without its headers: a copy, unless there are none."""
+    whole = np.frombuffer(data, np.uint8)
+    first = -offset % BLOCK
+    if first >= len(whole):
+        return whole
+    begins = range(first + _HEADER, len(whole), BLOCK)
+    return np.concatenate([whole[:first], *(whole[begin : begin + _PLAIN_BLOCK] for begin in begins)])
+
+
+class PlainFile:
+    """A file as it is without its headers: positions are plain ones. Reading moves the file."""
+
+    def __init__(self, file: ReadableFile) -> None:
+        self._file, self._at = file, 0
+
+    def seek(self, offset: int, /) -> int:
+        """Go to a plain position."""
+        self._at = offset
+        return offset
+
+    def read(self, size: int, /) -> bytes:
+        """Read at most so many bytes, fewer at the end of the file only."""
+        start, end = (at + _HEADER * (at // _PLAIN_BLOCK + 1) for at in (self._at, self._at + size - 1))
+        self._file.seek(start)
+        plain = without_headers(memoryview(self._file.read(end + 1 - start)), start).tobytes()
+        self._at += len(plain)
+        return plain
