@@ -13,24 +13,28 @@ The last is what LitData writes since 0.2.70 where samples are dicts of numbers 
 
 from __future__ import annotations
 
-import io
 import json
-import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 from msgspec import Struct
 
 from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
-from sharding.formats.arrow.ipc import ArrowFileFormat
 from sharding.formats.streaming.layout import SampleLayout
 from sharding.formats.streaming.listing import LISTING_NAME
 from sharding.formats.streaming.litdata_columns import layout_of, leaf_names, rule_of
+from sharding.formats.streaming.litdata_forms import (
+    FRAMES_BEGIN,
+    ROWS,
+    ROWS_END,
+    as_footer,
+    check_count,
+    scan_frames,
+    scan_rows,
+)
 from sharding.formats.streaming.offset_table import (
     Ints,
     check_sizes,
@@ -46,10 +50,6 @@ from sharding.formats.streaming.offset_table import (
 
 TOKENS = "tokens"
 """Name of the column of chunks that `TokensLoader` reads."""
-_FRAMED = b"LDFZ01\0\0"
-_ARROW_END = b"LDARW01\0"
-_PREFIX, _FRAME = struct.Struct("<8sHHIII"), struct.Struct("<IIQII")
-_ARROW = ArrowFileFormat()
 
 
 class LitDataFormat(Format):
@@ -98,15 +98,15 @@ class LitDataFormat(Format):
         chunk = listed["chunk"]
         if codec_of(shard.url) is None:
             head, tail = _ends(file, shard)
-            if head == _FRAMED:
-                return _framed(file, shard, layout, chunk)
-            if tail == _ARROW_END:
-                return _arrow(file, shard, block_bytes, chunk)
+            if head == FRAMES_BEGIN:
+                return scan_frames(file, shard, layout, chunk)
+            if tail == ROWS_END:
+                return scan_rows(file, shard, block_bytes, chunk)
         with unpacked(file, shard) as plain:
             offsets = read_offsets(plain, shard)
         layout.check_sizes(offsets, shard)
-        _check_count(chunk, len(offsets) - 1, shard)
-        footer = _as_footer(layout, codec_of(shard.url))
+        check_count(chunk, len(offsets) - 1, shard)
+        footer = as_footer(layout, codec_of(shard.url))
         if self.length is not None:
             return self._windows(offsets, shard, layout, block_bytes)
         schema = layout.schema(np.diff(offsets))
@@ -126,14 +126,14 @@ class LitDataFormat(Format):
             nbytes=np.full_like(first, offsets[-1]) if codec else counts * row,
             num_samples=counts,
             schema={TOKENS: ColumnSpec("fixed", dtype.name, (length,))},
-            footer=_as_footer(layout, codec, length=length, start=start),
+            footer=as_footer(layout, codec, length=length, start=start),
         )
 
     def check(self, block: Block) -> None:
         """Raise `ValueError` where samples do not make up the block."""
         footer = _footer(bytes(block.footer))
         if footer is None:
-            _ARROW.check(block)
+            ROWS.check(block)
         elif footer.length:
             nbytes = block.num_samples * footer.row_bytes
             if footer.codec is None and not nbytes == block.length == block.nbytes:
@@ -167,7 +167,7 @@ class LitDataFormat(Format):
         """
         footer = _footer(bytes(block.footer))
         if footer is None:
-            return _ARROW.decode(block, data, columns)
+            return ROWS.decode(block, data, columns)
         if footer.length:
             return self._decode_windows(block, data, footer, columns)
         if footer.is_framed:
@@ -179,7 +179,7 @@ class LitDataFormat(Format):
     def decode_as(self, block: Block, data: memoryview, specs: Mapping[str, ColumnSpec | None]) -> Columns:
         """See `Format.decode_as`: rows of Arrow have types of their own."""
         if _footer(bytes(block.footer)) is None:
-            return _ARROW.decode_as(block, data, specs)
+            return ROWS.decode_as(block, data, specs)
         return super().decode_as(block, data, specs)
 
     def _decode_windows(
@@ -198,7 +198,7 @@ class LitDataFormat(Format):
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """Return the byte ranges that hold columns; see `Format.select`."""
         is_arrow = _footer(bytes(block.footer)) is None
-        return _ARROW.select(block, columns) if is_arrow else super().select(block, columns)
+        return ROWS.select(block, columns) if is_arrow else super().select(block, columns)
 
     def sample_offsets(self, block: Block, data: memoryview | None) -> Ints | None:
         """See `Format.sample_offsets`; rows of Arrow have none, nor samples of frames."""
@@ -227,11 +227,6 @@ class _LitDataFooter(Struct, frozen=True):
     def row_bytes(self) -> int:
         """Bytes of a window."""
         return self.length * np.dtype(self.layout.columns[0].items).itemsize
-
-
-def _as_footer(layout: SampleLayout, codec: str | None, **more: Any) -> bytes:
-    columns = [[column.name, column.encoding] for column in layout.columns]
-    return json.dumps({"columns": columns, "heads": layout.heads, "codec": codec, **more}).encode()
 
 
 @lru_cache(maxsize=1024)
@@ -280,97 +275,3 @@ def _ends(file: BinaryIO, shard: Shard) -> tuple[bytes, bytes]:
     head = file.read(8)
     file.seek(max(0, shard.size - 8))
     return head, file.read(8)
-
-
-def _check_count(chunk: Mapping[str, Any], found: int, shard: Shard) -> None:
-    if chunk.get("chunk_size") != found:
-        said = chunk.get("chunk_size")
-        reason = (
-            f"{LISTING_NAME} says that it has {said} samples, and it has {found}: one is another dataset's"
-        )
-        raise CorruptShardError(shard.url, reason, stage="index")
-
-
-def _framed(file: BinaryIO, shard: Shard, layout: SampleLayout, chunk: Mapping[str, Any]) -> ShardScan:
-    """Frames of zstd, whose table stands behind that of the samples."""
-
-    def corrupt(reason: str, at: int) -> CorruptShardError:
-        return CorruptShardError(shard.url, f"in its table of frames: {reason}", at, stage="index")
-
-    file.seek(0)
-    head = file.read(_PREFIX.size)
-    if len(head) < _PREFIX.size:
-        raise corrupt("truncated", len(head))
-    _, version, _, count, _, num_frames = _PREFIX.unpack(head)
-    end = _PREFIX.size + 4 * (count + 1) + _FRAME.size * num_frames
-    if version != 1 or end > shard.size:
-        raise corrupt(f"version {version}, {count} samples in {num_frames} frames of {shard.size} bytes", 8)
-    offsets = np.frombuffer(file.read(4 * (count + 1)), "<u4").astype(np.int64)
-    table = file.read(_FRAME.size * num_frames)
-    if (np.diff(offsets, prepend=0) < 0).any() or offsets[0]:
-        raise corrupt("offsets of samples fall", _PREFIX.size)
-    layout.check_sizes(offsets, shard)
-    _check_count(chunk, count, shard)
-    first = np.array([*(frame[0] for frame in _FRAME.iter_unpack(table)), count], np.int64)
-    frames = np.array([frame[1:] for frame in _FRAME.iter_unpack(table)], np.int64).reshape(-1, 4)
-    counts, offset, length, nbytes = frames.T
-    fits = (np.diff(first) == counts) & (counts > 0) & (offset >= end) & (length > 0)
-    fits &= offset + length <= shard.size
-    if not fits.all() or first[0] or (np.diff(offsets[first]) != nbytes).any():
-        raise corrupt("frames do not hold the samples", end - _FRAME.size * num_frames)
-    sizes = np.diff(offsets).astype("<u4")
-    return ShardScan(
-        offset=offset.copy(),
-        length=length.copy(),
-        nbytes=nbytes.copy(),
-        num_samples=counts.copy(),
-        schema=layout.schema(np.diff(offsets)),
-        index=[sizes[a:b].tobytes() for a, b in pairwise(first.tolist())],
-        footer=_as_footer(layout, "zstd", framed=True),
-    )
-
-
-def _arrow(file: BinaryIO, shard: Shard, block_bytes: int, chunk: Mapping[str, Any]) -> ShardScan:
-    """Rows in an Arrow file at the end, with its length and a mark behind."""
-    file.seek(0)
-    count = int.from_bytes(file.read(4), "little")
-    file.seek(max(0, shard.size - 12))
-    length = int.from_bytes(file.read(4), "little")
-    start = shard.size - 12 - length
-    if start < 4 * (count + 2):
-        reason = f"its rows, {length} bytes of Arrow, begin before its table of {count} samples ends"
-        raise CorruptShardError(shard.url, reason, shard.size - 12, stage="index")
-    inner = cast(BinaryIO, _Part(file, start, length))
-    scan = _ARROW.scan(inner, replace(shard, size=length), block_bytes=block_bytes)
-    _check_count(chunk, int(scan.num_samples.sum()), shard)
-    return replace(scan, offset=scan.offset + start)
-
-
-class _Part(io.RawIOBase):
-    """A part of a file, as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        super().__init__()
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        size = left if size is None or size < 0 else min(size, left)
-        self._file.seek(self._start + self._at)
-        data = self._file.read(size)
-        self._at += len(data)
-        return data
