@@ -24,27 +24,28 @@ ROOT = Path(__file__).parents[2]
 PATHS = [str(ROOT), str(ROOT / "tests" / "kits"), str(Path(__file__).parent), str(ROOT / "examples")]
 STORE_BYTES = 80 << 20
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
 
 
 @pytest.fixture
 def paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What workers import, here too; what dies is noticed at once."""
+    """What workers import, here too; what dies is noticed at once.
+
+    By the environment, not by a `runtime_env`: so workers are processes that Ray has started ahead.
+    """
     for name in PATHS:
         monkeypatch.syspath_prepend(name)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(PATHS))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "30")
-
-
-def connect(**settings: Any) -> None:
-    variables = {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
-    ray.init(log_to_driver=False, runtime_env={"env_vars": variables}, **settings)
 
 
 @pytest.fixture
 def two_cpus(paths: None) -> Iterator[None]:
     settings = {"worker_niceness": 0}
-    connect(num_cpus=2, include_dashboard=False, object_store_memory=STORE_BYTES, _system_config=settings)
+    quiet = {"include_dashboard": False, "log_to_driver": False}
+    ray.init(num_cpus=2, object_store_memory=STORE_BYTES, _system_config=settings, **quiet)
     yield
     ray.shutdown()
 
@@ -57,7 +58,7 @@ def two_nodes(paths: None) -> Iterator[None]:
     head = {**node, "include_dashboard": False, "_system_config": settings}
     made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
     made.add_node(**node)
-    connect(address=made.address)
+    ray.init(address=made.address, log_to_driver=False)
     yield
     ray.shutdown()
     made.shutdown()
