@@ -375,7 +375,19 @@ def write_nested(folder: Path) -> None:
 ROWS: dict[str, Row] = {
     **{
         name: of_format(name)
-        for name in ("tar", "tar.gz", "parquet", "tokens.bin", "megatron", "files", "mds", "litdata")
+        for name in (
+            "tar",
+            "tar.gz",
+            "parquet",
+            "tokens.bin",
+            "megatron",
+            "files",
+            "mds",
+            "litdata",
+            "array_record",
+            "tfrecord",
+        )
+        if name in MAKERS  # TFRecord's checksums are of an extra
     },
     "in file order": of_format("ints", None),
     "blocks": of_format("ints", Shuffle("blocks", 2)),
