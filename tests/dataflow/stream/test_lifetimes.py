@@ -467,8 +467,9 @@ def memory() -> Iterator[Any]:
 
 
 def in_memory(made: Made, fs: Any, catalog: Path, **options: Any) -> ShardedDataset:
-    for path in made.folder.iterdir():
-        fs.pipe_file(f"/data/{path.name}", path.read_bytes())
+    for path in made.folder.rglob("*"):
+        if path.is_file():
+            fs.pipe_file(f"/data/{path.relative_to(made.folder)}", path.read_bytes())
     pattern = Path(made.kwargs["source"]).name
     return made.open(source=f"memory://data/{pattern}", catalog=str(catalog), **options)
 
