@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Install the servers that tests/prefetch/store/test_servers.py starts: nginx, Ceph radosgw (apt-get), Azurite (npm, into this
-# folder); Prometheus, which scrapes metrics (apt-get); and FFmpeg's libraries (apt-get), which decode sound and video. Best effort: what cannot be installed is
-# said here, and its tests skip with the reason.
+# Install the servers that tests/prefetch/store/test_servers.py starts: nginx, Ceph radosgw (apt-get), Azurite (npm, into
+# this folder); Prometheus, which scrapes metrics, and Chromium, which shows the live page (apt-get); and FFmpeg's
+# libraries (apt-get), which decode sound and video. Best effort: what cannot be installed is said here, and its tests
+# skip with the reason.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -33,6 +34,14 @@ elif have apt-get && [[ $(id -u) -eq 0 ]]; then
     attempt "${packages[*]}" 240 apt-get install -y --no-install-recommends "${packages[@]}"
 else
     echo "servers: ${packages[*]}: NOT installed, their tests will skip: they need apt-get and root"
+fi
+
+if have chromium || have google-chrome; then # for tests/ecosystem/test_ecosystem_top.py
+    echo "servers: chromium: here"
+elif have apt-get && [[ $(id -u) -eq 0 ]]; then
+    attempt chromium 240 apt-get install -y --no-install-recommends chromium
+else
+    echo "servers: chromium: NOT installed, its tests will skip: it needs apt-get and root"
 fi
 
 if [[ -x node_modules/.bin/azurite-blob ]]; then
