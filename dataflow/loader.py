@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from dataflow.stats import LoaderStats, WorkerStats
     from dataflow.stream.loader import StreamLoader
     from prefetch.control.pause import ReadPause
+
+_log = logging.getLogger("dataflow")
 
 D_co = TypeVar("D_co", covariant=True, default=Any)
 """The dataset: a `Sharded` one decides what batches and statistics are."""
@@ -383,6 +386,12 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         self._live = UNWATCHED
         if os.environ.get(OFF) == "0" or torch.utils.data.get_worker_info() is not None:
             return
+        try:
+            self._watch_on_page()
+        except Exception:  # as of a dataset whose attributes raise: no training ends for want of a name
+            _log.warning("`dataflow top` and metrics do not see a loader", exc_info=True)
+
+    def _watch_on_page(self) -> None:
         from dataflow.live.facts import counts_of
         from dataflow.live.names import name_of, role_of
         from dataflow.live.page import page_of_process

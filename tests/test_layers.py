@@ -155,7 +155,7 @@ MAY_USE: dict[str, set[str]] = {
         "prefetch.store",
         *DATASETS,
     },
-    "dataflow.live": {"sharding.hub", "sharding.topology", *LEAVES},
+    "dataflow.live": {"dataflow.shard_order", "sharding.hub", "sharding.topology", *LEAVES},
     "dataflow.workers": {
         "dataflow.live",
         "dataflow.progress",

@@ -43,7 +43,10 @@ def totals_of(counts: Mapping[str, float], offset: Mapping[str, float]) -> dict[
 def in_one_line(text: object) -> str:
     """Return an error or a reason as a short line without secrets and control characters."""
     if isinstance(text, BaseException):
-        text = f"{type(text).__name__}: {text}"
+        said = ""
+        with suppress(Exception):  # of whoever wrote it
+            said = str(text)
+        text = f"{type(text).__name__}: {said}"
     line = printable_name(without_secrets(str(text).strip().partition("\n")[0]))
     return line if len(line) <= _MOST_LETTERS else f"{line[:_MOST_LETTERS]}..."
 

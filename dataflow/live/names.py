@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dataflow.live.record import Role
+from dataflow.shard_order import Sharded
 from sharding.hub.names import is_hub, parse_name
 from sharding.printable import printable_name
 from sharding.urls import naming_part
@@ -33,12 +34,12 @@ def checked_name(name: Any) -> str:
 
 def name_of(dataset: Any) -> str:
     """Return the name of any dataset: the folder that it lies in, its name on the Hub, or its class."""
-    if getattr(dataset, "catalog", None) is None and not hasattr(dataset, "sources"):
+    if not isinstance(dataset, Sharded):
         return _name_of_class(dataset)
-    names = list(dict.fromkeys(map(_name_of_shards, dataset.sources)))
-    listed = "+".join(names[:_MOST_SOURCES])
-    more = len(names) - _MOST_SOURCES
-    return _shortened(f"{listed} and {more} more" if more > 0 else listed)
+    sources: Any = dataset
+    names = dict.fromkeys(map(_name_of_shards, sources.sources[:_MOST_SOURCES]))
+    more = len(sources.sources) - _MOST_SOURCES
+    return _shortened("+".join(names) + (f" and {more} more" if more > 0 else ""))
 
 
 def role_of(name: str, *, trains: bool) -> Role:

@@ -17,6 +17,8 @@ SUFFIX = ".page"
 _MOST_BYTES = 16 << 20
 _OLD_S = 86_400.0
 """Seconds for which the page of a process that is gone stays."""
+_MOST_GONE = 64
+"""Pages of processes that are gone which stay."""
 _TRIES = 10
 
 
@@ -69,15 +71,22 @@ def unread_pages(folders: Sequence[Path]) -> Iterator[tuple[Path, str]]:
 
 
 def remove_old(folder: Path, older_than_s: float = _OLD_S) -> None:
-    """Remove pages of processes that are gone, if they were written so long ago."""
+    """Remove pages of processes that are gone, if they were written so long ago, or others are newer.
+
+    Costs a look at each file: pages are not read.
+    """
     before = time.time() - older_than_s
-    kept = set[str]()
-    for path, record in pages_in([folder]):
-        if record.is_alive or record.written_at > before:
-            kept.add(path.name)
-    for name in set(_names(folder)) - kept:
+    gone = []
+    for name in _names(folder):
+        pid, _, ticks = name.removesuffix(SUFFIX).partition("-")
         with suppress(OSError):
-            if (folder / name).lstat().st_mtime < before:
+            written = (folder / name).lstat().st_mtime
+            if not (pid.isdecimal() and ticks == str(start_ticks(int(pid)))):
+                gone.append((written, name))
+    gone.sort(reverse=True)
+    for number, (written, name) in enumerate(gone):
+        if written < before or number >= _MOST_GONE:
+            with suppress(OSError):
                 (folder / name).unlink()
 
 

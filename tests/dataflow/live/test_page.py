@@ -202,6 +202,15 @@ def test_the_next_training_counts_on_and_knows_how_the_last_one_ended(folder: Pa
     assert read_pages([folder]) == []
 
 
+def test_few_pages_of_processes_that_are_gone_stay(folder: Path) -> None:
+    next(iter(DataLoader(range(8))))
+    for number in range(70):
+        (folder / f"{10_000_000 + number}-1.page").touch()
+    remove_old(folder)
+    assert len(list(folder.iterdir())) == 64 + 1
+    assert only(folder).is_alive
+
+
 # ---- what goes wrong ------------------------------------------------------------------------------------
 
 
@@ -227,6 +236,36 @@ def test_a_folder_that_is_not_ours_is_left_alone(
     assert [one.getMessage().partition(":")[0] for one in caplog.records] == [
         "`dataflow top` and metrics do not see this training, whose figures could not be written"
     ]
+
+
+class Odd(torch.utils.data.Dataset[int]):
+    """Its attributes raise, and so do the texts of its errors."""
+
+    class UnspeakableError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            raise self.UnspeakableError
+        return index
+
+    def __getattr__(self, name: str) -> object:
+        if name in ("dataset", "info"):
+            raise RuntimeError(name)
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("name", [None, "odd"])
+def test_odd_datasets_are_trained_on(folder: Path, name: str | None) -> None:
+    seen = []
+    with pytest.raises(Odd.UnspeakableError):
+        for batch in DataLoader(Odd(), name=name):
+            seen += [batch]
+    assert len(seen) == 3
 
 
 def test_a_full_disk_is_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
