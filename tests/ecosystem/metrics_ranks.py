@@ -54,4 +54,4 @@ def train(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    run_ranks(train, 2, args=sys.argv[1:2], timeout_s=60)
+    run_ranks(train, 2, args=sys.argv[1:2], timeout_s=300)
