@@ -64,7 +64,7 @@ def draw(axes: Any, panel: dict[str, Any], port: int, seconds: float) -> None:
     if panel["type"] == "stat":
         axes.axis("off")
         for number, (label, points) in enumerate(series[:3]):
-            height = 0.85 - 0.3 * number
+            height = 0.8 - 0.35 * number
             axes.text(0, height, shown(points[-1][1], unit), fontsize=16, va="center")
             axes.text(0.45, height, label, fontsize=8, va="center")
         return

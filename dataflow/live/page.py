@@ -43,10 +43,8 @@ _SHARE = 100
 """Times that the last write took have to pass before the next: writing takes at most 1 % of the time."""
 _EVENTS_S = 0.1
 """Seconds that writes at the ends of loops may take in a row, beyond that share."""
-_MOST_APART_S = 5.0
-"""Most seconds from one write to the next, though it was long on its way: the machine is busy."""
 _AGAIN_S = 60.0
-"""Seconds from a fault to the next try."""
+"""Seconds from a fault to the next try, and the longest time between two writes."""
 _MOST_GONE = 16
 """Loaders that are gone, and schedules that were closed, of which the page still tells."""
 _RANK_FIELDS = ("rank", "world_size", "local_rank", "local_world_size", "node")
@@ -73,6 +71,8 @@ class LivePage:
         """True if what `DATAFLOW_METRICS` says was tried."""
         self._fd = -1
         self._sequence = 0
+        self._cost_s = 0.0
+        """Seconds that the last write took: of a processor, and for the disk."""
         self._event_time = _EVENTS_S, time.monotonic()
         """Seconds that writes because loops ended may take from now on, and when that was so."""
         self._has_told = False
@@ -133,7 +133,7 @@ class LivePage:
         left = min(_EVENTS_S, left + (now - before) / _SHARE)
         if left > 0 and self.due < math.inf:
             self.write(now)
-            left -= time.monotonic() - now
+            left -= self._cost_s
         self._event_time = left, now
 
     def write(self, now: float) -> None:
@@ -170,19 +170,24 @@ class LivePage:
     def _write(self, now: float, state: ProcessState) -> None:
         if self._is_over:
             return
-        self.due = now + PERIOD_S
+        # To wait for a processor meanwhile is no cost of ours; to wait for a disk is.
+        self.due, cpu_s, waited_s = now + PERIOD_S, time.thread_time(), 0.0
         try:
             if self._fd < 0:
                 self._open()
             self._sequence += 1
             page = to_page(self._record(now, state), self._sequence)
-            if os.pwrite(self._fd, page, 0) != len(page):
+            began = time.monotonic()
+            num_written = os.pwrite(self._fd, page, 0)
+            waited_s = time.monotonic() - began
+            if num_written != len(page):
                 raise OSError("the disk is full")
         except Exception as error:
             self.due = now + _AGAIN_S
             self._tell(error)
-        if self._sequence > 1:  # the first time, what is needed is imported
-            self.due = max(self.due, now + min(_SHARE * (time.monotonic() - now), _MOST_APART_S))
+        self._cost_s = time.thread_time() - cpu_s + waited_s
+        if self._sequence > 1:  # the first one imports and looks around
+            self.due = max(self.due, now + min(_AGAIN_S, _SHARE * self._cost_s))
 
     def _tell(self, error: Exception) -> None:
         if not self._has_told:

@@ -7,6 +7,7 @@ import signal
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,34 @@ def test_a_page_is_written_once_a_second_at_most(folder: Path, monkeypatch: pyte
         seen.append(only(folder).loaders[0].stats["batches"])
         now[0] += 0.1
     assert len(set(seen)) == 3
+
+
+def test_a_slow_disk_has_pages_written_less_often_and_a_busy_machine_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, slow = [100.0], {"disk": 0.0, "figures": 0.0}
+    monkeypatch.setattr(page_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(page_module.time, "thread_time", lambda: 0.0)
+    pwrite, rank = os.pwrite, page_module.rank_info
+
+    def written(*arguments: Any) -> int:
+        now[0] += slow["disk"]
+        return pwrite(*arguments)
+
+    def told() -> Any:
+        now[0] += slow["figures"]
+        return rank()
+
+    monkeypatch.setattr(page_module.os, "pwrite", written)
+    monkeypatch.setattr(page_module, "rank_info", told)
+    page, batches = page_module.page_of_process(), iter(DataLoader(range(100)))
+    next(batches)
+    for kind, pause in (("figures", 1.0), ("disk", 20.0)):
+        now[0] = began = page.due
+        slow[kind] = 0.2
+        next(batches)
+        slow[kind] = 0.0
+        assert page.due - began == pytest.approx(pause)
 
 
 @pytest.mark.parametrize("fails", [False, True])
