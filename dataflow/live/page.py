@@ -62,6 +62,8 @@ class LivePage:
         self.due = 0.0 if "dataflow.stats" in sys.modules else time.monotonic() + PERIOD_S
         """The time of `time.monotonic` from which on a batch has the page written."""
         self._folders = folders or page_folders
+        self._folder: Path | None = None
+        """The folder that was taken."""
         self._lock = threading.Lock()  # guards writing, and what is on the page
         self._loaders: list[LiveLoader] = []
         self._schedules: list[LiveSchedule] = []
@@ -209,6 +211,7 @@ class LivePage:
                 faults.append(f"{folder}: {error.strerror or error}")
                 continue
             remove_old(folder)
+            self._folder = folder
             return
         raise OSError("; ".join(faults))
 
@@ -256,9 +259,9 @@ class LivePage:
         """Have counts of what is new go on from those of the training before, if there was one."""
         members: list[LiveLoader | LiveSchedule] = [*self._loaders, *self._schedules]
         fresh = [one for one in members if not one.is_continued]
-        if not fresh:
+        if not fresh or self._folder is None:
             return
-        gone = [record for _, record in pages_in(self._folders()) if not record.is_alive]
+        gone = [record for _, record in pages_in([self._folder]) if not record.is_alive]
         for one in fresh:
             one.continue_counts(gone)
 
