@@ -24,7 +24,7 @@ def made(folder: str) -> list[str]:
 def busy(rank: int) -> None:
     """Compute for a while, rank 1 for longer."""
     one = torch.ones(64, 64)
-    for _ in range(800 if rank else 20):
+    for _ in range(400 if rank else 20):
         one @ one
 
 
