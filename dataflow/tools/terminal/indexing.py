@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.progress.bar import ProgressBar
+from dataflow.sources.loose import find_loose, may_be_loose
 from dataflow.sources.opening import checking, index, is_there, load_catalog, save_catalog, shards_of
 from dataflow.tools.terminal.report import Part, Sentence, Table, bytes_text, show
 from prefetch.store.reader import StoreReader
@@ -76,6 +77,7 @@ def index_source(
     """
     if output is not None and not output.endswith(CATALOG_SUFFIX):
         raise ValueError(f"--output must end in {CATALOG_SUFFIX}, got {output!r}")
+    _refuse_loose(source, dataset_options)
     with Retrier() as retrier:
 
         def look(looks_up: LooksUp) -> list[str]:
@@ -97,6 +99,18 @@ def index_source(
             num_files, folder = copy_beside(catalog.fingerprint(), local_path(target.path))
             show([f"{num_files} of lengths, in {folder}" if num_files else _NO_LENGTHS])
         return catalog
+
+
+def _refuse_loose(source: Sequence[str], dataset_options: Mapping[str, Any]) -> None:
+    """Raise for loose files: they have no catalog that is looked for."""
+    is_named = dataset_options.get("format") == "files"
+    if is_named or (dataset_options.get("format", "auto") == "auto" and may_be_loose(source)):
+        options = dataset_options.get("storage_options", {})
+        if not is_catalog(source[0]) and find_loose(list(source), options, any_kind=is_named) is not None:
+            raise ValueError(
+                f"{identity_of(source[0])} means loose files, which are listed each time they are opened: "
+                "nothing is to be indexed; ShardedDataset(..., catalog='x.catalog') keeps a catalog"
+            )
 
 
 def _brought_up(target: CatalogTarget, retrier: Retrier, *, checksum: bool) -> Catalog:

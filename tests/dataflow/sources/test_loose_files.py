@@ -14,6 +14,7 @@ from datasets_kit import plain, rank
 
 from dataflow import DataLoader, SampleError, ShardedDataset, ShardReadError, ShardWriter
 from dataflow.sources.loose import LooseFiles, find_loose
+from dataflow.tools.terminal.indexing import index_source
 from sharding.errors import ShardChangedError
 
 RAW: Mapping[str, Any] = {"jpg": None}
@@ -266,6 +267,12 @@ def test_a_pattern_that_nothing_matches_says_among_how_many_files(tmp_path: Path
     write(tmp_path, {"a/1.jpg": b"1", "a/2.jpg": b"2"})
     with pytest.raises(ShardReadError, match=r"no file matches this pattern among 2"):
         ShardedDataset(f"{tmp_path}/*/*.png")
+
+
+def test_the_command_that_indexes_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:
+    write(tmp_path, {"a/1.jpg": b"1"})
+    with pytest.raises(ValueError, match=r"means loose files.*nothing is to be indexed"):
+        index_source([str(tmp_path)], {}, output=None, block_bytes=None)
 
 
 def test_a_listing_has_sizes_and_versions(tmp_path: Path) -> None:
