@@ -30,7 +30,7 @@ _FIRST_TRIES = 4
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    help="Port of that page, on 127.0.0.1; 0: a free one.",
+    help="Number of the port of that page, on 127.0.0.1; 0: a free one.",
     show_default="9401",
 )
 @plain_errors
