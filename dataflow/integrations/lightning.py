@@ -16,7 +16,8 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as error:
     raise ImportError(
-        f"dataflow.integrations.lightning needs another package ({error}): pip install 'lightning>=2.5'"
+        f"dataflow.integrations.lightning needs another package ({error}): "
+        "pip install 'dataflow-loader[lightning]'"
     ) from error
 
 warn_if_untried("lightning", ("2.5", "2.6"))

@@ -126,7 +126,7 @@ def _bytes_of(path: Path) -> bytes:
     with open(fd, "rb", buffering=0):
         if os.fstat(fd).st_uid != os.geteuid():
             raise PermissionError(f"{path} belongs to another user")
-        return os.pread(fd, _MOST_BYTES, 0)
+        return os.pread(fd, min(os.fstat(fd).st_size, _MOST_BYTES), 0)
 
 
 def boot_id() -> str:

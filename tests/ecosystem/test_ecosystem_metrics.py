@@ -26,6 +26,7 @@ from dataflow import DataLoader
 from dataflow.live.instruments import all_instruments
 from dataflow.live.page import LivePage
 
+pytest.importorskip("lightning", reason="runs with the frameworks: pip install -e '.[ecosystem]'")
 pytestmark = pytest.mark.timeout(150)
 RANKS = Path(__file__).with_name("metrics_ranks.py")
 LIVE = files("dataflow.live")
@@ -129,8 +130,8 @@ def alert_queries() -> Iterator[tuple[str, str]]:
 def test_prometheus_answers_every_query_of_dashboard_and_alerts(tmp_path: Path) -> None:
     with two_ranks(tmp_path) as target, prometheus(tmp_path, target) as port:
         until(port, "count(increase(dataflow_schedule_windows_total[20s]) > 4) == 2")
-        empty = {title for title, query in dashboard_queries() if not asked(port, query)}
-        assert empty <= {"Cache hits"}  # there is no remote store here
+        for title, query in dashboard_queries():
+            assert title == "Cache hits" or until(port, query)  # there is no remote store here
         firing = {name: asked(port, expression) for name, expression in alert_queries()}
         del firing["DataflowTrainingWaits"]  # as slow as this machine is now
         del firing["DataflowStragglingRank"]  # it fires, as soon as its rates are those of training

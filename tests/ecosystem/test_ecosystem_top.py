@@ -22,6 +22,7 @@ from dataflow.tools.top.view import Follower
 from dataflow.tools.top.web import PageServer
 
 aiohttp = pytest.importorskip("aiohttp")
+pytest.importorskip("lightning", reason="runs with the frameworks: pip install -e '.[ecosystem]'")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.timeout(60),
@@ -35,7 +36,7 @@ from dataflow import DataLoader
 compute = threading.Event().wait
 loader = DataLoader(range(1 << 20), batch_size=16, name={NAME!r})
 for batch in loader:
-    compute(0.01)
+    compute(0.05)
 """
 DEADLINE_S = 20.0
 
@@ -179,16 +180,16 @@ def test_top_follows_a_training_that_was_not_started_for_it(training: Training) 
     trainings = json.loads(said.stdout)["trainings"]  # those of other tests, too
     [shown] = [one for one in trainings if [loader["name"] for loader in one["loaders"]] == [NAME]]
     assert (shown["program"], shown["where"]) == ("train.py", "training")
-    assert 0 < shown["batches_per_s"] <= 100
+    assert 0 < shown["batches_per_s"] <= 20
 
 
 def test_the_page_follows_a_training_in_a_browser(training: Training, url: str, tmp_path: Path) -> None:
     async def check(tab: Tab) -> None:
         await tab.until("document.querySelector('.verdict')?.textContent.includes('data-bound')")
+        await tab.until("document.querySelector('.where').textContent == 'bottleneck: training'")
         assert (await tab.value("document.querySelector('h2').textContent")).startswith(
             "train.py: 1 rank on "
         )
-        assert await tab.value("document.querySelector('.where').textContent") == "bottleneck: training"
         cells = await tab.value("[...document.querySelectorAll('tbody td')].map((one) => one.textContent)")
         assert cells[:3] == ["0", NAME, "0"]
         assert cells[3].endswith("/65,536")
