@@ -39,7 +39,7 @@ def resume(trainer: Trainer) -> LoadStates:
         >>> callback = resume(trainer)
         >>> trainer.fit(module, loader, ckpt_path="last.ckpt")
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[Any] = trainer.callbacks
     for callback in callbacks:
         if isinstance(callback, LoadStates):
             return callback
@@ -47,7 +47,7 @@ def resume(trainer: Trainer) -> LoadStates:
     return added
 
 
-class LoadStates(Callback):
+class LoadStates(Callback):  # type: ignore[misc]
     """The callback that `resume` adds: states of loaders that are left when training starts are loaded."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
