@@ -98,6 +98,12 @@ class DecisionLog:
         return tuple(self._last)
 
 
+def _before(gone: Sequence[TrainingRecord]) -> list[TrainingRecord]:
+    """Return the trainings of this script on this machine, the oldest first."""
+    own = platform.node(), program()
+    return sorted((one for one in gone if (one.host, one.program) == own), key=lambda one: one.written_at)
+
+
 class LiveLoader(Unwatched):
     """A loader on the page. Its loops call `begins`, `batch` and `ends`: cheap, and nothing is raised."""
 
@@ -144,15 +150,13 @@ class LiveLoader(Unwatched):
         rank, _, _, node = figures.ranks
         own = (self.name, self.role, rank, node)
         former = [
-            (record.written_at, one)
-            for record in gone
-            if (record.host, record.program) == (platform.node(), program())
+            one
+            for record in _before(gone)
             for one in record.loaders
             if (one.name, one.role, one.rank, one.node) == own
         ]
         if former:
-            _, one = max(former, key=lambda pair: pair[0])
-            self.goes_on_from(totals_of(counts_of(one.stats), one.offset))
+            self.goes_on_from(totals_of(counts_of(former[-1].stats), former[-1].offset))
 
     def begins(self, epoch: int) -> None:
         """Note that a loop begins."""
@@ -280,15 +284,13 @@ class LiveSchedule:
         self.is_continued = True
         own = tuple(self._about[name] for name in ("loader", "rank", "node"))
         former = [
-            (record.written_at, one)
-            for record in gone
-            if (record.host, record.program) == (platform.node(), program())
+            one
+            for record in _before(gone)
             for one in record.schedules
             if (one.loader, one.rank, one.node) == own
         ]
         if former:
-            _, one = max(former, key=lambda pair: pair[0])
-            self._offset = totals_of(one.counts, one.offset)
+            self._offset = totals_of(former[-1].counts, former[-1].offset)
 
     def ends(self) -> None:
         """Note that it is closed."""

@@ -383,7 +383,7 @@ def _snapshots(workers: list[Worker]) -> list[WorkerState | None]:
 
 
 class RoundRobin:
-    """Whose turn it is: workers one after another, without those that have ended."""
+    """Says whose turn it is: workers one after another, without those that have ended."""
 
     def __init__(self, count: int, progress: EpochProgress, num_sent: int = 0) -> None:
         self.count = count
