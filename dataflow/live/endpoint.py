@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -190,7 +189,3 @@ async def _run(endpoint: NodeAnswers, listener: socket.socket, pidfd: int) -> No
     endpoint.answer("GET", "/metrics")  # imports what that needs before the first scrape
     await over.wait()
     server.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -99,14 +99,17 @@ def _well(share: float, *, is_ready: bool, is_running: bool) -> str:
 def liveness(records: Sequence[TrainingRecord], now: float, limit_s: float) -> tuple[bool, str]:
     """Return whether all ranks of a node live, and a line a rank. Without a record: nothing is known yet.
 
-    A rank lives while its process does and one of its loaders had a batch within the limit, or none runs.
+    A rank lives while its process does and one of its loaders had a batch within the limit, or none runs. One
+    that has ended without an error is well.
     """
     lines, is_alive = [], True
     for record in records:
         loops = [one for one in record.loaders if one.state == "running"]
         healths = [health_of(one, now, limit_s) for one in loops]
         failed = [one for one in record.loaders if one.state == "failed"]
-        if not record.is_alive:
+        if record.state == "ended" and not record.error:
+            text = "ended"  # its node's other ranks may still write the last checkpoint
+        elif not record.is_alive:
             is_alive, text = False, f"process {record.pid} {record.state}{_because(record.error)}"
         elif healths and not any(one.is_alive for one in healths) and not _is_busy(record, now, limit_s):
             is_alive, text = False, healths[0].message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,8 @@ def page_folders() -> list[Path]:
     uid, runtime = os.geteuid(), os.environ.get("XDG_RUNTIME_DIR", "")
     folders = [Path(runtime) / "dataflow"] if os.path.isabs(runtime) else []
     named = f"dataflow-{uid}"
-    others = (Path(tempfile.gettempdir()) / named, Path(f"/run/user/{uid}/dataflow"), Path("/tmp") / named)
+    # TMPDIR last: on clusters it may be a disk that other machines share, and a slow one.
+    others = (Path(f"/run/user/{uid}/dataflow"), Path("/tmp") / named, Path(tempfile.gettempdir()) / named)
     return list(dict.fromkeys([*folders, *others]))
 
 
@@ -52,7 +54,7 @@ def pages_in(folders: Sequence[Path]) -> Iterator[tuple[Path, TrainingRecord]]:
     for folder in folders:
         for name in _names(folder):
             record = _read(folder / name)
-            if record is None:
+            if record is None or record.host != platform.node():  # of another machine: who knows if it lives
                 continue
             is_gone = record.boot_id != boot or start_ticks(record.pid) != record.start_ticks
             if is_gone and record.is_alive:

@@ -125,10 +125,11 @@ def _read_footer(file: BinaryIO, shard: Shard) -> tuple[Ints, Ints]:
     if version != 1:
         raise fail(f"version {version} of ArrayRecord; only version 1 is known")
     starts, counts = np.append(table[:, 0], footer_at), table[:, 2]
-    if len(counts) != num_chunks or (counts <= 0).any() or counts.sum() != num_records:
+    if len(counts) != num_chunks or ((counts <= 0) | (counts >> 32)).any() or counts.sum() != num_records:
         told = f"{num_records} records in {num_chunks} chunks"
         raise fail(f"the footer tells {told}, and lists {counts.sum()} in {len(counts)}")
-    if starts[0] < 0 or (np.diff(starts) < _HEADER).any():
+    outside = (starts < 0) | (starts > footer_at)  # differences of such numbers may wrap around
+    if outside.any() or (np.diff(starts) < _HEADER).any():
         raise fail("the chunks that the footer lists do not lie one behind the other")
     return starts, counts
 

@@ -100,6 +100,8 @@ def numbers_in(data: Bytes) -> NDArray[np.int64]:
     is_last = data < 0x80
     if is_last.all():
         return data.astype(np.int64)
+    if not is_last[-1]:
+        raise WireError("a number ends behind its list")
     ends = np.flatnonzero(is_last)
     firsts = np.append(0, ends[:-1] + 1)
     sizes = ends - firsts + 1

@@ -24,7 +24,8 @@ ROWS_END = b"LDARW01\0"
 """The last bytes of a chunk of rows."""
 ROWS = ArrowFileFormat()
 """Reads the Arrow file that rows are."""
-_PREFIX, _FRAME = struct.Struct("<8sHHIII"), struct.Struct("<IIQII")
+_PREFIX = struct.Struct("<8sHHIII")
+_FRAME = np.dtype([("first", "<u4"), ("count", "<u4"), ("at", "<u8"), ("length", "<u4"), ("nbytes", "<u4")])
 
 
 def as_footer(layout: SampleLayout, codec: str | None, **more: Any) -> bytes:
@@ -54,28 +55,30 @@ def scan_frames(file: BinaryIO, shard: Shard, layout: SampleLayout, chunk: Mappi
     if len(head) < _PREFIX.size:
         raise corrupt("truncated", len(head))
     _, version, _, count, _, num_frames = _PREFIX.unpack(head)
-    end = _PREFIX.size + 4 * (count + 1) + _FRAME.size * num_frames
+    end = _PREFIX.size + 4 * (count + 1) + _FRAME.itemsize * num_frames
     if version != 1 or end > shard.size:
         raise corrupt(f"version {version}, {count} samples in {num_frames} frames of {shard.size} bytes", 8)
     offsets = np.frombuffer(file.read(4 * (count + 1)), "<u4").astype(np.int64)
-    table = file.read(_FRAME.size * num_frames)
+    table = file.read(_FRAME.itemsize * num_frames)
     if (np.diff(offsets, prepend=0) < 0).any() or offsets[0]:
         raise corrupt("offsets of samples fall", _PREFIX.size)
     layout.check_sizes(offsets, shard)
     check_count(chunk, count, shard)
-    first = np.array([*(frame[0] for frame in _FRAME.iter_unpack(table)), count], np.int64)
-    frames = np.array([frame[1:] for frame in _FRAME.iter_unpack(table)], np.int64).reshape(-1, 4)
-    counts, offset, length, nbytes = frames.T
-    fits = (np.diff(first) == counts) & (counts > 0) & (offset >= end) & (length > 0)
+    rows = np.frombuffer(table, _FRAME)
+    first = np.append(rows["first"].astype(np.int64), count)
+    counts, length, nbytes = (rows[name].astype(np.int64) for name in ("count", "length", "nbytes"))
+    fits = rows["at"] <= shard.size  # before they are signed numbers
+    offset = np.where(fits, rows["at"], 0).astype(np.int64)
+    fits &= (np.diff(first) == counts) & (counts > 0) & (offset >= end) & (length > 0)
     fits &= offset + length <= shard.size
     if not fits.all() or first[0] or (np.diff(offsets[first]) != nbytes).any():
-        raise corrupt("frames do not hold the samples", end - _FRAME.size * num_frames)
+        raise corrupt("frames do not hold the samples", end - _FRAME.itemsize * num_frames)
     sizes = np.diff(offsets).astype("<u4")
     return ShardScan(
-        offset=offset.copy(),
-        length=length.copy(),
-        nbytes=nbytes.copy(),
-        num_samples=counts.copy(),
+        offset=offset,
+        length=length,
+        nbytes=nbytes,
+        num_samples=counts,
         schema=layout.schema(np.diff(offsets)),
         index=[sizes[a:b].tobytes() for a, b in pairwise(first.tolist())],
         footer=as_footer(layout, "zstd", framed=True),

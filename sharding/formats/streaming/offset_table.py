@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Shard
-from sharding.errors import CorruptShardError
+from sharding.errors import CorruptShardError, ShardReadError
 from sharding.urls import file_name
 
 Ints = NDArray[np.int64]
@@ -48,8 +48,13 @@ def unpacked(file: BinaryIO, shard: Shard) -> Iterator[BinaryIO]:
         stored = memoryview(file.read())
         yield io.BytesIO(unpack(stored, codec, _snappy_size(stored), _corrupt(shard)))
     else:
-        with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec) as stream:
-            yield cast(BinaryIO, stream)
+        try:
+            with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec) as stream:
+                yield cast(BinaryIO, stream)
+        except ShardReadError:  # of the store: it is an OSError
+            raise
+        except (OSError, pa.ArrowException) as error:
+            raise _corrupt(shard)(f"corrupt or truncated {codec} data: {error}") from error
 
 
 def unpack(
@@ -62,6 +67,8 @@ def unpack(
     try:
         if codec == "snappy":
             size = _snappy_size(data)
+            if size < 0:
+                raise corrupt("corrupt or truncated snappy data: its size is none")
             if size != nbytes:
                 raise corrupt(f"decompresses to {size} bytes where {nbytes} were indexed")
             return memoryview(pa.Codec(codec).decompress(data, decompressed_size=nbytes))
@@ -78,12 +85,15 @@ def unpack(
 
 
 def _snappy_size(data: memoryview) -> int:
-    """The size of what raw snappy data decompresses to: a varint at its beginning."""
+    """The size of what raw snappy data decompresses to, a varint at its beginning; -1: it cannot be so large.
+
+    Three bytes of a copy make at most 64.
+    """
     size = 0
     for i, byte in enumerate(data[:5]):
         size |= (byte & 127) << (7 * i)
         if byte < 128:
-            return size
+            return size if size <= 22 * len(data) + 64 else -1
     return -1
 
 
@@ -94,17 +104,11 @@ def read_offsets(plain: BinaryIO, shard: Shard) -> Ints:
         CorruptShardError: truncated, or offsets that fall or do not end where the file does.
     """
     is_whole = codec_of(shard.url) is None
-    try:
-        count = int.from_bytes(_exactly(plain, 4, shard, 0), "little")
-        most = shard.size // 4 if is_whole else _MOST_SAMPLES
-        if count >= most:
-            raise _corrupt(shard)(
-                f"begins with a number of {count} samples, of which it has at most {most}", 0
-            )
-        offsets = np.frombuffer(_exactly(plain, 4 * (count + 1), shard, 4), "<u4").astype(np.int64)
-    except (OSError, pa.ArrowException) as error:
-        reason = f"corrupt or truncated {codec_of(shard.url)} data: {error}"
-        raise _corrupt(shard)(reason, 0) from error
+    count = int.from_bytes(_exactly(plain, 4, shard, 0), "little")
+    most = shard.size // 4 if is_whole else _MOST_SAMPLES
+    if count >= most:
+        raise _corrupt(shard)(f"begins with a number of {count} samples, of which it has at most {most}", 0)
+    offsets = np.frombuffer(_exactly(plain, 4 * (count + 1), shard, 4), "<u4").astype(np.int64)
     falls = np.flatnonzero(np.diff(offsets, prepend=4 * (count + 2)) < 0)
     if len(falls):
         i = int(falls[0])

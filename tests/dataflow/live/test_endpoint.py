@@ -123,6 +123,7 @@ def test_a_rank_lives_while_one_of_its_loaders_has_batches(record: TrainingRecor
     assert text.startswith("rank 0: no batch was taken for 601 s, more than 600:")
     [ended] = of_ranks(record, "running", state="ended")
     assert liveness([ended], now + 10_000, 600)[0]
+    assert liveness(of_ranks(record, "running", "ended"), now, 600) == (True, "rank 0: alive\nrank 1: ended")
     is_alive, text = liveness(of_ranks(record, "running", "died"), now, 600)
     assert (is_alive, text) == (False, "rank 0: alive\nrank 1: process 101 died")
 

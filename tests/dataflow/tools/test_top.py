@@ -6,6 +6,7 @@ import http.client
 import io
 import json
 import os
+import platform
 import pwd
 import socket
 import threading
@@ -316,7 +317,9 @@ def test_without_a_training_it_says_what_to_look_at(nobody: Path) -> None:
 
 
 def test_the_training_that_was_last_there_is_named(nobody: Path) -> None:
-    (nobody / "1-1.page").write_bytes(to_page(record(10, state="ended", error="OSError: full"), 1))
+    (nobody / "1-1.page").write_bytes(
+        to_page(record(10, state="ended", error="OSError: full", host=platform.node()), 1)
+    )
     assert "train.py ended" in run("--once")[1]
     assert "with OSError: full" in run("--once")[1]
 

@@ -223,6 +223,19 @@ def test_a_table_of_frames_that_lies_is_an_error(tmp_path: Path, at: int, value:
         ShardedDataset(str(folder))
 
 
+@pytest.mark.parametrize("at", [(1 << 63) - 2, (1 << 63) + 5])
+def test_a_frame_at_a_place_that_no_file_has_is_an_error(tmp_path: Path, at: int) -> None:
+    folder = copied(tmp_path, "frames")
+    data = bytearray((folder / "chunk-0-0.bin").read_bytes())
+    place = (
+        24 + 4 * (int.from_bytes(data[12:16], "little") + 1) + 8
+    )  # in the first row of the table of frames
+    data[place : place + 8] = at.to_bytes(8, "little")
+    (folder / "chunk-0-0.bin").write_bytes(data)
+    with pytest.raises(CorruptShardError, match="frames do not hold the samples"):
+        ShardedDataset(str(folder))
+
+
 def test_sizes_that_are_none_of_a_sample_are_noticed(tmp_path: Path) -> None:
     folder = copied(tmp_path, "leaves")
     data = bytearray((folder / "chunk-0-0.bin").read_bytes())

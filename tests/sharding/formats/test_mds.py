@@ -310,6 +310,25 @@ def test_damage_of_a_compressed_shard_is_an_error(tmp_path: Path, kind: str) -> 
                 ShardedDataset(str(source))[59]
 
 
+@pytest.mark.parametrize("kind", ["zstd", "gz", "br", "bz2"])
+def test_damage_behind_the_table_of_a_compressed_shard_is_of_the_shard(tmp_path: Path, kind: str) -> None:
+    write_mds(tmp_path, NUMBERS, [numbered(range(60))], kind)
+    path = tmp_path / f"shard.00000.mds.{kind}"
+    sound = path.read_bytes()
+    for cut in (len(sound) // 2, len(sound) - 9):
+        damaged = tmp_path / f"{cut}.mds.{kind}"
+        damaged.write_bytes(sound[:cut] + bytes(b ^ 255 for b in sound[cut : cut + 8]) + sound[cut + 8 :])
+        with pytest.raises(CorruptShardError, match=damaged.name):
+            ShardedDataset(str(damaged))[59]
+
+
+def test_a_snappy_shard_that_claims_more_than_it_can_hold_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "shard.00000.mds.snappy"
+    path.write_bytes(b"\xff\xff\xff\xff\x0f" + bytes(20))
+    with pytest.raises(CorruptShardError, match="its size is none"):
+        ShardedDataset(str(path))
+
+
 def test_a_hash_that_fails_is_an_error(tmp_path: Path) -> None:
     shutil.copytree(MDS / "zstd", tmp_path / "zstd")
     index = (tmp_path / "zstd" / "index.json").read_text()
