@@ -39,6 +39,8 @@ _SIMPLE, _TRANSPOSED = ord("r"), ord("t")
 _CODECS = {ord("z"): "zstd", ord("s"): "snappy"}
 _MOST_BYTES = (2 << 30) - 1
 """The bytes of a chunk's records, at most."""
+_MOST_RECORDS = 1 << 24
+"""Records of a block of compressed chunks, of which a few bytes may tell."""
 _CHUNK = np.dtype([("at", "<u4"), ("records", "<u4")])
 _REFUSED = {
     _TRANSPOSED: "its chunks are transposed, which is not read: write it with the option transpose:false",
@@ -201,8 +203,9 @@ def _records_in(plain: Bytes, at: Ints, expected: Ints | None, fail: _Fail) -> R
         (size < 2).any()
         or (size > (len(plain) - body).astype(np.uint64)).any()
         or (decoded > _MOST_BYTES).any()
+        or decoded.sum() > _MOST_BYTES
     ):
-        raise fail("truncated or corrupt: a chunk ends behind its block, or has more than 2 GiB")
+        raise fail("truncated or corrupt: a chunk ends behind its block, or the block has more than 2 GiB")
     try:
         counts, decoded = counts.astype(np.int64), decoded.astype(np.int64)
         return _Lists.of(plain, body, body + size.astype(np.int64), decoded, counts).records(counts, decoded)
@@ -261,7 +264,9 @@ class _Lists(Struct, frozen=True):
             raise WireError("its list of sizes ends behind it")
         if not codecs.any():
             return cls(gathered(plain, sizes_at, length), length, plain, values_at, end)
-        values = _decompressed(plain, codecs, values_at, end)
+        if (counts < 0).any() or int(counts.max()) > _MOST_RECORDS or int(counts.sum()) > _MOST_RECORDS:
+            raise WireError(f"a block of compressed chunks has more than {_MOST_RECORDS:,} records")
+        values = _decompressed(plain, codecs, values_at, end, most=decoded)
         ends = np.cumsum([len(one) for one in values])
         starts = np.append(0, ends[:-1])
         if (
@@ -270,7 +275,7 @@ class _Lists(Struct, frozen=True):
             if (np.diff(ends, prepend=0) != decoded).any():
                 raise WireError("its record has another size than it")
             return cls(None, counts, np.frombuffer(b"".join(values), np.uint8), starts, ends)
-        sizes = _decompressed(plain, codecs, sizes_at, values_at)
+        sizes = _decompressed(plain, codecs, sizes_at, values_at, most=10 * counts)
         per_chunk = np.array([len(one) for one in sizes], np.int64)
         joined = [np.frombuffer(b"".join(parts), np.uint8) for parts in (sizes, values)]
         return cls(joined[0], per_chunk, joined[1], starts, ends)
@@ -294,12 +299,12 @@ class _Lists(Struct, frozen=True):
         return Records(self.data, first + before[:-1], sizes)
 
 
-def _decompressed(plain: Bytes, codecs: Bytes, start: Ints, end: Ints) -> list[bytes]:
-    """Decompress one part of each chunk: its decompressed size, and what has it."""
+def _decompressed(plain: Bytes, codecs: Bytes, start: Ints, end: Ints, *, most: Ints) -> list[bytes]:
+    """Decompress one part of each chunk: its decompressed size, and what has it. `most`: bytes that fit."""
     sizes, packed = varints_at(plain, start, 10)
     sizes, packed = np.where(codecs == 0, end - start, sizes), np.where(codecs == 0, start, packed)
-    if (packed > end).any() or (sizes < 0).any() or (sizes > _MOST_BYTES).any():
-        raise WireError("a part without a size, or of more than 2 GiB")
+    if (packed > end).any() or (sizes < 0).any() or (sizes > most).any():
+        raise WireError("a part without a size, or larger than its chunk tells")
     if (snappy := codecs == ord("s")).any() and (
         varints_at(plain, packed[snappy], 10)[0] != sizes[snappy]
     ).any():

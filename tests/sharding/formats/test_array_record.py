@@ -205,3 +205,10 @@ def test_an_index_that_does_not_fit_its_block_is_refused() -> None:
     for one in wrong:
         with pytest.raises(ValueError, match=r"chunk|buffer"):
             ArrayRecordFormat().check(one)
+
+
+def test_a_part_that_would_be_larger_than_its_chunk_tells_is_not_decompressed():
+    whole = fixture("array_record", "zstd-16.array_record")
+    damaged = changed(whole, CHUNK + 32, (1).to_bytes(8, "little"))  # bytes of the records of the chunk
+    with pytest.raises(CorruptShardError, match="larger than its chunk tells"):
+        scan_of(ArrayRecordFormat(), damaged, URL)
