@@ -10,7 +10,6 @@ and its workers are sent SIGKILL.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -243,12 +242,15 @@ def stop_using(server: Server, *, stands_still: bool = False) -> None:
         _end_unused()
 
 
-@atexit.register
 def _end_those_that_start() -> None:
     """A server that is still importing has no worker, and would notice the end of this process only later."""
     for server in _servers:
         if not server.has_forked:
             server.kill()
+
+
+# Behind the finalisers of open loaders: a server may have forked, and nobody have heard of it yet.
+util.Finalize(None, _end_those_that_start, exitpriority=0)
 
 
 def _end_unused() -> None:

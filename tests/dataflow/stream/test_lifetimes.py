@@ -358,8 +358,24 @@ IN_A_THREAD = NEVER_CLOSED.replace(
 )
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(("script", "code"), [(NEVER_CLOSED, 0), (FAILS, 7), (IN_A_THREAD, 0)])
+ENDS_EARLY = NEVER_CLOSED.replace(
+    "loader =",
+    "from prefetch.workers.fork_server import Server\n"
+    "Server.has_forked = property(lambda self: False, lambda self, _: None)\nloader =",
+    1,
+)
+"""The program ends before anybody has heard that the server has forked the workers, which are at work."""
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (NEVER_CLOSED, 0),
+        pytest.param(FAILS, 7, marks=pytest.mark.full),
+        pytest.param(IN_A_THREAD, 0, marks=pytest.mark.full),
+        (ENDS_EARLY, 0),
+    ],
+)
 def test_the_interpreter_ends_cleanly_with_an_open_loader(
     ints: Made, tmp_path: Path, script: str, code: int
 ) -> None:
