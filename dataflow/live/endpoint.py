@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import os
 import signal
@@ -30,8 +31,27 @@ _NICE = 5
 
 Answer = tuple[int, str, bytes]
 """Status, content type and body."""
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Unavailable"}
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    503: "Unavailable",
+}
+_LOOPBACK = {"127.0.0.1", "localhost", "[::1]"}
+"""Names of this machine for itself."""
 _TEXT, _JSON = "text/plain; charset=utf-8", "application/json"
+
+
+def is_for_loopback(host: str) -> bool:
+    """Return whether the Host of a request is this machine's name for itself.
+
+    A page of somebody else's that has its own name point here (DNS rebinding) is told by the Host that the
+    browser sends.
+    """
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    return name.lower() in _LOOPBACK
 
 
 class NodeAnswers:
@@ -42,6 +62,7 @@ class NodeAnswers:
         limit_s: seconds without a batch after which a rank is not alive.
         read: reads the pages.
         deadline_s: seconds that one connection may take.
+        is_local: whether only this machine can connect; browsers must then ask for its own name.
     """
 
     def __init__(
@@ -50,8 +71,11 @@ class NodeAnswers:
         limit_s: float = LIMIT_S,
         read: Callable[[], Sequence[TrainingRecord]] = read_pages,
         deadline_s: float = DEADLINE_S,
+        *,
+        is_local: bool = False,
     ) -> None:
         self._parent, self._limit_s, self._read, self._deadline_s = parent, limit_s, read, deadline_s
+        self._is_local = is_local
         self._num_open = 0
 
     def records(self) -> list[TrainingRecord]:
@@ -100,7 +124,10 @@ class NodeAnswers:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         parts = head.partition(b"\r\n")[0].decode("latin-1").split(" ")
-        if len(parts) == 3:
+        host = _host_in(head)
+        if self._is_local and host is not None and not is_for_loopback(host):
+            status, content_type, body = 403, _TEXT, b"this address is for http://127.0.0.1 and localhost\n"
+        elif len(parts) == 3:
             status, content_type, body = self.answer(parts[0], parts[1])
         else:
             status, content_type, body = 400, _TEXT, b"no request of HTTP\n"
@@ -155,6 +182,15 @@ class _Collector:
         yield from families.values()
 
 
+def _host_in(head: bytes) -> str | None:
+    """Return the Host that a request names; None: it names none, so no browser has sent it."""
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.decode("latin-1").partition(":")
+        if name.strip().lower() == "host":
+            return value.strip()
+    return None
+
+
 def _job(record: TrainingRecord) -> tuple[str, str, int]:
     return record.job, record.host, record.node
 
@@ -178,7 +214,8 @@ def main(arguments: str) -> None:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     listener = socket.socket(fileno=given["fd"])
-    asyncio.run(_run(NodeAnswers(parent, given["limit_s"]), listener, pidfd))
+    is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    asyncio.run(_run(NodeAnswers(parent, given["limit_s"], is_local=is_local), listener, pidfd))
 
 
 async def _run(endpoint: NodeAnswers, listener: socket.socket, pidfd: int) -> None:

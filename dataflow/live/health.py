@@ -55,7 +55,7 @@ def health_of(one: LoaderRecord, now: float, limit_s: float = LIMIT_S) -> Loader
         limit_s: seconds without a batch that a loop may take.
     """
     since = max(0.0, now - one.last_batch_at) if one.last_batch_at else None
-    quiet = since if since is not None else max(0.0, now - one.began_at) if one.began_at else 0.0
+    quiet = now - max(one.last_batch_at, one.loop_began_at)  # between two loops it may take long
     hangs = one.state == "running" and quiet > limit_s
     share = float(one.stats.get("stall_share", 0.0))
     if one.state == "failed":

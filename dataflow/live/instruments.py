@@ -79,6 +79,7 @@ def other_instruments() -> dict[str, Instrument]:
         "loader.epoch": loader["epoch"],
         "loader.loop_batches": loader["loop_batches"],
         "loader.loop_length": loader["loop_length"],
+        "loader.loop_began_timestamp_s": loader["loop_began_at"],
         "loader.last_batch_timestamp_s": loader["last_batch_at"],
         "schedule.step": "Optimizer steps, those of a loaded state included.",
         "schedule.window_s": schedule["window_s"],
@@ -124,6 +125,7 @@ def _loader_points(one: LoaderRecord) -> Iterator[MetricPoint]:
         "loader.epoch": one.epoch,
         "loader.loop_batches": one.loop_batches,
         "loader.loop_length": one.loop_length,
+        "loader.loop_began_timestamp_s": one.loop_began_at or None,
         "loader.last_batch_timestamp_s": one.last_batch_at or None,
     }
     yield from (

@@ -33,7 +33,7 @@ from dataflow.live.reading import (
     start_ticks,
 )
 from dataflow.live.record import VERSION, ProcessState, Role, TrainingRecord, to_page
-from dataflow.live.unwatched import OFF
+from dataflow.live.unwatched import OFF, UNWATCHED, Unwatched
 from dataflow.live.watched import LiveLoader, LiveSchedule, WatchedLoader
 
 _log = logging.getLogger("dataflow")
@@ -45,6 +45,8 @@ _EVENTS_S = 0.1
 """Seconds that writes at the ends of loops may take in a row, beyond that share."""
 _AGAIN_S = 60.0
 """Seconds from a fault to the next try, and the longest time between two writes."""
+_PATIENCE_S = 1.0
+"""Seconds for which a training waits for its page, at most."""
 _MOST_GONE = 16
 """Loaders that are gone, and schedules that were closed, of which the page still tells."""
 _RANK_FIELDS = ("rank", "world_size", "local_rank", "local_world_size", "node")
@@ -85,8 +87,8 @@ class LivePage:
 
     def add_loader(
         self, owner: WatchedLoader, name: str, role: Role, *, is_given: bool, counted: Mapping[str, float]
-    ) -> LiveLoader:
-        """Put a loader on the page.
+    ) -> Unwatched:
+        """Put a loader on the page, unless that is written by somebody for long.
 
         Args:
             owner: the loader, which may die at any time.
@@ -95,7 +97,9 @@ class LivePage:
             is_given: whether the user gave the name.
             counted: counts that are no part of it: those of the loader that it is a copy of.
         """
-        with self._lock:
+        if not self._lock.acquire(timeout=_PATIENCE_S):
+            return UNWATCHED  # a write hangs, as on a disk that has gone: the training goes on
+        try:
             one = LiveLoader(self, owner, name=name, role=role)
             one.goes_on_from({count: -value for count, value in counted.items() if value})
             gone = [
@@ -110,6 +114,8 @@ class LivePage:
             self._loaders.append(one)
             for old in [old for old in self._loaders if not old.is_alive][:-_MOST_GONE]:
                 self._loaders.remove(old)
+        finally:
+            self._lock.release()
         if is_given and one.name != name:
             _log.warning(
                 "two loaders that run in this process have the name %r: the second one is called %r in "
@@ -119,13 +125,17 @@ class LivePage:
             )
         return one
 
-    def add_schedule(self, **about: Any) -> LiveSchedule:
-        """Put a schedule on the page. `about`: fields of `ScheduleRecord` that never change."""
-        with self._lock:
+    def add_schedule(self, **about: Any) -> LiveSchedule | None:
+        """Put a schedule on the page, as a loader. `about`: fields of `ScheduleRecord` that never change."""
+        if not self._lock.acquire(timeout=_PATIENCE_S):
+            return None
+        try:
             one = LiveSchedule(self, **about)
             self._schedules.append(one)
             for old in [old for old in self._schedules if old.is_closed][:-_MOST_GONE]:
                 self._schedules.remove(old)
+        finally:
+            self._lock.release()
         return one
 
     def event(self) -> None:
@@ -154,7 +164,7 @@ class LivePage:
 
     def close(self) -> None:
         """Say that the process ends, if it has a page. Idempotent."""
-        if self._lock.acquire(timeout=1.0):
+        if self._lock.acquire(timeout=_PATIENCE_S):
             try:
                 if self._fd >= 0 and not self._is_over:
                     self._write(time.monotonic(), "ended")

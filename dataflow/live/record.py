@@ -44,7 +44,7 @@ class LoaderRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The dataset's, or what `name=` says; unique among the loaders of its process."""
     role: Role
     state: State
-    """"running": from the first batch of a loop to its end. A loop that was left by `break` stays "running"
+    """"running": from a loop's begin to its end. A loop that was left by `break` stays "running"
     until the next one. "failed": `error` says why."""
     rank: int
     world_size: int
@@ -59,6 +59,8 @@ class LoaderRecord(msgspec.Struct, frozen=True, kw_only=True):
     known."""
     began_at: float
     """The time when the first loop began."""
+    loop_began_at: float = 0.0
+    """The time when the loop began last; 0: none did."""
     last_batch_at: float
     """The time when the last batch was handed out; 0: none was yet."""
     kind: str

@@ -112,6 +112,7 @@ class LiveLoader(Unwatched):
         self._owner = weakref.ref(owner)
         self._state: State = "ready"
         self._began_at = 0.0
+        self._loop_began: float | None = None
         self._last_batch: float | None = None
         self._epoch: int | None = None
         self._loop_batches = 0
@@ -159,10 +160,13 @@ class LiveLoader(Unwatched):
             self.goes_on_from(totals_of(counts_of(former[-1].stats), former[-1].offset))
 
     def begins(self, epoch: int) -> None:
-        """Note that a loop begins."""
+        """Note that a loop begins; the page says so, if it is there: the first batch may never come."""
         self._began_at = self._began_at or time.time()
+        self._loop_began = time.monotonic()
         self._state, self._error = "running", ""
         self._epoch, self._loop_batches = epoch, 0
+        if self._last_batch is not None:
+            self._page.event()
 
     def batch(self) -> None:
         """Note that a batch is handed out; write the page if that is due."""
@@ -188,7 +192,7 @@ class LiveLoader(Unwatched):
         self._figures = figures = self._asked() or self._figures
         if figures is None:
             return None
-        last = self._last_batch
+        last, began = self._last_batch, self._loop_began
         return LoaderRecord(
             name=self.name,
             role=self.role,
@@ -198,6 +202,7 @@ class LiveLoader(Unwatched):
             loop_batches=self._loop_batches,
             loop_length=figures.loop_length,
             began_at=self._began_at,
+            loop_began_at=0.0 if began is None else at - (clock - began),
             last_batch_at=0.0 if last is None else at - (clock - last),
             kind=figures.kind,
             stats=figures.stats,

@@ -152,6 +152,91 @@ def test_promtool_finds_no_fault_in_the_alerts() -> None:
     subprocess.run(["promtool", "check", "rules", str(LIVE.joinpath("alerts.yaml"))], check=True, timeout=30)
 
 
+LOADER = 'job="j", instance="i", dataset="d", role="train", node="0"'
+RUNS = (f'dataflow_loader_running{{{LOADER}, rank="0"}}', "1x60")
+
+
+def counter(name: str, rate: float, rank: int = 0, more: str = "") -> tuple[str, str]:
+    """A counter of a loader that is scraped once a minute, and grows at a rate a second."""
+    return f'dataflow_{name}_total{{{LOADER}, rank="{rank}"{more}}}', f"0+{60 * rate:g}x60"
+
+
+def timestamp(name: str, minute: int) -> tuple[str, str]:
+    return f'dataflow_loader_{name}_timestamp_seconds{{{LOADER}, rank="0"}}', f"{60 * minute}x60"
+
+
+def windows(*seconds: float) -> list[tuple[str, str]]:
+    """How busy ranks are with their windows."""
+    return [
+        counter("schedule_part_seconds", busy, rank, ', part="compute"') for rank, busy in enumerate(seconds)
+    ]
+
+
+EPOCH = (f'dataflow_loader_epoch{{{LOADER}, rank="0"}}', "1x60")
+ALERTED = {
+    "DataflowTrainingWaits": ([RUNS, counter("loader_starved_seconds", 0.2)], True),
+    "DataflowTrainingWaits, but little": ([RUNS, counter("loader_starved_seconds", 0.05)], False),
+    "DataflowNoBatch": ([RUNS, timestamp("loop_began", 1), timestamp("last_batch", 2)], True),
+    "DataflowNoBatch, in a later epoch": (
+        [RUNS, timestamp("loop_began", 9), timestamp("last_batch", 2)],
+        True,
+    ),
+    "DataflowNoBatch, in the first epoch": ([RUNS, timestamp("loop_began", 9)], True),
+    "DataflowNoBatch, after a long pause between epochs": (
+        [RUNS, timestamp("loop_began", 35), timestamp("last_batch", 2)],
+        False,
+    ),
+    "DataflowRankDown": ([('dataflow_up{job="j", instance="i", rank="1", node="0"}', "0x60")], True),
+    "DataflowReadsRetried": ([counter("loader_faults_retries", 2)], True),
+    "DataflowReadsRetried, rarely": ([counter("loader_faults_retries", 0.5)], False),
+    "DataflowSamplesSkipped": (
+        [counter("loader_skipped_samples", 1), counter("loader_samples", 500)],
+        True,
+    ),
+    "DataflowSamplesSkipped, few": (
+        [counter("loader_skipped_samples", 0.1), counter("loader_samples", 500)],
+        False,
+    ),
+    "DataflowCacheMisses": (
+        [EPOCH, counter("loader_cache_hits", 1), counter("loader_cache_misses", 3)],
+        True,
+    ),
+    "DataflowCacheMisses, few": (
+        [EPOCH, counter("loader_cache_hits", 3), counter("loader_cache_misses", 1)],
+        False,
+    ),
+    "DataflowStragglingRank": (windows(0.5, 0.5, 0.9), True),
+    "DataflowStragglingRank, a little": (windows(0.5, 0.5, 0.55), False),
+}
+"""By the alert: series, and whether it fires in minute 40."""
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool comes with prometheus, not installed")
+def test_each_alert_fires_when_it_should_and_only_then(tmp_path: Path) -> None:
+    tests = [
+        {
+            "name": case,
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in series],
+            "promql_expr_test": [
+                {
+                    "expr": f'count(ALERTS{{alertname="{case.partition(",")[0]}", alertstate="firing"}})',
+                    "eval_time": "40m",
+                    "exp_samples": [{"labels": "{}", "value": 1}] if fires else [],
+                }
+            ],
+        }
+        for case, (series, fires) in ALERTED.items()
+    ]
+    (tmp_path / "alerts.yaml").write_text(LIVE.joinpath("alerts.yaml").read_text())
+    (tmp_path / "cases.yaml").write_text(json.dumps({"rule_files": ["alerts.yaml"], "tests": tests}))
+    assert {name for name, _ in alert_queries()} == {case for case in ALERTED if "," not in case}
+    told = subprocess.run(
+        ["promtool", "test", "rules", "cases.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=30
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
 def test_every_metric_that_dashboard_and_alerts_name_is_one() -> None:
     import re
 

@@ -1,7 +1,6 @@
 """Serve the view as a page for browsers of this machine: two addresses, GET only, no name but loopback's.
 
-A page of somebody else's that had its own name point here (DNS rebinding) is told so by the Host that the
-browser sends. Figures are read when a page asks, at most once in most of a second however many are open.
+Figures are read when a page asks, at most once in most of a second however many are open.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 
 import click
 
+from dataflow.live.endpoint import is_for_loopback
 from dataflow.tables import number_text
 from dataflow.tools.top.page import PAGE, POLICY
 from dataflow.tools.top.screen import (
@@ -30,8 +30,6 @@ from dataflow.tools.top.view import Follower, TopView, TrainingView
 from sharding.errors import DataflowError
 
 HOST = "127.0.0.1"
-_NAMES = {"127.0.0.1", "localhost", "[::1]"}
-"""Names of this machine for itself."""
 _FRESH_S = 0.8
 _PATIENCE_S = 10.0
 _HEADERS = {
@@ -129,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/figures.json": ("application/json", self.server.figures),
         }
         text = "text/plain; charset=utf-8"
-        if not self._is_for_us():
+        if not is_for_loopback(self.headers.get("Host", "")):
             self._answer(HTTPStatus.FORBIDDEN, text, b"this page is for http://127.0.0.1 and localhost\n")
         elif self.command != "GET":
             self._answer(HTTPStatus.METHOD_NOT_ALLOWED, text, b"GET only\n")
@@ -137,11 +135,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, text, b"there are / and /figures.json\n")
         else:
             self._answer(HTTPStatus.OK, found[0], found[1]())
-
-    def _is_for_us(self) -> bool:
-        host = self.headers.get("Host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        return name.lower() in _NAMES
 
     def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)

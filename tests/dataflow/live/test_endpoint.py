@@ -228,6 +228,18 @@ def test_clients_that_hang_or_speak_no_http_do_not_keep_others_waiting(served: M
         assert b" 400 " in slow[1].recv(100)
 
 
+def test_a_page_of_somebody_else_whose_name_points_here_is_refused(served: MetricsEndpoint) -> None:
+    answers = {}
+    for host in ("localhost:1", "127.0.0.1", "evil.example:9400"):
+        request = urllib.request.Request(f"http://{served.address}/figures", headers={"Host": host})
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                answers[host] = answer.status
+        except urllib.error.HTTPError as error:
+            answers[host] = error.code
+    assert answers == {"localhost:1": 200, "127.0.0.1": 200, "evil.example:9400": 403}
+
+
 def test_a_port_in_use_is_told_with_who_has_it(
     served: MetricsEndpoint, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ import torch
 import dataflow.live.page as page_module
 from dataflow import DataLoader
 from dataflow.live.facts import counts_of, totals_of
+from dataflow.live.health import health_of
 from dataflow.live.names import name_of, name_of_urls, role_of
 from dataflow.live.page import LivePage
 from dataflow.live.reading import read_pages, remove_old
@@ -124,6 +125,35 @@ def test_the_end_of_a_loop_is_written_at_once(folder: Path, fails: bool) -> None
     assert ("no such sample" in one.error) is fails
     assert "abc" not in one.error
     assert loader.health().is_alive is not fails
+
+
+def test_a_loop_that_never_has_its_first_batch_is_seen_to_hang(folder: Path) -> None:
+    loader = DataLoader(range(4), batch_size=2)
+    list(loader)
+    ended = only(folder).last_batch_at
+
+    def hangs(*_: object) -> Any:
+        raise KeyboardInterrupt  # in place of the batch that does not come
+
+    loader.collate_fn = hangs
+    loop = iter(loader)
+    [one] = only(folder).loaders
+    assert (one.state, one.loop_batches) == ("running", 0)
+    assert one.loop_began_at > ended
+    assert health_of(one, one.loop_began_at + 599).is_alive
+    assert not health_of(one, one.loop_began_at + 601).is_alive
+    del loop
+
+
+def test_a_write_that_hangs_keeps_no_loader_from_starting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_module, "_PATIENCE_S", 0.01)
+    page = page_module.page_of_process()
+    with page._lock:
+        assert len(list(DataLoader(range(4), batch_size=2))) == 2
+        assert page.add_schedule() is None
+    assert page.snapshot().loaders == ()
 
 
 def test_names_of_two_loaders_differ(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
