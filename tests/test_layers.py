@@ -155,6 +155,7 @@ MAY_USE: dict[str, set[str]] = {
         "prefetch.store",
         *DATASETS,
     },
+    "dataflow.engines": {"prefetch.workers"},
     "dataflow.live": {"dataflow.shard_order", "sharding.hub", "sharding.topology", *LEAVES},
     "dataflow.workers": {
         "dataflow.live",
@@ -224,6 +225,7 @@ MOST_LINES = {
     "dataflow/actors": 1_100,
     "dataflow/batch": 2_300,
     "dataflow/decode": 2_350,
+    "dataflow/engines": 750,
     "dataflow/grad": 3_200,
     "dataflow/grad/adapt": 550,
     "dataflow/grad/strategies": 1_750,

@@ -1,0 +1,83 @@
+"""Processes of this machine: one for each task at a time, from a fork server that has no threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from queue import SimpleQueue
+from typing import Any
+
+from dataflow.engines.starting import refuse_unknown
+from prefetch.workers.fork_server import end_with_parent, release_server
+
+
+class ProcessEngine(Executor):
+    """Calls in processes. One that dies takes only its own call along, and is replaced."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Any] = SimpleQueue()
+        self.pools = set[ProcessPoolExecutor]()
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call it in a process that is free, or in the next that is; see `Executor`."""
+        future: Future[Any] = Future()
+        self._calls.put((future, (function, *args), kwargs))
+        return future
+
+    def serve(self) -> None:
+        """Have calls done until `end`, one at a time; in a thread for each process."""
+        while True:
+            # One process each: an executor of several fails all calls when one of them dies.
+            with ProcessPoolExecutor(1, get_context("forkserver"), _begin) as pool:
+                self.pools.add(pool)
+                if self._serve(pool):
+                    return
+
+    def _serve(self, pool: ProcessPoolExecutor) -> bool:
+        """Return whether calls have ended, and not the process."""
+        for future, call, kwargs in iter(self._calls.get, None):
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(pool.submit(*call, **kwargs).result())
+                except BaseException as error:
+                    future.set_exception(error)
+                    if isinstance(error, BrokenExecutor):
+                        self.pools.discard(pool)
+                        return False
+        return True
+
+    def end(self, workers: int, *, kill: bool) -> None:
+        """Take no more calls in so many threads, and wait for none of those that run if `kill`."""
+        if kill:
+            while not self._calls.empty():
+                self._calls.get()[0].cancel()
+        for _ in range(workers):
+            self._calls.put(None)
+        for pool in list(self.pools) if kill else ():
+            for process in list((pool._processes or {}).values()):
+                process.kill()
+
+
+def _begin() -> None:
+    """In a new process: it ends when the one that started it has ended, however that was."""
+    release_server()
+    end_with_parent()
+
+
+@contextmanager
+def start(workers: int | None, options: Mapping[str, str]) -> Iterator[Executor]:
+    """See `engine`."""
+    refuse_unknown("processes", options)
+    count = workers or len(os.sched_getaffinity(0))
+    calls, ends_well = ProcessEngine(), False
+    with ThreadPoolExecutor(count, thread_name_prefix="dataflow-engine") as threads:
+        try:
+            for _ in range(count):
+                threads.submit(calls.serve)
+            yield calls
+            ends_well = True
+        finally:
+            calls.end(count, kill=not ends_well)

@@ -1,0 +1,137 @@
+"""Tasks on any `concurrent.futures.Executor`: few at a time, and again where their worker died.
+
+A task is called again after its worker died, perhaps when its work was done, and on some engines while
+another worker still does it. So tasks must be such as may be done twice: files are written under a temporary
+name and renamed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from functools import partial
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+from dataflow.engines.errors import EngineError, TaskLostError
+from sharding.errors import DataflowError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_AT_ONCE = 1024
+_RETRIES = 3
+_QUIET_S = 24 * 3600.0
+
+
+class _Attempt(Struct, Generic[T]):
+    number: int
+    task: T
+    count: int = 1
+
+
+def run_all(
+    executor: Executor,
+    function: Callable[[T], R],
+    tasks: Iterable[T],
+    *,
+    at_once: int = _AT_ONCE,
+    retries: int = _RETRIES,
+    timeout_s: float = _QUIET_S,
+) -> Iterator[tuple[int, R]]:
+    """Yield (number of the task, what the function returned) as tasks are done, in any order.
+
+    Closing the iterator, an error, and Ctrl-C cancel the tasks that have not begun.
+
+    Args:
+        executor: whose workers can import the module of the function.
+        function: of a module; called with each task in a worker. It may be called twice with one.
+        tasks: values that can be pickled. Taken one by one, as there is room for them.
+        at_once: tasks that were submitted and are not done, at most.
+        retries: further attempts at a task whose worker died.
+        timeout_s: seconds without any task done after which it is given up.
+
+    Raises:
+        TaskLostError: a task's worker died at each attempt.
+        EngineError: nothing was done for `timeout_s`, or the executor takes no more tasks.
+        Exception: what the function raised, with a note that says where.
+
+    Examples:
+        >>> with engine("processes", workers=2) as executor:
+        ...     sorted(run_all(executor, abs, [-3, 4]))
+        [(0, 3), (1, 4)]
+    """
+    waiting: dict[Future[tuple[R | None, Exception | None]], _Attempt[T]] = {}
+    done: SimpleQueue[Future[tuple[R | None, Exception | None]]] = SimpleQueue()
+    call, numbered = partial(_outcome, function), enumerate(tasks)
+
+    def submit(attempt: _Attempt[T]) -> None:
+        try:
+            future = executor.submit(call, attempt.task)
+        except (BrokenExecutor, RuntimeError) as error:
+            raise EngineError(
+                f"the executor takes no more tasks ({error or type(error).__name__}). One of "
+                "`dataflow.engines.engine` goes on when a worker dies, `ProcessPoolExecutor` does not"
+            ) from error
+        waiting[future] = attempt
+        future.add_done_callback(done.put)
+
+    try:
+        while True:
+            for number, task in islice(numbered, at_once - len(waiting)):
+                submit(_Attempt(number, task))
+            if not waiting:
+                return
+            try:
+                future = done.get(timeout=timeout_s)
+            except Empty:
+                raise EngineError(
+                    f"none of {len(waiting)} tasks was done in {timeout_s:,.0f} s: see whether the engine "
+                    "has workers, and what they do"
+                ) from None
+            attempt = waiting.pop(future)
+            try:
+                result, error = future.result()
+            except BrokenExecutor as death:
+                if attempt.count > retries:
+                    raise TaskLostError(
+                        f"task {attempt.number} was tried {attempt.count} times, and its worker died each "
+                        f"time ({death}): the system may have killed it for memory"
+                    ) from death
+                submit(_Attempt(attempt.number, attempt.task, attempt.count + 1))
+                continue
+            except CancelledError as cancelled:
+                raise EngineError(
+                    "the engine cancelled a task: it was ended, or cannot be reached"
+                ) from cancelled
+            if error is not None:
+                raise error
+            yield attempt.number, result  # type: ignore[misc]
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _outcome(function: Callable[[T], R], task: T) -> tuple[R | None, Exception | None]:
+    """Return what the function returned, or raised: engines differ in what they make of an exception."""
+    try:
+        return function(task), None
+    except Exception as error:
+        error.add_note(
+            f"it was raised by process {os.getpid()} on {platform.node()}:\n{traceback.format_exc().rstrip()}"
+        )
+        try:
+            if type(pickle.loads(pickle.dumps(error))) is type(error):
+                return None, error.with_traceback(None)
+        except Exception:  # it cannot be sent as what it is
+            pass
+        sent = DataflowError(f"{type(error).__name__}: {error}")
+        sent.__notes__ = list(error.__notes__)
+        return None, sent
