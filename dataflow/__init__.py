@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dataflow.outputs.optional import Optional as Optional
     from dataflow.outputs.ragged import Pad
     from dataflow.ragged import Ragged
+    from dataflow.sources.manifests import Manifest as Manifest
     from dataflow.stats import LoaderStats as LoaderStats, WorkerStats as WorkerStats
     from dataflow.text.chat import ChatTemplate as ChatTemplate
     from dataflow.text.pairs import PreferencePairs as PreferencePairs, split_pairs as split_pairs
@@ -85,6 +86,7 @@ _MODULES = {
     "DisagreementError": "dataflow.grad.agreement",
     "LoaderHealth": "dataflow.live.health",
     "LoaderStats": "dataflow.stats",
+    "Manifest": "dataflow.sources.manifests",
     "MemoryLimitError": "prefetch.errors",
     "MissingImageSupportError": "dataflow.decode.image",
     "MissingMediaSupportError": "dataflow.decode.media",

@@ -8,7 +8,6 @@ lie (tar, tokens), and whole blocks, a few of which are kept, where it does not 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import logging
 import operator
@@ -26,12 +25,13 @@ from torch.utils.data import Dataset
 from typing_extensions import TypeVar
 
 from dataflow.batch.random_access import RandomAccess, transformed
-from dataflow.batch.transforms import fingerprint_of
+from dataflow.batch.transforms import fingerprint_of, wants_rng
 from dataflow.limits import Cache, told_of_memory
 from dataflow.outputs.columns import Randomness
 from dataflow.outputs.output import Output, columns_read, staged_outputs
 from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
+from dataflow.sources.manifests import Manifest
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import Opening
 from dataflow.staging.source import MatchSource, Source
@@ -96,7 +96,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         source: path, URL, directory, glob, brace pattern, list of those, or a saved catalog (`*.catalog`);
             `hf://datasets/org/name`: a dataset on the Hugging Face Hub.
         config: the config of a dataset on the Hub, or of a folder with the Hub's layout. None: the default.
-        split: the split of such a dataset. None: the only one.
+        split: the split of such a dataset, or of a folder with a folder for each split. None: the only one.
         revision: branch, tag or commit of a dataset on the Hub; None: "main". Opening it fixes the commit.
         format: "auto" by file ending, or "tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens",
             "megatron", "files" (each is a sample); or "lerobot" for a folder of LeRobot's (v3).
@@ -122,6 +122,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         length: tokens of a sample, for the formats "tokens", "megatron" and "litdata".
         allow_unfinished: read the whole samples of tar and Arrow files that end too early, which are
             errors otherwise; a warning names them, and `stats()` counts them.
+        manifest: a table that names the files of a folder, the source, with labels and more: the path of a
+            CSV, TSV, JSON Lines or Parquet file with a column "file_name", or a `Manifest`. None:
+            `metadata.csv` in the folder, or one with another of these endings, if it is there.
         block_bytes: bytes of a block, the unit of reads and shuffles, of tar, JSON Lines and token files;
             Parquet and Arrow have row groups and record batches.
         on_error: for samples that cannot be decoded or transformed: "raise", "skip", or a function of the
@@ -161,6 +164,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         dtype: str | None = None,
         length: int | None = None,
         allow_unfinished: bool = False,
+        manifest: str | os.PathLike[str] | Manifest | None = None,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         on_error: OnError = "raise",
         error_budget: int = 1000,
@@ -195,6 +199,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             config=config,
             split=split,
             revision=revision,
+            manifest=Manifest(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest,
         )
         with Retrier(self.retry, self._hosts) as retrier:
             self.catalog = opening.find(source, retrier)
@@ -343,12 +348,7 @@ class ShardedDataset(Sharded, Dataset[S]):
     @property
     def transform_wants_rng(self) -> bool:
         """Return whether `transform` takes `rng=`."""
-        if self.transform is None:
-            return False
-        try:
-            return "rng" in inspect.signature(self.transform).parameters
-        except (TypeError, ValueError):
-            return False
+        return wants_rng(self.transform)
 
     def fingerprint(self) -> str:
         """Return the text that identifies shards and selection in a state: another one means other samples.

@@ -75,6 +75,14 @@ def write_images() -> None:
     write("images/%02d.tar", [{"__key__": f"{i}", "jpg": image, "cls": i} for i in range(8)])
 
 
+def write_photos() -> None:
+    pytest.importorskip("cv2")
+    simplejpeg = pytest.importorskip("simplejpeg")
+    Path("photos").mkdir()
+    for name in ("1.jpg", "2.jpg"):
+        Path("photos", name).write_bytes(simplejpeg.encode_jpeg(np.full((8, 8, 3), 100, np.uint8)))
+
+
 def write_tokens() -> None:
     write("tokens/%02d.parquet", [{"tokens": list(range(length))} for length in range(1, 9)])
 
@@ -126,6 +134,7 @@ def write_chats() -> None:
 
 NEEDS: dict[str, Callable[[], None]] = {
     "images": write_images,
+    "photos": write_photos,
     "tokens/": write_tokens,
     "bucket": write_bucket,
     "model": write_rows,

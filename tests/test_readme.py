@@ -153,7 +153,13 @@ def test_every_command_exists() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_arguments_written_as_code_are_arguments_of_something_public(page: Path) -> None:
     takers = [getattr(dataflow, name) for name in dataflow.__all__ if name != "DataflowError"]
-    takers += [dataflow.Audio, dataflow.Optional, dataflow.ShardedDataset.join, dataflow.Video]
+    takers += [
+        dataflow.Audio,
+        dataflow.Manifest,
+        dataflow.Optional,
+        dataflow.ShardedDataset.join,
+        dataflow.Video,
+    ]
     takers += [dataflow.Tokenize, dataflow.ChatTemplate, dataflow.PreferencePairs, dataflow.split_pairs]
     known = {name for taker in [*takers, run_ranks] for name in inspect.signature(taker).parameters}
     text = page.read_text("utf-8")

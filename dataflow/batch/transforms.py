@@ -7,6 +7,7 @@ by name, here and nowhere else.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,6 +68,16 @@ def trains_nothing(transform: object, sample: Any) -> str:
     if not names or not isinstance(sample, Mapping):
         return ""
     return "" if any(np.any(np.asarray(sample[name])) for name in names if name in sample) else names[0]
+
+
+def wants_rng(transform: Callable[..., Any] | None) -> bool:
+    """Return whether a transform takes `rng=`, a generator of random numbers."""
+    if transform is None:
+        return False
+    try:
+        return "rng" in inspect.signature(transform).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def fingerprint_of(transform: object) -> str:

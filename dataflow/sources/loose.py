@@ -1,4 +1,4 @@
-"""The catalog of loose files: a folder of class folders, a folder of files, a glob, or a list of files.
+"""The catalog of loose files: a folder of class folders, a folder of files, a manifest, a glob, or a list.
 
 A listing tells all that a catalog of them needs: names, sizes, versions. So nothing is opened, and a catalog
 is kept only where `catalog=` says: whoever opens the files lists them again, as torchvision's `ImageFolder`
@@ -8,6 +8,7 @@ the sorted names of folders, files come by class, folder and name. Links are fol
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import warnings
@@ -17,18 +18,35 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from msgspec import Struct
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 
+from dataflow.sources.folders import Folders, below, folders_in, listing, split_of
+from dataflow.sources.manifests import (
+    NAMES,
+    Manifest,
+    ManifestRows,
+    first_missing,
+    paths_of,
+    raise_absent,
+    read_manifest,
+)
 from sharding.blocks import DEFAULT_BLOCK_BYTES
-from sharding.catalog.build import CATALOG_SUFFIX
 from sharding.catalog.expand import braced
 from sharding.catalog.file import BLOCK_TYPE, COLUMNS, text_column
-from sharding.catalog.storage import VERSION_KEYS, open_url, store_errors, version_of
+from sharding.catalog.storage import open_url, store_errors
 from sharding.catalog.table import Catalog
-from sharding.errors import ShardReadError
+from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats import format_of_suffix, has_suffix
-from sharding.formats.files import NO_CLASS, FilesFormat, all_facts, ending_of, key_of, schema_of
+from sharding.formats.files import (
+    NO_CLASS,
+    FilesFormat,
+    all_facts,
+    ending_of,
+    key_of,
+    rows_of,
+    schema_of,
+)
 from sharding.hub.names import is_hub
 from sharding.printable import listed, printable_name
 from sharding.redaction import identity_of
@@ -43,16 +61,12 @@ KINDS = {
 _KIND_OF = {ending: kind for kind, endings in KINDS.items() for ending in endings}
 _KIND_ENDING = re.compile(rf"\.({'|'.join(_KIND_OF)}|{{({'|'.join(_KIND_OF)}|,)+}})$")
 """Ends names and patterns of such files, braces among them."""
-_SPLITS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval"}
-_NO_DATA = {"thumbs.db", "desktop.ini", "__macosx"}
+UNKNOWN = -1
+"""The size of a file that no listing told."""
 _PER_SHARD = 100
 """Files of a kind for each shard that lies among them, at least: fewer are the pictures of a repository."""
 _NAMED = 5
-
-Entry = tuple[str, int, str]
-"""Name, size and version of a file."""
-Folders = dict[str, list[Entry]]
-"""By path below a root ("": the root itself), the files of a folder."""
+_log = logging.getLogger("dataflow")
 
 
 class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
@@ -68,6 +82,8 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
     """Names of the classes by number; empty: the files have none."""
     num_left_out: int
     """Files and folders of the listing that are no samples."""
+    manifest: ManifestRows | None = None
+    """The rows of the manifest that names the files, in their order; None: none does."""
 
     def catalog(self, block_bytes: int = DEFAULT_BLOCK_BYTES) -> Catalog:
         """The catalog of the files, each a shard of one block and one sample."""
@@ -82,13 +98,17 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
             sizes_of[ending] = int(self.sizes[own].min()), int(self.sizes[own].max())
             if not own.all():
                 missing[ending] = int(own.argmin()), ""
+        schema = schema_of(sizes_of, self.class_names)
+        if self.manifest is not None:
+            if both := schema.keys() & self.manifest.schema.keys():
+                raise ValueError(
+                    f"the manifest {identity_of(self.manifest.url)} has a column {min(both)!r}, as the "
+                    "column of files with that ending is called: rename it"
+                )
+            schema |= self.manifest.schema
+            missing |= first_missing(self.manifest.columns)
         catalog = Catalog(
-            FilesFormat.name,
-            {},
-            block_bytes,
-            [schema_of(sizes_of, self.class_names)],
-            rows=self._rows(names),
-            missing=missing,
+            FilesFormat.name, {}, block_bytes, [schema], rows=self._rows(names), missing=missing
         )
         return catalog.signed_by(self.urls)
 
@@ -97,10 +117,12 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
         facts = all_facts(self.class_numbers, self.name_lengths, self.num_left_out)
         offsets = np.arange(n + 1, dtype=np.int64)
         footers = [None, pa.py_buffer(offsets * facts.itemsize), pa.py_buffer(facts)]
-        none = pa.nulls(n, pa.large_binary())
+        index = pa.nulls(n, pa.large_binary())
+        if self.manifest is not None and self.manifest.columns:
+            index = pa.array(rows_of(self.manifest.columns, n), pa.large_binary())
         sizes = pa.array(self.sizes)
         counts = [pa.array(np.zeros(n, np.int64)), sizes, sizes, pa.array(np.ones(n, np.int64))]
-        blocks = pa.StructArray.from_arrays([*counts, none], fields=list(BLOCK_TYPE))
+        blocks = pa.StructArray.from_arrays([*counts, index], fields=list(BLOCK_TYPE))
         columns = [
             text_column(names),
             sizes,
@@ -113,7 +135,12 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
 
 
 def find_loose(
-    source: Any, options: Mapping[str, Any] | None = None, *, any_kind: bool = False
+    source: Any,
+    options: Mapping[str, Any] | None = None,
+    *,
+    any_kind: bool = False,
+    manifest: Manifest | None = None,
+    split: str | None = None,
 ) -> LooseFiles | None:
     """The loose files that a source means; None: it means none.
 
@@ -121,11 +148,17 @@ def find_loose(
         source: a path, URL, glob, or a list of these.
         options: keyword arguments of the fsspec filesystem.
         any_kind: take files of every ending, of globs and folders; else images, sounds and videos.
+        manifest: names the files of a folder, which is the source.
+        split: of a folder with a folder for each split, the one that is read.
 
     Raises:
         ShardReadError: nothing is there, links go in a circle, or a class has no file.
-        ValueError: a folder of splits, two files of one name, or a name that is not UTF-8.
+        CorruptShardError: a manifest that breaks the rules of its kind, or names files outside the folder.
+        ValueError: a folder of splits, two files of one name, a name that is not UTF-8, or a manifest without
+            the columns.
     """
+    if manifest is not None:
+        return _of_manifest(_only_folder(source, split), manifest, options)
     items = [source] if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(items, (list, tuple)) or not items:
         return None
@@ -135,6 +168,8 @@ def find_loose(
     if any(is_hub(text) or not text.endswith(naming_part(text)) for text in texts):
         return None
     patterns = [piece for text in texts for piece in braced(text, options)]
+    if split is not None:
+        return _of_split(patterns, options, split, any_kind=any_kind)
     if len(patterns) == 1 and _is_folder(patterns[0], options):
         return _of_folder(patterns[0], options, any_kind=any_kind)
     if any_kind or all(ending_of(file_name(pattern)) in _KIND_OF for pattern in patterns):
@@ -150,13 +185,16 @@ def may_be_loose(source: Any) -> bool:
     items = list(source) if isinstance(source, (list, tuple)) else [source]
     texts = [os.fspath(item) for item in items if isinstance(item, (str, os.PathLike))]
     if len(texts) == 1 and is_local(texts[0]) and os.path.isdir(path := local_path(texts[0])):
-        return not any(has_suffix(name) and not name.startswith((".", "_")) for name in os.listdir(path))
+        return not any(
+            has_suffix(name) and not name.startswith((".", "_")) and name not in NAMES
+            for name in os.listdir(path)
+        )
     return bool(texts) and all(_KIND_ENDING.search(file_name(text).lower()) for text in texts)
 
 
 def is_listed_alike(kept: Catalog, built: Catalog) -> bool:
     """Return whether a kept catalog is of the very files that another one was built of."""
-    listing = ["url", "size", "version", "footer"]
+    listing = ["url", "size", "version", "footer", "blocks"]
     return (
         kept.format == built.format
         and list(kept.schemas) == list(built.schemas)
@@ -178,10 +216,12 @@ def _is_folder(url: str, options: Mapping[str, Any] | None) -> bool:
 
 
 def _of_folder(url: str, options: Mapping[str, Any] | None, *, any_kind: bool) -> LooseFiles | None:
-    folders, num_hidden = _listing(url, options)
+    folders, num_hidden = listing(url, options)
     is_sample = _chooser(folders, any_kind=any_kind)
     if is_sample is None:
         return None
+    if (rows := _manifest_in(url, folders, options)) is not None:
+        return _in_order_of(rows, url, folders, num_hidden, is_found=True)
     samples = {path: [one for one in files if is_sample(one[0])] for path, files in folders.items()}
     num_files = sum(map(len, folders.values())) + num_hidden
     top = sorted({path.partition("/")[0] for path in folders if path})
@@ -189,11 +229,13 @@ def _of_folder(url: str, options: Mapping[str, Any] | None, *, any_kind: bool) -
     if not filled:
         files = [("", *one) for one in sorted(samples[""])]
         return _loose(url, files, [], [], num_files - len(files))
-    if filled <= _SPLITS and not any(files for path, files in samples.items() if "/" not in path):
-        one = next(name for name in top if name in filled)
+    splits = {split_of(name) for name in filled} - {None}
+    is_split = filled == {name for name in filled if split_of(name)}
+    if len(splits) > 1 or (is_split and not any(files for path, files in samples.items() if "/" not in path)):
+        one = next(split_of(name) for name in top if name in filled and split_of(name))
         raise ValueError(
-            f"{identity_of(url)} has a folder for each split ({listed(top)}): give one of them, such as "
-            f"{identity_of(url).rstrip('/')}/{one}"
+            f"{identity_of(url)} has a folder for each split ({listed(top)}): name one, as in "
+            f"ShardedDataset({identity_of(url)!r}, split={one!r})"
         )
     empty = [name for name in top if name not in filled]
     if empty:
@@ -235,10 +277,115 @@ def _chooser(folders: Folders, *, any_kind: bool) -> Callable[[str], bool] | Non
             kinds[_KIND_OF[ending]] += count
         elif format_of_suffix("x." + ending):
             num_in_shards += count
+    num_in_shards -= sum(has_suffix(name) for name, _, _ in folders[""] if name in NAMES)
     if not kinds or max(kinds.values()) <= _PER_SHARD * num_in_shards:
         return None
     wanted = KINDS[kinds.most_common(1)[0][0]]
     return lambda name: ending_of(name) in wanted
+
+
+# ---- manifests ------------------------------------------------------------------------------------------
+
+
+def _only_folder(source: Any, split: str | None) -> str:
+    if not isinstance(source, (str, os.PathLike)) or not isinstance(text := os.fspath(source), str):
+        raise ValueError(f"manifest= is for one folder of files, got {source!r} as the source")
+    if split is not None:
+        raise ValueError("split= picks a folder, and manifest= names files: give each split its manifest")
+    return text
+
+
+def _manifest_in(url: str, folders: Folders, options: Mapping[str, Any] | None) -> ManifestRows | None:
+    """The manifest that lies in a folder of files; None: there is none."""
+    there = [name for name, _, _ in folders[""] if name in NAMES]
+    if len(there) > 1:
+        raise ValueError(
+            f"{identity_of(url)} has several manifests ({listed(sorted(there))}): name one by manifest="
+        )
+    return read_manifest(Manifest(below(url, there[0])), url, options, is_sure=False) if there else None
+
+
+def _of_manifest(url: str, manifest: Manifest, options: Mapping[str, Any] | None) -> LooseFiles:
+    """The files of a folder that a manifest names. What it says the size of, or HTTP has, is not listed."""
+    rows = read_manifest(manifest, url, options)
+    assert rows is not None
+    if is_http(url) or rows.sizes is not None:
+        sizes = np.full(len(rows.names), UNKNOWN) if rows.sizes is None else rows.sizes
+        return _of_rows(rows, url, paths_of(rows, url), sizes, [""] * len(sizes), 0)
+    if not _is_folder(url, options):
+        raise ShardReadError(url, "no such folder, in which the manifest's files should be")
+    return _in_order_of(rows, url, *listing(url, options), is_found=False)
+
+
+def _in_order_of(
+    rows: ManifestRows, url: str, folders: Folders, num_hidden: int, *, is_found: bool
+) -> LooseFiles:
+    """The files of a listing that a manifest names; the others are counted.
+
+    `is_found`: whether the manifest was found in the folder, and nobody named it.
+    """
+    there = {
+        f"{path}/{name}" if path else name: (size, version)
+        for path, files in folders.items()
+        for name, size, version in files
+    }
+    paths = paths_of(rows, url)
+    raise_absent(rows, [row for row, path in enumerate(paths) if path not in there], url)
+    used = {*paths}
+    endings = {ending_of(path) for path in used}
+    others = [path for path in there if path not in used]
+    unnamed = [path for path in others if ending_of(path) in endings]
+    if unnamed:
+        text = (
+            f"{len(unnamed):,} files such as {printable_name(unnamed[0])} in {identity_of(url)} have no row "
+            f"in {identity_of(rows.url)}, and are left out"
+        )
+        # Whoever names a manifest may mean a part of the files.
+        warnings.warn(text, stacklevel=2) if is_found else _log.info("%s", text)
+    sizes = np.array([there[path][0] for path in paths], np.int64)
+    return _of_rows(rows, url, paths, sizes, [there[path][1] for path in paths], len(others) + num_hidden)
+
+
+def _of_rows(
+    rows: ManifestRows,
+    url: str,
+    paths: Sequence[str],
+    sizes: NDArray[np.int64],
+    versions: list[str],
+    num_left_out: int,
+) -> LooseFiles:
+    for row, path in enumerate(paths):
+        if not ending_of(path):
+            raise CorruptShardError(
+                rows.url,
+                f"row {row + 1} names {printable_name(path)!r}, which has no ending, by which the column "
+                "of a file is called",
+            )
+    files = [(*path.rpartition("/")[::2], size, "") for path, size in zip(paths, sizes.tolist(), strict=True)]
+    found = _loose(url, files, [], [], num_left_out)
+    return structs.replace(found, versions=versions, manifest=rows)
+
+
+# ---- splits ---------------------------------------------------------------------------------------------
+
+
+def _of_split(
+    patterns: Sequence[str], options: Mapping[str, Any] | None, split: str, *, any_kind: bool
+) -> LooseFiles | None:
+    """The loose files in the folder of a split; None: the source means others."""
+    if len(patterns) != 1 or not _is_folder(url := patterns[0], options):
+        return None
+    names = folders_in(url, options)
+    splits = {one: name for name in reversed(names) if (one := split_of(name))}
+    name = split if split in names else splits.get(split_of(split) or split)
+    if name is not None:
+        return _of_folder(below(url, name), options, any_kind=any_kind)
+    if any(_of_folder(below(url, one), options, any_kind=any_kind) for one in [*splits.values()][:1]):
+        raise ValueError(
+            f"split must be one of {listed(sorted(splits))}: {identity_of(url)} has the folders "
+            f"{listed(names)}; got {split!r}"
+        )
+    return None
 
 
 # ---- globs ----------------------------------------------------------------------------------------------
@@ -255,7 +402,7 @@ def _of_patterns(patterns: Sequence[str], options: Mapping[str, Any] | None) -> 
         root, rest = _split_pattern(pattern, options)
         depth = None if "**" in rest else rest.count("/") + 1
         if (root, depth) not in listings:
-            folders, num_hidden = _listing(root, options, depth=depth)
+            folders, num_hidden = listing(root, options, depth=depth)
             num_left_out += num_hidden
             listings[root, depth] = {
                 f"{path}/{one[0]}" if path else one[0]: one[1:]
@@ -269,7 +416,7 @@ def _of_patterns(patterns: Sequence[str], options: Mapping[str, Any] | None) -> 
         if not names:
             raise ShardReadError(pattern, f"no file matches this pattern among {len(there)}")
         for name in names:
-            found[_below(root, name)] = there[name]
+            found[below(root, name)] = there[name]
     roots = {root for root, _ in listings}
     return _listed(found, roots, num_left_out)
 
@@ -297,7 +444,7 @@ def _is_there(folder: str, pattern: str, part: str, options: Mapping[str, Any] |
 
 def _listed(found: Mapping[str, tuple[int, str]], roots: Collection[str], num_left_out: int) -> LooseFiles:
     urls = list(found)
-    below = _common_length(roots)
+    common = _common_length(roots)
     seen: dict[str, str] = {}
     for url in urls:
         key = key_of(url)
@@ -311,7 +458,7 @@ def _listed(found: Mapping[str, tuple[int, str]], roots: Collection[str], num_le
         urls=urls,
         sizes=np.array([size for size, _ in found.values()], np.int64),
         versions=[version for _, version in found.values()],
-        name_lengths=np.array([len(url) for url in urls], np.int64) - below,
+        name_lengths=np.array([len(url) for url in urls], np.int64) - common,
         class_numbers=np.full(len(urls), NO_CLASS, np.int32),
         class_names=[],
         num_left_out=num_left_out,
@@ -327,91 +474,7 @@ def _common_length(roots: Collection[str]) -> int:
     return len("/".join(paths[0][:common])) + 1
 
 
-# ---- listings -------------------------------------------------------------------------------------------
-
-
-def _listing(url: str, options: Mapping[str, Any] | None, *, depth: int | None = None) -> tuple[Folders, int]:
-    """The files below a folder, `depth` levels deep, and how many hidden files and folders are left out."""
-    with store_errors(url):
-        if is_local(url):
-            return _local_listing(local_path(url), depth)
-        fs, root = open_url(url, options)
-        return _remote_listing(fs, root, depth)
-
-
-def _local_listing(root: str, depth: int | None) -> tuple[Folders, int]:
-    folders, num_hidden = Folders(), 0
-    status = os.stat(root)
-    waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", ((status.st_dev, status.st_ino),))]
-    while waiting:
-        path, above = waiting.pop()
-        files = folders[path] = []
-        with os.scandir(os.path.join(root, path)) as entries:
-            for entry in entries:
-                if is_hidden(entry.name):
-                    num_hidden += 1
-                elif entry.is_dir():
-                    if depth is not None and len(above) >= depth:
-                        continue
-                    status = entry.stat()
-                    own = status.st_dev, status.st_ino
-                    if own in above:
-                        reason = "is a link to a folder that it lies in: take the link away"
-                        raise ShardReadError(entry.path, reason)
-                    waiting.append((f"{path}/{entry.name}" if path else entry.name, (*above, own)))
-                else:
-                    files.append((entry.name, *_facts(entry)))
-    return folders, num_hidden
-
-
-def _facts(entry: os.DirEntry[str]) -> tuple[int, str]:
-    try:
-        status = entry.stat()
-    except FileNotFoundError as error:
-        what = "is a link to a file that is not there" if entry.is_symlink() else "no such file any more"
-        raise ShardReadError(entry.path, what) from error
-    return status.st_size, f"mtime:{status.st_mtime_ns}"
-
-
-def _remote_listing(fs: Any, root: str, depth: int | None) -> tuple[Folders, int]:
-    folders, num_hidden = Folders({"": []}), 0
-    start = root.rstrip("/") + "/"
-    version, is_checked = version_of, False
-    for path, info in fs.find(root, maxdepth=depth, detail=True).items():
-        name = path.removeprefix(start)
-        if info["type"] == "directory" or path.endswith("/") or not path.startswith(start):
-            continue
-        *above, last = name.split("/")
-        if any(map(is_hidden, [*above, last])):
-            num_hidden += 1
-        elif info.get("size") is None:
-            raise ShardReadError(path, "the store does not say its size")
-        else:
-            if not is_checked and not _tell_alike(info, fs.info(path)):
-                version = _no_version  # A read asks for its file alone, and would take it for another one.
-            is_checked = True
-            folders.setdefault("/".join(above), []).append((last, int(info["size"]), version(info)))
-    return folders, num_hidden
-
-
-def _tell_alike(listed_info: Mapping[str, Any], info: Mapping[str, Any]) -> bool:
-    """Return whether a store says of a file alone what its listing said: some round times."""
-    return all(listed_info.get(key) == info.get(key) for key in VERSION_KEYS)
-
-
-def _no_version(info: Mapping[str, Any]) -> str:
-    return ""
-
-
-def is_hidden(name: str) -> bool:
-    """Return whether a file or folder is one that systems leave behind, and nobody's sample."""
-    return name.startswith(".") or name.lower() in _NO_DATA or name.endswith(CATALOG_SUFFIX)
-
-
-def _below(root: str, name: str) -> str:
-    """The URL of a file by its path below a folder."""
-    part = naming_part(root)
-    return root.replace(part, f"{part.rstrip('/')}/{name}", 1)
+# ---- what they have in common ----------------------------------------------------------------------------
 
 
 def _check_text(name: str) -> None:
@@ -429,7 +492,7 @@ def _loose(
     num_left_out: int,
 ) -> LooseFiles:
     root = local_path(url) if is_local(url) else url
-    prefix, _, suffix = _below(root, "\0").partition("\0")
+    prefix, _, suffix = below(root, "\0").partition("\0")
     names = [f"{path}/{name}" if path else name for path, name, _, _ in files]
     return LooseFiles(
         urls=[f"{prefix}{name}{suffix}" for name in names],

@@ -15,10 +15,12 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
-from msgspec import Struct
+import numpy as np
+from msgspec import Struct, structs
 
 from dataflow.progress.bar import ProgressBar
-from dataflow.sources.loose import find_loose, is_listed_alike, may_be_loose
+from dataflow.sources.loose import UNKNOWN, LooseFiles, find_loose, is_listed_alike, may_be_loose
+from dataflow.sources.manifests import Manifest, folder_of, is_table
 from dataflow.sources.named import resolve_source
 from prefetch.store.retrier import Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
@@ -33,7 +35,7 @@ from sharding.catalog.build import (
     unfinished_text,
 )
 from sharding.catalog.expand import LooksUp, expand, found_again
-from sharding.catalog.storage import exists
+from sharding.catalog.storage import exists, open_url, shard_info, version_of
 from sharding.catalog.table import Catalog
 from sharding.errors import OldCatalogError, ShardChangedError, ShardReadError
 from sharding.formats import resolve_format
@@ -63,6 +65,7 @@ class Opening(Struct, frozen=True, kw_only=True):
     config: str | None
     split: str | None
     revision: str | None
+    manifest: Manifest | None
 
     def find(self, source: Any, retrier: Retrier) -> Catalog:
         """The catalog of a source; indexes what has no true one, and warns of unfinished shards."""
@@ -73,7 +76,8 @@ class Opening(Struct, frozen=True, kw_only=True):
 
     def _find(self, source: Any, retrier: Retrier) -> Catalog:
         options = self.storage_options
-        if self.format == "files" or may_be_loose(source):
+        is_named = self.manifest is not None or self.format == "files" or is_table(source)
+        if is_named or self.split is not None or may_be_loose(source):
             loose = self._loose(source, retrier)
             if loose is not None:
                 return loose
@@ -153,19 +157,24 @@ class Opening(Struct, frozen=True, kw_only=True):
 
     def _loose(self, source: Any, retrier: Retrier) -> Catalog | None:
         """The catalog of loose files; None: the source means others. One is kept where `catalog=` says."""
-        any_kind = self.format == "files"
+        any_kind, manifest = self.format == "files", self.manifest
         is_asked = any_kind or self.format == "auto"
         if not is_asked or isinstance(self.catalog, Catalog) or is_catalog(source):
+            if manifest is not None:
+                raise ValueError("manifest= is for a folder of files, not for a catalog or another format")
             return None
-        if (self.config, self.split, self.revision) != (None, None, None):
+        if (self.config, self.revision) != (None, None):
             return None
+        if manifest is None and is_table(source):
+            source, manifest = folder_of(os.fspath(source)), Manifest(source)
         first = source[0] if isinstance(source, (list, tuple)) and source else source
-        options = self.storage_options
-        files = retrier(
-            lambda: find_loose(source, options, any_kind=any_kind), str(first), may_ask_nobody=True
+        find = partial(
+            find_loose, source, self.storage_options, any_kind=any_kind, manifest=manifest, split=self.split
         )
+        files = retrier(find, str(first), may_ask_nobody=True)
         if files is None:
             return None
+        files, options = self._sized(files, retrier), self.storage_options
         built = files.catalog(self.block_bytes)
         if self.catalog is None:
             return built
@@ -175,6 +184,42 @@ class Opening(Struct, frozen=True, kw_only=True):
             return kept.signed_by(built.locations)
         save_catalog(built, path, options, retrier)
         return built
+
+    def _sized(self, files: LooseFiles, retrier: Retrier) -> LooseFiles:
+        """The files with sizes and versions, for which the store is asked where no listing told them.
+
+        Raises `ShardReadError` for the first that cannot be had; a note counts the others.
+        """
+        unknown = np.flatnonzero(files.sizes == UNKNOWN).tolist()
+        if not unknown:
+            return files
+        options, title = self.storage_options, "asking for sizes"
+
+        def ask(opened: tuple[str, Any, str]) -> tuple[int, str] | ShardReadError:
+            try:
+                info = retrier(lambda: shard_info(*opened), opened[0])
+            except ShardReadError as error:
+                return error
+            return int(info["size"]), version_of(info)
+
+        sizes, versions, failures = files.sizes.copy(), list(files.versions), list[ShardReadError]()
+        opened_urls = [(files.urls[number], *open_url(files.urls[number], options)) for number in unknown]
+        with (
+            ProgressBar(
+                title, total=len(unknown), unit="file", visible=self.progress, after_s=_QUICK_S
+            ) as bar,
+            retrier.pool(_REMOTE_INDEX_THREADS, "dataflow-index") as pool,
+        ):
+            for number, found in zip(unknown, bar.each(pool.map(ask, opened_urls)), strict=True):
+                if isinstance(found, ShardReadError):
+                    failures.append(found)
+                else:
+                    sizes[number], versions[number] = found
+        if failures:
+            if len(failures) > 1:
+                failures[0].add_note(f"so it is with {len(failures) - 1} more of {len(unknown):,} files")
+            raise failures[0]
+        return structs.replace(files, sizes=sizes, versions=versions)
 
     def _signed(self, catalog: Catalog, source: Any, retrier: Retrier) -> Catalog:
         """A catalog in memory, with passwords and signatures that the source has."""

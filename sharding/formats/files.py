@@ -4,7 +4,8 @@ Nothing is read to index them: a listing tells names and sizes (`dataflow.source
 shard (little-endian) has what its sample is besides bytes: the number of its class (i4; -1: none), the
 characters at the end of its URL that are its name below the folder that was listed (u4), and how many files
 that listing left out (u4; of the first shard only). `cls` is the number of the class, `__key__` the name
-without its ending.
+without its ending. Where a manifest has further columns, the index of the block is the file's row of it
+(`rows_of`).
 
 One file a sample costs one request a sample, and a row of the catalog (about 230 bytes); in return the order
 mixes single samples, and nobody has to pack them.
@@ -14,13 +15,25 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.blocks import MISSING, Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
+from sharding.blocks import (
+    MISSING,
+    Block,
+    Column,
+    Columns,
+    ColumnSpec,
+    Format,
+    Masked,
+    Shard,
+    ShardScan,
+    Spans,
+)
 from sharding.urls import file_name
 
 CLASS_COLUMN, KEY_COLUMN = "cls", "__key__"
@@ -28,6 +41,15 @@ NO_CLASS = -1
 _FACTS = struct.Struct("<iII")
 _ONE = np.zeros(1, np.int64)
 _NOTHING = Spans(np.empty(0, np.uint8), _ONE, np.full(1, MISSING, np.int64))
+_DTYPES = (
+    "bool",
+    *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)),
+    "float32",
+    "float64",
+)
+"""Types of numbers in rows of manifests; the code of a value is its type's place here."""
+_LISTED = 32
+"""Added to the code of a value that is a list of such numbers; text is a list of bytes."""
 
 
 class FilesFormat(Format):
@@ -57,6 +79,8 @@ class FilesFormat(Format):
             raise ValueError(f"class {number}, and a name of {name_length} characters")
         if (block.num_samples, block.offset, block.length) != (1, 0, block.shard.size):
             raise ValueError(f"{block.num_samples} samples in {block.length} bytes of a file")
+        for one in _row_of(block).values():
+            _value(one)
 
     def num_passed_over(self, footer: bytes) -> int:
         """Files that the listing left out: hidden ones, of other kinds, or beside folders of classes."""
@@ -64,27 +88,35 @@ class FilesFormat(Format):
 
     def value_bytes(self, block: Block, column: str) -> NDArray[np.int64] | None:
         """Bytes of the file, where its ending is the column or one of the alternatives."""
-        if column in (CLASS_COLUMN, KEY_COLUMN):
+        if column in (CLASS_COLUMN, KEY_COLUMN) or column in _row_of(block):
             return None
         is_there = ending_of(block.shard.url) in self.alternatives(column)
         return np.array([block.length if is_there else MISSING], np.int64)
 
     def num_missing(self, block: Block, column: str) -> int | None:
         """Return whether the sample lacks the column."""
+        if (one := _row_of(block).get(column)) is not None:
+            return int(one.code < 0)
         if column == CLASS_COLUMN:
             return int(_FACTS.unpack(block.footer)[0] == NO_CLASS)
         return None if column == KEY_COLUMN else super().num_missing(block, column)
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
-        """The file as a span of `data`, its class as int64, its key as text; endings it lacks are missing."""
+        """The file as a span of `data`, its class as int64, its key as text, and its row of a manifest.
+
+        Endings that it lacks are missing.
+        """
         if len(data) != block.length:
             raise block.corrupt(f"truncated: {len(data)} of {block.length} bytes")
         ending, number = ending_of(block.shard.url), _FACTS.unpack(block.footer)[0]
+        row = _row_of(block)
         if columns is None:
-            columns = [ending] if number == NO_CLASS else [ending, CLASS_COLUMN]
+            columns = [ending, *row] if number == NO_CLASS else [ending, CLASS_COLUMN, *row]
         values: Columns = {}
         for column in columns:
-            if column == CLASS_COLUMN and number != NO_CLASS:
+            if column in row:
+                values[column] = _value(row[column])
+            elif column == CLASS_COLUMN and number != NO_CLASS:
                 values[column] = np.array([number], np.int64)
             elif column == KEY_COLUMN:
                 values[column] = _span(self.keys(block, data)[0].encode())
@@ -118,6 +150,64 @@ def all_facts(
     return facts
 
 
+def rows_of(columns: Mapping[str, Column], num_rows: int) -> Iterator[bytes]:
+    """The rows of a manifest, each as the index of its file's block.
+
+    Args:
+        columns: name -> [num_rows] numbers without a shape, text, or lists of numbers.
+        num_rows: of the manifest.
+    """
+    parts = {name: _parts(column, num_rows) for name, column in columns.items()}
+    encode = msgspec.msgpack.Encoder().encode
+    for values in zip(*parts.values(), strict=True):
+        yield encode(dict(zip(parts, values, strict=True)))
+
+
+def _parts(column: Column, num_rows: int) -> Iterator[msgspec.msgpack.Ext]:
+    Ext = msgspec.msgpack.Ext  # noqa: N806
+    if isinstance(column, Spans):
+        code, data = _LISTED + _DTYPES.index(column.buffer.dtype.name), column.buffer.tobytes()
+        width = column.buffer.itemsize
+        for start, length in zip(
+            (width * column.starts).tolist(), (width * column.lengths).tolist(), strict=True
+        ):
+            yield Ext(code, data[start : start + length]) if length >= 0 else Ext(~code, b"")
+        return
+    values, lacks = (column.values, column.lacks) if isinstance(column, Masked) else (column, None)
+    code, data, width = _DTYPES.index(values.dtype.name), values.tobytes(), values.itemsize
+    is_there = [True] * num_rows if lacks is None else (lacks == 0).tolist()
+    for start, there in zip(range(0, len(data), width), is_there, strict=True):
+        yield Ext(code, data[start : start + width]) if there else Ext(~code, b"")
+
+
+def _row_of(block: Block) -> dict[str, msgspec.msgpack.Ext]:
+    """The row of a manifest that a file has, by column. `ValueError` where it is damaged."""
+    if not block.index:
+        return {}
+    return _decode_row(block.index)
+
+
+_decode_row = msgspec.msgpack.Decoder(dict[str, msgspec.msgpack.Ext]).decode
+
+
+def _value(one: msgspec.msgpack.Ext) -> Column:
+    """A value as a column of one row. `ValueError` where it is damaged."""
+    code = one.code if one.code >= 0 else ~one.code
+    if code % _LISTED >= len(_DTYPES) or code >= 2 * _LISTED:
+        raise ValueError(f"a value of the unknown type {code}")
+    dtype = np.dtype(_DTYPES[code % _LISTED])
+    data, is_there = bytes(one.data), one.code >= 0
+    if len(data) % dtype.itemsize or (is_there and code < _LISTED and len(data) != dtype.itemsize):
+        raise ValueError(f"{len(data)} bytes in place of values of type {dtype}")
+    values = np.frombuffer(data, dtype)
+    if code >= _LISTED:
+        return Spans(values, _ONE, np.array([len(values) if is_there else MISSING], np.int64))
+    if is_there:
+        return values
+    nothing = np.full(1, np.nan if dtype.kind == "f" else 0, dtype)
+    return Masked(nothing, np.array([MISSING], np.int8))
+
+
 def ending_of(url: str) -> str:
     """The column of a file: its last ending, in lower case; "": it has none."""
     stem, dot, ending = url.rpartition("/")[2].rpartition(".")
@@ -141,11 +231,12 @@ def schema_of(endings: Mapping[str, tuple[int, int]], class_names: Sequence[str]
         for ending, sizes in endings.items()
     }
     if class_names:
-        schema[CLASS_COLUMN] = ColumnSpec("fixed", "int64", feature=_class_label(class_names))
+        schema[CLASS_COLUMN] = ColumnSpec("fixed", "int64", feature=class_label(class_names))
     return schema
 
 
-def _class_label(names: Sequence[str]) -> str:
+def class_label(names: Sequence[str]) -> str:
+    """The feature of a column of class numbers, as Hugging Face `datasets` writes it."""
     return json.dumps({"names": list(names), "_type": "ClassLabel"})
 
 

@@ -228,8 +228,36 @@ def test_a_class_without_files_is_an_error_as_in_torchvision(tmp_path: Path) -> 
 
 def test_folders_of_splits_are_named(tmp_path: Path) -> None:
     write(tmp_path, {"train/a/1.jpg": b"1", "val/a/2.jpg": b"2"})
-    with pytest.raises(ValueError, match=rf"a folder for each split \(train, val\).*{tmp_path}/train"):
+    with pytest.raises(
+        ValueError, match=rf"a folder for each split \(train, val\).*{tmp_path}.*split='train'"
+    ):
         ShardedDataset(tmp_path)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_split_is_the_folder_that_is_called_so(remote: bool, tmp_path: Path) -> None:
+    files = {"train/a/1.jpg": b"1", "val/a/2.jpg": b"2", "val/b/3.jpg": b"3", "notes/n.txt": b"n"}
+    source = str(write(tmp_path, files))
+    if remote:
+        source = "memory://splits"
+        for name, content in files.items():
+            fsspec.filesystem("memory").pipe(f"/splits/{name}", content)
+    for split, expected in (("train", ["a/1"]), ("validation", ["a/2", "b/3"]), ("val", ["a/2", "b/3"])):
+        assert keys(opened(source, split=split)) == expected
+    with pytest.raises(ValueError, match=r"split must be one of train, validation: .*; got 'test'"):
+        ShardedDataset(source, split="test")
+    with pytest.raises(ValueError, match=r"a folder for each split \(notes, train, val\).*split='train'"):
+        ShardedDataset(source)
+
+
+def test_classes_may_be_called_like_one_split(tmp_path: Path) -> None:
+    write(tmp_path, {"train/1.jpg": b"1", "plane/2.jpg": b"2"})
+    assert keys(opened(tmp_path)) == ["plane/2", "train/1"]
+
+
+def test_a_split_of_shards_is_no_split_of_files(tmp_path: Path) -> None:
+    write(tmp_path, {"train/0.jsonl": b'{"a": 1}\n', "test/0.jsonl": b'{"a": 2}\n'})
+    assert rows(ShardedDataset(tmp_path, split="test")) == [{"a": 2}]
 
 
 def test_files_beside_folders_of_classes_are_left_out_with_a_warning(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""List a folder: its files with sizes and versions, and the folders of splits.
+
+Links are followed; hidden files and what systems leave behind are counted only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from sharding.catalog.build import CATALOG_SUFFIX
+from sharding.catalog.storage import VERSION_KEYS, open_url, store_errors, version_of
+from sharding.errors import ShardReadError
+from sharding.urls import file_name, is_local, local_path, naming_part
+
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Names of folders by split, as Hugging Face `datasets` knows them."""
+_NO_DATA = {"thumbs.db", "desktop.ini", "__macosx"}
+
+Entry = tuple[str, int, str]
+"""Name, size and version of a file."""
+Folders = dict[str, list[Entry]]
+"""By path below a root ("": the root itself), the files of a folder."""
+
+
+def listing(url: str, options: Mapping[str, Any] | None, *, depth: int | None = None) -> tuple[Folders, int]:
+    """The files below a folder, `depth` levels deep, and how many hidden files and folders are left out."""
+    with store_errors(url):
+        if is_local(url):
+            return _local_listing(local_path(url), depth)
+        fs, root = open_url(url, options)
+        return _remote_listing(fs, root, depth)
+
+
+def _local_listing(root: str, depth: int | None) -> tuple[Folders, int]:
+    folders, num_hidden = Folders(), 0
+    status = os.stat(root)
+    waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", ((status.st_dev, status.st_ino),))]
+    while waiting:
+        path, above = waiting.pop()
+        files = folders[path] = []
+        with os.scandir(os.path.join(root, path)) as entries:
+            for entry in entries:
+                if is_hidden(entry.name):
+                    num_hidden += 1
+                elif entry.is_dir():
+                    if depth is not None and len(above) >= depth:
+                        continue
+                    status = entry.stat()
+                    own = status.st_dev, status.st_ino
+                    if own in above:
+                        reason = "is a link to a folder that it lies in: take the link away"
+                        raise ShardReadError(entry.path, reason)
+                    waiting.append((f"{path}/{entry.name}" if path else entry.name, (*above, own)))
+                else:
+                    files.append((entry.name, *_facts(entry)))
+    return folders, num_hidden
+
+
+def _facts(entry: os.DirEntry[str]) -> tuple[int, str]:
+    try:
+        status = entry.stat()
+    except FileNotFoundError as error:
+        what = "is a link to a file that is not there" if entry.is_symlink() else "no such file any more"
+        raise ShardReadError(entry.path, what) from error
+    return status.st_size, f"mtime:{status.st_mtime_ns}"
+
+
+def _remote_listing(fs: Any, root: str, depth: int | None) -> tuple[Folders, int]:
+    folders, num_hidden = Folders({"": []}), 0
+    start = root.rstrip("/") + "/"
+    version, is_checked = version_of, False
+    for path, info in fs.find(root, maxdepth=depth, detail=True).items():
+        name = path.removeprefix(start)
+        if info["type"] == "directory" or path.endswith("/") or not path.startswith(start):
+            continue
+        *above, last = name.split("/")
+        if any(map(is_hidden, [*above, last])):
+            num_hidden += 1
+        elif info.get("size") is None:
+            raise ShardReadError(path, "the store does not say its size")
+        else:
+            if not is_checked and not _tell_alike(info, fs.info(path)):
+                version = _no_version  # A read asks for its file alone, and would take it for another one.
+            is_checked = True
+            folders.setdefault("/".join(above), []).append((last, int(info["size"]), version(info)))
+    return folders, num_hidden
+
+
+def _tell_alike(listed_info: Mapping[str, Any], info: Mapping[str, Any]) -> bool:
+    """Return whether a store says of a file alone what its listing said: some round times."""
+    return all(listed_info.get(key) == info.get(key) for key in VERSION_KEYS)
+
+
+def _no_version(info: Mapping[str, Any]) -> str:
+    return ""
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder is one that systems leave behind, and nobody's sample."""
+    return name.startswith(".") or name.lower() in _NO_DATA or name.endswith(CATALOG_SUFFIX)
+
+
+def below(root: str, name: str) -> str:
+    """The URL of a file by its path below a folder."""
+    part = naming_part(root)
+    return root.replace(part, f"{part.rstrip('/')}/{name}", 1)
+
+
+def folders_in(url: str, options: Mapping[str, Any] | None) -> list[str]:
+    """The names of the folders that lie in a folder, sorted."""
+    with store_errors(url):
+        if is_local(url):
+            with os.scandir(local_path(url)) as entries:
+                names = [entry.name for entry in entries if entry.is_dir()]
+        else:
+            fs, path = open_url(url, options)
+            found = fs.ls(path, detail=True)
+            names = [file_name(one["name"]) for one in found if one["type"] == "directory"]
+    return sorted(name for name in names if not is_hidden(name))
+
+
+def split_of(name: str) -> str | None:
+    """The split that a folder of this name holds; None: it is called like none."""
+    return next((split for split, names in SPLITS.items() if name.lower() in names), None)

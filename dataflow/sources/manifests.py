@@ -1,0 +1,436 @@
+"""Manifests: tables that name files, with labels, captions or numbers for each.
+
+A CSV, TSV, JSON Lines or Parquet file with a column of file names, as `metadata.csv` of Hugging Face's
+ImageFolder. It is read whole, once: its columns are kept in the catalog, a row with each file
+(`sharding.formats.files`). Which files there are, `dataflow.sources.loose` finds out.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import posixpath
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from sharding.blocks import Block, Column, Columns, ColumnSpec, Masked, Shard, Spans, spec_text
+from sharding.catalog.storage import open_url, store_errors
+from sharding.errors import CorruptShardError, ShardReadError
+from sharding.formats.files import KEY_COLUMN, class_label
+from sharding.printable import listed, printable_name
+from sharding.redaction import identity_of
+from sharding.urls import file_name, is_local, local_path, naming_part
+
+ENDINGS = ("csv", "tsv", "jsonl", "ndjson", "parquet")
+NAMES = tuple(f"metadata.{ending}" for ending in ("csv", "tsv", "jsonl", "parquet"))
+"""Names by which a manifest is found in the folder of its files, as Hugging Face finds it."""
+_MOST_BYTES = (1 << 31) - 1
+_BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+_RESERVED = {KEY_COLUMN, "__url__"}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A table that says which files a dataset consists of, and more about each: `ShardedDataset(manifest=)`.
+
+    A row is a sample, in the order of the table; a file may have several rows. Its columns are delivered
+    beside the file: numbers as tensors, text as text, nested values of JSON as Python objects.
+
+    Args:
+        path: a CSV, TSV, JSON Lines (`.jsonl`) or Parquet file, anywhere; a relative path is also looked for
+            in the folder of the files.
+        file: the column of file names, relative to the folder.
+        classes: a column of text that is delivered as class numbers; `dataset.features` has their names,
+            which are sorted. A mapping of the column to a list of names fixes them: for several splits.
+        size: the column of the files' bytes. "": the store is asked for them, by a request each over HTTP.
+
+    Raises:
+        ValueError: an ending that is no manifest's.
+
+    Examples:
+        >>> import csv
+        >>> with open("labels.csv", "w", newline="") as table:
+        ...     csv.writer(table).writerows([("file", "label"), ("1.jpg", "cat"), ("2.jpg", "dog")])
+        >>> manifest = Manifest("labels.csv", file="file", classes="label")
+        >>> dataset = ShardedDataset("photos/", manifest=manifest)
+        >>> dataset[1]["label"], dataset.features["label"]["names"]
+        (1, ['cat', 'dog'])
+    """
+
+    path: str | os.PathLike[str]
+    _: KW_ONLY
+    file: str = "file_name"
+    classes: str | Mapping[str, Sequence[str]] = ""
+    size: str = ""
+
+    def __post_init__(self) -> None:
+        if ending_of_table(os.fspath(self.path)) not in ENDINGS:
+            raise ValueError(
+                f"a manifest must be a file that ends in {listed(ENDINGS)}, got {str(self.path)!r}"
+            )
+        if not isinstance(self.classes, str) and len(self.classes) != 1:
+            raise ValueError(f"classes must be a column, or one with its names, got {self.classes!r}")
+
+
+class ManifestRows(Struct, frozen=True, eq=False, kw_only=True):
+    """The rows of a manifest, in its order."""
+
+    url: str
+    names: list[str]
+    """[n] paths of the files below the folder, as the table has them."""
+    columns: Columns
+    """Name -> [n] values."""
+    schema: dict[str, ColumnSpec]
+    sizes: NDArray[np.int64] | None
+    """[n] bytes of the files; None: the table does not say."""
+
+
+def ending_of_table(url: str) -> str:
+    """The ending of a file's name, in lower case."""
+    return file_name(url).rpartition(".")[2].lower()
+
+
+def is_table(source: Any) -> bool:
+    """Return whether a source is a CSV or TSV file, which is no shard."""
+    return (
+        isinstance(source, (str, os.PathLike))
+        and isinstance(text := os.fspath(source), str)
+        and ending_of_table(text) in ("csv", "tsv")
+    )
+
+
+def folder_of(url: str) -> str:
+    """The folder of a file, spelled as the file is."""
+    part = naming_part(url)
+    folder, slash, _ = part.rpartition("/")
+    return url.replace(part, folder or slash or ".", 1)
+
+
+def read_manifest(
+    manifest: Manifest, folder: str, options: Mapping[str, Any] | None, *, is_sure: bool = True
+) -> ManifestRows | None:
+    """Read a manifest of the files below a folder.
+
+    Args:
+        manifest: how it is to be read.
+        folder: path or URL; a relative path of the manifest may lie below it.
+        options: keyword arguments of the fsspec filesystem.
+        is_sure: whether it must be one; else None is returned of a table that names no files.
+
+    Raises:
+        ShardReadError: it cannot be read.
+        CorruptShardError: it breaks the rules of its kind, or is empty.
+        ValueError: it has no such columns.
+    """
+    url = _found(os.fspath(manifest.path), folder, options)
+    data = _read(url, options)
+    for mark, encoding in _BYTE_ORDER_MARKS.items():
+        if data.startswith(mark):
+            raise CorruptShardError(url, f"the manifest is {encoding} text: save it as UTF-8")
+    table = _table(url, data, manifest.file)
+    names = table.column_names
+    if manifest.file not in names:
+        if not is_sure:
+            return None
+        raise ValueError(
+            f"the manifest {identity_of(url)} has no column {manifest.file!r} of file names; it has "
+            f"{listed(names) or 'none'}: name the column, as in ShardedDataset(folder, "
+            "manifest=Manifest(path, file='filename'))"
+        )
+    twice = [name for name, count in Counter(names).items() if count > 1 and name]
+    if twice:
+        raise ValueError(f"the manifest {identity_of(url)} has two columns {twice[0]!r}: rename one")
+    if not table.num_rows:
+        raise CorruptShardError(url, "the manifest has no row")
+    files = _texts(url, table.column(manifest.file), manifest.file)
+    rest = [name for name in names if name and name not in (manifest.file, manifest.size)]
+    columns, schema = _columns(url, table.select(rest))
+    if manifest.classes:
+        _number_classes(url, manifest.classes, columns, schema)
+    sizes = _sizes(url, table, manifest.size) if manifest.size else None
+    return ManifestRows(url=url, names=files, columns=columns, schema=schema, sizes=sizes)
+
+
+def _found(path: str, folder: str, options: Mapping[str, Any] | None) -> str:
+    """The manifest's URL: a relative path that is not there is one below the folder."""
+    if not is_local(path):
+        return path
+    if os.path.exists(local := local_path(path)):
+        return local
+    if "://" in path or os.path.isabs(path):
+        raise ShardReadError(local, "no such file")
+    if is_local(folder):
+        inside = os.path.join(local_path(folder), path)
+        if os.path.exists(inside):
+            return inside
+        raise ShardReadError(local, f"no such file, nor is there {inside}")
+    part = naming_part(folder)
+    return folder.replace(part, f"{part.rstrip('/')}/{path}", 1)
+
+
+def _read(url: str, options: Mapping[str, Any] | None) -> bytes:
+    with store_errors(url):
+        if is_local(url):
+            if (size := os.path.getsize(local_path(url))) > _MOST_BYTES:
+                raise CorruptShardError(url, f"a manifest has at most 2 GiB, and this is {size:,} bytes")
+            with open(local_path(url), "rb") as file:
+                return file.read()
+        fs, path = open_url(url, options)
+        size = fs.info(path).get("size")
+        if size is not None and size > _MOST_BYTES:
+            raise CorruptShardError(url, f"a manifest has at most 2 GiB, and this is {size:,} bytes")
+        return bytes(fs.cat_file(path))
+
+
+# ---- tables ---------------------------------------------------------------------------------------------
+
+
+def _table(url: str, data: bytes, file_column: str) -> pa.Table:
+    """The manifest as Arrow has it, structs not flattened."""
+    ending = ending_of_table(url)
+    if not data:
+        raise CorruptShardError(url, "the manifest is empty (0 bytes)")
+    if ending in ("csv", "tsv"):
+        return _separated(url, data, "," if ending == "csv" else "\t", file_column)
+    if ending == "parquet":
+        import pyarrow.parquet as parquet
+
+        try:
+            return parquet.read_table(pa.BufferReader(data))
+        except (pa.ArrowException, OSError) as error:
+            raise CorruptShardError(url, f"the manifest is no Parquet file: {error}") from error
+    return _lines(url, data.removeprefix(b"\xef\xbb\xbf"))
+
+
+def _separated(url: str, data: bytes, delimiter: str, file_column: str) -> pa.Table:
+    from pyarrow import csv
+
+    def read(texts: Sequence[str]) -> pa.Table:
+        return csv.read_csv(
+            io.BytesIO(data),
+            # One block: types follow from all rows, and errors count them.
+            read_options=csv.ReadOptions(use_threads=False, block_size=len(data) + 1),
+            parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string())),
+        )
+
+    try:
+        table = read([file_column])
+        dates = [one.name for one in table.schema if pa.types.is_temporal(one.type)]
+        if dates:
+            table = read([file_column, *dates])
+    except pa.ArrowInvalid as error:
+        raise CorruptShardError(url, f"the manifest is no table: {error}") from error
+    _check_utf8(url, table)
+    if data.count(b'"') % 2 and _ends_in_quotes(table):
+        raise CorruptShardError(url, 'the manifest has a quote (") that nothing closes before its end')
+    return table
+
+
+def _check_utf8(url: str, table: pa.Table) -> None:
+    for one in table.schema:
+        if pa.types.is_binary(one.type):
+            for row, value in enumerate(table.column(one.name).to_pylist()):
+                try:
+                    (value or b"").decode()
+                except UnicodeDecodeError as error:
+                    raise CorruptShardError(
+                        url, f"column {one.name!r} of row {row + 1} is no UTF-8 text: save it as UTF-8"
+                    ) from error
+
+
+def _ends_in_quotes(table: pa.Table) -> bool:
+    """Return whether the last row has text over several lines, as one has whose quote is not closed."""
+    last = table.slice(max(0, table.num_rows - 1)).to_pylist()
+    return any(isinstance(value, str) and "\n" in value for row in last for value in row.values())
+
+
+def _lines(url: str, data: bytes) -> pa.Table:
+    """The lines as shards of JSON Lines have them."""
+    from sharding.formats.arrow.jsonl import JsonlFormat
+
+    codec, shard = JsonlFormat(), Shard(identity_of(url), len(data), "")
+    scan = codec.scan(io.BytesIO(data), shard, block_bytes=len(data))
+    if not len(scan.offset):
+        raise CorruptShardError(url, "the manifest has no row")
+    tables = []
+    for number, (offset, length, nbytes, count) in enumerate(
+        zip(
+            scan.offset.tolist(),
+            scan.length.tolist(),
+            scan.nbytes.tolist(),
+            scan.num_samples.tolist(),
+            strict=True,
+        )
+    ):
+        block = Block(
+            shard, offset, length, nbytes, first_sample=0, first_in_shard=0, num_samples=count,
+            number=number, number_in_shard=number, footer=scan.footer,
+        )  # fmt: skip
+        tables.append(codec.table(block, memoryview(data)[offset : offset + length], None))
+    return pa.concat_tables(tables)
+
+
+def _texts(url: str, column: pa.ChunkedArray, name: str) -> list[str]:
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        raise ValueError(f"column {name!r} of {identity_of(url)} must be text, and is {column.type}")
+    texts: list[str] = column.to_pylist()
+    for row, text in enumerate(texts):
+        if not text:
+            raise CorruptShardError(url, f"row {row + 1} names no file in column {name!r}")
+    return texts
+
+
+def _sizes(url: str, table: pa.Table, name: str) -> NDArray[np.int64]:
+    if name not in table.column_names:
+        raise ValueError(
+            f"the manifest {identity_of(url)} has no column {name!r} of sizes; it has "
+            f"{listed(table.column_names)}"
+        )
+    column = table.column(name)
+    if not pa.types.is_integer(column.type) or column.null_count:
+        raise ValueError(f"column {name!r} of {identity_of(url)} must have the bytes of each file")
+    sizes = np.array(column.to_pylist(), np.int64)
+    if sizes.min() < 0:
+        raise ValueError(f"column {name!r} of {identity_of(url)} has a size below 0")
+    return sizes
+
+
+# ---- columns --------------------------------------------------------------------------------------------
+
+
+def _columns(url: str, table: pa.Table) -> tuple[Columns, dict[str, ColumnSpec]]:
+    """The columns of a table as samples have them; those without any value are left out."""
+    from sharding.formats.arrow.columns import columns_of, flattened
+    from sharding.formats.arrow.schema import spec_of
+
+    flat = flattened(table)
+    block = Block(
+        Shard(identity_of(url), 0, ""), 0, 0, 0, first_sample=0, first_in_shard=0,
+        num_samples=table.num_rows, number=0, number_in_shard=0,
+    )  # fmt: skip
+    schema = dict[str, ColumnSpec]()
+    for one in flat.schema:
+        spec = spec_of(one.type)
+        if spec is not None and spec.kind == "null":
+            continue
+        if spec is None or spec.kind not in ("fixed", "text", "json", "list") or spec.shape:
+            what = str(one.type) if spec is None else spec_text(spec)
+            raise ValueError(
+                f"column {one.name!r} of the manifest {identity_of(url)} is {what}, and manifests have "
+                "numbers, text, lists of numbers and JSON: take it out of the table"
+            )
+        if one.name in _RESERVED or "/" in one.name:
+            raise ValueError(
+                f"the manifest {identity_of(url)} has a column {one.name!r}, a name that files cannot have: "
+                "rename it"
+            )
+        schema[one.name] = spec
+    columns = columns_of(flat, list(schema), block)
+    for name, column in columns.items():
+        if _lacks(column).any():
+            schema[name] = replace(schema[name], optional=True)
+        if isinstance(column, Spans):
+            sizes = column.lengths[column.lengths >= 0]
+            both = (int(sizes.min()), int(sizes.max())) if len(sizes) else (0, 0)
+            schema[name] = replace(schema[name], size_range=both)
+        elif column_dtype(column).kind not in "biuf":
+            raise ValueError(f"column {name!r} of the manifest {identity_of(url)} is {column_dtype(column)}")
+    return columns, schema
+
+
+def column_dtype(column: Column) -> np.dtype[Any]:
+    """The type of a column's numbers."""
+    if isinstance(column, Spans):
+        return column.buffer.dtype
+    return column.values.dtype if isinstance(column, Masked) else column.dtype
+
+
+def _lacks(column: Column) -> NDArray[np.bool_]:
+    """[n] whether a row lacks its value."""
+    if isinstance(column, Spans):
+        return column.lengths < 0
+    return column.lacks != 0 if isinstance(column, Masked) else np.zeros(len(column), np.bool_)
+
+
+def first_missing(columns: Columns) -> dict[str, tuple[int, str]]:
+    """Return the first row that lacks each column that any lacks, as `Catalog.missing` has it."""
+    lacks = {name: _lacks(column) for name, column in columns.items()}
+    return {name: (int(where.argmax()), "") for name, where in lacks.items() if where.any()}
+
+
+def _number_classes(
+    url: str,
+    classes: str | Mapping[str, Sequence[str]],
+    columns: Columns,
+    schema: dict[str, ColumnSpec],
+) -> None:
+    """Put numbers in place of the names of classes."""
+    name, names = (classes, None) if isinstance(classes, str) else next(iter(classes.items()))
+    if name not in columns:
+        raise ValueError(f"classes names {name!r}; the manifest {identity_of(url)} has {listed(columns)}")
+    column = columns[name]
+    if schema[name].kind != "text" or not isinstance(column, Spans):
+        raise ValueError(
+            f"classes must be a column of text, and {name!r} of {identity_of(url)} is "
+            f"{spec_text(schema[name])}: numbers are delivered as they are, so leave classes= out"
+        )
+    values = [
+        column.value(row).tobytes().decode() if there else ""
+        for row, there in enumerate((column.lengths >= 0).tolist())
+    ]
+    known = sorted({*values} - {""}) if names is None else list(names)
+    number_of = {one: number for number, one in enumerate(known)}
+    for row, value in enumerate(values):
+        if value not in number_of:
+            what = f"class {value!r}, none of {listed(known)}" if value else "no class"
+            raise ValueError(f"row {row + 1} of {identity_of(url)} has {what} in column {name!r}")
+    columns[name] = np.array([number_of[value] for value in values], np.int64)
+    schema[name] = ColumnSpec("fixed", "int64", feature=class_label(known))
+
+
+# ---- names ----------------------------------------------------------------------------------------------
+
+
+def paths_of(rows: ManifestRows, folder: str) -> list[str]:
+    """[n] the paths of the files below the folder.
+
+    Raises `CorruptShardError` for a name that leads out of it.
+    """
+    root = local_path(folder) if is_local(folder) else folder
+    starts = {root.rstrip("/") + "/", folder.rstrip("/") + "/"}
+    paths = []
+    for row, name in enumerate(rows.names):
+        path = name
+        for start in starts:
+            path = path.removeprefix(start)
+        if path.startswith("/") or "://" in path or ".." in path.split("/") or "\0" in path:
+            raise CorruptShardError(
+                rows.url,
+                f"row {row + 1} names {printable_name(name)!r}, which leads out of {identity_of(root)}: give "
+                "the folder that all files are in, and names below it",
+            )
+        if "./" in path or "//" in path:
+            path = posixpath.normpath(path)
+        paths.append(path)
+    return paths
+
+
+def raise_absent(rows: ManifestRows, absent: Sequence[int], folder: str) -> None:
+    """Raise `ShardReadError` where rows name files that are not there."""
+    if not absent:
+        return
+    first = absent[0]
+    more = f" ({len(absent) - 1} other rows name files that are not there, too)" if len(absent) > 1 else ""
+    raise ShardReadError(
+        rows.url,
+        f"row {first + 1} names {printable_name(rows.names[first])!r}, and {identity_of(folder)} has no such "
+        f"file{more}: correct the table, or give the folder in which its names begin",
+    )
