@@ -17,6 +17,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from benchmarks.data import Data
 from benchmarks.peers.torch import Images, TarFields, Tokens, collate_images, row_group_batches
 
+_PLAIN = "group_size:1,uncompressed"
+
 
 def _read(dataset: Any, workers: int) -> Iterable[Any]:
     return dataset.to_iter_dataset(
@@ -77,16 +79,21 @@ def w3(data: Data, workers: int) -> Iterable[Any]:
     return Batches()
 
 
-def _records(data: Data) -> str:
+def _write(data: Data, name: str, records: Iterable[bytes], options: str) -> str:
     def make(folder: Path) -> None:
         folder.mkdir(parents=True)
-        fields = TarFields(data.index("W4"), "bin")
-        writer = ArrayRecordWriter(str(folder / "records.array_record"), "group_size:1")
-        for i in range(len(fields)):
-            writer.write(int(fields.labels[i]).to_bytes(8, "little") + fields.read(i))
+        writer = ArrayRecordWriter(str(folder / "records.array_record"), options)
+        for record in records:
+            writer.write(record)
         writer.close()
 
-    return str(data.converted("grain-W4", make) / "records.array_record")
+    return str(data.converted(name, make) / "records.array_record")
+
+
+def _records(data: Data, name: str = "grain-W4", options: str = "group_size:1") -> str:
+    fields = TarFields(data.index("W4"), "bin")
+    records = (int(fields.labels[i]).to_bytes(8, "little") + fields.read(i) for i in range(len(fields)))
+    return _write(data, name, records, options)
 
 
 def prepare_w4(data: Data) -> None:
@@ -94,8 +101,25 @@ def prepare_w4(data: Data) -> None:
 
 
 def w4(data: Data, workers: int) -> Iterable[Any]:
-    """From ArrayRecord, Grain's own format."""
-    dataset = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(_records(data))).shuffle(seed=0)
+    """From ArrayRecord, Grain's own format, compressed as it is by default."""
+    return _labelled(_records(data), workers)
+
+
+def _plain_records(data: Data) -> str:
+    return _records(data, "grain-W4-plain", _PLAIN)
+
+
+def prepare_w4_plain(data: Data) -> None:
+    _plain_records(data)
+
+
+def w4_plain(data: Data, workers: int) -> Iterable[Any]:
+    """From ArrayRecord that is not compressed."""
+    return _labelled(_plain_records(data), workers)
+
+
+def _labelled(path: str, workers: int) -> Iterable[Any]:
+    dataset = grain.MapDataset.source(grain.sources.ArrayRecordDataSource(path)).shuffle(seed=0)
 
     def batch(records: list[bytes]) -> Any:
         rows = np.stack([np.frombuffer(record, np.uint8) for record in records])
@@ -103,3 +127,24 @@ def w4(data: Data, workers: int) -> Iterable[Any]:
 
     # Batched before reading ahead: a batch is then one `__getitems__`.
     return _Epochs(_read(dataset.batch(256, drop_remainder=True, batch_fn=batch), workers))
+
+
+def _plain_tokens(data: Data) -> str:
+    tokens = Tokens(data)
+    records = (tokens[i].numpy().astype(np.uint16).tobytes() for i in range(len(tokens)))
+    return _write(data, "grain-W2-plain", records, _PLAIN)
+
+
+def prepare_w2_plain(data: Data) -> None:
+    _plain_tokens(data)
+
+
+def w2_plain(data: Data, workers: int) -> Iterable[Any]:
+    """From ArrayRecord that is not compressed, tokens as uint16."""
+    source = grain.sources.ArrayRecordDataSource(_plain_tokens(data))
+    dataset = grain.MapDataset.source(source).shuffle(seed=0)
+
+    def batch(records: list[bytes]) -> Any:
+        return np.stack([np.frombuffer(record, np.uint16) for record in records]).astype(np.int64)
+
+    return _Epochs(_read(dataset.batch(16, drop_remainder=True, batch_fn=batch), workers), torch.from_numpy)
