@@ -47,7 +47,7 @@ from sharding.catalog.build import is_catalog
 from sharding.catalog.schema import DatasetSchema
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import SampleError
-from sharding.hub.names import is_hub, is_pinned, parse_name
+from sharding.hub.names import is_pinned, parse_name
 from sharding.order.permutations import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
@@ -308,11 +308,9 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     def options_elsewhere(self) -> dict[str, Any]:
         """The storage options for another machine: it asks the Hub that this one asks, with its token."""
-        if not any(map(is_hub, self.catalog.urls[:1])):
-            return self.storage_options
-        from sharding.hub.access import HubAccess
+        from sharding.hub.access import options_elsewhere
 
-        return self.storage_options | HubAccess.given(self.storage_options).options()
+        return options_elsewhere(self.catalog.urls, self.storage_options)
 
     def new_reader(
         self, pause: ReadPause | None = None, say: Callable[[str], None] | None = None

@@ -11,7 +11,7 @@ import os
 import pickle
 import platform
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
 from functools import partial
 from itertools import islice
@@ -45,7 +45,7 @@ def run_all(
     at_once: int = _AT_ONCE,
     retries: int = _RETRIES,
     timeout_s: float = _QUIET_S,
-) -> Iterator[tuple[int, R]]:
+) -> Generator[tuple[int, R], None, None]:
     """Yield (number of the task, what the function returned) as tasks are done, in any order.
 
     Closing the iterator, an error, and Ctrl-C cancel the tasks that have not begun.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
@@ -9,6 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from msgspec import Struct
+
+_log = logging.getLogger("dataflow")
 
 
 class _Engine(Struct, frozen=True):
@@ -33,6 +36,7 @@ def engine(
     *,
     workers: int | None = None,
     options: Mapping[str, str] = {},
+    say: Callable[[str], object] = _log.info,
 ) -> Iterator[Executor]:
     """Start an engine, or join the one that runs; leaving the context ends what was started.
 
@@ -42,6 +46,7 @@ def engine(
         name: "processes".
         workers: tasks at a time; None: one for each CPU that this process may use.
         options: what the engine is told besides; "processes" takes none.
+        say: called with a line that says which engine it is.
 
     Raises:
         ValueError: there is no engine of this name, or no such option.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from dataflow.progress.bar import ProgressBar
+from dataflow.sources.indexing import INDEX_THREADS, REMOTE_INDEX_THREADS, index
 from dataflow.sources.loose import UNKNOWN, LooseFiles, find_loose, is_listed_alike, may_be_loose
 from dataflow.sources.manifests import Manifest, folder_of, is_table
 from dataflow.sources.named import resolve_source
@@ -26,7 +27,6 @@ from prefetch.store.retrier import Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.build import (
     Map,
-    build_catalog,
     changes,
     changes_text,
     default_catalog_path,
@@ -44,11 +44,8 @@ from sharding.redaction import identity_of
 from sharding.urls import is_local
 from sharding.write.file import warn_not_kept
 
-_INDEX_THREADS = 16
 _QUICK_S = 1.0
 """Seconds in which shards are mostly asked for; what takes longer shows that it goes on."""
-_REMOTE_INDEX_THREADS = 48
-"""Number of threads, as many as read at a time in training: they wait most of the time."""
 
 
 class Opening(Struct, frozen=True, kw_only=True):
@@ -208,7 +205,7 @@ class Opening(Struct, frozen=True, kw_only=True):
             ProgressBar(
                 title, total=len(unknown), unit="file", visible=self.progress, after_s=_QUICK_S
             ) as bar,
-            retrier.pool(_REMOTE_INDEX_THREADS, "dataflow-index") as pool,
+            retrier.pool(REMOTE_INDEX_THREADS, "dataflow-index") as pool,
         ):
             for number, found in zip(unknown, bar.each(pool.map(ask, opened_urls)), strict=True):
                 if isinstance(found, ShardReadError):
@@ -242,7 +239,7 @@ class Opening(Struct, frozen=True, kw_only=True):
             changed = changes(catalog)
         else:
             with (
-                retrier.pool(_INDEX_THREADS, "dataflow-index") as pool,
+                retrier.pool(INDEX_THREADS, "dataflow-index") as pool,
                 _explain_signatures(catalog),
                 checking(len(shards), pool.map, visible=self.progress) as shown_map,
             ):
@@ -311,38 +308,5 @@ def shards_of(source: Any, options: Mapping[str, Any], retrier: Retrier, looks_u
 
 def _some(num_shards: int) -> Sequence[int]:
     """Return as many shards as are asked at once, the first and the last among them."""
-    count = min(num_shards, _INDEX_THREADS)
+    count = min(num_shards, INDEX_THREADS)
     return [i * (num_shards - 1) // max(1, count - 1) for i in range(count)]
-
-
-def index(
-    urls: Sequence[str],
-    codec: Format,
-    retrier: Retrier,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    block_bytes: int = DEFAULT_BLOCK_BYTES,
-    progress: bool | None = None,
-) -> Catalog:
-    """Build a catalog in parallel, with a progress bar (None: on a terminal)."""
-    from prefetch.store.filesystems import shard_file
-    from prefetch.store.reader import StoreReader
-
-    with (
-        ProgressBar("indexing", total=len(urls), unit="shard", visible=progress) as bar,
-        retrier.pool(
-            _INDEX_THREADS if all(map(is_local, urls)) else _REMOTE_INDEX_THREADS, "dataflow-index"
-        ) as pool,
-        closing(StoreReader(storage_options, policy=retrier.policy, hosts=retrier.hosts)) as reader,
-    ):
-        retrier.watch(reader.waiting)
-        return build_catalog(
-            urls,
-            codec,
-            storage_options=storage_options,
-            block_bytes=block_bytes,
-            map=pool.map,
-            progress=lambda done, total, samples: bar.show(done, total, f"{samples:,} samples"),
-            retry=retrier,
-            open_shard=partial(shard_file, reader.read_into),
-        )

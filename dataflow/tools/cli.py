@@ -17,6 +17,7 @@ from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.terminal.options import (
     SIZE,
     DatasetArguments,
+    EngineArguments,
     ReportFiles,
     json_option,
     options_of,
@@ -101,9 +102,15 @@ def main() -> None:
     help="Also write the lengths of samples beside the catalog, as loaders with batching= have measured them "
     "on this machine. Whoever opens the catalog need not measure them again.",
 )
+@options_of(EngineArguments, "engine")
 @plain_errors
 def index(
-    dataset: DatasetArguments, output: str | None, block_bytes: int | None, checksum: bool, lengths: bool
+    dataset: DatasetArguments,
+    engine: EngineArguments,
+    output: str | None,
+    block_bytes: int | None,
+    checksum: bool,
+    lengths: bool,
 ) -> None:
     """Build or refresh the catalog of a dataset.
 
@@ -119,17 +126,20 @@ def index(
       dataflow index 's3://bucket/x-{000..099}.tar' --storage-option anon=true --output x.catalog
       dataflow index x.catalog                                 refresh a catalog
       dataflow index x.catalog --lengths                       and keep the lengths of samples with it
+      dataflow index 's3://bucket/**/*.tar' --on dask --engine-option address=tcp://head:8786
     """  # noqa: D301 - click wants the control character
     from dataflow.tools.terminal.indexing import index_source
 
-    index_source(
-        dataset.source,
-        dataset.options,
-        output=output,
-        block_bytes=block_bytes,
-        checksum=checksum,
-        lengths=lengths,
-    )
+    with engine.started() as executor:
+        index_source(
+            dataset.source,
+            dataset.options,
+            output=output,
+            block_bytes=block_bytes,
+            checksum=checksum,
+            lengths=lengths,
+            executor=executor,
+        )
 
 
 @main.command("inspect", short_help="Show how well a plan mixes, and what it costs to read.")

@@ -94,6 +94,10 @@ class _OpenedUrl(Struct, frozen=True):
     """The entry in a file that lists the shards, if there is one."""
 
 
+Scanned = tuple[Shard, ShardScan] | ShardError
+"""One shard as it was indexed, or why it could not be."""
+
+
 def build_catalog(
     urls: Sequence[str],
     codec: Format,
@@ -123,15 +127,45 @@ def build_catalog(
         DataflowError: there is not one sample in all shards.
         ValueError: no shard is given, or an option of the format cannot be kept.
     """
-    if not urls:
-        raise ValueError("urls must name at least one shard, got none")
-    options = catalog_options(codec)
-    opened_urls = _opened(urls, storage_options)
-    if codec.listing_name:
-        entries = retry(lambda: entries_of(urls, storage_options), urls[0])
-        opened_urls = [structs.replace(one, listed=entries.get(one.url)) for one in opened_urls]
+    scans = scan_shards(
+        urls,
+        codec,
+        storage_options=storage_options,
+        block_bytes=block_bytes,
+        map=map,
+        retry=retry,
+        open_shard=open_shard,
+        listed=listed_entries(urls, codec, storage_options, retry),
+    )
+    return catalog_of(urls, codec, scans, block_bytes=block_bytes, progress=progress)
 
-    def index(opened: _OpenedUrl) -> tuple[Shard, ShardScan] | ShardError:
+
+def listed_entries(
+    urls: Sequence[str], codec: Format, storage_options: Mapping[str, Any] | None, retry: Retry = once
+) -> Mapping[str, Any]:
+    """Return what files that list the shards say of each, by URL; {} for formats that have none."""
+    if not codec.listing_name or not urls:
+        return {}
+    return retry(lambda: entries_of(urls, storage_options), urls[0])
+
+
+def scan_shards(
+    urls: Sequence[str],
+    codec: Format,
+    *,
+    storage_options: Mapping[str, Any] | None,
+    block_bytes: int,
+    map: Map = map,  # noqa: A002
+    retry: Retry = once,
+    open_shard: OpenShard = open_shard,
+    listed: Mapping[str, Any],
+) -> Iterable[Scanned]:
+    """Index each of some shards, which may be a part of a dataset's; see `build_catalog`."""
+    opened_urls = _opened(urls, storage_options)
+    if listed:
+        opened_urls = [structs.replace(one, listed=listed.get(one.url)) for one in opened_urls]
+
+    def index(opened: _OpenedUrl) -> Scanned:
         try:
             return retry(
                 lambda: _index_shard(opened, codec, storage_options, block_bytes, open_shard), opened.url
@@ -139,8 +173,23 @@ def build_catalog(
         except ShardError as error:
             return error
 
+    return map(index, opened_urls)
+
+
+def catalog_of(
+    urls: Sequence[str],
+    codec: Format,
+    scanned: Iterable[Scanned],
+    *,
+    block_bytes: int,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> Catalog:
+    """Return the catalog of shards that were indexed, in the order of `urls`; see `build_catalog`."""
+    if not urls:
+        raise ValueError("urls must name at least one shard, got none")
+    options = catalog_options(codec)
     shards, scans, failures, num_samples = list[Shard](), list[ShardScan](), list[ShardError](), 0
-    for count, result in enumerate(map(index, opened_urls), 1):
+    for count, result in enumerate(scanned, 1):
         if isinstance(result, ShardError):
             failures.append(result)
         else:

@@ -7,23 +7,25 @@ A saved catalog is believed only after every shard was asked for its size and ve
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.engines import run_all
 from dataflow.progress.bar import ProgressBar
+from dataflow.sources.indexing import in_order, index, shared_out
 from dataflow.sources.loose import find_loose, may_be_loose
-from dataflow.sources.opening import checking, index, is_there, load_catalog, save_catalog, shards_of
+from dataflow.sources.opening import checking, is_there, load_catalog, save_catalog, shards_of
 from dataflow.tools.terminal.report import Part, Sentence, Table, bytes_text, show
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Retrier
-from sharding.blocks import DEFAULT_BLOCK_BYTES, ColumnSpec, Format, spec_text
+from sharding.blocks import DEFAULT_BLOCK_BYTES, Block, ColumnSpec, Format, spec_text
 from sharding.catalog.build import (
     CATALOG_SUFFIX,
     changes,
@@ -36,12 +38,15 @@ from sharding.catalog.reading import read_block
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError
 from sharding.formats import FORMATS, resolve_format
+from sharding.hub.access import options_elsewhere
 from sharding.lengths.kept import copy_beside
 from sharding.redaction import identity_of, without_secrets
 from sharding.urls import file_name, is_local, local_path
 
 _CHECK_THREADS = 16
 _CHECKSUM_THREADS = 8
+_BLOCKS = 4_096
+"""Blocks of a task that reads them for checksums, at most."""
 _NO_LENGTHS = (
     "no lengths were found of its samples by this user yet: let a loader with batching= run an epoch, with a "
     "transform that has a fingerprint, or a lengths_key="
@@ -69,11 +74,12 @@ def index_source(
     block_bytes: int | None,
     checksum: bool = False,
     lengths: bool = False,
+    executor: Executor | None = None,
 ) -> Catalog:
     """Bring the catalog of a source up to date and print what it holds; returns it.
 
     `dataset_options`: format, dtype, length, allow_unfinished, storage_options, as for `ShardedDataset`.
-    `lengths`: put those that loaders have found beside it.
+    `lengths`: put those that loaders have found beside it. `executor`: looks at the shards; None: threads do.
     """
     if output is not None and not output.endswith(CATALOG_SUFFIX):
         raise ValueError(f"--output must end in {CATALOG_SUFFIX}, got {output!r}")
@@ -87,7 +93,7 @@ def index_source(
 
         def use(urls: list[str]) -> tuple[CatalogTarget, Catalog]:
             target = _target(source, urls, dict(dataset_options), output, block_bytes, retrier)
-            return target, _brought_up(target, retrier, checksum=checksum)
+            return target, _brought_up(target, retrier, executor, checksum=checksum)
 
         target, catalog = found_again(look, use)
         show([*_parts(catalog, target.path)])
@@ -113,7 +119,9 @@ def _refuse_loose(source: Sequence[str], dataset_options: Mapping[str, Any]) -> 
             )
 
 
-def _brought_up(target: CatalogTarget, retrier: Retrier, *, checksum: bool) -> Catalog:
+def _brought_up(
+    target: CatalogTarget, retrier: Retrier, executor: Executor | None, *, checksum: bool
+) -> Catalog:
     """The catalog, made anew where it is none or stale, and saved."""
     catalog, stale = _saved(target, retrier)
     has_checksums = catalog is not None and catalog.checksums is not None
@@ -124,9 +132,16 @@ def _brought_up(target: CatalogTarget, retrier: Retrier, *, checksum: bool) -> C
     show([Sentence(line, whole=True) for line in [*stale[:_NAMED], *more]])
     if catalog is None or stale:
         options, size = target.storage_options, target.block_bytes
-        catalog = index(target.urls, target.codec, retrier, storage_options=options, block_bytes=size)
+        catalog = index(
+            target.urls,
+            target.codec,
+            retrier,
+            storage_options=options,
+            block_bytes=size,
+            executor=executor,
+        )
     if checksum or has_checksums:
-        catalog = catalog.with_checksums(checksums_of(catalog, target.storage_options))
+        catalog = catalog.with_checksums(checksums_of(catalog, target.storage_options, executor))
     save_catalog(catalog, target.path, target.storage_options, retrier)
     return catalog
 
@@ -189,23 +204,52 @@ def _stale(catalog: Catalog, target: CatalogTarget, retrier: Retrier) -> Iterato
     yield from (f"{file_name(one.url)}: {one.what}" for one in changed if one.url in new_urls)
 
 
-def checksums_of(catalog: Catalog, storage_options: Mapping[str, Any] | None = None) -> NDArray[np.uint32]:
+def checksums_of(
+    catalog: Catalog,
+    storage_options: Mapping[str, Any] | None = None,
+    executor: Executor | None = None,
+) -> NDArray[np.uint32]:
     """[num_blocks] the CRC-32 of every block, by reading them all; some at a time are in memory.
 
     Bytes that the store sends wrong now are what later reads are held to: index where the data lies safe.
     """
-    reader = StoreReader(storage_options)
+    options, num_blocks = storage_options or {}, catalog.num_blocks
+    with ProgressBar("reading for checksums", total=num_blocks, unit="block") as bar, ExitStack() as opened:
+        if executor is None:
+            blocks = map(catalog.block, range(num_blocks))
+            each = opened.enter_context(_checksums(blocks, options))
+        else:
+            options = options_elsewhere(catalog.urls, options)
+            tasks = ((_bare(catalog, numbers), options) for numbers in shared_out(range(num_blocks), _BLOCKS))
+            results = opened.enter_context(closing(run_all(executor, _checksums_of_task, tasks)))
+            each = (one for part in in_order(results) for one in part)
+        return np.fromiter(bar.each(each), np.uint32, num_blocks)
 
-    def checksum(number: int) -> int:
-        return zlib.crc32(read_block(catalog.block(number), reader.read_into))
 
-    num_blocks = catalog.num_blocks
+@contextmanager
+def _checksums(blocks: Iterable[Block], options: Mapping[str, Any]) -> Iterator[Iterator[int]]:
+    """The CRC-32 of each of some blocks, as threads read them."""
+    reader = StoreReader(options)
+
+    def checksum(block: Block) -> int:
+        return zlib.crc32(read_block(block, reader.read_into))
+
     with (
         ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="dataflow-index") as pool,
-        ProgressBar("reading for checksums", total=num_blocks, unit="block") as bar,
         closing(reader),
     ):
-        return np.fromiter(bar.each(pool.map(checksum, range(num_blocks))), np.uint32, num_blocks)
+        yield pool.map(checksum, blocks)
+
+
+def _checksums_of_task(task: tuple[list[Block], Mapping[str, Any]]) -> list[int]:
+    """The CRC-32 of each block of a task, in a worker."""
+    with _checksums(*task) as found:
+        return list(found)
+
+
+def _bare(catalog: Catalog, numbers: Iterable[int]) -> list[Block]:
+    """Blocks as a worker needs them to read them whole."""
+    return [replace(catalog.block(number), index=b"", footer=b"") for number in numbers]
 
 
 def _parts(catalog: Catalog, path: str) -> Iterator[Part]:

@@ -12,14 +12,18 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sharding.errors import DataflowError
 from sharding.printable import printable
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 _EXPECTED = (DataflowError, ValueError, OSError, ImportError)
 
@@ -275,6 +279,56 @@ def storage_options() -> Any:
         multiple=True,
         metavar="NAME=VALUE",
     )
+
+
+def _named_texts(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """Options of an engine from `name=value`."""
+    pairs = [text.partition("=") for text in values]
+    for name, equals, value in pairs:
+        if not (name and equals):
+            raise click.BadParameter(f"must be name=value, got {name + equals + value!r}")
+    return {name: value for name, _, value in pairs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArguments:
+    """The engine that work is done on, as the user names it."""
+
+    on: str | None = option(
+        "Do the work on this engine: processes, ray, dask, spark, slurm or mpi.",
+        None,
+        None,
+        metavar="ENGINE",
+        show_default="threads of this process",
+    )
+    workers: int | None = option(
+        "Number of tasks at a time, on an engine that is started here.",
+        COUNT,
+        None,
+        metavar="N",
+        show_default="one for each CPU",
+    )
+    engine_options: Mapping[str, str] = option(
+        "Option of the engine, such as address=tcp://host:8786; may be repeated.",
+        default=dict,
+        flag="--engine-option",
+        callback=_named_texts,
+        multiple=True,
+        metavar="NAME=VALUE",
+    )
+
+    @contextmanager
+    def started(self) -> Iterator[Executor | None]:
+        """Start the engine, and say which it is; None: none was named."""
+        if self.on is None:
+            if self.workers is not None or self.engine_options:
+                raise click.UsageError("--workers and --engine-option are for an engine: name it with --on")
+            yield None
+            return
+        from dataflow.engines import engine
+
+        with engine(self.on, workers=self.workers, options=self.engine_options, say=click.echo) as executor:
+            yield executor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,169 @@
+"""Index the shards of a source: in threads of this process, or as tasks on an executor.
+
+A task indexes some shards, as this process would, and sends back what it found; the catalog is made here, and
+is the same whoever looked at the shards.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from msgspec import Struct
+
+from dataflow.engines.running import run_all
+from dataflow.progress.bar import ProgressBar
+from prefetch.retries import RetryPolicy
+from prefetch.store.retrier import Hosts, Retrier
+from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
+from sharding.catalog.build import Scanned, catalog_of, listed_entries, scan_shards
+from sharding.catalog.table import Catalog
+from sharding.errors import ShardError
+from sharding.hub.access import options_elsewhere
+from sharding.urls import is_local
+
+T = TypeVar("T")
+
+INDEX_THREADS = 16
+REMOTE_INDEX_THREADS = 48
+"""Number of threads, as many as read at a time in training: they wait most of the time."""
+_SHARDS_OF_A_TASK = 1_000
+_LEAST_TASKS = 64
+"""Tasks that a source has, unless it has fewer shards: they are shared out, and one that is lost is short."""
+
+
+class _ShardGroup(Struct, frozen=True, kw_only=True):
+    """The task of indexing some shards."""
+
+    urls: Sequence[str]
+    codec: Format
+    storage_options: Mapping[str, Any]
+    block_bytes: int
+    listed: Mapping[str, Any]
+    policy: RetryPolicy
+    hosts: Hosts
+
+
+def index(
+    urls: Sequence[str],
+    codec: Format,
+    retrier: Retrier,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    block_bytes: int = DEFAULT_BLOCK_BYTES,
+    progress: bool | None = None,
+    executor: Executor | None = None,
+) -> Catalog:
+    """Build a catalog in parallel, with a progress bar (None: on a terminal).
+
+    `executor`: indexes the shards, some in each task; None: threads of this process do. Local paths are then
+    looked for where its workers are.
+    """
+    options = storage_options or {}
+    group = _ShardGroup(
+        urls=urls,
+        codec=codec,
+        storage_options=options if executor is None else options_elsewhere(urls, options),
+        block_bytes=block_bytes,
+        listed=listed_entries(urls, codec, options, retrier),
+        policy=retrier.policy,
+        hosts=retrier.hosts,
+    )
+    with (
+        ProgressBar("indexing", total=len(urls), unit="shard", visible=progress) as bar,
+        _scanned(group, retrier, executor) as scanned,
+    ):
+        return catalog_of(
+            urls,
+            codec,
+            scanned,
+            block_bytes=block_bytes,
+            progress=lambda done, total, samples: bar.show(done, total, f"{samples:,} samples"),
+        )
+
+
+@contextmanager
+def _scanned(group: _ShardGroup, retrier: Retrier, executor: Executor | None) -> Iterator[Iterator[Scanned]]:
+    if executor is None:
+        with _scanned_here(group, retrier) as scanned:
+            yield scanned
+    else:
+        with closing(run_all(executor, _scan, _parts(group))) as results:
+            yield (one for part in in_order(results) for one in part)
+
+
+@contextmanager
+def _scanned_here(group: _ShardGroup, retrier: Retrier) -> Iterator[Iterator[Scanned]]:
+    """Index the shards in threads."""
+    from prefetch.store.filesystems import shard_file
+    from prefetch.store.reader import StoreReader
+
+    num_threads = INDEX_THREADS if all(map(is_local, group.urls)) else REMOTE_INDEX_THREADS
+    with (
+        retrier.pool(num_threads, "dataflow-index") as pool,
+        closing(StoreReader(group.storage_options, policy=retrier.policy, hosts=retrier.hosts)) as reader,
+    ):
+        retrier.watch(reader.waiting)
+        yield iter(
+            scan_shards(
+                group.urls,
+                group.codec,
+                storage_options=group.storage_options,
+                block_bytes=group.block_bytes,
+                map=pool.map,
+                retry=retrier,
+                open_shard=partial(shard_file, reader.read_into),
+                listed=group.listed,
+            )
+        )
+
+
+def _parts(group: _ShardGroup) -> Iterator[_ShardGroup]:
+    """The tasks that indexing these shards is."""
+    for urls in shared_out(group.urls, _SHARDS_OF_A_TASK):
+        listed = {url: group.listed[url] for url in urls if url in group.listed}
+        yield _ShardGroup(
+            urls=urls,
+            codec=group.codec,
+            storage_options=group.storage_options,
+            block_bytes=group.block_bytes,
+            listed=listed,
+            policy=group.policy,
+            hosts=group.hosts,
+        )
+
+
+def _scan(group: _ShardGroup) -> list[Scanned]:
+    """Index the shards of a task, in a worker; errors of shards are told when all were tried."""
+    with Retrier(group.policy, group.hosts) as retrier, _scanned_here(group, retrier) as scanned:
+        found = list(scanned)
+    for one in found:
+        if isinstance(one, ShardError):
+            where = f"process {os.getpid()} of {platform.node()}"
+            same = (
+                ": local paths must be the same on all machines of an engine" if one.shard[:1] == "/" else ""
+            )
+            one.add_note(f"{where} looked at it{same}")
+    return found
+
+
+def shared_out(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    """The items of each task, in order: at most so many, and fewer where there would be few tasks."""
+    step = min(most, -(-len(items) // _LEAST_TASKS))
+    return (items[at : at + step] for at in range(0, len(items), step))
+
+
+def in_order(numbered: Iterator[tuple[int, T]]) -> Iterator[T]:
+    """The results of `run_all`, in the order of their tasks."""
+    early: dict[int, T] = {}
+    due = 0
+    for number, result in numbered:
+        early[number] = result
+        while due in early:
+            yield early.pop(due)
+            due += 1
