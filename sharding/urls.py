@@ -102,3 +102,9 @@ def _without_query(url: str) -> str:
     part = naming_part(url)
     # Elsewhere than in HTTP, "?" is a glob sign or part of a name, but for the one query of object stores.
     return re.split(r"[?#]", part, maxsplit=1)[0] if is_http(url) else part.partition(_QUERY_MARK)[0]
+
+
+def leaves_folder(name: str) -> bool:
+    """Return whether a path that a dataset's own file gives leads out of the folder of that file."""
+    parts = name.split("/")
+    return ".." in parts or "" in parts or any(sign in name for sign in ("\\", "::", ":/", "\0"))

@@ -21,9 +21,9 @@ import pyarrow.parquet as pq
 from dataflow.decode.episodes import Camera, EpisodeVideos
 from sharding.blocks import Shard
 from sharding.catalog.expand import expand
-from sharding.catalog.storage import open_url, shard_info, shard_of
+from sharding.catalog.storage import open_url, read_file, shard_info, shard_of
 from sharding.errors import CorruptShardError, ShardReadError
-from sharding.urls import is_local, local_path
+from sharding.urls import is_local
 
 _ASKED_AT_ONCE = 16
 
@@ -84,15 +84,11 @@ def _height_width(shape: Sequence[int], names: Any) -> tuple[int, int]:
 
 def _read(url: str, options: Mapping[str, Any]) -> bytes:
     try:
-        if is_local(url):
-            with open(local_path(url), "rb") as file:
-                return file.read()
-        fs, path = open_url(url, options)
-        return bytes(fs.cat_file(path))
-    except FileNotFoundError as error:
-        raise ShardReadError(url, "no such file: is this the folder of a LeRobot dataset?") from error
-    except OSError as error:
-        raise ShardReadError(url, str(error)) from error
+        return read_file(url, options)
+    except ShardReadError as error:
+        if error.reason == "no such file":
+            error.add_note("is this the folder of a LeRobot dataset?")
+        raise
 
 
 def _episodes(root: str, keys: Sequence[str], options: Mapping[str, Any]) -> pa.Table:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sharding.catalog.storage import exists, open_url, store_errors
+from sharding.catalog.storage import exists, read_file
 from sharding.errors import ShardReadError
 from sharding.formats import beside
 from sharding.formats.streaming.listing import LISTING_NAME, Listing, read_listing
@@ -30,12 +30,7 @@ def load_listing(url: str, options: Mapping[str, Any] | None) -> Listing | None:
 
     Raises `ShardReadError` where it cannot be read, and `CorruptShardError` where it is damaged.
     """
-    with store_errors(url):
-        if is_local(url):
-            with open(local_path(url), "rb") as file:
-                return read_listing(file.read(), url)
-        fs, path = open_url(url, options)
-        return read_listing(fs.cat_file(path), url)
+    return read_listing(read_file(url, options), url)
 
 
 def shards_listed(url: str, options: Mapping[str, Any] | None) -> list[str] | None:

@@ -205,6 +205,16 @@ def exists(url: str, storage_options: Mapping[str, Any] | None = None) -> bool:
         return True
 
 
+def read_file(url: str, storage_options: Mapping[str, Any] | None = None) -> bytes:
+    """The bytes of a small file, such as an index. `ShardReadError` where it cannot be read."""
+    with store_errors(url):
+        if is_local(url):
+            with open(local_path(url), "rb") as file:
+                return file.read()
+        fs, path = open_url(url, storage_options)
+        return bytes(fs.cat_file(path))
+
+
 def shard_of(url: str, info: Info) -> Shard:
     """The shard at a URL as it is now."""
     identity = identity_of(url)

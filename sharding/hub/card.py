@@ -13,7 +13,7 @@ from sharding.hub.access import NO_HUB
 
 CARD_FILES = ("README.md", ".huggingface.yaml")
 """Files whose YAML tells configs; the later one wins."""
-_HEAD_BYTES = 4 << 20
+_YAML_BYTES = 4 << 20
 """The bytes of YAML, at most; it takes some 1.5 s a MB. The largest heads on the Hub have 1 MB."""
 _MOST_VALUES = 1_000_000
 
@@ -45,25 +45,44 @@ def yaml_head(readme: str) -> str:
     return ""
 
 
-def _configs(head: str, what: str) -> list[dict[str, Any]]:
+def yaml_value(text: str, what: str, *, key: str = "", needs: str = NO_HUB) -> Any:
+    """The value of a YAML text, or of one key of it; None: it has none. Tags make no objects.
+
+    Args:
+        text: the YAML.
+        what: it is, for messages.
+        key: of the mapping that it is, whose value is wanted alone.
+        needs: message where the package for YAML is missing.
+
+    Raises:
+        ImportError: there is no package for YAML.
+        ValueError: it is no YAML, or too large once names are replaced.
+    """
     try:
         import yaml
     except ImportError as error:
-        raise ImportError(NO_HUB) from error
-    if len(head) > _HEAD_BYTES:
-        raise ValueError(f"{what} has {len(head):,} characters; at most {_HEAD_BYTES:,} are read")
+        raise ImportError(needs) from error
+    if len(text) > _YAML_BYTES:
+        raise ValueError(f"{what} has {len(text):,} characters; at most {_YAML_BYTES:,} are read")
     kind = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        node = _child(yaml.compose(head, Loader=kind), "configs")
+        node = yaml.compose(text, Loader=kind)
+        if key:
+            node = _child(node, key)
         if node is None:
-            return []
+            return None
         if _num_values(node, {}) > _MOST_VALUES:
-            raise ValueError(f"{what} names more than {_MOST_VALUES:,} values in 'configs' (by &name, *name)")
-        found = kind("").construct_document(node)
+            of = f" in {key!r}" if key else ""
+            raise ValueError(f"{what} names more than {_MOST_VALUES:,} values{of} (by &name, *name)")
+        return kind("").construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(f"{what} cannot be read: {error!s:.500}") from error
     except RecursionError:
         raise ValueError(f"{what} cannot be read: it is nested too deep") from None
+
+
+def _configs(head: str, what: str) -> list[dict[str, Any]]:
+    found = yaml_value(head, what, key="configs")
     if found is None:
         return []
     if not isinstance(found, list) or not all(

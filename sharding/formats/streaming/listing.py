@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from sharding.errors import CorruptShardError
 from sharding.redaction import identity_of
+from sharding.urls import leaves_folder
 
 LISTING_NAME = "index.json"
 _SPLIT_CURES = {
@@ -96,8 +97,7 @@ def _safe(names: Sequence[Any], number: int, url: str) -> list[str]:
     for name in names:
         if not isinstance(name, str) or not name:
             raise _corrupt(url, f"the file name of shard {number} is {name!r}")
-        parts = name.split("/")
-        if ".." in parts or "" in parts or any(sign in name for sign in ("\\", "::", ":/", "\0")):
+        if leaves_folder(name):
             raise _corrupt(url, f"the file name of shard {number}, {name!r}, leads out of its folder")
     return list(names)
 

@@ -179,7 +179,7 @@ def test_yaml_that_means_harm_is_an_error_on_the_hub_and_in_a_folder(
 
 
 def test_a_head_of_any_size_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card, "_HEAD_BYTES", 10)
+    monkeypatch.setattr(card, "_YAML_BYTES", 10)
     with pytest.raises(ValueError, match=r"the YAML of README\.md in here has 15 characters; at most 10"):
         card.card_configs({"README.md": "---\nconfigs: [1, 2]\n---\n"}, "here")
 
