@@ -29,10 +29,10 @@ from dataflow.batch.transforms import fingerprint_of, wants_rng
 from dataflow.limits import Cache, told_of_memory
 from dataflow.outputs.columns import Randomness
 from dataflow.outputs.output import Output, columns_read, staged_outputs
-from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
 from dataflow.sources.manifests import Manifest
 from dataflow.sources.missing import raise_missing
+from dataflow.sources.named import resolve_folder
 from dataflow.sources.opening import Opening
 from dataflow.staging.source import MatchSource, Source
 from dataflow.tables import Row, listed_shortly
@@ -55,7 +55,6 @@ from sharding.printable import listed, printable
 from sharding.urls import is_local, local_path
 
 if TYPE_CHECKING:
-    from dataflow.decode.episodes import Camera
     from dataflow.sources.joins import JoinReport
     from prefetch.control.pause import ReadPause
     from sharding.plan.matches import MatchTable
@@ -180,29 +179,25 @@ class ShardedDataset(Sharded, Dataset[S]):
         if retry is not None and not isinstance(retry, RetryPolicy):
             raise ValueError(f"retry must be a dataflow.RetryPolicy, got {retry!r}")
         self.storage_options = dict(storage_options or {})
-        cameras: Mapping[str, Camera] = {}
-        if format == "lerobot":
-            from dataflow.sources.lerobot import open_lerobot
-
-            robot = open_lerobot(source, self.storage_options)
-            source, format, cameras = robot.data, "parquet", robot.cameras  # noqa: A001
         self.retry, self._hosts = retry or RetryPolicy(), Hosts()
-        opening = Opening(
-            format=format,
-            catalog=catalog,
-            dtype=dtype,
-            length=length,
-            block_bytes=block_bytes,
-            progress=progress,
-            storage_options=self.storage_options,
-            allow_unfinished=allow_unfinished,
-            config=config,
-            split=split,
-            revision=revision,
-            manifest=Manifest(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest,
-        )
+        given = (source, format, config, split, columns, decode)
         with Retrier(self.retry, self._hosts) as retrier:
-            self.catalog = opening.find(source, retrier)
+            folder = resolve_folder(*given, options=self.storage_options, retrier=retrier)
+            opening = Opening(
+                format=folder.format,
+                catalog=catalog,
+                dtype=dtype,
+                length=length,
+                block_bytes=block_bytes,
+                progress=progress,
+                storage_options=self.storage_options,
+                allow_unfinished=allow_unfinished,
+                config=folder.config,
+                split=folder.split,
+                revision=revision,
+                manifest=Manifest(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest,
+            )
+            self.catalog = opening.find(folder.source, retrier)
         named = source if catalog is None and is_catalog(source) else catalog
         path = str(named) if isinstance(named, (str, os.PathLike)) else ""
         self.catalog_path = local_path(path) if path and is_local(path) else None
@@ -210,9 +205,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
         self._codec = self.catalog.codec() if isinstance(format, str) else format
-        self._resolve: Callable[..., tuple[Output, ...]] | None = partial(
-            resolve_outputs, columns=columns, decode=decode, codec=self._codec, cameras=cameras
-        )
+        self._resolve: Callable[..., tuple[Output, ...]] | None = folder.resolver(self._codec)
         self.outputs = self._resolve(self.catalog.schema, check=self.catalog.schema.check)
         self.catalog = self.catalog.reading(columns_read(self.outputs))
         self._all_columns = columns is None
@@ -227,6 +220,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.epoch = 0
         self._access = RandomAccess()
         self._told = set[str]()
+        if folder.energon is not None:
+            self.selection = folder.selection(self.source())
 
     @property
     def schema(self) -> DatasetSchema:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from dataflow.outputs.output import Output
 from dataflow.shard_order import Sharded
 from dataflow.tables import Row, listed_shortly
 from prefetch.core.executor import executor
+from prefetch.retries import RetryPolicy
+from prefetch.store.retrier import Retrier
 from sharding.blocks import ColumnSpec
 from sharding.catalog.widening import common_spec, is_alike
 from sharding.errors import DataflowError
@@ -140,6 +143,50 @@ class Mixture(Sharded):
         first = self.sources[0]  # in what follows, all sources are alike
         self.on_error, self.error_budget = first.on_error, first.error_budget
         self.batch_transform = first.batch_transform
+
+    @classmethod
+    def from_energon(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        split: str = "train",
+        training: bool = True,
+        stop: Stop = "first",
+        run_length: int = 1,
+        **settings: Any,
+    ) -> Mixture:
+        """The datasets of a metadataset of Megatron-Energon, a YAML file of class MetadatasetV2.
+
+        Weights of a `blend` are shares of the samples, as they are there; an epoch of a `blend_epochized` has
+        each dataset as often as its `repetitions` say.
+
+        Args:
+            source: path or URL of the file.
+            split: which of its splits.
+            training: False: every sample of each dataset once, whatever its weight, as for validation.
+            stop: see `Mixture`; for a `blend` only.
+            run_length: see `Mixture`.
+            settings: of each `ShardedDataset`, such as `decode=` or `storage_options=`.
+
+        Raises:
+            ValueError: what is not supported, by its name; datasets that deliver unlike columns.
+            CorruptShardError: files that are damaged, or contradict each other.
+        """
+        from dataflow.sources.energon.metadatasets import open_metadataset
+
+        with Retrier(settings.get("retry") or RetryPolicy()) as retrier:
+            blend = open_metadataset(source, split, settings.get("storage_options") or {}, retrier)
+        members = list[ShardedDataset]()
+        for part, _ in blend.parts:
+            if part.path.endswith(".jsonl"):
+                whole = ShardedDataset(part.path, **settings)
+                members.append(whole.subset(slice(*part.bounds(len(whole)))))
+            else:
+                members.append(ShardedDataset(part, **settings))  # type: ignore[arg-type]
+        amounts = [amount for _, amount in blend.parts]
+        if blend.mode == "blend" and training:
+            return cls(members, schedule={0: amounts}, stop=stop, run_length=run_length)
+        return cls(members, repeats=amounts if training else None, run_length=run_length)
 
     def _in_order(self, weights: Weights) -> Sequence[Weight]:
         """One weight a member."""

@@ -49,8 +49,10 @@ def entries(doc: str, heading: str) -> list[str]:
 
 
 def arguments(called: Callable[..., Any]) -> list[str]:
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    names = [one.name for one in inspect.signature(called).parameters.values() if one.kind not in kinds]
+    """Those that a docstring tells of: `**settings` too, where the rest is not nameless."""
+    rest = {("VAR_KEYWORD", name) for name in ("_", "kwargs")}
+    told = [one for one in inspect.signature(called).parameters.values() if one.kind.name != "VAR_POSITIONAL"]
+    names = [one.name for one in told if (one.kind.name, one.name) not in rest]
     return [name for name in names if name not in ("self", "cls")]
 
 

@@ -6,14 +6,97 @@ A glob, a list of files, a catalog pass through; only what must be listed needs 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct, structs
+
+from dataflow.outputs.output import Output
+from dataflow.outputs.resolve import resolve_outputs
+from dataflow.staging.source import Source
 from prefetch.store.retrier import Retrier
+from sharding.blocks import Format
 from sharding.catalog.listings import is_listing, load_listing
 from sharding.formats import has_suffix
 from sharding.hub.names import is_hub
+from sharding.order.selection import Selection
 from sharding.urls import is_local, local_path
+
+if TYPE_CHECKING:
+    from dataflow.sources.energon.folder import EnergonDataset
+
+
+class Folder(Struct, frozen=True, kw_only=True):
+    """A source with the arguments of the user, those changed that a description in its folder tells."""
+
+    source: Any
+    format: Any
+    config: str | None
+    split: str | None
+    columns: Any
+    decode: object
+    cameras: Mapping[str, Any] = {}
+    energon: EnergonDataset | None = None
+    """The description, if it is one of Megatron-Energon."""
+
+    def resolver(self, codec: Format) -> Callable[..., tuple[Output, ...]]:
+        """Return what makes outputs of a schema."""
+        return partial(
+            resolve_outputs, columns=self.columns, decode=self.decode, codec=codec, cameras=self.cameras
+        )
+
+    def selection(self, source: Source) -> Selection:
+        """The samples that a description of Megatron-Energon counts in; closes the reader of `source`."""
+        from dataflow.sources.joins import JoinSide
+
+        assert self.energon is not None
+        with closing(source.reader):
+            return self.energon.selection(
+                source.catalog, lambda apart: JoinSide(source, apart, "__key__").keys().to_pylist()
+            )
+
+
+def resolve_folder(
+    source: Any,
+    format: Any,  # noqa: A002
+    config: str | None,
+    split: str | None,
+    columns: Any,
+    decode: object,
+    *,
+    options: Mapping[str, Any],
+    retrier: Retrier,
+) -> Folder:
+    """Look at files beside the shards: a source may be a folder of LeRobot or of Megatron-Energon.
+
+    Raises `ValueError` for what is not read, `ShardError` for files that cannot be read or are damaged.
+    """
+    from dataflow.sources.energon.folder import fields_of, find_energon
+
+    told = Folder(source=source, format=format, config=config, split=split, columns=columns, decode=decode)
+    if format == "lerobot":
+        from dataflow.sources.lerobot import open_lerobot
+
+        robot = open_lerobot(source, options)
+        return structs.replace(told, source=robot.data, format="parquet", cameras=robot.cameras)
+    found = find_energon(source, options, retrier, format=format, config=config, split=split)
+    if found is None:
+        return told
+    if columns is None:
+        columns, rules = fields_of(found, options, retrier)
+        if rules and (decode == "auto" or isinstance(decode, Mapping)):
+            decode = {**rules, **(decode if isinstance(decode, Mapping) else {})}
+    return Folder(
+        source=found.shards,
+        format="tar",
+        config=None,
+        split=None,
+        columns=columns,
+        decode=decode,
+        energon=found,
+    )
 
 
 def resolve_source(

@@ -1,0 +1,315 @@
+"""Megatron-Energon's datasets as they lie: tars of WebDataset, and a folder `.nv-meta` that describes them.
+
+`.info.json` counts the samples of each tar, `split.yaml` says which tars are in which part and what is left
+out, `dataset.yaml` which members of a sample become which fields. Nothing of a dataset is run: fields are
+columns by name, and what takes code of the dataset's author is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from prefetch.store.retrier import Retrier
+from sharding.catalog.storage import exists, read_file
+from sharding.catalog.table import Catalog
+from sharding.errors import CorruptShardError, ShardReadError
+from sharding.formats import has_suffix
+from sharding.hub.card import yaml_value
+from sharding.hub.names import is_hub
+from sharding.order.selection import Selection
+from sharding.printable import listed
+from sharding.urls import is_glob, is_http, is_local, leaves_folder, local_path
+
+T = TypeVar("T")
+Columns = dict[str, str] | list[str] | None
+
+_META = ".nv-meta"
+_NO_YAML = "the YAML of Megatron-Energon needs another package: pip install 'dataflow-loader[hub]'"
+_AGAIN = "run `energon prepare` on the folder again"
+_OWN = (
+    "and no code of a dataset is run: give columns= (members of the tars) and decode=, which take the place "
+    "of dataset.yaml"
+)
+_TYPES = (
+    "Captioning|Image|ImageClassification|Interleaved|MultiChoiceVQA|OCR|SimilarityInterleaved|Text|VidQA|"
+    "VQA|VQAOCR"
+)
+_SAMPLE_TYPE = re.compile(rf"({_TYPES})Sample")
+_CLASS = re.compile(rf"CrudeWebdataset|StandardWebdatasetFactory|({_TYPES})Webdataset")
+_FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
+_MOST_NAMES = 10_000_000
+
+
+class EnergonPart(Struct, frozen=True, kw_only=True):
+    """A part of a dataset, as a metadataset refers to it."""
+
+    path: str = ""
+    """The folder, or a file of JSON Lines."""
+    split: str = "train"
+    dataset_config: str = "dataset.yaml"
+    split_config: str = "split.yaml"
+    samples: tuple[int, int | None] = (0, None)
+    """The samples that count, before any is left out; None: to the end."""
+    fractions: tuple[float, float] = (0.0, 1.0)
+    """The share of those, from where to where."""
+
+    def bounds(self, total: int) -> tuple[int, int]:
+        """The first of the samples that count, and the end. `ValueError` where there are not so many."""
+        start, end = self.samples[0], total if self.samples[1] is None else self.samples[1]
+        if not 0 <= start <= end <= total:
+            raise ValueError(f"{self.path}: subset [{start}, {end}] of a dataset of {total:,} samples")
+        size = end - start
+        return start + int(size * self.fractions[0]), start + int(size * self.fractions[1])
+
+
+@dataclass(frozen=True)
+class JsonField:
+    """Decode JSON and take a value out of it, by the first of some paths that leads to one."""
+
+    paths: Sequence[Sequence[str]]
+
+    def __call__(self, raw: bytes) -> Any:
+        """Return the value in a JSON text. `ValueError` where no path leads to one."""
+        whole = json.loads(bytes(raw))
+        for path in self.paths:
+            value = whole
+            try:
+                for name in path:
+                    value = value[int(name) if isinstance(value, list) else name]
+            except (KeyError, IndexError, ValueError, TypeError):
+                continue
+            return value
+        raise ValueError(f"the JSON has no {' or '.join('[' + ']['.join(path) + ']' for path in self.paths)}")
+
+
+class _Info(Struct):
+    shard_counts: dict[str, int]
+
+
+class _Splits(Struct, forbid_unknown_fields=True):
+    split_parts: dict[str, list[str]]
+    exclude: list[str] = []
+
+
+class EnergonDataset(Struct, frozen=True, kw_only=True):
+    """The contents of `.nv-meta`, as far as one part of the dataset goes."""
+
+    part: EnergonPart
+    root: str
+    counts: dict[str, int]
+    """The samples of each tar of the part, by its path in the folder."""
+    excluded: frozenset[str]
+    """"tar/key" of the samples that are left out."""
+
+    @property
+    def shards(self) -> list[str]:
+        """The URLs of the tars."""
+        return [f"{self.root}/{name}" for name in self.counts]
+
+    def selection(self, catalog: Catalog, keys_of: Callable[[Selection], Sequence[bytes]]) -> Selection:
+        """The samples that are in the part; `keys_of` reads the keys of samples.
+
+        Raises `CorruptShardError` for a tar that has other samples than are counted.
+        """
+        blocks, names = catalog.blocks, [*self.counts]
+        held = np.bincount(blocks.shard, blocks.num_samples, len(names)).astype(np.int64)
+        for (name, count), found in zip(self.counts.items(), held.tolist(), strict=True):
+            if found != count:
+                reason = f"holds {found:,} samples, and {_META} counts {count:,}: {_AGAIN}"
+                raise CorruptShardError(f"{self.root}/{name}", reason)
+        kept = Selection.whole(blocks.num_samples)
+        bounds = self.part.bounds(len(kept))
+        if bounds != (0, len(kept)):
+            kept = kept.between(*bounds)
+        some_excluded = [any(one.startswith(f"{name}/") for one in self.excluded) for name in names]
+        apart = kept.of_blocks(np.array(some_excluded)[blocks.shard])
+        keys = keys_of(apart) if len(apart) else []
+        first = np.cumsum([0, *apart.num_samples])
+
+        def is_kept(block: int, rows: Any) -> Any:
+            shard = names[blocks.shard[block]]
+            own = keys[first[block] : first[block + 1]]
+            mask = [f"{shard}/{key.decode()}" not in self.excluded for key in own]
+            return np.array(mask, np.bool_) if mask else np.ones(len(rows), np.bool_)
+
+        return kept.where(is_kept) if keys else kept
+
+
+def find_energon(
+    source: object,
+    options: Mapping[str, Any],
+    retrier: Retrier,
+    *,
+    format: object,  # noqa: A002
+    config: str | None,
+    split: str | None,
+) -> EnergonDataset | None:
+    """Read `.nv-meta` of a folder; None: the source is no such folder.
+
+    Raises `ValueError` for what is not read, `CorruptShardError` for files that contradict each other.
+    """
+    if isinstance(source, EnergonPart):
+        part = source
+    elif format not in ("auto", "energon") or not isinstance(source, (str, os.PathLike)):
+        return None
+    else:
+        path = os.fspath(source)
+        if path.endswith((".yaml", ".yml")):
+            raise ValueError(
+                f"{path!r} is YAML: a metadataset of Megatron-Energon opens with Mixture.from_energon(...)"
+            )
+        if format == "auto" and not _is_energon(path, options, retrier):
+            return None
+        part = EnergonPart(path=path, split=split or "train", dataset_config=config or "dataset.yaml")
+    root = part.path.rstrip("/")
+    root = local_path(root) if is_local(root) else root
+    info_url = _first_there(root, [".info.json", ".info.yaml"], options, retrier)
+    info = _converted(read_value(info_url, options, retrier), _Info, info_url)
+    if min(info.shard_counts.values(), default=0) < 0:
+        raise CorruptShardError(info_url, "counts fewer than 0 samples in a tar")
+    others = ["split.json"] if part.split_config == "split.yaml" else []
+    url = _first_there(root, [part.split_config, *others], options, retrier)
+    splits = _converted(read_value(url, options, retrier), _Splits, url)
+    if part.split not in splits.split_parts:
+        raise ValueError(f"{url} has no part {part.split!r}: split= is one of {listed(splits.split_parts)}")
+    known = info.shard_counts
+    excluded = frozenset(_braced(splits.exclude, url, sum(known.values()) + len(known)))
+    counts = dict[str, int]()
+    for name in _braced(splits.split_parts[part.split], url, len(known)):
+        if leaves_folder(name):
+            raise CorruptShardError(url, f"the name {name!r} leads out of the folder")
+        if name not in known:
+            raise CorruptShardError(url, f"names {name!r}, which {info_url} does not know: {_AGAIN}")
+        if name in counts:
+            raise CorruptShardError(url, f"names {name!r} twice")
+        if name not in excluded:
+            counts[name] = known[name]
+    if not counts:
+        raise ValueError(f"part {part.split!r} of {url} has no tars but those that it excludes")
+    return EnergonDataset(part=part, root=root, counts=counts, excluded=excluded)
+
+
+def _is_energon(path: str, options: Mapping[str, Any], retrier: Retrier) -> bool:
+    """Return whether a folder has a description; asks a store once or twice, and no server of HTTP."""
+    if is_local(path):
+        return os.path.isdir(os.path.join(local_path(path), _META))
+    if is_glob(path) or "{" in path or has_suffix(path) or is_http(path) or is_hub(path):
+        return False
+    try:
+        return bool(_first_there(path.rstrip("/"), [".info.json", ".info.yaml"], options, retrier))
+    except ShardReadError:
+        return False  # whoever lists the folder says what is wrong
+
+
+def _first_there(root: str, names: Sequence[str], options: Mapping[str, Any], retrier: Retrier) -> str:
+    """The URL of the first file that is there."""
+    urls = [f"{root}/{_META}/{name}" for name in names]
+    for url in urls:
+        if retrier(lambda url=url: exists(url, options), url):  # type: ignore[misc]
+            return url
+    raise ShardReadError(urls[0], f"no such file: {_AGAIN}")
+
+
+def read_value(url: str, options: Mapping[str, Any], retrier: Retrier) -> Any:
+    """The value of a YAML or JSON file. `CorruptShardError` where it is none."""
+    raw = retrier(lambda: read_file(url, options), url)
+    try:
+        return json.loads(raw) if url.endswith(".json") else yaml_value(raw.decode(), "it", needs=_NO_YAML)
+    except (ValueError, RecursionError) as error:
+        raise CorruptShardError(url, f"is damaged: {error!s:.500}") from error
+
+
+def _converted(value: Any, kind: type[T], url: str) -> T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise CorruptShardError(url, f"is not what Megatron-Energon writes: {error}") from error
+
+
+def _braced(patterns: Sequence[str], url: str, most: int) -> Iterator[str]:
+    """The names that patterns stand for; raises where these are more than there can be."""
+    from braceexpand import braceexpand
+
+    for pattern in patterns:
+        try:
+            if any(abs(int(a) - int(b)) > _MOST_NAMES for a, b in _RANGE.findall(pattern)):
+                raise ValueError("stands for too many names")
+            names = list(islice(braceexpand(pattern), most + 1))
+            most -= len(names)
+            if most < 0:
+                raise ValueError("there are not so many names in the dataset")
+        except (ValueError, RecursionError) as error:
+            raise CorruptShardError(url, f"the pattern {pattern!r:.200}: {error}") from error
+        yield from names
+
+
+# ---- fields ---------------------------------------------------------------------------------------------
+
+
+def fields_of(
+    dataset: EnergonDataset, options: Mapping[str, Any], retrier: Retrier
+) -> tuple[Columns, dict[str, JsonField]]:
+    """The columns that dataset.yaml tells of, and rules for those in JSON; None: all members.
+
+    Raises `ValueError` where it takes code of the dataset's author.
+    """
+    url = f"{dataset.root}/{_META}/{dataset.part.dataset_config}"
+    if not retrier(lambda: exists(url, options), url):
+        return None, {}
+    value = read_value(url, options, retrier)
+    if not isinstance(value, dict):
+        raise CorruptShardError(url, f"must be a mapping, got {value!r:.200}")
+    fields, parts = value.get("field_map"), value.get("part_filter")
+    if "__class__" in value:
+        _check_class(value, _CLASS, url)
+    if "sample_type" in value:
+        _check_class(value["sample_type"], _SAMPLE_TYPE, url)
+    known = {"__module__", "__class__", "sample_type", "field_map", "subflavors"}
+    is_crude = value.get("__class__") == "CrudeWebdataset"
+    if is_crude and isinstance(parts, list) and all(isinstance(one, str) for one in parts):
+        known.add("part_filter")
+    if other := sorted({*value} - known):
+        raise ValueError(f"{url} has {other[0]}: {value[other[0]]!r:.100}, {_OWN}")
+    if value.get("subflavors"):
+        warnings.warn(f"{url}: subflavors are not delivered: {value['subflavors']!r:.200}", stacklevel=5)
+    if is_crude:
+        return parts, {}
+    if not isinstance(fields, dict) or not all(isinstance(one, str) for one in fields.values()):
+        raise ValueError(f"{url} has no field_map from fields to members, {_OWN}")
+    columns, rules = dict[str, str](), dict[str, JsonField]()
+    for field, text in fields.items():
+        columns[field], paths = _member(text, f"{url}, field {field!r}")
+        if paths:
+            rules[field] = JsonField(paths)
+    return columns, rules
+
+
+def _check_class(value: Any, known: re.Pattern[str], url: str) -> None:
+    module, name = (
+        (value.get("__module__"), value.get("__class__")) if isinstance(value, dict) else ("", value)
+    )
+    if module != "megatron.energon" or not known.fullmatch(str(name)):
+        raise ValueError(f"{url} is of class {module}.{name}, which is not known, {_OWN}")
+
+
+def _member(text: str, where: str) -> tuple[str, Sequence[Sequence[str]]]:
+    """The member, or alternatives, that a field is; and the paths in its JSON, if it is a part of that."""
+    found = [match.groups() for option in text.split(",") if (match := _FIELD.fullmatch(option))]
+    members = list(dict.fromkeys(member for member, _ in found))
+    if not any(path for _, path in found) and len(found) > text.count(","):
+        return "|".join(members), ()
+    if len(members) != 1 or not members[0].lower().endswith(("json", "jsn")) or len(found) <= text.count(","):
+        raise ValueError(f"{where}: {text!r} is neither members nor parts of one of JSON, {_OWN}")
+    return members[0], tuple(tuple(path[1:-1].split("][")) if path else () for _, path in found)
