@@ -93,12 +93,12 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     Args:
         source: path, URL, directory, glob, brace pattern, list of those, or a saved catalog (`*.catalog`);
-            `hf://datasets/org/name`: a dataset on the Hugging Face Hub.
+            `hf://datasets/org/name`: a dataset on the Hugging Face Hub; a Delta or Iceberg table.
         config: the config of a dataset on the Hub, or of a folder with the Hub's layout. None: the default.
         split: the split of such a dataset, or of a folder with a folder for each split. None: the only one.
-        revision: branch, tag or commit of a dataset on the Hub; None: "main". Opening it fixes the commit.
+        revision: branch, tag or commit on the Hub (None: "main"), version of a table. Opening fixes it.
         format: "auto" by file ending, or "tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens",
-            "megatron", "files" (each is a sample); or "lerobot" for a folder of LeRobot's (v3).
+            "megatron", "files" (each is a sample), "delta", "iceberg", or "lerobot" for LeRobot's (v3).
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
             columns: `{"features": ["f0", "f1"], "label": "y"}`; one of columns of bytes makes lists of what
             each sample has of them: `{"images": ["0.jpg", "1.jpg"]}`, or `"*.jpg"` for all that match.
@@ -150,7 +150,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         *,
         config: str | None = None,
         split: str | None = None,
-        revision: str | None = None,
+        revision: str | int | None = None,
         format: str | Format = "auto",  # noqa: A002
         columns: Sequence[str] | Mapping[str, str | Sequence[str]] | None = None,
         decode: object = "auto",
@@ -360,9 +360,9 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def commit(self) -> str:
-        """The commit that was opened of a dataset on the Hub; "": it is elsewhere."""
-        first = self.catalog.shard(0).url
-        return str(parse_name(first).revision) if is_pinned(first) else ""
+        """The commit that was opened of a dataset on the Hub, or the version of a table; "": it has none."""
+        first, version = self.catalog.shard(0).url, str(self.catalog.options.get("version", ""))
+        return str(parse_name(first).revision) if is_pinned(first) else version
 
     def check_missing(self) -> None:
         """Raise `SampleError` where a sample is known to lack a column that is not `Optional`.

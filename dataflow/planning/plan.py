@@ -191,8 +191,8 @@ class StreamPlan:
             _check_transform(content, here, of)
             if commit and of.commit and commit != of.commit:
                 raise ValueError(
-                    f"the state was taken at commit {commit} of the repository, whose samples are others "
-                    f"than here {of.commit}; open that one: ShardedDataset(..., revision={commit!r})"
+                    f"the state was taken at {_revision(of)} {commit}, whose samples are others than here "
+                    f"{of.commit}; open that one: ShardedDataset(..., revision={commit!r})"
                 )
             raise ValueError(
                 "the state was taken over other shards (their names, sizes or blocks differ), another view "
@@ -289,6 +289,12 @@ def check_known(plan: RankPlan) -> None:
 def _num_weights_set(dataset: ShardedDataset | Mixture) -> int:
     """Return how often `set_weights` was called."""
     return dataset.weights_set[0] if isinstance(dataset, Mixture) and dataset.weights_set else 0
+
+
+def _revision(dataset: ShardedDataset | Mixture) -> str:
+    """The word for revisions of a dataset."""
+    is_table = "version" in dataset.sources[0].catalog.options
+    return "version" if is_table else "commit"
 
 
 def _mark_of(dataset: ShardedDataset | Mixture) -> str:

@@ -58,9 +58,11 @@ def index(
     block_bytes: int = DEFAULT_BLOCK_BYTES,
     progress: bool | None = None,
     executor: Executor | None = None,
+    listed: Mapping[str, Any] | None = None,
 ) -> Catalog:
     """Build a catalog in parallel, with a progress bar (None: on a terminal).
 
+    `listed`: by URL, what a table says of its files; None: a file beside the shards may say something.
     `executor`: indexes the shards, some in each task; None: threads of this process do. Local paths are then
     looked for where its workers are.
     """
@@ -70,7 +72,7 @@ def index(
         codec=codec,
         storage_options=options if executor is None else options_elsewhere(urls, options),
         block_bytes=block_bytes,
-        listed=listed_entries(urls, codec, options, retrier),
+        listed=listed_entries(urls, codec, options, retrier) if listed is None else listed,
         policy=retrier.policy,
         hosts=retrier.hosts,
     )

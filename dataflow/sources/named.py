@@ -106,7 +106,7 @@ def resolve_source(
     *,
     config: str | None = None,
     split: str | None = None,
-    revision: str | None = None,
+    revision: str | int | None = None,
     format: str = "auto",  # noqa: A002
 ) -> Any:
     """The source with dataset repositories at their commits, or the files of its split.
@@ -124,7 +124,9 @@ def resolve_source(
     texts = [os.fspath(one) for one in items]
     single = len(texts) == 1
     if revision is not None and not all(map(is_hub, texts)):
-        raise ValueError(f"revision= is for datasets on the Hub (hf://datasets/...), got {revision!r}")
+        raise ValueError(
+            f"revision= is for datasets on the Hub (hf://datasets/...) and for tables, got {revision!r}"
+        )
     if (config is not None or split is not None) and len(texts) != 1:
         raise ValueError("config= and split= are for one repository or folder, not for a list of sources")
     if not any(map(is_hub, texts)):
@@ -135,7 +137,15 @@ def resolve_source(
         return source
     from dataflow.sources.hub import at_commits
 
-    return at_commits(texts, options, retrier, config=config, split=split, revision=revision, format=format)
+    return at_commits(
+        texts,
+        options,
+        retrier,
+        config=config,
+        split=split,
+        revision=str(revision) if revision else None,
+        format=format,
+    )
 
 
 def _has_layout(text: str) -> bool:

@@ -23,6 +23,8 @@ from dataflow.sources.indexing import INDEX_THREADS, REMOTE_INDEX_THREADS, index
 from dataflow.sources.loose import UNKNOWN, LooseFiles, find_loose, is_listed_alike, may_be_loose
 from dataflow.sources.manifests import Manifest, folder_of, is_table
 from dataflow.sources.named import resolve_source
+from dataflow.sources.tables.files import TableVersion
+from dataflow.sources.tables.finding import explain_missing, find_table, open_table
 from prefetch.store.retrier import Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.build import (
@@ -34,7 +36,7 @@ from sharding.catalog.build import (
     is_catalog,
     unfinished_text,
 )
-from sharding.catalog.expand import LooksUp, expand, found_again
+from sharding.catalog.expand import LooksUp, TableFolderError, expand, found_again
 from sharding.catalog.storage import exists, open_url, shard_info, version_of
 from sharding.catalog.table import Catalog
 from sharding.errors import OldCatalogError, ShardChangedError, ShardReadError
@@ -61,7 +63,7 @@ class Opening(Struct, frozen=True, kw_only=True):
     allow_unfinished: bool
     config: str | None
     split: str | None
-    revision: str | None
+    revision: str | int | None
     manifest: Manifest | None
 
     def find(self, source: Any, retrier: Retrier) -> Catalog:
@@ -72,6 +74,29 @@ class Opening(Struct, frozen=True, kw_only=True):
         return catalog
 
     def _find(self, source: Any, retrier: Retrier) -> Catalog:
+        options = self.storage_options
+        may_be_table = self.manifest is None and not isinstance(self.catalog, Catalog)
+        if may_be_table and not is_catalog(source):
+            table = find_table(source, options, retrier, format=self.format, revision=self.revision)
+            if table is not None:
+                return self._catalog_of_table(table, retrier)
+            try:
+                return self._of_files(source, retrier)
+            except TableFolderError as found:
+                table = open_table(found.kind, found.url, options, retrier, revision=self.revision)
+                return self._catalog_of_table(table, retrier)
+        return self._of_files(source, retrier)
+
+    def _catalog_of_table(self, table: TableVersion, retrier: Retrier) -> Catalog:
+        if (self.config, self.split) != (None, None):
+            raise ValueError(f"config= and split= are not for tables, got them for {table.name}")
+        table.check_filled()
+        try:
+            return self._catalog_of(list(table.files), retrier, table)
+        except ShardReadError as error:
+            raise explain_missing(error, table) from error
+
+    def _of_files(self, source: Any, retrier: Retrier) -> Catalog:
         options = self.storage_options
         is_named = self.manifest is not None or self.format == "files" or is_table(source)
         if is_named or self.split is not None or may_be_loose(source):
@@ -102,16 +127,19 @@ class Opening(Struct, frozen=True, kw_only=True):
                 raise
             return loose
 
-    def _catalog_of(self, urls: Sequence[str], retrier: Retrier) -> Catalog:
-        """The catalog of shards that are told one by one."""
+    def _catalog_of(
+        self, urls: Sequence[str], retrier: Retrier, table: TableVersion | None = None
+    ) -> Catalog:
+        """The catalog of shards that are told one by one; `table`: whose files they are."""
         assert not isinstance(self.catalog, Catalog)
         options = self.storage_options
         codec = resolve_format(
-            self.format,
+            self.format if table is None else table.format,
             urls,
             dtype=self.dtype,
             length=self.length,
             allow_unfinished=self.allow_unfinished,
+            version=None if table is None else table.version,
             exists=lambda url: is_there(url, options, retrier),
         )
         path = default_catalog_path(urls, codec, self.block_bytes)
@@ -126,6 +154,7 @@ class Opening(Struct, frozen=True, kw_only=True):
                 storage_options=options,
                 block_bytes=self.block_bytes,
                 progress=self.progress,
+                listed=None if table is None else table.files,
             )
             try:
                 save_catalog(built, path, options, retrier)
@@ -299,9 +328,15 @@ def save_catalog(catalog: Catalog, url: str, options: Mapping[str, Any], retrier
     retrier(lambda: catalog.save(url, options), url)
 
 
-def shards_of(source: Any, options: Mapping[str, Any], retrier: Retrier, looks_up: LooksUp = "") -> list[str]:
+def shards_of(
+    source: Any,
+    options: Mapping[str, Any],
+    retrier: Retrier,
+    looks_up: LooksUp = "",
+    revision: str | None = None,
+) -> list[str]:
     """The URLs that a source stands for; of what a store must list, too. `looks_up`: see `expand`."""
-    source = resolve_source(source, options, retrier)
+    source = resolve_source(source, options, retrier, revision=revision)
     first = source[0] if isinstance(source, (list, tuple)) and source else source
     return retrier(lambda: expand(source, options, looks_up=looks_up), str(first), may_ask_nobody=True)
 

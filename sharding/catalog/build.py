@@ -91,7 +91,7 @@ class _OpenedUrl(Struct, frozen=True):
     fs: Any
     path: str
     listed: Any = None
-    """The entry in a file that lists the shards, if there is one."""
+    """The entry in what lists the shards, if there is one."""
 
 
 Scanned = tuple[Shard, ShardScan] | ShardError
@@ -262,7 +262,7 @@ def _index_shard(
     with ExitStack() as files:
         file = files.enter_context(open_shard(shard, opened.fs, opened.path))
         named, beside = {opened.url: file}, dict[str, Any]()
-        if codec.listing_name:
+        if codec.listing_name or opened.listed is not None:
             beside["listed"] = opened.listed
         other_url = sibling(opened.url, codec.sibling_suffix) if codec.sibling_suffix else ""
         if other_url and not (codec.may_lack_sibling and not exists(other_url, options)):

@@ -35,9 +35,26 @@ from sharding.urls import (
 )
 
 _IPV6 = re.compile(r"://(?:[^/@]*@)?\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(?:%[^/\]]*)?\]")
+DELTA_LOG, ICEBERG_METADATA = "_delta_log", "metadata"
+"""Folders that tables keep their logs in."""
 R = TypeVar("R")
 LooksUp = Literal["", "patterns", "folders"]
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+class TableFolderError(ValueError):
+    """A folder is that of a table, whose log says which of its files count."""
+
+    def __init__(self, url: str, kind: str) -> None:
+        super().__init__(f"{identity_of(url)} is a {kind} table, whose log says which of its files count")
+        self.url, self.kind = url, kind
+
+
+def table_in(folders: Collection[str]) -> str | None:
+    """The kind of table that a folder with these folders in it is; None: of none."""
+    if DELTA_LOG in folders:
+        return "delta"
+    return "iceberg" if ICEBERG_METADATA in folders else None
 
 
 def expand(
@@ -244,12 +261,17 @@ def _list_directory(
         listed = shards_listed(_in_place_of(path, url.rstrip("/"), name, fs), options)
         if listed is not None:
             return listed
+    kind = table_in({file_name(one["name"]) for one in entries if one["type"] == "directory"})
+    if kind == "delta" and not suffixes:  # of files that the log removed, some are still there
+        raise TableFolderError(url, kind)
     shards = _files(entries, folder=path, suffixes=suffixes)
     if not shards:
         from sharding.formats.unread import unread_text
 
         if unread := unread_text([entry["name"] for entry in entries if entry["type"] != "directory"]):
             raise ShardReadError(url, unread)
+        if kind is not None:
+            raise TableFolderError(url, kind)
         below = sum(entry["type"] == "directory" for entry in entries)
         cure = "; it has sub-directories: give a glob such as '<directory>/**/*.tar'" if below else ""
         raise ShardReadError(

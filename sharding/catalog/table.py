@@ -78,7 +78,8 @@ class Catalog:
     format: str
     """The name of the format."""
     options: Mapping[str, str | int]
-    """The options that the format was made with ("dtype", "length", "allow_unfinished"), for `codec`."""
+    """The options that the format was made with ("dtype", "length", "allow_unfinished", "version"), for
+    `codec`."""
     block_bytes: int
     """Bytes a block aimed at."""
     schemas: Sequence[Schema]
@@ -420,7 +421,7 @@ class Catalog:
             raise ValueError("it has not one checksum a blob")
 
     def _check_facts(self) -> None:
-        kinds = {"dtype": str, "length": int, "allow_unfinished": bool}
+        kinds = {"dtype": str, "length": int, "allow_unfinished": bool, "version": str}
         if type(self.format) is not str or type(self.block_bytes) is not int or self.block_bytes < 0:
             raise ValueError(f"format {self.format!r} with blocks of {self.block_bytes!r} bytes")
         for name, value in self.options.items() if self.format in ENTRIES else ():

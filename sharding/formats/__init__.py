@@ -42,7 +42,8 @@ class FormatEntry(Struct, frozen=True, kw_only=True):
     """Endings behind its own of files that it decompresses itself."""
 
 
-_ARROW, _WITH_END = "sharding.formats.arrow", ("allow_unfinished",)
+_ARROW, _TABLES = "sharding.formats.arrow", "sharding.formats.tables.format"
+_WITH_END = ("allow_unfinished",)
 ENTRIES = {
     "tar": FormatEntry(
         where="sharding.formats.tar.format:TarFormat",
@@ -97,6 +98,8 @@ ENTRIES = {
         suffixes=(".array_record", ".arrayrecord"),
     ),
     "files": FormatEntry(where="sharding.formats.files:FilesFormat", suffixes=()),
+    "delta": FormatEntry(where=f"{_TABLES}:DeltaFormat", suffixes=(), options=("version",)),
+    "iceberg": FormatEntry(where=f"{_TABLES}:IcebergFormat", suffixes=(), options=("version",)),
 }
 """By name, all formats that there are. One more is a file and an entry here."""
 FORMATS = tuple(ENTRIES)
@@ -128,6 +131,7 @@ def resolve_format(
     dtype: str | None = None,
     length: int | None = None,
     allow_unfinished: bool = False,
+    version: str | None = None,
     exists: Callable[[str], bool] | None = None,
 ) -> Format:
     """The codec of a dataset.
@@ -138,13 +142,19 @@ def resolve_format(
         dtype: numpy dtype of a token; for "tokens" only.
         length: tokens of a sample; for "tokens", "megatron" and "litdata".
         allow_unfinished: read files that end too early; for "tar", "arrow" and "arrow-stream".
+        version: of a table; for "delta" and "iceberg".
         exists: tells "megatron" from "tokens" by the sibling `.idx`, and "litdata" by `index.json`; without
             it `.bin` means "tokens".
 
     Raises:
         ValueError: unknown or mixed endings, an unknown name, or an option of another format.
     """
-    options = {"dtype": dtype, "length": length, "allow_unfinished": allow_unfinished or None}
+    options = {
+        "dtype": dtype,
+        "length": length,
+        "allow_unfinished": allow_unfinished or None,
+        "version": version,
+    }
     options = {option: value for option, value in options.items() if value is not None}
     name = name_or_instance
     if not isinstance(name, str):

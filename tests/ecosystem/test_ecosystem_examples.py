@@ -14,8 +14,8 @@ PAGE = "docs/guide/frameworks.md"
 NEEDS = {"lightning_resume": "lightning", "trainer_resume": "transformers", "accelerate_resume": "accelerate"}
 
 
-def last_line(script: str, folder: Path) -> str:
-    """What an example prints at last, in a folder of its own."""
+def all_lines(script: str, folder: Path) -> str:
+    """What an example prints, in a folder of its own."""
     search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {"PYTHONPATH": search_path, "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -28,7 +28,12 @@ def last_line(script: str, folder: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines(keepends=True)[-1]
+    return done.stdout
+
+
+def last_line(script: str, folder: Path) -> str:
+    """What an example prints at last."""
+    return all_lines(script, folder).splitlines(keepends=True)[-1]
 
 
 def test_a_script_that_streams_with_datasets_sees_what_the_one_without_does(tmp_path: Path) -> None:
@@ -53,6 +58,11 @@ def test_a_script_that_streams_with_datasets_sees_what_the_one_without_does(tmp_
 def test_a_framework_resumes_inside_an_epoch_as_its_page_shows(script: str, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS[script])
     assert last_line(script, tmp_path) == printed_on(PAGE, "lightning_resume")
+
+
+def test_a_table_that_grows_goes_on_at_its_version_as_the_page_shows(tmp_path: Path) -> None:
+    pytest.importorskip("deltalake")
+    assert all_lines("delta_table", tmp_path) == printed_on("docs/guide/tables.md", "delta_table")
 
 
 def test_figures_of_a_loader_are_scalars_of_tensorboard(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from dataflow.progress.bar import ProgressBar
 from dataflow.sources.indexing import in_order, index, shared_out
 from dataflow.sources.loose import find_loose, may_be_loose
 from dataflow.sources.opening import checking, is_there, load_catalog, save_catalog, shards_of
+from dataflow.sources.tables.files import TableVersion
+from dataflow.sources.tables.finding import explain_missing, find_table, open_table
 from dataflow.tools.terminal.report import Part, Sentence, Table, bytes_text, show
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Retrier
@@ -33,10 +35,10 @@ from sharding.catalog.build import (
     is_catalog,
     unfinished_text,
 )
-from sharding.catalog.expand import LooksUp, found_again
+from sharding.catalog.expand import LooksUp, TableFolderError, found_again
 from sharding.catalog.reading import read_block
 from sharding.catalog.table import Catalog
-from sharding.errors import CorruptShardError
+from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats import FORMATS, resolve_format
 from sharding.hub.access import options_elsewhere
 from sharding.lengths.kept import copy_beside
@@ -64,6 +66,8 @@ class CatalogTarget:
     block_bytes: int
     path: str
     storage_options: Mapping[str, Any]
+    table: TableVersion | None = None
+    """The table whose files the shards are."""
 
 
 def index_source(
@@ -78,24 +82,43 @@ def index_source(
 ) -> Catalog:
     """Bring the catalog of a source up to date and print what it holds; returns it.
 
-    `dataset_options`: format, dtype, length, allow_unfinished, storage_options, as for `ShardedDataset`.
+    `dataset_options`: format, dtype, length, allow_unfinished, revision, storage_options, as for
+    `ShardedDataset`.
     `lengths`: put those that loaders have found beside it. `executor`: looks at the shards; None: threads do.
     """
     if output is not None and not output.endswith(CATALOG_SUFFIX):
         raise ValueError(f"--output must end in {CATALOG_SUFFIX}, got {output!r}")
     _refuse_loose(source, dataset_options)
+    named = dict(dataset_options)
+    revision, options = named.pop("revision", None), named.get("storage_options", {})
     with Retrier() as retrier:
 
         def look(looks_up: LooksUp) -> list[str]:
             if len(source) == 1 and is_catalog(source[0]):
                 return []
-            return shards_of(list(source), dataset_options.get("storage_options", {}), retrier, looks_up)
+            return shards_of(list(source), options, retrier, looks_up, revision=revision)
 
-        def use(urls: list[str]) -> tuple[CatalogTarget, Catalog]:
-            target = _target(source, urls, dict(dataset_options), output, block_bytes, retrier)
+        def use(urls: list[str], table: TableVersion | None = None) -> tuple[CatalogTarget, Catalog]:
+            target = _target(source, urls, dict(named), output, block_bytes, retrier, table)
             return target, _brought_up(target, retrier, executor, checksum=checksum)
 
-        target, catalog = found_again(look, use)
+        def use_table(table: TableVersion) -> tuple[CatalogTarget, Catalog]:
+            table.check_filled()
+            try:
+                return use(list(table.files), table)
+            except ShardReadError as error:
+                raise explain_missing(error, table) from error
+
+        kind = named.get("format", "auto")
+        table = find_table(list(source), options, retrier, format=kind, revision=revision)
+        if table is not None:
+            target, catalog = use_table(table)
+        else:
+            try:
+                target, catalog = found_again(look, use)
+            except TableFolderError as found:
+                table = open_table(found.kind, found.url, options, retrier, revision=revision)
+                target, catalog = use_table(table)
         show([*_parts(catalog, target.path)])
         if lengths:
             if not is_local(target.path):
@@ -139,6 +162,7 @@ def _brought_up(
             storage_options=options,
             block_bytes=size,
             executor=executor,
+            listed=None if target.table is None else target.table.files,
         )
     if checksum or has_checksums:
         catalog = catalog.with_checksums(checksums_of(catalog, target.storage_options, executor))
@@ -153,6 +177,7 @@ def _target(
     output: str | None,
     block_bytes: int | None,
     retrier: Retrier,
+    table: TableVersion | None,
 ) -> CatalogTarget:
     options = format_options.pop("storage_options", {})
     codec: Format
@@ -166,10 +191,14 @@ def _target(
         size, path = block_bytes or catalog.block_bytes, output or source[0]
     else:
         exists = partial(is_there, options=options, retrier=retrier)
+        if table is not None:
+            format_options |= {"format": table.format, "version": table.version}
         codec = resolve_format(format_options.pop("format", "auto"), urls, **format_options, exists=exists)
         size = block_bytes or DEFAULT_BLOCK_BYTES
         path = output or default_catalog_path(urls, codec, size)
-    return CatalogTarget(urls=urls, codec=codec, block_bytes=size, path=path, storage_options=options)
+    return CatalogTarget(
+        urls=urls, codec=codec, block_bytes=size, path=path, storage_options=options, table=table
+    )
 
 
 def _saved(target: CatalogTarget, retrier: Retrier) -> tuple[Catalog | None, list[str]]:
@@ -261,6 +290,7 @@ def _parts(catalog: Catalog, path: str) -> Iterator[Part]:
     block, sample = (bytes_text(stored / count) for count in (catalog.num_blocks, catalog.num_samples))
     facts = [
         ("format", catalog.format),
+        ("version", str(catalog.options.get("version", ""))),
         ("shards", f"{catalog.num_shards:,}, {bytes_text(stored)}"),
         ("blocks", f"{catalog.num_blocks:,}, {block} each on average"),
         ("unfinished", unfinished_text(catalog) if catalog.unfinished else ""),

@@ -338,8 +338,8 @@ class DatasetArguments:
     source: Sequence[str] = argument(nargs=-1, required=True)
     """Sources as `ShardedDataset` takes them, one or several."""
     format: str = option(
-        "Format of the shards: tar, parquet, arrow, arrow-stream, jsonl, tokens, megatron, or auto, which "
-        "goes by the file endings.",
+        "Format of the shards: tar, parquet, arrow, arrow-stream, jsonl, tokens, megatron, delta, iceberg, "
+        "or auto, which goes by the file endings.",
         default="auto",
         metavar="NAME",
     )
@@ -354,12 +354,19 @@ class DatasetArguments:
         show_default="none: token files need it",
     )
     allow_unfinished: bool = option("Also read tar and Arrow files that end too early.", bool, False)
+    revision: str | None = option(
+        "Version of a table, or revision of a dataset on the Hub.",
+        None,
+        None,
+        metavar="TEXT",
+        show_default="the last one",
+    )
     storage_options: Mapping[str, Any] = storage_options()
 
     @property
     def options(self) -> dict[str, Any]:
         """Named arguments of `ShardedDataset`: those that say something."""
-        names = ("format", "dtype", "length", "allow_unfinished", "storage_options")
+        names = ("format", "dtype", "length", "allow_unfinished", "revision", "storage_options")
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value and value != "auto"}
 

@@ -137,7 +137,7 @@ class ParquetFormat(TabularFormat):
         """Columns of a shard, from its footer."""
         return _parse(footer).schema
 
-    def matching_groups(self, footer: bytes, expression: Any) -> list[int]:
+    def matching_groups(self, footer: bytes, expression: Any) -> list[int] | None:
         """Row groups that may hold rows for which a pyarrow expression is true, by their statistics.
 
         pyarrow reads the statistics from a file that consists of the footer alone.

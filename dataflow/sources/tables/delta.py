@@ -1,0 +1,247 @@
+"""The files of a Delta table at a version: its log is read by `deltalake`, here or as a copy of its end.
+
+A log on another machine is copied to a temporary folder from the last checkpoint on, by the store's own
+reads: deltalake would ask the store with other credentials, and without our patience.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from dataflow.sources.tables.files import TableStore, TableVersion, below, name_of
+from sharding.catalog.expand import DELTA_LOG
+from sharding.catalog.storage import version_of
+from sharding.errors import CorruptShardError, ShardReadError
+from sharding.formats.tables.fitting import FIELD_ID, TableFile
+from sharding.redaction import identity_of
+from sharding.urls import is_http, is_local
+
+_COMMIT = re.compile(r"(\d{20})\.json")
+_CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(\.\d{10}\.\d{10}|\.[0-9a-f-]{36})?\.(parquet|json)")
+_FEATURES = {
+    "appendOnly",
+    "columnMapping",
+    "deletionVectors",
+    "domainMetadata",
+    "inCommitTimestamp",
+    "timestampNtz",
+    "typeWidening",
+    "typeWidening-preview",
+    "v2Checkpoint",
+    "vacuumProtocolCheck",
+}
+"""The features that a table may ask of its readers, so that files are still to be read as they are."""
+_THREADS = 16
+
+
+def open_delta(url: str, store: TableStore, revision: str | int | None) -> TableVersion:
+    """A Delta table at a version: its number, or what was valid at a time (ISO 8601); None: the last one.
+
+    Raises:
+        ImportError: deltalake is not installed.
+        ValueError: there is no such version, or it is no Delta table.
+        ShardReadError: the log cannot be read, files have deletion vectors, or lie outside the table.
+        CorruptShardError: the log is damaged.
+    """
+    try:
+        import deltalake
+    except ImportError as error:
+        raise ImportError(
+            f"{identity_of(url)}: reading Delta tables needs another package: "
+            "pip install 'dataflow-loader[delta]'"
+        ) from error
+    if is_http(url):
+        raise ValueError(f"a Delta log cannot be listed over HTTP, got {identity_of(url)!r}")
+    folder = below(url, DELTA_LOG)
+    names = store.names(folder)
+    commits = {int(match[1]): name for name in names if (match := _COMMIT.fullmatch(name))}
+    checkpoints = {int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))}
+    if not commits and not checkpoints:
+        raise ValueError(f"{identity_of(url)} is no Delta table: it has no commits in {DELTA_LOG}/")
+    number = _number_of(revision, url, names, commits, checkpoints)
+    with _local_table(url, folder, store, names, number) as place, _explained(url, number):
+        table = deltalake.DeltaTable(place, version=number)
+        return _version(table, url, str(number))
+
+
+def _number_of(
+    revision: str | int | None,
+    url: str,
+    names: Mapping[str, Any],
+    commits: Mapping[int, str],
+    checkpoints: set[int],
+) -> int:
+    last = max([*commits, *checkpoints])
+    if revision is None:
+        return last
+    first = min([*checkpoints, *commits])
+    if isinstance(revision, int) or revision.isdigit():
+        if not first <= int(revision) <= last:
+            raise ValueError(
+                f"revision must be a version of {identity_of(url)}, whose log has {first} to {last}, got "
+                f"{revision!r}"
+            )
+        return int(revision)
+    try:
+        time = datetime.fromisoformat(revision)
+    except ValueError as error:
+        raise ValueError(
+            f"revision of a Delta table is a version such as 3, or a time such as '2026-01-31T12:00:00Z', "
+            f"got {revision!r}"
+        ) from error
+    time_ns = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1e9
+    earlier = [number for number, name in sorted(commits.items()) if _time_ns(names[name]) <= time_ns]
+    if not earlier:
+        raise ValueError(f"revision={revision!r} is before the first commit in the log of {identity_of(url)}")
+    return earlier[-1]
+
+
+def _time_ns(info: Mapping[str, Any]) -> int:
+    """The time at which a commit was written, as the store has it."""
+    kind, _, value = version_of({key: info[key] for key in info if "tag" not in key.lower()}).partition(":")
+    if kind != "mtime" or not value.isdigit():
+        raise ValueError(f"the store does not say when {info['name']} was written: give a version's number")
+    return int(value)
+
+
+@contextmanager
+def _local_table(
+    url: str, folder: str, store: TableStore, names: Mapping[str, Any], number: int
+) -> Iterator[str]:
+    """A folder of this machine whose log has what the version is made of."""
+    if is_local(url):
+        yield url
+        return
+    first = max(
+        (
+            int(match[1])
+            for name in names
+            if (match := _CHECKPOINT.fullmatch(name)) and int(match[1]) <= number
+        ),
+        default=0,
+    )
+    wanted = [
+        name
+        for name in names
+        if (match := _COMMIT.fullmatch(name) or _CHECKPOINT.fullmatch(name))
+        and first <= int(match[1]) <= number
+    ]
+    sidecars = below(folder, "_sidecars")
+    copies = {below(folder, name): name for name in wanted}
+    if any(match[2] and len(match[2]) > 30 for name in wanted if (match := _CHECKPOINT.fullmatch(name))):
+        copies |= {below(sidecars, name): f"_sidecars/{name}" for name in store.names(sidecars)}
+    with tempfile.TemporaryDirectory(prefix="dataflow-delta-") as root:
+        os.makedirs(os.path.join(root, DELTA_LOG, "_sidecars"))
+
+        def copy(place: tuple[str, str]) -> None:
+            content = store.read(place[0])
+            with open(os.path.join(root, DELTA_LOG, place[1]), "wb") as file:
+                file.write(content)
+
+        with store.retrier.pool(_THREADS, "dataflow-delta") as pool:
+            list(pool.map(copy, copies.items()))
+        yield root
+
+
+@contextmanager
+def _explained(url: str, number: int) -> Iterator[None]:
+    """Turn what deltalake raises into errors that name the table."""
+    from deltalake.exceptions import DeltaError
+
+    try:
+        yield
+    except (DeltaError, pa.ArrowException, OSError) as error:
+        if isinstance(error, ShardReadError):
+            raise
+        name = name_of("delta", url, str(number))
+        raise CorruptShardError(
+            identity_of(below(url, DELTA_LOG)),
+            f"{name} cannot be read from its log by deltalake: {str(error).strip()}; restore the log, or "
+            "open another version",
+        ) from error
+
+
+def _version(table: Any, url: str, version: str) -> TableVersion:
+    name = name_of("delta", url, version)
+    features = set(table.protocol().reader_features or ())
+    if unknown := sorted(features - _FEATURES):
+        raise ShardReadError(
+            identity_of(url),
+            f"{name} needs {', '.join(unknown)} of its readers, which is not read: write it without "
+            "(CREATE TABLE ... AS SELECT)",
+        )
+    if "deletionVectors" in features and _has_deletion_vectors(table):
+        raise ShardReadError(
+            identity_of(url),
+            f"{name} has rows that are deleted by deletion vectors, which are not read: REORG TABLE ... "
+            "APPLY (PURGE) writes the files anew; open the version that it makes",
+        )
+    schema = _with_stored_names(pa.schema(table.schema()))
+    mode = table.metadata().configuration.get("delta.columnMapping.mode", "none")
+    stored_names = {field.name: [_physical(field)] for field in schema} if mode == "name" else {}
+    actions = pa.table(table.get_add_actions(flatten=False))
+    files = {}
+    partition = actions.column("partition") if "partition" in actions.column_names else None
+    for row, (path, size, rows) in enumerate(
+        zip(*(actions.column(key).to_pylist() for key in ("path", "size_bytes", "num_records")), strict=True)
+    ):
+        constants = {}
+        if partition is not None:
+            values = partition[row]
+            constants = {key: values[key].cast(schema.field(key).type) for key in values}
+        files[_inside(url, path, name)] = TableFile(
+            table=name,
+            schema=schema,
+            size=size,
+            num_rows=rows,
+            constants=constants,
+            stored_names=stored_names,
+            by_id=mode == "id",
+        )
+    return TableVersion(format="delta", url=url, version=version, files=dict(sorted(files.items())))
+
+
+def _has_deletion_vectors(table: Any) -> bool:
+    from deltalake.exceptions import DeltaError
+
+    try:
+        return any(batch.num_rows for batch in table.deletion_vectors())
+    except DeltaError:  # there are some, and they cannot be read here
+        return True
+
+
+def _with_stored_names(schema: pa.Schema) -> pa.Schema:
+    """The schema, whose fields have the ids that Delta maps columns by where Parquet has them."""
+    fields = []
+    for field in schema:
+        number = (field.metadata or {}).get(b"delta.columnMapping.id")
+        metadata = {**(field.metadata or {}), **({FIELD_ID: number} if number else {})}
+        fields.append(field.with_metadata(metadata).with_nullable(True))
+    return pa.schema(fields)
+
+
+def _physical(field: pa.Field) -> str:
+    name = (field.metadata or {}).get(b"delta.columnMapping.physicalName")
+    return str(field.name) if name is None else str(name, "utf-8")
+
+
+def _inside(url: str, path: str, name: str) -> str:
+    """The URL of a file by its path in the log, which must stay in the table's folder."""
+    path = unquote(path)
+    parts = path.split("/")
+    if "://" in path or path.startswith("/") or ".." in parts or "" in parts or "\0" in path:
+        raise ShardReadError(
+            identity_of(url),
+            f"{name} lists the file {path!r}, which lies outside its folder, as in a shallow clone: make a "
+            "deep clone, or copy the table (CREATE TABLE ... AS SELECT)",
+        )
+    return below(url, path)
