@@ -6,15 +6,21 @@ The fixtures were written by deltalake and pyiceberg; `expected.json` is what th
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from click.testing import CliRunner
 from formats_kit import rows_of
+from pyarrow.compute import field
 
-from dataflow import ShardedDataset
+from dataflow import Cache, DataflowError, DataLoader, Optional, ShardedDataset
+from dataflow.tools.cli import main
 from sharding.catalog.reading import ColumnReader
+from sharding.errors import CorruptShardError, ShardReadError
 
 pytest.importorskip("deltalake")
 pytest.importorskip("pyiceberg")
@@ -73,3 +79,241 @@ def test_rows_are_those_that_the_owner_reads(table: Path, version: str) -> None:
     dataset = ShardedDataset(table, revision=version)
     assert in_order(stored_rows(dataset)) == in_order(told(table.parent)[table.name][version])
     assert dataset.commit == version
+
+
+def in_memory(table: Path) -> str:
+    """A copy in a store."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    for path in table.rglob("*.*"):
+        if path.is_file():
+            files.pipe(f"/tables/{table.name}/{path.relative_to(table)}", path.read_bytes())
+    return f"memory://tables/{table.name}"
+
+
+@pytest.mark.parametrize("name", ["grown", "checkpointed"])
+@pytest.mark.parametrize("has_revision", [False, True])
+def test_a_delta_table_of_a_store_is_read_with_the_stores_own_reads(name: str, has_revision: bool) -> None:
+    version, rows = list(told(DELTA)[name].items())[0 if has_revision else -1]
+    dataset = ShardedDataset(in_memory(DELTA / name), revision=int(version) if has_revision else None)
+    assert in_order(stored_rows(dataset)) == in_order(rows)
+
+
+@pytest.mark.parametrize("source", ["{}", "{}/metadata/{}"])
+def test_so_is_an_iceberg_table_by_its_folder_or_metadata(source: str) -> None:
+    metadata = next(path.name for path in (ICEBERG / "grown" / "metadata").glob("*.metadata.json"))
+    dataset = ShardedDataset(source.format(in_memory(ICEBERG / "grown"), metadata))
+    assert in_order(stored_rows(dataset)) == in_order(list(told(ICEBERG)["grown"].values())[-1])
+
+
+def test_versions_are_named_by_tags_and_times() -> None:
+    first, last = told(ICEBERG)["grown"]
+    assert ShardedDataset(ICEBERG / "grown", revision="first").commit == first
+    assert ShardedDataset(ICEBERG / "grown", revision="2999-01-01T00:00:00Z").commit == last
+    assert ShardedDataset(DELTA / "grown", revision="2999-01-01").commit == "1"
+    with pytest.raises(ValueError, match="before the first"):
+        ShardedDataset(ICEBERG / "grown", revision="1999-01-01")
+    with pytest.raises(ValueError, match="before the first"):
+        ShardedDataset(DELTA / "grown", revision="1999-01-01")
+
+
+@pytest.mark.parametrize("table", [DELTA / "grown", ICEBERG / "grown"], ids=["delta", "iceberg"])
+@pytest.mark.parametrize("revision", [7, "seven"])
+def test_a_version_that_is_not_there_is_refused_with_those_that_are(table: Path, revision: Any) -> None:
+    with pytest.raises(ValueError, match=r"0 to 1, got|a version such as|a branch or tag.* first, got"):
+        ShardedDataset(table, revision=revision)
+
+
+def test_a_loader_mixes_and_resumes_and_refuses_another_version() -> None:
+    old, new = (
+        ShardedDataset(
+            DELTA / "grown", revision=v, columns=["id", "city", "day"], decode={"city": Optional()}
+        )
+        for v in (0, 1)
+    )
+    with DataLoader(new, batch_size=3, shuffle=True, seed=1) as loader:
+        batches = iter(loader)
+        ids = next(batches)["id"].tolist()
+        state = json.loads(json.dumps(loader.state_dict()))
+    with DataLoader(new, batch_size=3, shuffle=True, seed=1) as loader:
+        loader.load_state_dict(state)
+        ids += [number for batch in loader for number in batch["id"].tolist()]
+    assert sorted(ids) == list(range(8))
+    with (
+        DataLoader(old, batch_size=3) as loader,
+        pytest.raises(ValueError, match=r"taken at version 1,.*here 0.*revision='1'"),
+    ):
+        loader.load_state_dict(state)
+
+
+def test_a_filter_on_a_partition_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = ShardedDataset(DELTA / "grown")
+    rows = told(DELTA)["grown"]["1"]
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("it read")
+
+    with monkeypatch.context() as without_reads:
+        without_reads.setattr("prefetch.store.reader.StoreReader.read_into", refuse)
+        of_city = dataset.filter((field("city") == "Köln") & (field("year") == 2020))
+        of_none = dataset.filter(field("city").is_null())
+    assert len(of_city) == sum(row["city"] == "Köln" and row["year"] == 2020 for row in rows) == 2
+    assert len(of_none) == sum(row["city"] is None for row in rows)
+    assert len(dataset.filter(field("added") > 1)) == 1
+    assert len(dataset.filter((field("id") > 3) & (field("city") != "z"))) == 2
+
+
+def test_a_filter_sees_renamed_columns() -> None:
+    dataset = ShardedDataset(ICEBERG / "grown")
+    rows = list(told(ICEBERG)["grown"].values())[-1]
+    assert len(dataset.filter(field("text") > 3)) == sum(row["text"] > 3 for row in rows)
+    assert len(dataset.filter(field("caption") == "c")) == 1
+
+
+def test_only_the_columns_asked_for_are_read_through_a_cache(tmp_path: Path) -> None:
+    dataset = ShardedDataset(
+        in_memory(DELTA / "mapped"),
+        columns=["number", "town"],
+        decode={"town": Optional()},
+        cache=Cache(tmp_path / "cache"),
+    )
+    with DataLoader(dataset, batch_size=4) as loader:
+        rows = [
+            list(pair)
+            for batch in loader
+            for pair in zip(batch["number"].tolist(), batch["town"], strict=True)
+        ]
+    told_rows = told(DELTA)["mapped"]["0"]
+    assert sorted(rows, key=str) == sorted(([row["number"], row["town"]] for row in told_rows), key=str)
+
+
+def test_the_command_line_indexes_and_inspects_a_table() -> None:
+    runner = CliRunner()
+    for _ in range(2):
+        done = runner.invoke(main, ["index", str(DELTA / "grown"), "--revision", "0"])
+        assert done.exit_code == 0, done.output
+    assert "up to date" in done.output
+    assert "delta" in runner.invoke(main, ["index", str(DELTA / "grown"), "--revision", "1"]).output
+    assert runner.invoke(main, ["inspect", str(ICEBERG / "grown"), "--batch-size", "4"]).exit_code == 0
+
+
+# ---- what is refused ------------------------------------------------------------------------------------
+
+
+def copied(table: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(table, tmp_path / table.name))
+
+
+def log_of(table: Path, version: int = 0) -> Path:
+    return table / "_delta_log" / f"{version:020d}.json"
+
+
+def test_deletion_vectors_are_refused_with_the_cure() -> None:
+    with pytest.raises(ShardReadError, match=r"deletion vectors.*REORG TABLE .* APPLY \(PURGE\)"):
+        ShardedDataset(DELTA / "vectors")
+
+
+def test_tables_without_rows_say_so() -> None:
+    with pytest.raises(DataflowError, match=r"Delta table .* is empty: it has no files"):
+        ShardedDataset(DELTA / "empty")
+    with pytest.raises(DataflowError, match=r"Iceberg table .* is empty: it has no snapshot"):
+        ShardedDataset(ICEBERG / "empty")
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../other/x.parquet", "s3://other/x.parquet", "a//b.parquet"]
+)
+def test_files_outside_of_a_delta_table_are_refused(name: str, tmp_path: Path) -> None:
+    table = copied(DELTA / "checkpointed", tmp_path)
+    log = log_of(table)
+    actions = [json.loads(line) for line in log.read_text().splitlines()]
+    for action in actions:
+        if "add" in action:
+            action["add"]["path"] = name
+    log.write_text("".join(json.dumps(action) + "\n" for action in actions))
+    with pytest.raises(ShardReadError, match="lies outside its folder, as in a shallow clone"):
+        ShardedDataset(table, revision=0)
+
+
+def test_files_outside_of_an_iceberg_table_are_refused(tmp_path: Path) -> None:
+    table = copied(ICEBERG / "grown", tmp_path)
+    metadata = next((table / "metadata").glob("*.metadata.json"))
+    value = json.loads(metadata.read_text())
+    value["location"] = "file:///elsewhere"
+    metadata.write_text(json.dumps(value))
+    with pytest.raises(ShardReadError, match="lies outside its location"):
+        ShardedDataset(table)
+
+
+# ---- damage ---------------------------------------------------------------------------------------------
+
+
+def parquet_files(table: Path) -> list[Path]:
+    return sorted(path for path in table.rglob("*.parquet") if "_delta_log" not in path.parts)
+
+
+@pytest.mark.parametrize("table", [DELTA / "grown", ICEBERG / "grown"], ids=["delta", "iceberg"])
+def test_a_file_that_is_gone_is_named_with_what_may_have_taken_it(table: Path, tmp_path: Path) -> None:
+    table = copied(table, tmp_path)
+    gone = parquet_files(table)[2]
+    gone.unlink()
+    with pytest.raises(ShardReadError, match=r"no such file, which .* lists: vacuum") as raised:
+        ShardedDataset(table)
+    assert raised.value.shard == str(gone)
+
+
+@pytest.mark.parametrize("table", [DELTA / "grown", ICEBERG / "grown"], ids=["delta", "iceberg"])
+def test_a_file_of_another_size_is_named(table: Path, tmp_path: Path) -> None:
+    table = copied(table, tmp_path)
+    cut = parquet_files(table)[0]
+    cut.write_bytes(cut.read_bytes()[:-7])
+    with pytest.raises(CorruptShardError, match=r"has [\d,]+ bytes, and .* says that it has") as raised:
+        ShardedDataset(table)
+    assert raised.value.shard == str(cut)
+
+
+def test_files_that_were_swapped_are_found_by_size_or_rows(tmp_path: Path) -> None:
+    table = copied(ICEBERG / "hive", tmp_path)
+    one, other = parquet_files(table)
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+    with pytest.raises(CorruptShardError, match="says that it has"):
+        ShardedDataset(table)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"add": {}}\n', b"\xff\xfe"])
+def test_a_damaged_commit_names_the_log(content: bytes, tmp_path: Path) -> None:
+    table = copied(DELTA / "grown", tmp_path)
+    log_of(table).write_bytes(content)
+    with pytest.raises((CorruptShardError, DataflowError), match=r"_delta_log|empty"):
+        ShardedDataset(table, revision=0)
+
+
+def test_a_damaged_checkpoint_names_the_log(tmp_path: Path) -> None:
+    table = copied(DELTA / "checkpointed", tmp_path)
+    checkpoint = next(table.glob("_delta_log/*.checkpoint.parquet"))
+    checkpoint.write_bytes(checkpoint.read_bytes()[:2000])
+    with pytest.raises(CorruptShardError, match="cannot be read from its log by deltalake"):
+        ShardedDataset(table)
+
+
+@pytest.mark.parametrize("which", ["*.metadata.json", "snap-*.avro", "*-m0.avro"])
+def test_damaged_metadata_of_iceberg_is_named(which: str, tmp_path: Path) -> None:
+    table = copied(ICEBERG / "grown", tmp_path)
+    for path in (table / "metadata").glob(which):
+        path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(
+        CorruptShardError, match=r"no metadata of an Iceberg table|cannot be read by pyiceberg"
+    ):
+        ShardedDataset(table)
+
+
+def test_a_manifest_that_is_gone_is_named(tmp_path: Path) -> None:
+    table = copied(ICEBERG / "grown", tmp_path)
+    gone = next((table / "metadata").glob("snap-*.avro"))
+    for path in (table / "metadata").glob("*.avro"):
+        path.unlink()
+    with pytest.raises(ShardReadError, match="no such file") as raised:
+        ShardedDataset(table)
+    assert raised.value.shard.startswith(str(gone.parent))

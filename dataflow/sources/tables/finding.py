@@ -8,7 +8,7 @@ from typing import Any
 
 from dataflow.sources.tables.files import TableStore, TableVersion
 from prefetch.store.retrier import Retrier
-from sharding.catalog.expand import DELTA_LOG, ICEBERG_METADATA, table_in
+from sharding.catalog.expand import DELTA_LOG, ICEBERG_METADATA, TableFolderError, expand, table_in
 from sharding.errors import ShardReadError
 from sharding.hub.names import is_hub
 from sharding.redaction import identity_of
@@ -29,16 +29,25 @@ def find_table(
 ) -> TableVersion | None:
     """The table that a source means, as its text or a look at this machine's folders tells; else None.
 
+    A store's folder is looked at where a `revision` is given; else, `expand` tells that it is a table.
+
     Raises:
         ImportError: the package that reads its log is not installed.
         ValueError: `format` says that it is one, and it is not; no such version.
         ShardReadError: it cannot be read, or holds what is not read.
     """
     kind = _kind_of(source, format)
+    text = source[0] if isinstance(source, (list, tuple)) and len(source) == 1 else source
     if kind is None:
+        named = isinstance(text, (str, os.PathLike)) and not is_hub(str(text)) and format == "auto"
+        if revision is None or not named:
+            return None
+        try:  # A revision of what is no table is refused anyhow.
+            retrier(lambda: expand(source, options), str(text), may_ask_nobody=True)
+        except TableFolderError as found:
+            return open_table(found.kind, found.url, options, retrier, revision=revision)
         return None
-    text = os.fspath(source[0] if isinstance(source, (list, tuple)) else source)
-    return open_table(kind, text, options, retrier, revision=revision)
+    return open_table(kind, os.fspath(text), options, retrier, revision=revision)
 
 
 def _kind_of(source: Any, format: object) -> str | None:  # noqa: A002
