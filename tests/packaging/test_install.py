@@ -197,6 +197,7 @@ os.execvp({command!r}, [{command!r}, *{flags!r}, *given])
     assert "-m ziglang cc" in printed
 
 
+@pytest.mark.full  # `.ci/package` builds and uses one
 @needs_setuptools
 def test_a_source_distribution_has_all_that_an_install_from_it_needs(tree: Path) -> None:
     archive, _ = built(tree, "build_sdist", {})

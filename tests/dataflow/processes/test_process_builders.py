@@ -381,7 +381,8 @@ def test_who_wakes_processes_that_are_ending_writes_to_no_file_that_was_opened_s
     """The descriptor is not closed between the look at whether it is and the writing."""
     dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
     with in_processes(dataset, 2, count=1) as loader:
-        next(iter(loader))
+        loop = iter(loader)
+        next(loop)
         pool = builders_of(loader)._processes.pool
         write, close, is_closed = os.eventfd_write, os.close, threading.Event()
         closing = threading.Thread(target=pool.close)
@@ -419,13 +420,24 @@ def test_more_deaths_than_may_be_replaced_are_an_error(tmp_path: Path) -> None:
             read_epochs(loader, iter(loader), 1000)
 
 
-def test_pages_of_a_process_that_died_go_with_its_last_batch(tmp_path: Path) -> None:
+def test_pages_of_a_process_that_died_go_with_its_last_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = make_tar(tmp_path).open(transform=marked, columns=["cls"])
     with in_processes(dataset, 2, count=1) as loader:
         loop = iter(loader)
         kept = next(loop)
+        pool, is_replaced = builders_of(loader)._processes.pool, threading.Event()
+        replace = pool.replace
+
+        def replaces(worker: int) -> None:
+            replace(worker)
+            is_replaced.set()
+
+        monkeypatch.setattr(pool, "replace", replaces)
         os.kill(int(kept["by"][0]), signal.SIGKILL)
         read_epochs(loader, loop, 1)
+        assert is_replaced.wait(TIMEOUT_S)  # it may have built the whole epoch before
         file = builders_of(loader).file
         assert builders_of(loader).num_restarts == 1
         before = kept["cls"].tolist()

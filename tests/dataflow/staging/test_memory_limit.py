@@ -103,9 +103,9 @@ def test_large_results_of_the_users_functions_stay_within_the_limit(tmp_path: Pa
 @pytest.mark.parametrize("same", [True, *in_full(False)])
 def test_images_of_free_size_stay_within_the_limit(tmp_path: Path, same: bool) -> None:
     coded = pictures(same)
-    url = shards(tmp_path, [{"jpg": coded[i % 8]} for i in range(400)])
+    url = shards(tmp_path, [{"jpg": coded[i % 8]} for i in range(200)])
     setup = f"dataset = dataflow.ShardedDataset({url!r}, decode={{'jpg': dataflow.Image()}})"
-    assert_bounded(measured(setup), 50)
+    assert_bounded(measured(setup), 25)
 
 
 def test_images_of_free_size_are_charged_while_they_live(tmp_path: Path) -> None:

@@ -438,6 +438,7 @@ def loops(kind: Any, options: dict[str, Any], first: int = 0, state: str | None 
     return seen, states
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:this loop had no batch")
 @pytest.mark.parametrize("workers", [{}, THREADS], ids=["no workers", "threads"])
 @pytest.mark.parametrize("name", SAMPLERS)
