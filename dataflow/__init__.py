@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         RayClusterError as RayClusterError,
     )
     from dataflow.batch.packed import PackedRows as PackedRows
+    from dataflow.conversion.plan import ConversionError as ConversionError
+    from dataflow.conversion.run import Converted as Converted, convert as convert
     from dataflow.dataset import ShardedDataset
     from dataflow.decode.audio import Audio as Audio
     from dataflow.decode.image import Image, MissingImageSupportError as MissingImageSupportError
@@ -82,6 +84,8 @@ _MODULES = {
     "Audio": "dataflow.decode.audio",
     "BuilderActorError": "dataflow.actors.cluster",
     "ChatTemplate": "dataflow.text.chat",
+    "ConversionError": "dataflow.conversion.plan",
+    "Converted": "dataflow.conversion.run",
     "CorruptShardError": "sharding.errors",
     "DisagreementError": "dataflow.grad.agreement",
     "LoaderHealth": "dataflow.live.health",
@@ -109,6 +113,7 @@ _MODULES = {
     "Tokenize": "dataflow.text.tokenize",
     "Video": "dataflow.decode.video",
     "WorkerStats": "dataflow.stats",
+    "convert": "dataflow.conversion.run",
     "serve_metrics": "dataflow.live.serve",
     "split_pairs": "dataflow.text.pairs",
     # `__all__`:

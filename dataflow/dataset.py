@@ -204,8 +204,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         """The file where its catalog was saved, if the user said where, and on this machine."""
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
-        self._codec = self.catalog.codec() if isinstance(format, str) else format
-        self._resolve: Callable[..., tuple[Output, ...]] | None = folder.resolver(self._codec)
+        self.codec = self.catalog.codec() if isinstance(format, str) else format
+        self.decoding = decode if decode is None or decode == "auto" else "own"
+        self._resolve: Callable[..., tuple[Output, ...]] | None = folder.resolver(self.codec)
         self.outputs = self._resolve(self.catalog.schema, check=self.catalog.schema.check)
         self.catalog = self.catalog.reading(columns_read(self.outputs))
         self._all_columns = columns is None
@@ -241,9 +242,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         from sharding.formats.arrow.columns import TabularFormat
         from sharding.formats.arrow.features import features_of
 
-        if not isinstance(self._codec, TabularFormat) or not self.catalog.num_blocks:
+        if not isinstance(self.codec, TabularFormat) or not self.catalog.num_blocks:
             return {name: json.loads(spec.feature) for name, spec in self.schema.items() if spec.feature}
-        return features_of(self._codec.schema(bytes(self.catalog.block(0).footer)))
+        return features_of(self.codec.schema(bytes(self.catalog.block(0).footer)))
 
     # ---- streaming ----------------------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             matches.append(MatchSource(source=replace(other, outputs=used), table=join.matches))
         return Source(
             catalog=self.catalog,
-            format=self._codec,
+            format=self.codec,
             reader=self.new_reader(pause, _warn_of_wait if is_awaited else None),
             outputs=staged_outputs(self._own_outputs),
             mappings=Mappings(keep_mapped_bytes, guards),
@@ -372,7 +373,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         is joined is not: which of its samples are used, no index tells.
         """
         if self.on_error == "raise":
-            raise_missing(self.catalog, self._codec, self.selection, self._own_outputs)
+            raise_missing(self.catalog, self.codec, self.selection, self._own_outputs)
 
     # ---- views --------------------------------------------------------------------------------------
 
@@ -491,7 +492,7 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     def stored_specs(self, output: Output) -> dict[str, ColumnSpec]:
         """The stored columns that a column is made of; none where these are joined, or keep their types."""
-        if not self._codec.widens or output not in self._own_outputs:
+        if not self.codec.widens or output not in self._own_outputs:
             return {}
         return {name: self.schema.stored(name) for name in output.sources if name in self.schema}
 

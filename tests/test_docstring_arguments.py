@@ -23,7 +23,7 @@ import dataflow.testing
 
 PUBLIC = dict.fromkeys(dataflow._MODULES, "dataflow")
 PUBLIC |= dict.fromkeys(dataflow.testing.__all__, "dataflow.testing")
-RETURNED = {"LoaderHealth", "LoaderStats", "PackedRows", "Ragged", "StepInfo", "WorkerStats"}
+RETURNED = {"Converted", "LoaderHealth", "LoaderStats", "PackedRows", "Ragged", "StepInfo", "WorkerStats"}
 """Values that users are given: nobody calls their constructors."""
 NO_CODE = {"StartMethod"}
 """Names of types, which have no docstring."""

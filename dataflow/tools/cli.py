@@ -1,4 +1,4 @@
-"""The command line: `dataflow demo`, `index`, `inspect`, `bench`, `plan`, `doctor`, `top` and `metrics`.
+"""The command line: `dataflow demo`, `index`, `convert`, `inspect`, `bench`, `plan`, `doctor` and others.
 
 Commands import what they need when they run, so that `--help` is quick. What a user can cure (wrong
 arguments, missing or broken files, packages that are not installed) ends as one line and exit code 1;
@@ -10,6 +10,7 @@ from __future__ import annotations
 import click
 
 from dataflow.tools.bench.commands import bench
+from dataflow.tools.convert.command import convert
 from dataflow.tools.demo.settings import DemoSettings
 from dataflow.tools.doctor.command import doctor
 from dataflow.tools.inspect.settings import InspectSettings
@@ -40,6 +41,10 @@ def main() -> None:
     Index shards once, so that every training run starts at once:
       dataflow index 's3://bucket/train-{0000..1023}.tar'
       dataflow index data/ --output data/train.catalog
+
+    \b
+    Write shards of another format, order or size:
+      dataflow convert 'data/*.tar' mds/ --to mds --shard-size 64MiB
 
     \b
     See how well a shuffle mixes, and what it costs to read:
@@ -243,6 +248,7 @@ def metrics(what: str) -> None:
 
 
 main.add_command(bench)
+main.add_command(convert)
 main.add_command(doctor)
 main.add_command(top)
 

@@ -47,7 +47,7 @@ class NewTarShard:
     def __init__(self, file: NewFile, *, allow_pickle: bool) -> None:
         from webdataset.writer import TarWriter, default_handlers, make_encoder
 
-        self._url, self._allow_pickle = file.url, allow_pickle
+        self._file, self._url, self._allow_pickle = file, file.url, allow_pickle
         self._encode = make_encoder(default_handlers)
         self._compressor = _compressor(file)
         self._tar = TarWriter(
@@ -69,6 +69,17 @@ class NewTarShard:
         encoded = {name: self._encoded(key, name, value) for name, value in fields.items()}
         self._tar.write({"__key__": key, **encoded})
         self._last_key = key
+
+    def add_members(self, data: bytes | memoryview) -> None:
+        """Append members of another archive as they are: headers and values, padded, without an end."""
+        if self._compressor is not None:
+            raise ValueError("members are appended to tars that are not compressed")
+        archive = self._tar.tarstream
+        # Past the buffer of the archive, which is cut anew every 10 KiB: that takes the square of a block.
+        held, archive.fileobj.buf = archive.fileobj.buf, b""
+        self._file.write(held)
+        self._file.write(data)
+        archive.offset += len(data)
 
     def _encoded(self, key: str, name: str, value: Any) -> bytes:
         try:
@@ -124,6 +135,17 @@ class NewTableShard:
         self._rows.append(dict(sample))
         if len(self._rows) >= self._row_group_size:
             self._flush()
+
+    def add_table(self, table: Any) -> None:
+        """Append the rows of a table, in row groups of its own."""
+        import pyarrow as pa
+
+        self._flush()
+        if self._schema is None:
+            self._schema = table.schema
+        if self._writer is None:
+            self._writer = self._opened(pa.PythonFile(self._file, mode="w"), self._schema)
+        self._writer.write_table(table, self._row_group_size)
 
     def finish(self) -> Mapping[str, bytes]:
         """Write the last rows and the footer."""

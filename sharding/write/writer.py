@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +18,7 @@ from sharding.compression import compression_of
 from sharding.errors import ShardWriteError
 from sharding.formats import ENTRIES, has_suffix, sibling, suffix_of
 from sharding.write.file import NewFile, no_room, space_at
+from sharding.write.mds import NewMdsShard
 from sharding.write.shard import NewJsonlShard, NewShard, NewTableShard, NewTarShard, Sample
 from sharding.write.tokens import NewTokenShard, TokenOptions
 
@@ -26,7 +27,7 @@ DEFAULT_ROW_GROUP_SIZE = 1024
 _NUMBER = re.compile(r"%0(\d+)d|%d|\{(?::0?(\d+)d?)?\}")
 _BRACES = re.compile(r"\{[^{}]*(?:\.\.|,)[^{}]*\}")
 _TOKENS = ("tokens", "megatron")
-_FORMATS = ("tar", "parquet", "arrow", "arrow-stream", "jsonl", *_TOKENS)
+_FORMATS = ("tar", "parquet", "arrow", "arrow-stream", "jsonl", "mds", *_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class WrittenShard:
     num_samples: int
     num_bytes: int
     """The number of bytes in the store."""
+    crc: int = field(default=0, compare=False)
+    """CRC-32 of them."""
 
 
 class ShardWriter:
@@ -49,8 +52,8 @@ class ShardWriter:
         pattern: where shards go: a path or fsspec URL with the shard's number as `%06d` or `{:06d}`;
             without a number there is one shard.
         format: "tar" (also `.tar.gz`, `.tgz`, `.tar.zst`), "parquet", "arrow", "arrow-stream", "jsonl" (also
-            `.jsonl.gz`, `.jsonl.zst`), "tokens" or "megatron"; None: by the pattern's ending, which must be
-            `.bin` for the last two.
+            `.jsonl.gz`, `.jsonl.zst`), "mds", "tokens" or "megatron"; None: by the pattern's ending, which
+            must be `.bin` for the last two.
         max_count: samples a shard may have.
         max_bytes: stored bytes after which a shard ends.
         storage_options: for the fsspec filesystem.
@@ -58,6 +61,7 @@ class ShardWriter:
         allow_pickle: write extensions and arrays that reading would have to unpickle.
         row_group_size: samples in a Parquet row group, or a record batch of Arrow.
         schema: `pyarrow.Schema` of Parquet and Arrow shards; None: what the first row group shows.
+        columns: of MDS shards, column -> encoding as Streaming names them; None: what the first sample shows.
         start: number of the first shard.
         dtype: of a token, such as "uint16"; token shards need it.
         length: tokens of a sample where the reader of token shards gives no `length=`.
@@ -84,6 +88,7 @@ class ShardWriter:
         allow_pickle: bool = False,
         row_group_size: int = DEFAULT_ROW_GROUP_SIZE,
         schema: Any = None,
+        columns: Mapping[str, str] | None = None,
         start: int = 0,
         dtype: str | None = None,
         length: int | None = None,
@@ -107,6 +112,10 @@ class ShardWriter:
             self._new_shard = partial(NewTokenShard, options=options, megatron=name == "megatron")
         elif given := [option for option, value in tokens.items() if value is not None]:
             raise ValueError(f"{given[0]}= is for formats {' and '.join(_TOKENS)}, not for {name!r}")
+        elif columns is not None and name != "mds":
+            raise ValueError(f"columns= is for format 'mds', not for {name!r}")
+        elif name == "mds":
+            self._new_shard = partial(NewMdsShard, columns=columns)
         elif name == "tar":
             self._new_shard = partial(NewTarShard, allow_pickle=allow_pickle)
         elif name == "jsonl":
@@ -140,15 +149,44 @@ class ShardWriter:
             ShardWriteError: there is no room (an `OSError`, too). The shard in progress is gone, those before
                 it are whole.
         """
+        self._put(lambda shard: shard.add(sample), 1)
+
+    def write_table(self, table: Any) -> None:
+        """Append the rows of a `pyarrow.Table` to a Parquet or Arrow shard, as row groups of their own.
+
+        What was written of single samples before comes first. Raises as `write` does, and `ValueError` for
+        other formats.
+        """
+
+        def put(shard: NewShard) -> None:
+            if not isinstance(shard, NewTableShard):
+                raise ValueError("tables are written to Parquet and Arrow shards")
+            shard.add_table(table)
+
+        self._put(put, table.num_rows)
+
+    def write_bytes(self, data: bytes | memoryview, num_samples: int) -> None:
+        """Append samples to a tar shard as they lie in another: whole members, without an end of archive.
+
+        They are not looked at: whose keys repeat, or links lead elsewhere, is not noticed. Raises as `write`.
+        """
+
+        def put(shard: NewShard) -> None:
+            if not isinstance(shard, NewTarShard):
+                raise ValueError("bytes of other shards are appended to tars")
+            shard.add_members(data)
+
+        self._put(put, num_samples)
+
+    def _put(self, put: Callable[[NewShard], None], num_samples: int) -> None:
         if self._full():
             self.close()
         try:
-            shard = self._shard or self._begin()
-            shard.add(sample)
+            put(self._shard or self._begin())
         except BaseException as error:
             self._raise_if_no_room(error)
             raise
-        self._num_samples += 1
+        self._num_samples += num_samples
 
     def close(self) -> None:
         """Finish the shard in progress; writing may go on in the next one."""
@@ -164,7 +202,8 @@ class ShardWriter:
             self._raise_if_no_room(error)
             self._abandon()
             raise
-        self._shards.append(WrittenShard(self._file.url, self._num_samples, self._file.num_bytes))
+        file = self._file
+        self._shards.append(WrittenShard(file.url, self._num_samples, file.num_bytes, file.crc))
         self._file = self._shard = None
         self._num_samples = 0
         self._next += 1

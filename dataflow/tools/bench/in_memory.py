@@ -70,7 +70,7 @@ class InMemory(ShardedDataset):
         fits = int(len(dataset) * min(1.0, limit_bytes / max(1, total)))
         self.__setstate__(dataset.take(max(1, at_least, fits)).__getstate__())
         if not decode:
-            self.outputs = resolve_outputs(self.catalog.schema, None, None, codec=self._codec)
+            self.outputs = resolve_outputs(self.catalog.schema, None, None, codec=self.codec)
             self.transform = self.batch_transform = None
         numbers = np.flatnonzero(self.selection.num_samples)
         blocks = [self.catalog.block(number) for number in numbers.tolist()]

@@ -1,0 +1,130 @@
+"""Have the shards of a conversion written: by this process, its worker processes, or an executor."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from dataflow.conversion.plan import ConversionError, Plan
+from dataflow.conversion.source import ConvertSource
+from dataflow.conversion.work import NewSamples, Recipe, write_packed, write_shard
+from dataflow.engines import engine, run_all
+from dataflow.progress.bar import ProgressBar
+from sharding.errors import DataflowError
+
+_SAME_ITEMS = "it must give the same items each time; overwrite=True begins anew"
+
+
+class ShownShards:
+    """The progress bar: shards, samples, bytes, and their rate."""
+
+    def __init__(self, plan: Plan, receipts: Mapping[int, Any], visible: bool | None) -> None:
+        self._samples = sum(one["samples"] for one in receipts.values())
+        self._bytes = sum(one["bytes"] for one in receipts.values())
+        self._before, self._began = self._bytes, time.monotonic()
+        self._done = len(receipts)
+        self.bar = ProgressBar(
+            "converting", total=plan.num_shards, done=self._done, unit="shard", visible=visible
+        )
+
+    def __enter__(self) -> ShownShards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def add(self, receipt: Mapping[str, Any]) -> None:
+        """Count a shard."""
+        self._done += 1
+        self._samples += receipt["samples"]
+        self._bytes += receipt["bytes"]
+        seconds = max(1e-3, time.monotonic() - self._began)
+        rate = (self._bytes - self._before) / seconds / 1e6
+        self.bar.show(
+            self._done, text=f"{self._samples:,} samples, {self._bytes / 1e6:,.0f} MB, {rate:,.1f} MB/s"
+        )
+
+
+def write_all(
+    recipe: Recipe,
+    receipts: dict[int, dict[str, Any]],
+    shown: ShownShards,
+    *,
+    workers: int | None,
+    executor: Executor | None,
+) -> None:
+    """Have all shards written that have no receipt yet."""
+    missing = [number for number in range(len(recipe.bounds) - 1) if number not in receipts]
+    if not missing:
+        return
+    workers = workers or len(os.sched_getaffinity(0))
+    try:
+        if executor is None and (workers == 1 or len(missing) == 1):
+            written: Iterable[tuple[int, dict[str, Any]]] = (
+                (at, write_shard(recipe, number)) for at, number in enumerate(missing)
+            )
+            _noted(written, missing, receipts, shown)
+            return
+        call = partial(write_packed, _packed(recipe))
+        with nullcontext(executor) if executor else engine("processes", workers=workers) as pool:
+            _noted(run_all(pool, call, missing), missing, receipts, shown)
+    except DataflowError as error:
+        error.add_note(
+            f"{len(receipts)} of {len(recipe.bounds) - 1} shards are finished: start it again to go on"
+        )
+        raise
+
+
+def _noted(
+    written: Iterable[tuple[int, dict[str, Any]]],
+    numbers: list[int],
+    receipts: dict[int, dict[str, Any]],
+    shown: ShownShards,
+) -> None:
+    for at, receipt in written:
+        receipts[numbers[at]] = receipt
+        shown.add(receipt)
+
+
+def _packed(recipe: Recipe) -> bytes:
+    try:
+        return pickle.dumps(recipe)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"worker processes cannot be sent this conversion ({error}): give functions and datasets that a "
+            "module defines, or workers=1"
+        ) from error
+
+
+def write_iterable(
+    recipe: Recipe,
+    source: ConvertSource,
+    receipts: dict[int, dict[str, Any]],
+    shown: ShownShards,
+    shard_samples: int,
+) -> None:
+    """Write an iterable, shard by shard; what finished shards hold is taken from it again, and skipped."""
+    items, number = source.items(), 0
+    while samples := list(islice(items, shard_samples)):
+        if number not in receipts:
+            given = NewSamples(first=number * shard_samples, samples=samples)
+            receipts[number] = write_shard(recipe, number, given)
+            shown.add(receipts[number])
+        elif receipts[number]["read"] != len(samples):
+            had = receipts[number]["read"]
+            raise ConversionError(
+                f"the iterable has {len(samples)} items for shard {number}, had {had} when written: "
+                f"{_SAME_ITEMS}"
+            )
+        number += 1
+    if beyond := [one for one in receipts if one >= number]:
+        raise ConversionError(
+            f"the iterable ends before shard {min(beyond)}, which was written: {_SAME_ITEMS}"
+        )

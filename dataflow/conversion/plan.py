@@ -1,0 +1,160 @@
+"""The plan of a conversion: which samples are which shard's, of what and how; and whether two are the same.
+
+It lies as JSON in the destination. Whoever starts the same conversion again goes on with it; another one is
+refused, in words that name what differs.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataflow.batch.transforms import fingerprint_of
+from dataflow.conversion.target import Target
+from sharding.errors import DataflowError
+
+VERSION = 1
+Ints = NDArray[np.int64]
+
+
+class ConversionError(DataflowError):
+    """A conversion cannot begin or go on; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A conversion: of what, how, and into which shards."""
+
+    source: str
+    """The identity of the source: a catalog's fingerprint, or a type and a length."""
+    functions: Mapping[str, str]
+    """"map", "filter": name and hash of the source text."""
+    options: Mapping[str, Any]
+    bounds: Sequence[int] | None
+    """Shard k has the positions `bounds[k]` up to `bounds[k + 1]`; None: of an iterable, as many each."""
+    target: Target
+
+    @property
+    def num_shards(self) -> int | None:
+        """Return how many shards there are at most; None: not known."""
+        return None if self.bounds is None else len(self.bounds) - 1
+
+    def digest(self) -> str:
+        """Return a hash of it, which receipts of its shards bear."""
+        return hashlib.blake2b(self.to_json(), digest_size=8).hexdigest()
+
+    def to_json(self) -> bytes:
+        """Return the file of it."""
+        target = {one.name: getattr(self.target, one.name) for one in fields(Target)}
+        target |= {"columns": dict(self.target.columns)}
+        target["schema"] = base64.b64encode(self.target.schema).decode()
+        plan = {
+            "version": VERSION,
+            "source": self.source,
+            "functions": dict(self.functions),
+            "options": dict(self.options),
+            "target": target,
+            "bounds": None if self.bounds is None else list(self.bounds),
+        }
+        return json.dumps(plan, indent=1, sort_keys=True).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, url: str) -> Plan:
+        """Read what `to_json` wrote. `ConversionError` where it is none."""
+        try:
+            plan = json.loads(data)
+            if plan["version"] != VERSION:
+                raise ValueError(f"it is of version {plan['version']}, this release writes {VERSION}")
+            target = dict(plan["target"])
+            target["schema"] = base64.b64decode(target["schema"])
+            names = ("source", "functions", "options", "bounds")
+            return cls(target=Target(**target), **{name: plan[name] for name in names})
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConversionError(
+                f"{url} is no plan to go on with ({error}): give an empty folder, or overwrite=True"
+            ) from error
+
+    def differences(self, other: Plan) -> list[str]:
+        """Return what differs from a plan that was found, in words. What samples show is not compared."""
+        found: list[str] = []
+        for what, was, now in (
+            ("source", {"source": other.source}, {"source": self.source}),
+            ("function", other.functions, self.functions),
+            ("option", other.options, self.options),
+        ):
+            for name in sorted({*was, *now}):
+                if was.get(name) != now.get(name):
+                    shown = name if what != "function" else f"{name}="
+                    found.append(f"{shown} was {was.get(name)!r}, and is {now.get(name)!r}")
+        if not found and other.bounds != self.bounds:
+            found.append("the shards have other samples")
+        return found
+
+
+def function_identity(function: Any) -> str:
+    """Return what identifies a function: its name, and a hash of its text or of its own fingerprint."""
+    if function is None:
+        return ""
+    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
+    if name.endswith(":"):
+        name = f"{type(function).__module__}:{type(function).__qualname__}"
+    text = fingerprint_of(function)
+    if not text:
+        wrapped = getattr(function, "func", None)
+        if wrapped is not None:
+            named = f"{function.args!r} {sorted(function.keywords.items())!r}"
+            return f"{function_identity(wrapped)} with {_hash(named)}"
+        try:
+            text = inspect.getsource(function if inspect.isroutine(function) else type(function))
+        except (OSError, TypeError):
+            code = getattr(function, "__code__", None)
+            text = (
+                repr(function) if code is None else f"{code.co_code!r} {code.co_consts!r} {code.co_names!r}"
+            )
+        if not inspect.isroutine(function):
+            text += repr(sorted(vars(function).items(), key=str)) if hasattr(function, "__dict__") else ""
+    return f"{name} {_hash(text)}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def bounds_by_bytes(num_samples: Ints, nbytes: Ints, shard_bytes: int) -> list[int]:
+    """Cut samples into shards of about so many bytes, at the ends of blocks where they are small enough.
+
+    Args:
+        num_samples: [blocks] samples that are converted of each block.
+        nbytes: [blocks] bytes of these.
+        shard_bytes: bytes of a shard.
+
+    Returns:
+        Where shards begin and the last ends, counting samples.
+    """
+    bounds, held, at = [0], 0, 0
+    for samples, size in zip(num_samples.tolist(), nbytes.tolist(), strict=True):
+        if not samples:
+            continue
+        if held and held + size > shard_bytes:
+            bounds.append(at)
+            held = 0
+        parts = min(samples, -(-size // shard_bytes)) if size > shard_bytes else 1
+        bounds.extend(at + samples * part // parts for part in range(1, parts))
+        at += samples
+        held = size // parts + (held if parts == 1 else 0)
+    if at > bounds[-1]:
+        bounds.append(at)
+    return bounds
+
+
+def bounds_by_count(total: int, shard_samples: int) -> list[int]:
+    """Cut so many samples into shards of `shard_samples`."""
+    return [*range(0, total, shard_samples), total] if total else [0]

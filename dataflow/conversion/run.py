@@ -1,0 +1,257 @@
+"""`convert`: plan shards, have workers write them, index what they wrote.
+
+The plan comes first, and decides everything: a worker is given a number. Receipts of finished shards are
+believed, so a restart goes on where the last one was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.conversion.dispatch import ShownShards, write_all, write_iterable
+from dataflow.conversion.folder import KEPT, OutputFolder
+from dataflow.conversion.plan import ConversionError, Plan
+from dataflow.conversion.source import ConvertSource, opened_source, tokenizing
+from dataflow.conversion.target import SUFFIXES, TOKENS
+from dataflow.conversion.verify import Asked, verify_shards
+from dataflow.conversion.work import Recipe, codec_of
+from dataflow.sources.indexing import index
+from dataflow.sources.opening import save_catalog
+from prefetch.store.retrier import Retrier
+from sharding.redaction import identity_of
+from sharding.write.mds import index_entry, index_json
+
+CATALOG_NAME = "dataset.catalog"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """The result of a conversion. Of all shards, those of earlier runs included, but for `seconds`."""
+
+    catalog: str
+    """URL of the catalog, which `ShardedDataset` opens."""
+    shards: int
+    """The number of shards that have samples."""
+    samples: int
+    """The number of samples in them."""
+    bytes: int
+    """The bytes of the shards, without what lies beside them."""
+    skipped: int
+    """Shards that an earlier run had finished."""
+    verified: int
+    """Samples that were compared with the source."""
+    seconds: float
+    """The time that this run took."""
+    files: Sequence[str] = field(repr=False, default=())
+    """URLs of the shards."""
+
+
+def convert(
+    source: Any,
+    dest: str | os.PathLike[str],
+    *,
+    to: str,
+    map: Callable[..., Any] | None = None,  # noqa: A002
+    filter: Any = None,  # noqa: A002
+    shard_size: int | str | None = None,
+    shard_samples: int | None = None,
+    shuffle: int | None = None,
+    columns: Sequence[str] | Mapping[str, str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    text_column: str = "text",
+    dtype: str | None = None,
+    length: int | None = None,
+    end_token: int | str | None = None,
+    schema: pa.Schema | None = None,
+    workers: int | None = None,
+    executor: Executor | None = None,
+    verify: bool | int = False,
+    overwrite: bool = False,
+    checksum: bool = True,
+    progress: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Converted:
+    """Write a dataset as shards, with their catalog, the same bytes however many workers write them.
+
+    Shard k is a fixed range of the source. So a conversion that was stopped goes on when it is started
+    again, and finished shards stay as they are. Values keep their types: images stay the bytes they are.
+
+    Args:
+        source: what `ShardedDataset` opens, such a dataset, a map-style dataset, or an iterable. Of shards,
+            the stored values of the columns are taken; of a dataset with a transform, a join or `decode=`
+            of your own, what it delivers.
+        dest: path or fsspec URL of a folder for this conversion alone.
+        to: "tar", "parquet", "mds", "tokens" or "megatron".
+        map: called with each sample, a dict; returns the dict to be written, with the same columns each
+            time, or None to leave the sample out. A function of a module, not a lambda, unless workers=1.
+        filter: called with each sample, before `map`: whether to keep it. Shards get smaller by it. Or, of
+            shards, a pyarrow expression, as `ShardedDataset.filter` takes it.
+        shard_size: bytes of the source in a shard, such as "64MiB"; None: 128 MiB. For shards only.
+        shard_samples: samples of the source in a shard, in place of `shard_size`. None: 10,000 of datasets
+            that are no shards.
+        shuffle: seed of a permutation of all samples; None: the source's order.
+        columns: columns of shards to take; a mapping renames them. None: all.
+        tokenizer: a `tokenizer.json` by which `text_column` becomes token ids; for "tokens" and "megatron".
+        text_column: column of text.
+        dtype: type of a token, such as "uint16". None: as small as the tokenizer allows, or "int32".
+        length: tokens of a sample, which "tokens" needs.
+        end_token: token after each document, by id, or by its text where there is a tokenizer.
+        schema: `pyarrow.Schema` of Parquet shards. None: what the first samples show.
+        workers: processes that write. None: one a core. Iterables are written by this process.
+        executor: a `concurrent.futures.Executor` that writes, in place of processes of this machine.
+        verify: compare what was written with the source: True: all samples, or how many, drawn at random.
+        overwrite: remove what another conversion wrote to `dest`.
+        checksum: keep a CRC-32 of each block in the catalog, which later reads are checked against.
+        progress: show a progress bar; None: on a terminal.
+        storage_options: for the fsspec filesystem of `dest`, and of `source` where that is a URL.
+
+    Returns:
+        Numbers of shards, samples and bytes, and the catalog's URL.
+
+    Raises:
+        ConversionError: another conversion has the folder, or wrote it; a worker died too often.
+        SampleError: a sample cannot be read, mapped or written; it is named.
+        ShardWriteError: there is no room.
+        ValueError: arguments that contradict each other.
+
+    Examples:
+        >>> made = convert("images/*.tar", "images-mds", to="mds", workers=1)
+        >>> made.samples, len(ShardedDataset(made.catalog))
+        (8, 8)
+    """
+    began, options = time.monotonic(), dict(storage_options or {})
+    if to not in SUFFIXES:
+        raise ValueError(f"to must be one of {', '.join(SUFFIXES)}, got {to!r}")
+    if shard_size is not None and shard_samples is not None:
+        raise ValueError("give shard_size, in bytes, or shard_samples, not both")
+    if to == "tokens" and length is None:
+        raise ValueError("to='tokens' needs length=, the tokens of a sample")
+    if shard_samples is not None and shard_samples < 1:
+        raise ValueError(f"shard_samples must be >= 1, got {shard_samples}")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers must be >= 1, got {workers}")
+    opened = opened_source(source, columns, filter, options, progress)
+    filter = None if isinstance(filter, pc.Expression) else filter  # noqa: A001
+    token_options: dict[str, Any] = {}
+    if tokenizer is not None:
+        if map is not None or to not in TOKENS:
+            raise ValueError("tokenizer= is for to='tokens' and 'megatron', without map=")
+        map, token_options = tokenizing(tokenizer, text_column, to, dtype, end_token)  # noqa: A001
+    elif to in TOKENS:
+        if isinstance(end_token, str):
+            raise ValueError("end_token is an id where there is no tokenizer=")
+        token_options = {"dtype": dtype or "int32", "end_token": end_token}
+    if to in TOKENS:
+        token_options["length"] = length
+    elif given := [n for n, v in {"dtype": dtype, "length": length, "end_token": end_token}.items() if v]:
+        raise ValueError(f"{given[0]}= is for to='tokens' and 'megatron'")
+    if schema is not None and to != "parquet":
+        raise ValueError("schema= is for to='parquet'")
+    source_of = ConvertSource(opened, to=to, map=map, filter=filter, shuffle=shuffle, schema=schema)
+    folder = OutputFolder(os.fspath(dest), options)
+    asked = Asked.of(verify, source_of)
+    wanted = source_of.plan(shard_size, shard_samples, token_options, checksum)
+    with folder.held():
+        plan = _agreed(folder, wanted, source_of, overwrite=overwrite, token_options=token_options)
+        recipe = source_of.recipe(plan, folder, checksum=checksum)
+        receipts = folder.receipts(recipe.digest)
+        skipped = len(receipts)
+        with ShownShards(plan, receipts, progress) as shown:
+            if plan.bounds is None:
+                write_iterable(recipe, source_of, receipts, shown, plan.options["shard_samples"])
+            else:
+                write_all(recipe, receipts, shown, workers=workers, executor=executor)
+        _finish(recipe, receipts, progress, executor)
+        verified = verify_shards(recipe, receipts, folder.of(CATALOG_NAME), asked, progress) if asked else 0
+    ordered = [receipts[number] for number in sorted(receipts)]
+    return Converted(
+        catalog=folder.of(CATALOG_NAME),
+        shards=sum(1 for one in ordered if one["name"]),
+        samples=sum(one["samples"] for one in ordered),
+        bytes=sum(one["bytes"] for one in ordered),
+        skipped=skipped,
+        verified=verified,
+        seconds=time.monotonic() - began,
+        files=[folder.of(one["name"]) for one in ordered if one["name"]],
+    )
+
+
+def _agreed(
+    folder: OutputFolder,
+    wanted: Plan,
+    source: ConvertSource,
+    *,
+    overwrite: bool,
+    token_options: Mapping[str, Any],
+) -> Plan:
+    """The plan that the folder has, if it is this one; else the new one, which it gets."""
+    name = f"{KEPT}/plan.json"
+    found = folder.read(name)
+    if found is not None and not overwrite:
+        plan = Plan.from_json(found, identity_of(folder.of(name)))
+        differences = wanted.differences(plan)
+        if differences:
+            raise ConversionError(
+                f"{identity_of(folder.url)} has another conversion: {'; '.join(differences)}. Give another "
+                "folder, or overwrite=True, which removes its shards"
+            )
+        return plan
+    if found is not None:
+        folder.forget()
+    else:
+        _refuse_foreign(folder, wanted.target.to, overwrite=overwrite)
+    plan = replace(wanted, target=source.target(token_options))
+    folder.write(name, plan.to_json())
+    return plan
+
+
+def _refuse_foreign(folder: OutputFolder, to: str, *, overwrite: bool) -> None:
+    """Raise where files lie in the folder that no conversion wrote: they would be read with the shards."""
+    others = sorted(name for name in folder.sizes() if not name.startswith("."))
+    if others and not overwrite:
+        raise ConversionError(
+            f"{identity_of(folder.url)} has files that no conversion wrote, such as {others[0]!r}: give an "
+            "empty folder, or overwrite=True, which leaves them and replaces those of the same name"
+        )
+
+
+# ---- the end --------------------------------------------------------------------------------------------
+
+
+def _finish(
+    recipe: Recipe,
+    receipts: Mapping[int, Mapping[str, Any]],
+    progress: bool | None,
+    executor: Executor | None,
+) -> None:
+    """Index the shards, and save their catalog; for MDS, `index.json`, too."""
+    folder, to = recipe.folder, recipe.target.to
+    written = [receipts[number] for number in sorted(receipts) if receipts[number]["name"]]
+    if not written:
+        raise ConversionError("filter= and map= leave no sample: nothing was written")
+    if to == "mds":
+        encodings = dict(sorted(recipe.target.columns.items()))
+        entries = [index_entry(encodings, one["name"], one["samples"], one["bytes"], {}) for one in written]
+        folder.write("index.json", index_json(entries))
+    urls = [folder.of(one["name"]) for one in written]
+    with Retrier() as retrier:
+        codec = codec_of(recipe.target, urls[0])
+        catalog = index(
+            urls, codec, retrier, storage_options=folder.options, progress=progress, executor=executor
+        )
+        if recipe.checksum:
+            checksums = np.array([crc for one in written for crc in one["blocks"]], np.uint32)
+            catalog = catalog.with_checksums(checksums)
+        save_catalog(catalog, folder.of(CATALOG_NAME), folder.options, retrier)
+    done = {"plan": recipe.digest, "shards": len(written), "catalog": CATALOG_NAME}
+    folder.write(f"{KEPT}/done.json", json.dumps(done).encode())

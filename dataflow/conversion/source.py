@@ -1,0 +1,315 @@
+"""The source of a conversion: its samples, the shards they are cut into, and what the first of them show."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataflow.conversion.folder import OutputFolder
+from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count, function_identity
+from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
+from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
+from dataflow.conversion.work import NewSamples, Recipe, fitted_samples, given_samples
+from dataflow.dataset import ShardedDataset
+from dataflow.limits import parse_bytes
+from sharding.errors import DataflowError
+from sharding.formats.arrow.columns import TabularFormat
+
+DEFAULT_SHARD_BYTES = 128 << 20
+DEFAULT_SHARD_SAMPLES = 10_000
+_PROBED = 64
+"""Samples whose types decide those of all."""
+_LOOKED_AT = 4096
+"""Samples that are read, at most, to find so many."""
+_ROW_GROUP_BYTES = 4 << 20
+
+
+def opened_source(
+    source: Any,
+    columns: Any,
+    filter: Any,  # noqa: A002
+    options: Mapping[str, Any],
+    progress: bool | None,
+) -> Any:
+    """The dataset of a source; of one that is no source of shards, itself."""
+    is_named = isinstance(source, (str, os.PathLike)) or (
+        isinstance(source, (list, tuple))
+        and bool(source)
+        and all(isinstance(one, (str, os.PathLike)) for one in source)
+    )
+    if is_named:
+        source = ShardedDataset(source, columns=columns, storage_options=options, progress=progress)
+    elif columns is not None:
+        if not isinstance(source, ShardedDataset) or isinstance(columns, Mapping):
+            raise ValueError(
+                "columns= picks or renames columns of a source by name; give the dataset with them"
+            )
+        source = source.select(columns)
+    if isinstance(filter, pc.Expression):
+        if not isinstance(source, ShardedDataset):
+            raise ValueError("a pyarrow expression filters shards; give a function of a sample")
+        source = source.filter(filter)
+    return source
+
+
+def tokenizing(
+    tokenizer: str | os.PathLike[str], column: str, to: str, dtype: str | None, end_token: int | str | None
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The map that tokenizes, and what token shards are told of it."""
+    from dataflow.text.tokenize import Tokenize
+
+    transform = Tokenize(tokenizer, column=column, into="tokens")
+    ends = transform.file.token_ids("end_token", end_token)
+    size = transform.file.tokenizer.get_vocab_size()
+    chosen = dtype or ("uint16" if size <= 1 << 16 else "uint32" if to == "tokens" else "int32")
+    told = {"dtype": chosen, "tokenizer": transform.file.hash, "end_token": ends[0] if ends else None}
+    return transform, told
+
+
+class ConvertSource:
+    """The samples to be converted, and what is done to them."""
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        to: str,
+        map: Any,  # noqa: A002
+        filter: Any,  # noqa: A002
+        shuffle: int | None,
+        schema: Any,
+    ) -> None:
+        self.source, self.to, self.map, self.filter, self.shuffle = source, to, map, filter, shuffle
+        self._schema = schema
+        self.rows: Rows | None = None
+        self._iterated: Iterator[Any] | None = None
+        self._seen: list[Any] = []
+        self._failed: Exception | None = None
+        if isinstance(source, ShardedDataset):
+            if not len(source):
+                raise ValueError("there are no samples to convert")
+            raw = to == "tar" and map is None and filter is None
+            self.rows = StoredRows(source, raw=raw) if StoredRows.fit(source) else DeliveredRows(source)
+        elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+            self.rows = DeliveredRows(source)
+        elif not isinstance(source, Iterable):
+            raise TypeError(
+                f"a source is a path, a ShardedDataset, a dataset or an iterable, got {type(source)!r}"
+            )
+        elif shuffle is not None:
+            raise ValueError(
+                "an iterable has no order to shuffle: write it first, and shuffle what was written"
+            )
+
+    @property
+    def way(self) -> str:
+        """Return how samples go from the source to the shards; see `Recipe.way`."""
+        rows = self.rows
+        if (
+            not isinstance(rows, StoredRows)
+            or (self.map, self.filter, self.shuffle) != (None, None, None)
+            or not rows.dataset._all_columns
+            or any(name != source for name, source in rows.columns.items())
+        ):
+            return "samples"
+        codec, catalog = rows.codec, rows.dataset.catalog
+        if self.to == "parquet" and isinstance(codec, TabularFormat) and codec.name != "jsonl":
+            return "tables" if self._schema is None else "samples"
+        if self.to == "tar" and codec.name == "tar" and rows.dataset.selection.is_whole:
+            first = np.unique(catalog.blocks.shard, return_index=True)[1]
+            if all(codec.locate(catalog.block(number), []) is not None for number in first.tolist()):
+                return "members"
+        return "samples"
+
+    def identity(self) -> str:
+        """Return what tells this source from others."""
+        if isinstance(self.source, ShardedDataset):
+            names = [one.name for one in self.source.outputs]
+            return f"{self.source.fingerprint()} {' '.join(names)}"
+        kind = f"{type(self.source).__module__}.{type(self.source).__qualname__}"
+        return kind if self.rows is None else f"{kind} of {len(self.rows)}"
+
+    def plan(
+        self,
+        shard_size: int | str | None,
+        shard_samples: int | None,
+        token_options: Mapping[str, Any],
+        checksum: bool,
+    ) -> Plan:
+        """The plan without what the first samples show."""
+        bounds: list[int] | None = None
+        if shard_size is not None and not isinstance(self.source, ShardedDataset):
+            raise ValueError("shard_size counts bytes of shards; of other sources, give shard_samples")
+        if isinstance(self.source, ShardedDataset) and shard_samples is None:
+            size = parse_bytes(shard_size) if isinstance(shard_size, str) else shard_size
+            bounds = self._by_bytes(size or DEFAULT_SHARD_BYTES)
+        elif self.rows is not None:
+            bounds = bounds_by_count(len(self.rows), shard_samples or DEFAULT_SHARD_SAMPLES)
+        else:
+            shard_samples = shard_samples or DEFAULT_SHARD_SAMPLES
+        if bounds is not None and self.way == "members":
+            bounds = self._at_blocks(bounds)
+        functions = {"map": function_identity(self.map), "filter": function_identity(self.filter)}
+        options = {
+            "to": self.to,
+            "shard_size": shard_size,
+            "shard_samples": shard_samples,
+            "shuffle": self.shuffle,
+            "checksum": checksum,
+            "way": self.way,
+            "schema": None if self._schema is None else str(self._schema),
+            **token_options,
+        }
+        target = Target(to=self.to, columns={})
+        return Plan(
+            source=self.identity(), functions=functions, options=options, bounds=bounds, target=target
+        )
+
+    def _by_bytes(self, size: int) -> list[int]:
+        if size < 1:
+            raise ValueError(f"shard_size must be at least a byte, got {size}")
+        kept, blocks = self.source.selection.num_samples, self.source.catalog.blocks
+        share = kept / np.maximum(1, blocks.num_samples)
+        return bounds_by_bytes(kept, np.ceil(blocks.length * share).astype(np.int64), size)
+
+    def _at_blocks(self, bounds: list[int]) -> list[int]:
+        """Shards that begin where blocks do, of which whole ones are copied."""
+        firsts = np.append(self.source.catalog.blocks.first_sample, bounds[-1])
+        at = firsts[np.searchsorted(firsts, np.array(bounds))]
+        return [int(one) for one in np.unique(at)]
+
+    def target(self, token_options: Mapping[str, Any]) -> Target:
+        """The target, as the first samples decide it."""
+        if self.way == "tables":
+            assert isinstance(self.rows, StoredRows)
+            return replace(
+                with_schema(Target(to=self.to, columns={}), self._unified()), row_group_size=1 << 20
+            )
+        if self.way == "members":
+            return Target(to=self.to, columns={}, is_strict=False)
+        samples, nbytes = self._first_samples()
+        row_group = max(1, min(1 << 14, _ROW_GROUP_BYTES // max(1, nbytes)))
+        # Of stored samples, a column may lack; what a function returns is the same each time.
+        return targets_of(
+            self.to,
+            samples,
+            is_strict=self.map is not None and self.to not in TOKENS,
+            schema=self._schema,
+            row_group_size=row_group,
+            **token_options,
+        )
+
+    def _unified(self) -> pa.Schema:
+        assert isinstance(self.rows, StoredRows)
+        assert isinstance(self.rows.codec, TabularFormat)
+        catalog = self.rows.dataset.catalog
+        used = np.flatnonzero(catalog.blocks.num_samples)
+        firsts = used[np.unique(catalog.shard_schemas[catalog.blocks.shard[used]], return_index=True)[1]]
+        schemas = [self.rows.codec.schema(bytes(catalog.block(n).footer)) for n in sorted(firsts.tolist())]
+        try:
+            return pa.unify_schemas(schemas, promote_options="permissive")
+        except pa.ArrowException as error:
+            raise ValueError(
+                f"the source's shards have no types in common: {error}; name columns="
+            ) from error
+
+    def _first_samples(self) -> tuple[list[Any], int]:
+        """The first samples as functions leave them, and the mean of their bytes."""
+        probe = Recipe(
+            rows=self.rows,
+            map=self.map,
+            filter=self.filter,
+            target=_Probe(to=self.to, columns={}),
+            folder=OutputFolder("."),
+            digest="",
+            bounds=(),
+            seed=self.shuffle,
+            checksum=False,
+            way="samples",
+        )
+        if self.rows is None:
+            self._look()
+            samples = _some_of(given_samples(probe, NewSamples(first=0, samples=self._seen)))
+        else:
+            total = len(self.rows)
+            whole = replace(probe, bounds=[0, total])
+            positions = np.arange(min(total, _LOOKED_AT), dtype=np.int64)
+            if self.shuffle is not None:
+                positions = np.sort(whole.positions(0)[:_PROBED]) if total < 1 << 22 else positions
+            samples = _some_of(fitted_samples(probe, positions))
+        if not samples:
+            raise ValueError(f"no sample is left of the first {_LOOKED_AT:,}: see filter= and map=")
+        sizes = [sum(_size_of(value) for value in sample.values()) for sample in samples]
+        return samples, sum(sizes) // len(sizes)
+
+    def _look(self) -> None:
+        """Take the first items of an iterable; an error of it is for whoever comes to its item."""
+        self._iterated = iter(self.source)
+        while len(self._seen) < _PROBED:
+            try:
+                self._seen.append(next(self._iterated))
+            except StopIteration:
+                return
+            except Exception as error:
+                self._failed = error
+                return
+
+    def items(self) -> Iterator[Any]:
+        """The items of an iterable, those that were looked at included."""
+        yield from self._seen
+        if self._failed is not None:
+            raise self._failed
+        yield from iter(self.source) if self._iterated is None else self._iterated
+
+    def recipe(self, plan: Plan, folder: OutputFolder, *, checksum: bool) -> Recipe:
+        """Return what workers are told."""
+        return Recipe(
+            rows=self.rows,
+            map=self.map,
+            filter=self.filter,
+            target=plan.target,
+            folder=folder,
+            digest=plan.digest(),
+            bounds=plan.bounds or (),
+            seed=self.shuffle,
+            checksum=checksum,
+            way=plan.options["way"],
+        )
+
+
+def _some_of(samples: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first samples, up to one that fails: whoever writes its shard will tell."""
+    found: list[dict[str, Any]] = []
+    try:
+        found.extend(islice(samples, _PROBED))
+    except DataflowError:
+        if not found:
+            raise
+    return found
+
+
+class _Probe(Target):
+    """Leaves samples as they are."""
+
+    def fitted(self, sample: Mapping[str, Any], key: str) -> dict[str, Any]:
+        """Return the sample."""
+        return dict(sample)
+
+
+def _size_of(value: Any) -> int:
+    if isinstance(value, (bytes, str)):
+        return len(value)
+    return (
+        int(value.nbytes)
+        if isinstance(value, np.ndarray)
+        else 8 * len(value)
+        if isinstance(value, list)
+        else 8
+    )

@@ -1,0 +1,307 @@
+"""Samples as the shards of a target have them: names, types, and what a target cannot hold.
+
+The first samples decide the types of all; a later value of another type is an error that names its column. So
+shards agree with each other, whoever writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataflow.conversion.rows import KEY, Sample
+from dataflow.conversion.values import INTEGERS, TEXTS, npy_bytes
+from sharding.printable import listed
+from sharding.write.mds import encoding_of
+from sharding.write.writer import ShardWriter
+
+SUFFIXES = {"tar": ".tar", "parquet": ".parquet", "mds": ".mds", "tokens": ".bin", "megatron": ".bin"}
+"""Endings of shards, by target."""
+TOKENS = ("tokens", "megatron")
+_ENDINGS = {"int": INTEGERS, "text": TEXTS, "json": frozenset({"json"}), "npy": frozenset({"npy"})}
+_ADDED = {"int": "cls", "text": "txt", "json": "json", "npy": "npy"}
+"""The ending that a name gets as its extension in a tar where it does not end so."""
+_PICTURES = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"RIFF", "webp"))
+_PICTURE_ENDINGS = frozenset({"jpg", "jpeg", "png", "webp", "ppm", "gif", "bmp", "tiff"})
+_TOKEN_COLUMNS = ("tokens", "input_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The shards that samples are written to. Picklable, and JSON but for the schema."""
+
+    to: str
+    columns: Mapping[str, str]
+    """Column -> how it is stored: extension of tar, encoding of MDS, type of Arrow, dtype of tokens."""
+    is_strict: bool = True
+    """True if all samples must have the columns of the first; else some may lack some."""
+    schema: bytes = b""
+    """Arrow's schema of Parquet shards, serialized."""
+    row_group_size: int = 1024
+    dtype: str | None = None
+    length: int | None = None
+    end_token: int | None = None
+    tokenizer: str | None = None
+
+    def writer(self, url: str, storage_options: Mapping[str, Any]) -> ShardWriter:
+        """Return the writer of one shard, which replaces what is there."""
+        more: dict[str, Any] = {}
+        if self.to == "parquet":
+            more = {"schema": self.arrow_schema, "row_group_size": self.row_group_size}
+        elif self.to == "mds":
+            more = {"columns": dict(self.columns)}
+        elif self.to in TOKENS:
+            more = {"dtype": self.dtype, "length": self.length, "end_token": self.end_token}
+            more["tokenizer"] = self.tokenizer
+        return ShardWriter(
+            url, format=self.to, storage_options=storage_options, overwrite=True, max_count=None, **more
+        )
+
+    @property
+    def arrow_schema(self) -> pa.Schema:
+        """The schema of Parquet shards."""
+        return pa.ipc.read_schema(pa.BufferReader(self.schema))
+
+    def fitted(self, sample: Sample, key: str) -> Sample:
+        """Return a sample as the writer takes it. `ValueError` names what does not fit, and a cure."""
+        fields = {name: value for name, value in sample.items() if name != KEY}
+        if self.is_strict and fields.keys() != self.columns.keys():
+            raise ValueError(
+                f"the first sample has the columns {listed(self.columns)}, this one {listed(fields)}: return "
+                "the same columns each time, with None where a sample has no value"
+            )
+        key = str(sample.get(KEY, key))
+        if self.to == "tar":
+            members = dict(member for name, value in fields.items() for member in self._member(name, value))
+            return {KEY: key, **members}
+        if self.to == "parquet":
+            more = fields.keys() - self.columns.keys()
+            if more:
+                raise ValueError(f"the first samples have no column {listed(sorted(more))}: give schema=")
+            return {name: _row_value(name, fields.get(name), self.columns[name]) for name in self.columns}
+        if self.to == "mds":
+            return {KEY: key, **{name: _mds_value(name, value) for name, value in fields.items()}}
+        return {KEY: key, "tokens": fields[next(iter(self.columns))]}
+
+    def _member(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
+        """The member of a tar that holds a value: extension and bytes; none for None."""
+        if value is None:
+            return
+        kind, data = _stored(name, value)
+        extension = self.columns.get(name) or _extension(name, kind, value)
+        was = _kind_of_extension(name, extension)
+        if kind != was and self.columns.get(name):
+            raise ValueError(
+                f"column {name!r} is {kind} here, and {was} in the first samples (member .{extension}): "
+                "map= may give it one type"
+            )
+        yield extension, data
+
+
+def targets_of(
+    to: str, samples: list[Sample], *, is_strict: bool, schema: pa.Schema | None = None, **options: Any
+) -> Target:
+    """The target whose types the first samples decide. `ValueError` for what it cannot hold."""
+    shown = samples[:1] if is_strict or to == "mds" else samples
+    names = list(dict.fromkeys(name for sample in shown for name in sample if name != KEY))
+    firsts: dict[str, list[Any]] = {
+        name: [one for sample in samples if (one := sample.get(name)) is not None] for name in names
+    }
+    if not names and to != "tar":
+        raise ValueError("the first samples have no columns: map= returns a dict of column to value")
+    target = Target(to=to, columns={}, is_strict=is_strict, **options)
+    if to == "tar":
+        extensions = {name: _extension_of(name, values) for name, values in firsts.items()}
+        return replace(target, columns=extensions)
+    if to == "mds":
+        # Streaming has no missing values, so all samples have the same columns.
+        encodings = {name: _encoding(name, values) for name, values in sorted(firsts.items())}
+        return replace(target, columns=encodings, is_strict=True)
+    if to == "parquet":
+        return with_schema(target, schema or _schema(firsts))
+    return replace(target, columns={_token_column(firsts): "tokens"}, is_strict=False)
+
+
+def with_schema(target: Target, schema: pa.Schema) -> Target:
+    """A Parquet target of a known schema."""
+    columns = {field.name: str(field.type) for field in schema}
+    return replace(target, columns=columns, schema=schema.serialize().to_pybytes())
+
+
+# ---- tar ------------------------------------------------------------------------------------------------
+
+
+def _stored(name: str, value: Any) -> tuple[str, Any]:
+    """The kind of a value in a tar, and its bytes."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return "bytes", bytes(value)
+    if isinstance(value, str):
+        return "text", value.encode()
+    if isinstance(value, (bool, int, np.integer)):
+        return "int", str(int(value)).encode()
+    if isinstance(value, (float, np.floating, np.bool_, np.ndarray)):
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            raise ValueError(
+                f"column {name!r} is an array of objects, which no tar holds: map= may give text"
+            )
+        return "npy", npy_bytes(array)
+    if isinstance(value, (dict, list, tuple)):
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"column {name!r}: a {type(value).__name__} is stored as JSON, and {error}; map= may give "
+                "each item a column"
+            ) from error
+        return "json", text.encode()
+    raise ValueError(
+        f"column {name!r} is of type {type(value).__name__}, which no tar holds: map= may give bytes, text, "
+        "numbers, arrays, or lists and dicts of those"
+    )
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is none of JSON's types")
+
+
+def _kind_of_extension(name: str, extension: str) -> str:
+    """The kind of values behind an extension that a column's name got."""
+    ending = extension.rpartition(".")[2]
+    return next((kind for kind, endings in _ENDINGS.items() if ending in endings), "bytes")
+
+
+def _extension(name: str, kind: str, value: Any) -> str:
+    ending = name.rpartition(".")[2]
+    if kind == "bytes":
+        head = bytes(value[:12])
+        picture = next((one for magic, one in _PICTURES if head.startswith(magic)), "")
+        return name if not picture or ending in _PICTURE_ENDINGS else f"{name}.{picture}"
+    return name if ending in _ENDINGS[kind] else f"{name}.{_ADDED[kind]}"
+
+
+def _extension_of(name: str, values: list[Any]) -> str:
+    if not values:
+        return ""
+    return _extension(name, _stored(name, values[0])[0], values[0])
+
+
+# ---- MDS ------------------------------------------------------------------------------------------------
+
+
+def _encoding(name: str, values: list[Any]) -> str:
+    if not values:
+        raise ValueError(
+            f"column {name!r} has no value in the first samples, and MDS no missing ones: {_FILL}"
+        )
+    try:
+        return encoding_of(_mds_value(name, values[0]))
+    except ValueError as error:
+        raise ValueError(f"column {name!r}: {error}; map= may give bytes, text or a number") from error
+
+
+_FILL = "map= may fill it in, or columns= leave it out"
+
+
+def _mds_value(name: str, value: Any) -> Any:
+    if value is None:
+        raise ValueError(f"column {name!r} has no value here, and MDS no missing ones: {_FILL}")
+    return list(value) if isinstance(value, tuple) else value
+
+
+# ---- Parquet --------------------------------------------------------------------------------------------
+
+
+def _schema(firsts: Mapping[str, list[Any]]) -> pa.Schema:
+    fields = []
+    for name, values in firsts.items():
+        kinds = [kind for value in values if (kind := _arrow_type(name, value)) != pa.null()]
+        if not kinds:
+            raise ValueError(f"column {name!r} has no value in the first samples: give schema=")
+        try:
+            merged = pa.unify_schemas(
+                [pa.schema([(name, kind)]) for kind in dict.fromkeys(kinds)], promote_options="permissive"
+            )
+        except pa.ArrowException as error:
+            raise ValueError(
+                f"column {name!r} is {' and '.join(dict.fromkeys(map(str, kinds)))}: map= may give one type"
+            ) from error
+        fields.append(merged.field(0))
+    return pa.schema(fields)
+
+
+def _arrow_type(name: str, value: Any) -> pa.DataType:
+    if isinstance(value, np.ndarray):
+        kind = _of_dtype(name, value.dtype)
+        for _ in range(value.ndim):
+            kind = pa.list_(kind)
+        return kind
+    if isinstance(value, np.generic):
+        return _of_dtype(name, value.dtype)
+    if isinstance(value, dict):
+        return pa.string()
+    try:
+        kind = pa.array([value]).type
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise ValueError(
+            f"column {name!r} is of type {type(value).__name__}, which no Parquet file holds ({error}): map= "
+            "may give bytes, text, numbers, arrays or lists"
+        ) from error
+    if isinstance(value, (list, tuple)) and _has_struct(kind):
+        return pa.string()
+    return pa.null() if _is_null(kind) else kind
+
+
+def _of_dtype(name: str, dtype: np.dtype[Any]) -> pa.DataType:
+    try:
+        return pa.from_numpy_dtype(dtype)
+    except pa.ArrowException as error:
+        raise ValueError(
+            f"column {name!r} is {dtype}, which no Parquet file holds: map= may give another"
+        ) from (error)
+
+
+def _has_struct(kind: pa.DataType) -> bool:
+    return pa.types.is_struct(kind) or (pa.types.is_list(kind) and _has_struct(kind.value_type))
+
+
+def _is_null(kind: pa.DataType) -> bool:
+    return pa.types.is_null(kind) or (pa.types.is_list(kind) and _is_null(kind.value_type))
+
+
+def _row_value(name: str, value: Any, kind: str) -> Any:
+    if isinstance(value, np.ndarray) and value.ndim > 1:
+        return value.tolist()
+    if kind == "string" and isinstance(value, (dict, list, tuple)):
+        try:
+            return json.dumps(value, ensure_ascii=False, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"column {name!r} is stored as JSON, and {error}") from error
+    return value
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------
+
+
+def _token_column(firsts: Mapping[str, list[Any]]) -> str:
+    named = [name for name in _TOKEN_COLUMNS if name in firsts]
+    if named:
+        return named[0]
+    lists = [name for name, values in firsts.items() if values and _is_tokens(values[0])]
+    if len(lists) == 1:
+        return lists[0]
+    raise ValueError(
+        f"token shards need one column of integers, such as 'tokens', and there are {listed(firsts)}: give "
+        "tokenizer=, or columns=[...], or a map= that returns {'tokens': ids}"
+    )
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, (list, np.ndarray)) and np.asarray(value).dtype.kind in "iu"

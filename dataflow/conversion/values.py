@@ -1,0 +1,143 @@
+"""Decoded columns of a block as Python's values: what functions of users get, and writers take.
+
+Values keep their types: numbers that Python has no type for stay numpy's, images stay the bytes they are.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sharding.blocks import ABSENT, MISSING, Column, ColumnSpec, Format, Masked, Spans
+from sharding.byte_lists import list_items
+
+Decode = Callable[[Any], Any]
+
+INTEGERS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
+"""Extensions whose text is an integer."""
+TEXTS = frozenset({"txt", "text", "transcript"})
+"""Extensions of text."""
+_JSONS = frozenset({"json", "jsn"})
+_PYTHON = frozenset({"int64", "float64", "bool"})
+"""dtypes for which Python has a type of the same values."""
+
+
+def npy_bytes(value: NDArray[Any]) -> bytes:
+    """Return an array as the bytes of a `.npy` file."""
+    out = io.BytesIO()
+    np.save(out, value, allow_pickle=False)
+    return out.getvalue()
+
+
+def npy_value(data: bytes) -> NDArray[Any]:
+    """Return the array of a `.npy` file. `ValueError` where it is none, or holds objects."""
+    value = np.load(io.BytesIO(data), allow_pickle=False)
+    if not isinstance(value, np.ndarray):
+        raise ValueError("it is no .npy file")
+    return value
+
+
+def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
+    """Return what makes the value of a column's bytes; None: the bytes are the value.
+
+    `ValueError` for values that would have to be unpickled.
+    """
+    if spec.kind != "bytes":
+        return None
+    if codec.columns_are_extensions:
+        ending = name.rpartition(".")[2]
+        if ending in INTEGERS:
+            return int
+        if ending in TEXTS:
+            return _text
+        return json.loads if ending in _JSONS else npy_value if ending == "npy" else None
+    rule = codec.rule(spec)
+    if callable(rule):
+        return rule
+    if rule == "pickle":
+        raise ValueError(f"column {name!r} is pickled, which is not read; name the others: columns=[...]")
+    named: dict[str, Decode] = {
+        "int": int,
+        "float": float,
+        "text": _text,
+        "json": json.loads,
+        "npy": npy_value,
+    }
+    return named.get(rule or "")
+
+
+def values_of(
+    column: Column, spec: ColumnSpec | None, decode: Decode | None, rows: slice | NDArray[np.int64]
+) -> list[Any]:
+    """Return the values of some rows of a column; None where a sample has none."""
+    if isinstance(column, Masked):
+        values: list[Any] = _numbers(column.values[rows])
+        return [value if here else None for value, here in zip(values, column.lacks[rows] == 0, strict=True)]
+    if not isinstance(column, Spans):
+        return _numbers(column[rows])
+    starts, lengths = column.starts[rows], column.lengths[rows]
+    kind = "bytes" if spec is None else spec.kind
+    if kind == "list":
+        return [
+            column.buffer[start : start + length].copy() if length >= 0 else _missing(length)
+            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+        ]
+    if kind == "bytes_list":
+        return _byte_lists(column.buffer.view(np.uint8), starts, lengths)
+    view = np.ascontiguousarray(column.buffer).data.cast("B")
+    pairs = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+    if kind == "text":
+        return [str(view[a:b], "utf-8") if b >= a else _missing(b - a) for a, b in pairs]
+    if kind == "json":
+        decode = json.loads
+    if decode is None:
+        return [bytes(view[a:b]) if b >= a else _missing(b - a) for a, b in pairs]
+    return [decode(bytes(view[a:b])) if b >= a else _missing(b - a) for a, b in pairs]
+
+
+def plain_value(value: Any) -> Any:
+    """Return what a delivered value is here: tensors as arrays, and those of one number as the number."""
+    if hasattr(value, "detach") and hasattr(value, "numpy"):
+        value = value.detach().cpu().numpy()
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, np.generic) and value.dtype.name in _PYTHON:
+        return value.item()
+    return value
+
+
+def _missing(length: int) -> Any:
+    if length not in (MISSING, ABSENT):
+        raise ValueError("a list with a null inside, or only the path of a file, is no value")
+    return None
+
+
+def _text(data: Any) -> str:
+    return str(data, "utf-8")
+
+
+def _numbers(array: NDArray[Any]) -> list[Any]:
+    if array.ndim == 1 and array.dtype.name in _PYTHON:
+        return array.tolist()  # type: ignore[no-any-return]
+    return list(array if array.ndim == 1 else array.copy())
+
+
+def _byte_lists(
+    buffer: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> list[list[bytes] | None]:
+    counts, begins, sizes = list_items(buffer, starts[lengths >= 0])
+    items = iter(zip(begins.tolist(), sizes.tolist(), strict=True))
+    count = iter(counts.tolist())
+    out: list[list[bytes] | None] = []
+    for length in lengths.tolist():
+        if length < 0:
+            out.append(_missing(length))
+        else:
+            own = [next(items) for _ in range(next(count))]
+            out.append([buffer[at : at + size].tobytes() for at, size in own])
+    return out

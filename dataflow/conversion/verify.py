@@ -1,0 +1,211 @@
+"""Compare shards with their source: samples of the result with what is made of the source anew, by value."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dataflow.conversion.plan import ConversionError
+from dataflow.conversion.rows import KEY, StoredRows
+from dataflow.conversion.source import ConvertSource
+from dataflow.conversion.work import NewSamples, Recipe, as_schema, fitted_samples, given_samples
+from dataflow.dataset import ShardedDataset
+from dataflow.progress.bar import ProgressBar
+from sharding.urls import file_name
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The samples that are compared, and where the samples of an iterable come from once more."""
+
+    num_samples: int | None
+    """Drawn at random; None: all."""
+    again: Callable[[], Iterator[Any]] | None
+
+    @classmethod
+    def of(cls, verify: bool | int, source: ConvertSource) -> Asked | None:
+        """Return what `verify=` asks for; None: nothing. `ValueError` where that cannot be done."""
+        if verify is False:
+            return None
+        if verify is not True and verify < 1:
+            raise ValueError(f"verify must be True or a number of samples >= 1, got {verify}")
+        again = None
+        if source.rows is None:
+            if iter(source.source) is source.source:
+                raise ValueError(
+                    "verify= reads the source twice, which an iterator cannot be: give an iterable, whose "
+                    "__iter__ begins anew"
+                )
+            again = source.source.__iter__
+        return cls(None if verify is True else verify, again)
+
+
+def verify_shards(
+    recipe: Recipe,
+    receipts: Mapping[int, Mapping[str, Any]],
+    catalog: str,
+    asked: Asked,
+    progress: bool | None,
+) -> int:
+    """Compare samples of the shards with the source; how many were.
+
+    Args:
+        recipe: how they were made.
+        receipts: of the shards.
+        catalog: URL of their catalog.
+        asked: how many.
+        progress: show a bar.
+
+    Raises `ConversionError` for the first that differs, naming shard, sample and column.
+    """
+    chosen = _chosen(receipts, asked.num_samples)
+    written = ShardedDataset(catalog, storage_options=recipe.folder.options, progress=progress)
+    result = StoredRows(written, raw=recipe.target.to == "tar")
+    first, compared, at, items = 0, 0, 0, asked.again() if asked.again else iter(())
+    with ProgressBar("comparing", total=len(receipts), unit="shard", visible=progress) as bar:
+        for number in sorted(receipts):
+            receipt, rows = receipts[number], chosen.get(number)
+            given = None
+            if asked.again is not None:
+                given = NewSamples(first=at, samples=list(islice(items, receipt["read"])))
+                at += receipt["read"]
+            if rows is not None and len(rows):
+                shard = _ComparedShard(
+                    recipe=recipe, number=number, receipt=receipt, rows=rows, first=first, given=given
+                )
+                shard.compare(result)
+                compared += len(rows)
+            first += receipt["samples"]
+            bar.show(number + 1)
+    return compared
+
+
+def _chosen(receipts: Mapping[int, Mapping[str, Any]], count: int | None) -> dict[int, Ints]:
+    """The rows of each shard that are compared."""
+    sizes = {number: int(receipts[number]["samples"]) for number in sorted(receipts)}
+    total = sum(sizes.values())
+    if count is None or count >= total:
+        return {number: np.arange(size) for number, size in sizes.items()}
+    drawn = np.sort(np.array(random.sample(range(total), count), np.int64))
+    ends = np.cumsum(list(sizes.values()))
+    parts = np.split(drawn, np.searchsorted(drawn, ends[:-1]))
+    return {
+        number: part - (end - sizes[number])
+        for number, part, end in zip(sizes, parts, ends.tolist(), strict=True)
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ComparedShard:
+    """Some rows of a shard, and how they came to be."""
+
+    recipe: Recipe
+    number: int
+    receipt: Mapping[str, Any]
+    rows: Ints
+    first: int
+    """Number of its first sample in the result."""
+    given: NewSamples | None
+
+    def compare(self, result: StoredRows) -> None:
+        """Raise `ConversionError` where a row is not what the source gives."""
+        to = self.recipe.target.to
+        if to == "tokens":
+            self._compare_tokens()
+            return
+        positions = self.rows + self.first
+        if to == "parquet":
+            made = self._tables() if self.recipe.way == "tables" else self._as_rows()
+            found = (row for table in result.tables(positions) for row in table.to_pylist())
+        else:
+            made = self._fitted()
+            found = (sample for batch in result.batches(positions) for sample in batch)
+        for row, was, now in zip(self.rows.tolist(), made, found, strict=True):
+            self._same(row, was, now)
+
+    def _same(self, row: int, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        names = {*was, *now} - ({KEY} if self.recipe.target.to != "tar" else set())
+        for name in sorted(names):
+            if not is_same(was.get(name), now.get(name)):
+                shown = f"{_short(now.get(name))} is not {_short(was.get(name))}"
+                raise ConversionError(
+                    f"{self.receipt['name']}, sample {row}, column {name!r}: {shown}, as the source has it: "
+                    "source or functions changed, or the shard is damaged; overwrite=True writes anew"
+                )
+
+    def _fitted(self) -> Iterator[dict[str, Any]]:
+        """The samples of the rows, as the writer was given them."""
+        if self.given is None and self.receipt["read"] == self.receipt["samples"]:
+            positions = self.recipe.positions(self.number)[self.rows]
+            yield from self._normal(fitted_samples(self.recipe, positions))
+            return
+        everything = (
+            fitted_samples(self.recipe, self.recipe.positions(self.number))
+            if self.given is None
+            else given_samples(self.recipe, self.given)
+        )
+        wanted = set(self.rows.tolist())
+        yield from self._normal(sample for row, sample in enumerate(everything) if row in wanted)
+
+    def _normal(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        if self.recipe.target.to == "megatron":
+            end = [] if self.recipe.target.end_token is None else [self.recipe.target.end_token]
+            for sample in samples:
+                yield {"tokens": np.append(sample["tokens"], end).astype(self.recipe.target.dtype)}
+            return
+        yield from samples
+
+    def _as_rows(self) -> Iterator[dict[str, Any]]:
+        """The rows as Parquet gives them back."""
+        schema = self.recipe.target.arrow_schema
+        for sample in self._fitted():
+            row = {field.name: pa.array([sample[field.name]], field.type) for field in schema}
+            yield from pa.table(row).to_pylist()
+
+    def _tables(self) -> Iterator[dict[str, Any]]:
+        assert isinstance(self.recipe.rows, StoredRows)
+        positions = self.recipe.positions(self.number)[self.rows]
+        for table in self.recipe.rows.tables(positions):
+            yield from as_schema(table, self.recipe.target.arrow_schema).to_pylist()
+
+    def _compare_tokens(self) -> None:
+        """Compare the whole file: its documents have no ends."""
+        target, everything = self.recipe.target, np.arange(self.receipt["samples"])
+        whole = replace(self, rows=everything)
+        end = np.array([] if target.end_token is None else [target.end_token], target.dtype)
+        parts = [np.append(one["tokens"], end).astype(target.dtype) for one in whole._fitted()]
+        made = np.concatenate([*parts, np.zeros(0, target.dtype)])
+        stored = np.frombuffer(self.recipe.folder.read(file_name(self.receipt["name"])) or b"", target.dtype)
+        if len(made) != len(stored) or (made != stored).any():
+            at = int(np.flatnonzero(made[: len(stored)] != stored[: len(made)])[:1].sum())
+            raise ConversionError(
+                f"{self.receipt['name']} has {len(stored):,} tokens, and the source gives {len(made):,}; the "
+                f"first that differs is token {at:,}: source or functions changed, or the shard is damaged"
+            )
+
+
+def is_same(was: Any, now: Any) -> bool:
+    """Return whether two values are the same, types included; NaN is NaN."""
+    if isinstance(was, np.ndarray) and isinstance(now, np.ndarray):
+        return was.dtype == now.dtype and np.array_equal(was, now, equal_nan=was.dtype.kind in "fc")
+    if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)):
+        return len(was) == len(now) and all(map(is_same, was, now))
+    if isinstance(was, dict) and isinstance(now, dict):
+        return was.keys() == now.keys() and all(is_same(was[name], now[name]) for name in was)
+    if type(was) is not type(now):
+        return False
+    return bool(was == now) or (was != was and now != now)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,264 @@
+"""Write one shard of a conversion: what a worker does, in whatever process or machine.
+
+A shard is made of its plan and the source alone, so whoever writes it again writes the same bytes. It appears
+whole under its name, then its receipt does: bytes, samples, CRC-32 of the file and of each block. A worker
+that dies leaves at most a temporary file.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from dataflow.conversion.folder import OutputFolder
+from dataflow.conversion.rows import KEY, Rows, Sample, StoredRows
+from dataflow.conversion.target import SUFFIXES, TOKENS, Target
+from dataflow.conversion.values import plain_value
+from prefetch.store.reader import StoreReader
+from sharding.catalog.build import build_catalog
+from sharding.catalog.reading import read_block
+from sharding.errors import DataflowError, SampleError
+from sharding.formats import resolve_format
+from sharding.order.permutations import FULL_ORDER, feistel, mix_key
+from sharding.write.writer import ShardWriter
+
+_TOGETHER = 256
+"""Samples that a function with a `batch` form is given at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that a worker has to know. Picklable."""
+
+    rows: Rows | None
+    """The samples by position; None: they come from an iterable."""
+    map: Callable[..., Any] | None
+    filter: Callable[..., Any] | None
+    target: Target
+    folder: OutputFolder
+    digest: str
+    """Identity of the plan."""
+    bounds: Sequence[int]
+    seed: int | None
+    """Seed of the permutation; None: the order of the source."""
+    checksum: bool
+    way: str
+    """"samples", "tables" (Arrow, whole columns) or "members" (of tars, as they lie)."""
+
+    def positions(self, number: int) -> NDArray[np.int64]:
+        """Return the positions in the source of a shard's samples."""
+        positions = np.arange(self.bounds[number], self.bounds[number + 1], dtype=np.int64)
+        if self.seed is None:
+            return positions
+        key = mix_key(self.seed, 0, FULL_ORDER)
+        return feistel(positions.astype(np.uint64), self.bounds[-1], key).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewSamples:
+    """Samples of an iterable, for a shard."""
+
+    first: int
+    """Number of the first of them in the iterable."""
+    samples: Sequence[Any]
+
+
+def shard_name(number: int, to: str) -> str:
+    """Return the name of a shard."""
+    return f"shard.{number:05d}.mds" if to == "mds" else f"shard-{number:06d}{SUFFIXES[to]}"
+
+
+def write_packed(packed: bytes, number: int) -> dict[str, Any]:
+    """Write a shard of a pickled recipe; returns its receipt."""
+    return write_shard(_unpacked(packed), number)
+
+
+@lru_cache(maxsize=2)
+def _unpacked(packed: bytes) -> Recipe:
+    recipe: Recipe = pickle.loads(packed)
+    return recipe
+
+
+def write_shard(recipe: Recipe, number: int, given: NewSamples | None = None) -> dict[str, Any]:
+    """Write a shard, and then its receipt, which is returned."""
+    folder, name = recipe.folder, shard_name(number, recipe.target.to)
+    url = folder.of(name)
+    writer = recipe.target.writer(url, folder.options)
+    try:
+        with writer:
+            if given is not None:
+                num_read = len(given.samples)
+                _write_samples(writer, given_samples(recipe, given))
+            else:
+                positions = recipe.positions(number)
+                num_read = len(positions)
+                _WAYS[recipe.way](writer, recipe, positions)
+    except DataflowError as error:
+        error.add_note(f"shard {name} was not written; what was finished before stays")
+        raise
+    shards = writer.shards
+    files = {shard.url.rpartition("/")[2]: shard.num_bytes for shard in shards}
+    receipt = {
+        "plan": recipe.digest,
+        "shard": number,
+        "name": name if shards else "",
+        "read": num_read,
+        "samples": sum(shard.num_samples for shard in shards),
+        "bytes": sum(files.values()),
+        "files": files,
+        "crc": shards[0].crc if shards else 0,
+        "blocks": block_checksums(recipe, url) if shards and recipe.checksum else [],
+    }
+    folder.put_receipt(number, receipt)
+    return receipt
+
+
+def block_checksums(recipe: Recipe, url: str) -> list[int]:
+    """CRC-32 of each block of a shard, read back from where it lies."""
+    catalog = build_catalog([url], codec_of(recipe.target, url), storage_options=recipe.folder.options)
+    with closing(StoreReader(recipe.folder.options)) as reader:
+        blocks = map(catalog.block, range(catalog.num_blocks))
+        return [zlib.crc32(read_block(block, reader.read_into)) for block in blocks]
+
+
+def codec_of(target: Target, url: str) -> Any:
+    """The format that reads the shards of a target."""
+    return resolve_format(target.to, [url], length=target.length if target.to in TOKENS else None)
+
+
+# ---- samples --------------------------------------------------------------------------------------------
+
+
+def fitted_samples(recipe: Recipe, positions: NDArray[np.int64]) -> Iterator[Sample]:
+    """Yield what is written of the samples at some positions."""
+    assert recipe.rows is not None
+    at = 0
+    for batch in recipe.rows.batches(positions):
+        own = positions[at : at + len(batch)].tolist()
+        at += len(batch)
+        yield from _made(recipe, list(zip(own, batch, strict=True)), recipe.rows.named)
+
+
+def given_samples(recipe: Recipe, given: NewSamples) -> Iterator[Sample]:
+    """Yield what is written of samples of an iterable."""
+    numbered = list(enumerate(given.samples, given.first))
+    yield from _made(recipe, numbered, lambda number: ("the iterable", str(number)))
+
+
+def _made(
+    recipe: Recipe, numbered: list[tuple[int, Any]], named: Callable[[int], tuple[str, str]]
+) -> Iterator[Sample]:
+    """Yield what filter, map and target make of some samples. `SampleError` names the sample."""
+
+    def failed(position: int, key: Any, reason: str, stage: str) -> SampleError:
+        url, own = named(position)
+        return SampleError(url, reason, key=own if key is None else str(key), stage=stage)
+
+    def tried(what: str, call: Callable[..., Any], row: tuple[int, Any, Any]) -> Any:
+        try:
+            return call(row[2])
+        except SampleError:
+            raise
+        except Exception as error:
+            reason = f"{what}= raised {type(error).__name__}: {error}"
+            raise failed(row[0], row[1], reason, "transform") from error
+
+    for first in range(0, len(numbered), _TOGETHER):
+        rows = [
+            (position, sample.get(KEY) if isinstance(sample, dict) else None, sample)
+            for position, sample in numbered[first : first + _TOGETHER]
+        ]
+        if recipe.filter is not None:
+            rows = [row for row in rows if tried("filter", recipe.filter, row)]
+        if recipe.map is not None:
+            made = _mapped(recipe.map, rows, tried)
+            rows = [(*row[:2], value) for row, value in zip(rows, made, strict=True) if value is not None]
+        for position, key, sample in rows:
+            try:
+                fitted = _fit(recipe.target, sample, key, position)
+            except ValueError as error:
+                raise failed(position, key, str(error), "write") from error
+            yield fitted
+
+
+def _mapped(
+    function: Callable[..., Any], rows: list[tuple[int, Any, Any]], tried: Callable[..., Any]
+) -> list[Any]:
+    """Return what a function makes of samples: of all at once where it has a `batch` form."""
+    batch_form = getattr(function, "batch", None)
+    if batch_form is not None:
+        with suppress(Exception):  # one by one, the sample at fault is found
+            made: list[Any] = batch_form([row[2] for row in rows])
+            return made
+    return [tried("map", function, row) for row in rows]
+
+
+def _fit(target: Target, sample: Any, key: Any, position: int) -> Sample:
+    if not isinstance(sample, Mapping):
+        raise ValueError(
+            f"a sample is a dict of column to value, got {type(sample).__name__}: map= may return one"
+        )
+    return target.fitted(
+        {name: plain_value(value) for name, value in sample.items()},
+        f"{position:09d}" if key is None else str(key),
+    )
+
+
+def _write_samples(writer: ShardWriter, samples: Iterable[Sample]) -> None:
+    for sample in samples:
+        writer.write(sample)
+
+
+def _by_sample(writer: ShardWriter, recipe: Recipe, positions: NDArray[np.int64]) -> None:
+    _write_samples(writer, fitted_samples(recipe, positions))
+
+
+# ---- without a sample in between ------------------------------------------------------------------------
+
+
+def _by_table(writer: ShardWriter, recipe: Recipe, positions: NDArray[np.int64]) -> None:
+    """Append Arrow tables in the types of the target."""
+    assert isinstance(recipe.rows, StoredRows)
+    schema = recipe.target.arrow_schema
+    for table in recipe.rows.tables(positions):
+        writer.write_table(as_schema(table, schema))
+
+
+def as_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The table with the columns and types of a schema; columns that it lacks are null."""
+    columns = [
+        table.column(field.name).cast(field.type)
+        if field.name in table.column_names
+        else pa.nulls(table.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
+def _by_member(writer: ShardWriter, recipe: Recipe, positions: NDArray[np.int64]) -> None:
+    """Append blocks of tars as they lie, after seeing that they are what was indexed."""
+    assert isinstance(recipe.rows, StoredRows)
+    last: tuple[str, str] | None = None
+    for block, data in recipe.rows.stored(positions):
+        keys = recipe.rows.codec.keys(block, data)
+        if last is not None and last[0] != block.shard.url and last[1] == keys[0]:
+            reason = "two samples in a row with one key would be read as one; map= may give them others"
+            raise SampleError(block.shard.url, reason, key=keys[0], stage="write")
+        last = block.shard.url, keys[-1]
+        writer.write_bytes(data, block.num_samples)
+
+
+_WAYS: dict[str, Callable[[ShardWriter, Recipe, NDArray[np.int64]], None]] = {
+    "samples": _by_sample,
+    "tables": _by_table,
+    "members": _by_member,
+}

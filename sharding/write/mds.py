@@ -1,0 +1,242 @@
+"""MDS shards in progress, as MosaicML Streaming and `MdsFormat` read them.
+
+Byte for byte what Streaming's own `MDSWriter` makes of the same samples and encodings: how many samples,
+where each begins, the columns as JSON, then the samples. As a shard begins with what only its end tells, its
+samples are in memory until then. `index_entry` is what the dataset's `index.json` says of a shard.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sharding.errors import SampleError
+from sharding.write.file import NewFile
+
+_MOST_BYTES = (1 << 32) - 1
+"""Bytes of a shard, at most: its offsets are u32."""
+_NUMBERS = ("int", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)))
+_FLOATS = ("float16", "float32", "float64")
+_ARRAYS = frozenset(name for name in (*_NUMBERS[1:], *_FLOATS))
+"""dtypes of arrays."""
+_PICTURES = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG\r\n\x1a\n", "png"))
+ENCODINGS = ("bytes", "str", "json", "jpeg", "png", "ndarray", *_NUMBERS, *_FLOATS)
+"""Encodings that are written; an array's dtype may follow: "ndarray:float32"."""
+
+
+def encoding_of(value: Any) -> str:
+    """Return the encoding of a column whose first value this is. `ValueError` where Streaming has none."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        head = bytes(value[:8])
+        return next((name for magic, name in _PICTURES if head.startswith(magic)), "bytes")
+    if isinstance(value, str):
+        return "str"
+    if type(value) is int:
+        return "int"
+    if type(value) is float:
+        return "float64"
+    if isinstance(value, (dict, list)):
+        return "json"
+    if isinstance(value, np.generic) and value.dtype.name in _ARRAYS:
+        return str(value.dtype.name)
+    if isinstance(value, np.ndarray) and value.dtype.name in _ARRAYS:
+        return f"ndarray:{value.dtype.name}" if value.ndim else str(value.dtype.name)
+    kind = f"{value.dtype} array" if isinstance(value, np.ndarray) else type(value).__name__
+    raise ValueError(f"MDS has no encoding for a value of type {kind}")
+
+
+class NewMdsShard:
+    """An MDS shard. Where no encodings are given, its first sample decides them.
+
+    Args:
+        file: where it goes.
+        columns: column -> encoding, as `MDSWriter` takes them.
+    """
+
+    def __init__(self, file: NewFile, *, columns: Mapping[str, str] | None = None) -> None:
+        self._file, self._samples, self._num_bytes = file, list[bytes](), 0
+        self._columns = None if columns is None else _Columns(columns)
+
+    def add(self, sample: Mapping[str, Any]) -> None:
+        """Append a sample: a value for each column."""
+        key = sample.get("__key__")
+        try:
+            fields = {name: value for name, value in sample.items() if name != "__key__"}
+            if self._columns is None:
+                self._columns = _Columns({name: _named(name, value) for name, value in fields.items()})
+            data = self._columns.encoded(fields)
+        except ValueError as error:
+            reason = str(error) if key is not None else f"sample {len(self._samples)} of the shard: {error}"
+            named = None if key is None else str(key)
+            raise SampleError(self._file.url, reason, key=named, stage="write") from error
+        self._num_bytes += len(data)
+        if self._num_bytes + 4 * (len(self._samples) + 3) + len(self._columns.config) > _MOST_BYTES:
+            reason = "an MDS shard has at most 4 GiB: write smaller shards"
+            raise SampleError(self._file.url, reason, stage="write")
+        self._samples.append(data)
+
+    def finish(self) -> Mapping[str, bytes]:
+        """Write it all."""
+        if self._columns is None:
+            return {}
+        config, sizes = self._columns.config, list(map(len, self._samples))
+        offsets = np.cumsum([0, *sizes], dtype=np.int64) + 4 * (len(sizes) + 2) + len(config)
+        self._file.write(np.uint32(len(sizes)).tobytes() + offsets.astype("<u4").tobytes() + config)
+        self._file.write(b"".join(self._samples))
+        return {}
+
+    def abandon(self) -> None:
+        """Forget the samples."""
+        self._samples.clear()
+
+
+class _Columns:
+    """The columns of a shard, and how they are encoded. `ValueError` for encodings that are not written."""
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        for name, encoding in columns.items():
+            if encoding.partition(":")[0] not in ENCODINGS:
+                raise ValueError(f"column {name!r}: encoding must be one of {', '.join(ENCODINGS)}")
+        self.encodings = {name: columns[name] for name in sorted(columns)}
+        self._writers = [
+            (name, _writer_of(encoding), _size_of(encoding)) for name, encoding in self.encodings.items()
+        ]
+        self.config = json.dumps(config_of(self.encodings), sort_keys=True).encode()
+
+    def encoded(self, fields: Mapping[str, Any]) -> bytes:
+        """One sample: the lengths of what has no fixed size, and the values."""
+        if fields.keys() != self.encodings.keys():
+            more, less = sorted(fields.keys() - self.encodings), sorted(self.encodings.keys() - fields.keys())
+            raise ValueError(f"all samples of MDS have the same columns; this one lacks {less}, adds {more}")
+        lengths, values = list[int](), list[bytes]()
+        for name, write, size in self._writers:
+            try:
+                data = write(fields[name])
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ValueError(
+                    f"column {name!r} has encoding {self.encodings[name]!r}, which cannot hold a value of "
+                    f"type {type(fields[name]).__name__} ({error})"
+                ) from error
+            if size is None:
+                lengths.append(len(data))
+            values.append(data)
+        return b"".join([np.array(lengths, "<u4").tobytes(), *values])
+
+
+def config_of(encodings: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a shard says of its columns, by sorted name."""
+    return {
+        "version": 2,
+        "format": "mds",
+        "compression": None,
+        "hashes": [],
+        "size_limit": None,
+        "column_names": list(encodings),
+        "column_encodings": list(encodings.values()),
+        "column_sizes": [_size_of(encoding) for encoding in encodings.values()],
+    }
+
+
+def index_entry(
+    encodings: Mapping[str, str], name: str, num_samples: int, num_bytes: int, hashes: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what `index.json` says of a shard."""
+    raw = {"basename": name, "bytes": num_bytes, "hashes": dict(hashes)}
+    config = {**config_of(encodings), "hashes": list(hashes)}
+    return {**config, "samples": num_samples, "raw_data": raw, "zip_data": None}
+
+
+def index_json(entries: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the `index.json` of a dataset of these shards."""
+    return json.dumps({"version": 2, "shards": entries}, sort_keys=True).encode()
+
+
+def _named(name: str, value: Any) -> str:
+    try:
+        return encoding_of(value)
+    except ValueError as error:
+        raise ValueError(f"column {name!r}: {error}") from error
+
+
+def _size_of(encoding: str) -> int | None:
+    """Bytes of each value; None: its length is stored."""
+    return (
+        (8 if encoding == "int" else np.dtype(encoding).itemsize) if encoding in _NUMBERS + _FLOATS else None
+    )
+
+
+def _writer_of(encoding: str) -> Callable[[Any], bytes]:
+    kind, _, config = encoding.partition(":")
+    if kind in ("bytes", "jpeg", "png"):
+        return _bytes
+    if kind == "str":
+        return _text
+    if kind == "json":
+        return _json
+    if kind == "ndarray":
+        return _array(np.dtype(config or "uint8"), names_dtype=not config)
+    return _number(np.dtype("int64" if kind == "int" else kind))
+
+
+def _bytes(value: Any) -> bytes:
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise TypeError("bytes are asked for")
+    return bytes(value)
+
+
+def _text(value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise TypeError("text is asked for")
+    return value.encode()
+
+
+def _json(value: Any) -> bytes:
+    if not isinstance(value, (dict, list, str, int, float, bool)):
+        raise TypeError("a JSON value is asked for")
+    return json.dumps(value, allow_nan=False).encode()
+
+
+def _number(dtype: np.dtype[Any]) -> Callable[[Any], bytes]:
+    from struct import Struct
+
+    pack = (
+        Struct("<" + dtype.char).pack
+        if dtype.char not in "lL"
+        else Struct("<" + "qQ"[dtype.char == "L"]).pack
+    )
+    is_float = dtype.kind == "f"
+
+    def write(value: Any) -> bytes:
+        if isinstance(value, np.ndarray) and value.ndim == 0:
+            value = value[()]
+        if isinstance(value, (bool, np.bool_)) or not isinstance(
+            value, (int, float, np.number) if is_float else (int, np.integer)
+        ):
+            raise TypeError(f"a number of {dtype.name} is asked for")
+        if isinstance(value, np.generic) and not np.can_cast(value.dtype, dtype):
+            raise TypeError(f"{value.dtype.name} does not fit {dtype.name}")
+        try:
+            return pack(value)
+        except Exception as error:
+            raise ValueError(f"{value} does not fit {dtype.name}") from error
+
+    return write
+
+
+def _array(dtype: np.dtype[Any], *, names_dtype: bool) -> Callable[[Any], bytes]:
+    if names_dtype:
+        raise ValueError('give arrays with their dtype, such as "ndarray:float32"')
+
+    def write(value: Any) -> bytes:
+        if not isinstance(value, np.ndarray) or value.dtype != dtype:
+            raise TypeError(f"an array of {dtype.name} is asked for, got {getattr(value, 'dtype', 'none')}")
+        if not value.ndim or not value.size:
+            raise ValueError(f"Streaming has no arrays of shape {list(value.shape)}")
+        width = next(i for i in range(4) if max(value.shape) < 1 << (8 << i))
+        shape = np.array(value.shape, f"<u{1 << width}").tobytes()
+        return bytes([value.ndim << 2 | width]) + shape + np.ascontiguousarray(value).tobytes()
+
+    return write

@@ -1,0 +1,127 @@
+"""Sources of conversions, functions that workers import, and digests of what was written."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dataflow import ShardWriter
+
+NUM_SAMPLES = 40
+
+
+def picture(i: int) -> bytes:
+    """A JPEG of its own for each number."""
+    out = io.BytesIO()
+    pixels = np.full((8, 8, 3), i, np.uint8)
+    pixels[i % 8] = 255
+    Image.fromarray(pixels).save(out, "JPEG")
+    return out.getvalue()
+
+
+def make_source(folder: Path, num_samples: int = NUM_SAMPLES) -> str:
+    """Tars with pictures, texts, numbers, arrays and JSON; a glob of them."""
+    with ShardWriter(f"{folder}/source/%03d.tar", max_count=8) as shards:
+        for i in range(num_samples):
+            shards.write(
+                {
+                    "__key__": f"k{i:04d}",
+                    "jpg": picture(i),
+                    "txt": f"bild {i} ü",
+                    "cls": i,
+                    "npy": np.arange(1 + i % 3, dtype=np.float32),
+                    "json": {"n": i, "tags": ["a"] * (i % 2)},
+                }
+            )
+    return f"{folder}/source/*.tar"
+
+
+def renamed(sample: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "image": sample["jpg"],
+        "text": sample["txt"],
+        "label": sample["cls"],
+        "vector": sample["npy"],
+        "small": np.int16(sample["cls"]),
+    }
+
+
+def is_even(sample: dict[str, Any]) -> bool:
+    return bool(sample["cls"] % 2 == 0)
+
+
+def is_late(sample: dict[str, Any]) -> bool:
+    return bool(sample["cls"] >= 20)
+
+
+def with_other_columns(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"text": sample["txt"], **({"more": 1} if sample["cls"] == 33 else {})}
+
+
+def that_fails(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["cls"] == 33:
+        raise KeyError("caption")
+    return {"text": sample["txt"]}
+
+
+class KilledAt:
+    """A map that kills its process at some call: of the first, second, ... process one call later."""
+
+    fingerprint = "killed"
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.calls = folder, 0
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """The sample, unless this is where to die."""
+        self.calls += 1
+        ends = Path(self.folder, "ends")
+        if ends.exists() and self.calls == int(ends.read_text()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return renamed(sample)
+
+
+class DiesOnce:
+    """A map that kills its worker process at one sample, the first time only."""
+
+    fingerprint = "dies-once"
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """The sample, if the process lives on."""
+        in_worker = multiprocessing.parent_process() is not None
+        if in_worker and sample["cls"] == 25 and not Path(self.path).exists():
+            Path(self.path).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return renamed(sample)
+
+
+class Numbers:
+    """An iterable that begins anew each time, and counts what was taken."""
+
+    def __init__(self, count: int, fails_at: int = -1) -> None:
+        self.count, self.fails_at, self.taken = count, fails_at, 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for i in range(self.count):
+            self.taken += 1
+            if i == self.fails_at:
+                raise OSError("the line went dead")
+            yield {"n": i, "text": "x" * i}
+
+
+def digest(folder: str | Path) -> dict[str, str]:
+    """Names and hashes of what was written, `.convert/` and versions in catalogs aside."""
+    files = sorted(path for path in Path(folder).iterdir() if path.is_file() and path.suffix != ".catalog")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -1,0 +1,372 @@
+"""`convert`: the same bytes whoever writes them, values that keep their types, words where it stops."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from conversion_kit import (
+    NUM_SAMPLES,
+    DiesOnce,
+    KilledAt,
+    Numbers,
+    digest,
+    is_even,
+    is_late,
+    make_source,
+    picture,
+    renamed,
+    that_fails,
+    with_other_columns,
+)
+
+from dataflow import (
+    ConversionError,
+    Converted,
+    DataflowError,
+    SampleError,
+    ShardedDataset,
+    ShardWriteError,
+    ShardWriter,
+    convert,
+)
+from dataflow.conversion.folder import _this_process
+from dataflow.conversion.plan import bounds_by_bytes
+from sharding.write.file import NewFile
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_source(tmp_path_factory.mktemp("convert"))
+
+
+def raw(folder: Path | str) -> ShardedDataset:
+    return ShardedDataset(f"{folder}/dataset.catalog", decode=None)
+
+
+# ---- values ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["tar", "parquet", "mds"])
+@pytest.mark.parametrize("function", [None, renamed])
+def test_values_arrive_in_every_target(source: str, tmp_path: Path, to: str, function: Any) -> None:
+    made = convert(source, tmp_path / "out", to=to, map=function, shard_samples=7, workers=1, verify=True)
+    assert (made.samples, made.verified) == (NUM_SAMPLES, NUM_SAMPLES)
+    written = ShardedDataset(made.catalog)
+    names = ("jpg", "txt", "cls", "npy") if function is None else ("image", "text", "label", "vector")
+    endings = {"image": ".jpg", "text": "", "label": ".cls", "vector": ".npy"} if to == "tar" else {}
+    names = tuple(name + endings.get(name, "") for name in names)
+    sample = written.select(names)[33]
+    assert [sample[names[1]], int(sample[names[2]])] == ["bild 33 ü", 33]
+    assert sample[names[3]].tolist() == [0.0]
+    stored = raw(tmp_path / "out")[33][names[0]]
+    assert bytes(stored) == picture(33)
+    assert (made.catalog, written.catalog.checksums is not None) == (f"{tmp_path}/out/dataset.catalog", True)
+
+
+def test_tars_are_copied_member_by_member_of_whole_blocks(source: str, tmp_path: Path) -> None:
+    made = convert(source, tmp_path / "out", to="tar", shard_samples=16, workers=1, verify=True)
+    plan = json.loads((tmp_path / "out/.convert/plan.json").read_text())
+    assert plan["options"]["way"] == "members"
+    assert [bytes(raw(tmp_path / "out")[i]["txt"]).decode() for i in (0, 39)] == ["bild 0 ü", "bild 39 ü"]
+    assert made.shards == 3
+
+
+def test_parquet_keeps_its_types_and_what_is_missing(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "a": pa.array([1, None, 3], pa.int16()),
+            "s": pa.array([{"x": 1.5}, None, {"x": float("nan")}]),
+            "d": pa.array(["u", "v", "u"]).dictionary_encode(),
+        }
+    )
+    pq.write_table(table, tmp_path / "0.parquet")
+    pq.write_table(table.set_column(0, "a", pa.array([7, 8, 9], pa.int32())), tmp_path / "1.parquet")
+    made = convert(f"{tmp_path}/?.parquet", tmp_path / "out", to="parquet", workers=1, verify=True)
+    found = pq.read_table(made.files[0])
+    assert found.schema.field("a").type == pa.int32()
+    assert found.column("a").to_pylist() == [1, None, 3, 7, 8, 9]
+    assert found.column("s").to_pylist()[0] == {"x": 1.5}
+
+
+def test_a_shuffle_is_one_permutation_of_all_samples(source: str, tmp_path: Path) -> None:
+    orders = []
+    for seed, folder in ((1, "a"), (1, "b"), (2, "c")):
+        convert(source, tmp_path / folder, to="mds", shuffle=seed, shard_samples=9, workers=1, verify=5)
+        orders.append([int(sample["cls"]) for sample in map(raw(tmp_path / folder).__getitem__, range(40))])
+    assert orders[0] == orders[1] != orders[2]
+    assert [sorted(order) for order in orders] == [list(range(NUM_SAMPLES))] * 3
+
+
+def test_a_filter_makes_shards_smaller_and_leaves_out_empty_ones(source: str, tmp_path: Path) -> None:
+    made = convert(source, tmp_path / "a", to="mds", filter=is_even, shard_samples=10, workers=1, verify=7)
+    assert (made.shards, made.samples) == (4, 20)
+    late = convert(source, tmp_path / "b", to="parquet", filter=is_late, shard_samples=10, workers=1)
+    assert [Path(url).name for url in late.files] == ["shard-000002.parquet", "shard-000003.parquet"]
+    again = convert(source, tmp_path / "b", to="parquet", filter=is_late, shard_samples=10, workers=1)
+    assert (again.skipped, again.files) == (4, late.files)
+    kept = convert(
+        f"{tmp_path}/b/*.parquet", tmp_path / "c", to="tar", filter=pc.field("cls") > 30, workers=1
+    )
+    assert kept.samples == 9
+
+
+def test_datasets_and_iterables_of_all_kinds_are_sources(source: str, tmp_path: Path) -> None:
+    delivered = ShardedDataset(source, transform=lambda sample: {"n": sample["cls"], "v": sample["npy"]})
+    convert(delivered, tmp_path / "a", to="parquet", workers=1, verify=True)
+    assert pq.read_schema(tmp_path / "a/shard-000000.parquet").field("v").type == pa.list_(pa.float32())
+    convert([{"n": i} for i in range(5)], tmp_path / "b", to="tar", workers=1, verify=True)
+    assert ShardedDataset(f"{tmp_path}/b")[4] == {"n.cls": 4}
+    made = convert(Numbers(25), tmp_path / "c", to="mds", shard_samples=10, verify=True)
+    assert (made.shards, made.samples, made.verified) == (3, 25, 25)
+    with pytest.raises(ValueError, match="reads the source twice"):
+        convert(iter(Numbers(3)), tmp_path / "d", to="mds", verify=True)
+    with pytest.raises(SampleError, match="a sample is a dict"):
+        convert([1, 2, 3], tmp_path / "e", to="mds")
+
+
+# ---- the same bytes -------------------------------------------------------------------------------------
+
+
+def test_any_executor_writes_the_same_bytes(source: str, tmp_path: Path) -> None:
+    convert(source, tmp_path / "a", to="parquet", map=renamed, shard_samples=3, workers=1)
+    with ThreadPoolExecutor(3) as pool:
+        convert(source, tmp_path / "b", to="parquet", map=renamed, shard_samples=3, executor=pool)
+    assert digest(tmp_path / "a") == digest(tmp_path / "b") != {}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_one_two_and_forty_workers_write_the_same_bytes(source: str, tmp_path: Path) -> None:
+    digests = []
+    for workers in (1, 2, 40):
+        folder = tmp_path / str(workers)
+        convert(source, folder, to="parquet", map=renamed, shard_samples=1, workers=workers)
+        digests.append(digest(folder))
+    assert digests[0] == digests[1] == digests[2]
+
+
+@pytest.mark.timeout(60)
+def test_killed_conversions_go_on_to_the_same_bytes(source: str, tmp_path: Path) -> None:
+
+    def written(folder: str, **more: Any) -> Converted:
+        function = KilledAt(str(tmp_path))
+        return convert(source, tmp_path / folder, to="mds", map=function, shard_samples=4, workers=1, **more)
+
+    whole = written("a")
+    for call in (70, 3, 12):
+        (tmp_path / "ends").write_text(str(call))
+        child = os.fork()
+        if child == 0:
+            written("b")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (tmp_path / "ends").unlink()
+    rest = written("b", verify=True)
+    assert 0 < rest.skipped < whole.shards
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_shards_of_a_worker_that_dies_are_written_by_others(source: str, tmp_path: Path) -> None:
+    dies = DiesOnce(str(tmp_path / "died"))
+    made = convert(source, tmp_path / "a", to="mds", map=dies, shard_samples=4, workers=2)
+    assert (made.samples, (tmp_path / "died").exists()) == (NUM_SAMPLES, True)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_an_executor_that_breaks_is_an_error_that_says_what_is_finished(source: str, tmp_path: Path) -> None:
+    dies = DiesOnce(str(tmp_path / "died"))
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool,
+        pytest.raises(DataflowError, match="of 10 shards are finished: start it again"),
+    ):
+        convert(source, tmp_path / "a", to="mds", map=dies, shard_samples=4, executor=pool)
+    rest = convert(source, tmp_path / "a", to="mds", map=dies, shard_samples=4, workers=1)
+    assert rest.samples == NUM_SAMPLES
+
+
+def test_a_restart_skips_what_is_finished_and_writes_what_was_lost(source: str, tmp_path: Path) -> None:
+    first = convert(source, tmp_path / "a", to="tar", map=renamed, shard_samples=10, workers=1)
+    before = digest(tmp_path / "a")
+    Path(first.files[2]).unlink()
+    Path(first.files[3]).write_bytes(b"cut")
+    again = convert(source, tmp_path / "a", to="tar", map=renamed, shard_samples=10, workers=1)
+    assert (again.skipped, again.shards, digest(tmp_path / "a")) == (2, 4, before)
+
+
+def test_an_iterable_is_read_again_and_what_was_written_skipped(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="the line went dead"):
+        convert(Numbers(30, fails_at=25), tmp_path / "a", to="mds", shard_samples=10)
+    numbers = Numbers(30)
+    made = convert(numbers, tmp_path / "a", to="mds", shard_samples=10)
+    assert (made.skipped, made.shards, numbers.taken) == (2, 3, 30)
+    with pytest.raises(ConversionError, match="the same items each time"):
+        convert(Numbers(15), tmp_path / "a", to="mds", shard_samples=10)
+
+
+# ---- what stands in the way -----------------------------------------------------------------------------
+
+
+def test_another_conversion_into_the_folder_is_refused_by_what_differs(source: str, tmp_path: Path) -> None:
+    convert(source, tmp_path / "a", to="mds", shard_samples=10, workers=1)
+    with pytest.raises(ConversionError, match="map= was '', and is 'conversion_kit:renamed"):
+        convert(source, tmp_path / "a", to="mds", map=renamed, shard_samples=10, workers=1)
+    with pytest.raises(ConversionError, match="to was 'mds', and is 'tar'"):
+        convert(source, tmp_path / "a", to="tar", shard_samples=10, workers=1)
+    made = convert(source, tmp_path / "a", to="tar", shard_samples=40, workers=1, overwrite=True)
+    assert made.shards == 1
+    assert not list((tmp_path / "a").glob("*.mds"))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/other.tar").write_bytes(b"")
+    with pytest.raises(ConversionError, match="files that no conversion wrote"):
+        convert(source, tmp_path / "b", to="tar", workers=1)
+
+
+def test_two_conversions_into_one_folder_at_a_time_are_refused(source: str, tmp_path: Path) -> None:
+    (tmp_path / "a/.convert").mkdir(parents=True)
+    with (tmp_path / "a/.convert/owner.json").open("w") as other:
+        other.write('{"pid": 4711, "host": "elsewhere"}')
+        other.flush()
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConversionError, match="process 4711 on elsewhere: wait for it"):
+            convert(source, tmp_path / "a", to="mds", workers=1)
+    assert convert(source, tmp_path / "a", to="mds", workers=1).samples == NUM_SAMPLES
+
+
+def test_in_a_store_the_folder_of_a_dead_owner_is_taken_over(source: str) -> None:
+    store, url = fsspec.filesystem("memory"), "memory://convert-owner"
+    made = convert(source, url, to="mds", shard_samples=10, workers=1, verify=True)
+    assert len(ShardedDataset(made.catalog)) == NUM_SAMPLES
+    assert not store.exists("/convert-owner/.convert/owner.json")
+    mine = _this_process("other")
+    store.pipe_file("/convert-owner/.convert/owner.json", json.dumps(mine).encode())
+    with pytest.raises(ConversionError, match=f"process {os.getpid()} on .*remove memory://"):
+        convert(source, url, to="mds", shard_samples=10, workers=1)
+    dead = json.dumps({**mine, "pid": 2**22 + 1}).encode()
+    store.pipe_file("/convert-owner/.convert/owner.json", dead)
+    assert convert(source, url, to="mds", shard_samples=10, workers=1).skipped == 4
+
+
+def test_a_map_that_returns_other_columns_is_an_error_that_names_both(source: str, tmp_path: Path) -> None:
+    with pytest.raises(SampleError, match="the columns text, this one text, more") as caught:
+        convert(source, tmp_path / "a", to="mds", map=with_other_columns, shard_samples=10, workers=1)
+    assert caught.value.key == "k0033" or "k0033" in str(caught.value)
+
+
+def test_a_bad_sample_is_named_and_loses_nothing_that_was_finished(source: str, tmp_path: Path) -> None:
+    with pytest.raises(SampleError, match="map= raised KeyError: 'caption'") as caught:
+        convert(source, tmp_path / "a", to="parquet", map=that_fails, shard_samples=10, workers=1)
+    assert (caught.value.key, Path(caught.value.shard).name) == ("k0033", "004.tar")
+    kept = sorted(path.name for path in (tmp_path / "a").glob("*.parquet"))
+    assert kept == [f"shard-{i:06d}.parquet" for i in range(3)]
+
+
+def test_a_full_disk_loses_nothing_that_was_finished(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = NewFile.write
+
+    def full(self: NewFile, data: Any) -> int:
+        if "00002" in self.url and self.url.endswith(".mds"):
+            raise OSError(28, "No space left on device")
+        return write(self, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NewFile, "write", full)
+        with pytest.raises(ShardWriteError, match="No space left"):
+            convert(source, tmp_path / "a", to="mds", shard_samples=10, workers=1)
+    rest = convert(source, tmp_path / "a", to="mds", shard_samples=10, workers=1, verify=True)
+    assert (rest.skipped, rest.samples) == (2, NUM_SAMPLES)
+    assert not list((tmp_path / "a").glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("value", "to", "words"),
+    [
+        (None, "mds", "column 'x' has no value .* map= may fill it in"),
+        (True, "mds", "column 'x': MDS has no encoding for a value of type bool"),
+        (object(), "parquet", "column 'x' is of type object, which no Parquet file holds"),
+        (object(), "tar", "column 'x' is of type object, which no tar holds"),
+        (np.array([{}]), "tar", "array of objects"),
+        (1 << 70, "mds", "does not fit int64"),
+    ],
+)
+def test_a_value_that_a_target_cannot_hold_names_column_and_cure(
+    tmp_path: Path, value: Any, to: str, words: str
+) -> None:
+    with pytest.raises((SampleError, ValueError), match=words):
+        convert([{"x": value}, {"x": value}], tmp_path / "a", to=to, workers=1)
+
+
+def test_a_later_value_of_another_type_names_its_column(tmp_path: Path) -> None:
+    samples: list[dict[str, Any]] = [{"x": i} for i in range(100)]
+    samples[90]["x"] = "text"
+    for to in ("mds", "parquet", "tar"):
+        with pytest.raises(SampleError, match="column 'x'"):
+            convert(samples, tmp_path / to, to=to, workers=1)
+
+
+def test_verify_finds_what_is_not_as_the_source_gives_it(source: str, tmp_path: Path) -> None:
+    made = convert(source, tmp_path / "a", to="mds", shard_samples=40, workers=1, checksum=False)
+    path = Path(made.files[0])
+    path.write_bytes(path.read_bytes().replace(b"bild 17", b"Bild 17"))
+    with pytest.raises(ConversionError, match="sample 17, column 'txt': 'Bild 17 ü' is not 'bild 17 ü'"):
+        convert(source, tmp_path / "a", to="mds", shard_samples=40, workers=1, checksum=False, verify=True)
+
+
+def test_arguments_that_contradict_each_other_are_refused(source: str, tmp_path: Path) -> None:
+    for arguments, words in (
+        ({"to": "zip"}, "to must be one of"),
+        ({"to": "mds", "shard_size": "1MiB", "shard_samples": 3}, "not both"),
+        ({"to": "tokens"}, "needs length="),
+        ({"to": "mds", "dtype": "uint16"}, "dtype= is for"),
+        ({"to": "mds", "schema": pa.schema([])}, "schema= is for"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            convert(source, tmp_path / "a", **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give functions and datasets that a module defines, or workers=1"):
+        convert(source, tmp_path / "b", to="mds", map=lambda sample: sample, shard_samples=3, workers=2)
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["tokens", "megatron"])
+def test_token_ids_become_token_shards(tmp_path: Path, to: str) -> None:
+    with ShardWriter(f"{tmp_path}/ids/%d.parquet", max_count=5) as shards:
+        for i in range(10):
+            shards.write({"input_ids": list(range(i, 2 * i + 1))})
+    length = 4 if to == "tokens" else None
+    made = convert(
+        f"{tmp_path}/ids", tmp_path / "out", to=to, dtype="uint16", end_token=9, length=length, workers=1,
+        shard_samples=4, verify=True,
+    )  # fmt: skip
+    tokens = [token for i in range(10) for token in [*range(i, 2 * i + 1), 9]]
+    stored = np.concatenate([np.fromfile(path, np.uint16) for path in made.files])
+    assert stored.tolist() == tokens
+    windows = sum((Path(path).stat().st_size // 2 - 1) // 4 for path in made.files)
+    assert len(ShardedDataset(made.catalog)) == (10 if to == "megatron" else windows)
+
+
+# ---- the plan -------------------------------------------------------------------------------------------
+
+
+def test_shards_end_where_blocks_do_and_large_blocks_are_divided() -> None:
+    samples, nbytes = np.array([10, 10, 0, 10, 10]), np.array([40, 40, 0, 250, 10])
+    bounds = bounds_by_bytes(samples, nbytes, 100)
+    assert bounds == [0, 20, 23, 26, 40]
