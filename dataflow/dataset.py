@@ -94,11 +94,12 @@ class ShardedDataset(Sharded, Dataset[S]):
     Args:
         source: path, URL, directory, glob, brace pattern, list of those, or a saved catalog (`*.catalog`);
             `hf://datasets/org/name`: a dataset on the Hugging Face Hub; a Delta or Iceberg table.
-        config: the config of a dataset on the Hub, or of a folder with the Hub's layout. None: the default.
+        config: the config of a dataset on the Hub, or of a folder with the Hub's layout; of one of
+            Megatron-Energon, the name of its dataset.yaml. None: the default.
         split: the split of such a dataset, or of a folder with a folder for each split. None: the only one.
         revision: branch, tag or commit on the Hub (None: "main"), version of a table. Opening fixes it.
         format: "auto" by file ending, or "tar", "parquet", "arrow", "arrow-stream", "jsonl", "tokens",
-            "megatron", "files" (each is a sample), "delta", "iceberg", or "lerobot" for LeRobot's (v3).
+            "megatron", "files" (each is a sample), "delta", "iceberg", "energon"; "lerobot" (v3).
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
             columns: `{"features": ["f0", "f1"], "label": "y"}`; one of columns of bytes makes lists of what
             each sample has of them: `{"images": ["0.jpg", "1.jpg"]}`, or `"*.jpg"` for all that match.

@@ -29,7 +29,8 @@ class Unread:
         """Return what it is and what to do, for a message."""
         return (
             f"{self.what} ({ending}) are not read as shards: give dataflow.DataLoader a map-style dataset "
-            f"over them ({reader or self.reader}), or write them once as shards with dataflow.ShardWriter; "
+            f"over them ({reader or self.reader}), or convert that dataset once, by "
+            'dataflow.convert(dataset, "shards/", to="tar"): `dataflow convert` takes what is read; '
             "see docs/guide/coming-from.md"
         )
 

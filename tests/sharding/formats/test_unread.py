@@ -35,7 +35,7 @@ def test_an_error_says_what_a_folder_is_and_what_to_do(name: str, tmp_path: Path
         assert str(tmp_path) in message
         assert what in message, message
         assert reader in message
-        for cure in ("dataflow.DataLoader a map-style", "dataflow.ShardWriter", "docs/guide/coming-from.md"):
+        for cure in ("dataflow.DataLoader a map-style", "dataflow.convert(", "docs/guide/coming-from.md"):
             assert cure in message
 
 
