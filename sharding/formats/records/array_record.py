@@ -30,8 +30,8 @@ from sharding.errors import CorruptShardError
 from sharding.formats.records.record_columns import RecordFormat, RecordLearner, Records, footer_of
 from sharding.formats.records.riegeli_blocks import BLOCK, PlainFile, plain_positions, without_headers
 from sharding.formats.records.skeleton import SPARSE_MEAN_BYTES, Skeleton
-from sharding.formats.records.spans import gathered, numbers_at
-from sharding.formats.records.wire import SPAN, VARINT, Bytes, Ints, WireError, fields, numbers_in, varints_at
+from sharding.formats.records.wire import SPAN, VARINT, WireError, fields, numbers_in, varints_at
+from sharding.spans import Bytes, Ints, gathered, numbers_at
 
 _HEADER = 40
 _MAGIC = 0x71930E704FDAE05E
@@ -191,7 +191,7 @@ def _records_in(plain: Bytes, at: Ints, expected: Ints | None, fail: _Fail) -> R
     """The records of chunks that begin at some of the bytes without headers, and have so many records."""
     if int(at.max()) + _HEADER > len(plain):
         raise fail("truncated: a chunk lies behind its end")
-    _, size, _, kind, decoded = numbers_at(plain, at, "<u8", 5).T
+    _, size, _, kind, decoded = numbers_at(plain, at, "<u8", (5,)).T
     counts = kind >> np.uint64(8)
     if expected is not None and (counts != expected.astype(np.uint64)).any():
         raise fail("shard changed or corrupt: a chunk has another number of records than its footer tells")
@@ -223,7 +223,7 @@ def _sparse_records(
     for first, end in zip(at.tolist(), [*at[1:].tolist(), len(run.data)], strict=True):
         body = first + _HEADER + 1
         run.need(first, min(end, body + 10))
-        size = int(numbers_at(run.data, np.array([first + 8]), "<u8")[0, 0]) if body <= end else 0
+        size = int(numbers_at(run.data, np.array([first + 8]), "<u8")[0]) if body <= end else 0
         if size > end - first - _HEADER or run.data[body - 1]:
             run.need(first, end)
             continue

@@ -16,17 +16,19 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from sharding.blocks import MISSING, Column, ColumnSpec, Masked, Spans
-from sharding.byte_lists import ByteLists, list_heads
-from sharding.formats.records.spans import gathered, windows
-from sharding.formats.records.wire import FIXED32, SPAN, VARINT, Bytes, Ints, WireError, fields, numbers_in
+from sharding.byte_lists import joined_lists
+from sharding.formats.records.wire import FIXED32, SPAN, VARINT, WireError, fields, numbers_in
+from sharding.spans import Bytes, Ints, gathered, rows_at
 
 BYTES, FLOATS, INTS = 1, 2, 3
 _KIND_NAMES = {BYTES: "bytes", FLOATS: "floats", INTS: "integers"}
 _DTYPES = {FLOATS: "float32", INTS: "int64"}
-_WIRES = {BYTES: (SPAN,), FLOATS: (SPAN, FIXED32), INTS: (SPAN, VARINT)}
+_ALONE = np.array([SPAN, SPAN, FIXED32, VARINT])
+"""By kind, the wire type of a value that stands by itself."""
 MOST_FEATURES = 2_000
 """The names of features in a shard, at most; each takes numpy's attention once a block."""
 
@@ -91,11 +93,11 @@ def parse(
         TooManyNamesError: there are more than `MOST_FEATURES` names.
     """
     top = fields(data, starts, ends)
-    _hold(np.isin(top.number, (1, 2)) & (top.wire == SPAN))
+    _hold((top.number <= 2) & (top.wire == SPAN))
     maps = fields(data, top.start, top.end)
     _hold((maps.number == 1) & (maps.wire == SPAN))
     pairs = fields(data, maps.start, maps.end)
-    _hold(np.isin(pairs.number, (1, 2)) & (pairs.wire == SPAN))
+    _hold((pairs.number <= 2) & (pairs.wire == SPAN))
     spans = np.zeros((2, len(maps.start), 2), np.int64)  # of keys and of values; the last given counts
     spans[pairs.number - 1, pairs.message] = np.stack([pairs.start, pairs.end], axis=1)
     known, name = _named(data, spans[0], list(names))
@@ -110,10 +112,9 @@ def parse(
     lists = fields(data, *bodies.T)
     _hold((lists.number <= 3) & (lists.wire == SPAN))
     values = fields(data, lists.start, lists.end)
-    kind_of_value, fits = lists.number[values.message], values.number == 1
-    for kind, wires in _WIRES.items():
-        fits &= (kind_of_value != kind) | np.isin(values.wire, wires)
-    _hold(fits)
+    kind_of_value = lists.number[values.message]
+    # Byte strings, and packed numbers, are spans; numbers may also stand by themselves.
+    _hold((values.number == 1) & ((values.wire == SPAN) | (values.wire == _ALONE[kind_of_value])))
     step_of = np.concatenate([single, series[steps.message]])
     of_values = (values.message, values.start, values.end)
     return Entries(known, record, name, is_series, step_of, lists.message, lists.number, *of_values)
@@ -285,9 +286,9 @@ def column(data: Bytes, entries: Entries, name: str, spec: ColumnSpec, num_recor
     if spec.kind == "list":
         starts[record], lengths[record] = np.cumsum(counts) - counts, counts
         return Spans(values.numbers.astype(spec.dtype, copy=False), starts, lengths)
-    buffer, bounds = _joined(data, counts, values.spans)
-    starts[record], lengths[record] = bounds[:-1], np.diff(bounds)
-    return ByteLists(buffer, starts, lengths)
+    lists = joined_lists(counts, Spans(data, *values.spans.T))
+    starts[record], lengths[record] = lists.starts, lists.lengths
+    return structs.replace(lists, starts=starts, lengths=lengths)
 
 
 class _ContradictionError(WireError):
@@ -333,7 +334,7 @@ def _named(data: Bytes, keys: Ints, names: list[str]) -> tuple[list[str], Ints]:
         key = np.frombuffer(names[tried].encode(), np.uint8)
         alike = rows[sizes[rows] == len(key)]
         if len(key) and len(alike):
-            alike = alike[(windows(data, len(key))[keys[alike, 0]] == key).all(axis=1)]
+            alike = alike[(rows_at(data, keys[alike, 0], len(key)) == key).all(axis=1)]
         number[alike] = tried
         rows, tried = rows[number[rows] < 0], tried + 1
     return names, number
@@ -352,23 +353,11 @@ def _numbers(data: Bytes, kind: int, start: Ints, end: Ints) -> tuple[NDArray[np
     numbers = numbers_in(raw)
     if len(numbers) == len(raw):
         return numbers, sizes
-    ended = np.append(0, np.cumsum(raw < 0x80))
-    bounds = np.append(0, np.cumsum(sizes))
-    return numbers, np.diff(ended[bounds])
-
-
-def _joined(data: Bytes, counts: Ints, items: Ints) -> tuple[Bytes, Ints]:
-    """Lists of byte strings, each in one piece, and where each begins and the last ends."""
-    heads, head_bounds = list_heads(counts, items[:, 1])
-    item_bounds = np.append(0, np.cumsum(items[:, 1]))[np.append(0, np.cumsum(counts))]
-    bounds = head_bounds + item_bounds
-    buffer = np.empty(int(bounds[-1]), np.uint8)
-    is_head = np.zeros(len(buffer) + 1, np.int8)
-    np.add.at(is_head, bounds[:-1], 1)
-    np.add.at(is_head, bounds[:-1] + np.diff(head_bounds), -1)
-    rows = np.cumsum(is_head[:-1]).astype(bool)
-    buffer[rows], buffer[~rows] = heads, gathered(data, *items.T)
-    return buffer, bounds
+    counts = np.zeros_like(sizes)
+    if (has := sizes > 0).any():
+        first = np.cumsum(sizes) - sizes
+        counts[has] = np.add.reduceat((raw < 0x80).view(np.uint8), first[has], dtype=np.int64)
+    return numbers, counts
 
 
 def _same_counts(name: str, counts: Ints, wanted: int) -> None:

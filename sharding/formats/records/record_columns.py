@@ -13,7 +13,8 @@ from msgspec import Struct
 from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, Spans
 from sharding.errors import CorruptShardError
 from sharding.formats.records.examples import ShardFeatures, TooManyNamesError, column, parse
-from sharding.formats.records.wire import Bytes, Ints, WireError
+from sharding.formats.records.wire import WireError
+from sharding.spans import Bytes, Ints
 
 RECORD_COLUMN = "record"
 

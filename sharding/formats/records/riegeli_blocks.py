@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from sharding.formats.records.skeleton import ReadableFile
-from sharding.formats.records.wire import Bytes, Ints
+from sharding.spans import Bytes, Ints
 
 BLOCK = 1 << 16
 _HEADER = 24

@@ -28,8 +28,7 @@ from sharding.formats.records.record_columns import (
     footer_value,
 )
 from sharding.formats.records.skeleton import SPARSE_MEAN_BYTES, Skeleton
-from sharding.formats.records.spans import numbers_at
-from sharding.formats.records.wire import Ints
+from sharding.spans import Ints, numbers_at
 
 _HEADER = struct.Struct("<QI")
 _CRC_BYTES = 4
@@ -107,7 +106,7 @@ class TFRecordFormat(RecordFormat):
         if len(data) != ends[-1]:
             raise block.corrupt(f"{len(data)} bytes where {ends[-1]} were indexed")
         buffer, starts = np.frombuffer(data, np.uint8), ends - sizes - _CRC_BYTES
-        if (numbers_at(buffer, starts - _HEADER.size, "<u8")[:, 0] != sizes.astype(np.uint64)).any():
+        if (numbers_at(buffer, starts - _HEADER.size, "<u8") != sizes.astype(np.uint64)).any():
             raise block.corrupt(
                 "shard changed or corrupt: the length of a record is not the one that was indexed"
             )
@@ -258,7 +257,7 @@ def _wrong_checksums(data: memoryview, starts: Ints, sizes: Ints, checksum: Chec
     spans = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
     crc = np.array([checksum(data[start:end]) for start, end in spans], np.uint32)
     masked = (crc >> np.uint32(15) | crc << np.uint32(17)) + np.uint32(_MASK)
-    return np.flatnonzero(numbers_at(np.frombuffer(data, np.uint8), starts + sizes, "<u4")[:, 0] != masked)
+    return np.flatnonzero(numbers_at(np.frombuffer(data, np.uint8), starts + sizes, "<u4") != masked)
 
 
 def _packed(sizes: Ints) -> bytes:

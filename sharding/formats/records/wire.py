@@ -12,14 +12,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
+from sharding.spans import Bytes, Ints
 
 VARINT, FIXED64, SPAN, FIXED32 = 0, 1, 2, 5
 """Wire types; groups, which are of before 2008, are none."""
 _HEAD_BYTES = 5
 """The bytes of a tag or a length, at most: messages end below 2 GiB."""
 _VARINT_BYTES = 10
+_PIECE_BYTES = 128 << 10
+"""Packed numbers are read in pieces that stay in the processor's cache."""
 _FEW = 16
 """Fewer messages than this are walked faster one by one (1 us a field) than together (20 us a step)."""
 
@@ -102,15 +103,48 @@ def numbers_in(data: Bytes) -> NDArray[np.int64]:
         return data.astype(np.int64)
     if not is_last[-1]:
         raise WireError("a number ends behind its list")
-    ends = np.flatnonzero(is_last)
-    firsts = np.append(0, ends[:-1] + 1)
-    sizes = ends - firsts + 1
+    numbers = np.empty(int(np.count_nonzero(is_last)), np.int64)
+    begin = filled = 0
+    while begin < len(data):
+        end = min(len(data), begin + _PIECE_BYTES)
+        end -= int(is_last[max(begin, end - _VARINT_BYTES - 1) : end][::-1].argmax())
+        part, own = data[begin:end], is_last[begin:end]
+        if not own[-1]:
+            raise WireError(f"a number takes more than {_VARINT_BYTES} bytes")
+        found = _numbers_in_piece(part, own)
+        numbers[filled : filled + len(found)] = found
+        begin, filled = end, filled + len(found)
+    return numbers
+
+
+def _numbers_in_piece(data: Bytes, is_last: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """The numbers of bytes that hold nothing else, and the last of them."""
+    goes_on = ~is_last
+    of_five = goes_on[:-4] & goes_on[1:-3] & goes_on[2:-2] & goes_on[3:-1]
+    is_first = np.empty_like(is_last)
+    is_first[0], is_first[1:] = True, is_last[:-1]
+    if of_five.any():
+        return _long_numbers(data, np.flatnonzero(is_first), np.flatnonzero(is_last))
+    # The four bytes from each first one on, of which those behind the last are masked; then the gaps between
+    # seven bits are closed, and those between pairs of these.
+    whole = np.concatenate([data, np.zeros(3, np.uint8)])
+    word = np.ndarray(len(data), "<u4", whole.data, 0, (1,))[is_first]
+    stop = ~word & np.uint32(0x80808080)
+    word &= stop ^ (stop - np.uint32(1))
+    for low, high, shift in ((0x007F007F, 0x7F007F00, 1), (0x3FFF, 0x3FFF0000, 2)):
+        word = (word & np.uint32(low)) | ((word & np.uint32(high)) >> np.uint32(shift))
+    return word.astype(np.int64)
+
+
+def _long_numbers(data: Bytes, first: Ints, last: Ints) -> NDArray[np.int64]:
+    """The numbers between some bytes, which may have more than four."""
+    sizes = last - first + 1
     if sizes.max() > _VARINT_BYTES:
         raise WireError(f"a number takes more than {_VARINT_BYTES} bytes")
-    value = (data[firsts] & 0x7F).astype(np.uint64)
+    value = (data[first] & 0x7F).astype(np.uint64)
     for nth in range(1, int(sizes.max())):
         rows = np.flatnonzero(sizes > nth)
-        value[rows] |= (data[firsts[rows] + nth] & 0x7F).astype(np.uint64) << np.uint64(7 * nth)
+        value[rows] |= (data[first[rows] + nth] & 0x7F).astype(np.uint64) << np.uint64(7 * nth)
     signed: Ints = value.view(np.int64)
     return signed
 
@@ -128,7 +162,7 @@ def _bodies(data: Bytes, wire: Ints, at: Ints) -> tuple[Ints, Ints]:
     stop[is_varint] = varints_at(data, at[is_varint], _VARINT_BYTES)[1]
     stop[wire == FIXED64] += 8
     stop[wire == FIXED32] += 4
-    if not np.isin(wire, (VARINT, FIXED64, SPAN, FIXED32)).all():
+    if ((wire > FIXED32) | (wire == 3) | (wire == 4)).any():
         raise WireError("a field has a wire type that there is not")
     return start, stop
 

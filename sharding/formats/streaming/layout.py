@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from sharding.blocks import Block, Column, Columns, ColumnSpec, Shard, Spans
 from sharding.errors import CorruptShardError
-from sharding.formats.streaming.offset_table import Bytes, Ints, words_at
+from sharding.formats.streaming.offset_table import words_at
+from sharding.spans import Bytes, Ints
 
 Heads = Literal["free", "all", "none"]
 """Whose lengths stand before a sample: of columns without a fixed size, of all, of none."""

@@ -36,7 +36,6 @@ from sharding.formats.streaming.litdata_forms import (
     scan_rows,
 )
 from sharding.formats.streaming.offset_table import (
-    Ints,
     check_sizes,
     codec_of,
     read_offsets,
@@ -47,6 +46,7 @@ from sharding.formats.streaming.offset_table import (
     unpack,
     unpacked,
 )
+from sharding.spans import Ints
 
 TOKENS = "tokens"
 """Name of the column of chunks that `TokensLoader` reads."""

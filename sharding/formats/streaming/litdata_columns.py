@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from sharding.blocks import Block, Column, ColumnSpec, Spans
 from sharding.formats.streaming.layout import Heads, SampleLayout, StoredColumn
-from sharding.formats.streaming.offset_table import Bytes, Ints, gathered, numbers_at
 from sharding.formats.streaming.stored_values import byte_lists, pixels_as_files
+from sharding.spans import Bytes, Ints, gathered, numbers_at
 
 _TORCH_DTYPES = dict(
     enumerate(
@@ -77,7 +77,7 @@ class LitDataColumn(StoredColumn, frozen=True):
     def decode(self, buffer: Bytes, starts: Ints, lengths: Ints, block: Block) -> Column:
         """Return the values that lie in a block's bytes at these places, [n]."""
         if self.kind in _FIXED:
-            return numbers_at(buffer, starts, np.dtype(_FIXED[self.kind]), ())
+            return numbers_at(buffer, starts, _FIXED[self.kind])
         if self.items:
             dtype = np.dtype(self.items)
             counts = lengths // dtype.itemsize

@@ -26,7 +26,6 @@ from sharding.formats.streaming.layout import SampleLayout
 from sharding.formats.streaming.listing import LISTING_NAME
 from sharding.formats.streaming.mds_columns import as_in_sample, layout_of, rule_of
 from sharding.formats.streaming.offset_table import (
-    Ints,
     check_sizes,
     codec_of,
     read_offsets,
@@ -36,6 +35,7 @@ from sharding.formats.streaming.offset_table import (
     table_blocks,
     unpacked,
 )
+from sharding.spans import Ints
 
 _HEADER_BYTES = 16 << 20
 """The JSON of the columns of a shard, at most."""

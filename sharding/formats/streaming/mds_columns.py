@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from sharding.blocks import Block, Column, ColumnSpec, Spans
 from sharding.errors import CorruptShardError
 from sharding.formats.streaming.layout import SampleLayout, StoredColumn
-from sharding.formats.streaming.offset_table import Ints, gathered, numbers_at, rows_at
 from sharding.formats.streaming.stored_values import byte_lists, decimal_of, pixels_as_files
+from sharding.spans import Ints, gathered, numbers_at, rows_at
 
 _NUMBERS = {
     "int": "int64",
@@ -152,7 +152,7 @@ class MdsColumn(StoredColumn, frozen=True):
         """Return the values that lie in a block's bytes at these places, [n]."""
         spec = self.spec()
         if spec.kind == "fixed":
-            return numbers_at(buffer, starts, np.dtype(spec.dtype), spec.shape)
+            return numbers_at(buffer, starts, spec.dtype, spec.shape)
         if not self.is_rewritten:
             return Spans(buffer, starts, lengths)
         if self.encoding == "pil":

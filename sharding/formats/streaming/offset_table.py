@@ -16,14 +16,12 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from sharding.blocks import Block, Shard
 from sharding.errors import CorruptShardError, ShardReadError
+from sharding.spans import Bytes, Ints, numbers_at
 from sharding.urls import file_name
 
-Ints = NDArray[np.int64]
-Bytes = NDArray[np.uint8]
 CODECS = {".zstd": "zstd", ".gz": "gzip", ".br": "brotli", ".bz2": "bz2", ".snappy": "snappy"}
 """pyarrow's name of the codec, by the ending of the file."""
 _LITDATA_ZSTD = re.compile(r"\.zstd(:\d+)?\.bin$")
@@ -219,44 +217,4 @@ def starts_of(block: Block, data: memoryview | None) -> Ints | None:
 
 def words_at(buffer: Bytes, starts: Ints, count: int = 1) -> Ints:
     """Return u32 numbers at any address, [n, count] from each start on."""
-    raw = rows_at(buffer, starts, 4 * count)
-    words: Ints = raw.view("<u4").astype(np.int64)
-    return words
-
-
-def rows_at(buffer: Bytes, starts: Ints, width: int) -> Bytes:
-    """Copy `width` bytes from each start on, [n, width]. The caller knows that they lie in the buffer."""
-    if not len(starts) or not width:
-        return np.zeros((len(starts), width), np.uint8)
-    steps = np.diff(starts)
-    if (steps == steps[:1]).all() and (not len(steps) or steps[0] >= 0):  # a view, as of rows of one length
-        step = int(steps[0]) if len(steps) else width
-        view = np.lib.stride_tricks.as_strided(buffer[int(starts[0]) :], (len(starts), width), (step, 1))
-        return np.ascontiguousarray(view)
-    windows = np.lib.stride_tricks.as_strided(
-        buffer, (len(buffer) - width + 1, width), (1, 1), writeable=False
-    )
-    rows: Bytes = windows[starts]
-    return rows
-
-
-def gathered(buffer: Bytes, starts: Ints, lengths: Ints) -> Bytes:
-    """Copy values of any length, which ascend, one after the other."""
-    if not len(starts):
-        return np.zeros(0, np.uint8)
-    if (lengths == lengths[0]).all():
-        return rows_at(buffer, starts, int(lengths[0])).reshape(-1)
-    bounds = np.empty(2 * len(starts), np.int64)
-    bounds[::2], bounds[1::2] = starts, starts + lengths
-    # Every other piece between these bounds is a value: the others are what lies between values.
-    pieces = pa.Array.from_buffers(
-        pa.large_binary(), len(bounds) - 1, [None, pa.py_buffer(bounds), pa.py_buffer(buffer)]
-    )
-    taken = pieces.take(pa.array(np.arange(0, len(bounds), 2)))
-    return np.frombuffer(taken.buffers()[2], np.uint8)[: int(lengths.sum())]
-
-
-def numbers_at(buffer: Bytes, starts: Ints, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Numbers of one type and shape from each start on, [n, *shape]."""
-    width = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    return rows_at(buffer, starts, width).view(dtype).reshape(len(starts), *shape)
+    return numbers_at(buffer, starts, "<u4", (count,)).astype(np.int64)

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from decimal import Decimal
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from sharding.blocks import Spans
-from sharding.byte_lists import ByteLists, list_heads
-from sharding.formats.streaming.offset_table import Bytes, Ints, gathered, words_at
+from sharding.byte_lists import ByteLists, joined_lists
+from sharding.formats.streaming.offset_table import words_at
+from sharding.spans import Bytes, Ints
 
 _PNM = {"L": ("P5", 1), "P": ("P5", 1), "RGB": ("P6", 3), "RGBA": ("P6", 4)}
 """By Pillow's mode: the sign of the PNM file that has the same bytes, but for transparency; bytes a pixel."""
@@ -90,19 +89,3 @@ def byte_lists(
     if of_pixels:
         items = pixels_as_files(buffer, items.starts, items.lengths, corrupt)
     return joined_lists(counts, items)
-
-
-def joined_lists(counts: Ints, items: Spans) -> ByteLists:
-    """Lists of so many items each, [n], as one piece each; the items ascend."""
-    heads, head_at = list_heads(counts, items.lengths)
-    bodies = gathered(items.buffer.view(np.uint8), items.starts, items.lengths)
-    body_at = np.append(0, np.cumsum(items.lengths))[np.append(0, np.cumsum(counts))]
-    parts = [
-        pa.Array.from_buffers(pa.large_binary(), len(counts), [None, pa.py_buffer(at), pa.py_buffer(content)])
-        for at, content in ((head_at, heads), (body_at, np.ascontiguousarray(bodies)))
-    ]
-    joined = pc.binary_join_element_wise(*parts, pa.scalar(b"", pa.large_binary()))
-    sizes = np.diff(head_at) + np.diff(body_at)
-    content = joined.buffers()[2] if len(joined) else None
-    buffer = np.zeros(0, np.uint8) if content is None else np.frombuffer(content, np.uint8)
-    return ByteLists(buffer, np.cumsum(sizes) - sizes, sizes)
