@@ -233,11 +233,14 @@ def _sparse_records(
             continue  # which the caller says
         run.need(sizes_at, values_at)
         try:
-            ends = values_at + np.cumsum(numbers_in(run.data[sizes_at:values_at]))
+            sizes = numbers_in(run.data[sizes_at:values_at])
         except WireError:
             continue
+        if (sizes < 0).any() or (sizes > end - values_at).any():  # sums of others may wrap around
+            continue
+        ends = values_at + np.cumsum(sizes)
         for start, stop in zip([values_at, *ends.tolist()], ends.tolist(), strict=False):
-            if learner.looks_into_records and start <= stop <= end:
+            if learner.looks_into_records and stop <= end:
                 run.need_structure(start, stop)
     return _records_in(run.data, at, counts, fail)
 
@@ -260,7 +263,7 @@ class _Lists(Struct, frozen=True):
         codecs = plain[start]
         length, sizes_at = varints_at(plain, start + 1, 10)
         values_at = sizes_at + length
-        if (length < 0).any() or (values_at > end).any():
+        if (length < 0).any() or (length > end - sizes_at).any():  # as a sum might wrap around
             raise WireError("its list of sizes ends behind it")
         if not codecs.any():
             return cls(gathered(plain, sizes_at, length), length, plain, values_at, end)

@@ -2,8 +2,9 @@
 
 A shard is `u32 N | u32 offsets[N + 1] | JSON of the columns | samples`; a sample is the lengths of those of
 its columns that have no fixed size (u32 each), then the columns' bytes, in the order of the JSON, which is
-the shard's footer here. So its head is all that indexing reads, and a block carries 4 bytes a sample. Where
-at most one column has no fixed size, these tell where every value lies; else lengths are read with the block.
+the shard's footer here. Indexing reads this head, and where arrays have no shape in it, the first bytes of
+those of the first sample, which tell their dimensions. A block carries 4 bytes a sample: where at most one
+column has no fixed size, these tell where every value lies; else lengths are read with the block.
 
 `index.json` is needed for none of this. Where it lies beside, or in a folder above, it must agree, and the
 hashes that it has of compressed shards, which are read whole, are checked.
@@ -65,9 +66,11 @@ class MdsFormat(Format):
         with unpacked(file, shard) as plain:
             offsets = read_offsets(plain, shard)
             at = 4 * (len(offsets) + 1)
-            layout = _layout_in(plain.read(min(int(offsets[0]) - at, _HEADER_BYTES)), shard, at)
+            config = plain.read(min(int(offsets[0]) - at, _HEADER_BYTES))
+            layout = _layout_in(config, shard, at)
             if len(offsets) > 1:
-                layout = as_in_sample(layout, plain.read(int(offsets[1] - offsets[0])))
+                read = _reader(plain, at + len(config), int(offsets[0]))
+                layout = as_in_sample(layout, int(offsets[1] - offsets[0]), read)
         layout.check_sizes(offsets, shard)
         codec = codec_of(shard.url)
         footer: dict[str, Any] = {"columns": layout.as_json()}
@@ -142,9 +145,29 @@ def _layout_in(config: bytes, shard: Shard, at: int) -> SampleLayout:
         raise CorruptShardError(shard.url, f"the columns of the shard cannot be read: {what}", at) from error
 
 
+def _reader(plain: BinaryIO, at: int, base: int) -> Callable[[int, int], bytes]:
+    """What reads some of the bytes that lie from `base` on, each time further on; `plain` is at `at`.
+
+    Of what is decompressed, bytes between are read, too, a few at a time.
+    """
+
+    def read(start: int, count: int) -> bytes:
+        nonlocal at
+        if plain.seekable():
+            plain.seek(base + start)
+            at = base + start
+        while at < base + start and (skipped := plain.read(min(base + start - at, 1 << 20))):
+            at += len(skipped)
+        found = plain.read(count) if at == base + start else b""
+        at += len(found)
+        return found
+
+    return read
+
+
 def _agreeing(listed: Mapping[str, Any], shard: Shard, codec: str | None, offsets: Ints) -> dict[str, str]:
     """The hashes of the stored bytes that `index.json` has; raises where it contradicts the shard."""
-    raw, packed = listed.get("raw_data") or {}, listed.get("zip_data") or {}
+    raw, packed = (_told_of(listed, key, shard) for key in ("raw_data", "zip_data"))
     facts = [
         ("samples", listed.get("samples"), len(offsets) - 1),
         ("bytes", raw.get("bytes"), int(offsets[-1])),
@@ -159,6 +182,16 @@ def _agreeing(listed: Mapping[str, Any], shard: Shard, codec: str | None, offset
             raise CorruptShardError(shard.url, reason, stage="index")
     hashes = (packed if codec else raw).get("hashes")
     return {str(name): str(digest) for name, digest in hashes.items()} if isinstance(hashes, dict) else {}
+
+
+def _told_of(listed: Mapping[str, Any], key: str, shard: Shard) -> Mapping[str, Any]:
+    told = listed.get(key) or {}
+    if not isinstance(told, Mapping):
+        reason = (
+            f"{LISTING_NAME} has {str(told)[:40]!r} as its {key}: copy it again from where it was written"
+        )
+        raise CorruptShardError(shard.url, reason, stage="index")
+    return told
 
 
 def _check_hashes(footer: _MdsFooter, data: memoryview, block: Block) -> None:

@@ -170,18 +170,26 @@ class MdsColumn(StoredColumn, frozen=True):
         return next(n for k, n in enumerate(sizes) if n < 1 << (8 << k))
 
 
-def as_in_sample(layout: SampleLayout, sample: bytes) -> SampleLayout:
-    """The columns, of which those are lists whose arrays have one dimension in a sample."""
-    if len(sample) < layout.least_bytes or not any(map(_is_array, layout.columns)):
+def as_in_sample(layout: SampleLayout, size: int, read: Callable[[int, int], bytes]) -> SampleLayout:
+    """The columns, of which those are lists whose arrays have one dimension in a sample.
+
+    Args:
+        layout: the columns.
+        size: bytes of the sample.
+        read: gives bytes of the sample from one on, fewer where it ends; it is asked in ascending order.
+    """
+    if size < layout.least_bytes or not any(map(_is_array, layout.columns)):
         return layout
-    lengths = np.frombuffer(sample, "<u4", layout.num_heads).astype(np.int64)[None]
-    columns = []
-    for column, (start, length) in zip(
-        layout.columns, layout.spans(np.zeros(1, np.int64), lengths).values(), strict=True
-    ):
-        value = sample[int(start[0]) : int(start[0] + length[0])]
-        items = _list_dtype(column.encoding, value) if _is_array(column) else ""
-        columns.append(structs.replace(column, items=items))
+    head = read(0, 4 * layout.num_heads)
+    if len(head) < 4 * layout.num_heads:
+        return layout
+    lengths = np.frombuffer(head, "<u4").astype(np.int64)[None]
+    spans, columns = layout.spans(np.zeros(1, np.int64), lengths), []
+    for column in layout.columns:
+        start, length = (int(one[0]) for one in spans[column.name])
+        has_dtype = _is_array(column) and start + length <= size
+        value = read(start, min(length, 2)) if has_dtype else b""  # dtype, and number of dimensions
+        columns.append(structs.replace(column, items=_list_dtype(column.encoding, value) if value else ""))
     return SampleLayout(tuple(columns))
 
 

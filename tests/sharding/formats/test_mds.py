@@ -5,6 +5,7 @@ The fixtures were written by Streaming, and `expected.json` is what its reader g
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -21,7 +22,9 @@ from formats.streaming_kit import COMPRESSIONS, mds_shard, write_mds
 from http_kit import RangeServer, serving
 
 from dataflow import DataflowError, DataLoader, ShardedDataset, Shuffle
+from sharding.blocks import Shard
 from sharding.errors import CorruptShardError
+from sharding.formats.streaming.mds import MdsFormat
 
 MDS = FIXTURES / "mds"
 COMPRESSED = ("zstd", "gz", "snappy", "br", "bz2")
@@ -89,6 +92,36 @@ def test_of_a_shard_over_http_only_its_head_is_read_to_index_it(tmp_path: Path) 
         assert len(ShardedDataset(f"{server.url}/index.json")) == 9
         read = sum(one.nbytes for one in server.asked if one.name.endswith(".mds"))
     assert read < 4 << 20  # of 9 MiB
+
+
+class _Counted(io.BytesIO):
+    """A file that counts what is read of it."""
+
+    nbytes = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self.nbytes += len(data)
+        return data
+
+
+def test_of_a_first_sample_only_what_tells_dimensions_of_arrays_is_read() -> None:
+    columns = {"a": ("bytes", None), "b": ("ndarray", None), "c": ("ndarray:int32", None)}
+    values = {"a": bytes(1 << 20), "b": bytes([32, 4, 3]) + bytes(12), "c": bytes([8, 1, 2]) + bytes(8)}
+    data = mds_shard(columns, [values])
+    file = _Counted(data)
+    scan = MdsFormat().scan(file, Shard("x.mds", len(data), ""), block_bytes=1 << 20)
+    assert file.nbytes < 1000
+    assert [scan.schema[name].kind for name in columns] == ["bytes", "list", "bytes"]
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_arrays_behind_long_values_of_a_compressed_shard_are_lists(tmp_path: Path, kind: str) -> None:
+    columns = {"a": ("bytes", None), "b": ("ndarray", None)}
+    data = mds_shard(columns, [{"a": bytes(3 << 20), "b": bytes([33, 4, 3]) + bytes(12)}])
+    (tmp_path / f"x.mds.{kind}").write_bytes(COMPRESSIONS[kind](data))
+    sample = ShardedDataset(str(tmp_path / f"x.mds.{kind}"))[0]
+    assert sample["b"].tolist() == [0, 0, 0]
 
 
 def test_a_split_is_a_folder_of_its_name(tmp_path: Path) -> None:
@@ -176,6 +209,10 @@ def test_names_that_mean_no_file_of_the_folder_are_errors(folder: Path, name: An
     [
         ({"samples": 6}, r"shard\.00000\.mds: index\.json says that it has 6 samples, and it has 5"),
         ({"raw_data": {"basename": "shard.00000.mds", "bytes": 9}}, "says that it has 9 bytes"),
+        (
+            {"raw_data": "x", "zip_data": {"basename": "shard.00000.mds"}},
+            r"shard\.00000\.mds: .*'x' as its raw_",
+        ),
         ({"version": 3}, "of version 3 of MDS; only version 2 is known"),
         ({"format": "json"}, "Streaming's format 'json', which is not read: .*format='jsonl'"),
         ({"format": "xsv"}, "Streaming's format 'xsv', which is not read: .*ShardWriter"),
