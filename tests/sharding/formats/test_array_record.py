@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from formats.records_kit import CountingFile, expected, fixture, values_in, written_anew
+from formats.records_kit import CountingFile, expected, fixture, values_in, varint, written_anew
 from formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
 
 from dataflow import DataLoader, ShardedDataset
@@ -211,4 +211,15 @@ def test_a_part_that_would_be_larger_than_its_chunk_tells_is_not_decompressed():
     whole = fixture("array_record", "zstd-16.array_record")
     damaged = changed(whole, CHUNK + 32, (1).to_bytes(8, "little"))  # bytes of the records of the chunk
     with pytest.raises(CorruptShardError, match="larger than its chunk tells"):
+        scan_of(ArrayRecordFormat(), damaged, URL)
+
+
+@pytest.mark.parametrize("sparse_from", [0, 1 << 20])
+@pytest.mark.parametrize("size", [(1 << 63) - 50, (1 << 64) - 3])
+def test_a_list_of_sizes_so_long_that_sums_wrap_around_is_damage(
+    size: int, sparse_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sharding.formats.records.array_record.SPARSE_MEAN_BYTES", sparse_from)
+    damaged = changed(fixture("array_record", "uncompressed-16.array_record"), CHUNK + 41, varint(size))
+    with pytest.raises(CorruptShardError, match="list of sizes ends behind it"):
         scan_of(ArrayRecordFormat(), damaged, URL)
