@@ -146,7 +146,7 @@ def _layout_in(config: bytes, shard: Shard, at: int) -> SampleLayout:
 
 
 def _reader(plain: BinaryIO, at: int, base: int) -> Callable[[int, int], bytes]:
-    """What reads some of the bytes that lie from `base` on, each time further on; `plain` is at `at`.
+    """Return what reads some of the bytes from `base` on, each time further on; `plain` is at byte `at`.
 
     Of what is decompressed, bytes between are read, too, a few at a time.
     """
