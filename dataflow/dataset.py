@@ -432,10 +432,11 @@ class ShardedDataset(Sharded, Dataset[S]):
         """The samples for which a pyarrow expression is true: `filter(pyarrow.compute.field("n") > 3)`.
 
         The columns are the stored ones, whether delivered or not. Row groups that Parquet statistics rule
-        out are not touched; of what remains, the columns in question are read now, in parallel. Of tar none
-        is: what can be asked is which members a sample has, and their sizes in bytes, as in
-        `field("txt").is_valid() & (field("jpg", "size") > 1000)`. Raises `ValueError` for other formats, and
-        for a condition that does not fit the columns.
+        out are not touched; of what remains, the columns in question are read now, in parallel. Of MDS,
+        LitData, TFRecord and ArrayRecord these are numbers, text and bytes, and whole blocks are read, unless
+        values of a known place lie far apart. Of tar nothing is read: what can be asked is which members a
+        sample has, and their sizes in bytes, as in `field("txt").is_valid() & (field("jpg", "size") > 1000)`.
+        Raises `ValueError` for other formats, and for a condition that does not fit the columns.
         """
         from dataflow.sources.views import matching
 

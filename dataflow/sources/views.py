@@ -1,34 +1,42 @@
 """The selections behind the views of a `ShardedDataset`: by index, by hash, by condition.
 
 Only a condition on rows reads data: the columns it looks at, of the blocks that their statistics do not rule
-out. One on the members of tar's samples is decided by the catalog.
+out. One on the members of tar's samples is decided by the catalog. Formats that are no tables have rows of
+numbers, text and bytes; whole blocks of them are read, unless what is asked for lies far apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dataflow.staging.source import Source
-from sharding.blocks import Block
+from prefetch.store.ranges import coalesce
+from sharding.blocks import Block, Column, Columns, ColumnSpec, Masked, Spans
 from sharding.catalog.predicate import (
     Predicate,
     blocks_that_may_match,
     member_schema,
     member_table,
 )
-from sharding.catalog.reading import read_block
+from sharding.catalog.reading import ColumnReader, read_block
 from sharding.catalog.schema import NO_SCHEMA
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
+from sharding.formats.arrow.schema import arrow_type
 from sharding.order.selection import MOST_DRAWN, Selection
+from sharding.spans import gathered, numbers_at
 
 _FILTER_THREADS = 16
+_FAR_BYTES = 64 << 10
+"""The bytes between values from which on each is read by itself; below it, whole blocks are."""
 _SAMPLES_AT_ONCE = 1 << 20
 """Number of samples whose members are looked at together: a condition costs more than a small block has."""
 
@@ -70,9 +78,7 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
     if codec.columns_are_extensions:
         return _with_members(source, selection, expression)
     if not isinstance(codec, TabularFormat):
-        raise ValueError(
-            f"format {codec.name!r} has no columns to filter by; Parquet, Arrow, JSONL and tar have"
-        )
+        return _with_values(source, selection, expression)
 
     others = _schemas(catalog, codec)
 
@@ -99,7 +105,11 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
         catalog.schema.check(name for name in catalog.schema.conflicts if name in str(expression))
         raise
     catalog.schema.check(first.named)
-    left = selection.of_blocks(blocks_that_may_match(catalog, expression, predicate_of))
+    return _where(selection.of_blocks(blocks_that_may_match(catalog, expression, predicate_of)), matches)
+
+
+def _where(left: Selection, matches: Callable[[int], NDArray[np.bool_]]) -> Selection:
+    """The samples that match; `matches` tells it of all samples of a block, and is called in threads."""
     blocks = np.flatnonzero(left.num_samples).tolist()
     with ThreadPoolExecutor(_FILTER_THREADS, thread_name_prefix="dataflow-filter") as pool:
         masks = dict(zip(blocks, pool.map(matches, blocks), strict=True))
@@ -114,6 +124,68 @@ def _schemas(catalog: Catalog, codec: TabularFormat) -> list[pa.Schema]:
     with_blocks = (shard for shard in sorted(shards) if catalog.shard_schemas[shard] != NO_SCHEMA)
     firsts = (int(catalog.first_block[shard]) for shard in with_blocks)
     return [codec.schema(bytes(catalog.block(first).footer)) for first in firsts]
+
+
+def _with_values(source: Source, selection: Selection, expression: Any) -> Selection:
+    """The samples whose numbers, text or bytes an expression is true of, in a format that is no table."""
+    codec, catalog = source.format, source.catalog
+    fields = [(name, arrow_type(spec)) for name, spec in catalog.schema.items() if _is_value(spec)]
+    if not fields:
+        others = "those of Parquet, Arrow, JSONL, MDS, LitData, TFRecord, ArrayRecord and tar have"
+        raise ValueError(f"this dataset of format {codec.name!r} has no columns to filter by; {others}")
+    condition = Predicate(expression, pa.schema(fields))
+    catalog.schema.check(condition.columns)
+    reader = ColumnReader(catalog, codec, condition.columns)
+
+    def matches(number: int) -> NDArray[np.bool_]:
+        block = catalog.block(number)
+        spans = codec.locate(block, condition.columns) if codec.locates_numbers else None
+        if spans is not None and block.length > _FAR_BYTES * len(spans) * block.num_samples:
+            columns = _located(source, block, spans)
+        else:
+            columns = reader.decode(block, reader.read(block, source.reader.read_into))
+        try:
+            arrays = {name: _as_arrow(column, catalog.schema[name]) for name, column in columns.items()}
+        except pa.ArrowException as error:
+            raise block.corrupt(f"the filter {expression} cannot look at it: {error}") from error
+        return condition.holds(pa.table(arrays))
+
+    return _where(selection, matches)
+
+
+def _is_value(spec: ColumnSpec) -> bool:
+    return spec.kind in ("text", "bytes") or (spec.kind == "fixed" and not spec.shape)
+
+
+def _located(source: Source, block: Block, spans: Mapping[str, Spans]) -> Columns:
+    """Columns of which the values alone are read."""
+    columns: Columns = {}
+    for name, one in spans.items():
+        firsts, sizes, of = coalesce(one.starts, np.maximum(one.lengths, 0))
+        buffer, targets = np.empty(int(sizes.sum()), np.uint8), np.cumsum(sizes) - sizes
+        for first, size, at in zip(firsts.tolist(), sizes.tolist(), targets.tolist(), strict=True):
+            source.reader.read_into(block.shard, block.offset + first, buffer[at : at + size])
+        starts = one.starts + (targets - firsts)[of] if len(firsts) else np.zeros_like(one.starts)
+        spec = source.catalog.schema[name]
+        is_number = spec.kind == "fixed"
+        columns[name] = (
+            numbers_at(buffer, starts, spec.dtype) if is_number else Spans(buffer, starts, one.lengths)
+        )
+    return columns
+
+
+def _as_arrow(column: Column, spec: ColumnSpec) -> pa.Array:
+    if isinstance(column, Masked):
+        return pa.array(column.values, mask=column.lacks != 0).cast(arrow_type(spec))
+    if not isinstance(column, Spans):
+        return pa.array(np.ascontiguousarray(column)).cast(arrow_type(spec))
+    lengths = np.maximum(column.lengths, 0)
+    contents = gathered(column.buffer.view(np.uint8), column.starts, lengths)
+    buffers = [None, pa.py_buffer(np.append(0, np.cumsum(lengths))), pa.py_buffer(contents)]
+    values = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
+    if (column.lengths < 0).any():
+        values = pc.if_else(pa.array(column.lengths >= 0), values, None)
+    return values.cast(arrow_type(spec))
 
 
 def _with_members(source: Source, selection: Selection, expression: Any) -> Selection:
