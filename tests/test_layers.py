@@ -178,6 +178,7 @@ MAY_USE: dict[str, set[str]] = {
     },
     "dataflow.actors": {
         "dataflow.batch",
+        "dataflow.engines",
         "dataflow.outputs",
         "dataflow.processes",
         "dataflow.staging",

@@ -39,12 +39,12 @@ from dataflow.actors.cluster import (
     BuilderActorError,
     ClusterNodes,
     RayClusterError,
-    Versions,
     connected_ray,
 )
 from dataflow.actors.reading import only_read, read_plan
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import Delivered
+from dataflow.engines.versions import Versions
 from dataflow.outputs.output import staged_outputs
 from dataflow.processes.dispatch import ASSIGNED, RemoteBuild, RemoteBuilders, chunk_of
 from dataflow.processes.serialized import serialize
@@ -226,7 +226,8 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
             return
         pid, node, versions = info.result()
         actor.name += f" (pid {pid} on {node})"
-        Versions.here().check(versions, actor.name)
+        if difference := Versions.here().difference(versions):
+            raise RayClusterError(f"{actor.name}: {difference}")
         opened = actor.handle.open.remote(actor.name, self._job, self._layout).future()
         self._when_there(opened, partial(self._use, actor))
 

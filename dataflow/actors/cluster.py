@@ -7,12 +7,10 @@ connection belongs to the process, as `ray.init` makes it; it stays when a loade
 from __future__ import annotations
 
 import os
-import platform
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from typing import Any
 
 from sharding.errors import DataflowError
@@ -35,41 +33,6 @@ class RayClusterError(DataflowError):
 
 class BuilderActorError(DataflowError):
     """Actors that build died, and others would die the same way."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Versions:
-    """Versions that must be the same in the training process and in its actors: pickles and code are sent."""
-
-    python: str
-    dataflow: str
-    torch: str
-
-    @classmethod
-    def here(cls) -> Versions:
-        """Return the versions of this process."""
-        return cls(
-            python=".".join(platform.python_version_tuple()[:2]),
-            dataflow=_version("dataflow-loader"),
-            torch=_version("torch").partition("+")[0],  # the trainer's may be built for CUDA, an actor's not
-        )
-
-    def check(self, other: Versions, name: str) -> None:
-        """Raise `RayClusterError` if an actor, of that name, runs others than we do."""
-        for field in fields(self):
-            ours, theirs = getattr(self, field.name), getattr(other, field.name)
-            if ours != theirs:
-                raise RayClusterError(
-                    f"{name} runs {field.name} {theirs}, the training process {field.name} {ours}: install "
-                    "the same version on all nodes of the Ray cluster"
-                )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "that is not installed (its source is on the path)"
 
 
 def connected_ray() -> Any:

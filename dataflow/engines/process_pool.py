@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from queue import SimpleQueue
 from typing import Any
 
-from dataflow.engines.starting import refuse_unknown
+from dataflow.engines.starting import EngineRequest
 from prefetch.workers.fork_server import end_with_parent, release_server
 
 
@@ -68,10 +68,10 @@ def _begin() -> None:
 
 
 @contextmanager
-def start(workers: int | None, options: Mapping[str, str]) -> Iterator[Executor]:
+def start(request: EngineRequest) -> Iterator[Executor]:
     """See `engine`."""
-    refuse_unknown("processes", options)
-    count = workers or len(os.sched_getaffinity(0))
+    request.allow()
+    count = request.workers or len(os.sched_getaffinity(0))
     calls, ends_well = ProcessEngine(), False
     with ThreadPoolExecutor(count, thread_name_prefix="dataflow-engine") as threads:
         try:

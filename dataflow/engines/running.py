@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from dataflow.engines.errors import EngineError, TaskLostError
+from dataflow.engines.errors import EngineError, TaskLostError, shown
 from sharding.errors import DataflowError
 
 T = TypeVar("T")
@@ -103,14 +103,16 @@ def run_all(
                 if attempt.count > retries:
                     raise TaskLostError(
                         f"task {attempt.number} was tried {attempt.count} times, and its worker died each "
-                        f"time ({death}): the system may have killed it for memory"
+                        f"time ({shown(death)}): the system may have killed it for memory"
                     ) from death
                 submit(_Attempt(attempt.number, attempt.task, attempt.count + 1))
                 continue
             except CancelledError as cancelled:
                 raise EngineError(
-                    "the engine cancelled a task: it was ended, or cannot be reached"
+                    "the engine cancelled a task: it ended, or cannot be reached"
                 ) from cancelled
+            except Exception as lost:  # what the function raised is in `error`
+                raise TaskLostError(f"the engine gave up task {attempt.number} ({shown(lost)})") from lost
             if error is not None:
                 raise error
             yield attempt.number, result  # type: ignore[misc]

@@ -3,28 +3,91 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
-from typing import Any
+from urllib.parse import urlsplit
 
 from msgspec import Struct
 
+from dataflow.engines.errors import EngineError, shown
+from dataflow.engines.versions import Versions
+
 _log = logging.getLogger("dataflow")
+_ANSWER_S = 120.0
+_CONNECT_S = 10.0
 
 
-class _Engine(Struct, frozen=True):
-    """The way an engine is started; `module`'s `start(workers, options)` is a context manager."""
+class EngineRequest(Struct, frozen=True, kw_only=True):
+    """The engine that is asked for, and how."""
+
+    name: str
+    workers: int | None
+    options: Mapping[str, str]
+    timeout_s: float
+    """Seconds that it may take until a worker answers."""
+    say: Callable[[str], object]
+
+    def allow(self, *names: str, prefix: str | None = None) -> None:
+        """Raise `ValueError` for options that it does not have; those that begin with `prefix` it has."""
+        for option in self.options:
+            if option not in names and not (prefix and option.startswith(prefix)):
+                known = ", ".join([*names, *([f"{prefix}..."] if prefix else []), "timeout"])
+                raise ValueError(f"the engine {self.name} has no option {option!r}: it has {known}")
+
+    def number(self, name: str) -> float | None:
+        """Return the option as a number; None: it was not given."""
+        try:
+            return float(self.options[name]) if name in self.options else None
+        except ValueError:
+            text = self.options[name]
+            raise ValueError(f"the option {name} of an engine must be a number, got {text!r}") from None
+
+    def joins(self, address: str) -> None:
+        """Say that a cluster that runs is used; raises `ValueError` if it should have so many workers."""
+        if self.workers is not None:
+            raise ValueError(
+                f"the workers of {self.name} at {address} are those that run: leave out workers= (--workers)"
+            )
+        self.say(f"{self.name}: joined {address}")
+
+    def reach(self, address: str) -> None:
+        """Raise `EngineError` unless something listens at "host:port", with a protocol or without."""
+        parts = urlsplit(address if "://" in address else f"//{address}")
+        try:
+            host, port = parts.hostname, parts.port
+            if not host or port is None:
+                raise ValueError("it has no port")
+            socket.create_connection((host, port), min(_CONNECT_S, self.timeout_s)).close()
+        except (OSError, ValueError) as error:
+            raise EngineError(
+                f"no {self.name} was found at {address} ({error}): see that it runs, that this machine may "
+                f"connect, and that the address is right, such as {_ENGINES[self.name].example}"
+            ) from None
+
+
+class _Engine(Struct, frozen=True, kw_only=True):
+    """The way an engine is started; `module`'s `start(request)` is a context manager."""
 
     module: str
     package: str = ""
     """The module that is imported of it; "": none."""
     extra: str = ""
+    example: str = ""
+    """An address of it."""
+    has_queue: bool = False
+    """Whether a worker may rightly take hours to come."""
 
 
 _ENGINES = {
-    "processes": _Engine("dataflow.engines.process_pool"),
+    "processes": _Engine(module="process_pool"),
+    "ray": _Engine(module="ray_tasks", package="ray", extra="ray", example="head:6379"),
+    "dask": _Engine(module="dask_client", package="distributed", extra="dask", example="tcp://head:8786"),
+    "spark": _Engine(module="spark_jobs", package="pyspark", extra="spark", example="spark://head:7077"),
+    "slurm": _Engine(module="slurm_jobs", package="submitit", extra="slurm", has_queue=True),
+    "mpi": _Engine(module="mpi_pool", package="mpi4py", extra="mpi"),
 }
 ENGINES = tuple(_ENGINES)
 """Names of the engines."""
@@ -43,15 +106,17 @@ def engine(
     An error or Ctrl-C in the block cancels the tasks that were submitted.
 
     Args:
-        name: "processes".
-        workers: tasks at a time; None: one for each CPU that this process may use.
-        options: what the engine is told besides; "processes" takes none.
-        say: called with a line that says which engine it is.
+        name: "processes", "ray", "dask", "spark", "slurm" or "mpi".
+        workers: tasks at a time, of an engine that is started here; None: one for each CPU that this process
+            may use, and 64 jobs of Slurm.
+        options: what the engine is told, as the page "Engines" lists it: "address", "cpus", "partition" and
+            others. "timeout" is the seconds that it may take until a worker answers, 120 by default.
+        say: called with a line that tells what was joined or started.
 
     Raises:
         ValueError: there is no engine of this name, or no such option.
         ImportError: its package is not installed; the text names the extra.
-        EngineError: no worker of it answers.
+        EngineError: it is not there, no worker answers, or workers have other versions.
 
     Examples:
         >>> with engine("processes", workers=1) as executor:
@@ -62,16 +127,52 @@ def engine(
         raise ValueError(f"engine must be one of {', '.join(_ENGINES)}; got {name!r}")
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    chosen = _ENGINES[name]
-    start: Callable[[int | None, Mapping[str, str]], AbstractContextManager[Executor]]
-    start = import_module(chosen.module).start
-    with start(workers, options) as executor:
+    chosen, given = _ENGINES[name], dict(options)
+    request = EngineRequest(
+        name=name, workers=workers, options={"timeout": str(_ANSWER_S)} | given, timeout_s=_ANSWER_S, say=say
+    )
+    timeout_s = request.number("timeout")
+    assert timeout_s is not None
+    given.pop("timeout", None)
+    request = EngineRequest(name=name, workers=workers, options=given, timeout_s=timeout_s, say=say)
+    if chosen.package:
+        try:
+            import_module(chosen.package)
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"the engine {name} needs another package: pip install 'dataflow-loader[{chosen.extra}]'"
+            ) from error
+    start: Callable[[EngineRequest], AbstractContextManager[Executor]]
+    start = import_module(f"dataflow.engines.{chosen.module}").start
+    with start(request) as executor:
+        if chosen.package and not chosen.has_queue:
+            _ask(executor, request)
         yield executor
 
 
-def refuse_unknown(name: str, options: Mapping[str, Any], known: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` for options that an engine does not have."""
-    unknown = [option for option in options if option not in known]
-    if unknown:
-        has = f"it has {', '.join(known)}" if known else "it has none"
-        raise ValueError(f"{name} has no option {unknown[0]!r}: {has}")
+@contextmanager
+def cancelling(cancel: Callable[[], object]) -> Iterator[None]:
+    """Call it where the block ends by an error or Ctrl-C."""
+    try:
+        yield
+    except BaseException:
+        cancel()
+        raise
+
+
+def _ask(executor: Executor, request: EngineRequest) -> None:
+    """Raise `EngineError` unless a worker answers, and runs the versions that we do."""
+    try:
+        theirs = executor.submit(Versions.here).result(request.timeout_s)
+    except TimeoutError:
+        raise EngineError(
+            f"no worker of {request.name} took a task within {request.timeout_s:.0f} s: see whether it has "
+            "workers with room; the option timeout= (--engine-option timeout=600) gives it longer"
+        ) from None
+    except Exception as error:
+        raise EngineError(
+            f"a worker of {request.name} could not do a task ({shown(error)}): install "
+            "dataflow-loader, and the same Python, on all of its machines"
+        ) from error
+    if difference := Versions.here().difference(theirs):
+        raise EngineError(f"a worker of {request.name} is not as this process: {difference}")

@@ -29,7 +29,8 @@ from threads_kit import our_threads, threads_left
 from dataflow import DataLoader, Mixture, SampleError, ShardedDataset, ShardWriter, Shuffle
 from dataflow.actors import builders
 from dataflow.actors.builders import RayBuilders
-from dataflow.actors.cluster import BuilderActorError, RayClusterError, Versions
+from dataflow.actors.cluster import BuilderActorError, RayClusterError
+from dataflow.engines.versions import Versions
 from prefetch.errors import StallError
 from sharding.errors import ShardChangedError
 

@@ -169,7 +169,7 @@ def test_an_executor_that_is_closed_says_so() -> None:
     ("name", "options", "text"),
     [
         ("threads", {}, "engine must be one of processes"),
-        ("processes", {"cpus": "1"}, "processes has no option 'cpus'"),
+        ("processes", {"cpus": "1"}, "the engine processes has no option 'cpus': it has timeout"),
     ],
 )
 def test_unknown_engines_and_options_are_refused(name: str, options: dict[str, str], text: str) -> None:
