@@ -39,6 +39,7 @@ EXACT = [
     pytest.param("images_from_tar", "docs/guide/images.md", marks=pytest.mark.full),
     pytest.param("several_images", "docs/guide/images.md", marks=pytest.mark.full),
     pytest.param("clips", "docs/guide/media.md", marks=pytest.mark.full),
+    pytest.param("convert_on_engine", "docs/guide/engines.md", marks=pytest.mark.full),
     ("hub_dataset", "docs/guide/hub.md"),
     pytest.param("gradient_windows", "docs/guide/gradient-accumulation.md", marks=pytest.mark.full),
     pytest.param("my_data", "docs/guide/benchmarking.md", marks=pytest.mark.full),

@@ -78,7 +78,7 @@ class _Engine(Struct, frozen=True, kw_only=True):
     example: str = ""
     """An address of it."""
     has_queue: bool = False
-    """Whether a worker may rightly take hours to come."""
+    """A worker may rightly take hours to come."""
 
 
 _ENGINES = {

@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 from dataflow.engines import engine
