@@ -223,12 +223,22 @@ def _first_there(root: str, names: Sequence[str], options: Mapping[str, Any], re
 
 
 def read_value(url: str, options: Mapping[str, Any], retrier: Retrier) -> Any:
-    """The value of a YAML or JSON file. `CorruptShardError` where it is none."""
+    """The value of a YAML or JSON file, keys as text. `CorruptShardError` where it is none."""
     raw = retrier(lambda: read_file(url, options), url)
     try:
-        return json.loads(raw) if url.endswith(".json") else yaml_value(raw.decode(), "it", needs=_NO_YAML)
+        if url.endswith(".json"):
+            return json.loads(raw)
+        return _with_text_keys(yaml_value(raw.decode(), "it", needs=_NO_YAML))
     except (ValueError, RecursionError) as error:
         raise CorruptShardError(url, f"is damaged: {error!s:.500}") from error
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_text_keys(one) for one in value]
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(one) for key, one in value.items()}
+    return value
 
 
 def _converted(value: Any, kind: type[T], url: str) -> T:
