@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 
-from dataflow import DataflowError, ShardedDataset
+from dataflow import DataflowError, DataLoader, ShardedDataset, convert
 from sharding.errors import ShardReadError
 from sharding.formats.unread import unread_text
 
@@ -56,3 +57,23 @@ def test_a_kind_that_nobody_knows_is_no_kind() -> None:
     assert unread_text(["a.xyz", "README.md"]) is None
     assert unread_text([]) is None
     assert unread_text(["a.json", "b.json", "logo.png"]) is None  # JSON Lines, maybe
+
+
+class Rows:
+    """What stands for a file of HDF5, Zarr or FFCV: a map-style dataset over it."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        return {"image": np.full((2, 3), index, np.uint8), "label": index}
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_both_ways_that_the_error_names_lead_on(tmp_path: Path) -> None:
+    with DataLoader(Rows(), batch_size=4) as loader:
+        assert [batch["label"].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    convert(Rows(), tmp_path / "shards", to="tar", workers=1, progress=False)
+    dataset = ShardedDataset(tmp_path / "shards")
+    assert [int(dataset[i]["label.cls"]) for i in range(len(dataset))] == [*range(10)]
+    assert dataset[7]["image.npy"].tolist() == [[7, 7, 7], [7, 7, 7]]
