@@ -12,7 +12,7 @@ from typing import Any
 from sharding.catalog.build import CATALOG_SUFFIX
 from sharding.catalog.storage import VERSION_KEYS, open_url, store_errors, version_of
 from sharding.errors import ShardReadError
-from sharding.urls import file_name, is_local, local_path, naming_part
+from sharding.urls import file_name, is_http, is_local, local_path, naming_part
 
 SPLITS = {
     "train": ("train", "training"),
@@ -20,10 +20,12 @@ SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 """Names of folders by split, as Hugging Face `datasets` knows them."""
+UNKNOWN = -1
+"""The size of a file that a listing does not tell, as pages of HTTP servers do not."""
 _NO_DATA = {"thumbs.db", "desktop.ini", "__macosx"}
 
 Entry = tuple[str, int, str]
-"""Name, size and version of a file."""
+"""Name, size (`UNKNOWN`: to be asked for) and version of a file."""
 Folders = dict[str, list[Entry]]
 """By path below a root ("": the root itself), the files of a folder."""
 
@@ -73,17 +75,19 @@ def _facts(entry: os.DirEntry[str]) -> tuple[int, str]:
 
 def _remote_listing(fs: Any, root: str, depth: int | None) -> tuple[Folders, int]:
     folders, num_hidden = Folders({"": []}), 0
-    start = root.rstrip("/") + "/"
+    start, is_page = root.rstrip("/") + "/", is_http(root)
     version, is_checked = version_of, False
     for path, info in fs.find(root, maxdepth=depth, detail=True).items():
         name = path.removeprefix(start)
         if info["type"] == "directory" or path.endswith("/") or not path.startswith(start):
             continue
+        if is_page and ("?" in name or "#" in name):
+            continue  # a link that sorts the page
         *above, last = name.split("/")
         if any(map(is_hidden, [*above, last])):
             num_hidden += 1
         elif info.get("size") is None:
-            raise ShardReadError(path, "the store does not say its size")
+            folders.setdefault("/".join(above), []).append((last, UNKNOWN, ""))
         else:
             if not is_checked and not _tell_alike(info, fs.info(path)):
                 version = _no_version  # A read asks for its file alone, and would take it for another one.

@@ -13,15 +13,16 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
 from msgspec import Struct, structs
 from numpy.typing import NDArray
 
-from dataflow.sources.folders import Folders, below, folders_in, listing, split_of
+from dataflow.sources.folders import UNKNOWN, Folders, below, folders_in, listing, split_of
 from dataflow.sources.manifests import (
     NAMES,
     Manifest,
@@ -61,8 +62,8 @@ KINDS = {
 _KIND_OF = {ending: kind for kind, endings in KINDS.items() for ending in endings}
 _KIND_ENDING = re.compile(rf"\.({'|'.join(_KIND_OF)}|{{({'|'.join(_KIND_OF)}|,)+}})$")
 """Ends names and patterns of such files, braces among them."""
-UNKNOWN = -1
-"""The size of a file that no listing told."""
+_PLAIN = "/~!$&'()*+,;=:@"
+"""Signs that stand for themselves in the path of a URL."""
 _PER_SHARD = 100
 """Files of a kind for each shard that lies among them, at least: fewer are the pictures of a repository."""
 _NAMED = 5
@@ -91,7 +92,7 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
         for name in names:
             if not name.isascii():
                 _check_text(name)
-        endings = np.array([ending_of(url) for url in self.urls])
+        endings = np.array([ending_of(name) for name in names])
         sizes_of, missing = {}, {}
         for ending in np.unique(endings).tolist():
             own = endings == ending
@@ -163,7 +164,7 @@ def find_loose(
     if not isinstance(items, (list, tuple)) or not items:
         return None
     texts = [os.fspath(item) for item in items if isinstance(item, (str, os.PathLike))]
-    if len(texts) < len(items) or any(not isinstance(text, str) or is_http(text) for text in texts):
+    if len(texts) < len(items) or not all(isinstance(text, str) for text in texts):
         return None
     if any(is_hub(text) or not text.endswith(naming_part(text)) for text in texts):
         return None
@@ -172,9 +173,13 @@ def find_loose(
         return _of_split(patterns, options, split, any_kind=any_kind)
     if len(patterns) == 1 and _is_folder(patterns[0], options):
         return _of_folder(patterns[0], options, any_kind=any_kind)
-    if any_kind or all(ending_of(file_name(pattern)) in _KIND_OF for pattern in patterns):
+    if not any_kind and any(ending_of(file_name(pattern)) not in _KIND_OF for pattern in patterns):
+        return None
+    if not any(map(is_http, patterns)):
         return _of_patterns(patterns, options)
-    return None
+    if all(is_http(url) and not url.endswith("/") and not is_glob(url) for url in patterns):
+        return _of_urls(patterns)
+    return None  # HTTP has no patterns
 
 
 def may_be_loose(source: Any) -> bool:
@@ -184,6 +189,8 @@ def may_be_loose(source: Any) -> bool:
     """
     items = list(source) if isinstance(source, (list, tuple)) else [source]
     texts = [os.fspath(item) for item in items if isinstance(item, (str, os.PathLike))]
+    if len(texts) == 1 and is_http(texts[0]) and texts[0].endswith("/"):
+        return True  # nothing else is found by a server's pages
     if len(texts) == 1 and is_local(texts[0]) and os.path.isdir(path := local_path(texts[0])):
         return not any(
             has_suffix(name) and not name.startswith((".", "_")) and name not in NAMES
@@ -205,6 +212,8 @@ def is_listed_alike(kept: Catalog, built: Catalog) -> bool:
 def _is_folder(url: str, options: Mapping[str, Any] | None) -> bool:
     if is_local(url):
         return os.path.isdir(local_path(url))
+    if is_http(url):
+        return url.endswith("/")
     if is_glob(url) or ending_of(file_name(url)) in _KIND_OF:
         return False
     fs, path = open_url(url, options)
@@ -216,7 +225,12 @@ def _is_folder(url: str, options: Mapping[str, Any] | None) -> bool:
 
 
 def _of_folder(url: str, options: Mapping[str, Any] | None, *, any_kind: bool) -> LooseFiles | None:
-    folders, num_hidden = listing(url, options)
+    try:
+        folders, num_hidden = listing(url, options)
+    except ShardReadError as error:
+        if is_http(url) and error.reason.startswith("no such file"):
+            return None  # a server without pages that list files
+        raise
     is_sample = _chooser(folders, any_kind=any_kind)
     if is_sample is None:
         return None
@@ -226,6 +240,7 @@ def _of_folder(url: str, options: Mapping[str, Any] | None, *, any_kind: bool) -
     num_files = sum(map(len, folders.values())) + num_hidden
     top = sorted({path.partition("/")[0] for path in folders if path})
     filled = {path.partition("/")[0] for path, files in samples.items() if path and files}
+    _check_keys(f"{path}/{name}" for path, files in samples.items() for name, *_ in files)
     if not filled:
         files = [("", *one) for one in sorted(samples[""])]
         return _loose(url, files, [], [], num_files - len(files))
@@ -310,8 +325,13 @@ def _of_manifest(url: str, manifest: Manifest, options: Mapping[str, Any] | None
     rows = read_manifest(manifest, url, options)
     assert rows is not None
     if is_http(url) or rows.sizes is not None:
+        if is_http(url) and "?" in url:
+            raise ValueError(f"a manifest's folder must be a URL without '?', got {identity_of(url)!r}")
         sizes = np.full(len(rows.names), UNKNOWN) if rows.sizes is None else rows.sizes
-        return _of_rows(rows, url, paths_of(rows, url), sizes, [""] * len(sizes), 0)
+        paths = paths_of(rows, url)
+        if is_http(url):
+            paths = [quote(path, safe=_PLAIN) for path in paths]
+        return _of_rows(rows, url, paths, sizes, [""] * len(sizes), 0)
     if not _is_folder(url, options):
         raise ShardReadError(url, "no such folder, in which the manifest's files should be")
     return _in_order_of(rows, url, *listing(url, options), is_found=False)
@@ -445,24 +465,50 @@ def _is_there(folder: str, pattern: str, part: str, options: Mapping[str, Any] |
 def _listed(found: Mapping[str, tuple[int, str]], roots: Collection[str], num_left_out: int) -> LooseFiles:
     urls = list(found)
     common = _common_length(roots)
-    seen: dict[str, str] = {}
-    for url in urls:
-        key = key_of(url)
-        if seen.setdefault(key, url) != url:
-            raise ValueError(
-                f"{identity_of(seen[key])} and {identity_of(url)} differ in their endings only, and each "
-                "file is a sample of its own: give a glob of one ending, or write what belongs together as "
-                "tar shards (dataflow.ShardWriter)"
-            )
+    _check_keys(map(identity_of, urls))
     return LooseFiles(
         urls=urls,
         sizes=np.array([size for size, _ in found.values()], np.int64),
         versions=[version for _, version in found.values()],
-        name_lengths=np.array([len(url) for url in urls], np.int64) - common,
+        name_lengths=np.array([len(identity_of(url)) for url in urls], np.int64) - common,
         class_numbers=np.full(len(urls), NO_CLASS, np.int32),
         class_names=[],
         num_left_out=num_left_out,
     )
+
+
+def _of_urls(urls: Sequence[str]) -> LooseFiles:
+    """The files of a list of addresses over HTTP, each once."""
+    names = {identity_of(url): url for url in urls}
+    for name in names:
+        if "?" in name or "#" in name:
+            raise ValueError(
+                f"loose files over HTTP must end in their names, as https://host/a.jpg does, got {name!r}; "
+                "signatures may follow"
+            )
+    roots = {name.rpartition("/")[0] for name in names}
+    return _listed(dict.fromkeys(names.values(), (UNKNOWN, "")), roots, 0)
+
+
+def _check_keys(names: Iterable[str]) -> None:
+    """Raise `ValueError` for files of different kinds that differ in their endings only.
+
+    They look like the members of one sample, as in a tar. Two images of one name are two samples.
+    """
+    first: dict[str, str] = {}
+    for name in names:
+        other = first.setdefault(key_of(name), name)
+        if other != name and _kind(other) != _kind(name):
+            raise ValueError(
+                f"{printable_name(other)} and {printable_name(name)} differ in their endings only, and each "
+                "file is a sample of its own: give a glob of one ending, or write what belongs together as "
+                "tar shards (dataflow.ShardWriter)"
+            )
+
+
+def _kind(name: str) -> str:
+    ending = ending_of(name)
+    return _KIND_OF.get(ending, ending)
 
 
 def _common_length(roots: Collection[str]) -> int:

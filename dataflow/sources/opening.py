@@ -19,8 +19,9 @@ import numpy as np
 from msgspec import Struct, structs
 
 from dataflow.progress.bar import ProgressBar
+from dataflow.sources.folders import UNKNOWN
 from dataflow.sources.indexing import INDEX_THREADS, REMOTE_INDEX_THREADS, index
-from dataflow.sources.loose import UNKNOWN, LooseFiles, find_loose, is_listed_alike, may_be_loose
+from dataflow.sources.loose import LooseFiles, find_loose, is_listed_alike, may_be_loose
 from dataflow.sources.manifests import Manifest, folder_of, is_table
 from dataflow.sources.named import resolve_source
 from dataflow.sources.tables.files import TableVersion

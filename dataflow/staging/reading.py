@@ -23,6 +23,10 @@ from prefetch.memory.mapping import can_map
 from prefetch.store.ranges import MOST_BYTES, coalesce
 from sharding.blocks import Block, Columns, Spans
 from sharding.errors import CorruptShardError
+from sharding.urls import is_local
+
+_TASK_BYTES, _MOST_A_TASK, _LEAST_TASKS = 1 << 20, 16, 4
+"""Bytes and reads of a task that reads several small files, at most; tasks of a reader, at least."""
 
 
 class ReadWindow(StagedWindow):
@@ -49,6 +53,7 @@ class ReadWindow(StagedWindow):
         super().__init__(source, arena, WindowSamples(source.first_number, blocks), rows)
         self._data: list[memoryview | None] = [None] * len(blocks)
         self._region: NDArray[np.uint8] | None = None
+        self._num_readers = num_readers
         self._in_region = bool(blocks) and source.locates(numbers)
         self._keeps_blocks = self._in_region or any(output.stays_in_place for output in source.outputs)
         columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
@@ -67,14 +72,32 @@ class ReadWindow(StagedWindow):
         return sum(sizes if self._keeps_blocks else sizes[:num_readers])
 
     def reads(self) -> Sequence[Callable[[], None]]:
-        """One task a request: a block, or neighbours of one shard, which together are one range."""
+        """One task a request: a block, or neighbours of one shard, which together are one range.
+
+        A task reads several small files of this machine, one after the other: to hand over a task takes as
+        long as to read one.
+        """
         for output in self.source.outputs:
             self.staged[output.name] = output.stage(self.samples.num_rows, self.arena)
         sizes = np.array([_aligned(block.length) for block in self.samples.blocks], np.int64)
         if self._in_region:
             self._region = self.arena.lease(int(sizes.sum()) or 1)
-        starts = np.cumsum(sizes) - sizes
-        return [partial(self._read, blocks, int(starts[blocks.start])) for blocks in self._requests()]
+        starts = (np.cumsum(sizes) - sizes).tolist()
+        reads = [(blocks, starts[blocks.start]) for blocks in self._requests()]
+        size = self._reads_a_task(reads)
+        return [partial(self._read_all, reads[i : i + size]) for i in range(0, len(reads), size)]
+
+    def _reads_a_task(self, reads: Sequence[tuple[range, int]]) -> int:
+        """Return how many reads are one task: all readers have several, of few bytes and of local files."""
+        blocks = self.samples.blocks
+        most = min(_MOST_A_TASK, len(reads) // (_LEAST_TASKS * self._num_readers))
+        if most < 2 or not all(is_local(block.shard.url) for block in blocks):
+            return 1
+        return max(1, min(most, _TASK_BYTES * len(blocks) // (1 + sum(block.length for block in blocks))))
+
+    def _read_all(self, reads: Sequence[tuple[range, int]]) -> None:
+        for ordinals, at in reads:
+            self._read(ordinals, at)
 
     def _requests(self) -> list[range]:
         """The blocks of each request.

@@ -32,7 +32,7 @@ from sharding.write.file import NO_ROOM, space_at
 _PATIENCE_S = 60.0
 """For another process's fetch. It ends with that process; only one that was stopped takes as long."""
 _LEAST_BYTES = 32 << 10
-"""Smaller ranges are single samples; a file for each would cost more than it saves."""
+"""Smaller ranges are single samples; a file for each would cost more than it saves, unless it is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,8 @@ class BlockCache:
 
         Raises `ReaderClosedError` if `end` was called while it waited.
         """
-        if out.nbytes < _LEAST_BYTES or not self._is_versioned(shard):
+        is_small = out.nbytes < min(_LEAST_BYTES, shard.size or 1)
+        if is_small or not self._is_versioned(shard):
             fetch()
             self._count(misses=1, miss_bytes=out.nbytes)
             return

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 SERVERS = Path(__file__).parents[1] / "servers"
 WAIT_S = 20.0
@@ -61,6 +61,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         path = self.server.folder / unquote(url.path).strip("/")
         allowed = self.server.may_read(url.query, self.headers.get("Authorization", ""))
+        if allowed and self.server.has_pages and path.is_dir():
+            links = [one.name + "/" * one.is_dir() for one in [*path.iterdir(), Path("?C=N;O=D"), Path("..")]]
+            page = "".join(f'<a href="{quote(link, safe="/?=;.")}">x</a>\n' for link in links).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            self.wfile.write(page)
+            return
         if not allowed or not path.is_file():
             self.send_response(404 if allowed else 403)
             self.send_header("Content-Length", "0")
@@ -118,6 +127,8 @@ class RangeServer(http.server.ThreadingHTTPServer):
         self.content_range: Callable[[Asked, int], str] = _content_range
         self.more_fields: list[tuple[str, str]] = []
         """Of the head of each answer."""
+        self.has_pages = False
+        """Whether folders are answered by pages that link to their files."""
         self.packs = False
         """Whether files are compressed on their way, whatever range is asked for."""
         self.may_read: Callable[[str, str], bool] = lambda query, authorization: True

@@ -270,6 +270,15 @@ def test_files_that_differ_in_their_endings_only_are_named(tmp_path: Path) -> No
     write(tmp_path, {"a/1.jpg": b"1", "a/1.json": b"{}"})
     with pytest.raises(ValueError, match=r"a/1\.jpg and .*a/1\.json differ in their endings only"):
         ShardedDataset(f"{tmp_path}/**/*", format="files")
+    with pytest.raises(ValueError, match=r"a/1\.j.* and .*a/1\.j.* differ in their endings only"):
+        ShardedDataset(tmp_path, format="files")
+
+
+def test_images_of_one_name_are_samples_in_folders_and_globs_alike(tmp_path: Path) -> None:
+    write(tmp_path, {"a/1.jpg": b"1", "a/1.png": b"2"})
+    for source in (tmp_path, f"{tmp_path}/*/*"):
+        dataset = ShardedDataset(source, format="files", columns={"image": "jpg|png"}, decode=None)
+        assert [bytes(row["image"]) for row in rows(dataset)] == [b"1", b"2"]
 
 
 def test_links_that_lead_nowhere_or_in_a_circle_are_named(tmp_path: Path) -> None:
