@@ -270,7 +270,7 @@ MOST_LINES = {
     "dataflow/planning": 1_200,
     "dataflow/processes": 1_650,
     "dataflow/progress": 480,
-    "dataflow/sources": 2_750,
+    "dataflow/sources": 2_850,
     "dataflow/sources/energon": 540,
     "dataflow/sources/tables": 850,
     "dataflow/staging": 2_550,
