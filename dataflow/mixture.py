@@ -179,7 +179,7 @@ class Mixture(Sharded):
         members = list[ShardedDataset]()
         for part, _ in blend.parts:
             if part.path.endswith(".jsonl"):
-                whole = ShardedDataset(part.path, **settings)
+                whole = ShardedDataset(part.path, **{**settings, "format": "jsonl"})
                 members.append(whole.subset(slice(*part.bounds(len(whole)))))
             else:
                 members.append(ShardedDataset(part, **settings))  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ import numpy as np
 from msgspec import Struct
 
 from prefetch.store.retrier import Retrier
+from sharding.catalog.build import CATALOG_SUFFIX
 from sharding.catalog.storage import exists, read_file
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, ShardReadError
@@ -133,8 +134,8 @@ class EnergonDataset(Struct, frozen=True, kw_only=True):
         bounds = self.part.bounds(len(kept))
         if bounds != (0, len(kept)):
             kept = kept.between(*bounds)
-        some_excluded = [any(one.startswith(f"{name}/") for one in self.excluded) for name in names]
-        apart = kept.of_blocks(np.array(some_excluded)[blocks.shard])
+        above = {one[:at] for one in self.excluded for at, sign in enumerate(one) if sign == "/"}
+        apart = kept.of_blocks(np.array([name in above for name in names])[blocks.shard])
         keys = keys_of(apart) if len(apart) else []
         first = np.cumsum([0, *apart.num_samples])
 
@@ -205,7 +206,8 @@ def _is_energon(path: str, options: Mapping[str, Any], retrier: Retrier) -> bool
     """Return whether a folder has a description; asks a store once or twice, and no server of HTTP."""
     if is_local(path):
         return os.path.isdir(os.path.join(local_path(path), _META))
-    if is_glob(path) or "{" in path or has_suffix(path) or is_http(path) or is_hub(path):
+    is_file = has_suffix(path) or path.endswith((CATALOG_SUFFIX, ".json", ".csv", ".tsv"))
+    if is_file or is_glob(path) or "{" in path or is_http(path) or is_hub(path):
         return False
     try:
         return bool(_first_there(path.rstrip("/"), [".info.json", ".info.yaml"], options, retrier))

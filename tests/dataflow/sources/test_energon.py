@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from http_kit import RangeServer, serving
 
 from dataflow import DataflowError, DataLoader, Mixture, ShardedDataset
 from sharding.errors import CorruptShardError, ShardReadError
@@ -113,6 +115,15 @@ def test_a_folder_of_a_store_is_read_by_its_description() -> None:
     assert [len(source) for source in mixture.sources] == [1, 2, 1, 2]
 
 
+@pytest.mark.full
+def test_a_server_that_lists_nothing_is_asked_by_format() -> None:
+    with serving(RangeServer(FOLDER)) as server:
+        dataset = ShardedDataset(f"{server.url}/images", format="energon", split="val")
+        assert [sample["caption"] for sample in dataset] == captions("dataset/val")
+        mixture = Mixture.from_energon(f"{server.url}/more/nested.yaml", format="energon")
+        assert [len(source) for source in mixture.sources] == [1, 2, 1, 2]
+
+
 def test_a_loader_delivers_what_is_not_excluded_and_resumes() -> None:
     dataset = ShardedDataset(FOLDER / "images", split="all", config="TextSample.yaml")
     with DataLoader(dataset, batch_size=2, shuffle=True, seed=0) as loader:
@@ -139,7 +150,8 @@ def test_epochs_of_a_metadataset_hold_repetitions_and_validation_each_sample_onc
 def test_columns_take_the_place_of_dataset_yaml_and_decode_adds_to_it() -> None:
     members = ShardedDataset(FOLDER / "images", columns={"name": "json"}, decode={"name": name_in_json})
     assert members[0]["name"] == "näme 0"
-    raw = ShardedDataset(FOLDER / "images", config="VQASample.yaml", decode={"image": None})
+    config = "VQASample.yaml"
+    raw = pickle.loads(pickle.dumps(ShardedDataset(FOLDER / "images", config=config, decode={"image": None})))
     assert raw[0]["image"].numpy()[1:4].tobytes() == b"PNG"
     assert raw[0]["context"] == "what is 0?"
 
@@ -321,3 +333,9 @@ def test_files_of_json_lines_in_a_metadataset_are_read_as_such(images: Path) -> 
     node = "{path: lines.jsonl, subset: {range: [50%, 100%]}}"
     path.write_text(f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits: {{train: {node}}}\n")
     assert [int(sample["n"]) for sample in Mixture.from_energon(path).sources[0]] == [5, 6, 7, 8, 9]
+
+
+def test_without_a_package_for_yaml_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ImportError, match=r"Megatron-Energon needs .* 'dataflow-loader\[hub\]'"):
+        ShardedDataset(FOLDER / "images")
