@@ -84,6 +84,8 @@ class Opening(Struct, frozen=True, kw_only=True):
             try:
                 return self._of_files(source, retrier)
             except TableFolderError as found:
+                if self.format not in ("auto", "parquet"):
+                    raise
                 table = open_table(found.kind, found.url, options, retrier, revision=self.revision)
                 return self._catalog_of_table(table, retrier)
         return self._of_files(source, retrier)

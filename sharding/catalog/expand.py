@@ -268,9 +268,10 @@ def _list_directory(
     if not shards:
         from sharding.formats.unread import unread_text
 
-        if unread := unread_text([entry["name"] for entry in entries if entry["type"] != "directory"]):
+        names = [entry["name"] for entry in entries if entry["type"] != "directory"]
+        if unread := unread_text(names or [url.rstrip("/")]):
             raise ShardReadError(url, unread)
-        if kind is not None:
+        if kind is not None and _has_metadata(fs, path):
             raise TableFolderError(url, kind)
         below = sum(entry["type"] == "directory" for entry in entries)
         cure = "; it has sub-directories: give a glob such as '<directory>/**/*.tar'" if below else ""
@@ -278,6 +279,12 @@ def _list_directory(
             url, f"the directory holds no shards among its {len(entries) - below} files{cure}"
         )
     return [_in_place_of(path, url.rstrip("/"), name, fs) for name in sorted(shards)]
+
+
+def _has_metadata(fs: Any, path: str) -> bool:
+    """Return whether a folder holds the metadata of an Iceberg table."""
+    entries = fs.ls(f"{path.rstrip('/')}/{ICEBERG_METADATA}", detail=False)
+    return any(name.endswith(".metadata.json") for name in entries)
 
 
 def _files(

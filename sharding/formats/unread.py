@@ -48,6 +48,12 @@ _ZARR = Unread(
 _KINDS = (
     _ZARR,
     Unread(
+        "Lance tables",
+        _ending("lance"),
+        "one whose __getitems__ is lance.dataset(...).take, as in docs/guide/tables.md",
+        is_sure=True,
+    ),
+    Unread(
         "image files",
         _ending("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm", "pgm", "tif", "tiff"),
         "torchvision.datasets.ImageFolder",

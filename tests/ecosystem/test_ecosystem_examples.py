@@ -65,6 +65,33 @@ def test_a_table_that_grows_goes_on_at_its_version_as_the_page_shows(tmp_path: P
     assert all_lines("delta_table", tmp_path) == printed_on("docs/guide/tables.md", "delta_table")
 
 
+def test_a_lance_table_resumes_inside_an_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("lance")
+    assert last_line("lance_table", tmp_path) == "version 1: 400 rows, resumed after 160: True\n"
+
+
+def test_a_batch_of_a_lance_table_is_one_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lance = pytest.importorskip("lance")
+    import pyarrow as pa
+
+    from dataflow import DataLoader
+
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from lance_table import LanceTable
+
+    uri = str(tmp_path / "rows.lance")
+    lance.write_dataset(pa.table({"x": range(40)}), uri)
+    taken = []
+    monkeypatch.setattr(
+        LanceTable,
+        "__getitems__",
+        lambda self, indices, own=LanceTable.__getitems__: taken.append(len(indices)) or own(self, indices),
+    )
+    with DataLoader(LanceTable(uri), batch_size=16, shuffle=True) as loader:
+        assert sorted(x for batch in loader for x in batch["x"].tolist()) == list(range(40))
+    assert taken == [16, 16, 8]
+
+
 def test_figures_of_a_loader_are_scalars_of_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

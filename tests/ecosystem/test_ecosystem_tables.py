@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,7 @@ VERSIONS = [
     (folder / name, version)
     for folder in (DELTA, ICEBERG)
     for name, versions in told(folder).items()
-    if name != "vectors"
+    if name not in ("vectors", "deleted")
     for version in versions
 ]
 
@@ -187,6 +189,86 @@ def test_only_the_columns_asked_for_are_read_through_a_cache(tmp_path: Path) -> 
     assert sorted(rows, key=str) == sorted(([row["number"], row["town"]] for row in told_rows), key=str)
 
 
+def test_a_saved_catalog_knows_its_version(tmp_path: Path) -> None:
+    path = str(tmp_path / "grown.catalog")
+    first = ShardedDataset(DELTA / "grown", revision=0, catalog=path)
+    again = ShardedDataset(path)
+    assert (again.commit, again.fingerprint()) == ("0", first.fingerprint())
+    assert stored_rows(again) == stored_rows(first)
+    assert ShardedDataset(DELTA / "grown", revision=1, catalog=path).commit == "1"
+
+
+def test_a_part_of_a_struct_and_a_partition_are_read_alone() -> None:
+    dataset = ShardedDataset(ICEBERG / "grown", columns=["point.x", "year"])
+    rows = list(told(ICEBERG)["grown"].values())[-1]
+    with DataLoader(dataset, batch_size=8) as loader:
+        (batch,) = list(loader)
+    pairs = list(zip(batch["point.x"].tolist(), batch["year"].tolist(), strict=True))
+    assert sorted(pairs) == sorted((row["point.x"], row["year"]) for row in rows)
+    assert str(batch["year"].dtype) == "torch.int64"
+
+
+def test_processes_build_batches_of_a_table() -> None:
+    dataset = ShardedDataset(DELTA / "checkpointed", columns=["id"])
+    with DataLoader(dataset, batch_size=2, workers="process", num_workers=1) as loader:
+        ids = [number for batch in loader for number in batch["id"].tolist()]
+    assert sorted(ids) == [row["id"] for row in told(DELTA)["checkpointed"]["3"]]
+
+
+def test_tasks_on_an_engine_index_a_table(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{number}.catalog") for number in range(2)]
+    for path, more in zip(paths, ([], ["--on", "processes", "--workers", "1"]), strict=True):
+        done = CliRunner().invoke(main, ["index", str(DELTA / "grown"), "--output", path, *more])
+        assert done.exit_code == 0, done.output
+    assert Path(paths[0]).read_bytes() == Path(paths[1]).read_bytes()
+
+
+@pytest.mark.parametrize(("package", "table"), [("deltalake", DELTA), ("pyiceberg", ICEBERG)])
+def test_a_package_that_is_missing_is_an_extra(
+    package: str, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"pip install 'dataflow-loader\[(delta|iceberg)\]'"):
+        ShardedDataset(table / "grown")
+
+
+@pytest.mark.parametrize("table", [DELTA / "grown", ICEBERG / "grown"], ids=["delta", "iceberg"])
+def test_opening_a_table_leaves_no_thread(table: Path) -> None:
+    """Otherwise workers could no longer be forked from this process."""
+    before = {thread.name for thread in threading.enumerate()}
+    ShardedDataset(table)
+    assert {thread.name for thread in threading.enumerate()} <= before
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not any("tokio" in name for name in names)  # deltalake's
+
+
+@pytest.mark.parametrize("other", ["tar", "jsonl"])
+def test_a_table_is_of_no_other_format(other: str) -> None:
+    with pytest.raises(ValueError, match="is a delta table, whose log says which of its files count"):
+        ShardedDataset(DELTA / "checkpointed", format=other)
+
+
+def test_files_of_a_table_may_be_named_themselves() -> None:
+    glob = f"{DELTA / 'checkpointed'}/*.parquet"
+    assert len(ShardedDataset(glob)) > len(ShardedDataset(DELTA / "checkpointed"))
+
+
+def test_a_folder_called_metadata_makes_no_table(tmp_path: Path) -> None:
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    files.pipe("/some/metadata/notes.txt", b"x")
+    (tmp_path / "metadata").mkdir()
+    for source in ("memory://some", str(tmp_path)):
+        with pytest.raises(DataflowError, match=r"no shards|no data files"):
+            ShardedDataset(source)
+    with pytest.raises(ValueError, match="is no Iceberg table"):
+        ShardedDataset(tmp_path, format="iceberg")
+    with pytest.raises(ValueError, match="is no Delta table"):
+        ShardedDataset("memory://some", format="delta")
+    with pytest.raises(ValueError, match="revision= is for"):
+        ShardedDataset(f"{DELTA / 'checkpointed'}/*.parquet", revision=3)
+
+
 def test_the_command_line_indexes_and_inspects_a_table() -> None:
     runner = CliRunner()
     for _ in range(2):
@@ -211,6 +293,11 @@ def log_of(table: Path, version: int = 0) -> Path:
 def test_deletion_vectors_are_refused_with_the_cure() -> None:
     with pytest.raises(ShardReadError, match=r"deletion vectors.*REORG TABLE .* APPLY \(PURGE\)"):
         ShardedDataset(DELTA / "vectors")
+
+
+def test_delete_files_are_refused_with_the_cure() -> None:
+    with pytest.raises(ShardReadError, match=r"deleted by delete files.*rewrite_data_files"):
+        ShardedDataset(ICEBERG / "deleted")
 
 
 def test_tables_without_rows_say_so() -> None:

@@ -7,23 +7,29 @@ reads: deltalake would ask the store with other credentials, and without our pat
 from __future__ import annotations
 
 import os
+import pickle
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
 
+from dataflow.sources.tables.delta_log import Log
 from dataflow.sources.tables.files import TableStore, TableVersion, below, name_of
 from sharding.catalog.expand import DELTA_LOG
 from sharding.catalog.storage import version_of
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats.tables.fitting import FIELD_ID, TableFile
 from sharding.redaction import identity_of
-from sharding.urls import is_http, is_local
+from sharding.urls import is_http, is_local, leaves_folder
 
 _COMMIT = re.compile(r"(\d{20})\.json")
 _CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(\.\d{10}\.\d{10}|\.[0-9a-f-]{36})?\.(parquet|json)")
@@ -41,6 +47,12 @@ _FEATURES = {
 }
 """The features that a table may ask of its readers, so that files are still to be read as they are."""
 _THREADS = 16
+_LONGEST_S = 900.0
+"""Seconds that reading a log may take."""
+_START = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from dataflow.sources.tables.delta_log import main; main({place!r}, {number})"
+)
 
 
 def open_delta(url: str, store: TableStore, revision: str | int | None) -> TableVersion:
@@ -52,13 +64,11 @@ def open_delta(url: str, store: TableStore, revision: str | int | None) -> Table
         ShardReadError: the log cannot be read, files have deletion vectors, or lie outside the table.
         CorruptShardError: the log is damaged.
     """
-    try:
-        import deltalake
-    except ImportError as error:
+    if find_spec("deltalake") is None:
         raise ImportError(
             f"{identity_of(url)}: reading Delta tables needs another package: "
             "pip install 'dataflow-loader[delta]'"
-        ) from error
+        )
     if is_http(url):
         raise ValueError(f"a Delta log cannot be listed over HTTP, got {identity_of(url)!r}")
     folder = below(url, DELTA_LOG)
@@ -68,9 +78,9 @@ def open_delta(url: str, store: TableStore, revision: str | int | None) -> Table
     if not commits and not checkpoints:
         raise ValueError(f"{identity_of(url)} is no Delta table: it has no commits in {DELTA_LOG}/")
     number = _number_of(revision, url, names, commits, checkpoints)
-    with _local_table(url, folder, store, names, number) as place, _explained(url, number):
-        table = deltalake.DeltaTable(place, version=number)
-        return _version(table, url, str(number))
+    with _local_table(url, folder, store, names, number) as place:
+        log = _read_log(place, number, url)
+    return _version(log, url, str(number))
 
 
 def _number_of(
@@ -152,71 +162,70 @@ def _local_table(
         yield root
 
 
-@contextmanager
-def _explained(url: str, number: int) -> Iterator[None]:
-    """Turn what deltalake raises into errors that name the table."""
-    from deltalake.exceptions import DeltaError
-
+def _read_log(place: str, number: int, url: str) -> Log:
+    """The log as deltalake reads it, in a process of its own: its threads outlive every call."""
+    here = str(Path(__file__).parents[3])
+    path = [here, *(one or os.getcwd() for one in sys.path if one != here)]
+    name = name_of("delta", url, str(number))
     try:
-        yield
-    except (DeltaError, pa.ArrowException, OSError) as error:
-        if isinstance(error, ShardReadError):
-            raise
-        name = name_of("delta", url, str(number))
+        done = subprocess.run(
+            [sys.executable, "-c", _START.format(path=path, place=place, number=number)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_LONGEST_S,
+            check=False,
+        )
+        answer = pickle.loads(done.stdout)
+    except (subprocess.TimeoutExpired, pickle.UnpicklingError, EOFError) as error:
+        how = (
+            f"ended with code {done.returncode}: {done.stderr.decode(errors='replace')[-500:]}"
+            if isinstance(error, (pickle.UnpicklingError, EOFError))
+            else f"took more than {_LONGEST_S:.0f} s"
+        )
+        raise ShardReadError(
+            identity_of(url), f"{name} was not read: the process with deltalake {how}"
+        ) from error
+    if isinstance(answer, str):
         raise CorruptShardError(
             identity_of(below(url, DELTA_LOG)),
-            f"{name} cannot be read from its log by deltalake: {str(error).strip()}; restore the log, or "
-            "open another version",
-        ) from error
+            f"{name} cannot be read from its log by deltalake: {answer}; restore the log, or open another "
+            "version",
+        )
+    log: Log = answer
+    return log
 
 
-def _version(table: Any, url: str, version: str) -> TableVersion:
+def _version(log: Log, url: str, version: str) -> TableVersion:
     name = name_of("delta", url, version)
-    features = set(table.protocol().reader_features or ())
-    if unknown := sorted(features - _FEATURES):
+    if unknown := sorted(set(log.features) - _FEATURES):
         raise ShardReadError(
             identity_of(url),
             f"{name} needs {', '.join(unknown)} of its readers, which is not read: write it without "
             "(CREATE TABLE ... AS SELECT)",
         )
-    if "deletionVectors" in features and _has_deletion_vectors(table):
+    if log.has_deletion_vectors:
         raise ShardReadError(
             identity_of(url),
             f"{name} has rows that are deleted by deletion vectors, which are not read: REORG TABLE ... "
             "APPLY (PURGE) writes the files anew; open the version that it makes",
         )
-    schema = _with_stored_names(pa.schema(table.schema()))
-    mode = table.metadata().configuration.get("delta.columnMapping.mode", "none")
-    stored_names = {field.name: [_physical(field)] for field in schema} if mode == "name" else {}
-    actions = pa.table(table.get_add_actions(flatten=False))
+    schema = _with_stored_names(log.schema)
+    stored_names = {field.name: [_physical(field)] for field in schema} if log.mapping == "name" else {}
+    partition = log.files.column("partition") if "partition" in log.files.column_names else None
+    facts = [log.files.column(key).to_pylist() for key in ("path", "size_bytes", "num_records")]
     files = {}
-    partition = actions.column("partition") if "partition" in actions.column_names else None
-    for row, (path, size, rows) in enumerate(
-        zip(*(actions.column(key).to_pylist() for key in ("path", "size_bytes", "num_records")), strict=True)
-    ):
-        constants = {}
-        if partition is not None:
-            values = partition[row]
-            constants = {key: values[key].cast(schema.field(key).type) for key in values}
+    for row, (path, size, num_rows) in enumerate(zip(*facts, strict=True)):
+        values = {} if partition is None else partition[row]
         files[_inside(url, path, name)] = TableFile(
             table=name,
             schema=schema,
             size=size,
-            num_rows=rows,
-            constants=constants,
+            num_rows=num_rows,
+            constants={key: values[key].cast(schema.field(key).type) for key in values},
             stored_names=stored_names,
-            by_id=mode == "id",
+            by_id=log.mapping == "id",
         )
     return TableVersion(format="delta", url=url, version=version, files=dict(sorted(files.items())))
-
-
-def _has_deletion_vectors(table: Any) -> bool:
-    from deltalake.exceptions import DeltaError
-
-    try:
-        return any(batch.num_rows for batch in table.deletion_vectors())
-    except DeltaError:  # there are some, and they cannot be read here
-        return True
 
 
 def _with_stored_names(schema: pa.Schema) -> pa.Schema:
@@ -237,8 +246,7 @@ def _physical(field: pa.Field) -> str:
 def _inside(url: str, path: str, name: str) -> str:
     """The URL of a file by its path in the log, which must stay in the table's folder."""
     path = unquote(path)
-    parts = path.split("/")
-    if "://" in path or path.startswith("/") or ".." in parts or "" in parts or "\0" in path:
+    if leaves_folder(path):
         raise ShardReadError(
             identity_of(url),
             f"{name} lists the file {path!r}, which lies outside its folder, as in a shallow clone: make a "

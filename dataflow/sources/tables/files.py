@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from prefetch.store.retrier import Retrier
-from sharding.catalog.storage import open_url, store_errors
+from sharding.catalog.storage import open_url, read_file, store_errors
 from sharding.errors import DataflowError
 from sharding.redaction import identity_of
 from sharding.urls import is_chain, is_local, local_path
@@ -58,15 +58,7 @@ class TableStore:
 
     def read(self, url: str) -> bytes:
         """A file, whole. `ShardReadError` where it cannot be read."""
-        return self.retrier(lambda: self._read(url), url)
-
-    def _read(self, url: str) -> bytes:
-        with store_errors(url):
-            if is_local(url):
-                with open(local_path(url), "rb") as file:
-                    return file.read()
-            fs, path = open_url(url, self._options)
-            return bytes(fs.cat_file(path))
+        return self.retrier(lambda: read_file(url, self._options), url)
 
     def names(self, folder: str) -> dict[str, Any]:
         """Names and facts of the files in a folder; none where it is not there."""

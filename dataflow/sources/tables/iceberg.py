@@ -27,9 +27,10 @@ from sharding.compression import compression_in
 from sharding.errors import CorruptShardError, DataflowError, ShardReadError
 from sharding.formats.tables.fitting import TableFile
 from sharding.redaction import identity_of
-from sharding.urls import is_http, is_local, local_path
+from sharding.urls import is_http, is_local, leaves_folder, local_path
 
 _VERSIONED = re.compile(r"(?:v(\d+)|(\d+)-[0-9a-fA-F-]+)(\.gz)?\.metadata\.json")
+_THREADS = 16
 _DELETES = (
     "has rows that are deleted by delete files, which are not read: CALL system.rewrite_data_files with "
     "'delete-file-threshold' => '1' writes the files anew; open the snapshot that it makes"
@@ -45,9 +46,8 @@ class _Places:
 
     def of(self, path: str) -> str:
         """The URL of a file that metadata names. `ShardReadError` for one that lies elsewhere."""
-        rest = path.removeprefix(f"{self._location}/")
-        parts = rest.split("/")
-        if rest != path and not {"..", ""} & {*parts} and "\0" not in rest:
+        rest = _one_scheme(path).removeprefix(f"{_one_scheme(self._location)}/")
+        if rest != _one_scheme(path) and not leaves_folder(rest):
             return below(self._folder, rest)
         if self._may_leave and "::" not in path:
             return local_path(path) if is_local(path) else path
@@ -56,6 +56,14 @@ class _Places:
             f"{self._name} names the file {path!r}, which lies outside its location {self._location!r}: open "
             "it through its catalog (iceberg://catalog/namespace.table), or rewrite its files",
         )
+
+
+def _one_scheme(path: str) -> str:
+    """The URL with one name for S3, and one for this machine's files."""
+    scheme, colon, rest = path.partition(":")
+    if not colon or scheme in ("s3", "s3a", "s3n"):
+        return f"s3:{rest}" if colon else path
+    return f"/{rest.lstrip('/')}" if scheme == "file" else path
 
 
 class _StoredFile:
@@ -117,7 +125,7 @@ def open_iceberg(url: str, store: TableStore, revision: str | int | None) -> Tab
         catalog=_no_catalog(),
     )
     try:
-        files = _files(table, snapshot_id, places, name)
+        files = _files(table, store, snapshot_id, places, name)
     except DataflowError:
         raise
     except Exception as error:  # avro files are decoded by code that raises whatever it meets
@@ -233,7 +241,9 @@ def _snapshot_of(metadata: TableMetadata, revision: str | int | None, url: str) 
     )
 
 
-def _files(table: StaticTable, snapshot_id: int, places: _Places, name: str) -> dict[str, TableFile]:
+def _files(
+    table: StaticTable, store: TableStore, snapshot_id: int, places: _Places, name: str
+) -> dict[str, TableFile]:
     metadata = table.metadata
     snapshot = metadata.snapshot_by_id(snapshot_id)
     assert snapshot is not None
@@ -257,10 +267,10 @@ def _files(table: StaticTable, snapshot_id: int, places: _Places, name: str) -> 
     }
     specs = metadata.specs()
     files = {}
-    for task in table.scan(snapshot_id=snapshot_id).plan_files():
-        file = task.file
-        if task.delete_files:
-            raise ShardReadError(folder, f"{name} {_DELETES}")
+    # Not by `plan_files`: its threads stay, and workers could no longer be forked from this process.
+    with store.retrier.pool(_THREADS, "dataflow-iceberg") as pool:
+        entries = list(pool.map(lambda one: one.fetch_manifest_entry(table.io), manifests))
+    for file in (entry.data_file for part in entries for entry in part):
         if file.file_format != FileFormat.PARQUET:
             raise ShardReadError(
                 folder,

@@ -18,6 +18,7 @@ SOURCES = {
     "hdf5": ("HDF5 files (.h5)", "h5py", ["a.h5"]),
     "zarr": ("Zarr arrays", "zarr.open", [".zgroup", "a/.zarray", "a/0.0", "a/0.1"]),
     "zarr 3": ("Zarr arrays", "zarr.open", ["zarr.json", "a/c/0/0"]),
+    "lance": ("Lance tables (.lance)", "docs/guide/tables.md", ["data/0a.lance", "_versions/1.manifest"]),
     "beton": ("FFCV files (.beton)", "written from", ["a.beton"]),
 }
 
@@ -46,6 +47,12 @@ def test_so_does_that_of_a_folder_of_a_store() -> None:
         files.pipe(f"/unread/{name}", b"content")
     with pytest.raises(ShardReadError, match=r"memory://unread: HDF5 files \(\.h5\)"):
         ShardedDataset("memory://unread")
+
+
+def test_a_store_may_have_no_files_at_the_top_of_a_lance_table() -> None:
+    fsspec.filesystem("memory").pipe("/points.lance/data/0a.lance", b"content")
+    with pytest.raises(ShardReadError, match=r"memory://points.lance: Lance tables \(\.lance\)"):
+        ShardedDataset("memory://points.lance")
 
 
 def test_tokens_called_like_chunks_are_tokens_without_an_index(tmp_path: Path) -> None:
