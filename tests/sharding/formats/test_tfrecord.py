@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import random
 import struct
 import zlib
 from functools import partial
@@ -31,6 +32,7 @@ from hypothesis import given, strategies as st
 from dataflow import DataLoader, Optional, ShardedDataset
 from sharding.blocks import ColumnSpec
 from sharding.errors import CorruptShardError
+from sharding.formats.records import wire
 from sharding.formats.records.tfrecord import TFRecordFormat
 
 pytest.importorskip("crc32c")
@@ -329,3 +331,21 @@ def test_passing_over_byte_strings_finds_the_same(
     for end in range(len(content) - 13, len(content), 4):
         with pytest.raises(CorruptShardError, match="too early"):
             scan_of(TFRecordFormat(), content[:end], URL, block_bytes)
+
+
+@pytest.mark.parametrize("most", [0x7F, 0xFFFF, 0xFFFFFFF, 0x7FFFFFFFF, (1 << 64) - 1])
+def test_packed_numbers_are_read_in_pieces_of_any_size(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(most)
+    numbers = [rng.choice([0, 1, 127, 128, most, rng.randint(0, most)]) % (most + 1) for _ in range(300)]
+    data = np.frombuffer(b"".join(map(varint, numbers)), np.uint8)
+    for size in (12, 50, 1 << 17):
+        monkeypatch.setattr(wire, "_PIECE_BYTES", size)
+        assert wire.numbers_in(data).view(np.uint64).tolist() == numbers
+
+
+@pytest.mark.parametrize("data", [b"\x80" * 11 + b"\x00", b"\x01" + b"\xff" * 40 + b"\x01", b"\x01\x80"])
+def test_packed_numbers_that_are_none_are_damage(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (12, 1 << 17):
+        monkeypatch.setattr(wire, "_PIECE_BYTES", size)
+        with pytest.raises(wire.WireError):
+            wire.numbers_in(np.frombuffer(data, np.uint8))
