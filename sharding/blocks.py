@@ -221,6 +221,9 @@ class Format(ABC):
     """Name of a file, in the folder of the shards or one above, that lists them; `scan` is given what it says
     of the shard as `listed`, or None where there is none. "": there is no such file."""
 
+    if_changed = ""
+    """The cure where a shard is gone, or changed since it was indexed, for messages; "": to index again."""
+
     def options(self) -> dict[str, str | int]:
         """Return what it was made with, as arguments of `resolve_format`, without those left at defaults.
 

@@ -16,7 +16,11 @@ _FOLDER = Path(__file__).parent / "fuzz"
     "script",
     [
         "damage.py --mutants 24 --seed 15",
-        *in_full("ctrl_c.py --rounds 12 --seed 15", "kills.py --rounds 12 --seed 15"),
+        *in_full(
+            "ctrl_c.py --rounds 12 --seed 15",
+            "kills.py --rounds 12 --seed 15",
+            "manifests.py --mutants 500 --seed 15",
+        ),
     ],
 )
 def test_a_short_run_finds_no_defect(script: str) -> None:

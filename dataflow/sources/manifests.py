@@ -31,7 +31,7 @@ from sharding.urls import file_name, is_local, local_path, naming_part
 ENDINGS = ("csv", "tsv", "jsonl", "ndjson", "parquet")
 NAMES = tuple(f"metadata.{ending}" for ending in ("csv", "tsv", "jsonl", "parquet"))
 """Names by which a manifest is found in the folder of its files, as Hugging Face finds it."""
-_MOST_BYTES = (1 << 31) - 1
+_MOST_BYTES, _MOST_ROWS = (1 << 31) - 1, 50_000_000
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _RESERVED = {KEY_COLUMN, "__url__"}
 
@@ -200,13 +200,26 @@ def _table(url: str, data: bytes, file_column: str) -> pa.Table:
     if ending in ("csv", "tsv"):
         return _separated(url, data, "," if ending == "csv" else "\t", file_column)
     if ending == "parquet":
-        import pyarrow.parquet as parquet
-
-        try:
-            return parquet.read_table(pa.BufferReader(data))
-        except (pa.ArrowException, OSError) as error:
-            raise CorruptShardError(url, f"the manifest is no Parquet file: {error}") from error
+        return _parquet(url, data)
     return _lines(url, data.removeprefix(b"\xef\xbb\xbf"))
+
+
+def _parquet(url: str, data: bytes) -> pa.Table:
+    import pyarrow.parquet as parquet
+
+    try:
+        file = parquet.ParquetFile(pa.BufferReader(data))
+        facts = file.metadata
+        nbytes = sum(facts.row_group(number).total_byte_size for number in range(facts.num_row_groups))
+        if nbytes > _MOST_BYTES or facts.num_rows > _MOST_ROWS:
+            raise CorruptShardError(
+                url,
+                f"a manifest has at most 2 GiB and {_MOST_ROWS:,} rows, and this has {nbytes:,} bytes and "
+                f"{facts.num_rows:,} rows",
+            )
+        return file.read()
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptShardError(url, f"the manifest is no Parquet file: {error}") from error
 
 
 def _separated(url: str, data: bytes, delimiter: str, file_column: str) -> pa.Table:
@@ -223,18 +236,22 @@ def _separated(url: str, data: bytes, delimiter: str, file_column: str) -> pa.Ta
 
     try:
         table = read([file_column])
+        _check_utf8(url, table)
         dates = [one.name for one in table.schema if pa.types.is_temporal(one.type)]
         if dates:
             table = read([file_column, *dates])
     except pa.ArrowInvalid as error:
         raise CorruptShardError(url, f"the manifest is no table: {error}") from error
-    _check_utf8(url, table)
     if data.count(b'"') % 2 and _ends_in_quotes(table):
         raise CorruptShardError(url, 'the manifest has a quote (") that nothing closes before its end')
     return table
 
 
 def _check_utf8(url: str, table: pa.Table) -> None:
+    try:
+        _ = table.column_names
+    except UnicodeDecodeError as error:
+        raise CorruptShardError(url, "the names of columns are no UTF-8 text: save it as UTF-8") from error
     for one in table.schema:
         if pa.types.is_binary(one.type):
             for row, value in enumerate(table.column(one.name).to_pylist()):

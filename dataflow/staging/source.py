@@ -21,6 +21,7 @@ from prefetch.store.reader import NO_FAULTS, ReadStats, StoreReader
 from sharding.blocks import Block, Format, Shard
 from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
+from sharding.errors import ShardChangedError, ShardReadError
 
 if TYPE_CHECKING:
     from dataflow.decode.mp4 import FrameIndex, ReadBytes
@@ -144,7 +145,13 @@ class Source:
         def fetch() -> None:
             pause = nullcontext() if self.pause is None else self.pause.read()
             with pause, nullcontext() if self.gate is None else self.gate.read(out.nbytes):
-                self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
+                try:
+                    self.reader.read_into(shard, offset, out, checksum=checksum, awaited=awaited)
+                except (ShardReadError, ShardChangedError) as error:
+                    is_gone = isinstance(error, ShardChangedError) or error.reason.startswith("no such file")
+                    if self.format.if_changed and is_gone:
+                        error.add_note(self.format.if_changed)
+                    raise
 
         if self.cache is None:
             fetch()

@@ -58,6 +58,7 @@ class FilesFormat(Format):
     name = "files"
     has_keys = True
     columns_are_extensions = True
+    if_changed = "loose files are listed when the dataset is opened: open it again"
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Index one file that no listing told of: it has no class, and its name is its key."""

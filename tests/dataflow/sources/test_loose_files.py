@@ -207,8 +207,9 @@ def test_files_that_changed_since_they_were_listed_are_named(tmp_path: Path) -> 
         (1, ShardChangedError, r"a/2\.jpg.*its size is 2 bytes; it was 3 when it was indexed"),
         (2, ShardChangedError, r"a/3\.jpg.*its modification time is 5"),
     ):
-        with pytest.raises(error, match=text):
+        with pytest.raises(error, match=text) as caught:
             dataset[number]
+        assert "open it again" in caught.value.__notes__[0]
 
 
 def test_an_empty_file_is_a_bad_sample_that_may_be_skipped(tmp_path: Path) -> None:

@@ -214,6 +214,7 @@ def test_a_catalog_keeps_the_rows_and_is_made_anew_when_they_change(folder: Path
         (b"file_name,n\n,1\n", CorruptShardError, r"row 1 names no file in column 'file_name'"),
         (b"file_name,n\n3.jpg,1,2\n", CorruptShardError, r"no table: .*Row #2: Expected 2 columns, got 3"),
         (b"file_name,n,n\n3.jpg,1,2\n", ValueError, r"has two columns 'n'"),
+        (b"file_name,\xff\n3.jpg,1\n", CorruptShardError, r"the names of columns are no UTF-8 text"),
         (b"file_name,t\n3.jpg,\xff\n", CorruptShardError, r"column 't' of row 1 is no UTF-8 text"),
         ("file_name\n3.jpg".encode("utf-16"), CorruptShardError, r"UTF-16 text: save it as UTF-8"),
         (b'file_name,t\n3.jpg,"open\na/1.jpg,x\n', CorruptShardError, r"a quote \(\"\) that nothing closes"),
