@@ -51,6 +51,8 @@ _CLASS = re.compile(rf"CrudeWebdataset|StandardWebdatasetFactory|({_TYPES})Webda
 _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
 _MOST_NAMES = 10_000_000
+_NEWEST = 7
+"""The newest version of Megatron-Energon whose datasets were tried."""
 
 
 class EnergonPart(Struct, frozen=True, kw_only=True):
@@ -97,6 +99,7 @@ class JsonField:
 
 class _Info(Struct):
     shard_counts: dict[str, int]
+    energon_version: str | None = None
 
 
 class _Splits(Struct, forbid_unknown_fields=True):
@@ -180,6 +183,11 @@ def find_energon(
     info = _converted(read_value(info_url, options, retrier), _Info, info_url)
     if min(info.shard_counts.values(), default=0) < 0:
         raise CorruptShardError(info_url, "counts fewer than 0 samples in a tar")
+    version = info.energon_version or "0"
+    if (major := version.partition(".")[0]).isdecimal() and int(major) > _NEWEST:
+        warnings.warn(
+            f"{info_url} is of version {version}; {_NEWEST} is the newest that was tried", stacklevel=5
+        )
     others = ["split.json"] if part.split_config == "split.yaml" else []
     url = _first_there(root, [part.split_config, *others], options, retrier)
     splits = _converted(read_value(url, options, retrier), _Splits, url)

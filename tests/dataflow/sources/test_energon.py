@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pickle
+import random
+import re
 import shutil
 import subprocess
 import sys
@@ -263,6 +266,49 @@ def test_what_is_counted_must_be_there(images: Path) -> None:
         pytest.raises(ShardReadError, match=r"c\.tar: no such"),
     ):
         ShardedDataset(images)
+
+
+def test_a_version_newer_than_tried_is_named(images: Path) -> None:
+    info = images / ".nv-meta" / ".info.json"
+    info.write_text(info.read_text().replace('"7.', '"11.'))
+    with pytest.warns(
+        UserWarning, match=r"\.info\.json is of version 11\.\S+; 7 is the newest that was tried"
+    ):
+        assert len(ShardedDataset(images)) == 3
+
+
+WORDS = (
+    "~",
+    "[]",
+    "{}",
+    "1",
+    "-1",
+    "1e400",
+    ".nan",
+    "'",
+    "&a",
+    "*a",
+    "!!binary x",
+    "2001-01-01",
+    "{1..2..0}",
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["split.yaml", ".info.json", "dataset.yaml", "nested.yaml", "epochs.yaml"])
+@pytest.mark.filterwarnings("ignore")
+def test_whatever_is_changed_in_a_description_the_error_is_one_of_ours(name: str, images: Path) -> None:
+    own = images / ".nv-meta" / name
+    path, rng = own if own.exists() else next(images.parent.rglob(name)), random.Random(name)
+    original = path.read_text()
+    for _ in range(100):
+        part = rng.choice([*re.finditer(r"[\w./{}%]+|\s+|\W", original)])
+        path.write_text(original[: part.start()] + rng.choice(WORDS) + original[part.end() :])
+        with contextlib.suppress(DataflowError, ValueError):
+            if path.parent.name == ".nv-meta":
+                _ = [*ShardedDataset(images)]
+            else:
+                Mixture.from_energon(path)
 
 
 REFUSED: dict[str, tuple[str, str]] = {
