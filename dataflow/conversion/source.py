@@ -16,7 +16,8 @@ from dataflow.conversion.folder import OutputFolder
 from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count, function_identity
 from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
 from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
-from dataflow.conversion.work import NewSamples, Recipe, fitted_samples, given_samples
+from dataflow.conversion.values import plain_value
+from dataflow.conversion.work import Fitted, NewSamples, Recipe, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import parse_bytes
 from sharding.errors import DataflowError
@@ -236,14 +237,14 @@ class ConvertSource:
         )
         if self.rows is None:
             self._look()
-            samples = _some_of(given_samples(probe, NewSamples(first=0, samples=self._seen)))
+            samples = _some_of(given_rows(probe, NewSamples(first=0, samples=self._seen)))
         else:
             total = len(self.rows)
             whole = replace(probe, bounds=[0, total])
             positions = np.arange(min(total, _LOOKED_AT), dtype=np.int64)
             if self.shuffle is not None:
                 positions = np.sort(whole.positions(0)[:_PROBED]) if total < 1 << 22 else positions
-            samples = _some_of(fitted_samples(probe, positions))
+            samples = _some_of(fitted_rows(probe, positions))
         if not samples:
             raise ValueError(f"no sample is left of the first {_LOOKED_AT:,}: see filter= and map=")
         sizes = [sum(_size_of(value) for value in sample.values()) for sample in samples]
@@ -284,11 +285,11 @@ class ConvertSource:
         )
 
 
-def _some_of(samples: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+def _some_of(rows: Iterator[Fitted]) -> list[dict[str, Any]]:
     """The first samples, up to one that fails: whoever writes its shard will tell."""
     found: list[dict[str, Any]] = []
     try:
-        found.extend(islice(samples, _PROBED))
+        found.extend(row[2] for row in islice(rows, _PROBED))
     except DataflowError:
         if not found:
             raise
@@ -300,7 +301,7 @@ class _Probe(Target):
 
     def fitted(self, sample: Mapping[str, Any], key: str) -> dict[str, Any]:
         """Return the sample."""
-        return dict(sample)
+        return {name: plain_value(value) for name, value in sample.items()}
 
 
 def _size_of(value: Any) -> int:

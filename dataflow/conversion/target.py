@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.conversion.rows import KEY, Sample
-from dataflow.conversion.values import INTEGERS, TEXTS, npy_bytes
+from dataflow.conversion.values import INTEGERS, TEXTS, npy_bytes, plain_value
 from sharding.printable import listed
 from sharding.write.mds import encoding_of
 from sharding.write.writer import ShardWriter
@@ -28,6 +28,8 @@ _ADDED = {"int": "cls", "text": "txt", "json": "json", "npy": "npy"}
 """The ending that a name gets as its extension in a tar where it does not end so."""
 _PICTURES = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"RIFF", "webp"))
 _PICTURE_ENDINGS = frozenset({"jpg", "jpeg", "png", "webp", "ppm", "gif", "bmp", "tiff"})
+_PLAIN = frozenset({bytes, str, int, float, bool, type(None)})
+"""Types of values that are as they should be."""
 _TOKEN_COLUMNS = ("tokens", "input_ids")
 
 
@@ -69,12 +71,18 @@ class Target:
 
     def fitted(self, sample: Sample, key: str) -> Sample:
         """Return a sample as the writer takes it. `ValueError` names what does not fit, and a cure."""
-        fields = {name: value for name, value in sample.items() if name != KEY}
+        fields = {
+            name: value if type(value) in _PLAIN else plain_value(value)
+            for name, value in sample.items()
+            if name != KEY
+        }
         if self.is_strict and fields.keys() != self.columns.keys():
             raise ValueError(
                 f"the first sample has the columns {listed(self.columns)}, this one {listed(fields)}: return "
                 "the same columns each time, with None where a sample has no value"
             )
+        if self.to == "mds":
+            return fields
         key = str(sample.get(KEY, key))
         if self.to == "tar":
             members = dict(member for name, value in fields.items() for member in self._member(name, value))
@@ -84,8 +92,6 @@ class Target:
             if more:
                 raise ValueError(f"the first samples have no column {listed(sorted(more))}: give schema=")
             return {name: _row_value(name, fields.get(name), self.columns[name]) for name in self.columns}
-        if self.to == "mds":
-            return {KEY: key, **{name: _mds_value(name, value) for name, value in fields.items()}}
         return {KEY: key, "tokens": fields[next(iter(self.columns))]}
 
     def _member(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
@@ -202,18 +208,12 @@ def _encoding(name: str, values: list[Any]) -> str:
             f"column {name!r} has no value in the first samples, and MDS no missing ones: {_FILL}"
         )
     try:
-        return encoding_of(_mds_value(name, values[0]))
+        return encoding_of(values[0])
     except ValueError as error:
         raise ValueError(f"column {name!r}: {error}; map= may give bytes, text or a number") from error
 
 
 _FILL = "map= may fill it in, or columns= leave it out"
-
-
-def _mds_value(name: str, value: Any) -> Any:
-    if value is None:
-        raise ValueError(f"column {name!r} has no value here, and MDS no missing ones: {_FILL}")
-    return list(value) if isinstance(value, tuple) else value
 
 
 # ---- Parquet --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dataflow.conversion.plan import ConversionError
 from dataflow.conversion.rows import KEY, StoredRows
 from dataflow.conversion.source import ConvertSource
-from dataflow.conversion.work import NewSamples, Recipe, as_schema, fitted_samples, given_samples
+from dataflow.conversion.work import NewSamples, Recipe, as_schema, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.progress.bar import ProgressBar
 from sharding.urls import file_name
@@ -146,15 +146,15 @@ class _ComparedShard:
         """The samples of the rows, as the writer was given them."""
         if self.given is None and self.receipt["read"] == self.receipt["samples"]:
             positions = self.recipe.positions(self.number)[self.rows]
-            yield from self._normal(fitted_samples(self.recipe, positions))
+            yield from self._normal(row[2] for row in fitted_rows(self.recipe, positions))
             return
         everything = (
-            fitted_samples(self.recipe, self.recipe.positions(self.number))
+            fitted_rows(self.recipe, self.recipe.positions(self.number))
             if self.given is None
-            else given_samples(self.recipe, self.given)
+            else given_rows(self.recipe, self.given)
         )
         wanted = set(self.rows.tolist())
-        yield from self._normal(sample for row, sample in enumerate(everything) if row in wanted)
+        yield from self._normal(one[2] for row, one in enumerate(everything) if row in wanted)
 
     def _normal(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if self.recipe.target.to == "megatron":

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from dataflow.conversion.folder import OutputFolder
 from dataflow.conversion.rows import KEY, Rows, Sample, StoredRows
 from dataflow.conversion.target import SUFFIXES, TOKENS, Target
-from dataflow.conversion.values import plain_value
 from prefetch.store.reader import StoreReader
 from sharding.catalog.build import build_catalog
 from sharding.catalog.reading import read_block
@@ -31,6 +30,8 @@ from sharding.formats import resolve_format
 from sharding.order.permutations import FULL_ORDER, feistel, mix_key
 from sharding.write.writer import ShardWriter
 
+Fitted = tuple[int, Any, Sample]
+"""Position in the source, key if it has one, and what is written of a sample."""
 _TOGETHER = 256
 """Samples that a function with a `batch` form is given at a time."""
 
@@ -97,7 +98,7 @@ def write_shard(recipe: Recipe, number: int, given: NewSamples | None = None) ->
         with writer:
             if given is not None:
                 num_read = len(given.samples)
-                _write_samples(writer, given_samples(recipe, given))
+                _write_samples(writer, given_rows(recipe, given), of_iterable)
             else:
                 positions = recipe.positions(number)
                 num_read = len(positions)
@@ -138,8 +139,8 @@ def codec_of(target: Target, url: str) -> Any:
 # ---- samples --------------------------------------------------------------------------------------------
 
 
-def fitted_samples(recipe: Recipe, positions: NDArray[np.int64]) -> Iterator[Sample]:
-    """Yield what is written of the samples at some positions."""
+def fitted_rows(recipe: Recipe, positions: NDArray[np.int64]) -> Iterator[Fitted]:
+    """Yield what is written of the samples at some positions, each with its position and key."""
     assert recipe.rows is not None
     at = 0
     for batch in recipe.rows.batches(positions):
@@ -148,15 +149,20 @@ def fitted_samples(recipe: Recipe, positions: NDArray[np.int64]) -> Iterator[Sam
         yield from _made(recipe, list(zip(own, batch, strict=True)), recipe.rows.named)
 
 
-def given_samples(recipe: Recipe, given: NewSamples) -> Iterator[Sample]:
-    """Yield what is written of samples of an iterable."""
+def given_rows(recipe: Recipe, given: NewSamples) -> Iterator[Fitted]:
+    """Yield what is written of samples of an iterable, each with its number and key."""
     numbered = list(enumerate(given.samples, given.first))
-    yield from _made(recipe, numbered, lambda number: ("the iterable", str(number)))
+    yield from _made(recipe, numbered, of_iterable)
+
+
+def of_iterable(number: int) -> tuple[str, str]:
+    """Return what messages call a sample of an iterable."""
+    return "the iterable", str(number)
 
 
 def _made(
     recipe: Recipe, numbered: list[tuple[int, Any]], named: Callable[[int], tuple[str, str]]
-) -> Iterator[Sample]:
+) -> Iterator[Fitted]:
     """Yield what filter, map and target make of some samples. `SampleError` names the sample."""
 
     def failed(position: int, key: Any, reason: str, stage: str) -> SampleError:
@@ -187,7 +193,7 @@ def _made(
                 fitted = _fit(recipe.target, sample, key, position)
             except ValueError as error:
                 raise failed(position, key, str(error), "write") from error
-            yield fitted
+            yield position, key, fitted
 
 
 def _mapped(
@@ -207,19 +213,27 @@ def _fit(target: Target, sample: Any, key: Any, position: int) -> Sample:
         raise ValueError(
             f"a sample is a dict of column to value, got {type(sample).__name__}: map= may return one"
         )
-    return target.fitted(
-        {name: plain_value(value) for name, value in sample.items()},
-        f"{position:09d}" if key is None else str(key),
-    )
+    return target.fitted(sample, f"{position:09d}" if key is None else str(key))
 
 
-def _write_samples(writer: ShardWriter, samples: Iterable[Sample]) -> None:
-    for sample in samples:
-        writer.write(sample)
+def _write_samples(
+    writer: ShardWriter, rows: Iterable[Fitted], named: Callable[[int], tuple[str, str]]
+) -> None:
+    for position, key, sample in rows:
+        try:
+            writer.write(sample)
+        except SampleError as error:
+            if error.key is None:  # rows of a table, which are written many together
+                raise
+            url, own = named(position)
+            raise SampleError(
+                url, error.reason, key=own if key is None else str(key), stage="write"
+            ) from error
 
 
 def _by_sample(writer: ShardWriter, recipe: Recipe, positions: NDArray[np.int64]) -> None:
-    _write_samples(writer, fitted_samples(recipe, positions))
+    assert recipe.rows is not None
+    _write_samples(writer, fitted_rows(recipe, positions), recipe.rows.named)
 
 
 # ---- without a sample in between ------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -62,16 +64,16 @@ class NewMdsShard:
 
     def add(self, sample: Mapping[str, Any]) -> None:
         """Append a sample: a value for each column."""
-        key = sample.get("__key__")
-        try:
+        key, fields = sample.get("__key__"), sample
+        if key is not None:
             fields = {name: value for name, value in sample.items() if name != "__key__"}
+        try:
             if self._columns is None:
                 self._columns = _Columns({name: _named(name, value) for name, value in fields.items()})
             data = self._columns.encoded(fields)
         except ValueError as error:
-            reason = str(error) if key is not None else f"sample {len(self._samples)} of the shard: {error}"
-            named = None if key is None else str(key)
-            raise SampleError(self._file.url, reason, key=named, stage="write") from error
+            named = str(len(self._samples) if key is None else key)
+            raise SampleError(self._file.url, str(error), key=named, stage="write") from error
         self._num_bytes += len(data)
         if self._num_bytes + 4 * (len(self._samples) + 3) + len(self._columns.config) > _MOST_BYTES:
             reason = "an MDS shard has at most 4 GiB: write smaller shards"
@@ -101,9 +103,9 @@ class _Columns:
             if encoding.partition(":")[0] not in ENCODINGS:
                 raise ValueError(f"column {name!r}: encoding must be one of {', '.join(ENCODINGS)}")
         self.encodings = {name: columns[name] for name in sorted(columns)}
-        self._writers = [
-            (name, _writer_of(encoding), _size_of(encoding)) for name, encoding in self.encodings.items()
-        ]
+        self._writers = [(name, _writer_of(encoding)) for name, encoding in self.encodings.items()]
+        self._varies = [_size_of(encoding) is None for encoding in self.encodings.values()]
+        self._pack = Struct(f"<{sum(self._varies)}I").pack
         self.config = json.dumps(config_of(self.encodings), sort_keys=True).encode()
 
     def encoded(self, fields: Mapping[str, Any]) -> bytes:
@@ -111,19 +113,26 @@ class _Columns:
         if fields.keys() != self.encodings.keys():
             more, less = sorted(fields.keys() - self.encodings), sorted(self.encodings.keys() - fields.keys())
             raise ValueError(f"all samples of MDS have the same columns; this one lacks {less}, adds {more}")
-        lengths, values = list[int](), list[bytes]()
-        for name, write, size in self._writers:
+        try:
+            values = [write(fields[name]) for name, write in self._writers]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._unfit(fields) from error
+        return b"".join([self._pack(*map(len, compress(values, self._varies))), *values])
+
+    def _unfit(self, fields: Mapping[str, Any]) -> ValueError:
+        """The error of the first column whose value its encoding cannot hold."""
+        for name, write in self._writers:
             try:
-                data = write(fields[name])
+                write(fields[name])
             except (TypeError, ValueError, OverflowError) as error:
-                raise ValueError(
+                kind = type(fields[name]).__name__
+                if fields[name] is None:
+                    return ValueError(f"column {name!r} has no value here, and MDS no missing ones")
+                return ValueError(
                     f"column {name!r} has encoding {self.encodings[name]!r}, which cannot hold a value of "
-                    f"type {type(fields[name]).__name__} ({error})"
-                ) from error
-            if size is None:
-                lengths.append(len(data))
-            values.append(data)
-        return b"".join([np.array(lengths, "<u4").tobytes(), *values])
+                    f"type {kind} ({error})"
+                )
+        return ValueError("a value changed while it was written")
 
 
 def config_of(encodings: Mapping[str, str]) -> dict[str, Any]:
@@ -200,8 +209,6 @@ def _json(value: Any) -> bytes:
 
 
 def _number(dtype: np.dtype[Any]) -> Callable[[Any], bytes]:
-    from struct import Struct
-
     pack = (
         Struct("<" + dtype.char).pack
         if dtype.char not in "lL"
@@ -209,7 +216,11 @@ def _number(dtype: np.dtype[Any]) -> Callable[[Any], bytes]:
     )
     is_float = dtype.kind == "f"
 
+    usual = float if is_float else int
+
     def write(value: Any) -> bytes:
+        if type(value) is usual:
+            return packed(value)
         if isinstance(value, np.ndarray) and value.ndim == 0:
             value = value[()]
         if isinstance(value, (bool, np.bool_)) or not isinstance(
@@ -218,6 +229,9 @@ def _number(dtype: np.dtype[Any]) -> Callable[[Any], bytes]:
             raise TypeError(f"a number of {dtype.name} is asked for")
         if isinstance(value, np.generic) and not np.can_cast(value.dtype, dtype):
             raise TypeError(f"{value.dtype.name} does not fit {dtype.name}")
+        return packed(value)
+
+    def packed(value: Any) -> bytes:
         try:
             return pack(value)
         except Exception as error:

@@ -1,6 +1,6 @@
 """One shard in progress: samples in, the bytes of one file out.
 
-Tar goes through webdataset's own encoders and `TarWriter`, Parquet and Arrow through pyarrow's writers.
+Tar goes through webdataset's own encoders, Parquet and Arrow through pyarrow's writers.
 Samples are checked before any byte of them is written, in tables when their rows are.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import tarfile
 from collections.abc import Mapping
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -19,6 +20,7 @@ from sharding.formats.tar.samples import split_name
 from sharding.write.file import NewFile
 
 Sample = Mapping[str, Any]
+_BLOCK, _RECORD = 512, 10_240
 _PICKLED = {"pyd", "pickle", "pkl", "pth", "pt"}
 """Extensions that webdataset and torch unpickle."""
 _INTEGERS = {"cls", "cls2", "class", "count", "index", "inx", "id"}
@@ -45,14 +47,12 @@ class NewTarShard:
     """A tar shard, compressed if its name says so."""
 
     def __init__(self, file: NewFile, *, allow_pickle: bool) -> None:
-        from webdataset.writer import TarWriter, default_handlers, make_encoder
+        from webdataset.writer import default_handlers, make_encoder
 
-        self._file, self._url, self._allow_pickle = file, file.url, allow_pickle
+        self._url, self._allow_pickle = file.url, allow_pickle
         self._encode = make_encoder(default_handlers)
         self._compressor = _compressor(file)
-        self._tar = TarWriter(
-            self._compressor or file, encoder=False, mtime=0, user="", group="", mode=0o644, compress=False
-        )
+        self._out, self._num_bytes = self._compressor or file, 0
         self._last_key: str | None = None
 
     def add(self, sample: Sample) -> None:
@@ -66,22 +66,30 @@ class NewTarShard:
         refusal = self._refusal(key, fields)
         if refusal:
             raise SampleError(self._url, refusal, key=key, stage="write")
-        encoded = {name: self._encoded(key, name, value) for name, value in fields.items()}
-        self._tar.write({"__key__": key, **encoded})
+        encoded = [(name, self._encoded(key, name, fields[name])) for name in sorted(fields)]
+        try:
+            heads = [header_of(f"{key}.{name}", len(data)) for name, data in encoded]
+        except ValueError as error:
+            raise SampleError(
+                self._url, f"a tar cannot hold its name: {error}", key=key, stage="write"
+            ) from error
+        for head, (_, data) in zip(heads, encoded, strict=True):
+            self._put(head)
+            self._put(data)
+            self._put(bytes(-len(data) % _BLOCK))
         self._last_key = key
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._out.write(data)
+        self._num_bytes += len(data)
 
     def add_members(self, data: bytes | memoryview) -> None:
         """Append members of another archive as they are: headers and values, padded, without an end."""
-        if self._compressor is not None:
-            raise ValueError("members are appended to tars that are not compressed")
-        archive = self._tar.tarstream
-        # Past the buffer of the archive, which is cut anew every 10 KiB: that takes the square of a block.
-        held, archive.fileobj.buf = archive.fileobj.buf, b""
-        self._file.write(held)
-        self._file.write(data)
-        archive.offset += len(data)
+        self._put(data)
 
     def _encoded(self, key: str, name: str, value: Any) -> bytes:
+        if type(value) is bytes:
+            return value
         try:
             return bytes(self._encode({name: value})[name])
         except ImportError:
@@ -91,15 +99,17 @@ class NewTarShard:
             raise SampleError(self._url, reason, key=key, stage="write") from error
 
     def finish(self) -> Mapping[str, bytes]:
-        """Write the end of the archive."""
-        self._tar.close()
+        """Write the end of the archive: two empty blocks, filled up to a record."""
+        self._put(bytes(2 * _BLOCK))
+        self._put(bytes(-self._num_bytes % _RECORD))
         if self._compressor is not None:
             self._compressor.close()
         return {}
 
     def abandon(self) -> None:
-        """Close the streams; a discarded file swallows what they flush."""
-        self.finish()
+        """Close the stream; a discarded file swallows what it flushes."""
+        if self._compressor is not None:
+            self._compressor.close()
 
     def _refusal(self, key: str, fields: Sample) -> str | None:
         """Why webdataset would not read the sample back as it is, or None."""
@@ -243,6 +253,30 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     kind = type(value).__name__
     raise TypeError(f"a value of type {kind} is none of JSON's; tar and Parquet shards hold byte strings")
+
+
+def header_of(name: str, size: int) -> bytes:
+    """Return the header of a member, as `tarfile` writes it (ustar; mode 644, nobody's, of 1970)."""
+    if size >= 1 << 33 or len(name) >= 100 or not name.isascii():
+        info = tarfile.TarInfo(name)
+        info.size, info.mode = size, 0o644
+        return info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "surrogateescape")
+    text, digits = name.encode(), b"%011o" % size
+    checksum = b"%06o" % (_PLAIN_SUM + sum(text) + sum(digits))
+    return b"".join(
+        [text.ljust(100, b"\0"), _PLAIN[100:124], digits, _PLAIN[135:148], checksum, _PLAIN[154:]]
+    )
+
+
+def _plain_header() -> tuple[bytes, int]:
+    """The header of a member without a name and of no bytes, and what name and size add to in its sum."""
+    info = tarfile.TarInfo("")
+    info.mode = 0o644
+    head = info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "surrogateescape")
+    return head, int(head[148:154], 8) - sum(b"0" * 11)
+
+
+_PLAIN, _PLAIN_SUM = _plain_header()
 
 
 def _compressor(file: NewFile) -> Any:
