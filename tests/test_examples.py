@@ -47,6 +47,7 @@ EXACT = [
     pytest.param("strategy_by_hand", "docs/reference/strategies.md", marks=pytest.mark.full),
     pytest.param("torch_loader", "docs/guide/workers.md", marks=pytest.mark.full),
     pytest.param("from_webdataset", "docs/guide/coming-from.md", marks=pytest.mark.full),
+    pytest.param("convert", "docs/guide/convert.md", marks=pytest.mark.full),
     pytest.param("image_folder", "docs/guide/coming-from-formats.md", marks=pytest.mark.full),
 ]
 """Examples that need one process, and the pages that show what they print."""

@@ -160,7 +160,13 @@ def test_arguments_written_as_code_are_arguments_of_something_public(page: Path)
         dataflow.ShardedDataset.join,
         dataflow.Video,
     ]
-    takers += [dataflow.Tokenize, dataflow.ChatTemplate, dataflow.PreferencePairs, dataflow.split_pairs]
+    takers += [
+        dataflow.convert,
+        dataflow.Tokenize,
+        dataflow.ChatTemplate,
+        dataflow.PreferencePairs,
+        dataflow.split_pairs,
+    ]
     known = {name for taker in [*takers, run_ranks] for name in inspect.signature(taker).parameters}
     text = page.read_text("utf-8")
     if page.name.startswith("coming-from"):  # what a row begins with is a call of another loader

@@ -10,9 +10,11 @@ from concurrent.futures import Executor
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
+from multiprocessing import get_context
 from typing import Any
 
-from dataflow.conversion.plan import ConversionError, Plan
+from dataflow.conversion.errors import ConversionError
+from dataflow.conversion.plan import Plan
 from dataflow.conversion.source import ConvertSource
 from dataflow.conversion.work import NewSamples, Recipe, write_packed, write_shard
 from dataflow.engines import engine, run_all
@@ -73,6 +75,8 @@ def write_all(
             _noted(written, missing, receipts, shown)
             return
         call = partial(write_packed, _packed(recipe))
+        if executor is None:  # what workers import, the server that they are forked from imports once
+            get_context("forkserver").set_forkserver_preload(["__main__", "dataflow.conversion.work"])
         with nullcontext(executor) if executor else engine("processes", workers=workers) as pool:
             _noted(run_all(pool, call, missing), missing, receipts, shown)
     except DataflowError as error:

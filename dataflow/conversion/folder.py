@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from dataflow.conversion.plan import ConversionError
+from dataflow.conversion.errors import ConversionError
 from sharding.catalog.storage import store_errors
 from sharding.redaction import identity_of
 from sharding.url_to_fs import url_to_fs

@@ -18,15 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.transforms import fingerprint_of
+from dataflow.conversion.errors import ConversionError
 from dataflow.conversion.target import Target
-from sharding.errors import DataflowError
 
 VERSION = 1
 Ints = NDArray[np.int64]
-
-
-class ConversionError(DataflowError):
-    """A conversion cannot begin or go on; the message says what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ join or `decode=` of the user's own gives what it delivers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -15,13 +15,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dataflow.conversion.values import decode_of, values_of
-from dataflow.dataset import ShardedDataset
+from prefetch.retries import RetryPolicy
 from prefetch.store.ranges import coalesce
 from prefetch.store.reader import StoreReader
-from sharding.blocks import Block, Columns, Spans
+from sharding.blocks import Block, Columns, Format, Spans
 from sharding.catalog.reading import ColumnReader, read_block
+from sharding.catalog.table import Catalog
 from sharding.errors import SampleError
 from sharding.formats.arrow.columns import TabularFormat
+from sharding.order.selection import Selection
 
 Ints = NDArray[np.int64]
 Sample = dict[str, Any]
@@ -44,45 +46,50 @@ class Rows(Protocol):
 
 
 class StoredRows:
-    """The stored values of a dataset's columns.
+    """The stored values of a dataset's columns. Workers that read them import no torch.
 
     Args:
-        dataset: its catalog, selection and columns are used.
+        catalog: of the shards.
+        codec: their format.
+        selection: the samples that count.
+        columns: name -> stored column.
+        all_columns: whether these are all that shards have.
         raw: give bytes of tar's members as they are, in place of the numbers and texts they stand for.
+        storage_options: for the fsspec filesystem.
+        policy: when a remote read is tried again.
     """
 
-    def __init__(self, dataset: ShardedDataset[Any], *, raw: bool = False) -> None:
-        raw = raw or dataset.decoding is None
-        self.dataset, self.raw = dataset, raw
-        self.codec = dataset.codec
-        self.columns = {output.name: output.sources[0] for output in dataset.outputs}
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        codec: Format,
+        selection: Selection,
+        columns: Mapping[str, str],
+        all_columns: bool,
+        raw: bool,
+        storage_options: Mapping[str, Any],
+        policy: RetryPolicy | None,
+    ) -> None:
+        self.catalog, self.codec, self.selection, self.columns = catalog, codec, selection, dict(columns)
+        self.all_columns, self._options, self._policy = all_columns, storage_options, policy
         self._decode: dict[str, Any] = {}
         for name in self.columns.values():
-            spec = dataset.schema.get(name)
-            self._decode[name] = None if raw or spec is None else decode_of(name, spec, self.codec)
-
-    @staticmethod
-    def fit(dataset: ShardedDataset[Any]) -> bool:
-        """Return whether what a dataset delivers are its stored columns, decoded as their kind says."""
-        return (
-            dataset.transform is None
-            and not dataset.joins
-            and dataset.decoding != "own"
-            and all(len(one.sources) == 1 and one.sources[0] != "__url__" for one in dataset.outputs)
-        )
+            spec = catalog.schema.get(name)
+            self._decode[name] = None if raw or spec is None else decode_of(name, spec, codec)
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.selection)
 
     def named(self, position: int) -> tuple[str, str]:
         """See `Rows`."""
-        blocks, rows = self.dataset.selection.locate(np.array([position], np.int64))
-        block = self.dataset.catalog.block(int(blocks[0]))
+        blocks, rows = self.selection.locate(np.array([position], np.int64))
+        block = self.catalog.block(int(blocks[0]))
         return block.shard.url, str(block.first_in_shard + int(rows[0]))
 
     def batches(self, positions: Ints) -> Iterator[list[Sample]]:
         """See `Rows`. What lies together is read together; else each block once, for all its rows."""
-        blocks, rows = self.dataset.selection.locate(positions)
+        blocks, rows = self.selection.locate(positions)
         with closing(self._reader()) as reader:
             if len(blocks) and (np.diff(blocks) >= 0).all():
                 for own in np.split(np.arange(len(blocks)), np.flatnonzero(np.diff(blocks)) + 1):
@@ -97,10 +104,10 @@ class StoredRows:
 
     def blocks(self, positions: Ints) -> list[tuple[Block, Ints]]:
         """Return the blocks of ascending positions, each with its rows."""
-        blocks, rows = self.dataset.selection.locate(positions)
+        blocks, rows = self.selection.locate(positions)
         numbers, first = np.unique(blocks, return_index=True)
         parts = np.split(rows, first[1:]) if len(numbers) else []
-        return [(self.dataset.catalog.block(n), own) for n, own in zip(numbers.tolist(), parts, strict=True)]
+        return [(self.catalog.block(n), own) for n, own in zip(numbers.tolist(), parts, strict=True)]
 
     def tables(self, positions: Ints) -> Iterator[pa.Table]:
         """Yield Arrow tables of all columns at ascending positions, each in its shard's own types."""
@@ -121,13 +128,13 @@ class StoredRows:
                 yield block, read_block(block, reader.read_into)
 
     def _reader(self) -> StoreReader:
-        return self.dataset.new_reader()
+        return StoreReader(self._options, policy=self._policy)
 
     def _samples(self, reader: StoreReader, number: int, rows: Ints) -> list[Sample]:
-        block = self.dataset.catalog.block(number)
+        block = self.catalog.block(number)
         names = [*self.columns.values(), *([KEY] if self.codec.has_keys else [])]
         columns, at = self._decoded(reader, block, names, rows)
-        values, specs = dict[str, list[Any]](), self.dataset.schema
+        values, specs = dict[str, list[Any]](), self.catalog.schema
         for name, source in self.columns.items():
             try:
                 values[name] = values_of(columns[source], specs.get(source), self._decode[source], at)
@@ -152,7 +159,7 @@ class StoredRows:
             located = self.codec.locate(block, names)
             if located is not None:
                 return self._located(reader, block, located, rows), slice(None)
-        columns = ColumnReader(self.dataset.catalog, self.codec, names)
+        columns = ColumnReader(self.catalog, self.codec, names)
         decoded = columns.decode(block, columns.read(block, reader.read_into))
         whole = len(rows) == block.num_samples and bool((rows == np.arange(len(rows))).all())
         return decoded, slice(None) if whole else rows
@@ -170,7 +177,7 @@ class StoredRows:
         columns: Columns = {}
         for i, (name, one) in enumerate(spans.items()):
             at = moved[i * len(rows) : (i + 1) * len(rows)]
-            spec = self.dataset.schema.get(name)
+            spec = self.catalog.schema.get(name)
             if spec is not None and spec.kind == "fixed":
                 width = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
                 picked = buffer[at[:, None] + np.arange(width)] if len(rows) else buffer[:0].reshape(0, width)

@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.conversion.dispatch import ShownShards, write_all, write_iterable
+from dataflow.conversion.errors import ConversionError
 from dataflow.conversion.folder import KEPT, OutputFolder
-from dataflow.conversion.plan import ConversionError, Plan
+from dataflow.conversion.plan import Plan
 from dataflow.conversion.source import ConvertSource, opened_source, tokenizing
 from dataflow.conversion.target import SUFFIXES, TOKENS
 from dataflow.conversion.verify import Asked, verify_shards

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count, fun
 from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
 from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
 from dataflow.conversion.values import plain_value
-from dataflow.conversion.work import Fitted, NewSamples, Recipe, fitted_rows, given_rows
+from dataflow.conversion.work import MadeSamples, NewSamples, Recipe, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import parse_bytes
 from sharding.errors import DataflowError
@@ -74,6 +73,30 @@ def tokenizing(
     return transform, told
 
 
+def are_stored(dataset: ShardedDataset[Any]) -> bool:
+    """Return whether a dataset delivers its stored columns, decoded as their kind says."""
+    return (
+        dataset.transform is None
+        and not dataset.joins
+        and dataset.decoding != "own"
+        and all(len(one.sources) == 1 and one.sources[0] != "__url__" for one in dataset.outputs)
+    )
+
+
+def stored_rows(dataset: ShardedDataset[Any], *, raw: bool = False) -> StoredRows:
+    """The stored values of a dataset's columns; as bytes, if `raw` or that is how they are delivered."""
+    return StoredRows(
+        catalog=dataset.catalog,
+        codec=dataset.codec,
+        selection=dataset.selection,
+        columns={output.name: output.sources[0] for output in dataset.outputs},
+        all_columns=dataset._all_columns,
+        raw=raw or dataset.decoding is None,
+        storage_options=dataset.options_elsewhere(),
+        policy=dataset.retry,
+    )
+
+
 class ConvertSource:
     """The samples to be converted, and what is done to them."""
 
@@ -97,7 +120,7 @@ class ConvertSource:
             if not len(source):
                 raise ValueError("there are no samples to convert")
             raw = to == "tar" and map is None and filter is None
-            self.rows = StoredRows(source, raw=raw) if StoredRows.fit(source) else DeliveredRows(source)
+            self.rows = stored_rows(source, raw=raw) if are_stored(source) else DeliveredRows(source)
         elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
             self.rows = DeliveredRows(source)
         elif not isinstance(source, Iterable):
@@ -116,14 +139,14 @@ class ConvertSource:
         if (
             not isinstance(rows, StoredRows)
             or (self.map, self.filter, self.shuffle) != (None, None, None)
-            or not rows.dataset._all_columns
+            or not rows.all_columns
             or any(name != source for name, source in rows.columns.items())
         ):
             return "samples"
-        codec, catalog = rows.codec, rows.dataset.catalog
+        codec, catalog = rows.codec, rows.catalog
         if self.to == "parquet" and isinstance(codec, TabularFormat) and codec.name != "jsonl":
             return "tables" if self._schema is None else "samples"
-        if self.to == "tar" and codec.name == "tar" and rows.dataset.selection.is_whole:
+        if self.to == "tar" and codec.name == "tar" and rows.selection.is_whole:
             first = np.unique(catalog.blocks.shard, return_index=True)[1]
             if all(codec.locate(catalog.block(number), []) is not None for number in first.tolist()):
                 return "members"
@@ -210,7 +233,7 @@ class ConvertSource:
     def _unified(self) -> pa.Schema:
         assert isinstance(self.rows, StoredRows)
         assert isinstance(self.rows.codec, TabularFormat)
-        catalog = self.rows.dataset.catalog
+        catalog = self.rows.catalog
         used = np.flatnonzero(catalog.blocks.num_samples)
         firsts = used[np.unique(catalog.shard_schemas[catalog.blocks.shard[used]], return_index=True)[1]]
         schemas = [self.rows.codec.schema(bytes(catalog.block(n).footer)) for n in sorted(firsts.tolist())]
@@ -285,22 +308,27 @@ class ConvertSource:
         )
 
 
-def _some_of(rows: Iterator[Fitted]) -> list[dict[str, Any]]:
+def _some_of(rows: Iterator[MadeSamples]) -> list[dict[str, Any]]:
     """The first samples, up to one that fails: whoever writes its shard will tell."""
     found: list[dict[str, Any]] = []
     try:
-        found.extend(row[2] for row in islice(rows, _PROBED))
+        for part in rows:
+            found.extend(part.samples)
+            if len(found) >= _PROBED:
+                break
     except DataflowError:
         if not found:
             raise
-    return found
+    return found[:_PROBED]
 
 
 class _Probe(Target):
     """Leaves samples as they are."""
 
-    def fitted(self, sample: Mapping[str, Any], key: str) -> dict[str, Any]:
+    def fitted(self, sample: Any, key: Any) -> dict[str, Any]:
         """Return the sample."""
+        if not isinstance(sample, Mapping):
+            return super().fitted(sample, key)
         return {name: plain_value(value) for name, value in sample.items()}
 
 

@@ -69,8 +69,17 @@ class Target:
         """The schema of Parquet shards."""
         return pa.ipc.read_schema(pa.BufferReader(self.schema))
 
-    def fitted(self, sample: Sample, key: str) -> Sample:
+    def fitted(self, sample: Any, key: Any) -> Sample:
         """Return a sample as the writer takes it. `ValueError` names what does not fit, and a cure."""
+        if not isinstance(sample, dict):
+            if not isinstance(sample, Mapping):
+                raise ValueError(
+                    f"a sample is a dict of column to value, got {type(sample).__name__}: map= may return one"
+                )
+            sample = dict(sample)
+        is_plain = self.to == "mds" and _PLAIN.issuperset(map(type, sample.values()))
+        if is_plain and sample.keys() == self.columns.keys():
+            return dict(sample)
         fields = {
             name: value if type(value) in _PLAIN else plain_value(value)
             for name, value in sample.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataflow.conversion.plan import ConversionError
+from dataflow.conversion.errors import ConversionError
 from dataflow.conversion.rows import KEY, StoredRows
-from dataflow.conversion.source import ConvertSource
-from dataflow.conversion.work import NewSamples, Recipe, as_schema, fitted_rows, given_rows
+from dataflow.conversion.source import ConvertSource, stored_rows
+from dataflow.conversion.work import MadeSamples, NewSamples, Recipe, as_schema, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.progress.bar import ProgressBar
 from sharding.urls import file_name
@@ -69,7 +69,7 @@ def verify_shards(
     """
     chosen = _chosen(receipts, asked.num_samples)
     written = ShardedDataset(catalog, storage_options=recipe.folder.options, progress=progress)
-    result = StoredRows(written, raw=recipe.target.to == "tar")
+    result = stored_rows(written, raw=recipe.target.to == "tar")
     first, compared, at, items = 0, 0, 0, asked.again() if asked.again else iter(())
     with ProgressBar("comparing", total=len(receipts), unit="shard", visible=progress) as bar:
         for number in sorted(receipts):
@@ -146,7 +146,7 @@ class _ComparedShard:
         """The samples of the rows, as the writer was given them."""
         if self.given is None and self.receipt["read"] == self.receipt["samples"]:
             positions = self.recipe.positions(self.number)[self.rows]
-            yield from self._normal(row[2] for row in fitted_rows(self.recipe, positions))
+            yield from self._normal(_each(fitted_rows(self.recipe, positions)))
             return
         everything = (
             fitted_rows(self.recipe, self.recipe.positions(self.number))
@@ -154,7 +154,7 @@ class _ComparedShard:
             else given_rows(self.recipe, self.given)
         )
         wanted = set(self.rows.tolist())
-        yield from self._normal(one[2] for row, one in enumerate(everything) if row in wanted)
+        yield from self._normal(one for row, one in enumerate(_each(everything)) if row in wanted)
 
     def _normal(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if self.recipe.target.to == "megatron":
@@ -191,6 +191,10 @@ class _ComparedShard:
                 f"{self.receipt['name']} has {len(stored):,} tokens, and the source gives {len(made):,}; the "
                 f"first that differs is token {at:,}: source or functions changed, or the shard is damaged"
             )
+
+
+def _each(parts: Iterable[MadeSamples]) -> Iterator[dict[str, Any]]:
+    return (sample for part in parts for sample in part.samples)
 
 
 def is_same(was: Any, now: Any) -> bool:

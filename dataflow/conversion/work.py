@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,8 +31,6 @@ from sharding.formats import resolve_format
 from sharding.order.permutations import FULL_ORDER, feistel, mix_key
 from sharding.write.writer import ShardWriter
 
-Fitted = tuple[int, Any, Sample]
-"""Position in the source, key if it has one, and what is written of a sample."""
 _TOGETHER = 256
 """Samples that a function with a `batch` form is given at a time."""
 
@@ -71,6 +70,29 @@ class NewSamples:
     first: int
     """Number of the first of them in the iterable."""
     samples: Sequence[Any]
+
+
+class MadeSamples(NamedTuple):
+    """Samples on their way, some at a time."""
+
+    positions: list[int]
+    """Positions in the source."""
+    keys: list[Any]
+    """Keys in the source; None: it has none."""
+    samples: list[Any]
+    """The samples: at the end, what is written of them."""
+
+    def where(self, kept: Sequence[Any]) -> MadeSamples:
+        """The samples for which `kept` is true."""
+        return self if all(kept) else MadeSamples(*(list(compress(column, kept)) for column in self))
+
+    def failed(
+        self, number: int, reason: str, stage: str, named: Callable[[int], tuple[str, str]]
+    ) -> SampleError:
+        """The error of one of them, by the name that it has in the source."""
+        url, own = named(self.positions[number])
+        key = self.keys[number]
+        return SampleError(url, reason, key=own if key is None else str(key), stage=stage)
 
 
 def shard_name(number: int, to: str) -> str:
@@ -139,20 +161,24 @@ def codec_of(target: Target, url: str) -> Any:
 # ---- samples --------------------------------------------------------------------------------------------
 
 
-def fitted_rows(recipe: Recipe, positions: NDArray[np.int64]) -> Iterator[Fitted]:
-    """Yield what is written of the samples at some positions, each with its position and key."""
+def fitted_rows(recipe: Recipe, positions: NDArray[np.int64]) -> Iterator[MadeSamples]:
+    """Yield what is written of the samples at some positions, some at a time."""
     assert recipe.rows is not None
     at = 0
     for batch in recipe.rows.batches(positions):
         own = positions[at : at + len(batch)].tolist()
         at += len(batch)
-        yield from _made(recipe, list(zip(own, batch, strict=True)), recipe.rows.named)
+        for first in range(0, len(batch), _TOGETHER):
+            part = slice(first, first + _TOGETHER)
+            yield _made(recipe, own[part], batch[part], recipe.rows.named)
 
 
-def given_rows(recipe: Recipe, given: NewSamples) -> Iterator[Fitted]:
-    """Yield what is written of samples of an iterable, each with its number and key."""
-    numbered = list(enumerate(given.samples, given.first))
-    yield from _made(recipe, numbered, of_iterable)
+def given_rows(recipe: Recipe, given: NewSamples) -> Iterator[MadeSamples]:
+    """Yield what is written of samples of an iterable, some at a time."""
+    for first in range(0, len(given.samples), _TOGETHER):
+        part = list(given.samples[first : first + _TOGETHER])
+        numbers = list(range(given.first + first, given.first + first + len(part)))
+        yield _made(recipe, numbers, part, of_iterable)
 
 
 def of_iterable(number: int) -> tuple[str, str]:
@@ -161,74 +187,74 @@ def of_iterable(number: int) -> tuple[str, str]:
 
 
 def _made(
-    recipe: Recipe, numbered: list[tuple[int, Any]], named: Callable[[int], tuple[str, str]]
-) -> Iterator[Fitted]:
-    """Yield what filter, map and target make of some samples. `SampleError` names the sample."""
+    recipe: Recipe, positions: list[int], samples: list[Any], named: Callable[[int], tuple[str, str]]
+) -> MadeSamples:
+    """Return what filter, map and target make of some samples. `SampleError` names the sample."""
+    keys = [sample.get(KEY) if isinstance(sample, dict) else None for sample in samples]
+    rows = MadeSamples(positions, keys, samples)
+    if recipe.filter is not None:
+        rows = rows.where(_called("filter", recipe.filter, rows, named))
+    if recipe.map is not None:
+        made = _mapped(recipe.map, rows, named)
+        rows = MadeSamples(rows.positions, rows.keys, made).where([value is not None for value in made])
+    fitted, fit = list[Sample](), recipe.target.fitted
+    try:
+        for position, key, sample in zip(rows.positions, rows.keys, rows.samples, strict=True):
+            fitted.append(fit(sample, f"{position:09d}" if key is None else key))
+    except ValueError as error:
+        raise rows.failed(len(fitted), str(error), "write", named) from error
+    return MadeSamples(rows.positions, rows.keys, fitted)
 
-    def failed(position: int, key: Any, reason: str, stage: str) -> SampleError:
-        url, own = named(position)
-        return SampleError(url, reason, key=own if key is None else str(key), stage=stage)
 
-    def tried(what: str, call: Callable[..., Any], row: tuple[int, Any, Any]) -> Any:
-        try:
-            return call(row[2])
-        except SampleError:
-            raise
-        except Exception as error:
-            reason = f"{what}= raised {type(error).__name__}: {error}"
-            raise failed(row[0], row[1], reason, "transform") from error
-
-    for first in range(0, len(numbered), _TOGETHER):
-        rows = [
-            (position, sample.get(KEY) if isinstance(sample, dict) else None, sample)
-            for position, sample in numbered[first : first + _TOGETHER]
-        ]
-        if recipe.filter is not None:
-            rows = [row for row in rows if tried("filter", recipe.filter, row)]
-        if recipe.map is not None:
-            made = _mapped(recipe.map, rows, tried)
-            rows = [(*row[:2], value) for row, value in zip(rows, made, strict=True) if value is not None]
-        for position, key, sample in rows:
-            try:
-                fitted = _fit(recipe.target, sample, key, position)
-            except ValueError as error:
-                raise failed(position, key, str(error), "write") from error
-            yield position, key, fitted
+def _called(
+    what: str, function: Callable[..., Any], rows: MadeSamples, named: Callable[[int], tuple[str, str]]
+) -> list[Any]:
+    """Return what a function returns for each sample."""
+    made: list[Any] = []
+    try:
+        for sample in rows.samples:
+            made.append(function(sample))  # noqa: PERF401 - how many there are tells which failed
+    except SampleError:
+        raise
+    except Exception as error:
+        reason = f"{what}= raised {type(error).__name__}: {error}"
+        raise rows.failed(len(made), reason, "transform", named) from error
+    return made
 
 
 def _mapped(
-    function: Callable[..., Any], rows: list[tuple[int, Any, Any]], tried: Callable[..., Any]
+    function: Callable[..., Any], rows: MadeSamples, named: Callable[[int], tuple[str, str]]
 ) -> list[Any]:
     """Return what a function makes of samples: of all at once where it has a `batch` form."""
     batch_form = getattr(function, "batch", None)
-    if batch_form is not None:
-        with suppress(Exception):  # one by one, the sample at fault is found
-            made: list[Any] = batch_form([row[2] for row in rows])
-            return made
-    return [tried("map", function, row) for row in rows]
-
-
-def _fit(target: Target, sample: Any, key: Any, position: int) -> Sample:
-    if not isinstance(sample, Mapping):
-        raise ValueError(
-            f"a sample is a dict of column to value, got {type(sample).__name__}: map= may return one"
-        )
-    return target.fitted(sample, f"{position:09d}" if key is None else str(key))
+    if batch_form is None:
+        return _called("map", function, rows, named)
+    try:
+        return list(batch_form(list(rows.samples)))
+    except Exception as error:
+        _called("map", function, rows, named)  # one by one, the sample at fault is found
+        reason = f"map= raised {type(error).__name__}: {error}"
+        raise rows.failed(0, reason, "transform", named) from error
 
 
 def _write_samples(
-    writer: ShardWriter, rows: Iterable[Fitted], named: Callable[[int], tuple[str, str]]
+    writer: ShardWriter, parts: Iterable[MadeSamples], named: Callable[[int], tuple[str, str]]
 ) -> None:
-    for position, key, sample in rows:
+    before = 0
+    for rows in parts:
         try:
-            writer.write(sample)
+            writer.write_many(rows.samples)
         except SampleError as error:
-            if error.key is None:  # rows of a table, which are written many together
+            number = _number_of(error.key) - before
+            if not 0 <= number < len(rows.samples):  # of rows that were kept back, or of no sample
                 raise
-            url, own = named(position)
-            raise SampleError(
-                url, error.reason, key=own if key is None else str(key), stage="write"
-            ) from error
+            raise rows.failed(number, error.reason, "write", named) from error
+        before += len(rows.samples)
+
+
+def _number_of(key: str | None) -> int:
+    """The number in the shard that a writer calls a sample by; -1: it calls it otherwise."""
+    return int(key) if key is not None and key.isdecimal() else -1
 
 
 def _by_sample(writer: ShardWriter, recipe: Recipe, positions: NDArray[np.int64]) -> None:

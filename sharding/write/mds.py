@@ -8,8 +8,7 @@ samples are in memory until then. `index_entry` is what the dataset's `index.jso
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from struct import Struct
 from typing import Any
 
@@ -64,21 +63,27 @@ class NewMdsShard:
 
     def add(self, sample: Mapping[str, Any]) -> None:
         """Append a sample: a value for each column."""
-        key, fields = sample.get("__key__"), sample
-        if key is not None:
+        fields = sample
+        if "__key__" in sample:
             fields = {name: value for name, value in sample.items() if name != "__key__"}
+        self.add_many([fields], key=sample.get("__key__"))
+
+    def add_many(self, samples: Sequence[Mapping[str, Any]], key: Any = None) -> None:
+        """Append samples, all or none. One that cannot be written is called `key`, or by its number."""
+        encoded: list[bytes] = []
         try:
             if self._columns is None:
-                self._columns = _Columns({name: _named(name, value) for name, value in fields.items()})
-            data = self._columns.encoded(fields)
+                self._columns = _Columns({name: _named(name, value) for name, value in samples[0].items()})
+            encoded.extend(self._columns.encoded(samples))
         except ValueError as error:
-            named = str(len(self._samples) if key is None else key)
+            named = str(len(self._samples) + len(encoded) if key is None else key)
             raise SampleError(self._file.url, str(error), key=named, stage="write") from error
-        self._num_bytes += len(data)
-        if self._num_bytes + 4 * (len(self._samples) + 3) + len(self._columns.config) > _MOST_BYTES:
+        self._num_bytes += sum(map(len, encoded))
+        count = len(self._samples) + len(encoded)
+        if self._num_bytes + 4 * (count + 2) + len(self._columns.config) > _MOST_BYTES:
             reason = "an MDS shard has at most 4 GiB: write smaller shards"
             raise SampleError(self._file.url, reason, stage="write")
-        self._samples.append(data)
+        self._samples += encoded
 
     def finish(self) -> Mapping[str, bytes]:
         """Write it all."""
@@ -108,16 +113,21 @@ class _Columns:
         self._pack = Struct(f"<{sum(self._varies)}I").pack
         self.config = json.dumps(config_of(self.encodings), sort_keys=True).encode()
 
-    def encoded(self, fields: Mapping[str, Any]) -> bytes:
-        """One sample: the lengths of what has no fixed size, and the values."""
-        if fields.keys() != self.encodings.keys():
-            more, less = sorted(fields.keys() - self.encodings), sorted(self.encodings.keys() - fields.keys())
-            raise ValueError(f"all samples of MDS have the same columns; this one lacks {less}, adds {more}")
-        try:
-            values = [write(fields[name]) for name, write in self._writers]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise self._unfit(fields) from error
-        return b"".join([self._pack(*map(len, compress(values, self._varies))), *values])
+    def encoded(self, samples: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+        """Yield samples: the lengths of what has no fixed size, and the values."""
+        names, writers, pack, join = self.encodings.keys(), self._writers, self._pack, b"".join
+        varies = [i for i, one in enumerate(self._varies) if one]
+        for fields in samples:
+            if fields.keys() != names:
+                more, less = sorted(fields.keys() - names), sorted(names - fields.keys())
+                raise ValueError(
+                    f"all samples of MDS have the same columns; this one lacks {less}, adds {more}"
+                )
+            try:
+                values = [write(fields[name]) for name, write in writers]
+            except (TypeError, ValueError, OverflowError) as error:
+                raise self._unfit(fields) from error
+            yield join([pack(*[len(values[i]) for i in varies]), *values])
 
     def _unfit(self, fields: Mapping[str, Any]) -> ValueError:
         """The error of the first column whose value its encoding cannot hold."""
@@ -191,6 +201,8 @@ def _writer_of(encoding: str) -> Callable[[Any], bytes]:
 
 
 def _bytes(value: Any) -> bytes:
+    if type(value) is bytes:
+        return value
     if not isinstance(value, (bytes, bytearray, memoryview)):
         raise TypeError("bytes are asked for")
     return bytes(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO, Protocol, cast
 
 import numpy as np
@@ -47,10 +47,8 @@ class NewTarShard:
     """A tar shard, compressed if its name says so."""
 
     def __init__(self, file: NewFile, *, allow_pickle: bool) -> None:
-        from webdataset.writer import default_handlers, make_encoder
-
         self._url, self._allow_pickle = file.url, allow_pickle
-        self._encode = make_encoder(default_handlers)
+        self._encode: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
         self._compressor = _compressor(file)
         self._out, self._num_bytes = self._compressor or file, 0
         self._last_key: str | None = None
@@ -90,6 +88,10 @@ class NewTarShard:
     def _encoded(self, key: str, name: str, value: Any) -> bytes:
         if type(value) is bytes:
             return value
+        if self._encode is None:  # importing it takes longer than writing a shard of bytes
+            from webdataset.writer import default_handlers, make_encoder
+
+            self._encode = make_encoder(default_handlers)
         try:
             return bytes(self._encode({name: value})[name])
         except ImportError:
@@ -136,6 +138,7 @@ class NewTableShard:
         self._file, self._row_group_size, self._schema = file, row_group_size, schema
         self._format = format
         self._rows: list[Sample] = []
+        self._num_written = 0
         self._writer: Any = None
 
     def add(self, sample: Sample) -> None:
@@ -145,6 +148,16 @@ class NewTableShard:
         self._rows.append(dict(sample))
         if len(self._rows) >= self._row_group_size:
             self._flush()
+
+    def add_many(self, samples: Sequence[Sample]) -> None:
+        """Append rows as `add` does, without a copy: they must not change any more."""
+        left = list(samples)
+        while left:
+            room = self._row_group_size - len(self._rows)
+            self._rows += left[:room]
+            del left[:room]
+            if len(self._rows) >= self._row_group_size:
+                self._flush()
 
     def add_table(self, table: Any) -> None:
         """Append the rows of a table, in row groups of its own."""
@@ -180,6 +193,7 @@ class NewTableShard:
             self._schema = table.schema
             self._writer = self._opened(pa.PythonFile(self._file, mode="w"), table.schema)
         self._writer.write_table(table, len(self._rows))
+        self._num_written += len(self._rows)
         self._rows.clear()
 
     def _opened(self, file: Any, schema: Any) -> Any:
@@ -203,13 +217,29 @@ class NewTableShard:
             try:
                 columns[name] = pa.array([row.get(name) for row in self._rows], types.get(name))
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise self._refused(name, f"column {name!r}: {error}") from error
+                raise self._refused(name, f"column {name!r}: {error}", types.get(name)) from error
         return pa.table(columns, schema=self._schema)
 
-    def _refused(self, column: str, reason: str) -> SampleError:
-        rows = [row for row in self._rows if row.get(column) is not None]
-        key = rows[0].get("__key__") if len(rows) == 1 else None
+    def _refused(self, column: str, reason: str, kind: Any = None) -> SampleError:
+        """The error of a column, by the first row whose value is not of its type."""
+        found = self._first_unfit(column, kind) if kind is not None else None
+        rows = [number for number, row in enumerate(self._rows) if row.get(column) is not None]
+        number = found if found is not None else rows[0] if len(rows) == 1 else None
+        key = None
+        if number is not None:
+            key = str(self._rows[number].get("__key__", self._num_written + number))
         return SampleError(self._file.url, f"{reason}; schema= tells the types", key=key, stage="write")
+
+    def _first_unfit(self, column: str, kind: Any) -> int | None:
+        """The first of the rows held whose value a type cannot hold."""
+        import pyarrow as pa
+
+        for number, row in enumerate(self._rows):
+            try:
+                pa.array([row.get(column)], kind)
+            except (pa.ArrowException, TypeError, ValueError, OverflowError):
+                return number
+        return None
 
 
 class NewJsonlShard:

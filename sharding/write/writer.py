@@ -8,7 +8,7 @@ read back differently from what was written (dots in keys, repeated keys, `__met
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -150,6 +150,23 @@ class ShardWriter:
                 it are whole.
         """
         self._put(lambda shard: shard.add(sample), 1)
+
+    def write_many(self, samples: Sequence[Sample]) -> None:
+        """Append samples in order, many at once where that is less work: into one shard, however large.
+
+        Raises as `write` does; a sample that cannot be written is then called by its number in the shard.
+        """
+        if not samples:
+            return
+
+        def put(shard: NewShard) -> None:
+            if isinstance(shard, (NewMdsShard, NewTableShard)):
+                shard.add_many(samples)
+                return
+            for sample in samples:
+                shard.add(sample)
+
+        self._put(put, len(samples))
 
     def write_table(self, table: Any) -> None:
         """Append the rows of a `pyarrow.Table` to a Parquet or Arrow shard, as row groups of their own.
