@@ -272,7 +272,7 @@ MOST_LINES = {
     "dataflow/progress": 480,
     "dataflow/sources": 2_850,
     "dataflow/sources/energon": 540,
-    "dataflow/sources/tables": 850,
+    "dataflow/sources/tables": 950,
     "dataflow/staging": 2_550,
     "dataflow/stream": 3_150,
     "dataflow/testing": 650,

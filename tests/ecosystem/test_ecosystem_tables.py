@@ -17,6 +17,7 @@ import fsspec
 import pytest
 from click.testing import CliRunner
 from formats_kit import rows_of
+from http_kit import RangeServer, s3_server, serving
 from pyarrow.compute import field
 
 from dataflow import Cache, DataflowError, DataLoader, Optional, ShardedDataset
@@ -106,6 +107,32 @@ def test_so_is_an_iceberg_table_by_its_folder_or_metadata(source: str) -> None:
     metadata = next(path.name for path in (ICEBERG / "grown" / "metadata").glob("*.metadata.json"))
     dataset = ShardedDataset(source.format(in_memory(ICEBERG / "grown"), metadata))
     assert in_order(stored_rows(dataset)) == in_order(list(told(ICEBERG)["grown"].values())[-1])
+
+
+def test_tables_of_s3_are_read_with_the_options_of_its_filesystem() -> None:
+    with s3_server() as server:
+        for table in (DELTA / "grown", ICEBERG / "grown"):
+            for path in filter(Path.is_file, table.rglob("*")):
+                server.objects[f"lake/{table.parent.name}/{path.relative_to(table)}"] = path.read_bytes()
+        for folder in (DELTA, ICEBERG):
+            for options in ({}, {"revision": next(iter(told(folder)["grown"]))}):
+                dataset = ShardedDataset(
+                    f"s3://lake/{folder.name}", storage_options=server.options, **options
+                )
+                rows = told(folder)["grown"][dataset.commit]
+                assert in_order(stored_rows(dataset)) == in_order(rows)
+
+
+def test_an_iceberg_table_behind_http_is_read_by_its_metadata_file() -> None:
+    metadata = next((ICEBERG / "grown" / "metadata").glob("*.metadata.json")).relative_to(ICEBERG)
+    with serving(RangeServer(ICEBERG)) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        dataset = ShardedDataset(f"{url}/{metadata}")
+        assert in_order(stored_rows(dataset)) == in_order(list(told(ICEBERG)["grown"].values())[-1])
+        with pytest.raises(ValueError, match="give the metadata file"):
+            ShardedDataset(f"{url}/grown", format="iceberg")
+        with pytest.raises(ValueError, match="cannot be listed over HTTP"):
+            ShardedDataset(f"{url}/grown", format="delta")
 
 
 def test_versions_are_named_by_tags_and_times() -> None:
@@ -277,6 +304,57 @@ def test_the_command_line_indexes_and_inspects_a_table() -> None:
     assert "up to date" in done.output
     assert "delta" in runner.invoke(main, ["index", str(DELTA / "grown"), "--revision", "1"]).output
     assert runner.invoke(main, ["inspect", str(ICEBERG / "grown"), "--batch-size", "4"]).exit_code == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+def test_tables_that_the_owner_has_just_written_are_read_alike(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "iceberg":
+        pytest.importorskip("sqlalchemy")
+    monkeypatch.syspath_prepend(FIXTURES)
+    import make_tables
+
+    getattr(make_tables, kind)(tmp_path)
+    for name, versions in told(tmp_path).items():
+        if name not in ("vectors", "deleted"):
+            for version, rows in versions.items():
+                dataset = ShardedDataset(tmp_path / name, revision=version)
+                assert in_order(stored_rows(dataset)) == in_order(rows)
+
+
+def test_a_table_of_a_catalog_may_have_files_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sqlalchemy")
+    import pyarrow as pa
+    from pyiceberg.catalog import load_catalog
+    from pyiceberg.utils.config import Config
+
+    monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__URI", f"sqlite:///{tmp_path}/lake.db")
+    monkeypatch.setenv("PYICEBERG_CATALOG__LAKE__WAREHOUSE", f"file://{tmp_path}/lake")
+    monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())
+    catalog = load_catalog("lake")
+    catalog.create_namespace("raw")
+    rows = pa.table({"id": [1, 2, 3]})
+    elsewhere = {"write.data.path": f"file://{tmp_path}/elsewhere"}
+    catalog.create_table("raw.events", rows.schema, properties=elsewhere).append(rows)
+    dataset = ShardedDataset("iceberg://lake/raw.events")
+    assert [sample["id"] for sample in dataset] == [1, 2, 3]
+    assert "/elsewhere/" in dataset.catalog.urls[0]
+    metadata = catalog.load_table("raw.events").metadata_location
+    with pytest.raises(ShardReadError, match="open it through its catalog"):
+        ShardedDataset(metadata)
+    with pytest.raises(ValueError, match=r"no table 'raw\.none' in the catalog 'lake'"):
+        ShardedDataset("iceberg://lake/raw.none")
+
+
+def test_a_catalog_that_cannot_be_asked_is_named() -> None:
+    with pytest.raises(ShardReadError, match="the catalog cannot be asked"):
+        ShardedDataset("iceberg://nowhere/raw.events")
+    with pytest.raises(ValueError, match=r"is 'iceberg://catalog/namespace\.table', got"):
+        ShardedDataset("iceberg://nowhere")
 
 
 # ---- what is refused ------------------------------------------------------------------------------------

@@ -215,7 +215,8 @@ def _is_energon(path: str, options: Mapping[str, Any], retrier: Retrier) -> bool
     if is_local(path):
         return os.path.isdir(os.path.join(local_path(path), _META))
     is_file = has_suffix(path) or path.endswith((CATALOG_SUFFIX, ".json", ".csv", ".tsv"))
-    if is_file or is_glob(path) or "{" in path or is_http(path) or is_hub(path):
+    is_table = path.startswith("iceberg://")  # of a catalog, which is no store
+    if is_file or is_table or is_glob(path) or "{" in path or is_http(path) or is_hub(path):
         return False
     try:
         return bool(_first_there(path.rstrip("/"), [".info.json", ".info.yaml"], options, retrier))

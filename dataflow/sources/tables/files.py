@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from msgspec import Struct
 
@@ -12,7 +13,7 @@ from prefetch.store.retrier import Retrier
 from sharding.catalog.storage import open_url, read_file, store_errors
 from sharding.errors import DataflowError
 from sharding.redaction import identity_of
-from sharding.urls import is_chain, is_local, local_path
+from sharding.urls import is_chain, is_http, is_local, local_path
 
 if TYPE_CHECKING:
     from sharding.formats.tables.fitting import TableFile
@@ -83,6 +84,8 @@ def below(folder: str, name: str) -> str:
     """The URL of a file by its path below a folder."""
     if is_local(folder):
         return os.path.join(local_path(folder), name)
+    if is_http(folder):  # elsewhere, what a table calls a file is its key as it is
+        name = quote(name)
     first, chained, rest = folder.partition("::") if is_chain(folder) else (folder, "", "")
     if chained and not first.partition("://")[2]:  # simplecache::s3://...
         return f"{first}::{rest.rstrip('/')}/{name}"
