@@ -287,7 +287,8 @@ def fields_of(
     Raises `ValueError` where it takes code of the dataset's author.
     """
     url = f"{dataset.root}/{_META}/{dataset.part.dataset_config}"
-    if not retrier(lambda: exists(url, options), url):
+    is_named = dataset.part.dataset_config != EnergonPart().dataset_config
+    if not is_named and not retrier(lambda: exists(url, options), url):
         return None, {}
     value = read_value(url, options, retrier)
     if not isinstance(value, dict):

@@ -242,6 +242,15 @@ def test_a_damaged_description_is_an_error_that_says_what_to_do(what: str, image
     assert str(images) in str(caught.value) or "column" in str(caught.value)
 
 
+def test_members_are_delivered_whatever_code_describes_them(images: Path) -> None:
+    (images / ".nv-meta" / TYPE).write_text("{sample_loader: 'x.py:load', part_filter: [png]}")
+    assert ShardedDataset(images, columns=["txt"])[0] == {"txt": "a cäption of 0"}
+    (images / ".nv-meta" / TYPE).unlink()
+    assert {*ShardedDataset(images)[0]} == {"png", "txt", "cls", "json", "boxes.npy", "bin"}
+    with pytest.raises(ShardReadError, match=r"mine\.yaml: no such file"):
+        ShardedDataset(images, config="mine.yaml")
+
+
 def test_what_is_counted_must_be_there(images: Path) -> None:
     info = images / ".nv-meta" / ".info.json"
     counts = json.loads(info.read_text())
