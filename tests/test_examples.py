@@ -38,6 +38,7 @@ EXACT = [
     ("batch_transform", "docs/guide/text.md"),
     pytest.param("images_from_tar", "docs/guide/images.md", marks=pytest.mark.full),
     pytest.param("several_images", "docs/guide/images.md", marks=pytest.mark.full),
+    pytest.param("labels_table", "docs/guide/images.md", marks=pytest.mark.full),
     pytest.param("clips", "docs/guide/media.md", marks=pytest.mark.full),
     pytest.param("convert_on_engine", "docs/guide/engines.md", marks=pytest.mark.full),
     ("hub_dataset", "docs/guide/hub.md"),
