@@ -286,11 +286,11 @@ def _plain(value: Any) -> Any:
 
 
 def header_of(name: str, size: int) -> bytes:
-    """Return the header of a member, as `tarfile` writes it (ustar; mode 644, nobody's, of 1970)."""
+    """Return the header of a member, as webdataset has `tarfile` write it (mode 644, nobody's, of 1970)."""
     if size >= 1 << 33 or len(name) >= 100 or not name.isascii():
         info = tarfile.TarInfo(name)
         info.size, info.mode = size, 0o644
-        return info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "surrogateescape")
+        return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")  # one more member says it
     text, digits = name.encode(), b"%011o" % size
     checksum = b"%06o" % (_PLAIN_SUM + sum(text) + sum(digits))
     return b"".join(

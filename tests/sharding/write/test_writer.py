@@ -10,7 +10,9 @@ import pickle
 import re
 import resource
 import tarfile
+import tempfile
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,32 @@ def test_members_have_no_times_and_no_owners(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar") as tar:
         assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in tar} == {(0, 0, 0, "", "")}
         assert {tuple(m.pax_headers) for m in tar} == {()}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.text(st.characters(codec="utf-8", exclude_characters="./\0"), min_size=1, max_size=140),
+            st.sampled_from([0, 1, 511, 512, 513, 9_000, 20_000]),
+        ),
+        unique_by=itemgetter(0),
+        max_size=6,
+    )
+)
+def test_a_tar_has_the_bytes_that_webdataset_writes(members: list[tuple[str, int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        own, theirs = f"{folder}/own.tar", f"{folder}/theirs.tar"
+        one = wds.TarWriter(theirs, encoder=False, mtime=0, user="", group="", mode=0o644)
+        with ShardWriter(own) as writer, one as other:
+            for key, size in members:
+                sample = {"__key__": key, "b.bin": b"x" * size, "a": b"y"}
+                try:
+                    writer.write(sample)
+                except SampleError:  # a name that no header holds, or that would be read as another
+                    continue
+                other.write(sample)
+        if writer.shards:
+            assert Path(own).read_bytes() == Path(theirs).read_bytes()
 
 
 def test_values_are_encoded_by_extension_as_webdataset_does(tmp_path: Path) -> None:
