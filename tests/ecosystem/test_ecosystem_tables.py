@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -389,15 +390,49 @@ def test_tables_without_rows_say_so() -> None:
     "name", ["/etc/passwd", "../other/x.parquet", "s3://other/x.parquet", "a//b.parquet"]
 )
 def test_files_outside_of_a_delta_table_are_refused(name: str, tmp_path: Path) -> None:
-    table = copied(DELTA / "checkpointed", tmp_path)
-    log = log_of(table)
-    actions = [json.loads(line) for line in log.read_text().splitlines()]
-    for action in actions:
+    def elsewhere(action: dict[str, Any]) -> None:
         if "add" in action:
             action["add"]["path"] = name
-    log.write_text("".join(json.dumps(action) + "\n" for action in actions))
+
+    table = edited(copied(DELTA / "checkpointed", tmp_path), elsewhere)
     with pytest.raises(ShardReadError, match="lies outside its folder, as in a shallow clone"):
         ShardedDataset(table, revision=0)
+
+
+def edited(table: Path, edit: Callable[[dict[str, Any]], object], version: int = 0) -> Path:
+    """The table, each of whose actions was edited."""
+    log = log_of(table, version)
+    actions = [json.loads(line) for line in log.read_text().splitlines()]
+    for action in actions:
+        edit(action)
+    log.write_text("".join(json.dumps(action) + "\n" for action in actions))
+    return table
+
+
+def test_columns_mapped_by_id_go_by_name_where_files_have_no_ids(tmp_path: Path) -> None:
+    def by_id(action: dict[str, Any]) -> None:
+        if "metaData" in action:
+            action["metaData"]["configuration"]["delta.columnMapping.mode"] = "id"
+
+    dataset = ShardedDataset(edited(copied(DELTA / "mapped", tmp_path), by_id))
+    assert in_order(stored_rows(dataset)) == in_order(told(DELTA)["mapped"]["0"])
+
+
+@pytest.mark.parametrize("feature", ["variantType", "ofTomorrow"])
+def test_a_feature_that_readers_must_know_is_named(feature: str, tmp_path: Path) -> None:
+    def needing(action: dict[str, Any]) -> None:
+        if "protocol" in action:
+            action["protocol"]["readerFeatures"] = ["columnMapping", feature]
+            action["protocol"]["writerFeatures"] = ["columnMapping", feature]
+
+    with pytest.raises((ShardReadError, CorruptShardError), match=f"(?i){feature}"):
+        ShardedDataset(edited(copied(DELTA / "mapped", tmp_path), needing))
+
+
+def test_a_process_that_ends_while_it_reads_a_log_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataflow.sources.tables.delta._START", "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(ShardReadError, match="process with deltalake ended with code -9, maybe for want of"):
+        ShardedDataset(DELTA / "grown")
 
 
 def test_files_outside_of_an_iceberg_table_are_refused(tmp_path: Path) -> None:

@@ -49,9 +49,11 @@ _FEATURES = {
 _THREADS = 16
 _LONGEST_S = 900.0
 """Seconds that reading a log may take."""
+_SAID = 500
+"""The characters of what that process said at last that an error shows."""
 _START = (
     "import sys; sys.path[:] = {path!r}; "
-    "from dataflow.sources.tables.delta_log import main; main({place!r}, {number})"
+    "from dataflow.sources.tables.delta_log import main; main({place!r}, {number}, {out})"
 )
 
 
@@ -167,24 +169,33 @@ def _read_log(place: str, number: int, url: str) -> Log:
     here = str(Path(__file__).parents[3])
     path = [here, *(one or os.getcwd() for one in sys.path if one != here)]
     name = name_of("delta", url, str(number))
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _START.format(path=path, place=place, number=number)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_LONGEST_S,
-            check=False,
-        )
-        answer = pickle.loads(done.stdout)
-    except (subprocess.TimeoutExpired, pickle.UnpicklingError, EOFError) as error:
-        how = (
-            f"ended with code {done.returncode}: {done.stderr.decode(errors='replace')[-500:]}"
-            if isinstance(error, (pickle.UnpicklingError, EOFError))
-            else f"took more than {_LONGEST_S:.0f} s"
-        )
-        raise ShardReadError(
-            identity_of(url), f"{name} was not read: the process with deltalake {how}"
-        ) from error
+    with tempfile.TemporaryFile() as out:  # what else the process prints is none of the answer
+        try:
+            done = subprocess.run(
+                [
+                    sys.executable,
+                    "-c",
+                    _START.format(path=path, place=place, number=number, out=out.fileno()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[out.fileno()],
+                timeout=_LONGEST_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            reason = f"{name} was not read: deltalake took more than {_LONGEST_S:.0f} s for its log"
+            raise ShardReadError(identity_of(url), reason) from error
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip()[-_SAID:]
+            raise ShardReadError(
+                identity_of(url),
+                f"{name} was not read: the process with deltalake ended with code {done.returncode}"
+                + (f": {said}" if said else ", maybe for want of memory"),
+            )
+        out.seek(0)
+        answer = pickle.load(out)
     if isinstance(answer, str):
         raise CorruptShardError(
             identity_of(below(url, DELTA_LOG)),
@@ -210,7 +221,8 @@ def _version(log: Log, url: str, version: str) -> TableVersion:
             "APPLY (PURGE) writes the files anew; open the version that it makes",
         )
     schema = _with_stored_names(log.schema)
-    stored_names = {field.name: [_physical(field)] for field in schema} if log.mapping == "name" else {}
+    is_mapped = log.mapping in ("name", "id")
+    stored_names = {field.name: [_physical(field)] for field in schema} if is_mapped else {}
     partition = log.files.column("partition") if "partition" in log.files.column_names else None
     facts = [log.files.column(key).to_pylist() for key in ("path", "size_bytes", "num_records")]
     files = {}

@@ -1,4 +1,4 @@
-"""Read the log of a Delta table with `deltalake`, in a process of its own, and write it to stdout.
+"""Read the log of a Delta table with `deltalake`, in a process of its own, and hand it to the one that asked.
 
 deltalake starts a dozen threads that stay as long as their process: in a training, workers could no longer be
 forked from it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,10 +28,8 @@ class Log(Struct, frozen=True, eq=False, kw_only=True):
     has_deletion_vectors: bool
 
 
-def main(place: str, number: int) -> None:
-    """Write the pickled `Log` of a table in a local folder, or the text of an error."""
-    out = os.dup(1)
-    os.dup2(2, 1)  # whatever else is printed is none of it
+def main(place: str, number: int, out: int) -> None:
+    """Write the pickled `Log` of a table in a local folder, or the text of an error, to a file descriptor."""
     answer: Log | str
     try:
         answer = _read(place, number)
@@ -40,7 +37,6 @@ def main(place: str, number: int) -> None:
         answer = f"{type(error).__name__}: {error}".strip()
     with os.fdopen(out, "wb") as file:
         pickle.dump(answer, file)
-    sys.stdout.flush()
 
 
 def _read(place: str, number: int) -> Log:
