@@ -157,8 +157,8 @@ def find_energon(
     retrier: Retrier,
     *,
     format: object,  # noqa: A002
-    config: str | None,
-    split: str | None,
+    config: str | None = None,
+    split: str | None = None,
 ) -> EnergonDataset | None:
     """Read `.nv-meta` of a folder; None: the source is no such folder.
 

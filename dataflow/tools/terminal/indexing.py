@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from dataflow.engines import run_all
 from dataflow.progress.bar import ProgressBar
+from dataflow.sources.energon.folder import find_energon
 from dataflow.sources.indexing import in_order, index, shared_out
 from dataflow.sources.loose import find_loose, may_be_loose
 from dataflow.sources.opening import checking, is_there, load_catalog, save_catalog, shards_of
@@ -91,11 +92,15 @@ def index_source(
     _refuse_loose(source, dataset_options)
     named = dict(dataset_options)
     revision, options = named.pop("revision", None), named.get("storage_options", {})
+    kind = named.get("format", "auto")
     with Retrier() as retrier:
 
         def look(looks_up: LooksUp) -> list[str]:
             if len(source) == 1 and is_catalog(source[0]):
                 return []
+            part = find_energon(source[0], options, retrier, format=kind) if len(source) == 1 else None
+            if part is not None:
+                return part.shards
             return shards_of(list(source), options, retrier, looks_up, revision=revision)
 
         def use(urls: list[str], table: TableVersion | None = None) -> tuple[CatalogTarget, Catalog]:
@@ -109,7 +114,6 @@ def index_source(
             except ShardReadError as error:
                 raise explain_missing(error, table) from error
 
-        kind = named.get("format", "auto")
         table = find_table(list(source), options, retrier, format=kind, revision=revision)
         if table is not None:
             target, catalog = use_table(table)

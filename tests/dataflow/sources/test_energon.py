@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from http_kit import RangeServer, serving
+from programs_kit import run_command
 
 from dataflow import DataflowError, DataLoader, Mixture, ShardedDataset
 from sharding.errors import CorruptShardError, ShardReadError
@@ -116,6 +117,21 @@ def test_a_folder_of_a_store_is_read_by_its_description() -> None:
         assert [dataset[i]["caption"] for i in range(len(dataset))] == captions("dataset/val")
     mixture = Mixture.from_energon("memory://energon/more/nested.yaml")
     assert [len(source) for source in mixture.sources] == [1, 2, 1, 2]
+
+
+def test_the_command_indexes_the_part_that_is_opened() -> None:
+    code, printed = run_command("index", str(FOLDER / "images"))
+    assert (code, [line.split()[1] for line in printed.splitlines() if line.startswith("shards")]) == (
+        0,
+        ["2,"],
+    )
+    kept = list_catalogs()
+    assert len(ShardedDataset(FOLDER / "images")) == 3
+    assert list_catalogs() == kept
+
+
+def list_catalogs() -> list[Path]:
+    return sorted(Path(os.environ["XDG_CACHE_HOME"]).rglob("*.catalog"))
 
 
 @pytest.mark.full
