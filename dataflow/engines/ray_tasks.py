@@ -65,7 +65,7 @@ def start(request: EngineRequest) -> Iterator[Executor]:
         if address == "local":
             request.say("ray: no cluster was found, so one of this machine was started")
         else:
-            request.joins(ray.get_runtime_context().gcs_address)
-        executor = RayEngine(request.number("cpus") or 1.0)
+            request.joins(ray.get_runtime_context().gcs_address if address == "auto" else address)
+        executor = RayEngine(request.number("cpus", 1.0))
         with cancelling(executor.cancel):
             yield executor

@@ -14,7 +14,7 @@ from typing import Any
 import submitit
 from submitit.core.utils import UncompletedJobError
 
-from dataflow.engines.errors import EngineError
+from dataflow.engines.errors import EngineError, shown
 from dataflow.engines.starting import EngineRequest, cancelling
 
 _NAMES = {
@@ -72,7 +72,7 @@ def start(request: EngineRequest) -> Iterator[Executor]:
             "Slurm's command sbatch was not found: run this where jobs are submitted, or try it on this "
             "machine with the option cluster=local"
         )
-    given = {name: text for name, text in request.options.items() if name not in ("cluster", "folder")}
+    given = {name: text for name, text in request.options.items() if name in _NAMES or "slurm_" in name}
     values = {_NAMES.get(name, name): int(text) if text.isdigit() else text for name, text in given.items()}
     workers = request.workers or _JOBS
     # The folder is this user's alone: tasks may hold the keys of a store.
@@ -81,7 +81,10 @@ def start(request: EngineRequest) -> Iterator[Executor]:
         ThreadPoolExecutor(workers, thread_name_prefix="dataflow-engine") as threads,
     ):
         jobs = submitit.AutoExecutor(folder, cluster=cluster)
-        jobs.update_parameters(**{"name": "dataflow", "timeout_min": _MINUTES, **values})
+        try:
+            jobs.update_parameters(**{"name": "dataflow", "timeout_min": _MINUTES, **values})
+        except Exception as error:  # of an option that it does not have, a NameError
+            raise ValueError(f"submitit refused an option ({shown(error)})") from error
         request.say(
             f"{cluster}: {workers} jobs at a time, {values.get('timeout_min', _MINUTES)} minutes each"
         )

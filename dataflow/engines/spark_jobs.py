@@ -70,7 +70,7 @@ def start(request: EngineRequest) -> Iterator[Executor]:
     if not (shutil.which("java") or os.path.exists(f"{os.environ.get('JAVA_HOME')}/bin/java")):
         raise EngineError("Spark needs Java, which was not found: install Java 17, or set JAVA_HOME")
     conf = SparkConf().setAppName("dataflow")
-    conf.setAll([(name, text) for name, text in request.options.items() if name != "address"])
+    conf.setAll([(name, text) for name, text in request.options.items() if name.startswith("spark.")])
     # A cluster's call is tried four times; one in this process must be told.
     master = request.options.get("address") or conf.get("spark.master", f"local[{request.workers or '*'},4]")
     if master.startswith("spark://"):

@@ -6,7 +6,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib import import_module
 from urllib.parse import urlsplit
 
@@ -26,24 +26,28 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     name: str
     workers: int | None
     options: Mapping[str, str]
-    timeout_s: float
-    """Seconds that it may take until a worker answers."""
     say: Callable[[str], object]
 
     def allow(self, *names: str, prefix: str | None = None) -> None:
         """Raise `ValueError` for options that it does not have; those that begin with `prefix` it has."""
+        names = (*names, "timeout")
         for option in self.options:
             if option not in names and not (prefix and option.startswith(prefix)):
-                known = ", ".join([*names, *([f"{prefix}..."] if prefix else []), "timeout"])
+                known = ", ".join([*names, *([f"{prefix}..."] if prefix else [])])
                 raise ValueError(f"the engine {self.name} has no option {option!r}: it has {known}")
 
-    def number(self, name: str) -> float | None:
-        """Return the option as a number; None: it was not given."""
-        try:
-            return float(self.options[name]) if name in self.options else None
-        except ValueError:
-            text = self.options[name]
-            raise ValueError(f"the option {name} of an engine must be a number, got {text!r}") from None
+    def number(self, name: str, default: float) -> float:
+        """Return the option as a number above 0."""
+        text = self.options.get(name, default)
+        with suppress(ValueError):
+            if 0 < float(text) < float("inf"):
+                return float(text)
+        raise ValueError(f"the option {name} of an engine must be a number above 0, got {text!r}")
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that it may take until a worker answers."""
+        return self.number("timeout", _ANSWER_S)
 
     def joins(self, address: str) -> None:
         """Say that a cluster that runs is used; raises `ValueError` if it should have so many workers."""
@@ -127,14 +131,8 @@ def engine(
         raise ValueError(f"engine must be one of {', '.join(_ENGINES)}; got {name!r}")
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    chosen, given = _ENGINES[name], dict(options)
-    request = EngineRequest(
-        name=name, workers=workers, options={"timeout": str(_ANSWER_S)} | given, timeout_s=_ANSWER_S, say=say
-    )
-    timeout_s = request.number("timeout")
-    assert timeout_s is not None
-    given.pop("timeout", None)
-    request = EngineRequest(name=name, workers=workers, options=given, timeout_s=timeout_s, say=say)
+    chosen, request = _ENGINES[name], EngineRequest(name=name, workers=workers, options=options, say=say)
+    timeout_s = request.timeout_s  # a wrong one is told before anything is started
     if chosen.package:
         try:
             import_module(chosen.package)
@@ -146,7 +144,7 @@ def engine(
     start = import_module(f"dataflow.engines.{chosen.module}").start
     with start(request) as executor:
         if chosen.package and not chosen.has_queue:
-            _ask(executor, request)
+            _ask(executor, name, timeout_s)
         yield executor
 
 
@@ -160,19 +158,19 @@ def cancelling(cancel: Callable[[], object]) -> Iterator[None]:
         raise
 
 
-def _ask(executor: Executor, request: EngineRequest) -> None:
+def _ask(executor: Executor, name: str, timeout_s: float) -> None:
     """Raise `EngineError` unless a worker answers, and runs the versions that we do."""
     try:
-        theirs = executor.submit(Versions.here).result(request.timeout_s)
+        theirs = executor.submit(Versions.here).result(timeout_s)
     except TimeoutError:
         raise EngineError(
-            f"no worker of {request.name} took a task within {request.timeout_s:.0f} s: see whether it has "
+            f"no worker of {name} took a task within {timeout_s:.0f} s: see whether it has "
             "workers with room; the option timeout= (--engine-option timeout=600) gives it longer"
         ) from None
     except Exception as error:
         raise EngineError(
-            f"a worker of {request.name} could not do a task ({shown(error)}): install "
+            f"a worker of {name} could not do a task ({shown(error)}): install "
             "dataflow-loader, and the same Python, on all of its machines"
         ) from error
     if difference := Versions.here().difference(theirs):
-        raise EngineError(f"a worker of {request.name} is not as this process: {difference}")
+        raise EngineError(f"a worker of {name} is not as this process: {difference}")

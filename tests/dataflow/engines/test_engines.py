@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 from collections.abc import Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future
-from contextlib import suppress
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from dataflow.engines import EngineError, TaskLostError, engine, run_all
+from dataflow.engines import EngineError, TaskLostError, engine, run_all, starting
+from dataflow.engines.versions import Versions
 from sharding.errors import ShardReadError
 
 pytestmark = pytest.mark.timeout(60)
@@ -168,10 +172,102 @@ def test_an_executor_that_is_closed_says_so() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("threads", {}, "engine must be one of processes"),
-        ("processes", {"cpus": "1"}, "the engine processes has no option 'cpus': it has timeout"),
+        ("threads", {}, "engine must be one of processes, ray"),
+        ("processes", {"cpus": "1"}, "processes has no option 'cpus': it has timeout"),
+        ("processes", {"timeout": "soon"}, "timeout of an engine must be a number above 0, got 'soon'"),
+        ("processes", {"timeout": "-1"}, "must be a number above 0, got '-1'"),
     ],
 )
 def test_unknown_engines_and_options_are_refused(name: str, options: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text), engine(name, options=options):
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [
+        ("ray", "ray", "ray"),
+        ("dask", "distributed", "dask"),
+        ("spark", "pyspark", "spark"),
+        ("slurm", "submitit", "slurm"),
+        ("mpi", "mpi4py", "mpi"),
+    ],
+)
+def test_an_engine_that_is_not_installed_names_the_extra(
+    name: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    text = re.escape(f"pip install 'dataflow-loader[{extra}]'")
+    with pytest.raises(ImportError, match=text), engine(name):
+        pass
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Given:
+    """An engine called "tested", whose futures the test ends."""
+    given, module = Given(), ModuleType("dataflow.engines.tested")
+    module.start = lambda request: nullcontext(given)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    kind = starting._Engine(module="tested", package="json", extra="none", example="head:1")
+    monkeypatch.setitem(starting._ENGINES, "tested", kind)
+    return given
+
+
+def test_a_cluster_without_a_worker_is_an_error_after_its_time(cluster: Given) -> None:
+    text = "no worker of tested took a task within 0 s: .*timeout"
+    with pytest.raises(EngineError, match=text), engine("tested", options={"timeout": "0.01"}):
+        pass
+
+
+class Answering(Given):
+    """One whose worker gives this answer, or raises it."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if isinstance(self._answer, Exception):
+            future.set_exception(self._answer)
+        else:
+            future.set_result(self._answer)
+        return future
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (Versions(python="3.9", dataflow="1", torch="2"), "runs python 3.9, this process python 3"),
+        (
+            ModuleNotFoundError("No module named 'dataflow'"),
+            "No module named 'dataflow'.: install dataflow-loader",
+        ),
+        (RuntimeError("at org.apache\n" * 1000), r"\(RuntimeError: at org.{,520}\.\.\.\): install"),
+    ],
+)
+def test_a_worker_that_is_not_as_this_process_is_refused(
+    answer: Any, text: str, cluster: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "submit", Answering(answer).submit)
+    with pytest.raises(EngineError, match=text), engine("tested"):
+        pass
+
+
+def test_what_an_engine_itself_raises_is_no_error_of_the_task() -> None:
+    with pytest.raises(TaskLostError, match=r"gave up task 0 \(RuntimeError: node lost\)"):
+        list(run_all(Answering(RuntimeError("node lost")), fails, [1]))
+    with pytest.raises(EngineError, match="the engine cancelled a task"):
+        list(run_all(Answering(CancelledError()), fails, [1]))
+
+
+def test_a_cluster_that_runs_has_its_own_workers_and_one_that_does_not_is_named() -> None:
+    said: list[str] = []
+    request = starting.EngineRequest(name="dask", workers=None, options={}, say=said.append)
+    request.joins("tcp://head:8786")
+    assert said == ["dask: joined tcp://head:8786"]
+    request = starting.EngineRequest(name="dask", workers=3, options={}, say=said.append)
+    with pytest.raises(ValueError, match=r"leave out workers= \(--workers\)"):
+        request.joins("tcp://head:8786")
+    for address in ("tcp://127.0.0.1:1", "head", "tcp://127.0.0.1:port"):
+        with pytest.raises(EngineError, match=f"no dask was found at {address} .*such as tcp://head:8786"):
+            request.reach(address)
