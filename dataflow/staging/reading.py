@@ -21,7 +21,7 @@ from prefetch.addresses import memory_at
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.mapping import can_map
 from prefetch.store.ranges import MOST_BYTES, coalesce
-from sharding.blocks import Block, Columns, Spans
+from sharding.blocks import Block, Column, Columns, Masked, Spans
 from sharding.errors import CorruptShardError
 from sharding.urls import is_local
 
@@ -121,7 +121,8 @@ class ReadWindow(StagedWindow):
 
     def _read(self, ordinals: range, at: int) -> None:
         blocks = self.samples.blocks[ordinals.start : ordinals.stop]
-        if not self._keeps_blocks and self._decode_in_place(ordinals.start):
+        passes = not self._keeps_blocks or (self.source.copies_values and self.source.may_map)
+        if passes and not self._in_region and self._decode_in_place(ordinals.start):
             return
         length = sum(block.length for block in blocks)
         data = self.arena.lease(length) if self._region is None else self._region[at : at + length]
@@ -129,10 +130,17 @@ class ReadWindow(StagedWindow):
         self.source.read_into(first.shard, first.offset, data, checksum=first.checksum, awaited=self._awaited)
         for ordinal, block in zip(ordinals, blocks, strict=True):
             begin = block.offset - first.offset
-            self._decode(ordinal, block, data[begin : begin + block.length].data)
+            own = data[begin : begin + block.length].data
+            columns = self.source.column_reader.decode(block, own)
+            if self._keeps_blocks and not self._in_region:
+                self.source.note_views(self._views(columns, own))
+            self._put(ordinal, block, own, columns)
 
     def _decode_in_place(self, ordinal: int) -> bool:
-        """Decode a block of a local file where it lies; False where no guard keeps the file as it is."""
+        """Decode a block of a local file where it lies.
+
+        False where no guard keeps the file as it is, or values would stay in it.
+        """
         block, source = self.samples.blocks[ordinal], self.source
         if not can_map(block.shard.url) or block.checksum is not None:
             return False
@@ -142,15 +150,25 @@ class ReadWindow(StagedWindow):
             with source.mappings.loading():
                 if mapped.guard is None or not mapped.guard.held:
                     return False
-                data = memory_at(mapped.address + block.offset, block.length, mapped)
-                self._decode(ordinal, block, data.data)
+                data = memory_at(mapped.address + block.offset, block.length, mapped).data
+                columns = source.column_reader.decode(block, data)
+                if self._keeps_blocks and self._views(columns, data):
+                    return False  # to be read, which notes it
+                self._put(ordinal, block, None, columns)
                 return True
         finally:
             source.mappings.release([(mapped, block.offset, block.length)])
 
-    def _decode(self, ordinal: int, block: Block, data: memoryview) -> None:
+    def _views(self, columns: Columns, data: memoryview) -> bool:
+        """Return whether values that a window keeps where they are lie in a block's bytes."""
+        stored = np.frombuffer(data, np.uint8)
+        names = [name for output in self.source.outputs if output.stays_in_place for name in output.sources]
+        kept = [columns[name] for name in names if name in columns]
+        return any(np.may_share_memory(_memory_of(column), stored) for column in kept)
+
+    def _put(self, ordinal: int, block: Block, data: memoryview | None, columns: Columns) -> None:
+        """Stage what a block was decoded to; `data`: its bytes, where they stay."""
         self._data[ordinal] = data
-        columns = self.source.column_reader.decode(block, data)
         for output in self.source.outputs:
             for name in output.sources:
                 if name in columns and not output.takes(columns[name]):
@@ -170,7 +188,8 @@ class ReadWindow(StagedWindow):
         self._region = None
 
     def _stored(self, ordinal: int) -> memoryview | None:
-        return self._data[ordinal]
+        data = self._data[ordinal]
+        return super()._stored(ordinal) if data is None and self._keeps_blocks else data
 
 
 _LEAST_CUT_BYTES = 256 << 10
@@ -307,6 +326,12 @@ class SparseWindow(StagedWindow):
 
     def _release(self) -> None:
         self._region = None
+
+
+def _memory_of(column: Column) -> NDArray[Any]:
+    if isinstance(column, Masked):
+        return column.values
+    return column.buffer if isinstance(column, Spans) else column
 
 
 def _adjoin(before: Block, block: Block) -> bool:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dataflow import ShardedDataset
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness
+from dataflow.staging.reading import ReadWindow
 from dataflow.staging.rows import (
     OpenRows,
     RowReader,
@@ -153,6 +154,26 @@ class CountedReader(StoreReader):
             self._fails -= 1
             raise ShardReadError(shard.url, "not now", offset)
         super().read_into(shard, offset, out, **given)
+
+
+@pytest.mark.parametrize(("name", "copies"), [("tar.gz", True), ("tfrecord", False)])
+def test_blocks_of_which_only_copies_stay_are_decoded_where_they_lie(
+    name: str, copies: bool, tmp_path: Path, arena: Arena, guards: FileGuards
+) -> None:
+    made = MAKERS[name](tmp_path)
+    reader, dataset = CountedReader(), made.open()
+    source = replace(dataset.source(0, guards), reader=reader)
+    num_blocks, samples = dataset.catalog.num_blocks, np.arange(len(dataset))
+    assert num_blocks > 1
+    for epoch in range(2):
+        blocks, rows = counted_through(source, *blocks_and_rows(dataset, samples))
+        window = ReadWindow(source, arena, blocks, rows)
+        read(window)
+        # Of the first block it is learned.
+        assert len(reader.reads) == (1 if copies else (epoch + 1) * num_blocks)
+        parts = [WindowPart(window, window.rows, slice(0, len(rows)))]
+        assert built(dataset, parts, arena, len(rows)) == list(made.samples)
+        window.close()
 
 
 def shared_source(tmp_path: Path, fails: int = 0) -> tuple[Source, CountedReader, Made]:
