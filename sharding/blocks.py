@@ -19,6 +19,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.errors import CorruptShardError
+from sharding.urls import file_name
 
 MISSING, NULL_INSIDE, PATH_ONLY, ABSENT = -1, -2, -3, -4
 """Codes that stand in place of a length: a sample has no value; a list has a null for which its elements'
@@ -274,6 +275,10 @@ class Format(ABC):
         """Samples that lack a value of a column, from the index alone; None: the data tells."""
         sizes = self.value_bytes(block, column)
         return None if sizes is None else int(np.count_nonzero(sizes < 0))
+
+    def shard_name(self, url: str, footer: bytes | memoryview) -> str:
+        """Return a name of the shard that stays when the dataset is copied elsewhere, for splits."""
+        return file_name(url)
 
     def num_passed_over(self, footer: bytes) -> int:
         """Files of the shard with this footer that are part of no sample, such as hidden ones of a tar."""

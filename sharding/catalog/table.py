@@ -113,7 +113,7 @@ class Catalog:
             for shard, number in sorted(zip(shards.tolist(), numbers.tolist(), strict=True))
             if number != NO_SCHEMA
         ]
-        codec = self._codec
+        codec = self.known_codec
         merged = merge_schemas(
             groups,
             widens=codec is not None and codec.widens,
@@ -208,6 +208,10 @@ class Catalog:
         url = urls[number].as_py()
         return Shard(url, int(sizes[number]), versions[number].as_py(), self.signed_urls.get(url, ""))
 
+    def footer(self, shard: int) -> bytes | memoryview:
+        """Return what the codec needs of a shard, without a copy. Not compared with its checksum."""
+        return _blob(self.rows.column("footer")[shard])
+
     @cached_property
     def _shard_columns(self) -> tuple[pa.Array, NDArray[np.int64], pa.Array]:
         url, size, version = (self.rows.column(name).chunk(0) for name in ("url", "size", "version"))
@@ -245,7 +249,7 @@ class Catalog:
             number=number,
             number_in_shard=number - first,
             index=_blob(self._indexes[number]),
-            footer=_blob(self.rows.column("footer")[shard]),
+            footer=self.footer(shard),
             checksum=None if self.checksums is None else int(self.checksums[number]),
         )
         if self.blob_crcs is not None and self._unchecked[number]:
@@ -273,14 +277,15 @@ class Catalog:
             self._unchecked_footers[shard] = False
         if blob_crc(self._indexes[block.number]) != of_indexes[block.number]:
             raise damaged(self.url, f"the index of {where} is not what was saved")
-        if self._codec is not None:
+        if self.known_codec is not None:
             try:
-                self._codec.check(block)
+                self.known_codec.check(block)
             except (LookupError, TypeError, ValueError, RecursionError) as error:
                 raise damaged(self.url, f"{where}: {error}") from error
 
     @cached_property
-    def _codec(self) -> Format | None:
+    def known_codec(self) -> Format | None:
+        """The format, where it is one of ours."""
         return self.codec() if self.format in ENTRIES else None
 
     @cached_property
@@ -402,7 +407,7 @@ class Catalog:
             raise ValueError("a block lies outside its shard")
         if table.num_samples.sum(dtype=np.float64) > _MOST_SAMPLES:
             raise ValueError(f"its samples are more than {_MOST_SAMPLES}")
-        takes_bytes = self._codec is not None and not self._codec.has_empty_samples
+        takes_bytes = self.known_codec is not None and not self.known_codec.has_empty_samples
         if takes_bytes and (table.num_samples > table.nbytes).any():
             raise ValueError("a block has more samples than bytes")
         if max(n.sum(dtype=np.float64) for n in (sizes, table.nbytes)) > _MOST_BYTES:
@@ -428,12 +433,12 @@ class Catalog:
             if type(value) is not kinds[name]:
                 raise TypeError(f"option {name} is {value!r}")
         lists = any(spec.kind == "bytes_list" for own in self.schemas for spec in own.values())
-        if lists and self._codec is not None:
+        if lists and self.known_codec is not None:
             from sharding.formats.arrow.columns import TabularFormat
 
-            if not isinstance(self._codec, TabularFormat):
+            if not isinstance(self.known_codec, TabularFormat):
                 raise ValueError(f"format {self.format!r} has no lists of bytes")
-        if self._codec is not None and dict(self.options) != self._codec.options():
+        if self.known_codec is not None and dict(self.options) != self.known_codec.options():
             raise ValueError(f"options {self.options!r} of format {self.format!r}")
 
 

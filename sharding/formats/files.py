@@ -83,6 +83,10 @@ class FilesFormat(Format):
         for one in _row_of(block).values():
             _value(one)
 
+    def shard_name(self, url: str, footer: bytes | memoryview) -> str:
+        """Return the file's path below the folder: class folders have files of the same names."""
+        return url[-_FACTS.unpack(footer)[1] :] if len(footer) == _FACTS.size else file_name(url)
+
     def num_passed_over(self, footer: bytes) -> int:
         """Files that the listing left out: hidden ones, of other kinds, or beside folders of classes."""
         return int(_FACTS.unpack(footer)[2])
@@ -129,7 +133,7 @@ class FilesFormat(Format):
 
     def keys(self, block: Block, data: memoryview) -> list[str]:
         """The file's name below the folder, without its ending."""
-        return [key_of(block.shard.url[-_FACTS.unpack(block.footer)[1] :])]
+        return [key_of(self.shard_name(block.shard.url, block.footer))]
 
     def sample_offsets(self, block: Block, data: memoryview | None) -> NDArray[np.int64] | None:
         """A file is its sample."""

@@ -1,9 +1,9 @@
 """Splitting a dataset by hash: which part a sample falls into depends on itself alone.
 
-The hash is over a seed, the *file name* of the sample's shard and the row in that shard. So a sample stays in
-its part when shards are added or removed, when the dataset is copied elsewhere, and whatever the catalog's
-block size; it moves when samples are written to other shards. Parts are shares of a number that is uniform
-in [0, 1): their sizes are close to the fractions, not exact.
+The hash is over a seed, the *file name* of the sample's shard (of loose files, the path below their folder)
+and the row in that shard. So a sample stays in its part when shards are added or removed, when the dataset is
+copied elsewhere, and whatever the catalog's block size; it moves when samples are written to other shards.
+Parts are shares of a number that is uniform in [0, 1): their sizes are close to the fractions, not exact.
 """
 
 from __future__ import annotations
@@ -78,5 +78,6 @@ def _draws(numbers: NDArray[np.int64], key: np.uint64 | NDArray[np.uint64]) -> N
 
 
 def _shard_key(catalog: Catalog, shard: int, seed: int) -> int:
-    name = file_name(catalog.shard(shard).url)
+    url, codec = catalog.shard(shard).url, catalog.known_codec
+    name = file_name(url) if codec is None else codec.shard_name(url, catalog.footer(shard))
     return mix_key(seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))

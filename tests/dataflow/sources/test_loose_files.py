@@ -160,6 +160,14 @@ def test_links_are_followed(tmp_path: Path) -> None:
     assert keys(opened(folder)) == ["a/0", "a/2", "b/1"]
 
 
+def test_files_of_one_name_in_several_folders_fall_into_parts_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path / "here", {f"{a}/1.jpg": b"" for a in range(64)})
+    part = keys(opened(tmp_path / "here").split({"one": 0.5})["one"])
+    assert 16 < len(part) < 48
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert keys(opened(tmp_path / "there").split({"one": 0.5})["one"]) == part
+
+
 # ---- order, state, catalog --------------------------------------------------------------------------------
 
 
