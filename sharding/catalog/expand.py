@@ -94,8 +94,13 @@ def expand(
         is_name = len(pieces) > 1 and has_suffix(piece) and not is_glob(piece) and not piece.endswith("/")
         if is_name and not (os.path.isdir(local_path(piece)) if is_local(piece) else looks_up == "folders"):
             urls.append(_canonical(piece))
-        else:
+            continue
+        try:
             urls += _look_up(piece, storage_options, suffixes)
+        except TableFolderError as found:
+            if len(pieces) > 1:
+                raise ValueError(f"{found}: open each table by itself, and mix them by a Mixture") from None
+            raise
     return _without_duplicates(urls)
 
 
@@ -227,7 +232,11 @@ def _glob(pattern: str, options: Mapping[str, Any] | None, suffixes: Collection[
         files = _files(matches.values())
         for name, info in matches.items():  # Spark calls folders `x.parquet`
             if info["type"] == "directory" and has_suffix(name, suffixes):
-                files |= _files(fs.ls(name, detail=True), folder=name, suffixes=suffixes)
+                entries = fs.ls(name, detail=True)
+                if any(file_name(entry["name"]) == DELTA_LOG for entry in entries):
+                    reason = "is a delta table, whose log says which of its files count: give this folder"
+                    raise ShardReadError(name, f"{reason}, not a pattern")
+                files |= _files(entries, folder=name, suffixes=suffixes)
     if not files:
         only = f"; it matches {len(matches)} directories" if matches else ""
         raise ShardReadError(pattern, f"no file matches this pattern{only}")
@@ -283,7 +292,8 @@ def _list_directory(
 
 def _has_metadata(fs: Any, path: str) -> bool:
     """Return whether a folder holds the metadata of an Iceberg table."""
-    entries = fs.ls(f"{path.rstrip('/')}/{ICEBERG_METADATA}", detail=False)
+    with store_errors(path):
+        entries = fs.ls(f"{path.rstrip('/')}/{ICEBERG_METADATA}", detail=False)
     return any(name.endswith(".metadata.json") for name in entries)
 
 

@@ -276,6 +276,20 @@ def test_a_table_is_of_no_other_format(other: str) -> None:
         ShardedDataset(DELTA / "checkpointed", format=other)
 
 
+@pytest.mark.parametrize("source", [["{}/grown", "{}/checkpointed"], "{}/{{grown,checkpointed}}"])
+def test_several_tables_are_several_datasets(source: Any) -> None:
+    named = [one.format(DELTA) for one in source] if isinstance(source, list) else source.format(DELTA)
+    with pytest.raises(ValueError, match="open each table by itself, and mix them by a Mixture"):
+        ShardedDataset(named)
+
+
+def test_a_pattern_over_a_table_called_like_a_file_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(DELTA / "checkpointed", tmp_path / "rows.parquet")
+    with pytest.raises(ShardReadError, match=r"rows.parquet: is a delta table.*: give this folder"):
+        ShardedDataset(f"{tmp_path}/*.parquet")
+    assert len(ShardedDataset(tmp_path / "rows.parquet")) == 6
+
+
 def test_files_of_a_table_may_be_named_themselves() -> None:
     glob = f"{DELTA / 'checkpointed'}/*.parquet"
     assert len(ShardedDataset(glob)) > len(ShardedDataset(DELTA / "checkpointed"))

@@ -185,6 +185,19 @@ def test_other_changes_inside_a_column_are_an_error_for_who_asks_for_it(
     assert why in spec.note
 
 
+def test_a_part_with_another_id_is_another_part() -> None:
+    def with_part_id(number: str) -> pa.Schema:
+        part = pa.field("x", pa.int64(), metadata={FIELD_ID: number.encode()})
+        return pa.schema([pa.field("p", pa.struct([part]), metadata={FIELD_ID: b"1"})])
+
+    stored = pa.table({"p": [{"x": 1}]}, schema=with_part_id("2"))
+    assert read(stored, with_part_id("2"), by_id=True) == [{"p.x": 1}]
+    content = written(stored)
+    file = listed(content, with_part_id("3"), 1, by_id=True)
+    spec = scan_of(IcebergFormat(version="3"), content, URL, listed=file).schema["p"]
+    assert "its part 'p.x' is another one" in spec.note
+
+
 @pytest.mark.parametrize(
     ("facts", "what"),
     [
