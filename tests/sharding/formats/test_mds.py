@@ -82,6 +82,7 @@ def test_over_http_its_index_names_the_shards(query: str) -> None:
         server.may_read = lambda asked, _: asked == query[1:]
         for name in ("zstd", "merged"):
             assert_delivers(ShardedDataset(f"{server.url}/{name}/index.json{query}"), expected(MDS, name))
+        server.may_read = lambda asked, _: True  # who may not read the folder is told that
         with pytest.raises(ValueError, match=r"HTTP servers cannot be listed.* or the index\.json of MDS"):
             ShardedDataset(f"{server.url}/single/")
 
