@@ -40,7 +40,7 @@ from benchmarks.options import data_option, json_option, repeats_option
 from benchmarks.report import Verdict, machine, save_figures, versions
 from benchmarks.runner import call_command, result_of
 
-NUM_ROWS, NUM_FILES, ROW_GROUP = 48_000, 12, 1_000
+NUM_ROWS, NUM_FILES, ROW_GROUP = 120_000, 12, 1_000
 SHARD_BYTES = 16 << 20
 WORKERS = 2
 KILLS = 50

@@ -244,7 +244,7 @@ MOST_LINES = {
     "sharding/order": 1_650,
     "sharding/plan": 1_450,
     "sharding/topology": 950,
-    "sharding/write": 1_260,
+    "sharding/write": 1_290,
     "prefetch": 700,
     "prefetch/cache": 1_000,
     "prefetch/control": 1_350,

@@ -15,6 +15,7 @@ from typing import Any
 
 from dataflow.conversion.errors import ConversionError
 from dataflow.conversion.plan import Plan
+from dataflow.conversion.rows import StoredRows
 from dataflow.conversion.source import ConvertSource
 from dataflow.conversion.work import NewSamples, Recipe, write_packed, write_shard
 from dataflow.engines import engine, run_all
@@ -76,7 +77,7 @@ def write_all(
             return
         call = partial(write_packed, _packed(recipe))
         if executor is None:  # what workers import, the server that they are forked from imports once
-            get_context("forkserver").set_forkserver_preload(["__main__", "dataflow.conversion.work"])
+            get_context("forkserver").set_forkserver_preload(["__main__", *_imported(recipe)])
         with nullcontext(executor) if executor else engine("processes", workers=workers) as pool:
             _noted(run_all(pool, call, missing), missing, receipts, shown)
     except DataflowError as error:
@@ -95,6 +96,14 @@ def _noted(
     for at, receipt in written:
         receipts[numbers[at]] = receipt
         shown.add(receipt)
+
+
+def _imported(recipe: Recipe) -> list[str]:
+    """Modules that workers need of this conversion, besides those of functions."""
+    found = ["dataflow.conversion.work", "fsspec.implementations.local"]
+    if isinstance(recipe.rows, StoredRows):
+        found.append(type(recipe.rows.codec).__module__)
+    return found if recipe.target.to != "parquet" else [*found, "pyarrow.parquet"]
 
 
 def _packed(recipe: Recipe) -> bytes:

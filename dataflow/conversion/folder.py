@@ -20,8 +20,10 @@ from sharding.catalog.storage import store_errors
 from sharding.redaction import identity_of
 from sharding.url_to_fs import url_to_fs
 from sharding.urls import is_local, local_path
-from sharding.write.file import NewFile
+from sharding.write.file import PARTIAL, NewFile
 
+CATALOG_NAME = "dataset.catalog"
+LISTING_NAME = "index.json"
 KEPT = ".convert"
 _OWNER = f"{KEPT}/owner.json"
 _RECEIPTS = f"{KEPT}/shards"
@@ -117,7 +119,15 @@ class OutputFolder:
                         ):
                             self.remove(beside)
             self.remove(f"{_RECEIPTS}/{name}")
-        self.remove(f"{KEPT}/plan.json")
+        for name in (LISTING_NAME, CATALOG_NAME, f"{KEPT}/plan.json"):
+            self.remove(name)
+
+    def clear(self) -> None:
+        """Remove what killed workers have left of files that they were writing."""
+        for folder in ("", _RECEIPTS):
+            for name in self.sizes(folder):
+                if name.endswith(PARTIAL) and name.startswith(("shard", *"0123456789")):
+                    self.remove(f"{folder}/{name}" if folder else name)
 
     # ---- whose it is ---------------------------------------------------------------------------------
 

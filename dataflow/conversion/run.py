@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from dataflow.conversion.dispatch import ShownShards, write_all, write_iterable
 from dataflow.conversion.errors import ConversionError
-from dataflow.conversion.folder import KEPT, OutputFolder
+from dataflow.conversion.folder import CATALOG_NAME, KEPT, LISTING_NAME, OutputFolder
 from dataflow.conversion.plan import Plan
 from dataflow.conversion.source import ConvertSource, opened_source, tokenizing
 from dataflow.conversion.target import SUFFIXES, TOKENS
@@ -31,8 +31,6 @@ from dataflow.sources.opening import save_catalog
 from prefetch.store.retrier import Retrier
 from sharding.redaction import identity_of
 from sharding.write.mds import index_entry, index_json
-
-CATALOG_NAME = "dataset.catalog"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +162,7 @@ def convert(
     wanted = source_of.plan(shard_size, shard_samples, token_options, checksum)
     with folder.held():
         plan = _agreed(folder, wanted, source_of, overwrite=overwrite, token_options=token_options)
+        folder.clear()
         recipe = source_of.recipe(plan, folder, checksum=checksum)
         receipts = folder.receipts(recipe.digest)
         skipped = len(receipts)
@@ -243,7 +242,7 @@ def _finish(
     if to == "mds":
         encodings = dict(sorted(recipe.target.columns.items()))
         entries = [index_entry(encodings, one["name"], one["samples"], one["bytes"], {}) for one in written]
-        folder.write("index.json", index_json(entries))
+        folder.write(LISTING_NAME, index_json(entries))
     urls = [folder.of(one["name"]) for one in written]
     with Retrier() as retrier:
         codec = codec_of(recipe.target, urls[0])

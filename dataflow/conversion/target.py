@@ -77,7 +77,7 @@ class Target:
                     f"a sample is a dict of column to value, got {type(sample).__name__}: map= may return one"
                 )
             sample = dict(sample)
-        is_plain = self.to == "mds" and _PLAIN.issuperset(map(type, sample.values()))
+        is_plain = self.to in ("mds", "parquet") and _PLAIN.issuperset(map(type, sample.values()))
         if is_plain and sample.keys() == self.columns.keys():
             return dict(sample)
         fields = {
@@ -256,6 +256,8 @@ def _arrow_type(name: str, value: Any) -> pa.DataType:
         return _of_dtype(name, value.dtype)
     if isinstance(value, dict):
         return pa.string()
+    if type(value) in _ARROW:
+        return _ARROW[type(value)]
     try:
         kind = pa.array([value]).type
     except (pa.ArrowException, TypeError, ValueError) as error:
@@ -266,6 +268,10 @@ def _arrow_type(name: str, value: Any) -> pa.DataType:
     if isinstance(value, (list, tuple)) and _has_struct(kind):
         return pa.string()
     return pa.null() if _is_null(kind) else kind
+
+
+_ARROW = {bytes: pa.binary(), str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+"""Types of values; who asks pyarrow has it import pandas, which takes longer than a shard."""
 
 
 def _of_dtype(name: str, dtype: np.dtype[Any]) -> pa.DataType:

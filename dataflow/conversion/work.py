@@ -24,9 +24,9 @@ from dataflow.conversion.folder import OutputFolder
 from dataflow.conversion.rows import KEY, Rows, Sample, StoredRows
 from dataflow.conversion.target import SUFFIXES, TOKENS, Target
 from prefetch.store.reader import StoreReader
-from sharding.catalog.build import build_catalog
-from sharding.catalog.reading import read_block
-from sharding.errors import DataflowError, SampleError
+from sharding.blocks import DEFAULT_BLOCK_BYTES
+from sharding.catalog.build import scan_shards
+from sharding.errors import DataflowError, SampleError, ShardError
 from sharding.formats import resolve_format
 from sharding.order.permutations import FULL_ORDER, feistel, mix_key
 from sharding.write.writer import ShardWriter
@@ -147,10 +147,25 @@ def write_shard(recipe: Recipe, number: int, given: NewSamples | None = None) ->
 
 def block_checksums(recipe: Recipe, url: str) -> list[int]:
     """CRC-32 of each block of a shard, read back from where it lies."""
-    catalog = build_catalog([url], codec_of(recipe.target, url), storage_options=recipe.folder.options)
-    with closing(StoreReader(recipe.folder.options)) as reader:
-        blocks = map(catalog.block, range(catalog.num_blocks))
-        return [zlib.crc32(read_block(block, reader.read_into)) for block in blocks]
+    options = recipe.folder.options
+    scanned = scan_shards(
+        [url],
+        codec_of(recipe.target, url),
+        storage_options=options,
+        block_bytes=DEFAULT_BLOCK_BYTES,
+        listed={},
+    )
+    (result,) = scanned
+    if isinstance(result, ShardError):
+        raise result
+    shard, scan = result
+    found: list[int] = []
+    with closing(StoreReader(options)) as reader:
+        for offset, length in zip(scan.offset.tolist(), scan.length.tolist(), strict=True):
+            data = np.empty(length, np.uint8)
+            reader.read_into(shard, offset, data)
+            found.append(zlib.crc32(data.data))
+    return found
 
 
 def codec_of(target: Target, url: str) -> Any:

@@ -21,6 +21,8 @@ from sharding.redaction import identity_of, redact_logs
 from sharding.url_to_fs import url_to_fs
 from sharding.urls import has_glob_signs
 
+PARTIAL = ".partial"
+"""Ending of the temporary name."""
 PRIVATE_FILE = 0o600
 """Mode of files that are this user's alone."""
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
@@ -52,7 +54,7 @@ class NewFile:
         if protocols & _OBJECT_STORES:
             self._temporary = self._path
         else:
-            self._temporary = f"{self._path}.{uuid.uuid4().hex[:12]}.partial"
+            self._temporary = f"{self._path}.{uuid.uuid4().hex[:12]}{PARTIAL}"
             self._fs.makedirs(self._fs._parent(self._path), exist_ok=True)
         self._file: Any = self._fs.open(self._temporary, "wb")
 

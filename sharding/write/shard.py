@@ -215,7 +215,7 @@ class NewTableShard:
         columns = {}
         for name in types or names:
             try:
-                columns[name] = pa.array([row.get(name) for row in self._rows], types.get(name))
+                columns[name] = _array(pa, [row.get(name) for row in self._rows], types.get(name))
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                 raise self._refused(name, f"column {name!r}: {error}", types.get(name)) from error
         return pa.table(columns, schema=self._schema)
@@ -240,6 +240,22 @@ class NewTableShard:
             except (pa.ArrowException, TypeError, ValueError, OverflowError):
                 return number
         return None
+
+
+def _array(pa: Any, values: list[Any], kind: Any) -> Any:
+    """An Arrow array. Plain values by hand: `pa.array` looks for pandas, whose import takes a second."""
+    kinds = set(map(type, values))
+    if kind == pa.int64() and kinds == {int}:
+        return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.array(values, np.int64))])
+    if kind == pa.float64() and kinds == {float}:
+        return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.array(values, np.float64))])
+    if (kind == pa.string() and kinds == {str}) or (kind == pa.binary() and kinds == {bytes}):
+        data = [value.encode() for value in values] if kinds == {str} else values
+        ends = np.cumsum([0, *map(len, data)], dtype=np.int64)
+        if ends[-1] < 1 << 31:
+            buffers = [None, pa.py_buffer(ends.astype(np.int32)), pa.py_buffer(b"".join(data))]
+            return pa.Array.from_buffers(kind, len(values), buffers)
+    return pa.array(values, kind)
 
 
 class NewJsonlShard:

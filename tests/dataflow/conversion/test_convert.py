@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from conversion_kit import (
     NUM_SAMPLES,
     DiesOnce,
@@ -44,6 +45,7 @@ from dataflow import (
 )
 from dataflow.conversion.folder import _this_process
 from dataflow.conversion.plan import bounds_by_bytes
+from dataflow.tools.cli import main
 from sharding.write.file import NewFile
 
 
@@ -59,8 +61,17 @@ def raw(folder: Path | str) -> ShardedDataset:
 # ---- values ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", ["tar", "parquet", "mds"])
-@pytest.mark.parametrize("function", [None, renamed])
+@pytest.mark.parametrize(
+    ("to", "function"),
+    [
+        ("tar", None),
+        ("parquet", renamed),
+        ("mds", renamed),
+        pytest.param("tar", renamed, marks=pytest.mark.full),
+        pytest.param("parquet", None, marks=pytest.mark.full),
+        pytest.param("mds", None, marks=pytest.mark.full),
+    ],
+)
 def test_values_arrive_in_every_target(source: str, tmp_path: Path, to: str, function: Any) -> None:
     made = convert(source, tmp_path / "out", to=to, map=function, shard_samples=7, workers=1, verify=True)
     assert (made.samples, made.verified) == (NUM_SAMPLES, NUM_SAMPLES)
@@ -205,6 +216,7 @@ def test_a_restart_skips_what_is_finished_and_writes_what_was_lost(source: str, 
     before = digest(tmp_path / "a")
     Path(first.files[2]).unlink()
     Path(first.files[3]).write_bytes(b"cut")
+    (tmp_path / "a/shard-000002.tar.0123456789ab.partial").write_bytes(b"of a killed worker")
     again = convert(source, tmp_path / "a", to="tar", map=renamed, shard_samples=10, workers=1)
     assert (again.skipped, again.shards, digest(tmp_path / "a")) == (2, 4, before)
 
@@ -217,6 +229,28 @@ def test_an_iterable_is_read_again_and_what_was_written_skipped(tmp_path: Path) 
     assert (made.skipped, made.shards, numbers.taken) == (2, 3, 30)
     with pytest.raises(ConversionError, match="the same items each time"):
         convert(Numbers(15), tmp_path / "a", to="mds", shard_samples=10)
+
+
+@pytest.mark.full
+def test_the_reader_of_streaming_reads_what_is_written_for_it(source: str, tmp_path: Path) -> None:
+    streaming = pytest.importorskip("streaming", reason="mosaicml-streaming is not installed")
+    convert(source, tmp_path / "a", to="mds", map=renamed, shard_samples=15, workers=1)
+    read = streaming.StreamingDataset(local=str(tmp_path / "a"), shuffle=False, batch_size=1)
+    assert [read[i]["text"] for i in range(len(read))] == [f"bild {i} ü" for i in range(NUM_SAMPLES)]
+    assert (read[7]["small"].dtype, read[7]["image"].size) == (np.int16, (8, 8))
+    assert read[7]["vector"].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.full
+def test_samples_of_mds_are_byte_for_byte_those_of_its_own_writer(tmp_path: Path) -> None:
+    streaming = pytest.importorskip("streaming", reason="mosaicml-streaming is not installed")
+    rows = [{"b": bytes(i), "t": f"ü{i}", "n": i, "a": np.ones((1 + i % 2, 3), np.float32)} for i in range(9)]
+    columns = {"b": "bytes", "t": "str", "n": "int", "a": "ndarray:float32"}
+    with streaming.MDSWriter(out=str(tmp_path / "own"), columns=columns, size_limit=None) as writer:
+        for row in rows:
+            writer.write(row)
+    made = convert(rows, tmp_path / "ours", to="mds", workers=1)
+    assert Path(made.files[0]).read_bytes() == (tmp_path / "own/shard.00000.mds").read_bytes()
 
 
 # ---- what stands in the way -----------------------------------------------------------------------------
@@ -341,6 +375,21 @@ def test_arguments_that_contradict_each_other_are_refused(source: str, tmp_path:
             convert(source, tmp_path / "a", **arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give functions and datasets that a module defines, or workers=1"):
         convert(source, tmp_path / "b", to="mds", map=lambda sample: sample, shard_samples=3, workers=2)
+
+
+def test_the_command_converts_and_says_what_was_finished_before(source: str, tmp_path: Path) -> None:
+    def run(*more: str) -> str:
+        arguments = [source, str(tmp_path / "a"), "--to", "mds", "--shard-samples", "10", "--workers", "1"]
+        result = CliRunner().invoke(main, ["convert", *arguments, *more])
+        return result.output + str(result.exception or "")
+
+    functions = ("--map", "conversion_kit:renamed", "--filter", "conversion_kit:is_even")
+    assert "20 samples in 4 shards" in run(*functions, "--verify", "5")
+    again = run(*functions, "--verify")
+    assert "4 shards were finished before, and were skipped" in again
+    assert "20 samples were compared with the source: all are the same" in again
+    assert "has another conversion: filter= was" in run("--map", "conversion_kit:renamed")
+    assert "'conversion_kit:other' is not there" in run("--map", "conversion_kit:other")
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------
