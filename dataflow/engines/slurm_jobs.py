@@ -73,7 +73,8 @@ def start(request: EngineRequest) -> Iterator[Executor]:
             "machine with the option cluster=local"
         )
     given = {name: text for name, text in request.options.items() if name in _NAMES or "slurm_" in name}
-    values = {_NAMES.get(name, name): int(text) if text.isdigit() else text for name, text in given.items()}
+    values: dict[str, int | str] = {"timeout_min": _MINUTES}
+    values |= {_NAMES.get(name, name): int(text) if text.isdigit() else text for name, text in given.items()}
     workers = request.workers or _JOBS
     # The folder is this user's alone: tasks may hold the keys of a store.
     with (
@@ -82,12 +83,10 @@ def start(request: EngineRequest) -> Iterator[Executor]:
     ):
         jobs = submitit.AutoExecutor(folder, cluster=cluster)
         try:
-            jobs.update_parameters(**{"name": "dataflow", "timeout_min": _MINUTES, **values})
+            jobs.update_parameters(name="dataflow", **values)
         except Exception as error:  # of an option that it does not have, a NameError
             raise ValueError(f"submitit refused an option ({shown(error)})") from error
-        request.say(
-            f"{cluster}: {workers} jobs at a time, {values.get('timeout_min', _MINUTES)} minutes each"
-        )
+        request.say(f"{cluster}: {workers} jobs at a time, {values['timeout_min']} minutes each")
         executor = SlurmEngine(jobs, threads)
         with cancelling(executor.cancel):
             yield executor
