@@ -1,7 +1,7 @@
 """Write one shard of a conversion: what a worker does, in whatever process or machine.
 
 A shard is made of its plan and the source alone, so whoever writes it again writes the same bytes. It appears
-whole under its name, then its receipt does: bytes, samples, CRC-32 of the file and of each block. A worker
+whole under its name, then its receipt does: bytes, samples, CRC-32 of each block. A worker
 that dies leaves at most a temporary file.
 """
 
@@ -138,7 +138,6 @@ def write_shard(recipe: Recipe, number: int, given: NewSamples | None = None) ->
         "samples": sum(shard.num_samples for shard in shards),
         "bytes": sum(files.values()),
         "files": files,
-        "crc": shards[0].crc if shards else 0,
         "blocks": block_checksums(recipe, url) if shards and recipe.checksum else [],
     }
     folder.put_receipt(number, receipt)

@@ -12,7 +12,6 @@ import os
 import shutil
 import uuid
 import warnings
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -42,8 +41,6 @@ class NewFile:
         self.url = url
         self.num_bytes = 0
         """The number of bytes written so far."""
-        self.crc = 0
-        """CRC-32 of them."""
         self._overwrite = overwrite
         redact_logs()
         self._fs, self._path = url_to_fs(url, storage_options or {})
@@ -69,7 +66,6 @@ class NewFile:
         if self._file is not None:
             self._file.write(data)
             self.num_bytes += len(data)
-            self.crc = zlib.crc32(data, self.crc)
         return len(data)
 
     def flush(self) -> None:

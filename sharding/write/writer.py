@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -38,8 +38,6 @@ class WrittenShard:
     num_samples: int
     num_bytes: int
     """The number of bytes in the store."""
-    crc: int = field(default=0, compare=False)
-    """CRC-32 of them."""
 
 
 class ShardWriter:
@@ -220,7 +218,7 @@ class ShardWriter:
             self._abandon()
             raise
         file = self._file
-        self._shards.append(WrittenShard(file.url, self._num_samples, file.num_bytes, file.crc))
+        self._shards.append(WrittenShard(file.url, self._num_samples, file.num_bytes))
         self._file = self._shard = None
         self._num_samples = 0
         self._next += 1
