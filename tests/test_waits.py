@@ -13,8 +13,11 @@ from test_architecture import MODULES, tree_of
 
 WAITS = {"wait", "join", "acquire", "result", "get", "recv", "recv_bytes", "exception", "wait_for_fork"}
 """Methods that wait without an end where they are given no time."""
-NOT_OURS = ("dataflow.tools", "dataflow.testing", "dataflow.pytest_plugin", "dataflow.integrations")
-"""Commands and tests: nobody trains meanwhile."""
+NOT_OURS = (
+    *("dataflow.conversion", "dataflow.engines", "dataflow.tools"),
+    *("dataflow.testing", "dataflow.pytest_plugin", "dataflow.integrations"),
+)
+"""Commands, tests and frameworks' code: no loop over batches waits there."""
 BUILDS = "a thread or process that builds, which the loader wakes when it is closed"
 DONE = "called back when it is done"
 LOOP = "in an event loop, whose requests have deadlines; closing cancels them"

@@ -113,6 +113,10 @@ class ConvertSource:
         self.source, self.to, self.map, self.filter, self.shuffle = source, to, map, filter, shuffle
         self._schema = schema
         self.rows: Rows | None = None
+        self._has_whole_blocks = False
+        """True if shards have whole blocks of the source, as `plan` finds."""
+        self._are_members = False
+        """True if values are members of tars that go to tars as they are."""
         self._iterated: Iterator[Any] | None = None
         self._seen: list[Any] = []
         self._failed: Exception | None = None
@@ -121,6 +125,9 @@ class ConvertSource:
                 raise ValueError("there are no samples to convert")
             raw = to == "tar" and map is None and filter is None
             self.rows = stored_rows(source, raw=raw) if are_stored(source) else DeliveredRows(source)
+            self._are_members = (
+                raw and isinstance(self.rows, StoredRows) and self.rows.codec.columns_are_extensions
+            )
         elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
             self.rows = DeliveredRows(source)
         elif not isinstance(source, Iterable):
@@ -146,7 +153,8 @@ class ConvertSource:
         codec, catalog = rows.codec, rows.catalog
         if self.to == "parquet" and isinstance(codec, TabularFormat) and codec.name != "jsonl":
             return "tables" if self._schema is None else "samples"
-        if self.to == "tar" and codec.name == "tar" and rows.selection.is_whole:
+        is_whole = self._has_whole_blocks and rows.selection.is_whole
+        if self.to == "tar" and codec.name == "tar" and is_whole:
             first = np.unique(catalog.blocks.shard, return_index=True)[1]
             if all(codec.locate(catalog.block(number), []) is not None for number in first.tolist()):
                 return "members"
@@ -178,8 +186,7 @@ class ConvertSource:
             bounds = bounds_by_count(len(self.rows), shard_samples or DEFAULT_SHARD_SAMPLES)
         else:
             shard_samples = shard_samples or DEFAULT_SHARD_SAMPLES
-        if bounds is not None and self.way == "members":
-            bounds = self._at_blocks(bounds)
+        self._has_whole_blocks = bounds is not None and self._are_at_blocks(bounds)
         functions = {"map": function_identity(self.map), "filter": function_identity(self.filter)}
         options = {
             "to": self.to,
@@ -203,11 +210,12 @@ class ConvertSource:
         share = kept / np.maximum(1, blocks.num_samples)
         return bounds_by_bytes(kept, np.ceil(blocks.length * share).astype(np.int64), size)
 
-    def _at_blocks(self, bounds: list[int]) -> list[int]:
-        """Shards that begin where blocks do, of which whole ones are copied."""
-        firsts = np.append(self.source.catalog.blocks.first_sample, bounds[-1])
-        at = firsts[np.searchsorted(firsts, np.array(bounds))]
-        return [int(one) for one in np.unique(at)]
+    def _are_at_blocks(self, bounds: list[int]) -> bool:
+        """Return whether each shard has whole blocks of the source, which can be copied."""
+        rows = self.rows
+        return isinstance(rows, StoredRows) and bool(
+            np.isin(bounds[:-1], rows.catalog.blocks.first_sample).all()
+        )
 
     def target(self, token_options: Mapping[str, Any]) -> Target:
         """The target, as the first samples decide it."""
@@ -216,8 +224,8 @@ class ConvertSource:
             return replace(
                 with_schema(Target(to=self.to, columns={}), self._unified()), row_group_size=1 << 20
             )
-        if self.way == "members":
-            return Target(to=self.to, columns={}, is_strict=False)
+        if self._are_members:
+            return Target(to=self.to, columns={}, is_strict=False, are_members=True)
         samples, nbytes = self._first_samples()
         row_group = max(1, min(1 << 14, _ROW_GROUP_BYTES // max(1, nbytes)))
         # Of stored samples, a column may lack; what a function returns is the same each time.

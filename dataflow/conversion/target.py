@@ -42,6 +42,8 @@ class Target:
     """Column -> how it is stored: extension of tar, encoding of MDS, type of Arrow, dtype of tokens."""
     is_strict: bool = True
     """True if all samples must have the columns of the first; else some may lack some."""
+    are_members: bool = False
+    """True if values are the bytes of a tar's members, whose extensions are the columns' names."""
     schema: bytes = b""
     """Arrow's schema of Parquet shards, serialized."""
     row_group_size: int = 1024
@@ -106,6 +108,9 @@ class Target:
     def _member(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
         """The member of a tar that holds a value: extension and bytes; none for None."""
         if value is None:
+            return
+        if self.are_members:
+            yield name, value
             return
         kind, data = _stored(name, value)
         extension = self.columns.get(name) or _extension(name, kind, value)

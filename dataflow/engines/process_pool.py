@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from dataflow.engines.starting import EngineRequest
@@ -52,8 +52,9 @@ class ProcessEngine(Executor):
     def end(self, workers: int, *, kill: bool) -> None:
         """Take no more calls in so many threads, and wait for none of those that run if `kill`."""
         if kill:
-            while not self._calls.empty():
-                self._calls.get()[0].cancel()
+            with suppress(Empty):
+                while True:
+                    self._calls.get_nowait()[0].cancel()
         for _ in range(workers):
             self._calls.put(None)
         for pool in list(self.pools) if kill else ():

@@ -87,12 +87,26 @@ def test_values_arrive_in_every_target(source: str, tmp_path: Path, to: str, fun
     assert (made.catalog, written.catalog.checksums is not None) == (f"{tmp_path}/out/dataset.catalog", True)
 
 
+def way_of(folder: Path) -> str:
+    return str(json.loads((folder / ".convert/plan.json").read_text())["options"]["way"])
+
+
 def test_tars_are_copied_member_by_member_of_whole_blocks(source: str, tmp_path: Path) -> None:
-    made = convert(source, tmp_path / "out", to="tar", shard_samples=16, workers=1, verify=True)
-    plan = json.loads((tmp_path / "out/.convert/plan.json").read_text())
-    assert plan["options"]["way"] == "members"
+    convert(source, tmp_path / "out", to="tar", workers=1, verify=True)
+    assert way_of(tmp_path / "out") == "members"
     assert [bytes(raw(tmp_path / "out")[i]["txt"]).decode() for i in (0, 39)] == ["bild 0 ü", "bild 39 ü"]
-    assert made.shards == 3
+
+
+def test_shards_of_so_many_samples_or_bytes_cut_blocks_and_keep_members(source: str, tmp_path: Path) -> None:
+    made = convert(source, tmp_path / "a", to="tar", shard_samples=7, workers=1, verify=True)
+    assert [len(ShardedDataset(url)) for url in made.files] == [7] * 5 + [5]
+    assert way_of(tmp_path / "a") == "samples"
+    small = convert(source, tmp_path / "b", to="tar", shard_size=20_000, workers=1, verify=True)
+    assert small.shards > 3
+    mixed = convert(source, tmp_path / "c", to="tar", shuffle=3, workers=1, verify=True)
+    order = [int(bytes(raw(tmp_path / "c")[i]["cls"].tolist())) for i in range(40)]
+    assert sorted(order) == list(range(40)) != order
+    assert mixed.verified == 40
 
 
 def test_parquet_keeps_its_types_and_what_is_missing(tmp_path: Path) -> None:
