@@ -241,7 +241,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         `datasets.Features.from_dict(dataset.features)` gives the package's own values. Of the first shard.
         """
         from sharding.formats.arrow.columns import TabularFormat
-        from sharding.formats.arrow.features import features_of
+        from sharding.formats.arrow.schema import features_of
 
         if not isinstance(self.codec, TabularFormat) or not self.catalog.num_blocks:
             return {name: json.loads(spec.feature) for name, spec in self.schema.items() if spec.feature}

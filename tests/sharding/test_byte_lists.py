@@ -14,7 +14,7 @@ from sharding.blocks import MISSING, PATH_ONLY, Spans
 from sharding.byte_lists import list_counts, list_heads, list_items
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import columns_of
-from sharding.formats.arrow.features import is_media
+from sharding.formats.arrow.schema import is_media
 
 MEDIA = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 LISTS = st.lists(st.lists(st.binary(max_size=9), max_size=4), max_size=6)

@@ -6,7 +6,9 @@ variable-length one becomes `Spans` over its values buffer, and a struct becomes
 "struct.leaf" (of a struct of bytes and path one more: the bytes). Lists of byte strings become `Spans` of
 lists in one piece (`sharding.byte_lists`), which copies the bytes once. Other nested values become `Spans` of
 their JSON text, the one conversion done in Python. Dictionary-encoded strings stay encoded: spans may
-overlap, so each row points at its entry of the dictionary and memory stays that of the stored bytes.
+overlap, so each row points at its entry of the dictionary and memory stays that of the stored bytes. Chunks
+of text, byte strings and lists stay where they are if they lie in the block's own bytes, as those of
+uncompressed record batches do.
 
 Missing values: a fixed-width column that has nulls is `Masked`, floats among them are NaN; strings, lists and
 nested values get a length that says so. Whether a column *may* have nulls plays no role. Cost: O(rows) numpy
@@ -40,7 +42,7 @@ from sharding.blocks import (
 )
 from sharding.byte_lists import ByteLists, list_heads
 from sharding.errors import ShardError
-from sharding.formats.arrow.features import named_columns
+from sharding.formats.arrow.checks import bits_of, check_chunks, check_nested, elements_of, valid_of
 from sharding.formats.arrow.json_types import JSON_TEXT
 from sharding.formats.arrow.schema import (
     dtype_of,
@@ -48,6 +50,7 @@ from sharding.formats.arrow.schema import (
     is_bytes,
     is_list_view,
     is_text,
+    named_columns,
     schema_in,
     spec_of,
     specs_of,
@@ -56,6 +59,8 @@ from sharding.formats.arrow.schema import (
 
 _JSON_ROWS = 256
 """Rows that are Python objects at a time, on their way to JSON."""
+_LEAST_CHUNK_BYTES = 32 << 10
+"""Mean size of chunks that stay apart. To join smaller ones takes less time than to look at each."""
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -81,12 +86,12 @@ class TabularFormat(Format):
         """
         if columns is not None and not columns:
             return {}
-        return columns_of(self.unchecked_table(block, data, columns), columns, block)
+        return columns_of(self.unchecked_table(block, data, columns), columns, block, stored=data)
 
     def decode_as(self, block: Block, data: memoryview, specs: Mapping[str, ColumnSpec | None]) -> Columns:
         """See `Format.decode_as`; raises as `decode` does, too."""
         columns = list(specs)
-        return columns_of(self.unchecked_table(block, data, columns), columns, block, specs)
+        return columns_of(self.unchecked_table(block, data, columns), columns, block, specs, stored=data)
 
     def unchecked_table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """Decode as `table` does, leaving what is used to `columns_of` to check."""
@@ -113,6 +118,8 @@ def columns_of(
     columns: Sequence[str] | None,
     block: Block,
     specs: Mapping[str, ColumnSpec | None] = MappingProxyType({}),
+    *,
+    stored: memoryview | None = None,
 ) -> Columns:
     """Give the table's columns as arrays and spans, mostly views of the table's own buffers.
 
@@ -121,6 +128,7 @@ def columns_of(
         columns: names wanted, None for all.
         block: the context that errors name.
         specs: types to which columns are brought, where these are not their own.
+        stored: the block's bytes, where chunks may lie in them: spans of several chunks go over these bytes.
 
     Raises:
         CorruptShardError: a wanted column is not there, or its offsets point outside its buffers.
@@ -129,13 +137,13 @@ def columns_of(
     """
     flat, known = flattened(table), [column.name for column in named_columns(table.schema)]
     check_columns(columns, known, block)
-    stored = set(flat.column_names)
-    if len(stored) < flat.num_columns:
+    names = set(flat.column_names)
+    if len(names) < flat.num_columns:
         _check_routes(table.schema, known if columns is None else columns, block)
     return {
-        name: _column(name, flat.column(name), block, specs.get(name))
-        if name in stored
-        else _media_spans(name, flat, block)
+        name: _column(name, flat.column(name), block, specs.get(name), stored)
+        if name in names
+        else _media_spans(name, flat, block, stored)
         for name in (known if columns is None else columns)
     }
 
@@ -177,10 +185,9 @@ def flattened(table: pa.Table) -> pa.Table:
 def _one_array(column: pa.ChunkedArray) -> pa.Array:
     """Join the chunks; widened first, since 32-bit offsets may not reach over all of them.
 
-    Casts and joins follow indices, views and runs without looking where they lead, so each chunk is checked
-    before. `unify_dictionaries` would follow even those beneath nulls, which no validation sees.
+    Casts and joins follow indices, views and runs without looking where they lead, so each chunk has been
+    checked. `unify_dictionaries` would follow even those beneath nulls, which no validation sees.
     """
-    _check_chunks(column)
     if column.num_chunks == 1:
         return column.chunk(0)
     kind = column.type
@@ -195,42 +202,13 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
 
 
-def _check_chunks(column: pa.ChunkedArray) -> None:
-    """Raise `pa.ArrowInvalid` where an offset, index, view or run leads outside its buffers.
-
-    Of text only the ends of its offsets are seen here, since full validation would decode it: `_sizes` sees
-    the rest. Chunks mostly share their dictionary, which is then checked once.
-    """
-    if pa.types.is_dictionary(column.type):
-        column.validate()
-        _check_dictionaries(column)
-    elif not _is_offset_text(column.type):
-        column.validate(full=True)
-    else:
-        column.validate()
-        for chunk in column.chunks:
-            _valid(chunk)
-
-
-def _check_dictionaries(column: pa.ChunkedArray) -> None:
-    checked = set()
-    for chunk in column.chunks:
-        entries = chunk.dictionary
-        _valid(chunk)
-        check_codes(chunk.indices, len(entries))
-        key = (len(entries), entries.offset, *(b.address for b in entries.buffers() if b is not None))
-        if key not in checked:
-            entries.validate(full=True)
-            checked.add(key)
-
-
-def _is_offset_text(kind: pa.DataType) -> bool:
-    if isinstance(kind, pa.BaseExtensionType):
-        return _is_offset_text(kind.storage_type)
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _column(name: str, column: pa.ChunkedArray, block: Block, wanted: ColumnSpec | None = None) -> Column:
+def _column(
+    name: str,
+    column: pa.ChunkedArray,
+    block: Block,
+    wanted: ColumnSpec | None = None,
+    stored: memoryview | None = None,
+) -> Column:
     own = spec_of(column.type)
     spec = wanted or own
     if own is None or spec is None:
@@ -245,6 +223,11 @@ def _column(name: str, column: pa.ChunkedArray, block: Block, wanted: ColumnSpec
             return missing_column(wanted, len(column))
         if spec.kind in ("json", "null_list") and column.type != JSON_TEXT:
             return _json_spans(column)
+        check_chunks(column)
+        if stored is not None and spec.kind not in ("fixed", "bytes_list"):
+            spans = _spans_in(stored, column, spec, element)
+            if spans is not None:
+                return spans
         array = _one_array(column)
         if spec.kind == "fixed":
             values, lacks = _fixed(array, element)
@@ -253,7 +236,7 @@ def _column(name: str, column: pa.ChunkedArray, block: Block, wanted: ColumnSpec
             return values if lacks is None else Masked(values, lacks)
         if spec.kind == "bytes_list":
             return _byte_list_spans(array)
-        return _list_spans(array, element) if spec.kind == "list" else _byte_spans(array)  # JSON text as well
+        return _variable_spans(array, spec, element)
     except _UnfitValueError as error:
         reason = (
             f"column {name!r} is {spec_text(own)} here, of which a value is no {spec_text(spec)} ({error})"
@@ -264,9 +247,49 @@ def _column(name: str, column: pa.ChunkedArray, block: Block, wanted: ColumnSpec
         raise block.corrupt(f"column {name!r} ({array.type}) is broken: {error}") from error
 
 
-def _media_spans(name: str, flat: pa.Table, block: Block) -> Spans:
+def _variable_spans(array: pa.Array, spec: ColumnSpec, element: pa.DataType | None) -> Spans:
+    """Spans of lists or of byte strings, text and JSON text among them."""
+    return _list_spans(array, element) if spec.kind == "list" else _byte_spans(array)
+
+
+def _spans_in(
+    stored: memoryview, column: pa.ChunkedArray, spec: ColumnSpec, element: pa.DataType | None
+) -> Spans | None:
+    """Spans of several chunks over the block's bytes that they lie in; None: join them.
+
+    Record batches that are read as views lie there. To join them would copy their values into fresh pages,
+    which takes longer than all else that is done with them. What is decompressed, widened or decoded lies
+    elsewhere.
+    """
+    if column.num_chunks < 2 or column.nbytes < _LEAST_CHUNK_BYTES * column.num_chunks:
+        return None
+    content = np.frombuffer(stored, np.uint8)
+    pieces, begins = [], []
+    for chunk in column.chunks:
+        spans = _variable_spans(chunk, spec, element)
+        begin = spans.buffer.ctypes.data - content.ctypes.data
+        if len(spans.buffer) and not 0 <= begin <= len(content) - spans.buffer.nbytes:
+            return None
+        pieces.append(spans)
+        begins.append(begin)
+    held = [i for i, spans in enumerate(pieces) if len(spans.buffer)]
+    first, item = min((begins[i] for i in held), default=0), pieces[0].buffer.itemsize
+    if any((begins[i] - first) % item for i in held):
+        return None
+    end = max((begins[i] + pieces[i].buffer.nbytes for i in held), default=0)
+    starts = [
+        spans.starts + (begin - first) // item if len(spans.buffer) else np.zeros(len(spans), np.int64)
+        for spans, begin in zip(pieces, begins, strict=True)
+    ]
+    lengths = np.concatenate([spans.lengths for spans in pieces])
+    return Spans(content[first:end].view(pieces[0].buffer.dtype), np.concatenate(starts), lengths)
+
+
+def _media_spans(name: str, flat: pa.Table, block: Block, stored: memoryview | None) -> Spans:
     """Spans of the bytes in structs of bytes and path."""
-    content, paths = (_column(leaf, flat.column(leaf), block) for leaf in (f"{name}.bytes", f"{name}.path"))
+    content, paths = (
+        _column(leaf, flat.column(leaf), block, stored=stored) for leaf in (f"{name}.bytes", f"{name}.path")
+    )
     assert isinstance(content, Spans)
     assert isinstance(paths, Spans)
     only_path = (content.lengths < 0) & (paths.lengths > 0)
@@ -292,14 +315,14 @@ def _fixed(array: pa.Array, element: pa.DataType | None = None) -> tuple[NDArray
         values = np.empty(0, dtype_of(kind) or np.uint8)
     elif pa.types.is_fixed_size_binary(kind):
         width = kind.byte_width
-        values = _view(array.buffers()[1], np.uint8, n * width, array.offset * width).reshape(n, width)
+        values = elements_of(array.buffers()[1], np.uint8, n * width, array.offset * width).reshape(n, width)
     elif pa.types.is_boolean(kind):
-        values = _bits(array.buffers()[1], array.offset, n)
+        values = bits_of(array.buffers()[1], array.offset, n)
     else:
         dtype = dtype_of(kind)
         assert dtype is not None
-        values = _view(array.buffers()[1], dtype, n, array.offset)
-    valid = _valid(array)
+        values = elements_of(array.buffers()[1], dtype, n, array.offset)
+    valid = valid_of(array)
     if valid is None:
         return values, lacks
     if values.dtype.kind == "f":
@@ -377,9 +400,11 @@ def _byte_spans(array: pa.Array) -> Spans:
     if _is_view(array.type):
         array = _cleared_views(array).cast(pa.large_binary())
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
-    offsets = _view(array.buffers()[1], np.int64 if wide else np.int32, n + 1, array.offset).astype(np.int64)
-    lengths = _with_missing(_sizes(offsets), _valid(array))
-    return Spans(_view(array.buffers()[2], np.uint8), offsets[:-1], lengths)
+    offsets = elements_of(array.buffers()[1], np.int64 if wide else np.int32, n + 1, array.offset).astype(
+        np.int64
+    )
+    lengths = _with_missing(_sizes(offsets), valid_of(array))
+    return Spans(elements_of(array.buffers()[2], np.uint8), offsets[:-1], lengths)
 
 
 def _is_view(kind: pa.DataType) -> bool:
@@ -388,12 +413,12 @@ def _is_view(kind: pa.DataType) -> bool:
 
 def _cleared_views(array: pa.Array) -> pa.Array:
     """The array with empty views beneath nulls: a cast follows those, too, and no validation sees them."""
-    valid = _valid(array)
+    valid = valid_of(array)
     if valid is None:
         return array
     bitmap, views, *buffers = array.buffers()
     cleared = np.zeros((array.offset + len(array), 2), np.int64)
-    cleared[array.offset :] = _view(views, np.int64, 2 * len(array), 2 * array.offset).reshape(-1, 2)
+    cleared[array.offset :] = elements_of(views, np.int64, 2 * len(array), 2 * array.offset).reshape(-1, 2)
     cleared[array.offset :][~valid] = 0
     buffers = [bitmap, pa.py_buffer(cleared), *buffers]
     return pa.Array.from_buffers(array.type, len(array), buffers, array.null_count, array.offset)
@@ -402,7 +427,7 @@ def _cleared_views(array: pa.Array) -> pa.Array:
 def _dictionary_spans(array: pa.DictionaryArray) -> Spans:
     entries = _byte_spans(array.dictionary)
     indices = array.indices
-    valid = _valid(indices)
+    valid = valid_of(indices)
     codes, _ = _fixed(indices if valid is None else indices.fill_null(0))
     if not len(entries):  # only nulls, so there is nothing to point at
         return Spans(entries.buffer, np.zeros(len(codes), np.int64), np.full(len(codes), MISSING, np.int64))
@@ -418,20 +443,20 @@ def _list_spans(array: pa.Array, element: pa.DataType | None = None) -> Spans:
     wide = pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind)
     width = np.int64 if wide else np.int32
     if is_list_view(kind):
-        starts = _view(array.buffers()[1], width, n, array.offset).astype(np.int64)
-        lengths = _view(array.buffers()[2], width, n, array.offset).astype(np.int64)
+        starts = elements_of(array.buffers()[1], width, n, array.offset).astype(np.int64)
+        lengths = elements_of(array.buffers()[2], width, n, array.offset).astype(np.int64)
         elements = array.values
     else:
-        offsets = _view(array.buffers()[1], width, n + 1, array.offset).astype(np.int64) if n else _ZERO
+        offsets = elements_of(array.buffers()[1], width, n + 1, array.offset).astype(np.int64) if n else _ZERO
         starts, lengths = offsets[:-1] - offsets[0], _sizes(offsets)
         elements = array.values.slice(offsets[0], offsets[-1] - offsets[0])
-    return _spans_of(elements, starts, _with_missing(lengths, _valid(array)), element)
+    return _spans_of(elements, starts, _with_missing(lengths, valid_of(array)), element)
 
 
 def _fixed_list_spans(array: pa.FixedSizeListArray, element: pa.DataType | None) -> Spans:
     n, size = len(array), array.type.list_size
     elements = array.values.slice(array.offset * size, n * size)
-    lengths = _with_missing(np.full(n, size, np.int64), _valid(array))
+    lengths = _with_missing(np.full(n, size, np.int64), valid_of(array))
     return _spans_of(elements, np.arange(n) * size, lengths, element)
 
 
@@ -469,7 +494,7 @@ def _byte_list_spans(array: pa.Array) -> ByteLists:
     if items.null_count:
         counts = _of_lists(_fixed(items.is_valid())[0], counts)
         items = items.drop_null()
-    offsets = _view(items.buffers()[1], np.int64, len(items) + 1, items.offset) if len(items) else _ZERO
+    offsets = elements_of(items.buffers()[1], np.int64, len(items) + 1, items.offset) if len(items) else _ZERO
     heads, head_offsets = list_heads(counts, _sizes(offsets))
     of_rows = offsets[np.append(0, np.cumsum(counts))]
     pieces = pc.binary_join_element_wise(
@@ -478,7 +503,7 @@ def _byte_list_spans(array: pa.Array) -> ByteLists:
         pa.scalar(b"", pa.large_binary()),
     )
     spans = _byte_spans(pieces)
-    lengths = _with_missing(spans.lengths, _valid(array))
+    lengths = _with_missing(spans.lengths, valid_of(array))
     return ByteLists(spans.buffer, spans.starts, np.where(missing, PATH_ONLY, lengths))
 
 
@@ -506,85 +531,3 @@ def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _with_missing(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None) -> NDArray[np.int64]:
     return lengths if valid is None else np.where(valid, lengths, MISSING)
-
-
-def _valid(array: pa.Array) -> NDArray[np.bool_] | None:
-    """[n] which values are there, None if all are."""
-    if not array.null_count:
-        return None
-    bitmap = array.buffers()[0]
-    valid = np.zeros(len(array), bool) if bitmap is None else _bits(bitmap, array.offset, len(array))
-    if np.count_nonzero(valid) + array.null_count != len(array):  # the count of IPC comes from a header
-        raise pa.ArrowInvalid(f"{array.null_count} nulls are told, and its bitmap has others")
-    return valid
-
-
-def _bits(bitmap: pa.Buffer, offset: int, n: int) -> NDArray[np.bool_]:
-    first = offset // 8
-    packed = _view(bitmap, np.uint8, (offset + n + 7) // 8 - first, first)
-    return np.unpackbits(packed, bitorder="little")[offset - 8 * first :][:n].view(np.bool_)
-
-
-def _view(buffer: pa.Buffer | None, dtype: Any, n: int = -1, first: int = 0) -> NDArray[Any]:
-    """`n` elements of a buffer from element `first` on; -1 for all of it."""
-    dtype = np.dtype(dtype)
-    if buffer is None or buffer.size == 0:
-        return np.empty(0, dtype)
-    return np.frombuffer(buffer, dtype, n, first * dtype.itemsize)
-
-
-def check_nested(array: pa.Array) -> None:
-    """Raise `pa.ArrowInvalid` where an offset, a dictionary code or a text is broken, at any level.
-
-    Full validation says so, with one exception: beneath nulls, Arrow's own builders fill dictionary codes
-    with 0, also where the dictionary is empty, and full validation refuses what they wrote. Such arrays are
-    checked level by level.
-    """
-    try:
-        array.validate(full=True)
-    except pa.ArrowInvalid:
-        array.validate()  # lengths of buffers and children
-        _check_levels(array)
-
-
-def _check_levels(array: pa.Array) -> None:
-    kind = array.type
-    if isinstance(kind, pa.BaseExtensionType):
-        _check_levels(array.storage)
-    elif pa.types.is_dictionary(kind):
-        array.dictionary.validate(full=True)
-        # A 0 that nothing masks is an IndexError of `to_pylist`.
-        check_codes(array.indices, max(len(array.dictionary), 1))
-    elif pa.types.is_struct(kind):
-        for i in range(kind.num_fields):
-            _check_levels(array.field(i))
-    elif pa.types.is_fixed_size_list(kind):
-        _check_levels(array.values)
-    elif pa.types.is_nested(kind) and not pa.types.is_run_end_encoded(kind):
-        _check_offsets(array)
-        _check_levels(array.values)
-    else:
-        array.validate(full=True)
-
-
-def _check_offsets(array: pa.Array) -> None:
-    """Check the offsets of lists or a map, or of lists of nulls."""
-    kind, nothing = array.type, pa.null()
-    if is_list_view(kind):
-        like = (pa.large_list_view if pa.types.is_large_list_view(kind) else pa.list_view)(nothing)
-    else:
-        like = (pa.large_list if pa.types.is_large_list(kind) else pa.list_)(nothing)
-    own = array.buffers()[: like.num_buffers]
-    nulls = pa.nulls(len(array.values))
-    pa.Array.from_buffers(like, len(array), own, offset=array.offset, children=[nulls]).validate(full=True)
-
-
-def check_codes(indices: pa.Array, num_entries: int) -> None:
-    """Raise `pa.ArrowInvalid` where a code, nulls aside, is none of so many entries of a dictionary."""
-    import pyarrow.compute as pc
-
-    codes = pc.min_max(indices).as_py()
-    if codes["max"] is not None and not 0 <= codes["min"] <= codes["max"] < num_entries:
-        raise pa.ArrowInvalid(
-            f"codes {codes['min']} to {codes['max']} of a dictionary of {num_entries} entries"
-        )

@@ -3,8 +3,8 @@
 Record batches are found by their headers (`messages`). Neighbours are joined up to `block_bytes`: some
 writers, Hugging Face `datasets` among them, write batches of a thousand rows, far less than a read of an
 object store is worth. The schema message and all dictionaries are the shard's footer, so that a block
-decodes alone: pyarrow reads the footer and the block's bytes as one stream. A block of one uncompressed
-batch decodes without copying; joining batches copies them once.
+decodes alone: pyarrow reads the footer and the block's bytes as one stream. Of uncompressed batches text,
+byte strings and lists are not copied (of many tiny ones they are, once), of a single batch nothing is.
 
 Dictionaries may grow (delta batches). A dictionary that is *replaced* on the way would mean different
 things in different blocks, and is an error.
@@ -25,8 +25,8 @@ import pyarrow as pa
 
 from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError
-from sharding.formats.arrow.columns import TabularFormat, check_columns, check_nested
-from sharding.formats.arrow.features import named_columns
+from sharding.formats.arrow.checks import check_nested
+from sharding.formats.arrow.columns import TabularFormat, check_columns
 from sharding.formats.arrow.messages import HEAD, LARGEST, Message, bytes_of, read_layout
 from sharding.formats.arrow.schema import (
     BROKEN,
@@ -36,6 +36,7 @@ from sharding.formats.arrow.schema import (
     is_bytes,
     is_text,
     leaves,
+    named_columns,
     specs_of,
     with_items,
 )

@@ -25,7 +25,6 @@ import pyarrow.parquet as pq
 from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError, ShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns
-from sharding.formats.arrow.features import named_columns
 from sharding.formats.arrow.schema import (
     BROKEN,
     NUMBER_BYTES,
@@ -33,6 +32,7 @@ from sharding.formats.arrow.schema import (
     decoded_bytes,
     leaf_names,
     leaves,
+    named_columns,
     spec_of,
     specs_of,
     with_items,

@@ -6,6 +6,13 @@ beside its leaves; lists of either are "bytes_list". Other nested types are "jso
 in them: text, numbers, bools and nulls. Extension types count as what they store. Decimals, intervals and
 nested types of anything else (byte strings, times, unions) cannot be delivered. Nulls, and lists of them, say
 nothing of their type: other shards do (`sharding.catalog.schema`).
+
+The features that Hugging Face `datasets` writes are JSON in the metadata of the schema: name -> description,
+nested as the columns are, such as `{"image": {"_type": "Image"}, "label": {"names": ["cat", "dog"], "_type":
+"ClassLabel"}}`. They say what bytes are; types come from the Arrow schema alone, so that metadata that is
+wrong can make no value another's. Without them, a struct of bytes and path is still one column, as `datasets`
+stores media, and its name says what it holds (`_MEDIA_WORDS`). Values are not looked at: indexing reads no
+data.
 """
 
 from __future__ import annotations
@@ -16,13 +23,12 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from sharding.blocks import ColumnSpec
-from sharding.formats.arrow.features import is_media, named_columns
 from sharding.formats.arrow.json_types import JSON_TEXT, PROBLEM, UNREADABLE
 
 BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
@@ -40,6 +46,14 @@ _RENAME = "rename one when writing, or leave both out by columns="
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 """Arrow's names where they are not numpy's; `to_pandas_dtype` imports pandas in older releases of pyarrow."""
 
+_FEATURES = b"huggingface"
+_MEDIA_WORDS = {
+    "Image": ("image", "img", "photo", "picture", "jpg", "jpeg", "png", "webp"),
+    "Audio": ("audio", "sound", "speech", "voice", "wav", "mp3", "flac"),
+    "Video": ("video", "movie", "clip", "mp4"),
+}
+"""The kind of a struct of bytes and path, where no features say so: the first whose word is in its name."""
+
 
 @lru_cache(maxsize=64)
 def schema_in(footer: bytes) -> pa.Schema:
@@ -48,7 +62,7 @@ def schema_in(footer: bytes) -> pa.Schema:
 
 
 def specs_of(schema: pa.Schema, *, null_free: Collection[str] = ()) -> dict[str, ColumnSpec]:
-    """Describe the columns that `columns_of` gives for a table of this schema; what `features` adds.
+    """Describe the columns that `columns_of` gives for a table of this schema; `named_columns` adds features.
 
     Columns of a type that cannot be delivered are "other", and those that share a name "unreadable":
     asking for them is an error. Columns named in `null_free` are known to hold no nulls.
@@ -138,6 +152,7 @@ def with_items(specs: Mapping[str, ColumnSpec], items: Mapping[str, int]) -> dic
     return {name: replace(spec, items=items.get(name, 0)) for name, spec in specs.items()}
 
 
+@lru_cache(maxsize=256)
 def spec_of(kind: pa.DataType) -> ColumnSpec | None:
     """The spec of one Arrow type, or None where it cannot be delivered."""
     if kind == JSON_TEXT:
@@ -275,3 +290,89 @@ def is_list(kind: pa.DataType) -> bool:
 def is_list_view(kind: pa.DataType) -> bool:
     """Lists that have a start and a size each."""
     return bool(pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind))
+
+
+class NamedColumn(NamedTuple):
+    """A column that a sample may have."""
+
+    name: str
+    """The name; that of a column in a struct is "outer.inner"."""
+    field: pa.Field
+    """Nullable if it or a struct around it is."""
+    feature: str
+    """The feature, as in `ColumnSpec`."""
+    is_part: bool
+    """True if it lies in a struct of bytes and path, which is a column, too."""
+
+
+def features_of(schema: pa.Schema) -> dict[str, Any]:
+    """The features of a schema, as JSON values; empty where it has none that can be read."""
+    try:
+        features = json.loads((schema.metadata or {})[_FEATURES])["info"]["features"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def named_columns(schema: pa.Schema) -> Iterator[NamedColumn]:
+    """The columns of a schema, structs flattened, in schema order; see `is_media`."""
+    return _named(schema, features_of(schema), "", nullable=False, is_part=False)
+
+
+def _named(
+    fields: Any, features: Any, prefix: str, *, nullable: bool, is_part: bool
+) -> Iterator[NamedColumn]:
+    for field in fields:
+        field = field.with_nullable(field.nullable or nullable)
+        name, feature = prefix + field.name, _member_feature(features, field.name)
+        if not pa.types.is_struct(field.type):
+            yield NamedColumn(name, field, _feature_text(feature, field), is_part)
+            continue
+        media = is_media(field.type)
+        if media:
+            yield NamedColumn(name, field, _feature_text(feature, field), is_part)
+        inner, below = list(field.type), None if media else feature
+        yield from _named(inner, below, f"{name}.", nullable=field.nullable, is_part=is_part or media)
+
+
+def is_media(kind: pa.DataType) -> bool:
+    """Return whether a type is a struct of bytes and path, as `datasets` stores images, sound and video."""
+    if not pa.types.is_struct(kind) or {field.name for field in kind} != {"bytes", "path"}:
+        return False
+    stored = kind.field("bytes").type
+    if pa.types.is_dictionary(stored):
+        stored = stored.value_type
+    return bool(
+        kind.num_fields == 2
+        and (pa.types.is_binary(stored) or pa.types.is_large_binary(stored))
+        and not pa.types.is_nested(kind.field("path").type)
+    )
+
+
+def media_in(kind: pa.DataType) -> pa.DataType:
+    """Return what a list holds, at any depth; the type itself where it is no list."""
+    while pa.types.is_nested(kind) and not pa.types.is_struct(kind) and hasattr(kind, "value_type"):
+        kind = kind.value_type
+    return kind
+
+
+def _member_feature(feature: Any, name: str) -> Any:
+    """The feature of one field of a struct; None where nothing is known of it."""
+    if isinstance(feature, dict) and isinstance(feature.get("_type"), str):
+        feature = feature.get("feature")  # a list of structs, stored as a struct of lists
+    return feature.get(name) if isinstance(feature, dict) else None
+
+
+def _feature_text(feature: Any, field: pa.Field) -> str:
+    """The feature of a column, of lists what they hold, as JSON; "" for plain values."""
+    while isinstance(feature, list) or (isinstance(feature, dict) and "feature" in feature):
+        feature = feature["feature"] if isinstance(feature, dict) else feature[0] if feature else None
+    known = isinstance(feature, dict) and isinstance(feature.get("_type"), str)
+    if not known and is_media(media_in(field.type)):
+        name = field.name.lower()
+        guess = (kind for kind, words in _MEDIA_WORDS.items() if any(word in name for word in words))
+        feature = {"_type": next(guess, "")}
+    elif not known or feature["_type"] == "Value":
+        return ""
+    said = {key: value for key, value in feature.items() if key != "id" and value is not None}
+    return json.dumps(said, sort_keys=True) if said["_type"] else ""

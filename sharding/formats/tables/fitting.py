@@ -14,8 +14,7 @@ from msgspec import Struct
 
 from sharding.blocks import ColumnSpec, Shard
 from sharding.errors import CorruptShardError, ShardError
-from sharding.formats.arrow.features import is_media
-from sharding.formats.arrow.schema import is_list, spec_of
+from sharding.formats.arrow.schema import is_list, is_media, spec_of
 
 FIELD_ID = b"PARQUET:field_id"
 """The metadata of a field that has its id, as pyarrow reads it from Parquet files."""

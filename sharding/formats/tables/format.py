@@ -22,7 +22,6 @@ from msgspec import Struct
 from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError, ShardError
 from sharding.formats.arrow.columns import check_columns
-from sharding.formats.arrow.features import named_columns
 from sharding.formats.arrow.parquet import ParquetFormat
 from sharding.formats.arrow.schema import (
     BROKEN,
@@ -30,6 +29,7 @@ from sharding.formats.arrow.schema import (
     dtype_of,
     is_bytes,
     is_text,
+    named_columns,
     specs_of,
 )
 from sharding.formats.tables.fitting import STORED, UNFIT, TableFile, fitted

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import math
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from sharding.blocks import NULL_INSIDE, ColumnSpec, Masked, Spans
 from sharding.errors import CorruptShardError, ShardError
+from sharding.formats.arrow import columns as arrow_columns
 from sharding.formats.arrow.columns import columns_of
 from sharding.formats.arrow.schema import specs_of
 
@@ -111,6 +114,58 @@ def test_chunks_are_joined_whatever_the_type(kind, data):
     arrays = data.draw(st.lists(sliced_arrays({kind: types[kind]}, nulls=True), max_size=3))
     chunked = pa.chunked_array(arrays, kind)
     assert python_values(converted(chunked)) == with_bytes(chunked.to_pylist())
+
+
+def read_back(chunked: pa.ChunkedArray, shift: int = 0) -> tuple[pa.Table, memoryview]:
+    """A table of the chunks whose buffers lie in the bytes of one stream, at an address of any alignment."""
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, pa.schema([("x", chunked.type)])) as writer:
+        for chunk in chunked.chunks:
+            writer.write_batch(pa.record_batch([chunk], ["x"]))
+    stored = memoryview(bytes(shift) + sink.getvalue())[shift:]
+    return pa.ipc.open_stream(pa.py_buffer(stored)).read_all(), stored
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", list(VARIABLE), ids=str)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_chunks_in_the_bytes_of_a_block_equal_pyarrow_whatever_the_type(kind, data):
+    arrays = data.draw(st.lists(sliced_arrays({kind: VARIABLE[kind]}, nulls=True), max_size=4))
+    chunked = pa.chunked_array(arrays, kind)
+    table, stored = read_back(chunked, data.draw(st.sampled_from([0, 1, 4])))
+    with mock.patch.object(arrow_columns, "_LEAST_CHUNK_BYTES", 0):
+        column = columns_of(table, None, arrow_block(len(chunked)), stored=stored)["x"]
+    assert python_values(column) == with_bytes(chunked.to_pylist())
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[b"a" * 100, None, b""] * 200, [b"bc" * 90] * 300, [b"d" * 400] * 100],
+        [["text " * 20] * 400, ["more text " * 20] * 300],
+        [[[1.5] * 30, None, []] * 400, [[-2.0] * 50] * 200],
+    ],
+    ids=["bytes", "text", "lists"],
+)
+def test_values_of_large_chunks_stay_in_the_bytes_of_the_block(rows):
+    chunked = pa.chunked_array([pa.array(part) for part in rows])
+    table, stored = read_back(chunked)
+    column = columns_of(table, None, arrow_block(len(chunked)), stored=stored)["x"]
+    assert np.shares_memory(column.buffer, np.frombuffer(stored, np.uint8))
+    assert python_values(column) == with_bytes(chunked.to_pylist())
+
+
+def test_offsets_that_fall_in_a_later_chunk_are_refused():
+    chunked = pa.chunked_array([pa.array(["a" * 99] * 500), pa.array(["b" * 99] * 500)])
+    table, stored = read_back(chunked)
+    offsets = np.frombuffer(table.column("x").chunk(1).buffers()[1], np.int32)
+    at = offsets.ctypes.data - np.frombuffer(stored, np.uint8).ctypes.data
+    broken = bytearray(stored)
+    broken[at + 4 * 250 : at + 4 * 251] = (7).to_bytes(4, "little")
+    table = pa.ipc.open_stream(pa.py_buffer(broken)).read_all()
+    with pytest.raises(CorruptShardError, match="offsets fall"):
+        columns_of(table, None, arrow_block(1000), stored=memoryview(broken))
 
 
 @given(st.lists(st.none() | st.floats(width=16), min_size=1), st.sampled_from([pa.float16(), pa.float32()]))

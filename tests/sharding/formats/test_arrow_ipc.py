@@ -123,6 +123,17 @@ def test_columns_of_one_batch_are_views_of_the_block():
     assert np.shares_memory(columns["tags"].buffer, stored)
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_values_of_several_large_batches_are_views_of_the_block_unless_compressed(compression):
+    content = written(mixed_batches(4000, 5000, 6000), "file", compression=compression)
+    block, data = first_block(content, 4 << 20)
+    columns = ArrowFileFormat().decode(block, data, None)
+    assert rows_of([columns]) == oracle(content)
+    stored = np.frombuffer(data, np.uint8)
+    for name in ("unique", "image"):
+        assert np.shares_memory(columns[name].buffer, stored) == (compression is None)
+
+
 def test_the_schema_says_which_columns_may_be_missing():
     schema = scan_of(ArrowFileFormat(), written(mixed_batches(30, 30), "stream"), URL).schema
     assert {name for name, spec in schema.items() if spec.optional} == {"words", "class", "image.path"}

@@ -16,10 +16,9 @@ from sharding.blocks import PATH_ONLY, ColumnSpec, Spans, spec_text
 from sharding.catalog.build import build_catalog
 from sharding.catalog.schema import merge_schemas, schema_from_json, schema_to_json
 from sharding.errors import CorruptShardError
-from sharding.formats.arrow.features import features_of
 from sharding.formats.arrow.ipc import ArrowStreamFormat
 from sharding.formats.arrow.parquet import ParquetFormat
-from sharding.formats.arrow.schema import specs_of
+from sharding.formats.arrow.schema import features_of, specs_of
 
 MEDIA = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 IMAGE = {"_type": "Image"}
