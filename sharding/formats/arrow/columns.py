@@ -59,8 +59,8 @@ from sharding.formats.arrow.schema import (
 
 _JSON_ROWS = 256
 """Rows that are Python objects at a time, on their way to JSON."""
-_LEAST_CHUNK_BYTES = 32 << 10
-"""Mean size of chunks that stay apart. To join smaller ones takes less time than to look at each."""
+_LEAST_CHUNK_BYTES = 128 << 10
+"""Size of chunks that stay apart, by the first: a smaller one is copied in less time than a look takes."""
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -261,28 +261,30 @@ def _spans_in(
     which takes longer than all else that is done with them. What is decompressed, widened or decoded lies
     elsewhere.
     """
-    if column.num_chunks < 2 or column.nbytes < _LEAST_CHUNK_BYTES * column.num_chunks:
+    chunks = column.chunks
+    values = chunks[0].buffers()[-1] if len(chunks) > 1 else None
+    if values is None or values.size < _LEAST_CHUNK_BYTES:
         return None
     content = np.frombuffer(stored, np.uint8)
+    origin, low, high = content.ctypes.data, len(content), 0
     pieces, begins = [], []
-    for chunk in column.chunks:
+    for chunk in chunks:
         spans = _variable_spans(chunk, spec, element)
-        begin = spans.buffer.ctypes.data - content.ctypes.data
-        if len(spans.buffer) and not 0 <= begin <= len(content) - spans.buffer.nbytes:
+        begin = spans.buffer.ctypes.data - origin if len(spans.buffer) else low
+        end = begin + spans.buffer.nbytes
+        if not 0 <= begin <= end <= len(content):
             return None
+        low, high = min(low, begin), max(high, end)
         pieces.append(spans)
         begins.append(begin)
-    held = [i for i, spans in enumerate(pieces) if len(spans.buffer)]
-    first, item = min((begins[i] for i in held), default=0), pieces[0].buffer.itemsize
-    if any((begins[i] - first) % item for i in held):
+    item = pieces[0].buffer.itemsize
+    shifts = np.array(begins) - low
+    if item > 1 and (shifts % item).any():
         return None
-    end = max((begins[i] + pieces[i].buffer.nbytes for i in held), default=0)
-    starts = [
-        spans.starts + (begin - first) // item if len(spans.buffer) else np.zeros(len(spans), np.int64)
-        for spans, begin in zip(pieces, begins, strict=True)
-    ]
+    starts = np.concatenate([spans.starts for spans in pieces])
+    starts += np.repeat(shifts // item, [len(spans) for spans in pieces])
     lengths = np.concatenate([spans.lengths for spans in pieces])
-    return Spans(content[first:end].view(pieces[0].buffer.dtype), np.concatenate(starts), lengths)
+    return Spans(content[low:high].view(pieces[0].buffer.dtype), starts, lengths)
 
 
 def _media_spans(name: str, flat: pa.Table, block: Block, stored: memoryview | None) -> Spans:

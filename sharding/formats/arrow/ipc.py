@@ -4,7 +4,7 @@ Record batches are found by their headers (`messages`). Neighbours are joined up
 writers, Hugging Face `datasets` among them, write batches of a thousand rows, far less than a read of an
 object store is worth. The schema message and all dictionaries are the shard's footer, so that a block
 decodes alone: pyarrow reads the footer and the block's bytes as one stream. Of uncompressed batches text,
-byte strings and lists are not copied (of many tiny ones they are, once), of a single batch nothing is.
+byte strings and lists are not copied (those of small batches are, once), of a single batch nothing is.
 
 Dictionaries may grow (delta batches). A dictionary that is *replaced* on the way would mean different
 things in different blocks, and is an error.

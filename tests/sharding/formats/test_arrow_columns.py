@@ -142,9 +142,9 @@ def test_chunks_in_the_bytes_of_a_block_equal_pyarrow_whatever_the_type(kind, da
 @pytest.mark.parametrize(
     "rows",
     [
-        [[b"a" * 100, None, b""] * 200, [b"bc" * 90] * 300, [b"d" * 400] * 100],
-        [["text " * 20] * 400, ["more text " * 20] * 300],
-        [[[1.5] * 30, None, []] * 400, [[-2.0] * 50] * 200],
+        [[b"a" * 1000, None, b""] * 200, [b"bc" * 90] * 300, [b"d" * 400] * 100],
+        [["text " * 200] * 200, ["more text " * 20] * 300],
+        [[[1.5] * 300, None, []] * 100, [[-2.0] * 50] * 200],
     ],
     ids=["bytes", "text", "lists"],
 )
@@ -157,7 +157,7 @@ def test_values_of_large_chunks_stay_in_the_bytes_of_the_block(rows):
 
 
 def test_offsets_that_fall_in_a_later_chunk_are_refused():
-    chunked = pa.chunked_array([pa.array(["a" * 99] * 500), pa.array(["b" * 99] * 500)])
+    chunked = pa.chunked_array([pa.array(["a" * 999] * 500), pa.array(["b" * 999] * 500)])
     table, stored = read_back(chunked)
     offsets = np.frombuffer(table.column("x").chunk(1).buffers()[1], np.int32)
     at = offsets.ctypes.data - np.frombuffer(stored, np.uint8).ctypes.data
