@@ -13,6 +13,8 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import Any
 
+import cloudpickle
+
 from dataflow.conversion.errors import ConversionError
 from dataflow.conversion.plan import Plan
 from dataflow.conversion.rows import StoredRows
@@ -77,7 +79,7 @@ def write_all(
             return
         call = partial(write_packed, _packed(recipe))
         if executor is None:  # what workers import, the server that they are forked from imports once
-            get_context("forkserver").set_forkserver_preload(["__main__", *_imported(recipe)])
+            get_context("forkserver").set_forkserver_preload(_imported(recipe))
         with nullcontext(executor) if executor else engine("processes", workers=workers) as pool:
             _noted(run_all(pool, call, missing), missing, receipts, shown)
     except DataflowError as error:
@@ -103,16 +105,18 @@ def _imported(recipe: Recipe) -> list[str]:
     found = ["dataflow.conversion.work", "fsspec.implementations.local"]
     if isinstance(recipe.rows, StoredRows):
         found.append(type(recipe.rows.codec).__module__)
+    functions = [one for one in (recipe.map, recipe.filter) if hasattr(one, "__module__")]
+    found += [one.__module__ for one in functions if one.__module__ != "__main__"]
     return found if recipe.target.to != "parquet" else [*found, "pyarrow.parquet"]
 
 
 def _packed(recipe: Recipe) -> bytes:
     try:
-        return pickle.dumps(recipe)
+        return bytes(cloudpickle.dumps(recipe))  # functions of the main module go by value
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"worker processes cannot be sent this conversion ({error}): give functions and datasets that a "
-            "module defines, or workers=1"
+            f"worker processes cannot be sent this conversion ({error}): make what functions and datasets "
+            "hold inside of them, or give workers=1"
         ) from error
 
 

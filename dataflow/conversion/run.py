@@ -99,7 +99,7 @@ def convert(
         dest: path or fsspec URL of a folder for this conversion alone.
         to: "tar", "parquet", "mds", "tokens" or "megatron".
         map: called with each sample, a dict; returns the dict to be written, with the same columns each
-            time, or None to leave the sample out. A function of a module, not a lambda, unless workers=1.
+            time, or None to leave the sample out.
         filter: called with each sample, before `map`: whether to keep it. Shards get smaller by it. Or, of
             shards, a pyarrow expression, as `ShardedDataset.filter` takes it.
         shard_size: bytes of the source in a shard, such as "64MiB"; None: 128 MiB. For shards only.

@@ -1,4 +1,8 @@
-"""Processes of this machine: one for each task at a time, from a fork server that has no threads."""
+"""Processes of this machine: one for each task at a time, from a fork server that has no threads.
+
+A script needs no guard against being run again: calls bring along what they need of the main module
+(cloudpickle), and no process imports it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,39 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from multiprocessing import get_context
+from multiprocessing import context, forkserver, popen_forkserver, process, util
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, cast
+
+import cloudpickle
 
 from dataflow.engines.starting import EngineRequest
-from prefetch.workers.fork_server import end_with_parent, release_server
+from prefetch.workers.fork_server import description_of, end_with_parent, release_server
+
+
+class _Popen(popen_forkserver.Popen):
+    """The standard library's, without the main module."""
+
+    def _launch(self, process_obj: Any) -> None:
+        described, started = description_of(process_obj, self), cast(Any, self)
+        started.sentinel, writer = cast(Any, forkserver).connect_to_new_process(started._fds)
+        own_ends = os.dup(writer), started.sentinel
+        started.finalizer = util.Finalize(self, cast(Any, util).close_fds, own_ends)
+        with open(writer, "wb") as file:
+            file.write(described)
+        started.pid = forkserver.read_signed(started.sentinel)
+
+
+class _Process(process.BaseProcess):
+    _start_method = None  # what it starts in turn is decided there
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> _Popen:  # noqa: N802  (the standard library's name)
+        return _Popen(process_obj)
+
+
+class _Context(context.ForkServerContext):
+    Process = cast(Any, _Process)
 
 
 class ProcessEngine(Executor):
@@ -24,24 +55,24 @@ class ProcessEngine(Executor):
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call it in a process that is free, or in the next that is; see `Executor`."""
         future: Future[Any] = Future()
-        self._calls.put((future, (function, *args), kwargs))
+        self._calls.put((future, cloudpickle.dumps((function, args, kwargs))))
         return future
 
     def serve(self) -> None:
         """Have calls done until `end`, one at a time; in a thread for each process."""
         while True:
             # One process each: an executor of several fails all calls when one of them dies.
-            with ProcessPoolExecutor(1, get_context("forkserver"), _begin) as pool:
+            with ProcessPoolExecutor(1, _Context(), _begin) as pool:
                 self.pools.add(pool)
                 if self._serve(pool):
                     return
 
     def _serve(self, pool: ProcessPoolExecutor) -> bool:
         """Return whether calls have ended, and not the process."""
-        for future, call, kwargs in iter(self._calls.get, None):
+        for future, call in iter(self._calls.get, None):
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(pool.submit(*call, **kwargs).result())
+                    future.set_result(pool.submit(_called, call).result())
                 except BaseException as error:
                     future.set_exception(error)
                     if isinstance(error, BrokenExecutor):
@@ -58,8 +89,13 @@ class ProcessEngine(Executor):
         for _ in range(workers):
             self._calls.put(None)
         for pool in list(self.pools) if kill else ():
-            for process in list((pool._processes or {}).values()):
-                process.kill()
+            for one in list((pool._processes or {}).values()):
+                one.kill()
+
+
+def _called(call: bytes) -> Any:
+    function, args, kwargs = cloudpickle.loads(call)
+    return function(*args, **kwargs)
 
 
 def _begin() -> None:

@@ -34,7 +34,7 @@ from dataflow.sources.manifests import (
 )
 from sharding.blocks import DEFAULT_BLOCK_BYTES
 from sharding.catalog.expand import braced
-from sharding.catalog.file import BLOCK_TYPE, COLUMNS, text_column
+from sharding.catalog.file import BLOCK_TYPE, COLUMNS, blob_column, number_column, text_column
 from sharding.catalog.storage import open_url, store_errors
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, ShardReadError
@@ -120,17 +120,17 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
         footers = [None, pa.py_buffer(offsets * facts.itemsize), pa.py_buffer(facts)]
         index = pa.nulls(n, pa.large_binary())
         if self.manifest is not None and self.manifest.columns:
-            index = pa.array(rows_of(self.manifest.columns, n), pa.large_binary())
-        sizes = pa.array(self.sizes)
-        counts = [pa.array(np.zeros(n, np.int64)), sizes, sizes, pa.array(np.ones(n, np.int64))]
+            index = blob_column(list(rows_of(self.manifest.columns, n)))
+        sizes, zeros, ones = map(number_column, (self.sizes, np.zeros(n, np.int64), np.ones(n, np.int64)))
+        counts = [zeros, sizes, sizes, ones]
         blocks = pa.StructArray.from_arrays([*counts, index], fields=list(BLOCK_TYPE))
         columns = [
             text_column(names),
             sizes,
             text_column(self.versions),
             pa.LargeBinaryArray.from_buffers(pa.large_binary(), n, footers),
-            pa.array(np.zeros(n, np.int32)),
-            pa.LargeListArray.from_arrays(pa.array(offsets), blocks),
+            number_column(np.zeros(n, np.int32)),
+            pa.LargeListArray.from_arrays(number_column(offsets), blocks),
         ]
         return pa.Table.from_arrays(columns, schema=COLUMNS)
 

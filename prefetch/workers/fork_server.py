@@ -344,19 +344,9 @@ class _Popen(popen_forkserver.Popen):
         return self._pid
 
     def _launch(self, process_obj: Any) -> None:
-        preparation = spawn.get_preparation_data(process_obj.name)
-        for name in ("init_main_from_name", "init_main_from_path", "start_method"):
-            preparation.pop(name, None)
         server: Server = process_obj._server
         process_obj._server = None  # it stays here
-        buffer = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(preparation, buffer)
-            reduction.dump(process_obj, buffer)
-        finally:
-            set_spawning_popen(None)
-        description = buffer.getvalue()
+        description = description_of(process_obj, self)
         try:
             self._ask(server, description)
         except (ConnectionError, EOFError, ChildProcessError):
@@ -436,6 +426,21 @@ class _Popen(popen_forkserver.Popen):
             except (OSError, EOFError):
                 self.returncode = -signal.SIGKILL  # the server has ended, and its workers with it
         return self.returncode
+
+
+def description_of(process_obj: Any, popen: Any) -> bytes:
+    """What a fork server is told of a process that it is to fork: one that does not run the main module."""
+    preparation = spawn.get_preparation_data(process_obj.name)
+    for name in ("init_main_from_name", "init_main_from_path", "start_method"):
+        preparation.pop(name, None)
+    buffer = io.BytesIO()
+    set_spawning_popen(popen)
+    try:
+        reduction.dump(preparation, buffer)
+        reduction.dump(process_obj, buffer)
+    finally:
+        set_spawning_popen(None)
+    return buffer.getvalue()
 
 
 def _make_room(pipe: int, content: bytes) -> None:

@@ -58,27 +58,27 @@ def arrow_rows(shards: Sequence[Shard], scans: Sequence[ShardScan], groups: NDAr
     """One row a shard, from what indexing found; `groups`: which of the catalog's schemas is each shard's."""
     per_scan = [(scan.offset, scan.length, scan.nbytes, scan.num_samples) for scan in scans]
     counts = [
-        pa.array(np.concatenate(one).astype(np.int64, copy=False)) for one in zip(*per_scan, strict=True)
+        number_column(np.concatenate(one).astype(np.int64, copy=False)) for one in zip(*per_scan, strict=True)
     ]
     indexes = [blob for scan in scans for blob in scan.index or repeat(None, len(scan.offset))]
-    blocks = pa.StructArray.from_arrays(
-        [*counts, pa.array(indexes, pa.large_binary())], fields=list(BLOCK_TYPE)
-    )
+    blocks = pa.StructArray.from_arrays([*counts, blob_column(indexes)], fields=list(BLOCK_TYPE))
     ends = np.cumsum([0, *(len(scan.offset) for scan in scans)], dtype=np.int64)
     columns = [
-        pa.array([shard.url for shard in shards], pa.large_string()),
-        pa.array([shard.size for shard in shards], pa.int64()),
-        pa.array([shard.version for shard in shards], pa.large_string()),
-        pa.array([scan.footer for scan in scans], pa.large_binary()),
-        pa.array(groups, pa.int32()),
-        pa.LargeListArray.from_arrays(pa.array(ends), blocks),
+        text_column([shard.url for shard in shards]),
+        number_column(np.array([shard.size for shard in shards], np.int64)),
+        text_column([shard.version for shard in shards]),
+        blob_column([scan.footer for scan in scans]),
+        number_column(groups),
+        pa.LargeListArray.from_arrays(number_column(ends), blocks),
     ]
     return pa.Table.from_arrays(columns, schema=COLUMNS)
 
 
 def with_checksums(rows: pa.Table, checksums: NDArray[np.uint32]) -> pa.Table:
     """The rows with one checksum a block, [num_blocks] in their order."""
-    per_shard = pa.LargeListArray.from_arrays(rows.column("blocks").chunk(0).offsets, pa.array(checksums))
+    per_shard = pa.LargeListArray.from_arrays(
+        rows.column("blocks").chunk(0).offsets, number_column(checksums)
+    )
     return rows.select(COLUMNS.names).append_column(CHECKSUMS, per_shard)
 
 
@@ -121,7 +121,7 @@ def blob_crc(blob: pa.Scalar) -> int:
 
 
 def _crcs(blobs: pa.Array) -> pa.Array:
-    return pa.array(map(blob_crc, blobs), pa.uint32(), size=len(blobs))
+    return number_column(np.fromiter(map(blob_crc, blobs), np.uint32, len(blobs)))
 
 
 def _checksum(rows: pa.Table, facts: Mapping[str, Any]) -> int:
@@ -203,10 +203,26 @@ def text_column(texts: Sequence[str]) -> pa.Array:
     By hand: pyarrow.compute, or `pa.array` of a list, which looks for pandas, would take a loop longer to
     import before its first batch than all of the project.
     """
-    encoded = [text.encode() for text in texts]
-    offsets = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
-    return pa.Array.from_buffers(pa.large_string(), len(texts), buffers)
+    return _column([text.encode() for text in texts], pa.large_string())
+
+
+def blob_column(blobs: Sequence[bytes | None]) -> pa.Array:
+    """Bytes as Arrow has them, by hand as texts; None is null."""
+    lacks = np.fromiter((blob is None for blob in blobs), np.bool_, len(blobs))
+    valid = pa.py_buffer(np.packbits(~lacks, bitorder="little")) if lacks.any() else None
+    return _column([blob or b"" for blob in blobs], pa.large_binary(), valid)
+
+
+def number_column(numbers: NDArray[Any]) -> pa.Array:
+    """Numbers as Arrow has them, by hand as texts; without a copy."""
+    content = pa.py_buffer(np.ascontiguousarray(numbers))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(numbers.dtype), len(numbers), [None, content])
+
+
+def _column(pieces: Sequence[bytes], kind: pa.DataType, valid: pa.Buffer | None = None) -> pa.Array:
+    offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+    buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(b"".join(pieces))]
+    return pa.Array.from_buffers(kind, len(pieces), buffers)
 
 
 def _source(url: str, options: Mapping[str, Any] | None) -> Any:

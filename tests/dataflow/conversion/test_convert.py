@@ -6,6 +6,9 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -387,8 +390,27 @@ def test_arguments_that_contradict_each_other_are_refused(source: str, tmp_path:
     ):
         with pytest.raises(ValueError, match=words):
             convert(source, tmp_path / "a", **arguments)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="give functions and datasets that a module defines, or workers=1"):
-        convert(source, tmp_path / "b", to="mds", map=lambda sample: sample, shard_samples=3, workers=2)
+    lock = threading.Lock()
+    with pytest.raises(ValueError, match="make what functions and datasets hold inside of them"):
+        convert(source, tmp_path / "b", to="mds", map=lambda one: (lock, one)[1], shard_samples=3, workers=2)
+
+
+def test_a_script_needs_no_guard_and_its_functions_may_be_its_own(source: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from dataflow import convert\n"
+        "print('once')\n"
+        "step = 3\n"
+        "def moved(sample):\n"
+        "    return {'label': sample['cls'] + step}\n"
+        "made = convert(sys.argv[1], sys.argv[2], to='parquet', map=moved, shard_samples=20, workers=2)\n"
+        "print(made.samples, made.shards)\n"
+    )
+    command = [sys.executable, script, source, tmp_path / "out"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
+    assert told.stdout == f"once\n{NUM_SAMPLES} 2\n"
+    assert pq.read_table(tmp_path / "out/shard-000001.parquet")["label"].to_pylist()[-1] == NUM_SAMPLES + 2
 
 
 def test_the_command_converts_and_says_what_was_finished_before(source: str, tmp_path: Path) -> None:
