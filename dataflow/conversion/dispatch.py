@@ -10,20 +10,21 @@ from concurrent.futures import Executor
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from typing import Any
 
 import cloudpickle
 
 from dataflow.conversion.errors import ConversionError
 from dataflow.conversion.plan import Plan
-from dataflow.conversion.rows import StoredRows
 from dataflow.conversion.source import ConvertSource
 from dataflow.conversion.work import NewSamples, Recipe, write_packed, write_shard
 from dataflow.engines import engine, run_all
 from dataflow.progress.bar import ProgressBar
 from sharding.errors import DataflowError
 
+_FORMATS = "sharding.formats.arrow.parquet"
+"""Of the readers, the one that takes longest to import."""
 _SAME_ITEMS = "it must give the same items each time; overwrite=True begins anew"
 
 
@@ -78,8 +79,6 @@ def write_all(
             _noted(written, missing, receipts, shown)
             return
         call = partial(write_packed, _packed(recipe))
-        if executor is None:  # what workers import, the server that they are forked from imports once
-            get_context("forkserver").set_forkserver_preload(_imported(recipe))
         with nullcontext(executor) if executor else engine("processes", workers=workers) as pool:
             _noted(run_all(pool, call, missing), missing, receipts, shown)
     except DataflowError as error:
@@ -100,14 +99,14 @@ def _noted(
         shown.add(receipt)
 
 
-def _imported(recipe: Recipe) -> list[str]:
-    """Modules that workers need of this conversion, besides those of functions."""
-    found = ["dataflow.conversion.work", "fsspec.implementations.local"]
-    if isinstance(recipe.rows, StoredRows):
-        found.append(type(recipe.rows.codec).__module__)
-    functions = [one for one in (recipe.map, recipe.filter) if hasattr(one, "__module__")]
-    found += [one.__module__ for one in functions if one.__module__ != "__main__"]
-    return found if recipe.target.to != "parquet" else [*found, "pyarrow.parquet"]
+def warm_up(to: str, functions: Iterable[Any]) -> None:
+    """Have the server that workers are forked from import what they need, while the source is opened."""
+    modules = ["dataflow.conversion.work", "fsspec.implementations.local"]
+    modules += [_FORMATS] if to != "parquet" else [_FORMATS, "pyarrow.parquet"]
+    names = [getattr(function, "__module__", None) for function in functions]
+    modules += [name for name in names if isinstance(name, str) and name != "__main__"]
+    get_context("forkserver").set_forkserver_preload(modules)
+    forkserver.ensure_running()
 
 
 def _packed(recipe: Recipe) -> bytes:
