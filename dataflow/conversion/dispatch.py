@@ -24,7 +24,7 @@ from dataflow.progress.bar import ProgressBar
 from sharding.errors import DataflowError
 
 _FORMATS = "sharding.formats.arrow.parquet"
-"""Of the readers, the one that takes longest to import."""
+"""The reader that takes longest to import."""
 _SAME_ITEMS = "it must give the same items each time; overwrite=True begins anew"
 
 

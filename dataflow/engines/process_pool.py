@@ -20,7 +20,7 @@ from dataflow.engines.starting import EngineRequest
 from prefetch.workers.fork_server import description_of, end_with_parent, release_server
 
 
-class _Popen(popen_forkserver.Popen):
+class _ScriptlessPopen(popen_forkserver.Popen):
     """The standard library's, without the main module."""
 
     def _launch(self, process_obj: Any) -> None:
@@ -33,16 +33,16 @@ class _Popen(popen_forkserver.Popen):
         started.pid = forkserver.read_signed(started.sentinel)
 
 
-class _Process(process.BaseProcess):
+class _ScriptlessProcess(process.BaseProcess):
     _start_method = None  # what it starts in turn is decided there
 
     @staticmethod
-    def _Popen(process_obj: Any) -> _Popen:  # noqa: N802  (the standard library's name)
-        return _Popen(process_obj)
+    def _Popen(process_obj: Any) -> _ScriptlessPopen:  # noqa: N802  (the standard library's name)
+        return _ScriptlessPopen(process_obj)
 
 
-class _Context(context.ForkServerContext):
-    Process = cast(Any, _Process)
+class _ScriptlessContext(context.ForkServerContext):
+    Process = cast(Any, _ScriptlessProcess)
 
 
 class ProcessEngine(Executor):
@@ -62,7 +62,7 @@ class ProcessEngine(Executor):
         """Have calls done until `end`, one at a time; in a thread for each process."""
         while True:
             # One process each: an executor of several fails all calls when one of them dies.
-            with ProcessPoolExecutor(1, _Context(), _begin) as pool:
+            with ProcessPoolExecutor(1, _ScriptlessContext(), _begin) as pool:
                 self.pools.add(pool)
                 if self._serve(pool):
                     return

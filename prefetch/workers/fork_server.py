@@ -429,7 +429,7 @@ class _Popen(popen_forkserver.Popen):
 
 
 def description_of(process_obj: Any, popen: Any) -> bytes:
-    """What a fork server is told of a process that it is to fork: one that does not run the main module."""
+    """Return what a fork server is told of a process to be forked, which does not run the main module."""
     preparation = spawn.get_preparation_data(process_obj.name)
     for name in ("init_main_from_name", "init_main_from_path", "start_method"):
         preparation.pop(name, None)
