@@ -56,4 +56,5 @@ while step < STEPS:  # one loop over the loader is one epoch, here of 8 steps
         if step == STEPS:
             break
 loader.close()
+del model  # else DDP may wait for gloo's threads with the interpreter lock held, as Python ends
 dist.destroy_process_group()

@@ -40,6 +40,8 @@ def gathered(buffer: Bytes, starts: Ints, lengths: Ints) -> Bytes:
     """Copy values of any length one after the other; the fastest way is for those that ascend."""
     import pyarrow as pa
 
+    from sharding.arrow_arrays import number_array
+
     if not len(starts):
         return np.zeros(0, np.uint8)
     if (lengths == lengths[0]).all():
@@ -53,5 +55,5 @@ def gathered(buffer: Bytes, starts: Ints, lengths: Ints) -> Bytes:
     pieces = pa.Array.from_buffers(
         pa.large_binary(), len(bounds) - 1, [None, pa.py_buffer(bounds), pa.py_buffer(buffer)]
     )
-    taken = pieces.take(pa.array(np.arange(0, len(bounds), 2)))
+    taken = pieces.take(number_array(np.arange(0, len(bounds), 2)))
     return np.frombuffer(taken.buffers()[2], np.uint8)[:total]

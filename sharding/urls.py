@@ -2,13 +2,15 @@
 
 A URL is a local path, `protocol://path`, or an fsspec chain `outer::inner::...`. In a chain, the first
 part with a path of its own names the file: `a.tar` in `zip://a.tar::s3://b/x.zip`, `x.tar` in
-`simplecache::s3://b/x.tar`. Everything here is text arithmetic; nothing imports fsspec.
+`simplecache::s3://b/x.tar`. All but `url_to_fs` is text arithmetic, and imports no fsspec.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 _BARE_PROTOCOL = re.compile(r"[a-z][a-z0-9+]*")
 _STORES = frozenset(
@@ -108,3 +110,21 @@ def leaves_folder(name: str) -> bool:
     """Return whether a path that a dataset's own file gives leads out of the folder of that file."""
     parts = name.split("/")
     return ".." in parts or "" in parts or any(sign in name for sign in ("\\", "::", ":/", "\0"))
+
+
+def url_to_fs(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the filesystem of a URL, made with these keyword arguments, and the path in it.
+
+    Any sign may stand in a name: fsspec takes every `::` for a chain, `is_chain` knows better.
+
+    Raises what fsspec raises.
+    """
+    import fsspec.core  # only here: shards of this machine that are spelled out need none of it
+
+    if "::" not in url or is_chain(url):
+        fs, path = fsspec.core.url_to_fs(url, **options)
+        return fs, str(path)
+    protocol = protocol_of(url)
+    said = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(url)
+    fs = fsspec.filesystem(protocol, **{**said, **options})
+    return fs, str(fs._strip_protocol(url))

@@ -10,21 +10,20 @@ from concurrent.futures import Executor
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from multiprocessing import forkserver, get_context
+from multiprocessing import get_context
 from typing import Any
 
 import cloudpickle
 
 from dataflow.conversion.errors import ConversionError
 from dataflow.conversion.plan import Plan
+from dataflow.conversion.rows import StoredRows
 from dataflow.conversion.source import ConvertSource
 from dataflow.conversion.work import NewSamples, Recipe, write_packed, write_shard
 from dataflow.engines import engine, run_all
 from dataflow.progress.bar import ProgressBar
 from sharding.errors import DataflowError
 
-_FORMATS = "sharding.formats.arrow.parquet"
-"""The reader that takes longest to import."""
 _SAME_ITEMS = "it must give the same items each time; overwrite=True begins anew"
 
 
@@ -79,6 +78,8 @@ def write_all(
             _noted(written, missing, receipts, shown)
             return
         call = partial(write_packed, _packed(recipe))
+        if executor is None:  # what workers import, the server that they are forked from imports once
+            get_context("forkserver").set_forkserver_preload(_imported(recipe))
         with nullcontext(executor) if executor else engine("processes", workers=workers) as pool:
             _noted(run_all(pool, call, missing), missing, receipts, shown)
     except DataflowError as error:
@@ -99,14 +100,15 @@ def _noted(
         shown.add(receipt)
 
 
-def warm_up(to: str, functions: Iterable[Any]) -> None:
-    """Have the server that workers are forked from import what they need, while the source is opened."""
-    modules = ["dataflow.conversion.work", "fsspec.implementations.local"]
-    modules += [_FORMATS] if to != "parquet" else [_FORMATS, "pyarrow.parquet"]
-    names = [getattr(function, "__module__", None) for function in functions]
-    modules += [name for name in names if isinstance(name, str) and name != "__main__"]
-    get_context("forkserver").set_forkserver_preload(modules)
-    forkserver.ensure_running()
+def _imported(recipe: Recipe) -> list[str]:
+    """Modules that workers need of this conversion."""
+    found = ["dataflow.conversion.work", "fsspec.implementations.local"]
+    if isinstance(recipe.rows, StoredRows):
+        found.append(type(recipe.rows.codec).__module__)
+    if recipe.target.to == "parquet":
+        found.append("pyarrow.parquet")
+    names = [getattr(function, "__module__", None) for function in (recipe.map, recipe.filter)]
+    return [*found, *(name for name in names if isinstance(name, str) and name != "__main__")]
 
 
 def _packed(recipe: Recipe) -> bytes:

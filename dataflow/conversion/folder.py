@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from dataflow.conversion.errors import ConversionError
+from dataflow.live.reading import boot_id, start_ticks
 from sharding.catalog.storage import store_errors
 from sharding.redaction import identity_of
-from sharding.url_to_fs import url_to_fs
-from sharding.urls import is_local, local_path
+from sharding.urls import is_local, local_path, url_to_fs
 from sharding.write.file import PARTIAL, NewFile
 
 CATALOG_NAME = "dataset.catalog"
@@ -194,9 +194,9 @@ class OutputFolder:
 def _this_process(mark: str) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
-        "boot": _boot(),
+        "boot": boot_id(),
         "pid": os.getpid(),
-        "start": _start(os.getpid()),
+        "start": start_ticks(os.getpid()),
         "mark": mark,
     }
 
@@ -205,19 +205,7 @@ def _is_dead(owner: Mapping[str, Any]) -> bool:
     """Return whether an owner was a process of this machine that is no more."""
     if owner.get("host") != socket.gethostname():
         return False
-    if owner.get("boot") != _boot():
+    if owner.get("boot") != boot_id():
         return True
-    return _start(owner.get("pid")) != owner.get("start")
-
-
-def _boot() -> str:
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
-    return ""
-
-
-def _start(pid: Any) -> str:
-    """Return when a process began, in the kernel's ticks; "": there is none."""
-    with suppress(OSError, IndexError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-        return file.read().rpartition(")")[2].split()[19]
-    return ""
+    pid = owner.get("pid")
+    return not isinstance(pid, int) or start_ticks(pid) != owner.get("start")

@@ -18,6 +18,7 @@ from dataflow.conversion.values import decode_of, values_of
 from prefetch.retries import RetryPolicy
 from prefetch.store.ranges import coalesce
 from prefetch.store.reader import StoreReader
+from sharding.arrow_arrays import number_array
 from sharding.blocks import Block, Columns, Format, Spans
 from sharding.catalog.reading import ColumnReader, read_block
 from sharding.catalog.table import Catalog
@@ -117,7 +118,7 @@ class StoredRows:
                 table = self.codec.table(block, read_block(block, reader.read_into), None)
                 if len(rows) < block.num_samples:
                     together = len(rows) == rows[-1] - rows[0] + 1
-                    table = table.slice(rows[0], len(rows)) if together else table.take(pa.array(rows))
+                    table = table.slice(rows[0], len(rows)) if together else table.take(number_array(rows))
                 yield table
 
     def stored(self, positions: Ints) -> Iterator[tuple[Block, memoryview]]:

@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.conversion.rows import KEY, Sample
-from dataflow.conversion.values import INTEGERS, TEXTS, npy_bytes, plain_value
+from dataflow.conversion.values import npy_bytes, plain_value
+from sharding.formats.extensions import rule_of_extension
 from sharding.printable import listed
 from sharding.write.mds import encoding_of
 from sharding.write.writer import ShardWriter
@@ -23,11 +24,9 @@ from sharding.write.writer import ShardWriter
 SUFFIXES = {"tar": ".tar", "parquet": ".parquet", "mds": ".mds", "tokens": ".bin", "megatron": ".bin"}
 """Endings of shards, by target."""
 TOKENS = ("tokens", "megatron")
-_ENDINGS = {"int": INTEGERS, "text": TEXTS, "json": frozenset({"json"}), "npy": frozenset({"npy"})}
 _ADDED = {"int": "cls", "text": "txt", "json": "json", "npy": "npy"}
 """The ending that a name gets as its extension in a tar where it does not end so."""
 _PICTURES = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"RIFF", "webp"))
-_PICTURE_ENDINGS = frozenset({"jpg", "jpeg", "png", "webp", "ppm", "gif", "bmp", "tiff"})
 _PLAIN = frozenset({bytes, str, int, float, bool, type(None)})
 """Types of values that are as they should be."""
 _TOKEN_COLUMNS = ("tokens", "input_ids")
@@ -114,7 +113,7 @@ class Target:
             return
         kind, data = _stored(name, value)
         extension = self.columns.get(name) or _extension(name, kind, value)
-        was = _kind_of_extension(name, extension)
+        was = _kind_of_extension(extension)
         if kind != was and self.columns.get(name):
             raise ValueError(
                 f"column {name!r} is {kind} here, and {was} in the first samples (member .{extension}): "
@@ -192,19 +191,18 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is none of JSON's types")
 
 
-def _kind_of_extension(name: str, extension: str) -> str:
-    """The kind of values behind an extension that a column's name got."""
-    ending = extension.rpartition(".")[2]
-    return next((kind for kind, endings in _ENDINGS.items() if ending in endings), "bytes")
+def _kind_of_extension(extension: str) -> str:
+    """The kind of values behind an extension."""
+    rule = rule_of_extension(extension)
+    return rule if rule in _ADDED else "bytes"
 
 
 def _extension(name: str, kind: str, value: Any) -> str:
-    ending = name.rpartition(".")[2]
     if kind == "bytes":
         head = bytes(value[:12])
         picture = next((one for magic, one in _PICTURES if head.startswith(magic)), "")
-        return name if not picture or ending in _PICTURE_ENDINGS else f"{name}.{picture}"
-    return name if ending in _ENDINGS[kind] else f"{name}.{_ADDED[kind]}"
+        return name if not picture or rule_of_extension(name) == "image" else f"{name}.{picture}"
+    return name if rule_of_extension(name) == kind else f"{name}.{_ADDED[kind]}"
 
 
 def _extension_of(name: str, values: list[Any]) -> str:

@@ -15,14 +15,10 @@ from numpy.typing import NDArray
 
 from sharding.blocks import ABSENT, MISSING, Column, ColumnSpec, Format, Masked, Spans
 from sharding.byte_lists import list_items
+from sharding.formats.extensions import rule_of_extension
 
 Decode = Callable[[Any], Any]
 
-INTEGERS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
-"""Extensions whose text is an integer."""
-TEXTS = frozenset({"txt", "text", "transcript"})
-"""Extensions of text."""
-_JSONS = frozenset({"json", "jsn"})
 _PYTHON = frozenset({"int64", "float64", "bool"})
 """dtypes for which Python has a type of the same values."""
 
@@ -49,14 +45,10 @@ def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
     """
     if spec.kind != "bytes":
         return None
-    if codec.columns_are_extensions:
-        ending = name.rpartition(".")[2]
-        if ending in INTEGERS:
-            return int
-        if ending in TEXTS:
-            return _text
-        return json.loads if ending in _JSONS else npy_value if ending == "npy" else None
     rule = codec.rule(spec)
+    if codec.columns_are_extensions:
+        own = rule_of_extension(name)
+        rule = None if own == "pickle" else own  # such bytes are written as they are
     if callable(rule):
         return rule
     if rule == "pickle":

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from dataflow.outputs.fixed import ArrayOutput, RowsOutput
 from dataflow.outputs.optional import Optional, mask_of
 from dataflow.outputs.output import Output
 from sharding.blocks import ALTERNATIVE, ColumnSpec, Format, spec_text
+from sharding.formats.extensions import IMAGE_EXTENSIONS, rule_of_extension
 from sharding.printable import listed
 
 if TYPE_CHECKING:
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
     from dataflow.decode.image import Image
 
 
-IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "pgm", "tif", "tiff")
-TEXT_SUFFIXES = ("txt", "text", "transcript")
-INT_SUFFIXES = ("cls", "cls2", "class", "count", "index", "inx", "id")
-JSON_SUFFIXES = ("json", "jsn")
-FLOAT_SUFFIXES = ("float", "flt")
-UNSAFE_SUFFIXES = ("pyd", "pkl", "pickle", "pth", "pt")
 KEY_COLUMNS = ("__key__", "__url__")
 
 
@@ -193,10 +187,10 @@ def _others(sources: Sequence[str], schema: Mapping[str, ColumnSpec]) -> tuple[s
     if len(sources) != 1 or sources[0] not in schema or not schema[sources[0]].optional:
         return ()
     stem, _, ending = sources[0].rpartition(".")
-    if ending.lower() not in IMAGE_SUFFIXES:
+    if ending.lower() not in IMAGE_EXTENSIONS:
         return ()
     alike = (name for name in schema if name.rpartition(".")[0] == stem and name != sources[0])
-    return tuple(name for name in alike if name.rpartition(".")[2].lower() in IMAGE_SUFFIXES)
+    return tuple(name for name in alike if name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS)
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:
@@ -336,20 +330,10 @@ def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
             each = listed(f"{name} ({rule or 'bytes'})" for name, rule in zip(names, rules, strict=True))
             raise ValueError(f"alternatives are decoded alike, got {each}: name one decoder in decode=")
         return rules[0]
-    suffix = PurePosixPath("x." + source).suffix[1:].lower() if source else ""
-    for rule, suffixes in (
-        ("image", IMAGE_SUFFIXES),
-        ("text", TEXT_SUFFIXES),
-        ("int", INT_SUFFIXES),
-        ("float", FLOAT_SUFFIXES),
-        ("json", JSON_SUFFIXES),
-        ("npy", ("npy",)),
-    ):
-        if suffix in suffixes:
-            return rule
-    if suffix in UNSAFE_SUFFIXES:
+    own = rule_of_extension(source)
+    if own == "pickle":
         raise _unsafe(source)
-    return None
+    return own
 
 
 def _unsafe(source: str) -> ValueError:

@@ -23,6 +23,7 @@ from dataflow.staging.columns import StagedOutput, StagedSpans
 from dataflow.staging.rows import open_rows
 from dataflow.staging.source import Source
 from prefetch.memory.arena import Arena
+from sharding.arrow_arrays import bool_array, number_array
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.order.selection import Selection
@@ -113,7 +114,7 @@ class JoinSide:
     def _column(self, number: int) -> pa.Array:
         """The keys of a block that is a table."""
         table = self.source.read_table(self.catalog.block(number), [self.on])
-        column = table.column(self.on).take(pa.array(self.selection.rows(number)))
+        column = table.column(self.on).take(number_array(self.selection.rows(number)))
         try:
             return comparable(column)
         except ValueError as error:
@@ -140,7 +141,7 @@ class JoinSide:
         keys = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(rows), buffers)
         is_missing = spans.lengths[rows] < 0
         window.close()
-        return pc.if_else(pa.array(~is_missing), keys, None) if is_missing.any() else keys
+        return pc.if_else(bool_array(~is_missing), keys, None) if is_missing.any() else keys
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

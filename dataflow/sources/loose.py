@@ -32,9 +32,10 @@ from dataflow.sources.manifests import (
     raise_absent,
     read_manifest,
 )
+from sharding.arrow_arrays import bytes_array, number_array, text_array
 from sharding.blocks import DEFAULT_BLOCK_BYTES
 from sharding.catalog.expand import braced
-from sharding.catalog.file import BLOCK_TYPE, COLUMNS, blob_column, number_column, text_column
+from sharding.catalog.file import BLOCK_TYPE, COLUMNS
 from sharding.catalog.storage import open_url, store_errors
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, ShardReadError
@@ -120,17 +121,17 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
         footers = [None, pa.py_buffer(offsets * facts.itemsize), pa.py_buffer(facts)]
         index = pa.nulls(n, pa.large_binary())
         if self.manifest is not None and self.manifest.columns:
-            index = blob_column(list(rows_of(self.manifest.columns, n)))
-        sizes, zeros, ones = map(number_column, (self.sizes, np.zeros(n, np.int64), np.ones(n, np.int64)))
+            index = bytes_array(list(rows_of(self.manifest.columns, n)))
+        sizes, zeros, ones = map(number_array, (self.sizes, np.zeros(n, np.int64), np.ones(n, np.int64)))
         counts = [zeros, sizes, sizes, ones]
         blocks = pa.StructArray.from_arrays([*counts, index], fields=list(BLOCK_TYPE))
         columns = [
-            text_column(names),
+            text_array(names),
             sizes,
-            text_column(self.versions),
+            text_array(self.versions),
             pa.LargeBinaryArray.from_buffers(pa.large_binary(), n, footers),
-            number_column(np.zeros(n, np.int32)),
-            pa.LargeListArray.from_arrays(number_column(offsets), blocks),
+            number_array(np.zeros(n, np.int32)),
+            pa.LargeListArray.from_arrays(number_array(offsets), blocks),
         ]
         return pa.Table.from_arrays(columns, schema=COLUMNS)
 

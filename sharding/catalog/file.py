@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from sharding.arrow_arrays import bytes_array, number_array, text_array
 from sharding.blocks import Shard, ShardScan
 from sharding.catalog.storage import open_url, store_errors
 from sharding.errors import CorruptShardError, OldCatalogError
@@ -58,27 +59,25 @@ def arrow_rows(shards: Sequence[Shard], scans: Sequence[ShardScan], groups: NDAr
     """One row a shard, from what indexing found; `groups`: which of the catalog's schemas is each shard's."""
     per_scan = [(scan.offset, scan.length, scan.nbytes, scan.num_samples) for scan in scans]
     counts = [
-        number_column(np.concatenate(one).astype(np.int64, copy=False)) for one in zip(*per_scan, strict=True)
+        number_array(np.concatenate(one).astype(np.int64, copy=False)) for one in zip(*per_scan, strict=True)
     ]
     indexes = [blob for scan in scans for blob in scan.index or repeat(None, len(scan.offset))]
-    blocks = pa.StructArray.from_arrays([*counts, blob_column(indexes)], fields=list(BLOCK_TYPE))
+    blocks = pa.StructArray.from_arrays([*counts, bytes_array(indexes)], fields=list(BLOCK_TYPE))
     ends = np.cumsum([0, *(len(scan.offset) for scan in scans)], dtype=np.int64)
     columns = [
-        text_column([shard.url for shard in shards]),
-        number_column(np.array([shard.size for shard in shards], np.int64)),
-        text_column([shard.version for shard in shards]),
-        blob_column([scan.footer for scan in scans]),
-        number_column(groups),
-        pa.LargeListArray.from_arrays(number_column(ends), blocks),
+        text_array([shard.url for shard in shards]),
+        number_array(np.array([shard.size for shard in shards], np.int64)),
+        text_array([shard.version for shard in shards]),
+        bytes_array([scan.footer for scan in scans]),
+        number_array(groups),
+        pa.LargeListArray.from_arrays(number_array(ends), blocks),
     ]
     return pa.Table.from_arrays(columns, schema=COLUMNS)
 
 
 def with_checksums(rows: pa.Table, checksums: NDArray[np.uint32]) -> pa.Table:
     """The rows with one checksum a block, [num_blocks] in their order."""
-    per_shard = pa.LargeListArray.from_arrays(
-        rows.column("blocks").chunk(0).offsets, number_column(checksums)
-    )
+    per_shard = pa.LargeListArray.from_arrays(rows.column("blocks").chunk(0).offsets, number_array(checksums))
     return rows.select(COLUMNS.names).append_column(CHECKSUMS, per_shard)
 
 
@@ -121,7 +120,7 @@ def blob_crc(blob: pa.Scalar) -> int:
 
 
 def _crcs(blobs: pa.Array) -> pa.Array:
-    return number_column(np.fromiter(map(blob_crc, blobs), np.uint32, len(blobs)))
+    return number_array(np.fromiter(map(blob_crc, blobs), np.uint32, len(blobs)))
 
 
 def _checksum(rows: pa.Table, facts: Mapping[str, Any]) -> int:
@@ -194,35 +193,7 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
 
 
 def _with_urls(table: pa.Table, urls: Sequence[str]) -> pa.Table:
-    return table.set_column(0, COLUMNS.field(0), text_column(urls))
-
-
-def text_column(texts: Sequence[str]) -> pa.Array:
-    """Texts as Arrow has them.
-
-    By hand: pyarrow.compute, or `pa.array` of a list, which looks for pandas, would take a loop longer to
-    import before its first batch than all of the project.
-    """
-    return _column([text.encode() for text in texts], pa.large_string())
-
-
-def blob_column(blobs: Sequence[bytes | None]) -> pa.Array:
-    """Bytes as Arrow has them, by hand as texts; None is null."""
-    lacks = np.fromiter((blob is None for blob in blobs), np.bool_, len(blobs))
-    valid = pa.py_buffer(np.packbits(~lacks, bitorder="little")) if lacks.any() else None
-    return _column([blob or b"" for blob in blobs], pa.large_binary(), valid)
-
-
-def number_column(numbers: NDArray[Any]) -> pa.Array:
-    """Numbers as Arrow has them, by hand as texts; without a copy."""
-    content = pa.py_buffer(np.ascontiguousarray(numbers))
-    return pa.Array.from_buffers(pa.from_numpy_dtype(numbers.dtype), len(numbers), [None, content])
-
-
-def _column(pieces: Sequence[bytes], kind: pa.DataType, valid: pa.Buffer | None = None) -> pa.Array:
-    offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-    buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(b"".join(pieces))]
-    return pa.Array.from_buffers(kind, len(pieces), buffers)
+    return table.set_column(0, COLUMNS.field(0), text_array(urls))
 
 
 def _source(url: str, options: Mapping[str, Any] | None) -> Any:

@@ -19,8 +19,7 @@ from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardReadError
 from sharding.hub.names import is_hub
 from sharding.redaction import hide_secrets, identity_of, redact_logs
-from sharding.url_to_fs import url_to_fs
-from sharding.urls import is_chain, is_http, is_local, local_path, protocol_of
+from sharding.urls import is_chain, is_http, is_local, local_path, protocol_of, url_to_fs
 
 Info = Mapping[str, Any]
 """The result of `fs.info`, or of `local_info`: "size", "type", and the store's own keys."""

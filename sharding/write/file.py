@@ -17,8 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from sharding.redaction import identity_of, redact_logs
-from sharding.url_to_fs import url_to_fs
-from sharding.urls import has_glob_signs
+from sharding.urls import has_glob_signs, url_to_fs
 
 PARTIAL = ".partial"
 """Ending of the temporary name."""

@@ -16,14 +16,12 @@ import numpy as np
 
 from sharding.compression import compression_of
 from sharding.errors import SampleError
+from sharding.formats.extensions import INT_EXTENSIONS, PICKLED_EXTENSIONS
 from sharding.formats.tar.samples import split_name
 from sharding.write.file import NewFile
 
 Sample = Mapping[str, Any]
 _BLOCK, _RECORD = 512, 10_240
-_PICKLED = {"pyd", "pickle", "pkl", "pth", "pt"}
-"""Extensions that webdataset and torch unpickle."""
-_INTEGERS = {"cls", "cls2", "class", "count", "index", "inx", "id"}
 """Extensions that webdataset writes with `str` and reads with `int`."""
 
 
@@ -244,17 +242,17 @@ class NewTableShard:
 
 def _array(pa: Any, values: list[Any], kind: Any) -> Any:
     """An Arrow array. Plain values by hand: `pa.array` looks for pandas, whose import takes a second."""
+    from sharding.arrow_arrays import bytes_array, number_array, text_array
+
     kinds = set(map(type, values))
     if kind == pa.int64() and kinds == {int}:
-        return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.array(values, np.int64))])
+        return number_array(np.array(values, np.int64))
     if kind == pa.float64() and kinds == {float}:
-        return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.array(values, np.float64))])
-    if (kind == pa.string() and kinds == {str}) or (kind == pa.binary() and kinds == {bytes}):
-        data = [value.encode() for value in values] if kinds == {str} else values
-        ends = np.cumsum([0, *map(len, data)], dtype=np.int64)
-        if ends[-1] < 1 << 31:
-            buffers = [None, pa.py_buffer(ends.astype(np.int32)), pa.py_buffer(b"".join(data))]
-            return pa.Array.from_buffers(kind, len(values), buffers)
+        return number_array(np.array(values, np.float64))
+    if kind == pa.string() and kinds == {str}:
+        return text_array(values, kind)
+    if kind == pa.binary() and kinds == {bytes}:
+        return bytes_array(values, kind)
     return pa.array(values, kind)
 
 
@@ -349,7 +347,7 @@ def _survives(key: str, extension: str) -> bool:
 
 def _reads_as_number(extension: str, value: Any) -> bool:
     """Return whether webdataset writes a label, by `str`, as an integer; text and bytes are the user's."""
-    if isinstance(value, str | bytes) or extension.rpartition(".")[2] not in _INTEGERS:
+    if isinstance(value, str | bytes) or extension.rpartition(".")[2] not in INT_EXTENSIONS:
         return True
     try:
         int(str(value))
@@ -359,7 +357,7 @@ def _reads_as_number(extension: str, value: Any) -> bool:
 
 
 def _is_pickled(extension: str, value: Any) -> bool:
-    if not _PICKLED.isdisjoint(extension.lower().split(".")):
+    if not set(PICKLED_EXTENSIONS).isdisjoint(extension.lower().split(".")):
         return True
     values = value.values() if isinstance(value, Mapping) else [value]
     return any(isinstance(one, np.ndarray) and one.dtype.hasobject for one in values)

@@ -131,9 +131,9 @@ class BenchDataset(DatasetArguments):
         if self.image_size is None:
             return dataset
         from dataflow.decode.image import Image
-        from dataflow.outputs.resolve import IMAGE_SUFFIXES
+        from sharding.formats.extensions import IMAGE_EXTENSIONS
 
-        images = [name for name in dataset.schema if name.lower().rpartition(".")[2] in IMAGE_SUFFIXES]
+        images = [name for name in dataset.schema if name.lower().rpartition(".")[2] in IMAGE_EXTENSIONS]
         if not images:
             raise ValueError(f"--image-size: no column holds images; columns: {', '.join(dataset.schema)}")
         decode = {name: Image(size=self.image_size, crop="random_resized") for name in images}

@@ -299,10 +299,10 @@ class EngineArguments:
         None,
         None,
         metavar="ENGINE",
-        show_default="threads of this process",
+        show_default="this machine",
     )
     workers: int | None = option(
-        "Number of tasks at a time, on an engine that is started here.",
+        "Number of tasks at a time, of what is started here.",
         COUNT,
         None,
         metavar="N",
@@ -318,11 +318,12 @@ class EngineArguments:
     )
 
     @contextmanager
-    def started(self) -> Iterator[Executor | None]:
-        """Start the engine, and say which it is; None: none was named."""
+    def started(self, *, has_workers: bool = False) -> Iterator[Executor | None]:
+        """Start the engine, and say which it is; None: none was named. `has_workers`: without one, too."""
         if self.on is None:
-            if self.workers is not None or self.engine_options:
-                raise click.UsageError("--workers and --engine-option are for an engine: name it with --on")
+            if self.engine_options or (self.workers is not None and not has_workers):
+                what = "--engine-option is" if has_workers else "--workers and --engine-option are"
+                raise click.UsageError(f"{what} for an engine: name it with --on")
             yield None
             return
         from dataflow.engines import engine

@@ -1,8 +1,7 @@
 """Columns of Python values and of JSON texts as Arrow arrays.
 
-`pyarrow.array` would do for values, but imports pandas where that is installed, which takes 0.3 s of the time
-to the first batch. Lists of integers, which are what tokens are kept as, are read from their text at once: as
-Python integers each takes 100 ns.
+Lists of integers, which are what tokens are kept as, are read from their text at once: as Python integers
+each takes 100 ns.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
+from sharding.arrow_arrays import bits, number_array, text_array, valid_of
 
 Text = bytes | msgspec.Raw
 """The JSON text of one value."""
@@ -32,9 +33,9 @@ def array_of(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if pa.types.is_null(kind):
         return pa.nulls(len(values), kind)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return _texts(values).cast(kind)
+        return text_array(values).cast(kind)
     if pa.types.is_list(kind):
-        valid = _valid(values)
+        valid = valid_of(values)
         lists: Sequence[Any] = values if valid is None else [value or () for value in values]
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
         return _lists(kind, lengths, valid, array_of(list(chain.from_iterable(lists)), kind.value_type))
@@ -57,8 +58,7 @@ def integer_lists(raws: Sequence[Text], kind: pa.DataType) -> pa.Array:
     found = texts.integers(np.dtype(str(kind.value_type)))
     if found is not None:
         numbers, lengths = found
-        elements = pa.Array.from_buffers(kind.value_type, len(numbers), [None, pa.py_buffer(numbers)])
-        return _lists(kind, lengths, None, elements)
+        return _lists(kind, lengths, None, number_array(numbers))
     try:
         return array_of(texts.values(_integers), kind)
     except msgspec.MsgspecError as error:
@@ -67,49 +67,17 @@ def integer_lists(raws: Sequence[Text], kind: pa.DataType) -> pa.Array:
 
 def _numbers(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     dtype = np.dtype("float64" if pa.types.is_floating(kind) else str(kind))
-    valid = _valid(values) if dtype.kind == "b" else None  # numpy makes a bool of None
+    valid = valid_of(values) if dtype.kind == "b" else None  # numpy makes a bool of None
     try:
         numbers = np.array(values if valid is None else [bool(value) for value in values], dtype)
     except TypeError:
-        valid = _valid(values)
+        valid = valid_of(values)
         numbers = np.array([value or 0 for value in values], dtype)
     if dtype.kind == "f":  # numpy makes NaN of None
         suspects = np.flatnonzero(np.isnan(numbers)).tolist()
-        valid = _valid(values) if any(values[i] is None for i in suspects) else None
+        valid = valid_of(values) if any(values[i] is None for i in suspects) else None
     content = bits(numbers) if dtype.kind == "b" else pa.py_buffer(numbers)
     return pa.Array.from_buffers(kind, len(values), [bits(valid), content])
-
-
-def _texts(values: Sequence[Any]) -> pa.Array:
-    valid = None
-    try:
-        joined = "".join(values)
-    except TypeError:
-        valid, values = _valid(values), [value or "" for value in values]
-        joined = "".join(values)
-    content = joined.encode()
-    pieces = values if len(content) == len(joined) else [text.encode() for text in values]
-    offsets = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)), out=offsets[1:])
-    buffers = [bits(valid), pa.py_buffer(offsets), pa.py_buffer(content)]
-    return pa.Array.from_buffers(pa.large_string(), len(values), buffers)
-
-
-def _valid(values: Sequence[Any]) -> NDArray[np.bool_] | None:
-    """[n] which are not None; None: all."""
-    if None not in values:
-        return None
-    return np.fromiter((value is not None for value in values), np.bool_, len(values))
-
-
-def bits(flags: NDArray[np.bool_] | None) -> pa.Buffer | None:
-    """Bools as Arrow has them."""
-    return None if flags is None else pa.py_buffer(np.packbits(flags, bitorder="little"))
-
-
-def bools(flags: NDArray[np.bool_]) -> pa.Array:
-    """Make an array of bools."""
-    return pa.Array.from_buffers(pa.bool_(), len(flags), [None, bits(flags)])
 
 
 class RawTexts:

@@ -23,7 +23,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from sharding.formats.arrow.json_arrays import RawTexts, Text, array_of, bools, integer_lists
+from sharding.arrow_arrays import bool_array
+from sharding.formats.arrow.json_arrays import RawTexts, Text, array_of, integer_lists
 from sharding.formats.arrow.json_types import JSON_TEXT, UNREADABLE
 
 NOT_READ = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -300,7 +301,7 @@ class _Row:
             return integer_lists(values, one.type) if _is_integers(one.type) else array_of(values, one.type)
         lacks = None
         if None in values:
-            lacks, empty = bools(np.array([value is None for value in values])), inner.type()
+            lacks, empty = bool_array(np.array([value is None for value in values])), inner.type()
             values = [empty if value is None else value for value in values]
         arrays = [inner.array(values, below) for below in range(len(inner.fields))]
         if not arrays:

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 from msgspec import Struct
 
+from sharding.arrow_arrays import number_array
 from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError, ShardError
 from sharding.formats.arrow.columns import check_columns
@@ -302,6 +303,6 @@ def _repeated(value: pa.Array, num_rows: int) -> pa.Array:
     if value.null_count:
         return pa.nulls(num_rows, value.type)
     if is_text(value.type) or is_bytes(value.type):
-        codes = pa.array(np.zeros(num_rows, np.int32))
+        codes = number_array(np.zeros(num_rows, np.int32))
         return pa.DictionaryArray.from_arrays(codes, value)
     return pa.repeat(value[0], num_rows)
