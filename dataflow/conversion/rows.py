@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from dataflow.conversion.values import decode_of, values_of
 from prefetch.retries import RetryPolicy
-from prefetch.store.ranges import coalesce
+from prefetch.store.ranges import read_located
 from prefetch.store.reader import StoreReader
 from sharding.arrow_arrays import number_array
-from sharding.blocks import Block, Columns, Format, Spans
+from sharding.blocks import Block, Columns, Format
 from sharding.catalog.reading import ColumnReader, read_block
 from sharding.catalog.table import Catalog
 from sharding.errors import SampleError
@@ -159,33 +159,11 @@ class StoredRows:
         if 4 * len(rows) < block.num_samples:
             located = self.codec.locate(block, names)
             if located is not None:
-                return self._located(reader, block, located, rows), slice(None)
+                return read_located(block, located, self.catalog.schema, reader.read_into, rows), slice(None)
         columns = ColumnReader(self.catalog, self.codec, names)
         decoded = columns.decode(block, columns.read(block, reader.read_into))
         whole = len(rows) == block.num_samples and bool((rows == np.arange(len(rows))).all())
         return decoded, slice(None) if whole else rows
-
-    def _located(self, reader: StoreReader, block: Block, spans: dict[str, Spans], rows: Ints) -> Columns:
-        """Columns of a few rows, of which the values alone are read."""
-        own = {name: (one.starts[rows], np.maximum(one.lengths[rows], 0)) for name, one in spans.items()}
-        starts, lengths = (np.concatenate([pair[i] for pair in own.values()]) for i in range(2))
-        firsts, sizes, of = coalesce(starts, lengths)
-        buffer = np.empty(int(sizes.sum()), np.uint8)
-        targets = np.cumsum(sizes) - sizes
-        for first, size, at in zip(firsts.tolist(), sizes.tolist(), targets.tolist(), strict=True):
-            reader.read_into(block.shard, block.offset + first, buffer[at : at + size])
-        moved = starts + (targets - firsts)[of] if len(firsts) else starts * 0
-        columns: Columns = {}
-        for i, (name, one) in enumerate(spans.items()):
-            at = moved[i * len(rows) : (i + 1) * len(rows)]
-            spec = self.catalog.schema.get(name)
-            if spec is not None and spec.kind == "fixed":
-                width = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
-                picked = buffer[at[:, None] + np.arange(width)] if len(rows) else buffer[:0].reshape(0, width)
-                columns[name] = np.ascontiguousarray(picked).view(spec.dtype).reshape(-1, *spec.shape)
-            else:
-                columns[name] = Spans(buffer, at, one.lengths[rows])
-        return columns
 
 
 class DeliveredRows:

@@ -7,7 +7,7 @@ numbers, text and bytes; whole blocks of them are read, unless what is asked for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dataflow.staging.source import Source
-from prefetch.store.ranges import coalesce
-from sharding.blocks import Block, Column, Columns, ColumnSpec, Masked, Spans
+from prefetch.store.ranges import read_located
+from sharding.blocks import Block, Column, ColumnSpec, Masked, Spans
 from sharding.catalog.predicate import (
     Predicate,
     blocks_that_may_match,
@@ -32,7 +32,7 @@ from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.schema import arrow_type
 from sharding.order.selection import MOST_DRAWN, Selection
-from sharding.spans import gathered, numbers_at
+from sharding.spans import gathered
 
 _FILTER_THREADS = 16
 _FAR_BYTES = 64 << 10
@@ -141,7 +141,7 @@ def _with_values(source: Source, selection: Selection, expression: Any) -> Selec
         block = catalog.block(number)
         spans = codec.locate(block, condition.columns) if codec.locates_numbers else None
         if spans is not None and block.length > _FAR_BYTES * len(spans) * block.num_samples:
-            columns = _located(source, block, spans)
+            columns = read_located(block, spans, catalog.schema, source.reader.read_into)
         else:
             columns = reader.decode(block, reader.read(block, source.reader.read_into))
         try:
@@ -155,23 +155,6 @@ def _with_values(source: Source, selection: Selection, expression: Any) -> Selec
 
 def _is_value(spec: ColumnSpec) -> bool:
     return spec.kind in ("text", "bytes") or (spec.kind == "fixed" and not spec.shape)
-
-
-def _located(source: Source, block: Block, spans: Mapping[str, Spans]) -> Columns:
-    """Columns of which the values alone are read."""
-    columns: Columns = {}
-    for name, one in spans.items():
-        firsts, sizes, of = coalesce(one.starts, np.maximum(one.lengths, 0))
-        buffer, targets = np.empty(int(sizes.sum()), np.uint8), np.cumsum(sizes) - sizes
-        for first, size, at in zip(firsts.tolist(), sizes.tolist(), targets.tolist(), strict=True):
-            source.reader.read_into(block.shard, block.offset + first, buffer[at : at + size])
-        starts = one.starts + (targets - firsts)[of] if len(firsts) else np.zeros_like(one.starts)
-        spec = source.catalog.schema[name]
-        is_number = spec.kind == "fixed"
-        columns[name] = (
-            numbers_at(buffer, starts, spec.dtype) if is_number else Spans(buffer, starts, one.lengths)
-        )
-    return columns
 
 
 def _as_arrow(column: Column, spec: ColumnSpec) -> pa.Array:

@@ -1,13 +1,13 @@
 """Byte ranges of shards: which to ask for together, and those that are on their way.
 
 A request costs a latency, and often money, whatever it brings: fewer requests, for a bounded share of bytes
-that nobody wants. Ranges that lie near each other in one shard
-are read as one as long as what lies between them stays a small part: the bound holds for each request, so it
-holds for all together. Pure, O(n log n).
+that nobody wants. Ranges that lie near each other in one shard are read as one as long as what lies between
+them stays a small part: the bound holds for each request, so it holds for all together. O(n log n).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.retries import CutBodyError
-from sharding.blocks import Shard
+from sharding.blocks import Block, Columns, ColumnSpec, Shard, Spans
+from sharding.spans import numbers_at
 
 Awaited = Future[None]
 """Done when the consumer waits for what is being read."""
@@ -70,6 +71,44 @@ def coalesce(
         of[at] = len(firsts) - 1
     first = np.array(firsts, np.int64)
     return first, np.array(ends, np.int64) - first, of
+
+
+def read_located(
+    block: Block,
+    spans: Mapping[str, Spans],
+    schema: Mapping[str, ColumnSpec],
+    read_into: Callable[[Shard, int, NDArray[np.uint8]], object],
+    rows: NDArray[np.int64] | None = None,
+) -> Columns:
+    """Read columns whose values' places in a block are known: these bytes alone, few requests for all.
+
+    Args:
+        block: the block.
+        spans: by column, where its values lie, as `Format.locate` gives them.
+        schema: of the columns; of others than numbers, spans are returned.
+        read_into: fills an array with a shard's bytes from an offset on.
+        rows: of the block, [n]; None: all.
+    """
+    parts = [
+        one if rows is None else Spans(one.buffer, one.starts[rows], one.lengths[rows])
+        for one in spans.values()
+    ]
+    starts = np.concatenate([one.starts for one in parts])
+    firsts, sizes, of = coalesce(starts, np.concatenate([np.maximum(one.lengths, 0) for one in parts]))
+    buffer, targets = np.empty(int(sizes.sum()), np.uint8), np.cumsum(sizes) - sizes
+    for first, size, at in zip(firsts.tolist(), sizes.tolist(), targets.tolist(), strict=True):
+        read_into(block.shard, block.offset + first, buffer[at : at + size])
+    moved = starts + (targets - firsts)[of] if len(firsts) else np.zeros_like(starts)
+    columns: Columns = {}
+    ends = np.cumsum([len(one) for one in parts])[:-1]
+    for name, one, places in zip(spans, parts, np.split(moved, ends), strict=True):
+        spec = schema.get(name)
+        columns[name] = (
+            numbers_at(buffer, places, spec.dtype, spec.shape)
+            if spec is not None and spec.kind == "fixed"
+            else Spans(buffer, places, one.lengths)
+        )
+    return columns
 
 
 @dataclass(eq=False)

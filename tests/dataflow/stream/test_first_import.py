@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets_kit import make_ints_tar
+from datasets_kit import Make, make_ints_tar
+from parameters_kit import in_full
 
 from dataflow import ShardedDataset
 
@@ -89,3 +90,26 @@ def test_a_batch_of_a_local_tar_of_a_kept_catalog_imports_what_it_needs(tmp_path
     told = told_by(program, catalog, *shards)
     assert told["samples"] == 4
     assert sorted({*NOT_NEEDED}.intersection(told["modules"])) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["tar", "mds", *in_full("parquet", "jsonl", "litdata", "tfrecord", "array_record")]
+)
+def test_a_first_index_and_a_first_batch_look_for_no_pandas(tmp_path: Path, made: Make, name: str) -> None:
+    (tmp_path / "pandas.py").write_text("print('pandas was imported')\nraise ImportError\n")
+    program = """
+        import json, sys
+        sys.path.insert(0, sys.argv[1])
+        from dataflow import DataLoader, ShardedDataset
+        dataset = ShardedDataset(sys.argv[2], catalog=sys.argv[1] + "/new.catalog", **json.loads(sys.argv[3]))
+        with DataLoader(dataset, 2, shuffle=True) as loader:
+            next(iter(loader))
+        print(json.dumps([]))
+    """
+    kwargs = dict(made(name).kwargs)
+    del kwargs["catalog"]
+    command = [sys.executable, "-c", textwrap.dedent(program), tmp_path, kwargs.pop("source")]
+    done = subprocess.run(
+        [*command, json.dumps(kwargs)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert done.stdout == "[]\n"
