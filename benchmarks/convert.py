@@ -37,7 +37,7 @@ from benchmarks.data import read_through
 from benchmarks.harness import interleaved, medians
 from benchmarks.memory import tree_cpu_s
 from benchmarks.options import data_option, json_option, repeats_option
-from benchmarks.report import Verdict, machine, save_figures, versions
+from benchmarks.report import Verdict, save_runs
 from benchmarks.runner import call_command, result_of
 
 NUM_ROWS, NUM_FILES, ROW_GROUP = 120_000, 12, 1_000
@@ -342,18 +342,9 @@ def main(
         click.echo(f"{same['kills']} kills; hashes {same['digests']}")
     bars = verdicts(rows, same)
     for bar in bars:
-        measured = "" if bar.measured is None else f"{bar.measured:.3g} "
-        click.echo(f"  {bar.workload}: {measured}{bar.bar}: {bar.says}")
+        click.echo(f"  {bar.line}")
     if output:
-        save_figures(
-            output,
-            machine=machine(),
-            versions=versions(),
-            verdicts=[asdict(bar) | {"verdict": bar.says} for bar in bars],
-            medians=[asdict(row) for row in rows],
-            runs=[asdict(run) for run in runs],
-            same_bytes=same,
-        )
+        save_runs(output, bars, rows, runs, same_bytes=same)
 
 
 if __name__ == "__main__":

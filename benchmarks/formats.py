@@ -35,7 +35,7 @@ from benchmarks.harness import interleaved, medians, run_child
 from benchmarks.memory import tree_cpu_s
 from benchmarks.options import data_option, json_option, repeats_option
 from benchmarks.remote.slow_server import free_port, serving
-from benchmarks.report import Verdict, machine, save_figures, versions
+from benchmarks.report import Verdict, save_runs
 from benchmarks.runner import Tell, forever
 
 OWNERS = {
@@ -320,17 +320,9 @@ def main(
     show(console, rows)
     bars = verdicts(rows)
     for bar in bars:
-        measured = "" if bar.measured is None else f"{bar.measured:.3g} "
-        console.print(f"  {bar.workload}: {measured}{bar.bar}: {bar.says}", markup=False, highlight=False)
+        console.print(f"  {bar.line}", markup=False, highlight=False)
     if output:
-        save_figures(
-            output,
-            machine=machine(),
-            versions=versions(),
-            verdicts=[asdict(bar) | {"verdict": bar.says} for bar in bars],
-            medians=[asdict(row) for row in rows],
-            runs=[asdict(run) for run in runs],
-        )
+        save_runs(output, bars, rows, runs)
 
 
 if __name__ == "__main__":

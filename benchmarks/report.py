@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,21 @@ class Verdict:
             return f"short by {self.measured:g}"
         gap = self.measured / self.wanted - 1 if self.at_most else 1 - self.measured / self.wanted
         return f"short by {100 * gap:.1f} %"
+
+    @property
+    def line(self) -> str:
+        """The bar, what was measured, and whether it was reached."""
+        measured = "" if self.measured is None else f"{self.measured:.3g} "
+        return f"{self.workload}: {measured}{self.bar}: {self.says}"
+
+
+def save_runs(
+    path: Path, bars: Sequence[Verdict], rows: Sequence[Any], runs: Sequence[Any], **told: Any
+) -> None:
+    """Write bars with what they say, medians and single runs (dataclasses), as `save_figures` does."""
+    told["verdicts"] = [asdict(bar) | {"verdict": bar.says} for bar in bars]
+    told |= {"medians": [asdict(row) for row in rows], "runs": [asdict(run) for run in runs]}
+    save_figures(path, **told)
 
 
 def save_figures(path: Path, **told: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.peers.runs import Run
 from benchmarks.peers.workloads import Workload
-from benchmarks.report import Verdict, save_figures
+from benchmarks.report import Verdict, save_runs
 
 
 def show_rows(console: Console, workload: Workload, medians: Sequence[Run]) -> None:
@@ -76,11 +75,11 @@ def write_json(
     workloads: Sequence[Workload],
 ) -> None:
     """Save arguments, every run, the medians and the verdicts."""
-    save_figures(
+    save_runs(
         path,
+        verdicts,
+        medians,
+        runs,
         arguments=dict(arguments),
         not_run={w.name: dict(w.not_run) for w in workloads},
-        verdicts=[asdict(v) | {"verdict": v.says} for v in verdicts],
-        medians=[asdict(run) for run in medians],
-        runs=[asdict(run) for run in runs],
     )

@@ -35,7 +35,7 @@ from rich.table import Table
 from benchmarks import REPOSITORY
 from benchmarks.harness import interleaved, medians, run_child
 from benchmarks.options import data_option, json_option, repeats_option
-from benchmarks.report import Verdict, machine, save_figures, versions
+from benchmarks.report import Verdict, machine, save_runs, versions
 from benchmarks.tokens.loaders import END, LIMIT, LOADERS, OURS, TextData, measured
 
 LIMIT_S = 600.0
@@ -203,13 +203,8 @@ def main(
         ratio = "" if bar.measured is None else f"{bar.measured:.3g} "
         console.print(f"  {bar.workload}: {ratio}{bar.bar}: {bar.says}", markup=False, highlight=False)
     if output:
-        save_figures(
-            output,
-            data={"documents": data.documents, "tokens": data.tokens},
-            verdicts=[asdict(bar) | {"verdict": bar.says} for bar in bars],
-            medians=[asdict(row) for row in table],
-            runs=[asdict(run) for run in runs],
-        )
+        told = {"documents": data.documents, "tokens": data.tokens}
+        save_runs(output, bars, table, runs, data=told)
 
 
 if __name__ == "__main__":

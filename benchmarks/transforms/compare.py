@@ -24,7 +24,7 @@ from benchmarks.data import Data, Sizes, read_through
 from benchmarks.harness import bare_torch, interleaved, medians, run_child
 from benchmarks.memory import Memory
 from benchmarks.options import data_option, jpegs_option, json_option, repeats_option
-from benchmarks.report import Verdict, machine, save_figures, versions
+from benchmarks.report import Verdict, machine, save_runs, versions
 from benchmarks.transforms.kinds import kind
 from benchmarks.transforms.loaders import DEFAULT, LOADERS, OURS, TORCH, measured, ours
 
@@ -235,12 +235,7 @@ def main(
             console.print(f"  {bar.workload}: {ratio}{bar.bar}: {bar.says}")
     console.print(f"{sum(bar.says == 'reached' for bar in bars)} of {len(bars)} bars reached")
     if output:
-        save_figures(
-            output,
-            verdicts=[asdict(bar) | {"verdict": bar.says} for bar in bars],
-            medians=[asdict(run) for run in rows],
-            runs=[asdict(run) for run in runs],
-        )
+        save_runs(output, bars, rows, runs)
 
 
 if __name__ == "__main__":
