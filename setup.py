@@ -1,4 +1,4 @@
-"""How the package is built: as setuptools does it, with `prefetch/core/libcore.so` in it.
+"""How the package is built: as setuptools does it, with `sharding/core/libcore.so` in it.
 
 This file is two things. pyproject.toml names it as the build backend, because setuptools' own cannot ask for
 a compiler only where there is none; and setuptools runs it as its script, which compiles and names the wheel.
@@ -23,7 +23,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-from prefetch.core.compile import LIBRARY, SOURCES, NoCompilerError, compile_core, compilers_on_path
+from sharding.core.compile import LIBRARY, SOURCES, NoCompilerError, compile_core, compilers_on_path
 
 __all__ = [
     "build_editable",
@@ -36,7 +36,7 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-CORE = "prefetch.core.libcore"
+CORE = "sharding.core.libcore"
 MACHINES = ("x86_64", "aarch64")
 """Of others PyPI may have no zig, and what cannot be installed would end the installation."""
 
@@ -79,6 +79,6 @@ class CoreWheel(bdist_wheel):
 
 
 if __name__ == "__main__":
-    sources = [f"prefetch/core/{source.name}" for source in SOURCES]
-    core = Extension(CORE, sources, depends=["prefetch/core/core.h"])
+    sources = [f"sharding/core/{source.name}" for source in SOURCES]
+    core = Extension(CORE, sources, depends=["sharding/core/core.h"])
     setup(ext_modules=[core], cmdclass={"build_ext": CompileCore, "bdist_wheel": CoreWheel})

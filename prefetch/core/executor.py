@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,46 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.compile import LIBRARY
 from prefetch.core.plan import BuildPlan, PlanColumn
-from prefetch.core.queue import CopyQueue, address_of, column_table
+from prefetch.core.queue import CopyQueue, column_table
 from sharding.cached_property import cached_property
+from sharding.core.compile import LIBRARY
+from sharding.core.library import address_of, loaded
 
 if TYPE_CHECKING:
     from prefetch.core.images import CropBox, ImageForm
 
 
-VERSION = 7
-"""The version of the contract in core.h."""
 _WIDTHS = (1, 2, 4, 8)
-_CURE = (
-    "Compile it with `python -m prefetch.core.compile`, where there is a C compiler: gcc, clang or that of "
-    "`pip install ziglang`"
-)
-
-_FUNCTIONS = {
-    "core_version": ":i",
-    "core_run": "piiip:i",
-    "core_interleave": "piiip:",
-    "core_resize": "pp:i",
-    "core_bring": "pip:i",
-    "core_read": "pi:i",
-    "core_seeded_permutations": "ppip:i",
-    "core_token_draws": "pppppipi:i",
-    "core_queue_bytes": ":i",
-    "core_open": "pii:i",
-    "core_submit": "pp:",
-    "core_give": "ppii:i",
-    "core_take_back": "p:p",
-    "core_take": "ppp:i",
-    "core_work": "ppip:i",
-    "core_drain": "p:",
-    "core_count": "pp:",
-    "core_stop": "p:",
-    "core_close": "p:",
-}
-"""Arguments and result: pointers and int64."""
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "": None}
 
 
 class Executor:
@@ -60,8 +31,8 @@ class Executor:
     """
 
     def __init__(self, path: Path = LIBRARY) -> None:
-        self._library = _loaded(ctypes.CDLL, path)
-        self._holding = _loaded(ctypes.PyDLL, path)
+        self._library = loaded(ctypes.CDLL, path)
+        self._holding = loaded(ctypes.PyDLL, path)
         """For calls that do not wait: to let the interpreter go for them may cost a switch."""
 
     @cached_property
@@ -226,19 +197,3 @@ class Resizer:
 def executor() -> Executor:
     """The one executor of this process. Raises as `Executor`."""
     return Executor()
-
-
-def _loaded(load: Callable[[str], Any], path: Path) -> Any:
-    """The library with its functions' types, if it is of this version."""
-    try:
-        library = load(str(path))
-        found = library.core_version()
-    except (OSError, AttributeError) as error:
-        raise ImportError(f"the compiled core cannot be loaded: {error}. {_CURE}") from error
-    if found != VERSION:
-        raise ImportError(f"the compiled core {path} is of version {found}, not {VERSION}. {_CURE}")
-    for name, types in _FUNCTIONS.items():
-        arguments, result = types.split(":")
-        function = getattr(library, name)
-        function.argtypes, function.restype = [_TYPES[kind] for kind in arguments], _TYPES[result]
-    return library

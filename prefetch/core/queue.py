@@ -18,6 +18,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from prefetch.core.plan import WIDENED, JobPlan, Op, PlanColumn
+from sharding.core.library import address_of
 
 
 class JobAnswer(IntEnum):
@@ -162,12 +163,6 @@ class CopyQueue:
 def column_table(columns: Sequence[PlanColumn]) -> NDArray[np.int64]:
     """`core_column` of core.h for each: eleven numbers of 8 bytes."""
     return np.array([_entry(column) for column in columns], np.int64).reshape(len(columns), 11)
-
-
-def address_of(array: NDArray[Any]) -> int:
-    """Return the address at which an array begins."""
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def _entry(column: PlanColumn) -> tuple[int, ...]:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from prefetch.core import compile as core_compile
-from prefetch.core.compile import (
+from sharding.core import compile as core_compile
+from sharding.core.compile import (
     HEADER,
     LIBRARY,
     PLAIN,
@@ -34,7 +34,7 @@ from prefetch.core.compile import (
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 100
 NEEDED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "sharding", "prefetch", "dataflow")
-CORE = "prefetch/core/libcore.so"
+CORE = "sharding/core/libcore.so"
 
 needs_compiler = pytest.mark.skipif(not compilers_on_path(), reason="needs a C compiler")
 needs_setuptools = pytest.mark.skipif(
@@ -203,7 +203,7 @@ def test_a_source_distribution_has_all_that_an_install_from_it_needs(tree: Path)
     archive, _ = built(tree, "build_sdist", {})
     shutil.unpack_archive(archive, tree.parent / "unpacked", filter="data")
     [unpacked] = (tree.parent / "unpacked").iterdir()
-    sources = {f"prefetch/core/{name}" for name in ("core.c", "queue.c", "core.h", "compile.py")}
+    sources = {f"sharding/core/{name}" for name in ("core.c", "queue.c", "core.h", "compile.py")}
     assert {"setup.py", *sources} <= {str(path.relative_to(unpacked)) for path in unpacked.rglob("*")}
     assert not (unpacked / CORE).exists()
 
@@ -264,4 +264,4 @@ def test_a_library_of_another_contract_is_not_taken(tmp_path: Path, monkeypatch:
 
 def test_the_library_of_this_checkout_is_not_older_than_its_source() -> None:
     newest = max(source.stat().st_mtime for source in (*SOURCES, HEADER))
-    assert LIBRARY.stat().st_mtime >= newest, "run `python -m prefetch.core.compile`"
+    assert LIBRARY.stat().st_mtime >= newest, "run `python -m sharding.core.compile`"

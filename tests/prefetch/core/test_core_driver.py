@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from parameters_kit import in_full
 
-from prefetch.core.compile import FLAGS, FOLDER, SOURCES, compilers_on_path
+from sharding.core.compile import FLAGS, FOLDER, SOURCES, compilers_on_path
 
 DRIVER = Path(__file__).with_name("driver.c")
 INSTALLED = [flag for flag in FLAGS if flag != "-shared"]

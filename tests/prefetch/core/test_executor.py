@@ -234,7 +234,7 @@ def test_tokens_of_every_integer_type_are_delivered_as_int64(tmp_path: Path, dty
 
 # ---- a core that is not there ------------------------------------------------------------------------------
 
-CURE = "`python -m prefetch.core.compile`, where there is a C compiler: gcc, clang"
+CURE = "`python -m sharding.core.compile`, where there is a C compiler: gcc, clang"
 
 
 def test_a_library_that_cannot_be_used_is_an_error_that_names_the_cure(
@@ -244,7 +244,7 @@ def test_a_library_that_cannot_be_used_is_an_error_that_names_the_cure(
         Executor(tmp_path / "libcore.so")
     with pytest.raises(ImportError, match=f"undefined symbol: core_version.*{CURE}"):
         Executor(Path("libc.so.6"))
-    monkeypatch.setattr("prefetch.core.executor.VERSION", 1)
+    monkeypatch.setattr("sharding.core.library.VERSION", 1)
     with pytest.raises(ImportError, match=rf"libcore\.so is of version \d+, not 1\..*{CURE}"):
         Executor()
 

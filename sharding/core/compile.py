@@ -1,4 +1,4 @@
-"""Compile `libcore.so` of the C files: at installation, and later by `python -m prefetch.core.compile`.
+"""Compile `libcore.so` of the C files: at installation, and later by `python -m sharding.core.compile`.
 
 The library is plain C without Python.h and is loaded by ctypes: one file serves every Python. It is compiled
 for the least processor of its kind; faster variants of its loops are chosen when it is loaded, and where a
