@@ -386,6 +386,9 @@ ROWS: dict[str, Row] = {
             "litdata",
             "array_record",
             "tfrecord",
+            "energon",
+            "delta",
+            "iceberg",
         )
         if name in MAKERS  # TFRecord's checksums are of an extra
     },

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 import zstandard
 from formats.records_kit import array_record_of, example_of, tfrecord_of
 from formats.streaming_kit import write_litdata, write_mds
+from formats.tables_kit import write_delta, write_iceberg
 from torch import Tensor
 
 from dataflow import DataLoader, Ragged, ShardedDataset, Topology
@@ -196,6 +197,54 @@ def make_jsonl(folder: Path, num_samples: int = NUM_SAMPLES, suffix: str = "json
     return _made(folder, samples, f"*.{suffix}", block_bytes=300)
 
 
+# ---- tables, and folders with a description -------------------------------------------------------------
+
+
+def make_delta(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    """The number of its file is a column of each sample, from the log."""
+    parts = shares([plain_sample(i) for i in range(num_samples)])
+    write_delta(folder, [table_of(share).drop_columns("vec") for share in parts], "part")
+    samples = [{**_without_vec(row), "part": str(k)} for k, share in enumerate(parts) for row in share]
+    return _made(folder, samples, "", format="delta")
+
+
+def make_iceberg(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    """Files that are older than a column of the table, which is left out as no sample has it."""
+    samples = [_without_vec(plain_sample(i)) for i in range(num_samples)]
+    tables = [
+        table_of(share).drop_columns("vec") for share in shares([plain_sample(i) for i in range(num_samples)])
+    ]
+    write_iceberg(folder, tables, "added")
+    return _made(folder, samples, "", format="iceberg", columns=list(samples[0]))
+
+
+def _without_vec(row: Row) -> Row:
+    return {name: value for name, value in row.items() if name != "vec"}
+
+
+def make_energon(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
+    """Fields of members and of JSON; one more sample, which the description leaves out."""
+    made = make_tar(folder, num_samples + 1)
+    names = [path.name for path in made.shards]
+    counts = dict(zip(names, map(len, shares(made.samples)), strict=True))
+    files = {
+        ".info.json": {"energon_version": "7.4.1", "shard_counts": counts},
+        "split.yaml": {"split_parts": {"train": names}, "exclude": [f"{names[-1]}/{num_samples:05d}"]},
+        "dataset.yaml": {
+            "__module__": "megatron.energon",
+            "__class__": "CaptioningWebdataset",
+            "field_map": {"cls": "cls", "txt": "txt", "even": "json[even]"},
+        },
+    }
+    (folder / ".nv-meta").mkdir()
+    for name, value in files.items():  # JSON is YAML
+        (folder / ".nv-meta" / name).write_text(json.dumps(value))
+    samples = [
+        {"cls": row["cls"], "txt": row["txt"], "even": row["json"]["even"]} for row in made.samples[:-1]
+    ]
+    return Made({**made.kwargs, "source": str(folder)}, samples, folder)
+
+
 # ---- tokens -------------------------------------------------------------------------------------------
 
 LENGTH = 4
@@ -364,6 +413,9 @@ MAKERS: dict[str, Callable[..., Made]] = {
     **({"tfrecord": make_tfrecord} if find_spec("crc32c") else {}),
     "litdata": make_litdata,
     "files": make_files,
+    "energon": make_energon,
+    "delta": make_delta,
+    "iceberg": make_iceberg,
 }
 
 
