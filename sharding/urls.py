@@ -90,6 +90,12 @@ def file_name(url: str) -> str:
     return (part.partition("://")[2] or part).rstrip("/").rpartition("/")[2]
 
 
+def below(folder: str, name: str) -> str:
+    """The URL of a file by its path below a folder."""
+    part = naming_part(folder)
+    return folder.replace(part, f"{part.rstrip('/')}/{name}", 1)
+
+
 def is_glob(url: str) -> bool:
     """Return whether the URL holds glob signs, a query aside; a file or folder may be called so, too."""
     return has_glob_signs(_without_query(url))

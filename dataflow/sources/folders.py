@@ -12,7 +12,7 @@ from typing import Any
 from sharding.catalog.build import CATALOG_SUFFIX
 from sharding.catalog.storage import VERSION_KEYS, open_url, store_errors, version_of
 from sharding.errors import ShardReadError
-from sharding.urls import file_name, is_http, is_local, local_path, naming_part
+from sharding.urls import file_name, is_http, is_local, local_path
 
 SPLITS = {
     "train": ("train", "training"),
@@ -108,12 +108,6 @@ def _no_version(info: Mapping[str, Any]) -> str:
 def is_hidden(name: str) -> bool:
     """Return whether a file or folder is one that systems leave behind, and nobody's sample."""
     return name.startswith(".") or name.lower() in _NO_DATA or name.endswith(CATALOG_SUFFIX)
-
-
-def below(root: str, name: str) -> str:
-    """The URL of a file by its path below a folder."""
-    part = naming_part(root)
-    return root.replace(part, f"{part.rstrip('/')}/{name}", 1)
 
 
 def folders_in(url: str, options: Mapping[str, Any] | None) -> list[str]:

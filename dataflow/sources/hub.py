@@ -27,7 +27,8 @@ from msgspec import structs
 from dataflow.progress.bar import ProgressBar
 from prefetch.cache.claims import Claims
 from prefetch.store.retrier import Retrier
-from sharding.catalog.storage import exists, open_url, store_errors
+from prefetch.store.small_files import SmallFiles
+from sharding.catalog.storage import open_url, store_errors
 from sharding.formats import has_suffix
 from sharding.hub.access import HubAccess
 from sharding.hub.answers import CARD_BYTES, LISTING_S
@@ -97,7 +98,7 @@ def files_of_folder(
 ) -> list[str]:
     """The files of a folder's split, which lie as on the Hub. Raises what `resolve_source` raises."""
     is_folder = os.path.isdir(local_path(url)) if is_local(url) else not is_glob(url)
-    if is_http(url) or (not is_folder and not retrier(lambda: exists(url, options), url)):
+    if is_http(url) or (not is_folder and not SmallFiles(options, retrier).exists(url)):
         raise ValueError(f"config= and split= are for a folder or a repository of the Hub, got {url!r}")
     fs, root = open_url(local_path(url) if is_local(url) else url, options)
 

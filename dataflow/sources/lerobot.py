@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataflow.decode.episodes import Camera, EpisodeVideos
+from prefetch.store.small_files import SmallFiles
 from sharding.blocks import Shard
 from sharding.catalog.expand import expand
-from sharding.catalog.storage import open_url, read_file, shard_info, shard_of
+from sharding.catalog.storage import open_url, shard_info, shard_of
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.urls import is_local
 
@@ -37,14 +38,14 @@ class RobotDataset:
     cameras: Mapping[str, Camera]
 
 
-def open_lerobot(source: Any, options: Mapping[str, Any]) -> RobotDataset:
+def open_lerobot(source: Any, options: Mapping[str, Any], files: SmallFiles) -> RobotDataset:
     """Read `meta/` of a folder. Raises `ValueError` for what is no folder of version 3."""
     if not isinstance(source, (str, os.PathLike)):
         raise ValueError(f"format='lerobot' takes one folder, got {source!r}")
     root = os.fspath(source).rstrip("/")
     url = f"{root}/meta/info.json"
     try:
-        info = json.loads(_read(url, options))
+        info = json.loads(_read(url, files))
         version, fps = str(info["codebase_version"]), float(info["fps"])
         features, data_path = info["features"], str(info["data_path"])
         video_path = str(info.get("video_path") or "")
@@ -57,7 +58,7 @@ def open_lerobot(source: Any, options: Mapping[str, Any]) -> RobotDataset:
             f"{url} is of version {version}; version 3 is read: convert it by "
             "lerobot.datasets.v30.convert_dataset_v21_to_v30"
         )
-    episodes = _episodes(root, keys, options)
+    episodes = _episodes(root, keys, options, files)
     data = _paths(root, data_path, episodes, "data")
     cameras = {}
     for key in keys:
@@ -82,16 +83,16 @@ def _height_width(shape: Sequence[int], names: Any) -> tuple[int, int]:
     return (shape[1], shape[2]) if first else (shape[0], shape[1])
 
 
-def _read(url: str, options: Mapping[str, Any]) -> bytes:
+def _read(url: str, files: SmallFiles) -> bytes:
     try:
-        return read_file(url, options)
+        return files.read(url)
     except ShardReadError as error:
         if error.reason == "no such file":
             error.add_note("is this the folder of a LeRobot dataset?")
         raise
 
 
-def _episodes(root: str, keys: Sequence[str], options: Mapping[str, Any]) -> pa.Table:
+def _episodes(root: str, keys: Sequence[str], options: Mapping[str, Any], files: SmallFiles) -> pa.Table:
     """Return what is needed of the tables in `meta/episodes`, a row an episode, by its number."""
     columns = ["episode_index", "length", "data/chunk_index", "data/file_index"]
     for key in keys:
@@ -100,7 +101,7 @@ def _episodes(root: str, keys: Sequence[str], options: Mapping[str, Any]) -> pa.
     tables = []
     for url in urls:
         try:
-            tables.append(pq.read_table(pa.BufferReader(_read(url, options)), columns=columns))
+            tables.append(pq.read_table(pa.BufferReader(_read(url, files)), columns=columns))
         except (pa.ArrowException, KeyError) as error:
             raise CorruptShardError(url, f"not LeRobot's table of episodes: {error}") from error
     table = pa.concat_tables(tables).sort_by("episode_index")

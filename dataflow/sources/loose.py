@@ -22,7 +22,7 @@ import pyarrow as pa
 from msgspec import Struct, structs
 from numpy.typing import NDArray
 
-from dataflow.sources.folders import UNKNOWN, Folders, below, folders_in, listing, split_of
+from dataflow.sources.folders import UNKNOWN, Folders, folders_in, listing, split_of
 from dataflow.sources.manifests import (
     NAMES,
     Manifest,
@@ -52,7 +52,16 @@ from sharding.formats.files import (
 from sharding.hub.names import is_hub
 from sharding.printable import listed, printable_name
 from sharding.redaction import identity_of
-from sharding.urls import file_name, has_glob_signs, is_glob, is_http, is_local, local_path, naming_part
+from sharding.urls import (
+    below,
+    file_name,
+    has_glob_signs,
+    is_glob,
+    is_http,
+    is_local,
+    local_path,
+    naming_part,
+)
 
 KINDS = {
     "images": ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"),

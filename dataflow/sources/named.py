@@ -17,6 +17,7 @@ from dataflow.outputs.output import Output
 from dataflow.outputs.resolve import resolve_outputs
 from dataflow.staging.source import Source
 from prefetch.store.retrier import Retrier
+from prefetch.store.small_files import SmallFiles
 from sharding.blocks import Format
 from sharding.catalog.listings import is_listing, load_listing
 from sharding.formats import has_suffix
@@ -76,16 +77,17 @@ def resolve_folder(
     from dataflow.sources.energon.folder import fields_of, find_energon
 
     told = Folder(source=source, format=format, config=config, split=split, columns=columns, decode=decode)
+    files = SmallFiles(options, retrier)
     if format == "lerobot":
         from dataflow.sources.lerobot import open_lerobot
 
-        robot = open_lerobot(source, options)
+        robot = open_lerobot(source, options, files)
         return structs.replace(told, source=robot.data, format="parquet", cameras=robot.cameras)
-    found = find_energon(source, options, retrier, format=format, config=config, split=split)
+    found = find_energon(source, files, format=format, config=config, split=split)
     if found is None:
         return told
     if columns is None:
-        columns, rules = fields_of(found, options, retrier)
+        columns, rules = fields_of(found, files)
         if rules and (decode == "auto" or isinstance(decode, Mapping)):
             decode = {**rules, **(decode if isinstance(decode, Mapping) else {})}
     return Folder(

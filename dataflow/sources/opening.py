@@ -25,8 +25,9 @@ from dataflow.sources.loose import LooseFiles, find_loose, is_listed_alike, may_
 from dataflow.sources.manifests import Manifest, folder_of, is_table
 from dataflow.sources.named import resolve_source
 from dataflow.sources.tables.files import TableVersion
-from dataflow.sources.tables.finding import explain_missing, find_table, open_table
+from dataflow.sources.tables.finding import by_table
 from prefetch.store.retrier import Retrier
+from prefetch.store.small_files import SmallFiles
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.build import (
     Map,
@@ -37,8 +38,8 @@ from sharding.catalog.build import (
     is_catalog,
     unfinished_text,
 )
-from sharding.catalog.expand import LooksUp, TableFolderError, expand, found_again
-from sharding.catalog.storage import exists, open_url, shard_info, version_of
+from sharding.catalog.expand import LooksUp, expand, found_again
+from sharding.catalog.storage import open_url, shard_info, version_of
 from sharding.catalog.table import Catalog
 from sharding.errors import OldCatalogError, ShardChangedError, ShardReadError
 from sharding.formats import resolve_format
@@ -75,29 +76,17 @@ class Opening(Struct, frozen=True, kw_only=True):
         return catalog
 
     def _find(self, source: Any, retrier: Retrier) -> Catalog:
-        options = self.storage_options
-        may_be_table = self.manifest is None and not isinstance(self.catalog, Catalog)
-        if may_be_table and not is_catalog(source):
-            table = find_table(source, options, retrier, format=self.format, revision=self.revision)
-            if table is not None:
-                return self._catalog_of_table(table, retrier)
-            try:
-                return self._of_files(source, retrier)
-            except TableFolderError as found:
-                if self.format not in ("auto", "parquet"):
-                    raise
-                table = open_table(found.kind, found.url, options, retrier, revision=self.revision)
-                return self._catalog_of_table(table, retrier)
-        return self._of_files(source, retrier)
+        otherwise = partial(self._of_files, source, retrier)
+        if self.manifest is not None or isinstance(self.catalog, Catalog) or is_catalog(source):
+            return otherwise()
+        use = partial(self._catalog_of_table, retrier)
+        options, revision = self.storage_options, self.revision
+        return by_table(source, use, otherwise, options, retrier, format=self.format, revision=revision)
 
-    def _catalog_of_table(self, table: TableVersion, retrier: Retrier) -> Catalog:
+    def _catalog_of_table(self, retrier: Retrier, table: TableVersion) -> Catalog:
         if (self.config, self.split) != (None, None):
             raise ValueError(f"config= and split= are not for tables, got them for {table.name}")
-        table.check_filled()
-        try:
-            return self._catalog_of(list(table.files), retrier, table)
-        except ShardReadError as error:
-            raise explain_missing(error, table) from error
+        return self._catalog_of(list(table.files), retrier, table)
 
     def _of_files(self, source: Any, retrier: Retrier) -> Catalog:
         options = self.storage_options
@@ -137,13 +126,12 @@ class Opening(Struct, frozen=True, kw_only=True):
         assert not isinstance(self.catalog, Catalog)
         options = self.storage_options
         codec = resolve_format(
-            self.format if table is None else table.format,
+            self.format if table is None else table.codec,
             urls,
             dtype=self.dtype,
             length=self.length,
             allow_unfinished=self.allow_unfinished,
-            version=None if table is None else table.version,
-            exists=lambda url: is_there(url, options, retrier),
+            exists=SmallFiles(options, retrier).exists,
         )
         path = default_catalog_path(urls, codec, self.block_bytes)
         if self.catalog is not None:
@@ -305,11 +293,6 @@ def _explain_signatures(catalog: Catalog) -> Iterator[None]:
         raise
 
 
-def is_there(url: str, options: Mapping[str, Any], retrier: Retrier) -> bool:
-    """Return whether a file exists."""
-    return retrier(lambda: exists(url, options), url)
-
-
 def load_catalog(url: str, options: Mapping[str, Any], retrier: Retrier) -> Catalog:
     """Load a catalog that was saved."""
     return retrier(lambda: Catalog.load(url, options), url)
@@ -317,7 +300,7 @@ def load_catalog(url: str, options: Mapping[str, Any], retrier: Retrier) -> Cata
 
 def _kept(path: str, options: Mapping[str, Any], retrier: Retrier) -> Catalog | None:
     """The catalog that was saved there; None where there is none, or it is of another version."""
-    if not is_there(path, options, retrier):
+    if not SmallFiles(options, retrier).exists(path):
         return None
     try:
         return load_catalog(path, options, retrier)

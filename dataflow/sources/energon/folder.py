@@ -11,7 +11,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -20,9 +20,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from prefetch.store.retrier import Retrier
+from prefetch.store.small_files import SmallFiles
 from sharding.catalog.build import CATALOG_SUFFIX
-from sharding.catalog.storage import exists, read_file
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats import has_suffix
@@ -153,8 +152,7 @@ class EnergonDataset(Struct, frozen=True, kw_only=True):
 
 def find_energon(
     source: object,
-    options: Mapping[str, Any],
-    retrier: Retrier,
+    files: SmallFiles,
     *,
     format: object,  # noqa: A002
     config: str | None = None,
@@ -174,13 +172,13 @@ def find_energon(
             raise ValueError(
                 f"{path!r} is YAML: a metadataset of Megatron-Energon opens with Mixture.from_energon(...)"
             )
-        if format == "auto" and not _is_energon(path, options, retrier):
+        if format == "auto" and not _is_energon(path, files):
             return None
         part = EnergonPart(path=path, split=split or "train", dataset_config=config or "dataset.yaml")
     root = part.path.rstrip("/")
     root = local_path(root) if is_local(root) else root
-    info_url = _first_there(root, [".info.json", ".info.yaml"], options, retrier)
-    info = _converted(read_value(info_url, options, retrier), _Info, info_url)
+    info_url = _first_there(root, [".info.json", ".info.yaml"], files)
+    info = _converted(read_value(info_url, files), _Info, info_url)
     if min(info.shard_counts.values(), default=0) < 0:
         raise CorruptShardError(info_url, "counts fewer than 0 samples in a tar")
     version = info.energon_version or "0"
@@ -189,8 +187,8 @@ def find_energon(
             f"{info_url} is of version {version}; {_NEWEST} is the newest that was tried", stacklevel=5
         )
     others = ["split.json"] if part.split_config == "split.yaml" else []
-    url = _first_there(root, [part.split_config, *others], options, retrier)
-    splits = _converted(read_value(url, options, retrier), _Splits, url)
+    url = _first_there(root, [part.split_config, *others], files)
+    splits = _converted(read_value(url, files), _Splits, url)
     if part.split not in splits.split_parts:
         raise ValueError(f"{url} has no part {part.split!r}: split= is one of {listed(splits.split_parts)}")
     known = info.shard_counts
@@ -210,7 +208,7 @@ def find_energon(
     return EnergonDataset(part=part, root=root, counts=counts, excluded=excluded)
 
 
-def _is_energon(path: str, options: Mapping[str, Any], retrier: Retrier) -> bool:
+def _is_energon(path: str, files: SmallFiles) -> bool:
     """Return whether a folder has a description; asks a store once or twice, and no server of HTTP."""
     if is_local(path):
         return os.path.isdir(os.path.join(local_path(path), _META))
@@ -219,23 +217,22 @@ def _is_energon(path: str, options: Mapping[str, Any], retrier: Retrier) -> bool
     if is_file or is_table or is_glob(path) or "{" in path or is_http(path) or is_hub(path):
         return False
     try:
-        return bool(_first_there(path.rstrip("/"), [".info.json", ".info.yaml"], options, retrier))
+        return bool(_first_there(path.rstrip("/"), [".info.json", ".info.yaml"], files))
     except ShardReadError:
         return False  # whoever lists the folder says what is wrong
 
 
-def _first_there(root: str, names: Sequence[str], options: Mapping[str, Any], retrier: Retrier) -> str:
+def _first_there(root: str, names: Sequence[str], files: SmallFiles) -> str:
     """The URL of the first file that is there."""
     urls = [f"{root}/{_META}/{name}" for name in names]
-    for url in urls:
-        if retrier(lambda url=url: exists(url, options), url):  # type: ignore[misc]
-            return url
+    if found := next(filter(files.exists, urls), None):
+        return found
     raise ShardReadError(urls[0], f"no such file: {_AGAIN}")
 
 
-def read_value(url: str, options: Mapping[str, Any], retrier: Retrier) -> Any:
+def read_value(url: str, files: SmallFiles) -> Any:
     """The value of a YAML or JSON file, keys as text. `CorruptShardError` where it is none."""
-    raw = retrier(lambda: read_file(url, options), url)
+    raw = files.read(url)
     try:
         if url.endswith(".json"):
             return json.loads(raw)
@@ -279,18 +276,16 @@ def _braced(patterns: Sequence[str], url: str, most: int) -> Iterator[str]:
 # ---- fields ---------------------------------------------------------------------------------------------
 
 
-def fields_of(
-    dataset: EnergonDataset, options: Mapping[str, Any], retrier: Retrier
-) -> tuple[Columns, dict[str, JsonField]]:
+def fields_of(dataset: EnergonDataset, files: SmallFiles) -> tuple[Columns, dict[str, JsonField]]:
     """The columns that dataset.yaml tells of, and rules for those in JSON; None: all members.
 
     Raises `ValueError` where it takes code of the dataset's author.
     """
     url = f"{dataset.root}/{_META}/{dataset.part.dataset_config}"
     is_named = dataset.part.dataset_config != EnergonPart().dataset_config
-    if not is_named and not retrier(lambda: exists(url, options), url):
+    if not is_named and not files.exists(url):
         return None, {}
-    value = read_value(url, options, retrier)
+    value = read_value(url, files)
     if not isinstance(value, dict):
         raise CorruptShardError(url, f"must be a mapping, got {value!r:.200}")
     fields, parts = value.get("field_map"), value.get("part_filter")

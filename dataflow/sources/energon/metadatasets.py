@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 
 from dataflow.sources.energon.folder import EnergonPart, read_value
 from prefetch.store.retrier import Retrier
+from prefetch.store.small_files import SmallFiles
 from sharding.errors import CorruptShardError
 from sharding.printable import listed
 from sharding.urls import is_local, local_path
@@ -43,7 +44,7 @@ def open_metadataset(source: Any, split: str, options: Mapping[str, Any], retrie
     """
     url = os.fspath(source)
     url = local_path(url) if is_local(url) else url
-    return _File(url=url, split=split, options=options, retrier=retrier).blend(EnergonPart())
+    return _File(url=url, split=split, files=SmallFiles(options, retrier)).blend(EnergonPart())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +53,14 @@ class _File:
 
     url: str
     split: str
-    options: Mapping[str, Any]
-    retrier: Retrier
+    files: SmallFiles
     depth: int = 0
 
     def blend(self, within: EnergonPart) -> Blend:
         """Read the file."""
         if self.depth > _DEEPEST:
             raise ValueError(f"{self.url}: metadatasets refer to each other more than {_DEEPEST} times deep")
-        value = read_value(self.url, self.options, self.retrier)
+        value = read_value(self.url, self.files)
         value = value if isinstance(value, dict) else {}
         if (value.get("__module__"), value.get("__class__")) != ("megatron.energon", "MetadatasetV2"):
             raise ValueError(

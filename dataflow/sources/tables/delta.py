@@ -23,7 +23,8 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from dataflow.sources.tables.delta_log import Log
-from dataflow.sources.tables.files import TableStore, TableVersion, below, name_of
+from dataflow.sources.tables.files import TableVersion, below, name_of
+from prefetch.store.small_files import SmallFiles
 from sharding.catalog.expand import DELTA_LOG
 from sharding.catalog.storage import version_of
 from sharding.errors import CorruptShardError, ShardReadError
@@ -57,7 +58,7 @@ _START = (
 )
 
 
-def open_delta(url: str, store: TableStore, revision: str | int | None) -> TableVersion:
+def open_delta(url: str, store: SmallFiles, revision: str | int | None) -> TableVersion:
     """A Delta table at a version: its number, or what was valid at a time (ISO 8601); None: the last one.
 
     Raises:
@@ -127,7 +128,7 @@ def _time_ns(info: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _local_table(
-    url: str, folder: str, store: TableStore, names: Mapping[str, Any], number: int
+    url: str, folder: str, store: SmallFiles, names: Mapping[str, Any], number: int
 ) -> Iterator[str]:
     """A folder of this machine whose log has what the version is made of."""
     if is_local(url):

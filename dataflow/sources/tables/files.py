@@ -1,19 +1,18 @@
-"""The files that describe a table, read whole: from any store, asked again where it fails."""
+"""A table at a version: which files it has, and what it says of each."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from msgspec import Struct
 
-from prefetch.store.retrier import Retrier
-from sharding.catalog.storage import open_url, read_file, store_errors
-from sharding.errors import DataflowError
+from sharding import urls
+from sharding.blocks import Format
+from sharding.formats import resolve_format
 from sharding.redaction import identity_of
-from sharding.urls import is_chain, is_http, is_local, local_path
+from sharding.urls import is_http
 
 if TYPE_CHECKING:
     from sharding.formats.tables.fitting import TableFile
@@ -29,10 +28,10 @@ class TableVersion(Struct, frozen=True, eq=False, kw_only=True):
     files: Mapping[str, TableFile]
     """By URL, in reading order."""
 
-    def check_filled(self) -> None:
-        """Raise `DataflowError` for a table without rows."""
-        if not self.files:
-            raise DataflowError(f"{self.name} is empty: it has no files")
+    @property
+    def codec(self) -> Format:
+        """The format of its files, at this version."""
+        return resolve_format(self.format, (), version=self.version)
 
     @property
     def name(self) -> str:
@@ -46,47 +45,7 @@ def name_of(format: str, url: str, version: str) -> str:  # noqa: A002
     return f"{what} {version} of the {kind} table {identity_of(url)}"
 
 
-class TableStore:
-    """Reads small files of a table. Thread-safe.
-
-    Args:
-        options: keyword arguments of the fsspec filesystem.
-        retrier: asks again.
-    """
-
-    def __init__(self, options: Mapping[str, Any], retrier: Retrier) -> None:
-        self._options, self.retrier = options, retrier
-
-    def read(self, url: str) -> bytes:
-        """A file, whole. `ShardReadError` where it cannot be read."""
-        return self.retrier(lambda: read_file(url, self._options), url)
-
-    def names(self, folder: str) -> dict[str, Any]:
-        """Names and facts of the files in a folder; none where it is not there."""
-        return self.retrier(lambda: self._names(folder), folder)
-
-    def _names(self, folder: str) -> dict[str, Any]:
-        with store_errors(folder):
-            fs, path = open_url(local_path(folder) if is_local(folder) else folder, self._options)
-            fs.invalidate_cache()  # a table grows
-            try:
-                entries = fs.ls(path, detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                return {}
-        return {
-            os.path.basename(entry["name"].rstrip("/")): entry
-            for entry in entries
-            if entry["type"] != "directory"
-        }
-
-
 def below(folder: str, name: str) -> str:
     """The URL of a file by its path below a folder."""
-    if is_local(folder):
-        return os.path.join(local_path(folder), name)
-    if is_http(folder):  # elsewhere, what a table calls a file is its key as it is
-        name = quote(name)
-    first, chained, rest = folder.partition("::") if is_chain(folder) else (folder, "", "")
-    if chained and not first.partition("://")[2]:  # simplecache::s3://...
-        return f"{first}::{rest.rstrip('/')}/{name}"
-    return f"{first.rstrip('/')}/{name}{chained}{rest}"
+    # Elsewhere, what a table calls a file is its key as it is.
+    return urls.below(folder, quote(name) if is_http(folder) else name)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
-from dataflow.sources.tables.files import TableStore, TableVersion
+from dataflow.sources.tables.files import TableVersion
 from prefetch.store.retrier import Retrier
+from prefetch.store.small_files import SmallFiles
 from sharding.catalog.expand import DELTA_LOG, ICEBERG_METADATA, TableFolderError, expand, table_in
-from sharding.errors import ShardReadError
+from sharding.errors import DataflowError, ShardReadError
 from sharding.hub.names import is_hub
 from sharding.redaction import identity_of
 from sharding.urls import is_glob, is_local, local_path
@@ -17,48 +18,59 @@ from sharding.urls import is_glob, is_local, local_path
 _CATALOG = "iceberg://"
 _ENDING = ".metadata.json"
 KINDS = ("delta", "iceberg")
+R = TypeVar("R")
 
 
-def find_table(
+def by_table(
     source: Any,
+    use: Callable[[TableVersion], R],
+    otherwise: Callable[[], R],
     options: Mapping[str, Any],
     retrier: Retrier,
     *,
     format: object = "auto",  # noqa: A002
     revision: str | int | None = None,
-) -> TableVersion | None:
-    """The table that a source means, as its text or a look at this machine's folders tells; else None.
+) -> R:
+    """Return what `use` makes of a table, or `otherwise` of a source that is none.
 
-    A store's folder is looked at where a `revision` is given; else, `expand` tells that it is a table.
+    Whether a store's folder is a table, `otherwise` finds out, as it lists it: it raises `TableFolderError`.
 
     Raises:
         ImportError: the package that reads its log is not installed.
         ValueError: `format` says that it is one, and it is not; no such version.
-        ShardReadError: it cannot be read, or holds what is not read.
+        ShardReadError: it cannot be read, lacks files that it lists, or holds what is not read.
+        DataflowError: it is empty.
     """
-    kind = _kind_of(source, format)
-    text = source[0] if isinstance(source, (list, tuple)) and len(source) == 1 else source
+    one = source[0] if isinstance(source, (list, tuple)) and len(source) == 1 else source
+    kind, url = _kind_of(one, format), one
     if kind is None:
-        named = isinstance(text, (str, os.PathLike)) and not is_hub(str(text)) and format == "auto"
-        if revision is None or not named:
-            return None
-        try:  # A revision of what is no table is refused anyhow.
-            retrier(lambda: expand(source, options), str(text), may_ask_nobody=True)
+        try:
+            is_named = format == "auto" and isinstance(one, (str, os.PathLike)) and not is_hub(str(one))
+            if is_named and revision is not None:  # of what is no table it is refused before that is listed
+                retrier(lambda: expand(source, options), str(one), may_ask_nobody=True)
+            return otherwise()
         except TableFolderError as found:
-            return open_table(found.kind, found.url, options, retrier, revision=revision)
-        return None
-    return open_table(kind, os.fspath(text), options, retrier, revision=revision)
+            if format not in ("auto", "parquet"):
+                raise
+            kind, url = found.kind, found.url
+    table = _open(kind, os.fspath(url), options, retrier, revision)
+    if not table.files:
+        raise DataflowError(f"{table.name} is empty: it has no files")
+    try:
+        return use(table)
+    except ShardReadError as error:
+        raise _explain_missing(error, table) from error
 
 
-def _kind_of(source: Any, format: object) -> str | None:  # noqa: A002
-    items = source if isinstance(source, (list, tuple)) else [source]
+def _kind_of(one: object, format: object) -> str | None:  # noqa: A002
+    """The kind of table that a text, or a look at a folder of this machine, says that a source is."""
     if format in KINDS:
-        if len(items) != 1 or not isinstance(items[0], (str, os.PathLike)):
-            raise ValueError(f"format={format!r} takes one table, got {source!r}")
+        if not isinstance(one, (str, os.PathLike)):
+            raise ValueError(f"format={format!r} takes one table, got {one!r}")
         return str(format)
-    if format != "auto" or len(items) != 1 or not isinstance(items[0], (str, os.PathLike)):
+    if format != "auto" or not isinstance(one, (str, os.PathLike)):
         return None
-    text = os.fspath(items[0])
+    text = os.fspath(one)
     if not isinstance(text, str) or is_hub(text):
         return None
     if text.startswith(_CATALOG) or text.endswith(_ENDING):
@@ -73,16 +85,11 @@ def _kind_of(source: Any, format: object) -> str | None:  # noqa: A002
     return None
 
 
-def open_table(
-    kind: str,
-    url: str,
-    options: Mapping[str, Any],
-    retrier: Retrier,
-    *,
-    revision: str | int | None = None,
+def _open(
+    kind: str, url: str, options: Mapping[str, Any], retrier: Retrier, revision: str | int | None
 ) -> TableVersion:
-    """A table of this kind at a version; None: the last one. Raises what `find_table` raises."""
-    store = TableStore(options, retrier)
+    """A table of this kind at a version; None: the last one."""
+    store = SmallFiles(options, retrier)
     if is_local(url) and not url.startswith(_CATALOG):
         url = local_path(url)
     if is_glob(url) and not (is_local(url) and os.path.exists(url)):
@@ -103,7 +110,7 @@ def open_table(
     return open_iceberg(url.rstrip("/"), store, revision)
 
 
-def explain_missing(error: ShardReadError, table: TableVersion) -> ShardReadError:
+def _explain_missing(error: ShardReadError, table: TableVersion) -> ShardReadError:
     """The error of a file that a table lists and that is not there, with what may have taken it away."""
     if not error.reason.startswith("no such file"):
         return error

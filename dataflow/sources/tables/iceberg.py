@@ -21,7 +21,8 @@ from pyiceberg.table import StaticTable, Table
 from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 from pyiceberg.transforms import IdentityTransform
 
-from dataflow.sources.tables.files import TableStore, TableVersion, below, name_of
+from dataflow.sources.tables.files import TableVersion, below, name_of
+from prefetch.store.small_files import SmallFiles
 from sharding.catalog.expand import ICEBERG_METADATA
 from sharding.compression import compression_in
 from sharding.errors import CorruptShardError, DataflowError, ShardReadError
@@ -69,7 +70,7 @@ def _one_scheme(path: str) -> str:
 class _StoredFile:
     """A file as pyiceberg takes it for an `InputFile`."""
 
-    def __init__(self, location: str, store: TableStore, places: _Places) -> None:
+    def __init__(self, location: str, store: SmallFiles, places: _Places) -> None:
         self.location = location
         self._store, self._places = store, places
 
@@ -81,7 +82,7 @@ class _StoredFile:
 class _StoreIO:
     """The files of a store, as pyiceberg takes them for a `FileIO`; it writes none."""
 
-    def __init__(self, store: TableStore, places: _Places) -> None:
+    def __init__(self, store: SmallFiles, places: _Places) -> None:
         self.properties: dict[str, str] = {}
         self._store, self._places = store, places
 
@@ -90,7 +91,7 @@ class _StoreIO:
         return _StoredFile(location, self._store, self._places)
 
 
-def open_iceberg(url: str, store: TableStore, revision: str | int | None) -> TableVersion:
+def open_iceberg(url: str, store: SmallFiles, revision: str | int | None) -> TableVersion:
     """An Iceberg table at a snapshot.
 
     Args:
@@ -161,7 +162,7 @@ def _no_catalog() -> Any:
     return NoopCatalog("table")
 
 
-def _last_metadata(url: str, store: TableStore) -> str:
+def _last_metadata(url: str, store: SmallFiles) -> str:
     """The metadata file of a folder: what a hint says, else the one with the highest number."""
     if is_http(url):
         raise ValueError(
@@ -242,7 +243,7 @@ def _snapshot_of(metadata: TableMetadata, revision: str | int | None, url: str) 
 
 
 def _files(
-    table: StaticTable, store: TableStore, snapshot_id: int, places: _Places, name: str
+    table: StaticTable, store: SmallFiles, snapshot_id: int, places: _Places, name: str
 ) -> dict[str, TableFile]:
     metadata = table.metadata
     snapshot = metadata.snapshot_by_id(snapshot_id)

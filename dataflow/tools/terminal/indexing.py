@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,16 @@ from numpy.typing import NDArray
 
 from dataflow.engines import run_all
 from dataflow.progress.bar import ProgressBar
-from dataflow.sources.energon.folder import find_energon
 from dataflow.sources.indexing import in_order, index, shared_out
 from dataflow.sources.loose import find_loose, may_be_loose
-from dataflow.sources.opening import checking, is_there, load_catalog, save_catalog, shards_of
+from dataflow.sources.named import resolve_folder
+from dataflow.sources.opening import checking, load_catalog, save_catalog, shards_of
 from dataflow.sources.tables.files import TableVersion
-from dataflow.sources.tables.finding import explain_missing, find_table, open_table
+from dataflow.sources.tables.finding import by_table
 from dataflow.tools.terminal.report import Part, Sentence, Table, bytes_text, show
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Retrier
+from prefetch.store.small_files import SmallFiles
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Block, ColumnSpec, Format, spec_text
 from sharding.catalog.build import (
     CATALOG_SUFFIX,
@@ -36,10 +36,10 @@ from sharding.catalog.build import (
     is_catalog,
     unfinished_text,
 )
-from sharding.catalog.expand import LooksUp, TableFolderError, found_again
+from sharding.catalog.expand import LooksUp, found_again
 from sharding.catalog.reading import read_block
 from sharding.catalog.table import Catalog
-from sharding.errors import CorruptShardError, ShardReadError
+from sharding.errors import CorruptShardError
 from sharding.formats import FORMATS, resolve_format
 from sharding.hub.access import options_elsewhere
 from sharding.lengths.kept import copy_beside
@@ -67,8 +67,8 @@ class CatalogTarget:
     block_bytes: int
     path: str
     storage_options: Mapping[str, Any]
-    table: TableVersion | None = None
-    """The table whose files the shards are."""
+    listed: Mapping[str, Any] | None = None
+    """By URL, what a table says of its files; None: they are of none."""
 
 
 def index_source(
@@ -94,35 +94,29 @@ def index_source(
     revision, options = named.pop("revision", None), named.get("storage_options", {})
     kind = named.get("format", "auto")
     with Retrier() as retrier:
+        if len(source) == 1 and not is_catalog(source[0]):
+            told = resolve_folder(source[0], kind, None, None, (), None, options=options, retrier=retrier)
+            source = [told.source] if isinstance(told.source, str) else told.source
+            named["format"] = told.format
 
         def look(looks_up: LooksUp) -> list[str]:
             if len(source) == 1 and is_catalog(source[0]):
                 return []
-            part = find_energon(source[0], options, retrier, format=kind) if len(source) == 1 else None
-            if part is not None:
-                return part.shards
             return shards_of(list(source), options, retrier, looks_up, revision=revision)
 
         def use(urls: list[str], table: TableVersion | None = None) -> tuple[CatalogTarget, Catalog]:
             target = _target(source, urls, dict(named), output, block_bytes, retrier, table)
             return target, _brought_up(target, retrier, executor, checksum=checksum)
 
-        def use_table(table: TableVersion) -> tuple[CatalogTarget, Catalog]:
-            table.check_filled()
-            try:
-                return use(list(table.files), table)
-            except ShardReadError as error:
-                raise explain_missing(error, table) from error
-
-        table = find_table(list(source), options, retrier, format=kind, revision=revision)
-        if table is not None:
-            target, catalog = use_table(table)
-        else:
-            try:
-                target, catalog = found_again(look, use)
-            except TableFolderError as found:
-                table = open_table(found.kind, found.url, options, retrier, revision=revision)
-                target, catalog = use_table(table)
+        target, catalog = by_table(
+            list(source),
+            lambda table: use(list(table.files), table),
+            lambda: found_again(look, use),
+            options,
+            retrier,
+            format=named.get("format", "auto"),
+            revision=revision,
+        )
         show([*_parts(catalog, target.path)])
         if lengths:
             if not is_local(target.path):
@@ -166,7 +160,7 @@ def _brought_up(
             storage_options=options,
             block_bytes=size,
             executor=executor,
-            listed=None if target.table is None else target.table.files,
+            listed=target.listed,
         )
     if checksum or has_checksums:
         catalog = catalog.with_checksums(checksums_of(catalog, target.storage_options, executor))
@@ -194,20 +188,24 @@ def _target(
         urls, codec = catalog.locations, catalog.codec()
         size, path = block_bytes or catalog.block_bytes, output or source[0]
     else:
-        exists = partial(is_there, options=options, retrier=retrier)
-        if table is not None:
-            format_options |= {"format": table.format, "version": table.version}
-        codec = resolve_format(format_options.pop("format", "auto"), urls, **format_options, exists=exists)
+        exists = SmallFiles(options, retrier).exists
+        given = format_options.pop("format", "auto")
+        codec = resolve_format(table.codec if table else given, urls, **format_options, exists=exists)
         size = block_bytes or DEFAULT_BLOCK_BYTES
         path = output or default_catalog_path(urls, codec, size)
     return CatalogTarget(
-        urls=urls, codec=codec, block_bytes=size, path=path, storage_options=options, table=table
+        urls=urls,
+        codec=codec,
+        block_bytes=size,
+        path=path,
+        storage_options=options,
+        listed=table.files if table else None,
     )
 
 
 def _saved(target: CatalogTarget, retrier: Retrier) -> tuple[Catalog | None, list[str]]:
     """The catalog that is there, and what is stale about it."""
-    if not is_there(target.path, target.storage_options, retrier):
+    if not SmallFiles(target.storage_options, retrier).exists(target.path):
         return None, []
     try:
         catalog = load_catalog(target.path, target.storage_options, retrier).signed_by(target.urls)
