@@ -191,7 +191,7 @@ MAY_USE: dict[str, set[str]] = {
         "prefetch.store",
         *DATASETS,
     },
-    "dataflow.engines": {"prefetch.workers"},
+    "dataflow.engines": {"prefetch.ipc", "prefetch.workers"},
     "dataflow.live": {"dataflow.shard_order", "sharding.hub", "sharding.topology", *LEAVES},
     "dataflow.workers": {
         "dataflow.live",

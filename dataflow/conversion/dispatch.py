@@ -10,17 +10,15 @@ from concurrent.futures import Executor
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
-from multiprocessing import get_context
 from typing import Any
 
 import cloudpickle
 
 from dataflow.conversion.errors import ConversionError
 from dataflow.conversion.plan import Plan
-from dataflow.conversion.rows import StoredRows
 from dataflow.conversion.source import ConvertSource
 from dataflow.conversion.work import NewSamples, Recipe, write_packed, write_shard
-from dataflow.engines import engine, run_all
+from dataflow.engines import engine, process_pool, run_all
 from dataflow.progress.bar import ProgressBar
 from sharding.errors import DataflowError
 
@@ -78,8 +76,6 @@ def write_all(
             _noted(written, missing, receipts, shown)
             return
         call = partial(write_packed, _packed(recipe))
-        if executor is None:  # what workers import, the server that they are forked from imports once
-            get_context("forkserver").set_forkserver_preload(_imported(recipe))
         with nullcontext(executor) if executor else engine("processes", workers=workers) as pool:
             _noted(run_all(pool, call, missing), missing, receipts, shown)
     except DataflowError as error:
@@ -100,15 +96,15 @@ def _noted(
         shown.add(receipt)
 
 
-def _imported(recipe: Recipe) -> list[str]:
-    """Modules that workers need of this conversion."""
-    found = ["dataflow.conversion.work", "fsspec.implementations.local"]
-    if isinstance(recipe.rows, StoredRows):
-        found.append(type(recipe.rows.codec).__module__)
-    if recipe.target.to == "parquet":
-        found.append("pyarrow.parquet")
-    names = [getattr(function, "__module__", None) for function in (recipe.map, recipe.filter)]
-    return [*found, *(name for name in names if isinstance(name, str) and name != "__main__")]
+def warm_up(source: Any, to: str, functions: Iterable[Any]) -> None:
+    """Start what worker processes come from, while this process has one thread and can be forked."""
+    codec = getattr(source, "codec", None)
+    preload = [write_shard.__module__, "fsspec.implementations.local"]
+    preload.append("sharding.formats.arrow.parquet" if codec is None else type(codec).__module__)
+    if to == "parquet":
+        preload.append("pyarrow.parquet")
+    modules = {getattr(function, "__module__", None) or "__main__" for function in functions}
+    process_pool.warm_up(modules, preload)
 
 
 def _packed(recipe: Recipe) -> bytes:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataflow.conversion.dispatch import ShownShards, write_all, write_iterable
+from dataflow.conversion.dispatch import ShownShards, warm_up, write_all, write_iterable
 from dataflow.conversion.errors import ConversionError
 from dataflow.conversion.folder import CATALOG_NAME, KEPT, LISTING_NAME, OutputFolder
 from dataflow.conversion.plan import Plan
@@ -146,6 +146,8 @@ def convert(
         raise ValueError(f"shard_samples must be >= 1, got {shard_samples}")
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be >= 1, got {workers}")
+    if executor is None and workers != 1:
+        warm_up(source, to, (map, filter))
     opened = opened_source(source, columns, filter, options, progress)
     filter = None if isinstance(filter, pc.Expression) else filter  # noqa: A001
     token_options: dict[str, Any] = {}

@@ -72,18 +72,17 @@ class Target:
 
     def fitted(self, sample: Any, key: Any) -> Sample:
         """Return a sample as the writer takes it. `ValueError` names what does not fit, and a cure."""
-        if not isinstance(sample, dict):
-            if not isinstance(sample, Mapping):
-                raise ValueError(
-                    f"a sample is a dict of column to value, got {type(sample).__name__}: map= may return one"
-                )
-            sample = dict(sample)
-        is_plain = self.to in ("mds", "parquet") and _PLAIN.issuperset(map(type, sample.values()))
-        if is_plain and sample.keys() == self.columns.keys():
-            return dict(sample)
+        if not isinstance(sample, Mapping):
+            raise ValueError(
+                f"a sample is a dict of column to value, got {type(sample).__name__}: map= may return one"
+            )
+        row: Sample = sample if isinstance(sample, dict) else dict(sample)
+        is_plain = self.to in ("mds", "parquet") and _PLAIN.issuperset(map(type, row.values()))
+        if is_plain and row.keys() == self.columns.keys():
+            return row
         fields = {
             name: value if type(value) in _PLAIN else plain_value(value)
-            for name, value in sample.items()
+            for name, value in row.items()
             if name != KEY
         }
         if self.is_strict and fields.keys() != self.columns.keys():
@@ -93,7 +92,7 @@ class Target:
             )
         if self.to == "mds":
             return fields
-        key = str(sample.get(KEY, key))
+        key = str(row.get(KEY, key))
         if self.to == "tar":
             members = dict(member for name, value in fields.items() for member in self._member(name, value))
             return {KEY: key, **members}

@@ -1,4 +1,4 @@
-"""Processes of this machine: one for each task at a time, from a fork server that has no threads.
+"""Processes of this machine: one for each task at a time, from the fork server that builders come from, too.
 
 A script needs no guard against being run again: calls bring along what they need of the main module
 (cloudpickle), and no process imports it.
@@ -7,49 +7,42 @@ A script needs no guard against being run again: calls bring along what they nee
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from multiprocessing import context, forkserver, popen_forkserver, process, util
+from multiprocessing import context
 from queue import Empty, SimpleQueue
-from typing import Any, cast
+from typing import Any
 
 import cloudpickle
 
 from dataflow.engines.starting import EngineRequest
-from prefetch.workers.fork_server import description_of, end_with_parent, release_server
+from prefetch.ipc.server import server_needs
+from prefetch.workers import fork_server
+from prefetch.workers.fork_server import Server, ServerProcess
 
 
-class _ScriptlessPopen(popen_forkserver.Popen):
-    """The standard library's, without the main module."""
-
-    def _launch(self, process_obj: Any) -> None:
-        described, started = description_of(process_obj, self), cast(Any, self)
-        started.sentinel, writer = cast(Any, forkserver).connect_to_new_process(started._fds)
-        own_ends = os.dup(writer), started.sentinel
-        started.finalizer = util.Finalize(self, cast(Any, util).close_fds, own_ends)
-        with open(writer, "wb") as file:
-            file.write(described)
-        started.pid = forkserver.read_signed(started.sentinel)
+def _context_of(server: Server) -> Any:
+    """The way a `ProcessPoolExecutor` starts processes: from our server, without the main module."""
+    made: Any = context.ForkServerContext()
+    made.Process = lambda *, target, args: ServerProcess(server, _run, (target, args), "dataflow-engine")
+    return made
 
 
-class _ScriptlessProcess(process.BaseProcess):
-    _start_method = None  # what it starts in turn is decided there
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> _ScriptlessPopen:  # noqa: N802  (the standard library's name)
-        return _ScriptlessPopen(process_obj)
-
-
-class _ScriptlessContext(context.ForkServerContext):
-    Process = cast(Any, _ScriptlessProcess)
+def _run(task: tuple[Callable[..., object], tuple[Any, ...]]) -> None:
+    """In a new process: it ends when the one that started it has ended, however that was."""
+    fork_server.release_server()
+    fork_server.end_with_parent()
+    target, args = task
+    target(*args)
 
 
 class ProcessEngine(Executor):
     """Calls in processes. One that dies takes only its own call along, and is replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: Server) -> None:
         self._calls: SimpleQueue[Any] = SimpleQueue()
+        self._context = _context_of(server)
         self.pools = set[ProcessPoolExecutor]()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -62,7 +55,7 @@ class ProcessEngine(Executor):
         """Have calls done until `end`, one at a time; in a thread for each process."""
         while True:
             # One process each: an executor of several fails all calls when one of them dies.
-            with ProcessPoolExecutor(1, _ScriptlessContext(), _begin) as pool:
+            with ProcessPoolExecutor(1, self._context) as pool:
                 self.pools.add(pool)
                 if self._serve(pool):
                     return
@@ -98,10 +91,14 @@ def _called(call: bytes) -> Any:
     return function(*args, **kwargs)
 
 
-def _begin() -> None:
-    """In a new process: it ends when the one that started it has ended, however that was."""
-    release_server()
-    end_with_parent()
+def warm_up(modules: set[str], preload: Iterable[str]) -> None:
+    """Start what processes come from, if this process can be forked: while it has one thread.
+
+    Args:
+        modules: of the functions that will be called.
+        preload: other modules that all calls need.
+    """
+    fork_server.warm_up(server_needs(modules, __name__, preload=tuple(preload)), is_needed=False)
 
 
 @contextmanager
@@ -109,12 +106,16 @@ def start(request: EngineRequest) -> Iterator[Executor]:
     """See `engine`."""
     request.allow()
     count = request.workers or len(os.sched_getaffinity(0))
-    calls, ends_well = ProcessEngine(), False
-    with ThreadPoolExecutor(count, thread_name_prefix="dataflow-engine") as threads:
-        try:
-            for _ in range(count):
-                threads.submit(calls.serve)
-            yield calls
-            ends_well = True
-        finally:
-            calls.end(count, kill=not ends_well)
+    server, ends_well = fork_server.begin_to_use(server_needs(set(), __name__, preload=())), False
+    calls = ProcessEngine(server)
+    try:
+        with ThreadPoolExecutor(count, thread_name_prefix="dataflow-engine") as threads:
+            try:
+                for _ in range(count):
+                    threads.submit(calls.serve)
+                yield calls
+                ends_well = True
+            finally:
+                calls.end(count, kill=not ends_well)
+    finally:
+        fork_server.stop_using(server)

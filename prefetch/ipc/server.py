@@ -8,8 +8,6 @@ import os
 import sys
 from typing import Any
 
-import torch
-
 from prefetch.workers.fork_server import Modules, ServerNeeds
 
 _OURS = {"dataflow", "prefetch", "sharding"}
@@ -26,18 +24,23 @@ def start_context(context: Any) -> Any:
     # the lock of a progress bar for instance.
     if method in (None, multiprocessing.get_all_start_methods()[0]):
         return None
+    import torch
+
     return torch.multiprocessing.get_context(method)
 
 
-def server_needs(modules: set[str], main: str) -> ServerNeeds:
+def server_needs(
+    modules: set[str], main: str, *, preload: tuple[str, ...] = ("torch", "numpy.random")
+) -> ServerNeeds:
     """Return the needs of a server that knows the modules of what processes work on, and runs `main`."""
-    return ServerNeeds(
-        preload=("torch", "numpy.random", main), modules=_importable(modules), unforkable=_unforkable()
-    )
+    return ServerNeeds(preload=(*preload, main), modules=_importable(modules), unforkable=_unforkable())
 
 
 def _unforkable() -> str:
     """Why what torch is set to now must not stay with all workers to come; "" where it may."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return ""
     if torch.cuda.is_initialized():
         return "CUDA was in use in this process"
     stacks = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
