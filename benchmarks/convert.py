@@ -2,9 +2,9 @@
 
 Rows of 3,072 bytes and a class go through a function of a row into shards: `dataflow.convert` to MDS, Parquet
 and tar; `MDSWriter` of Streaming in as many processes, merged by `merge_index`; `litdata.optimize`;
-`datasets` by `map` and `to_parquet`. All with two workers, in processes of their own, in turns, from the page
-cache; medians are shown. Time and CPU time are those of the call, workers included, the imports of the first
-process aside. `datasets` is also given batches of rows, which its documents advise for speed.
+`datasets` by `map` and `to_parquet`, by rows and, as ours, by batches of columns. All with two workers, in
+processes of their own, in turns, from the page cache; medians are shown. Time and CPU time are those of the
+call, workers included, the imports of the first process aside.
 
 Then `dataflow.convert` is stopped 50 times with SIGKILL at random moments, and run with 1, 2 and 40 workers:
 all must have written the same bytes.
@@ -69,6 +69,7 @@ CONTESTANTS = (
     ConvertRun(by="litdata.optimize", to="litdata", package="litdata"),
     ConvertRun(by=OURS, to="parquet"),
     ConvertRun(by="datasets.map", to="parquet", package="datasets"),
+    ConvertRun(by=f"{OURS} batched", to="parquet"),
     ConvertRun(by="datasets.map batched", to="parquet", package="datasets"),
     ConvertRun(by=OURS, to="tar"),
 )
@@ -119,22 +120,24 @@ def timed(by: str, to: str, source: list[str], out: str) -> dict[str, float]:
     """Convert once: seconds and CPU seconds of the call."""
     contestant = {"MDSWriter": by_streaming, "litdata.optimize": by_litdata}.get(by)
     convert: Callable[[], object]
-    if by == OURS:
-        convert = by_ours(source, out, to, WORKERS)
+    batched = by.endswith("batched")
+    if by.startswith(OURS):
+        convert = by_ours(source, out, to, WORKERS, batched=batched)
     elif contestant is not None:
         convert = contestant(source, out)
     else:
-        convert = by_datasets(source, out, batched=by.endswith("batched"))
+        convert = by_datasets(source, out, batched=batched)
     used, began = tree_cpu_s(os.getpid()), time.perf_counter()
     convert()
     return {"seconds": time.perf_counter() - began, "cpu_s": tree_cpu_s(os.getpid()) - used}
 
 
-def by_ours(source: Sequence[str], out: str, to: str, workers: int) -> Callable[[], object]:
+def by_ours(source: Sequence[str], out: str, to: str, workers: int, *, batched: bool) -> Callable[[], object]:
     """`dataflow.convert`."""
     from dataflow import convert
 
-    return lambda: convert(source, out, to=to, map=mapped, shard_size=SHARD_BYTES, workers=workers)
+    options: dict[str, Any] = {"shard_size": SHARD_BYTES, "workers": workers, "batched": batched}
+    return lambda: convert(source, out, to=to, map=mapped_rows if batched else mapped, **options)
 
 
 def by_streaming(source: list[str], out: str) -> Callable[[], object]:
@@ -301,12 +304,13 @@ def digest_of(folder: Path) -> str:
 
 def verdicts(rows: Sequence[ConvertRun], same: Mapping[str, Any] | None) -> list[Verdict]:
     """What the bars say."""
-    ours = {row.to: row for row in rows if row.by == OURS and not row.reason}
+    ours = {(row.by, row.to): row for row in rows if row.by.startswith(OURS) and not row.reason}
     bars = list[Verdict]()
     for row in rows:
-        if row.by == OURS:
+        if row.by.startswith(OURS):
             continue
-        own = ours.get(row.to, ours.get("mds"))
+        by = f"{OURS} batched" if row.by.endswith("batched") else OURS
+        own = ours.get((by, row.to), ours.get((OURS, "mds")))
         ran = own is not None and not row.reason
         rate = own.samples_per_s / row.samples_per_s if own and ran else None
         cpu = row.cpu_s / own.cpu_s if own and ran else None
@@ -334,7 +338,7 @@ def main(
     peers: bool, kills: bool, peer_python: str | None, repeats: int, root: Path | None, output: Path | None
 ) -> None:
     session = ConvertSession((root or REPOSITORY / ".bench-data").resolve() / "convert", peer_python)
-    chosen = [one for one in CONTESTANTS if peers or one.by == OURS]
+    chosen = [one for one in CONTESTANTS if peers or one.by.startswith(OURS)]
     runs = list(interleaved(chosen, repeats, session.run))
     rows = medians(runs, "by", "to", "package")
     same = session.digests() if kills else None

@@ -32,6 +32,8 @@ from prefetch.store.retrier import Retrier
 from sharding.redaction import identity_of
 from sharding.write.mds import index_entry, index_json
 
+_BATCH_SIZE = 1000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
@@ -68,6 +70,7 @@ def convert(
     *,
     to: str,
     map: Callable[..., Any] | None = None,  # noqa: A002
+    batched: bool | int = False,
     filter: Any = None,  # noqa: A002
     shard_size: int | str | None = None,
     shard_samples: int | None = None,
@@ -100,6 +103,8 @@ def convert(
         to: "tar", "parquet", "mds", "tokens" or "megatron".
         map: called with each sample, a dict; returns the dict to be written, with the same columns each
             time, or None to leave the sample out.
+        batched: call `map` with columns of 1,000 samples of a shard, or of so many, as `datasets.map` does: a
+            dict of lists. It returns such a dict of all that is written, of as many samples as it likes.
         filter: called with each sample, before `map`: whether to keep it. Shards get smaller by it. Or, of
             shards, a pyarrow expression, as `ShardedDataset.filter` takes it.
         shard_size: bytes of the source in a shard, such as "64MiB"; None: 128 MiB. For shards only.
@@ -148,6 +153,8 @@ def convert(
         raise ValueError(f"workers must be >= 1, got {workers}")
     if executor is None and workers != 1:
         warm_up(source, to, (map, filter))
+    if batched is not False and (map is None or batched < 1):
+        raise ValueError(f"batched must be True or a number of samples >= 1, with map=, got {batched}")
     opened = opened_source(source, columns, filter, options, progress)
     filter = None if isinstance(filter, pc.Expression) else filter  # noqa: A001
     token_options: dict[str, Any] = {}
@@ -165,7 +172,15 @@ def convert(
         raise ValueError(f"{given[0]}= is for to='tokens' and 'megatron'")
     if schema is not None and to != "parquet":
         raise ValueError("schema= is for to='parquet'")
-    source_of = ConvertSource(opened, to=to, map=map, filter=filter, shuffle=shuffle, schema=schema)
+    source_of = ConvertSource(
+        opened,
+        to=to,
+        map=map,
+        batch_size=_BATCH_SIZE if batched is True else batched or None,
+        filter=filter,
+        shuffle=shuffle,
+        schema=schema,
+    )
     folder = OutputFolder(os.fspath(dest), options)
     asked = Asked.of(verify, source_of)
     wanted = source_of.plan(shard_size, shard_samples, token_options, checksum)

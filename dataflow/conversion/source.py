@@ -106,12 +106,13 @@ class ConvertSource:
         *,
         to: str,
         map: Any,  # noqa: A002
+        batch_size: int | None,
         filter: Any,  # noqa: A002
         shuffle: int | None,
         schema: Any,
     ) -> None:
         self.source, self.to, self.map, self.filter, self.shuffle = source, to, map, filter, shuffle
-        self._schema = schema
+        self._schema, self._batch_size = schema, batch_size
         self.rows: Rows | None = None
         self._has_whole_blocks = False
         """True if shards have whole blocks of the source, as `plan` finds."""
@@ -196,6 +197,7 @@ class ConvertSource:
             "checksum": checksum,
             "way": self.way,
             "schema": None if self._schema is None else str(self._schema),
+            **({"batch_size": self._batch_size} if self._batch_size else {}),
             **token_options,
         }
         target = Target(to=self.to, columns={})
@@ -265,6 +267,7 @@ class ConvertSource:
             seed=self.shuffle,
             checksum=False,
             way="samples",
+            batch_size=self._batch_size,
         )
         if self.rows is None:
             self._look()
@@ -313,6 +316,7 @@ class ConvertSource:
             seed=self.shuffle,
             checksum=checksum,
             way=plan.options["way"],
+            batch_size=self._batch_size,
         )
 
 

@@ -72,7 +72,7 @@ class Target:
 
     def fitted(self, sample: Any, key: Any) -> Sample:
         """Return a sample as the writer takes it. `ValueError` names what does not fit, and a cure."""
-        if not isinstance(sample, Mapping):
+        if not isinstance(sample, (dict, Mapping)):  # in this order: the latter takes long
             raise ValueError(
                 f"a sample is a dict of column to value, got {type(sample).__name__}: map= may return one"
             )

@@ -144,7 +144,8 @@ class _ComparedShard:
 
     def _fitted(self) -> Iterator[dict[str, Any]]:
         """The samples of the rows, as the writer was given them."""
-        if self.given is None and self.receipt["read"] == self.receipt["samples"]:
+        is_each = self.recipe.batch_size is None and self.receipt["read"] == self.receipt["samples"]
+        if self.given is None and is_each:
             positions = self.recipe.positions(self.number)[self.rows]
             yield from self._normal(_each(fitted_rows(self.recipe, positions)))
             return

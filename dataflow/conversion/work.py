@@ -53,6 +53,8 @@ class Recipe:
     checksum: bool
     way: str
     """"samples", "tables" (Arrow, whole columns) or "members" (of tars, as they lie)."""
+    batch_size: int | None = None
+    """Samples of a shard that `map` is called with, as columns; None: it is called with each sample."""
 
     def positions(self, number: int) -> NDArray[np.int64]:
         """Return the positions in the source of a shard's samples."""
@@ -179,20 +181,31 @@ def fitted_rows(recipe: Recipe, positions: NDArray[np.int64]) -> Iterator[MadeSa
     """Yield what is written of the samples at some positions, some at a time."""
     assert recipe.rows is not None
     at = 0
-    for batch in recipe.rows.batches(positions):
-        own = positions[at : at + len(batch)].tolist()
-        at += len(batch)
-        for first in range(0, len(batch), _TOGETHER):
-            part = slice(first, first + _TOGETHER)
-            yield _made(recipe, own[part], batch[part], recipe.rows.named)
+    for part in _parts(recipe, recipe.rows.batches(positions)):
+        own = positions[at : at + len(part)].tolist()
+        at += len(part)
+        yield _made(recipe, own, part, recipe.rows.named)
 
 
 def given_rows(recipe: Recipe, given: NewSamples) -> Iterator[MadeSamples]:
     """Yield what is written of samples of an iterable, some at a time."""
-    for first in range(0, len(given.samples), _TOGETHER):
-        part = list(given.samples[first : first + _TOGETHER])
-        numbers = list(range(given.first + first, given.first + first + len(part)))
-        yield _made(recipe, numbers, part, of_iterable)
+    at = given.first
+    for part in _parts(recipe, [given.samples]):
+        yield _made(recipe, list(range(at, at + len(part))), part, of_iterable)
+        at += len(part)
+
+
+def _parts(recipe: Recipe, batches: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
+    """The samples that functions are called with together: those of columns so many, wherever blocks end."""
+    size, step, held = recipe.batch_size or 1, recipe.batch_size or _TOGETHER, list[Any]()
+    for batch in batches:
+        held += batch
+        whole = len(held) - len(held) % size
+        for first in range(0, whole, step):
+            yield held[first : min(first + step, whole)]
+        del held[:whole]
+    if held:
+        yield held
 
 
 def of_iterable(number: int) -> tuple[str, str]:
@@ -208,7 +221,9 @@ def _made(
     rows = MadeSamples(positions, keys, samples)
     if recipe.filter is not None:
         rows = rows.where(_called("filter", recipe.filter, rows, named))
-    if recipe.map is not None:
+    if recipe.map is not None and recipe.batch_size:
+        rows = _mapped_columns(recipe.map, rows, named) if rows.samples else rows
+    elif recipe.map is not None:
         made = _mapped(recipe.map, rows, named)
         rows = MadeSamples(rows.positions, rows.keys, made).where([value is not None for value in made])
     fitted, fit = list[Sample](), recipe.target.fitted
@@ -249,6 +264,27 @@ def _mapped(
         _called("map", function, rows, named)  # one by one, the sample at fault is found
         reason = f"map= raised {type(error).__name__}: {error}"
         raise rows.failed(0, reason, "transform", named) from error
+
+
+def _mapped_columns(
+    function: Callable[..., Any], rows: MadeSamples, named: Callable[[int], tuple[str, str]]
+) -> MadeSamples:
+    """Return what a function makes of the columns of samples; of other ones than it was given, if so many."""
+    names = dict.fromkeys(name for sample in rows.samples for name in sample)
+    try:
+        made = function({name: [sample.get(name) for sample in rows.samples] for name in names})
+        sizes = {name: len(values) for name, values in made.items()}
+    except Exception as error:
+        reason = f"map= of {len(rows.samples)} samples from this one on: {type(error).__name__}: {error}"
+        raise rows.failed(0, reason, "transform", named) from error
+    if len(set(sizes.values())) > 1:
+        reason = f"map= returned columns of different lengths for the samples from this one on: {sizes}"
+        raise rows.failed(0, reason, "transform", named)
+    samples = [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
+    if len(samples) == len(rows.samples):
+        return MadeSamples(rows.positions, rows.keys, samples)
+    first, count = rows.positions[0], len(samples)
+    return MadeSamples([first] * count, [f"{first:09d}-{number:06d}" for number in range(count)], samples)
 
 
 def _write_samples(

@@ -36,7 +36,7 @@ def _token(_ctx: click.Context, _param: click.Parameter, given: str | None) -> i
     return int(given) if given and given.isdecimal() else given
 
 
-def _verified(_ctx: click.Context, _param: click.Parameter, given: str | None) -> bool | int:
+def _all_or(_ctx: click.Context, _param: click.Parameter, given: str | None) -> bool | int:
     if given is None or given == "all":
         return given is not None
     if not given.isdecimal() or not int(given):
@@ -88,6 +88,14 @@ class ConvertSettings:
         metavar="MODULE:FUNCTION",
         callback=_function,
     )
+    batched: bool | int = option(
+        "Call it with columns, a dict of lists, of 1,000 or N samples.",
+        default=None,
+        callback=_all_or,
+        is_flag=False,
+        flag_value="all",
+        metavar="[N]",
+    )
     filter: Any = option(
         "Called with each sample; tells whether to keep it.",
         default=None,
@@ -131,7 +139,7 @@ class ConvertSettings:
     verify: bool | int = option(
         "Compare all samples with the source at the end, or N that are drawn at random.",
         default=None,
-        callback=_verified,
+        callback=_all_or,
         is_flag=False,
         flag_value="all",
         metavar="[N]",
@@ -177,6 +185,7 @@ def convert(settings: ConvertSettings) -> None:
             dest,
             to=settings.to,
             map=settings.map,
+            batched=settings.batched,
             filter=settings.filter,
             shard_size=settings.shard_size,
             shard_samples=settings.shard_samples,

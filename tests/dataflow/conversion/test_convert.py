@@ -27,6 +27,7 @@ from conversion_kit import (
     KilledAt,
     Numbers,
     digest,
+    grouped,
     is_even,
     is_late,
     make_source,
@@ -92,6 +93,27 @@ def test_values_arrive_in_every_target(source: str, tmp_path: Path, to: str, fun
 
 def way_of(folder: Path) -> str:
     return str(json.loads((folder / ".convert/plan.json").read_text())["options"]["way"])
+
+
+def test_a_batched_map_gets_columns_and_makes_as_many_samples_as_it_likes(
+    source: str, tmp_path: Path
+) -> None:
+    for out, workers in (("a", 1), ("b", 2)):
+        options: dict[str, Any] = {"shard_samples": 20, "workers": workers, "verify": True}
+        made = convert(source, tmp_path / out, to="tar", map=grouped, batched=7, filter=is_even, **options)
+        assert (made.samples, made.verified) == (8, 8)
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    firsts = [int(bytes(raw(tmp_path / "b")[i]["first.cls"].tolist())) for i in range(8)]
+    assert firsts == [0, 6, 8, 14, 20, 26, 28, 34]
+
+
+def test_a_batched_map_of_columns_of_other_lengths_is_an_error_that_says_which(
+    source: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SampleError, match=r"different lengths .*\{'a': 40, 'b': 1\}"):
+        convert(source, tmp_path, to="mds", map=lambda c: {"a": c["cls"], "b": [0]}, batched=True)
+    with pytest.raises(ValueError, match="batched must be True"):
+        convert(source, tmp_path, to="mds", batched=True)
 
 
 def test_tars_are_copied_member_by_member_of_whole_blocks(source: str, tmp_path: Path) -> None:
