@@ -159,18 +159,28 @@ class Spans(Struct, frozen=True):
     """
 
     buffer: NDArray[np.generic]
-    """1-D; uint8 for bytes, text and JSON, the element dtype for lists."""
+    """1-D; uint8 for bytes, text and JSON, the element dtype for lists, or uint8 where these lie anywhere."""
     starts: NDArray[np.int64]
     """[n], in elements of `buffer`."""
     lengths: NDArray[np.int64]
-    """[n], in elements of `buffer`."""
+    """[n], in elements of `dtype`."""
+    element: str = ""
+    """dtype of the elements of lists that lie at any byte of `buffer`; "": that of `buffer`."""
 
     def __len__(self) -> int:
         return len(self.starts)
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Return the type of one element."""
+        return np.dtype(self.element) if self.element else self.buffer.dtype
+
     def value(self, i: int) -> NDArray[np.generic]:
         """The i-th value, a view."""
-        return self.buffer[self.starts[i] : self.starts[i] + self.lengths[i]]
+        start, count = int(self.starts[i]), int(self.lengths[i])
+        if not self.element:
+            return self.buffer[start : start + count]
+        return self.buffer[start : start + count * self.dtype.itemsize].view(self.dtype)
 
 
 class Masked(Struct, frozen=True):

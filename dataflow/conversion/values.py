@@ -75,9 +75,10 @@ def values_of(
     starts, lengths = column.starts[rows], column.lengths[rows]
     kind = "bytes" if spec is None else spec.kind
     if kind == "list":
+        own = Spans(column.buffer, starts, lengths, column.element)
         return [
-            column.buffer[start : start + length].copy() if length >= 0 else _missing(length)
-            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
+            own.value(i).copy() if length >= 0 else _missing(length)
+            for i, length in enumerate(lengths.tolist())
         ]
     if kind == "bytes_list":
         return _byte_lists(column.buffer.view(np.uint8), starts, lengths)

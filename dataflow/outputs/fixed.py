@@ -85,7 +85,7 @@ class ArrayOutput(FixedOutput):
     def takes(self, column: Column) -> bool:
         """Return whether a decoded column of a block is of the type that the schema promised."""
         if isinstance(column, Spans):
-            return bool(column.buffer.dtype == ("uint8" if self.parse else self.source_dtype))
+            return bool(column.dtype == ("uint8" if self.parse else self.source_dtype))
         shape = self.shape[:-1] if len(self.sources) > 1 else self.shape
         values = column.values if isinstance(column, Masked) else column
         return self.parse is None and bool(values.dtype == self.source_dtype and values.shape[1:] == shape)

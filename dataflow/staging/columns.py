@@ -164,10 +164,10 @@ class StagedSpans:
         rows = slice(first, first + len(column))
         self.keep.append(column)
         if isinstance(column, Spans):
-            item = column.buffer.itemsize
             which: NDArray[np.bool_] | slice = slice(None) if self.is_cut is None else ~self.is_cut[rows]
-            self.addresses[rows][which] = (column.buffer.ctypes.data + column.starts * item)[which]
-            lengths = np.where(column.lengths < 0, column.lengths, column.lengths * item)
+            starts = column.starts * column.buffer.itemsize
+            self.addresses[rows][which] = (column.buffer.ctypes.data + starts)[which]
+            lengths = np.where(column.lengths < 0, column.lengths, column.lengths * column.dtype.itemsize)
             self.lengths[rows][which] = lengths[which]
         else:  # rows of a (possibly overlapping) array, each contiguous
             assert isinstance(column, np.ndarray)
@@ -258,7 +258,7 @@ class StagedOutput:
     def takes(self, column: Column) -> bool:
         """Return whether a decoded column of a block is of the type that the schema promised."""
         if isinstance(column, Spans):
-            return bool(column.buffer.dtype == self.source_dtype)
+            return bool(column.dtype == self.source_dtype)
         values = column.values if isinstance(column, Masked) else column
         return bool(values.dtype == self.source_dtype and values.shape[1:] == self.shape)
 

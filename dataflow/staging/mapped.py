@@ -32,7 +32,90 @@ from sharding.blocks import Spans
 from sharding.cached_property import cached_property
 
 
-class MappedWindow(StagedWindow):
+class WindowOfFiles(StagedWindow):
+    """A window of which some blocks, or all, are mapped while it is open."""
+
+    def __init__(self, source: Source, arena: Arena, samples: WindowSamples, rows: NDArray[np.int64]) -> None:
+        super().__init__(source, arena, samples, rows)
+        self._shards: list[MappedShard | None] = [None] * len(samples.blocks)
+        """[b] of blocks that are mapped."""
+
+    @cached_property
+    def _guards(self) -> set[FileGuard | None]:
+        return {shard.guard for shard in self._shards if shard is not None}
+
+    @property
+    def may_load(self) -> bool:
+        """While all its files are guarded. To be asked inside `FileGuards.loading`."""
+        return all(guard is not None and guard.held for guard in self._guards)
+
+    def buffer_of(
+        self,
+        spans: StagedSpans,
+        rows: NDArray[np.int64],
+        column: str,
+        owners: NDArray[np.int64] | None = None,
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """A copy of the values of rows, and the start of each in it: only the kernel may touch mapped pages.
+
+        Where no block is mapped, there is nothing to copy. Raises `ShardReadError` for a row whose bytes are
+        gone.
+        """
+        if not any(self._shards):
+            return super().buffer_of(spans, rows, column, owners)
+        lengths = np.maximum(spans.lengths[rows], 0)
+        ends = np.cumsum(lengths)
+        nbytes = int(ends[-1]) if len(ends) else 0
+        # A slab of the arena, not fresh memory: first touches cost more than the copy.
+        buffer = self.arena.lease(nbytes or 1)[:nbytes]
+        starts = ends - lengths
+        copies = PlanColumn(
+            name=column,
+            index=spans.addresses[rows],
+            lengths=lengths,
+            offsets=starts,
+            out=buffer,
+            may_load=False,
+        )
+        lost = np.flatnonzero(executor().run(BuildPlan(num_rows=len(rows), columns=[copies])))
+        if len(lost):
+            raise self.truncated(int((rows if owners is None else owners)[lost[0]]), column)
+        return buffer, starts
+
+    @contextmanager
+    def values_of(
+        self,
+        spans: StagedSpans,
+        rows: NDArray[np.int64],
+        column: str,
+        owners: NDArray[np.int64] | None = None,
+    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+        """See `StagedWindow`: the values where they lie, while all files are guarded; else a copy."""
+        with self.source.mappings.loading():
+            is_loaded = self.may_load
+            if is_loaded:
+                yield super().buffer_of(spans, rows, column, owners)
+        if not is_loaded:
+            yield self.buffer_of(spans, rows, column, owners)
+
+    def _mapped_shards(self) -> Sequence[object]:
+        return self._shards
+
+    def verify(self) -> None:
+        """Raise `ShardChangedError` if a shard was written in place since it was indexed."""
+        for mapped in set(self._shards):
+            # While its guard is held, nobody has written to it, and what is mapped is what was compared.
+            if mapped is not None and not (mapped.guard and mapped.guard.held):
+                mapped.check()
+
+    def _release(self) -> None:
+        shards = zip(self._shards, self.samples.blocks, strict=False)
+        # Their pages are left to the page cache.
+        self.source.mappings.release([(at, b.offset, b.length) for at, b in shards if at is not None])
+        self._shards = []
+
+
+class MappedWindow(WindowOfFiles):
     """A window over mapped blocks.
 
     Args:
@@ -63,7 +146,6 @@ class MappedWindow(StagedWindow):
         blocks = located.blocks
         super().__init__(source, arena, WindowSamples(source.first_number, blocks), rows)
         self._share, self._whole, self._located = share, share != "few", located
-        self._shards: list[MappedShard | None] = [None] * len(blocks)
         self._lock = threading.Lock()  # guards _tasks_left
         self._tasks_left = min(num_readers, len(blocks))
         num_rows = self.samples.num_rows
@@ -157,10 +239,6 @@ class MappedWindow(StagedWindow):
         bases = np.array([shard.address for shard in numbers], np.int64)
         return files, np.array([numbers[shard] for shard in shards], np.int64), bases
 
-    @cached_property
-    def _guards(self) -> set[FileGuard | None]:
-        return {shard.guard for shard in self._shards if shard is not None}
-
     def in_files(self, column: str, rows: NDArray[np.int64]) -> FileParts | None:
         """See `StagedRows.in_files`: while all its files are guarded, which keeps them open."""
         spans = self.staged[column]
@@ -174,70 +252,3 @@ class MappedWindow(StagedWindow):
         return FileParts(
             [files[number] for number in used.tolist()], numbers, spans.addresses[rows] - bases[of_rows]
         )
-
-    @property
-    def may_load(self) -> bool:
-        """While all its files are guarded. To be asked inside `FileGuards.loading`."""
-        return all(guard is not None and guard.held for guard in self._guards)
-
-    def buffer_of(
-        self,
-        spans: StagedSpans,
-        rows: NDArray[np.int64],
-        column: str,
-        owners: NDArray[np.int64] | None = None,
-    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """A copy of the values of rows, and the start of each in it: only the kernel may touch mapped pages.
-
-        Raises `ShardReadError` for a row whose bytes are gone.
-        """
-        lengths = np.maximum(spans.lengths[rows], 0)
-        ends = np.cumsum(lengths)
-        nbytes = int(ends[-1]) if len(ends) else 0
-        # A slab of the arena, not fresh memory: first touches cost more than the copy.
-        buffer = self.arena.lease(nbytes or 1)[:nbytes]
-        starts = ends - lengths
-        copies = PlanColumn(
-            name=column,
-            index=spans.addresses[rows],
-            lengths=lengths,
-            offsets=starts,
-            out=buffer,
-            may_load=False,
-        )
-        lost = np.flatnonzero(executor().run(BuildPlan(num_rows=len(rows), columns=[copies])))
-        if len(lost):
-            raise self.truncated(int((rows if owners is None else owners)[lost[0]]), column)
-        return buffer, starts
-
-    @contextmanager
-    def values_of(
-        self,
-        spans: StagedSpans,
-        rows: NDArray[np.int64],
-        column: str,
-        owners: NDArray[np.int64] | None = None,
-    ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-        """See `StagedWindow`: the values where they lie, while all files are guarded; else a copy."""
-        with self.source.mappings.loading():
-            is_loaded = self.may_load
-            if is_loaded:
-                yield super().buffer_of(spans, rows, column, owners)
-        if not is_loaded:
-            yield self.buffer_of(spans, rows, column, owners)
-
-    def _mapped_shards(self) -> Sequence[object]:
-        return self._shards
-
-    def verify(self) -> None:
-        """Raise `ShardChangedError` if a shard was written in place since it was indexed."""
-        for mapped in set(self._shards):
-            # While its guard is held, nobody has written to it, and what is mapped is what was compared.
-            if mapped is not None and not (mapped.guard and mapped.guard.held):
-                mapped.check()
-
-    def _release(self) -> None:
-        shards = zip(self._shards, self.samples.blocks, strict=False)
-        # Their pages are left to the page cache.
-        self.source.mappings.release([(at, b.offset, b.length) for at, b in shards if at is not None])
-        self._shards = []

@@ -2,7 +2,7 @@
 
 Formats whose values lie in the stored bytes (`Format.locate`) are read into one contiguous region of the
 arena and keep only addresses; a batch of fixed-size rows is then one gather over absolute offsets, whichever
-shards its samples come from. Other formats are decoded per block into one array a column.
+shards its samples come from. Blocks of other formats are decoded; local files are mapped for that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.staging.columns import ALIGN, StagedOutput, StagedSpans
+from dataflow.staging.mapped import WindowOfFiles
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, StagedWindow, WindowSamples
 from prefetch.addresses import memory_at
@@ -29,13 +30,14 @@ _TASK_BYTES, _MOST_A_TASK, _LEAST_TASKS = 1 << 20, 16, 4
 """Bytes and reads of a task that reads several small files, at most; tasks of a reader, at least."""
 
 
-class ReadWindow(StagedWindow):
-    """A window that reads whole blocks.
+class ReadWindow(WindowOfFiles):
+    """A window that reads whole blocks; those of local files that are decoded are mapped where that can be.
 
     Args:
         numbers: [b] numbers of the blocks to stage, in read order.
         rows: as for `StagedWindow`.
         num_readers: threads that will read.
+        keeps_mapped: whether values may stay in mapped files; else such blocks are read.
     """
 
     holds_blocks = True
@@ -48,6 +50,7 @@ class ReadWindow(StagedWindow):
         rows: NDArray[np.int64],
         *,
         num_readers: int = 1,
+        keeps_mapped: bool = True,
     ) -> None:
         blocks = source.blocks(numbers)
         super().__init__(source, arena, WindowSamples(source.first_number, blocks), rows)
@@ -56,6 +59,9 @@ class ReadWindow(StagedWindow):
         self._num_readers = num_readers
         self._in_region = bool(blocks) and source.locates(numbers)
         self._keeps_blocks = self._in_region or any(output.stays_in_place for output in source.outputs)
+        self._decodes_in_place = not self._in_region and (
+            not self._keeps_blocks or (keeps_mapped and source.may_map)
+        )
         columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
         self._clip_rows = np.unique(rows[rows >= 0]) if source.clips else np.zeros(0, np.int64)
         # How much a clip needs, only its file tells: credits are for what it needs on average.
@@ -121,8 +127,7 @@ class ReadWindow(StagedWindow):
 
     def _read(self, ordinals: range, at: int) -> None:
         blocks = self.samples.blocks[ordinals.start : ordinals.stop]
-        passes = not self._keeps_blocks or (self.source.copies_values and self.source.may_map)
-        if passes and not self._in_region and self._decode_in_place(ordinals.start):
+        if self._decodes_in_place and self._decode_in_place(ordinals.start):
             return
         length = sum(block.length for block in blocks)
         data = self.arena.lease(length) if self._region is None else self._region[at : at + length]
@@ -131,35 +136,34 @@ class ReadWindow(StagedWindow):
         for ordinal, block in zip(ordinals, blocks, strict=True):
             begin = block.offset - first.offset
             own = data[begin : begin + block.length].data
-            columns = self.source.column_reader.decode(block, own)
-            if self._keeps_blocks and not self._in_region:
-                self.source.note_views(self._views(columns, own))
-            self._put(ordinal, block, own, columns)
+            self._put(ordinal, block, own, self.source.column_reader.decode(block, own))
 
     def _decode_in_place(self, ordinal: int) -> bool:
-        """Decode a block of a local file where it lies.
+        """Decode a block of a local file where it lies; it stays mapped while values are views of it.
 
-        False where no guard keeps the file as it is, or values would stay in it.
+        False where no guard keeps the file as it is.
         """
         block, source = self.samples.blocks[ordinal], self.source
         if not can_map(block.shard.url) or block.checksum is not None:
             return False
-        ranges = [(block.shard, block.offset, block.length)]
-        mapped = source.mappings.hold(ranges)[0]
+        mapped = source.mappings.hold([(block.shard, block.offset, block.length)])[0]
+        stays = False
         try:
             with source.mappings.loading():
                 if mapped.guard is None or not mapped.guard.held:
                     return False
                 data = memory_at(mapped.address + block.offset, block.length, mapped).data
                 columns = source.column_reader.decode(block, data)
-                if self._keeps_blocks and self._views(columns, data):
-                    return False  # to be read, which notes it
                 self._put(ordinal, block, None, columns)
+                stays = self._keeps_blocks and self._has_views(columns, data)
                 return True
         finally:
-            source.mappings.release([(mapped, block.offset, block.length)])
+            if stays:
+                self._shards[ordinal] = mapped
+            else:
+                source.mappings.release([(mapped, block.offset, block.length)])
 
-    def _views(self, columns: Columns, data: memoryview) -> bool:
+    def _has_views(self, columns: Columns, data: memoryview) -> bool:
         """Return whether values that a window keeps where they are lie in a block's bytes."""
         stored = np.frombuffer(data, np.uint8)
         names = [name for output in self.source.outputs if output.stays_in_place for name in output.sources]
@@ -184,6 +188,7 @@ class ReadWindow(StagedWindow):
             self.cut_clips(self._clip_rows[own])
 
     def _release(self) -> None:
+        super()._release()
         self._data = [None] * len(self._data)
         self._region = None
 

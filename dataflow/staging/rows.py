@@ -257,7 +257,8 @@ class RowReader:
         with self._lock:
             block = self._used.get(key)
             if block is None:
-                window = ReadWindow(source, self._arena, np.array([number]), _NO_ROWS)
+                # Whoever touches values of several windows at once takes them for memory like any other.
+                window = ReadWindow(source, self._arena, np.array([number]), _NO_ROWS, keeps_mapped=False)
                 window.source_epoch = source_epoch
                 block = self._used[key] = _SharedBlock(window)
             if self._kept.pop(key, None) is None:

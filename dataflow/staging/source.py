@@ -125,8 +125,6 @@ class Source:
     may_map: bool = True
     """True if local files are mapped where that saves a copy."""
     _locates: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _noted: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The last answer to `note_views`."""
 
     @cached_property
     def locator(self) -> ValueLocator:
@@ -243,15 +241,6 @@ class Source:
                 spans = self.format.locate(self.catalog.block(number), self.columns)
                 self._locates[shard] = spans is not None
         return all(map(self._locates.__getitem__, shards.tolist()))
-
-    def note_views(self, lie_in_block: bool) -> None:
-        """A block was decoded; `lie_in_block`: some values that stay in place lie in its stored bytes."""
-        self._noted["views"] = lie_in_block
-
-    @property
-    def copies_values(self) -> bool:
-        """Return whether the last block that was decoded need not be kept for its values."""
-        return self._noted.get("views") is False
 
     @cached_property
     def maps(self) -> bool:

@@ -108,7 +108,7 @@ def assert_keeps_schema(values: Columns, scan: ShardScan) -> None:
         spec = scan.schema[name]
         if isinstance(column, Spans):
             assert spec.kind not in ("fixed", "other", "unreadable")
-            assert column.buffer.dtype == spec.dtype
+            assert column.dtype == spec.dtype
             assert column.buffer.ndim == 1
             assert column.starts.dtype == column.lengths.dtype == np.int64
             assert spec.optional or ((column.lengths >= 0) | (column.lengths == NULL_INSIDE)).all()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sharding.blocks import Block, Column, ColumnSpec, Spans
 from sharding.formats.streaming.layout import Heads, SampleLayout, StoredColumn
 from sharding.formats.streaming.stored_values import byte_lists, pixels_as_files
-from sharding.spans import Bytes, Ints, gathered, numbers_at
+from sharding.spans import Bytes, Ints, numbers_at
 
 _TORCH_DTYPES = dict(
     enumerate(
@@ -83,7 +83,7 @@ class LitDataColumn(StoredColumn, frozen=True):
             counts = lengths // dtype.itemsize
             if (counts * dtype.itemsize != lengths).any():
                 raise self.corrupt(block)(f"an array is no whole number of {dtype}")
-            return Spans(gathered(buffer, starts, lengths).view(dtype), np.cumsum(counts) - counts, counts)
+            return Spans(buffer, starts, counts, self.items)
         if self.kind == "pil":
             return pixels_as_files(buffer, starts, lengths, self.corrupt(block))
         if self.kind == "jpeg_array":

@@ -15,7 +15,7 @@ from sharding.blocks import Block, Column, ColumnSpec, Spans
 from sharding.errors import CorruptShardError
 from sharding.formats.streaming.layout import SampleLayout, StoredColumn
 from sharding.formats.streaming.stored_values import byte_lists, decimal_of, pixels_as_files
-from sharding.spans import Ints, gathered, numbers_at, rows_at
+from sharding.spans import Ints, numbers_at, rows_at
 
 _NUMBERS = {
     "int": "int64",
@@ -117,8 +117,7 @@ def _lists(
     begins = starts + head + width
     if ((counts < 0) | (begins + counts * dtype.itemsize != starts + lengths)).any():
         raise corrupt("an array does not take the bytes that it has")
-    sizes = counts * dtype.itemsize
-    return Spans(gathered(buffer, begins, sizes).view(dtype), np.cumsum(counts) - counts, counts)
+    return Spans(buffer, begins, counts, dtype.name)
 
 
 class MdsColumn(StoredColumn, frozen=True):

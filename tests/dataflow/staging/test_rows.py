@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,7 +31,7 @@ from dataflow.staging.window import Share, StagedWindow
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuards
 from prefetch.store.reader import StoreReader
-from sharding.errors import ShardReadError
+from sharding.errors import ShardChangedError, ShardReadError
 
 SHARES: list[Share] = ["all", "many", "few"]
 
@@ -156,24 +157,46 @@ class CountedReader(StoreReader):
         super().read_into(shard, offset, out, **given)
 
 
-@pytest.mark.parametrize(("name", "copies"), [("tar.gz", True), ("tfrecord", False)])
-def test_blocks_of_which_only_copies_stay_are_decoded_where_they_lie(
-    name: str, copies: bool, tmp_path: Path, arena: Arena, guards: FileGuards
+@pytest.mark.parametrize("given_up", [False, True])
+@pytest.mark.parametrize(("name", "has_views"), [("tar.gz", False), ("tfrecord", True), ("arrow", True)])
+def test_blocks_of_local_files_are_decoded_where_they_lie_and_stay_mapped_for_views(
+    name: str, has_views: bool, given_up: bool, tmp_path: Path, arena: Arena, guards: FileGuards
 ) -> None:
     made = MAKERS[name](tmp_path)
     reader, dataset = CountedReader(), made.open()
     source = replace(dataset.source(0, guards), reader=reader)
-    num_blocks, samples = dataset.catalog.num_blocks, np.arange(len(dataset))
-    assert num_blocks > 1
-    for epoch in range(2):
-        blocks, rows = counted_through(source, *blocks_and_rows(dataset, samples))
-        window = ReadWindow(source, arena, blocks, rows)
-        read(window)
-        # Of the first block it is learned.
-        assert len(reader.reads) == (1 if copies else (epoch + 1) * num_blocks)
-        parts = [WindowPart(window, window.rows, slice(0, len(rows)))]
-        assert built(dataset, parts, arena, len(rows)) == list(made.samples)
-        window.close()
+    blocks, rows = counted_through(source, *blocks_and_rows(dataset, np.arange(len(dataset))))
+    window = ReadWindow(source, arena, blocks, rows)
+    read(window)
+    assert not reader.reads
+    nbytes = int(source.catalog.blocks.length[blocks].sum())
+    assert source.mappings.mapped_bytes == (nbytes if has_views else 0)
+    if given_up:
+        guards.close()
+    assert window.may_load == (not has_views or not given_up)
+    parts = [WindowPart(window, window.rows, slice(0, len(rows)))]
+    assert built(dataset, parts, arena, len(rows)) == list(made.samples)
+    window.verify()
+    window.close()
+    assert source.mappings.mapped_bytes == 0
+
+
+def test_values_in_a_mapped_block_whose_file_is_cut_are_an_error(
+    tmp_path: Path, arena: Arena, guards: FileGuards
+) -> None:
+    made = MAKERS["tfrecord"](tmp_path)
+    dataset = made.open()
+    source = dataset.source(0, guards)
+    blocks, rows = counted_through(source, *blocks_and_rows(dataset, np.arange(len(dataset))))
+    window = ReadWindow(source, arena, blocks, rows)
+    read(window)
+    for shard in made.shards:
+        os.truncate(shard, 0)
+    parts = [WindowPart(window, window.rows, slice(0, len(rows)))]
+    with pytest.raises(ShardReadError, match="truncated while it was read"):
+        built(dataset, parts, arena, len(rows))
+    with pytest.raises(ShardChangedError):
+        window.verify()
 
 
 def shared_source(tmp_path: Path, fails: int = 0) -> tuple[Source, CountedReader, Made]:
