@@ -436,6 +436,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         LitData, TFRecord and ArrayRecord these are numbers, text and bytes, and whole blocks are read, unless
         values of a known place lie far apart. Of tar nothing is read: what can be asked is which members a
         sample has, and their sizes in bytes, as in `field("txt").is_valid() & (field("jpg", "size") > 1000)`.
+        So it is of loose files; the values of `cls` and of a manifest's columns are known, too.
         Raises `ValueError` for other formats, and for a condition that does not fit the columns.
         """
         from dataflow.sources.views import matching

@@ -82,6 +82,10 @@ class StreamWindow(Protocol):
         """The consumer waits for its reads. Called under the engine's lock, maybe often. Cheap."""
         ...
 
+    def largest(self) -> str:
+        """Its largest block, in words."""
+        ...
+
     def close(self) -> None:
         """Give the staging memory back."""
         ...

@@ -286,6 +286,10 @@ class Format(ABC):
         sizes = self.value_bytes(block, column)
         return None if sizes is None else int(np.count_nonzero(sizes < 0))
 
+    def known_values(self, block: Block, column: str) -> list[Any]:
+        """Values of a column whose sizes `value_bytes` does not tell, by the index alone; None: missing."""
+        raise NotImplementedError
+
     def shard_name(self, url: str, footer: bytes | memoryview) -> str:
         """Return a name of the shard that stays when the dataset is copied elsewhere, for splits."""
         return file_name(url)

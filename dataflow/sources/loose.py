@@ -234,7 +234,10 @@ def _is_folder(url: str, options: Mapping[str, Any] | None) -> bool:
 # ---- folders --------------------------------------------------------------------------------------------
 
 
-def _of_folder(url: str, options: Mapping[str, Any] | None, *, any_kind: bool) -> LooseFiles | None:
+def _of_folder(
+    url: str, options: Mapping[str, Any] | None, *, any_kind: bool, above: tuple[str, str] = ("", "")
+) -> LooseFiles | None:
+    """The loose files of a folder; `above`: the folder with a manifest for this one, and its name there."""
     try:
         folders, num_hidden = listing(url, options)
     except ShardReadError as error:
@@ -244,7 +247,14 @@ def _of_folder(url: str, options: Mapping[str, Any] | None, *, any_kind: bool) -
     is_sample = _chooser(folders, any_kind=any_kind)
     if is_sample is None:
         return None
-    if (rows := _manifest_in(url, folders, options)) is not None:
+    rows = _manifest_in(url, folders, options)
+    if rows is None and above[0]:
+        there, _ = listing(above[0], options, depth=1)
+        rows = _manifest_in(above[0], there, options, within=above[1])
+    if rows is not None:
+        named = sorted({name.removeprefix("./").partition("/")[0] for name in rows.names if "/" in name})
+        if len({split_of(name) for name in named} - {None}) > 1:
+            raise _of_several_splits(url, named, f", or manifest={file_name(rows.url)!r} for all its files")
         return _in_order_of(rows, url, folders, num_hidden, is_found=True)
     samples = {path: [one for one in files if is_sample(one[0])] for path, files in folders.items()}
     num_files = sum(map(len, folders.values())) + num_hidden
@@ -257,11 +267,7 @@ def _of_folder(url: str, options: Mapping[str, Any] | None, *, any_kind: bool) -
     splits = {split_of(name) for name in filled} - {None}
     is_split = filled == {name for name in filled if split_of(name)}
     if len(splits) > 1 or (is_split and not any(files for path, files in samples.items() if "/" not in path)):
-        one = next(split_of(name) for name in top if name in filled and split_of(name))
-        raise ValueError(
-            f"{identity_of(url)} has a folder for each split ({listed(top)}): name one, as in "
-            f"ShardedDataset({identity_of(url)!r}, split={one!r})"
-        )
+        raise _of_several_splits(url, top, "")
     empty = [name for name in top if name not in filled]
     if empty:
         more = f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
@@ -320,14 +326,18 @@ def _only_folder(source: Any, split: str | None) -> str:
     return text
 
 
-def _manifest_in(url: str, folders: Folders, options: Mapping[str, Any] | None) -> ManifestRows | None:
-    """The manifest that lies in a folder of files; None: there is none."""
+def _manifest_in(
+    url: str, folders: Folders, options: Mapping[str, Any] | None, within: str = ""
+) -> ManifestRows | None:
+    """The manifest that lies in a folder of files, of those `within` another one; None: there is none."""
     there = [name for name, _, _ in folders[""] if name in NAMES]
     if len(there) > 1:
         raise ValueError(
             f"{identity_of(url)} has several manifests ({listed(sorted(there))}): name one by manifest="
         )
-    return read_manifest(Manifest(below(url, there[0])), url, options, is_sure=False) if there else None
+    if not there:
+        return None
+    return read_manifest(Manifest(below(url, there[0])), url, options, is_sure=False, within=within)
 
 
 def _of_manifest(url: str, manifest: Manifest, options: Mapping[str, Any] | None) -> LooseFiles:
@@ -388,8 +398,7 @@ def _of_rows(
         if not ending_of(path):
             raise CorruptShardError(
                 rows.url,
-                f"row {row + 1} names {printable_name(path)!r}, which has no ending, by which the column "
-                "of a file is called",
+                f"{rows.told(row)}, which has no ending, by which the column of a file is called",
             )
     files = [(*path.rpartition("/")[::2], size, "") for path, size in zip(paths, sizes.tolist(), strict=True)]
     found = _loose(url, files, [], [], num_left_out)
@@ -397,6 +406,14 @@ def _of_rows(
 
 
 # ---- splits ---------------------------------------------------------------------------------------------
+
+
+def _of_several_splits(url: str, names: Sequence[str], otherwise: str) -> ValueError:
+    one = next(filter(None, map(split_of, names)))
+    return ValueError(
+        f"{identity_of(url)} has a folder for each split ({listed(names)}): name one, as in "
+        f"ShardedDataset({identity_of(url)!r}, split={one!r}){otherwise}"
+    )
 
 
 def _of_split(
@@ -409,7 +426,7 @@ def _of_split(
     splits = {one: name for name in reversed(names) if (one := split_of(name))}
     name = split if split in names else splits.get(split_of(split) or split)
     if name is not None:
-        return _of_folder(below(url, name), options, any_kind=any_kind)
+        return _of_folder(below(url, name), options, any_kind=any_kind, above=(url, name))
     if any(_of_folder(below(url, one), options, any_kind=any_kind) for one in [*splits.values()][:1]):
         raise ValueError(
             f"split must be one of {listed(sorted(splits))}: {identity_of(url)} has the folders "

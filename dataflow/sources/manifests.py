@@ -21,7 +21,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Column, Columns, ColumnSpec, Masked, Shard, Spans, spec_text
-from sharding.catalog.storage import open_url, store_errors
+from sharding.catalog.storage import open_url, read_file, shard_info
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats.files import KEY_COLUMN, class_label
 from sharding.printable import listed, printable_name
@@ -90,6 +90,12 @@ class ManifestRows(Struct, frozen=True, eq=False, kw_only=True):
     schema: dict[str, ColumnSpec]
     sizes: NDArray[np.int64] | None
     """[n] bytes of the files; None: the table does not say."""
+    numbers: Sequence[int]
+    """[n] rows of the table, from 1 on."""
+
+    def told(self, row: int) -> str:
+        """The name in a row, for messages."""
+        return f"row {self.numbers[row]} names {printable_name(self.names[row])!r}"
 
 
 def ending_of_table(url: str) -> str:
@@ -114,7 +120,12 @@ def folder_of(url: str) -> str:
 
 
 def read_manifest(
-    manifest: Manifest, folder: str, options: Mapping[str, Any] | None, *, is_sure: bool = True
+    manifest: Manifest,
+    folder: str,
+    options: Mapping[str, Any] | None,
+    *,
+    is_sure: bool = True,
+    within: str = "",
 ) -> ManifestRows | None:
     """Read a manifest of the files below a folder.
 
@@ -123,6 +134,7 @@ def read_manifest(
         folder: path or URL; a relative path of the manifest may lie below it.
         options: keyword arguments of the fsspec filesystem.
         is_sure: whether it must be one; else None is returned of a table that names no files.
+        within: a folder below that one, whose files alone count, by their names there.
 
     Raises:
         ShardReadError: it cannot be read.
@@ -150,12 +162,19 @@ def read_manifest(
     if not table.num_rows:
         raise CorruptShardError(url, "the manifest has no row")
     files = _texts(url, table.column(manifest.file), manifest.file)
+    numbers = list(range(1, len(files) + 1))
+    if within:
+        own = [row for row, name in enumerate(files) if name.removeprefix("./").startswith(f"{within}/")]
+        table, numbers = table.take(own), [row + 1 for row in own]
+        files = [files[row].removeprefix("./").removeprefix(f"{within}/") for row in own]
+        if not files:
+            return None
     rest = [name for name in names if name and name not in (manifest.file, manifest.size)]
     columns, schema = _columns(url, table.select(rest))
     if manifest.classes:
         _number_classes(url, manifest.classes, columns, schema)
     sizes = _sizes(url, table, manifest.size) if manifest.size else None
-    return ManifestRows(url=url, names=files, columns=columns, schema=schema, sizes=sizes)
+    return ManifestRows(url=url, names=files, columns=columns, schema=schema, sizes=sizes, numbers=numbers)
 
 
 def _found(path: str, folder: str, options: Mapping[str, Any] | None) -> str:
@@ -176,17 +195,10 @@ def _found(path: str, folder: str, options: Mapping[str, Any] | None) -> str:
 
 
 def _read(url: str, options: Mapping[str, Any] | None) -> bytes:
-    with store_errors(url):
-        if is_local(url):
-            if (size := os.path.getsize(local_path(url))) > _MOST_BYTES:
-                raise CorruptShardError(url, f"a manifest has at most 2 GiB, and this is {size:,} bytes")
-            with open(local_path(url), "rb") as file:
-                return file.read()
-        fs, path = open_url(url, options)
-        size = fs.info(path).get("size")
-        if size is not None and size > _MOST_BYTES:
-            raise CorruptShardError(url, f"a manifest has at most 2 GiB, and this is {size:,} bytes")
-        return bytes(fs.cat_file(path))
+    fs, path = open_url(url, options)
+    if (size := shard_info(url, fs, path)["size"]) > _MOST_BYTES:
+        raise CorruptShardError(url, f"a manifest has at most 2 GiB, and this is {size:,} bytes")
+    return read_file(url, options)
 
 
 # ---- tables ---------------------------------------------------------------------------------------------
@@ -431,8 +443,8 @@ def paths_of(rows: ManifestRows, folder: str) -> list[str]:
         if path.startswith("/") or "://" in path or ".." in path.split("/") or "\0" in path:
             raise CorruptShardError(
                 rows.url,
-                f"row {row + 1} names {printable_name(name)!r}, which leads out of {identity_of(root)}: give "
-                "the folder that all files are in, and names below it",
+                f"{rows.told(row)}, which leads out of {identity_of(root)}: give the folder that all files "
+                "are in, and names below it",
             )
         if "./" in path or "//" in path:
             path = posixpath.normpath(path)
@@ -444,10 +456,9 @@ def raise_absent(rows: ManifestRows, absent: Sequence[int], folder: str) -> None
     """Raise `ShardReadError` where rows name files that are not there."""
     if not absent:
         return
-    first = absent[0]
     more = f" ({len(absent) - 1} other rows name files that are not there, too)" if len(absent) > 1 else ""
     raise ShardReadError(
         rows.url,
-        f"row {first + 1} names {printable_name(rows.names[first])!r}, and {identity_of(folder)} has no such "
-        f"file{more}: correct the table, or give the folder in which its names begin",
+        f"{rows.told(absent[0])}, and {identity_of(folder)} has no such file{more}: correct the table, or "
+        "give the folder in which its names begin",
     )

@@ -172,20 +172,22 @@ def _as_arrow(column: Column, spec: ColumnSpec) -> pa.Array:
 
 
 def _with_members(source: Source, selection: Selection, expression: Any) -> Selection:
-    """The samples for which an expression of their members' presence and sizes is true; reads nothing."""
+    """The samples for which an expression of members' sizes and known values is true; reads nothing."""
     codec, catalog = source.format, source.catalog
     try:
-        condition = Predicate(expression, member_schema(catalog.schema))
+        schema = member_schema(catalog, codec)
+        condition = Predicate(expression, schema)
     except ValueError as error:
-        asks = "of tar it may ask which members a sample has, field('txt').is_valid(), and their bytes"
+        asks = "it may ask which members or files there are, field('txt').is_valid(), and their bytes"
         raise ValueError(f"{error}; {asks}, field('jpg', 'size') > 1000") from error
     masks: dict[int, NDArray[np.bool_]] = {}
+    wanted = pa.schema([schema.field(name) for name in condition.fields])
     numbers = np.flatnonzero(selection.num_samples)
     million = np.cumsum(catalog.blocks.num_samples[numbers]) // _SAMPLES_AT_ONCE
     for group in np.split(numbers, np.flatnonzero(np.diff(million)) + 1) if len(numbers) else ():
         own = group.tolist()
         blocks = [catalog.block(number) for number in own]
-        holds = condition.holds(member_table(codec, blocks, condition.fields))
+        holds = condition.holds(member_table(codec, blocks, wanted))
         ends = np.cumsum([block.num_samples for block in blocks])
         masks.update(zip(own, np.split(holds, ends[:-1]), strict=True))
     return selection.where(lambda block, rows: masks[block][rows])

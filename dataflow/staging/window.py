@@ -244,6 +244,13 @@ class StagedWindow(StagedRows):
             if self.source.gate is not None:
                 self.source.gate.raise_priority()
 
+    def largest(self) -> str:
+        """Return which of its blocks takes most, for messages."""
+        block = max(self.samples.blocks, key=lambda one: one.length + one.nbytes, default=None)
+        if block is None:
+            return "it has no block"
+        return f"its largest block: {block.length:,} bytes at offset {block.offset} of {block.shard.url}"
+
     def verify(self) -> None:
         """Called when the last batch that needs the window is built. Raises if its bytes may have changed."""
         return

@@ -171,7 +171,7 @@ class ChunkQueue(Generic[T]):
                 if not self.is_idle:
                     return
                 if not self.ledger.reserve(State.BUILDING, nbytes, head_of_order=True):
-                    self._windows.check_limit(nbytes, "the next batches need")
+                    self._windows.check_limit(nbytes, "the next batches need", chunk.needs)
                     return
             self._windows.chunks.popleft()
             build = ChunkBuild(self, chunk, nbytes, self._num_chunks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -166,7 +166,7 @@ class WindowQueue:
                 if not is_idle:
                     return
                 if not self._ledger.reserve(State.WINDOW, window.nbytes, head_of_order=True):
-                    self.check_limit(window.nbytes, "the next shuffle window needs")
+                    self.check_limit(window.nbytes, "the next shuffle window needs", [window])
                     return
             self._next = None
             self._admit(window)
@@ -219,16 +219,21 @@ class WindowQueue:
 
     # ---- when memory is short -------------------------------------------------------------------------
 
-    def check_limit(self, nbytes: int, what: str) -> None:
-        """Raise `MemoryLimitError` for credit that was refused at the head of the order, if none can come."""
+    def check_limit(self, nbytes: int, what: str, windows: Sequence[StreamWindow]) -> None:
+        """Raise `MemoryLimitError` for credit that was refused at the head of the order, if none can come.
+
+        `windows`: what it is for; the largest block among them is named.
+        """
         if self.num_reads_left:
             return
         held = self._ledger.snapshot()
         need = held.window_bytes + held.building_bytes + held.ready_bytes + nbytes
+        largest = f" ({max(windows, key=lambda one: one.nbytes).largest()})" if windows else ""
         raise MemoryLimitError(
             f"{what} {nbytes:,} bytes beside {need - nbytes:,} held, more than "
-            f"memory_limit={held.limit_bytes:,}; raise memory_limit to {self._enough(need, nbytes):,} "
-            f"(at least {need:,}), or lower batch_size, Shuffle(window_blocks=...) or the window= of batching"
+            f"memory_limit={held.limit_bytes:,}{largest}; raise memory_limit to "
+            f"{self._enough(need, nbytes):,} (at least {need:,}), or lower batch_size, "
+            "Shuffle(window_blocks=...) or the window= of batching"
         )
 
     def _enough(self, need: int, nbytes: int) -> int:

@@ -8,7 +8,8 @@ which the condition is null is left out. Samples of tar are rows, too: of each m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from sharding.blocks import Block, Format
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat, flattened
-from sharding.formats.arrow.schema import is_list, leaves
+from sharding.formats.arrow.schema import arrow_type, is_list, leaves
 
 _UNFIT = (pa.ArrowException, KeyError, TypeError, ValueError)
 
@@ -143,18 +144,28 @@ def _misfit(expression: Any, schema: pa.Schema, error: Exception) -> str:
     return f"{text}: a time with a zone and one without cannot be compared; {which}; {cure}"
 
 
-def member_schema(columns: Iterable[str]) -> pa.Schema:
-    """Return the schema of samples whose columns are their members: which they have, of how many bytes."""
-    return pa.schema([(name, pa.struct([("size", pa.int64())])) for name in columns])
+def member_schema(catalog: Catalog, codec: Format) -> pa.Schema:
+    """Return the schema of samples whose columns are members: of how many bytes, or values that are known."""
+    size, block = pa.struct([("size", pa.int64())]), catalog.block(0)
+    return pa.schema(
+        [
+            (name, arrow_type(spec) if codec.value_bytes(block, name) is None else size)
+            for name, spec in catalog.schema.items()
+        ]
+    )
 
 
-def member_table(codec: Format, blocks: Sequence[Block], columns: Sequence[str]) -> pa.Table:
+def member_table(codec: Format, blocks: Sequence[Block], schema: pa.Schema) -> pa.Table:
     """The members of the samples of some blocks, by their indexes alone; null where a sample has none."""
     members = {}
-    for name in columns:
-        sizes = np.concatenate([_sizes(codec, block, name) for block in blocks])
+    for field in schema:
+        if not pa.types.is_struct(field.type):
+            values = (codec.known_values(block, field.name) for block in blocks)
+            members[field.name] = pa.array(chain.from_iterable(values), field.type)
+            continue
+        sizes = np.concatenate([_sizes(codec, block, field.name) for block in blocks])
         lacks = pa.array(sizes < 0)
-        members[name] = pa.StructArray.from_arrays([pa.array(sizes)], ["size"], mask=lacks)
+        members[field.name] = pa.StructArray.from_arrays([pa.array(sizes)], ["size"], mask=lacks)
     return pa.table(members)
 
 

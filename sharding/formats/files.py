@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -105,6 +105,18 @@ class FilesFormat(Format):
         if column == CLASS_COLUMN:
             return int(_FACTS.unpack(block.footer)[0] == NO_CLASS)
         return None if column == KEY_COLUMN else super().num_missing(block, column)
+
+    def known_values(self, block: Block, column: str) -> list[Any]:
+        """The number of its class, or what the manifest says of it."""
+        if (one := _row_of(block).get(column)) is None:
+            number = _FACTS.unpack(block.footer)[0]
+            return [None if number == NO_CLASS else number]
+        value = _value(one)
+        if one.code < 0 or isinstance(value, Masked):
+            return [None]
+        if not isinstance(value, Spans):
+            return list(value.tolist())
+        return [value.buffer.tobytes() if value.buffer.dtype == np.uint8 else value.buffer.tolist()]
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """The file as a span of `data`, its class as int64, its key as text, and its row of a manifest.

@@ -145,6 +145,9 @@ class FakeWindow:
                 *((self,) if chunk is chunks[-1] and not carried else ()),
             )
 
+    def largest(self) -> str:
+        return f"its largest block has {self.nbytes} bytes"
+
     @property
     def is_staged(self) -> bool:
         return self.closed == 0 and self.reads_done == len(self.actions)

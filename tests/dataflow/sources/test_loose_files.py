@@ -12,7 +12,15 @@ import fsspec
 import pytest
 from datasets_kit import plain, rank
 
-from dataflow import DataLoader, SampleError, ShardedDataset, ShardReadError, ShardWriter
+from dataflow import (
+    DataLoader,
+    MemoryLimitError,
+    SampleError,
+    ShardedDataset,
+    ShardReadError,
+    ShardWriter,
+    Shuffle,
+)
 from dataflow.sources.loose import LooseFiles, find_loose
 from dataflow.tools.terminal.indexing import index_source
 from sharding.errors import ShardChangedError
@@ -227,6 +235,18 @@ def test_an_empty_file_is_a_bad_sample_that_may_be_skipped(tmp_path: Path) -> No
     with DataLoader(ShardedDataset(tmp_path, on_error="skip"), batch_size=1) as loader:
         assert list(loader) == []
         assert loader.stats().skipped_samples == 2
+
+
+@pytest.mark.parametrize("shuffle", [False, "full"])
+def test_a_file_that_the_memory_limit_has_no_room_for_is_named(shuffle: Any, tmp_path: Path) -> None:
+    write(tmp_path, {f"{n}.jpg": b"1" for n in range(4)})
+    os.truncate(tmp_path / "3.jpg", 1 << 30)
+    dataset = opened(tmp_path)
+    with (
+        pytest.raises(MemoryLimitError, match=rf"largest block: 1,073,741,824 bytes .* {tmp_path}/3\.jpg\)"),
+        DataLoader(dataset, 2, shuffle=shuffle and Shuffle(shuffle), memory_limit="20MB") as loader,
+    ):
+        list(loader)
 
 
 def test_a_class_without_files_is_an_error_as_in_torchvision(tmp_path: Path) -> None:

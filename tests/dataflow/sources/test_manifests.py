@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets_kit import plain, rank
+from pyarrow.compute import field
 
 from dataflow import (
     CorruptShardError,
@@ -101,6 +102,47 @@ def test_nested_values_of_json_lines_and_lists_of_numbers_are_delivered(folder: 
         batch = next(iter(loader))
     assert batch["boxes"].values.tolist() == [1, 2]
     assert batch["about.who"] == ["me", "you"]
+
+
+@pytest.fixture
+def splits(tmp_path: Path) -> Path:
+    """Folders of splits, and above them a table with the rows of both."""
+    names = [f"{('test', 'train', 'train')[n % 3]}/{n}.jpg" for n in range(9)]
+    for n, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"%d" % n)
+    rows = [
+        f"{name},{'cat' if n % 2 else 'dog'},{n},{n / 2 if n % 3 else ''}" for n, name in enumerate(names)
+    ]
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label,n,x", *rows]))
+    return tmp_path
+
+
+def test_a_table_above_the_folders_of_splits_has_the_rows_of_each(splits: Path) -> None:
+    files = fsspec.filesystem("memory")
+    files.put(str(splits), "/above", recursive=True)
+    for source in (splits, "memory://above"):
+        for split, numbers in (("train", [1, 2, 4, 5, 7, 8]), ("test", [0, 3, 6])):
+            dataset = opened(source, split=split, columns=["jpg", "n"])
+            assert rows(dataset) == [{"jpg": b"%d" % n, "n": n} for n in numbers]
+    with pytest.raises(ValueError, match=r"\(test, train\): name one.*or manifest='metadata.csv' for all"):
+        opened(splits)
+    assert len(opened(splits, manifest="metadata.csv")) == 9
+    (splits / "train" / "5.jpg").unlink()
+    with pytest.raises(ShardReadError, match=r"row 6 names '5\.jpg'"):
+        opened(splits, split="train")
+
+
+def test_a_filter_asks_for_values_of_the_table_and_reads_no_file(splits: Path) -> None:
+    dataset = opened(splits, manifest=Manifest("metadata.csv", classes={"label": ["cat", "dog"]}))
+    for path in splits.glob("*/[!58].jpg"):
+        path.unlink()
+    kept = dataset.filter(
+        (field("n") > 4) & (field("label") == 0) | (field("n") == 8) & field("x").is_valid()
+    )
+    assert [row["n"] for row in rows(kept.filter((field("jpg", "size") == 1) & (field("n") != 7)))] == [5, 8]
+    with DataLoader(kept.filter(field("n") != 7), batch_size=2, shuffle=False) as loader:
+        assert [batch["n"].tolist() for batch in loader] == [[5, 8]]
 
 
 def test_a_column_of_classes_is_numbers_whose_names_are_features(folder: Path) -> None:
