@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 7 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 8 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -112,6 +112,26 @@ CORE_API int64_t core_seeded_permutations(const int64_t *sizes, const uint64_t *
    `most`, fewer where the known lengths of a source end. Changes `owed` and `upcoming`; gives the number of draws. */
 CORE_API int64_t core_token_draws(const int64_t *shares, int64_t *owed, const int64_t *lengths, int64_t *upcoming,
                                   const int64_t *end, int64_t sources, uint16_t *out, int64_t most);
+
+/* ---- protobuf messages ---------------------------------------------------------------------------------------- */
+
+enum core_damage {
+    CORE_CUT = -1,      /* it ends behind its message, or that behind the data */
+    CORE_LONG = -2,     /* a number takes too many bytes */
+    CORE_NUMBER_0 = -3, /* a field has number 0 */
+    CORE_WIRE_TYPE = -4 /* a field has a wire type that there is not; groups are none */
+};
+
+/* The fields of n messages, from data[starts[i]] to before data[ends[i]], in the order of messages and in each as they
+   are stored: out[5][most], message, number, wire type, where the value begins (of a varint, its first byte) and ends.
+   Gives how many there are, of which `most` are written, or a `core_damage`. */
+CORE_API int64_t core_fields(const uint8_t *data, int64_t nbytes, const int64_t *starts, const int64_t *ends, int64_t n,
+                             int64_t *out, int64_t most);
+
+/* The varints of n spans that hold nothing else, one after the other: counts[i] of span i, and `most` in all at most.
+   Gives how many, or a `core_damage`. Null `out`: spans are believed to be whole numbers, which are only counted. */
+CORE_API int64_t core_numbers(const uint8_t *data, int64_t nbytes, const int64_t *starts, const int64_t *ends,
+                              int64_t n, int64_t *counts, int64_t *out, int64_t most);
 
 CORE_API int64_t core_version(void);
 

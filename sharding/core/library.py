@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-VERSION = 7
+VERSION = 8
 """The version of the contract in core.h."""
 _CURE = (
     "Compile it with `python -m sharding.core.compile`, where there is a C compiler: gcc, clang or that of "
@@ -25,6 +25,8 @@ _FUNCTIONS = {
     "core_read": "pi:i",
     "core_seeded_permutations": "ppip:i",
     "core_token_draws": "pppppipi:i",
+    "core_fields": "pippipi:i",
+    "core_numbers": "pippippi:i",
     "core_queue_bytes": ":i",
     "core_open": "pii:i",
     "core_submit": "pp:",

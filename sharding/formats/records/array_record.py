@@ -31,7 +31,7 @@ from sharding.formats.records.record_columns import RecordFormat, RecordLearner,
 from sharding.formats.records.riegeli_blocks import BLOCK, PlainFile, plain_positions, without_headers
 from sharding.formats.records.skeleton import SPARSE_MEAN_BYTES, Skeleton
 from sharding.formats.records.wire import SPAN, VARINT, WireError, fields, numbers_in, varints_at
-from sharding.spans import Bytes, Ints, gathered, numbers_at
+from sharding.spans import Bytes, Ints, numbers_at
 
 _HEADER = 40
 _MAGIC = 0x71930E704FDAE05E
@@ -233,7 +233,7 @@ def _sparse_records(
             continue  # which the caller says
         run.need(sizes_at, values_at)
         try:
-            sizes = numbers_in(run.data[sizes_at:values_at])
+            sizes, _ = numbers_in(run.data, np.array([sizes_at]), np.array([values_at]))
         except WireError:
             continue
         if (sizes < 0).any() or (sizes > end - values_at).any():  # sums of others may wrap around
@@ -248,10 +248,10 @@ def _sparse_records(
 class _Lists(Struct, frozen=True):
     """Sizes and records of some chunks, decompressed."""
 
-    sizes: Bytes | None
-    """The varints of all; None: each chunk is one record."""
+    sizes: Ints
+    """The sizes of the records of all chunks."""
     per_chunk: Ints
-    """[n] bytes of `sizes` that are of each chunk."""
+    """[n] how many of them are of each chunk."""
     data: Bytes
     starts: Ints
     """[n] where the records of each chunk begin in `data`."""
@@ -266,40 +266,33 @@ class _Lists(Struct, frozen=True):
         if (length < 0).any() or (length > end - sizes_at).any():  # as a sum might wrap around
             raise WireError("its list of sizes ends behind it")
         if not codecs.any():
-            return cls(gathered(plain, sizes_at, length), length, plain, values_at, end)
+            return cls(*numbers_in(plain, sizes_at, values_at), plain, values_at, end)
         if (counts < 0).any() or int(counts.max()) > _MOST_RECORDS or int(counts.sum()) > _MOST_RECORDS:
             raise WireError(f"a block of compressed chunks has more than {_MOST_RECORDS:,} records")
-        values = _decompressed(plain, codecs, values_at, end, most=decoded)
-        ends = np.cumsum([len(one) for one in values])
-        starts = np.append(0, ends[:-1])
-        if (
-            counts == 1
-        ).all():  # as the only one has the size of the chunk, decompressing that twice is spared
-            if (np.diff(ends, prepend=0) != decoded).any():
-                raise WireError("its record has another size than it")
-            return cls(None, counts, np.frombuffer(b"".join(values), np.uint8), starts, ends)
-        sizes = _decompressed(plain, codecs, sizes_at, values_at, most=10 * counts)
-        per_chunk = np.array([len(one) for one in sizes], np.int64)
-        joined = [np.frombuffer(b"".join(parts), np.uint8) for parts in (sizes, values)]
-        return cls(joined[0], per_chunk, joined[1], starts, ends)
+        data, starts, ends = _joined(_decompressed(plain, codecs, values_at, end, most=decoded))
+        if (counts == 1).all():  # as the only one has the size of the chunk, that is not decompressed, too
+            return cls(decoded, counts, data, starts, ends)
+        sizes = _joined(_decompressed(plain, codecs, sizes_at, values_at, most=10 * counts))
+        return cls(*numbers_in(*sizes), data, starts, ends)
 
     def records(self, counts: Ints, decoded: Ints) -> Records:
         """Return the records, where each chunk has so many, of so many bytes together."""
-        if self.sizes is None:
-            return Records(self.data, self.starts, decoded)
-        ended = np.append(0, np.cumsum(self.sizes < 0x80))
-        bounds = np.append(0, np.cumsum(self.per_chunk))
-        sizes = numbers_in(self.sizes) if len(self.sizes) else np.zeros(0, np.int64)
-        if (np.diff(ended[bounds]) != counts).any() or (self.sizes[bounds[1:] - 1] >= 0x80).any():
+        if (self.per_chunk != counts).any():
             raise WireError("it has another number of sizes than of records")
-        if (sizes < 0).any() or (sizes > _MOST_BYTES).any():
+        if (self.sizes < 0).any() or (self.sizes > _MOST_BYTES).any():
             raise WireError("a record is larger than its chunk")
-        before = np.append(0, np.cumsum(sizes))
-        totals = np.diff(before[np.append(0, np.cumsum(counts))])
+        before, past = np.append(0, np.cumsum(self.sizes)), np.cumsum(counts)
+        totals = before[past] - before[past - counts]
         if (totals != decoded).any() or (self.starts + totals != self.ends).any():
             raise WireError("its records have other sizes together than it has")
-        first = np.repeat(self.starts - before[np.cumsum(counts) - counts], counts)
-        return Records(self.data, first + before[:-1], sizes)
+        first = np.repeat(self.starts - before[past - counts], counts)
+        return Records(self.data, first + before[:-1], self.sizes)
+
+
+def _joined(parts: list[bytes]) -> tuple[Bytes, Ints, Ints]:
+    """The bytes of all, where each begins, and where it ends."""
+    ends = np.cumsum([len(one) for one in parts])
+    return np.frombuffer(b"".join(parts), np.uint8), np.append(0, ends[:-1]), ends
 
 
 def _decompressed(plain: Bytes, codecs: Bytes, start: Ints, end: Ints, *, most: Ints) -> list[bytes]:

@@ -26,7 +26,8 @@ enum { MOST_COLUMNS = 6, THREADS = 3, MOST_ROWS = 400, MOST_PAGES = 40, GUARD = 
 
 static enum { HONEST, SHORT, BROKEN } mode;
 static int64_t page;
-static long num_rows, num_lost, num_widened, num_short, num_resized, num_ordered; /* what was tried, for the test to see */
+static long num_rows, num_lost, num_widened, num_short, num_resized, num_ordered;
+static long num_fields, num_numbers; /* what was tried, for the test to see */
 
 #define CHECK(true_, ...)                                                                                        \
     do {                                                                                                         \
@@ -621,6 +622,51 @@ static void try_read(void) {
     close(descriptor), unlink(path), free(content), free(out);
 }
 
+/* ---- protobuf ----------------------------------------------------------------------------------------------- */
+
+/* Messages, some of them damaged, as fields and as packed numbers, in memory that ends where they do: whatever they are, nothing beyond
+   is touched, and what is written is what the answer says. */
+static void try_wire(void) {
+    int64_t n = below(6), nbytes = 0, starts[6], ends[6], counts[6];
+    uint8_t bytes[6 * 10 * 40], *data;
+    for (int64_t i = 0; i < n; ends[i++] = nbytes) {
+        starts[i] = nbytes;
+        for (int64_t fields = below(10); fields > 0; fields--) { /* of one byte, or spans of some */
+            int64_t size = below(30), is_span = below(2);
+            bytes[nbytes++] = (uint8_t)((1 + below(15)) << 3 | (is_span ? 2 : 0));
+            bytes[nbytes++] = (uint8_t)size;
+            for (; is_span && size > 0; size--) bytes[nbytes++] = (uint8_t)(size > 1 ? next_random() : 1);
+        }
+    }
+    for (int64_t changes = one_in(2) ? below(4) : 0; changes > 0 && nbytes; changes--)
+        bytes[below(nbytes)] = (uint8_t)next_random();
+    memcpy(data = malloc((size_t)nbytes + !nbytes), bytes, (size_t)nbytes);
+    int64_t most = core_fields(data, nbytes, starts, ends, n, counts, 0);
+    int64_t *out = malloc((size_t)(most > 0 ? most : 1) * 5 * sizeof *out);
+    CHECK(core_fields(data, nbytes, starts, ends, n, out, most > 0 ? most : 0) == most, "fields");
+    for (int64_t i = 0; i < most; i++) {
+        int64_t message = out[i], start = out[3 * most + i], end = out[4 * most + i];
+        CHECK(message >= 0 && message < n && start > starts[message] && end <= ends[message] && start <= end, "field");
+        num_fields++;
+    }
+    free(out);
+    most = core_numbers(data, nbytes, starts, ends, n, counts, 0, 0);
+    out = malloc((size_t)(most > 0 ? most : 1) * sizeof *out);
+    int64_t found = core_numbers(data, nbytes, starts, ends, n, counts, out, most), sum = 0;
+    if (found >= 0) {
+        for (int64_t i = 0; i < n; i++) sum += counts[i];
+        CHECK(found == most && sum == most, "numbers");
+        for (int64_t i = 0, at = 0, k = 0; k < most; k++, at++) { /* as read from byte to byte: spans have no gaps */
+            uint64_t number = 0;
+            for (i = 0; data[at] >= 0x80; i += 7) number |= (uint64_t)(data[at++] & 0x7F) << i;
+            CHECK((uint64_t)out[k] == (number | (uint64_t)data[at] << i), "number");
+        }
+        num_numbers += found;
+    }
+    CHECK(core_numbers(data, nbytes, starts, ends, n, counts, out, most - 1) < 0 || !most, "too many numbers");
+    free(out), free(data);
+}
+
 int main(int argc, char **argv) {
     CHECK(argc == 4, "driver SEED PLANS honest|short|broken");
     CHECK(core_version() == CORE_VERSION, "core_version");
@@ -633,11 +679,13 @@ int main(int argc, char **argv) {
         try_queue();
         try_resize();
         try_orders();
+        try_wire();
         try_turns();
         try_bring();
         try_read();
     }
-    printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld, \"resized\": %ld, \"ordered\": %ld}\n", num_rows,
-           num_lost, num_widened, num_short, num_resized, num_ordered);
+    printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld, \"resized\": %ld, \"ordered\": %ld, "
+           "\"fields\": %ld, \"numbers\": %ld}\n",
+           num_rows, num_lost, num_widened, num_short, num_resized, num_ordered, num_fields, num_numbers);
     return 0;
 }

@@ -333,19 +333,142 @@ def test_passing_over_byte_strings_finds_the_same(
             scan_of(TFRecordFormat(), content[:end], URL, block_bytes)
 
 
+# ---- protobuf's encoding, beside plain loops ------------------------------------------------------------
+
+
+def plain_number(data: bytes, at: int, end: int, most_bytes: int) -> tuple[int, int]:
+    for size in range(1, most_bytes + 1):
+        if at + size > end:
+            raise wire.WireError
+        if data[at + size - 1] < 0x80:
+            bits = sum((byte & 0x7F) << 7 * i for i, byte in enumerate(data[at : at + size]))
+            return bits % (1 << 64), at + size
+    raise wire.WireError
+
+
+def plain_fields(data: bytes, starts: list[int], ends: list[int]) -> list[tuple[int, ...]]:
+    found = []
+    for message, (at, end) in enumerate(zip(starts, ends, strict=True)):
+        while at < end:
+            tag, at = plain_number(data, at, end, 5)
+            start, kind = at, tag & 7
+            if kind == wire.SPAN:
+                size, start = plain_number(data, at, end, 5)
+                at = start + size
+            elif kind == wire.VARINT:
+                at = plain_number(data, at, end, 10)[1]
+            else:
+                at += {wire.FIXED32: 4, wire.FIXED64: 8}.get(kind, end)
+            if not tag >> 3 or at > end:
+                raise wire.WireError
+            found.append((message, tag >> 3, kind, start, at))
+    return found
+
+
+def plain_numbers(data: bytes, starts: list[int], ends: list[int]) -> list[list[int]]:
+    lists = []
+    for at, end in zip(starts, ends, strict=True):
+        lists.append(list[int]())
+        while at < end:
+            number, at = plain_number(data, at, end, 10)
+            lists[-1].append(number)
+    return lists
+
+
+def outcome(found: Any) -> Any:
+    try:
+        return found()
+    except wire.WireError:
+        return "damaged"
+
+
+NUMBERS = st.one_of(
+    st.integers(0, 1 << 64), st.integers(0, 300), st.sampled_from([1 << 28, 1 << 56, (1 << 64) - 1])
+)
+BODIES = st.one_of(
+    st.tuples(st.integers(0, 40), st.just(wire.VARINT), NUMBERS.map(varint)),
+    st.tuples(st.integers(0, 40), st.just(wire.FIXED32), st.binary(min_size=4, max_size=4)),
+    st.tuples(st.integers(0, 40), st.just(wire.FIXED64), st.binary(min_size=8, max_size=8)),
+    st.tuples(
+        st.integers(0, 40), st.just(wire.SPAN), st.binary(max_size=200).map(lambda b: varint(len(b)) + b)
+    ),
+)
+MESSAGES = st.lists(BODIES, max_size=5).map(lambda all_: b"".join(varint(n << 3 | k) + b for n, k, b in all_))
+BROKEN = st.one_of(st.binary(max_size=80), st.binary(max_size=20).map(lambda b: b + b"\x80" * 12 + b))
+
+
+@given(st.lists(st.one_of(MESSAGES, MESSAGES, BROKEN), max_size=6), st.integers(0, 3))
+def test_fields_are_those_of_a_walk_from_byte_to_byte(messages: list[bytes], cut: int) -> None:
+    data, ends = b"".join(messages), np.cumsum([len(one) for one in messages], dtype=np.int64)
+    starts = ends - [len(one) for one in messages]
+    ends = np.maximum(starts, ends - cut)
+
+    def found() -> list[tuple[int, ...]]:
+        table = wire.fields(np.frombuffer(data, np.uint8), starts, ends)
+        return list(zip(*(column.tolist() for column in table), strict=True))
+
+    assert outcome(found) == outcome(lambda: plain_fields(data, starts.tolist(), ends.tolist()))
+
+
+@given(
+    st.lists(st.one_of(st.lists(NUMBERS, max_size=90).map(lambda all_: b"".join(map(varint, all_))), BROKEN)),
+    st.integers(0, 2),
+)
+def test_packed_numbers_are_those_of_a_walk_from_byte_to_byte(spans: list[bytes], cut: int) -> None:
+    data, ends = b"".join(spans), np.cumsum([len(one) for one in spans], dtype=np.int64)
+    starts = ends - [len(one) for one in spans]
+    ends = np.maximum(starts, ends - cut)
+
+    def found() -> list[list[int]]:
+        numbers, counts = wire.numbers_in(np.frombuffer(data, np.uint8), starts, ends)
+        lists = np.split(numbers.view(np.uint64), np.cumsum(counts)[:-1]) if len(counts) else []
+        return [one.tolist() for one in lists]
+
+    assert outcome(found) == outcome(lambda: plain_numbers(data, starts.tolist(), ends.tolist()))
+
+
 @pytest.mark.parametrize("most", [0x7F, 0xFFFF, 0xFFFFFFF, 0x7FFFFFFFF, (1 << 64) - 1])
-def test_packed_numbers_are_read_in_pieces_of_any_size(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_numbers_of_any_size_are_read(most: int) -> None:
     rng = random.Random(most)
     numbers = [rng.choice([0, 1, 127, 128, most, rng.randint(0, most)]) % (most + 1) for _ in range(300)]
     data = np.frombuffer(b"".join(map(varint, numbers)), np.uint8)
-    for size in (12, 50, 1 << 17):
-        monkeypatch.setattr(wire, "_PIECE_BYTES", size)
-        assert wire.numbers_in(data).view(np.uint64).tolist() == numbers
+    found, counts = wire.numbers_in(data, np.array([0, 5]), np.array([len(data), 5]))
+    assert (found.view(np.uint64).tolist(), counts.tolist()) == (numbers, [300, 0])
 
 
-@pytest.mark.parametrize("data", [b"\x80" * 11 + b"\x00", b"\x01" + b"\xff" * 40 + b"\x01", b"\x01\x80"])
-def test_packed_numbers_that_are_none_are_damage(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    for size in (12, 1 << 17):
-        monkeypatch.setattr(wire, "_PIECE_BYTES", size)
-        with pytest.raises(wire.WireError):
-            wire.numbers_in(np.frombuffer(data, np.uint8))
+@pytest.mark.parametrize("data", [b"\x80" * 11 + b"\x00", b"\x01" + b"\xff" * 70 + b"\x01", b"\x01\x80"])
+def test_packed_numbers_that_are_none_are_damage(data: bytes) -> None:
+    with pytest.raises(wire.WireError, match=r"too many bytes|behind its message"):
+        wire.numbers_in(np.frombuffer(data, np.uint8), np.array([0]), np.array([len(data)]))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (span(1, b"abc")[:-1], "behind its message"),
+        (varint(1 << 3 | wire.FIXED32) + bytes(3), "behind its message"),
+        (varint(1 << 3 | wire.FIXED64) + bytes(7), "behind its message"),
+        (b"\x08", "behind its message"),
+        (b"\x8a", "behind its message"),
+        (span(0, b"abc"), "number 0"),
+        (b"\x08" + b"\x80" * 10 + b"\x01", "too many bytes"),
+        (b"\x8a" + b"\x80" * 4 + b"\x01\x00", "too many bytes"),
+        (b"\x0b\x00", "wire type"),
+        (b"\x0e\x00", "wire type"),
+    ],
+)
+def test_damaged_messages_are_refused_wherever_they_are(data: bytes, says: str) -> None:
+    whole = span(3, b"abc")
+    for before, behind in ((b"", b""), (whole, b""), (whole, whole)):
+        content = before + data + behind
+        bounds = np.cumsum([0, len(before), len(data), len(behind)])
+        with pytest.raises(wire.WireError, match=says):
+            wire.fields(np.frombuffer(content, np.uint8), bounds[:-1], bounds[1:])
+
+
+def test_spans_outside_of_their_bytes_are_damage() -> None:
+    data = np.ones(8, np.uint8)
+    for start, end in ((-1, 4), (0, 9), (9, 10)):
+        for found in (wire.fields, wire.numbers_in):
+            with pytest.raises(wire.WireError):
+                found(data, np.array([start]), np.array([end]))
