@@ -223,13 +223,13 @@ def _without_vec(row: Row) -> Row:
 
 
 def make_energon(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
-    """Fields of members and of JSON; one more sample, which the description leaves out."""
-    made = make_tar(folder, num_samples + 1)
+    """Fields of members and of JSON."""
+    made = make_tar(folder, num_samples)
     names = [path.name for path in made.shards]
     counts = dict(zip(names, map(len, shares(made.samples)), strict=True))
     files = {
         ".info.json": {"energon_version": "7.4.1", "shard_counts": counts},
-        "split.yaml": {"split_parts": {"train": names}, "exclude": [f"{names[-1]}/{num_samples:05d}"]},
+        "split.yaml": {"split_parts": {"train": names}},
         "dataset.yaml": {
             "__module__": "megatron.energon",
             "__class__": "CaptioningWebdataset",
@@ -239,9 +239,7 @@ def make_energon(folder: Path, num_samples: int = NUM_SAMPLES) -> Made:
     (folder / ".nv-meta").mkdir()
     for name, value in files.items():  # JSON is YAML
         (folder / ".nv-meta" / name).write_text(json.dumps(value))
-    samples = [
-        {"cls": row["cls"], "txt": row["txt"], "even": row["json"]["even"]} for row in made.samples[:-1]
-    ]
+    samples = [{"cls": row["cls"], "txt": row["txt"], "even": row["json"]["even"]} for row in made.samples]
     return Made({**made.kwargs, "source": str(folder)}, samples, folder)
 
 

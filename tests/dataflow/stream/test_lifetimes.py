@@ -486,8 +486,8 @@ def in_memory(made: Made, fs: Any, catalog: Path, **options: Any) -> ShardedData
     for path in made.folder.rglob("*"):
         if path.is_file():
             fs.pipe_file(f"/data/{path.relative_to(made.folder)}", path.read_bytes())
-    pattern = Path(made.kwargs["source"]).name
-    return made.open(source=f"memory://data/{pattern}", catalog=str(catalog), **options)
+    source = "memory://data" + str(made.kwargs["source"]).removeprefix(str(made.folder))
+    return made.open(source=source, catalog=str(catalog), **options)
 
 
 def test_local_files_alone_are_not_read_ahead_of_the_first_batch(tmp_path: Path, memory: Any) -> None:
