@@ -16,11 +16,13 @@ import cloudpickle
 
 from dataflow.conversion.errors import ConversionError
 from dataflow.conversion.plan import Plan
+from dataflow.conversion.rows import StoredRows
 from dataflow.conversion.source import ConvertSource
 from dataflow.conversion.work import NewSamples, Recipe, write_packed, write_shard
 from dataflow.engines import engine, process_pool, run_all
 from dataflow.progress.bar import ProgressBar
 from sharding.errors import DataflowError
+from sharding.urls import protocol_of
 
 _SAME_ITEMS = "it must give the same items each time; overwrite=True begins anew"
 
@@ -67,6 +69,9 @@ def write_all(
     missing = [number for number in range(len(recipe.bounds) - 1) if number not in receipts]
     if not missing:
         return
+    urls = [recipe.folder.url, *(recipe.rows.catalog.urls[:1] if isinstance(recipe.rows, StoredRows) else ())]
+    if any(protocol_of(url) == "memory" for url in urls):
+        workers = 1  # no other process sees it
     workers = workers or len(os.sched_getaffinity(0))
     try:
         if executor is None and (workers == 1 or len(missing) == 1):

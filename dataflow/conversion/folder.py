@@ -17,7 +17,8 @@ from typing import Any
 
 from dataflow.conversion.errors import ConversionError
 from dataflow.live.reading import boot_id, start_ticks
-from sharding.catalog.storage import store_errors
+from sharding.catalog.storage import failure_text, store_errors
+from sharding.errors import DataflowError
 from sharding.redaction import identity_of
 from sharding.urls import is_local, local_path, url_to_fs
 from sharding.write.file import PARTIAL, NewFile
@@ -30,6 +31,20 @@ _RECEIPTS = f"{KEPT}/shards"
 _BESIDE = (".idx", ".json")
 """Endings of what lies beside shards of tokens."""
 _THREADS = 16
+
+
+@contextmanager
+def write_errors(url: str) -> Iterator[None]:
+    """Turn what a store raises when a file is written into `ConversionError`, but for `DataflowError`s."""
+    try:
+        yield
+    except DataflowError:
+        raise
+    except NotImplementedError as error:
+        raise ConversionError(f"{identity_of(url)}: files of this protocol cannot be written") from error
+    except Exception as error:
+        reason = failure_text(error).replace("cannot be read", "cannot be written")
+        raise ConversionError(f"{identity_of(url)}: {reason}") from error
 
 
 class OutputFolder:
@@ -59,12 +74,13 @@ class OutputFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file, which replaces what is there at once."""
-        file = NewFile(self.of(name), storage_options=self.options, overwrite=True)
-        try:
-            file.write(data)
-            file.commit()
-        finally:
-            file.discard()
+        with write_errors(self.of(name)):
+            file = NewFile(self.of(name), storage_options=self.options, overwrite=True)
+            try:
+                file.write(data)
+                file.commit()
+            finally:
+                file.discard()
 
     def sizes(self, name: str = "") -> dict[str, int]:
         """Return the files of it, or of a folder in it, and their bytes."""
@@ -147,13 +163,14 @@ class OutputFolder:
             try:
                 yield
             finally:
-                if self._owner().get("mark") == mark:
-                    self.remove(_OWNER)
+                with suppress(DataflowError):  # what ended the conversion is told, not that this failed, too
+                    if self._owner().get("mark") == mark:
+                        self.remove(_OWNER)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         path = os.path.join(self.url, _OWNER)
-        with store_errors(self.url):
+        with write_errors(self.url):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataflow.conversion.folder import OutputFolder
+from dataflow.conversion.folder import OutputFolder, write_errors
 from dataflow.conversion.rows import KEY, Rows, Sample, StoredRows
 from dataflow.conversion.target import SUFFIXES, TOKENS, Target
 from prefetch.store.reader import StoreReader
@@ -119,7 +119,7 @@ def write_shard(recipe: Recipe, number: int, given: NewSamples | None = None) ->
     url = folder.of(name)
     writer = recipe.target.writer(url, folder.options)
     try:
-        with writer:
+        with write_errors(url), writer:
             if given is not None:
                 num_read = len(given.samples)
                 _write_samples(writer, given_rows(recipe, given), of_iterable)

@@ -36,6 +36,7 @@ from conversion_kit import (
     that_fails,
     with_other_columns,
 )
+from servers_kit import SERVERS
 
 from dataflow import (
     ConversionError,
@@ -47,7 +48,7 @@ from dataflow import (
     ShardWriter,
     convert,
 )
-from dataflow.conversion.folder import _this_process
+from dataflow.conversion.folder import _this_process, write_errors
 from dataflow.conversion.plan import bounds_by_bytes
 from dataflow.tools.cli import main
 from sharding.write.file import NewFile
@@ -319,6 +320,55 @@ def test_two_conversions_into_one_folder_at_a_time_are_refused(source: str, tmp_
         with pytest.raises(ConversionError, match="process 4711 on elsewhere: wait for it"):
             convert(source, tmp_path / "a", to="mds", workers=1)
     assert convert(source, tmp_path / "a", to="mds", workers=1).samples == NUM_SAMPLES
+
+
+def test_what_lies_in_memory_is_converted_by_this_process_alone(source: str, tmp_path: Path) -> None:
+    folder = f"memory:/{tmp_path}"
+    for path in Path(source).parent.iterdir():
+        fsspec.filesystem("memory").pipe_file(f"{tmp_path}/{path.name}", path.read_bytes())
+    made = convert(f"{folder}/*.tar", f"{folder}/out", to="mds", shard_samples=9, workers=2, verify=True)
+    assert (made.shards, made.verified) == (5, NUM_SAMPLES)
+
+
+def test_a_place_that_cannot_be_written_to_is_said_to_be_such(source: str) -> None:
+    with pytest.raises(ConversionError, match="no such file"):
+        convert(source, "/proc/x", to="tar", workers=1)
+    with (
+        pytest.raises(ConversionError, match="http://h/x: files of this protocol"),
+        write_errors("http://h/x"),
+    ):
+        raise NotImplementedError
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+@pytest.mark.filterwarnings("ignore")  # aiobotocore leaves sessions to be closed by garbage collection
+def test_a_conversion_to_s3_that_is_killed_goes_on_and_shows_no_half_of_a_shard(
+    source: str, tmp_path: Path
+) -> None:
+    with SERVERS["radosgw"](tmp_path) as store:
+        fs, _ = fsspec.core.url_to_fs(store.url, **store.options)
+        dest, options = f"{store.url}/out", {"to": "mds", "map": renamed, "shard_samples": 2}
+        process = get_context("spawn").Process(
+            target=convert,
+            args=(source, dest),
+            kwargs={**options, "storage_options": store.options, "workers": 2},
+        )
+        process.start()
+        while (
+            len(finished := [name for name in fs.find("bucket/out", refresh=True) if name.endswith(".mds")])
+            < 3
+        ):
+            assert process.is_alive()
+        process.kill()
+        process.join()
+        made = convert(source, dest, **options, storage_options=store.options, workers=2, verify=True)
+        assert len(finished) <= made.skipped + 2 < made.shards + 2
+        assert made.verified == NUM_SAMPLES
+        convert(source, tmp_path / "here", **options, workers=1)
+        wanted = {path.name: path.read_bytes() for path in (tmp_path / "here").glob("*.mds")}
+        found = {name.rpartition("/")[2]: fs.cat_file(name) for name in fs.find("bucket/out", refresh=True)}
+        assert {name: found.get(name) for name in wanted} == wanted
 
 
 def test_in_a_store_the_folder_of_a_dead_owner_is_taken_over(source: str) -> None:
