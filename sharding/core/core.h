@@ -119,7 +119,9 @@ enum core_damage {
     CORE_CUT = -1,      /* it ends behind its message, or that behind the data */
     CORE_LONG = -2,     /* a number takes too many bytes */
     CORE_NUMBER_0 = -3, /* a field has number 0 */
-    CORE_WIRE_TYPE = -4 /* a field has a wire type that there is not; groups are none */
+    CORE_WIRE_TYPE = -4, /* a field has a wire type that there is not; groups are none */
+    CORE_NO_EXAMPLE = -5,
+    CORE_TOO_MANY_NAMES = -6
 };
 
 /* The fields of n messages, from data[starts[i]] to before data[ends[i]], in the order of messages and in each as they
@@ -127,6 +129,33 @@ enum core_damage {
    Gives how many there are, of which `most` are written, or a `core_damage`. */
 CORE_API int64_t core_fields(const uint8_t *data, int64_t nbytes, const int64_t *starts, const int64_t *ends, int64_t n,
                              int64_t *out, int64_t most);
+
+/* Rows of three numbers, of which `most` are written, column after column: out[3][most]. */
+typedef struct {
+    int64_t *out, most, found;
+} core_rows;
+
+typedef struct {
+    const uint8_t *bytes;
+    int64_t nbytes, wanted;
+} core_name;
+
+/* Records that are Examples or SequenceExamples, and what is found in them. */
+typedef struct {
+    const uint8_t *data;
+    int64_t nbytes;
+    const int64_t *starts, *ends; /* [num_records] */
+    int64_t num_records;
+    core_name *names; /* [most_names], of which num_names are known; others are added, whose bytes are those of `data` */
+    int64_t num_names, most_names, wants_new;
+    core_rows features; /* record, name, whether it is a feature list; only those of names that are wanted */
+    core_rows steps;    /* the feature that each message of lists is of, 0, 0 */
+    core_rows lists;    /* its step, kind (1 byte strings, 2 floats, 3 integers), 0 */
+    core_rows values;   /* the list, where the value or values begin, and end */
+} core_examples;
+
+/* Find the features of records, in the order of these. 0, or a `core_damage`. */
+CORE_API int64_t core_parse(core_examples *examples);
 
 /* The varints of n spans that hold nothing else, one after the other: counts[i] of span i, and `most` in all at most.
    Gives how many, or a `core_damage`. Null `out`: spans are believed to be whole numbers, which are only counted. */

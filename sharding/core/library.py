@@ -27,6 +27,7 @@ _FUNCTIONS = {
     "core_token_draws": "pppppipi:i",
     "core_fields": "pippipi:i",
     "core_numbers": "pippippi:i",
+    "core_parse": "p:i",
     "core_queue_bytes": ":i",
     "core_open": "pii:i",
     "core_submit": "pp:",

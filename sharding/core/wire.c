@@ -1,4 +1,4 @@
-/* Fields and packed numbers of protobuf messages; see core.h and `sharding.formats.records.wire`. */
+/* Protobuf messages: fields, features of Examples, packed numbers; see core.h and `sharding.formats.records.wire`. */
 #include "core.h"
 #include "variants.h"
 #include <string.h>
@@ -19,39 +19,142 @@ static inline int64_t number_at(const uint8_t *data, int64_t *at, int64_t end, i
     return CORE_LONG;
 }
 
+typedef struct {
+    int64_t number, wire, start, end; /* of the value; of a varint it begins with the first byte */
+} field;
+
+/* The field behind `found`, in a message that ends at `end`. */
+static inline int64_t next_field(const uint8_t *data, int64_t end, field *found) {
+    uint64_t tag, size;
+    int64_t at = found->end, failed = number_at(data, &at, end, HEAD_BYTES, &tag);
+    if (failed) return failed;
+    found->start = at;
+    found->number = (int64_t)(tag >> 3);
+    found->wire = (int64_t)(tag & 7);
+    switch (found->wire) {
+    case VARINT: failed = number_at(data, &at, end, NUMBER_BYTES, &size); break;
+    case FIXED64: at += 8; break;
+    case FIXED32: at += 4; break;
+    case SPAN:
+        failed = number_at(data, &at, end, HEAD_BYTES, &size);
+        found->start = at;
+        at += (int64_t)size;
+        break;
+    default: return CORE_WIRE_TYPE;
+    }
+    found->end = at;
+    return failed ? failed : at > end ? CORE_CUT : found->number ? 0 : CORE_NUMBER_0;
+}
+
+static inline void put(core_rows *rows, int64_t first, int64_t second, int64_t third) {
+    if (rows->found < rows->most) {
+        rows->out[rows->found] = first;
+        rows->out[rows->most + rows->found] = second;
+        rows->out[2 * rows->most + rows->found] = third;
+    }
+    rows->found++;
+}
+
 int64_t core_fields(const uint8_t *data, int64_t nbytes, const int64_t *starts, const int64_t *ends, int64_t n,
                     int64_t *out, int64_t most) {
-    int64_t found = 0;
+    int64_t found = 0, failed;
     for (int64_t message = 0; message < n; message++) {
-        int64_t at = starts[message], end = ends[message];
-        if (at < end && (at < 0 || end > nbytes)) return CORE_CUT;
-        while (at < end) {
-            uint64_t tag, size;
-            int64_t failed = number_at(data, &at, end, HEAD_BYTES, &tag), wire = (int64_t)(tag & 7), start = at;
-            if (failed) return failed;
-            switch (wire) {
-            case VARINT: failed = number_at(data, &at, end, NUMBER_BYTES, &size); break;
-            case FIXED64: at += 8; break;
-            case FIXED32: at += 4; break;
-            case SPAN:
-                failed = number_at(data, &at, end, HEAD_BYTES, &size);
-                start = at;
-                at += (int64_t)size;
-                break;
-            default: return CORE_WIRE_TYPE;
-            }
-            if (failed) return failed;
-            if (at > end) return CORE_CUT;
-            if (!(tag >> 3)) return CORE_NUMBER_0;
-            if (found < most) {
-                const int64_t field[] = {message, (int64_t)(tag >> 3), wire, start, at};
-                for (int column = 0; column < 5; column++) out[column * most + found] = field[column];
-            }
-            found++;
+        field one = {.end = starts[message]};
+        if (one.end < ends[message] && (one.end < 0 || ends[message] > nbytes)) return CORE_CUT;
+        for (; one.end < ends[message]; found++) {
+            if ((failed = next_field(data, ends[message], &one))) return failed;
+            if (found >= most) continue;
+            const int64_t row[] = {message, one.number, one.wire, one.start, one.end};
+            for (int column = 0; column < 5; column++) out[column * most + found] = row[column];
         }
     }
     return found;
 }
+
+/* ---- tf.train.Example and SequenceExample --------------------------------------------------------------------- */
+
+#define GUESSES 2048
+
+/* Lists of values that one message says: their kinds are the numbers of its fields. */
+static int64_t put_lists(core_examples *e, int64_t start, int64_t end, int64_t step) {
+    int64_t failed;
+    for (field list = {.end = start}; list.end < end;) {
+        if ((failed = next_field(e->data, end, &list))) return failed;
+        if (list.number > 3 || list.wire != SPAN) return CORE_NO_EXAMPLE;
+        put(&e->lists, step, list.number, 0);
+        int64_t alone = list.number == 1 ? SPAN : list.number == 2 ? FIXED32 : VARINT;
+        for (field value = {.end = list.start}; value.end < list.end;) {
+            if ((failed = next_field(e->data, list.end, &value))) return failed;
+            if (value.number != 1 || (value.wire != SPAN && value.wire != alone)) return CORE_NO_EXAMPLE;
+            put(&e->values, e->lists.found - 1, value.start, value.end);
+        }
+    }
+    return 0;
+}
+
+static int is_name(const core_examples *e, int64_t number, const uint8_t *key, int64_t size) {
+    const core_name *name = e->names + number;
+    return name->nbytes == size && !memcmp(name->bytes, key, (size_t)size);
+}
+
+/* The number of a name, which is added if it is new; `most_names`, where there are too many. */
+static int64_t named(core_examples *e, int64_t guess, const uint8_t *key, int64_t size) {
+    if (guess < e->num_names && is_name(e, guess, key, size)) return guess;
+    for (int64_t number = 0; number < e->num_names; number++)
+        if (is_name(e, number, key, size)) return number;
+    if (e->num_names < e->most_names) e->names[e->num_names++] = (core_name){key, size, e->wants_new};
+    else return e->most_names;
+    return e->num_names - 1;
+}
+
+int64_t core_parse(core_examples *e) {
+    int16_t guesses[GUESSES] = {0}; /* records mostly have their features in the order of the record before */
+    int64_t failed, has_too_many = 0;
+    for (int64_t record = 0; record < e->num_records; record++) {
+        int64_t end = e->ends[record], nth = 0;
+        field top = {.end = e->starts[record]};
+        if (top.end < end && (top.end < 0 || end > e->nbytes)) return CORE_CUT;
+        while (top.end < end) {
+            if ((failed = next_field(e->data, end, &top))) return failed;
+            if (top.number > 2 || top.wire != SPAN) return CORE_NO_EXAMPLE;
+            for (field entry = {.end = top.start}; entry.end < top.end; nth++) {
+                if ((failed = next_field(e->data, top.end, &entry))) return failed;
+                if (entry.number != 1 || entry.wire != SPAN) return CORE_NO_EXAMPLE;
+                field parts[3] = {{0}}; /* key and value; what is given last counts */
+                for (field part = {.end = entry.start}; part.end < entry.end;) {
+                    if ((failed = next_field(e->data, entry.end, &part))) return failed;
+                    if (part.number > 2 || part.wire != SPAN) return CORE_NO_EXAMPLE;
+                    parts[part.number] = part;
+                }
+                const field *key = parts + 1, *value = parts + 2;
+                int64_t guess = nth < GUESSES ? guesses[nth] : 0;
+                int64_t name = named(e, guess, e->data + key->start, key->end - key->start);
+                if (name == e->most_names) {
+                    has_too_many = 1; /* said only where all is an Example */
+                    continue;
+                }
+                if (nth < GUESSES) guesses[nth] = (int16_t)name;
+                if (!e->names[name].wanted) continue;
+                put(&e->features, record, name, top.number == 2);
+                int64_t feature = e->features.found - 1;
+                if (top.number == 1) {
+                    put(&e->steps, feature, 0, 0);
+                    if ((failed = put_lists(e, value->start, value->end, e->steps.found - 1))) return failed;
+                    continue;
+                }
+                for (field step = {.end = value->start}; step.end < value->end;) {
+                    if ((failed = next_field(e->data, value->end, &step))) return failed;
+                    if (step.number != 1 || step.wire != SPAN) return CORE_NO_EXAMPLE;
+                    put(&e->steps, feature, 0, 0);
+                    if ((failed = put_lists(e, step.start, step.end, e->steps.found - 1))) return failed;
+                }
+            }
+        }
+    }
+    return has_too_many ? CORE_TOO_MANY_NAMES : 0;
+}
+
+/* ---- packed numbers --------------------------------------------------------------------------------------------- */
 
 VARIANTS static int64_t num_below_128(const uint8_t *data, int64_t nbytes) {
     int64_t count = 0;
@@ -78,31 +181,35 @@ static inline uint64_t last_among(const uint8_t *data) {
 
 /* The numbers of a span: how many there are. Which bytes are last is found for 64 at a time, so that no step waits for
    the length of the number before. */
-static int64_t numbers_in(const uint8_t *data, int64_t nbytes, int64_t start, int64_t end, int64_t *out, int64_t most) {
+VARIANTS static int64_t numbers_in(const uint8_t *data, int64_t nbytes, int64_t start, int64_t end,
+                                   int64_t *restrict out, int64_t most) {
     int64_t found = 0, first = start;
     for (int64_t at = start; at < end; at += 64) {
         int64_t here = end - at < 64 ? end - at : 64;
-        uint64_t last = 0;
+        uint64_t last = 0, all = ~(uint64_t)0 >> (64 - here);
         if (at + 64 <= nbytes)
-            last = last_among(data + at) & (~(uint64_t)0 >> (64 - here));
+            last = last_among(data + at) & all;
         else
             for (int64_t i = 0; i < here; i++) last |= (uint64_t)(data[at + i] < 0x80) << i;
-        for (; last; last &= last - 1) {
-            int64_t past = at + __builtin_ctzll(last) + 1, size = past - first;
-            uint64_t number = 0;
-            if (size > NUMBER_BYTES) return CORE_LONG;
-            if (size <= 8 && first + 8 <= nbytes) {
-                number = word_at(data + first) & (0x7F7F7F7F7F7F7F7Fu >> (64 - 8 * size));
-                /* the gaps between seven bits are closed, then those between pairs and fours of them */
-                number = (number & 0x007F007F007F007Fu) | (number & 0x7F007F007F007F00u) >> 1;
-                number = (number & 0x00003FFF00003FFFu) | (number & 0x3FFF00003FFF0000u) >> 2;
-                number = (number & 0x000000000FFFFFFFu) | (number & 0x0FFFFFFF00000000u) >> 4;
-            } else {
-                for (int64_t i = 0; i < size; i++) number |= (uint64_t)(data[first + i] & 0x7F) << 7 * i;
+        if (__builtin_popcountll(last) > most - found) return CORE_CUT; /* the bytes are others than were counted */
+        uint64_t goes_on = ~last & all;
+        if (last && at + __builtin_ctzll(last) - first < 4 && at + 72 <= nbytes &&
+            !(goes_on & goes_on >> 1 & goes_on >> 2 & goes_on >> 3)) { /* none takes more than four bytes */
+            for (; last; last &= last - 1) {
+                int64_t past = at + __builtin_ctzll(last) + 1;
+                uint32_t number = (uint32_t)word_at(data + first) & (0x7F7F7F7Fu >> (32 - 8 * (past - first)));
+                number = (number & 0x007F007Fu) | (number & 0x7F007F00u) >> 1; /* the gaps are closed */
+                out[found++] = (number & 0x00003FFFu) | (number & 0x3FFF0000u) >> 2;
+                first = past;
             }
-            if (found == most) return CORE_CUT; /* the bytes are others than when they were counted */
+            continue;
+        }
+        for (; last; last &= last - 1) {
+            int64_t past = at + __builtin_ctzll(last) + 1;
+            uint64_t number = 0;
+            if (past - first > NUMBER_BYTES) return CORE_LONG;
+            for (int shift = 0; first < past; shift += 7) number |= (uint64_t)(data[first++] & 0x7F) << shift;
             out[found++] = (int64_t)number;
-            first = past;
         }
     }
     return first < end ? CORE_CUT : found;

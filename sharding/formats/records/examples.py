@@ -21,16 +21,18 @@ from numpy.typing import NDArray
 
 from sharding.blocks import MISSING, Column, ColumnSpec, Masked, Spans
 from sharding.byte_lists import joined_lists
-from sharding.formats.records.wire import FIXED32, SPAN, VARINT, WireError, fields, numbers_in
-from sharding.spans import Bytes, Ints, gathered, rows_at
+from sharding.core.library import address_of
+from sharding.formats.records.wire import WireError, library, numbers_in, unharmed
+from sharding.spans import Bytes, Ints, gathered
 
 BYTES, FLOATS, INTS = 1, 2, 3
 _KIND_NAMES = {BYTES: "bytes", FLOATS: "floats", INTS: "integers"}
 _DTYPES = {FLOATS: "float32", INTS: "int64"}
-_ALONE = np.array([SPAN, SPAN, FIXED32, VARINT])
-"""By kind, the wire type of a value that stands by itself."""
 MOST_FEATURES = 2_000
-"""The names of features in a shard, at most; each takes numpy's attention once a block."""
+"""The names of features in a shard, at most; each takes numpy some microseconds of every block."""
+_TOO_MANY_NAMES = -6
+_MOST_GUESSED = 1 << 16
+"""Features for which room is made before they are counted."""
 
 
 class TooManyNamesError(ValueError):
@@ -74,6 +76,8 @@ class Entries(NamedTuple):
     """[v] the list that each span of values is of."""
     start: Ints
     end: Ints
+    one_each: bool
+    """True if each is no feature list and has one list, which has one span."""
 
 
 def parse(
@@ -92,32 +96,44 @@ def parse(
         WireError: a record is neither an Example nor a SequenceExample.
         TooManyNamesError: there are more than `MOST_FEATURES` names.
     """
-    top = fields(data, starts, ends)
-    _hold((top.number <= 2) & (top.wire == SPAN))
-    maps = fields(data, top.start, top.end)
-    _hold((maps.number == 1) & (maps.wire == SPAN))
-    pairs = fields(data, maps.start, maps.end)
-    _hold((pairs.number <= 2) & (pairs.wire == SPAN))
-    spans = np.zeros((2, len(maps.start), 2), np.int64)  # of keys and of values; the last given counts
-    spans[pairs.number - 1, pairs.message] = np.stack([pairs.start, pairs.end], axis=1)
-    known, name = _named(data, spans[0], list(names))
-    record, is_series = top.message[maps.message], top.number[maps.message] == 2
-    if wanted is not None:
-        rows = np.isin(name, [number for number, one in enumerate(known) if one in wanted])
-        record, name, is_series, spans = record[rows], name[rows], is_series[rows], spans[:, rows]
-    series, single = np.flatnonzero(is_series), np.flatnonzero(~is_series)
-    steps = fields(data, *spans[1, series].T)
-    _hold((steps.number == 1) & (steps.wire == SPAN))
-    bodies = np.concatenate([spans[1, single], np.stack([steps.start, steps.end], axis=1)])
-    lists = fields(data, *bodies.T)
-    _hold((lists.number <= 3) & (lists.wire == SPAN))
-    values = fields(data, lists.start, lists.end)
-    kind_of_value = lists.number[values.message]
-    # Byte strings, and packed numbers, are spans; numbers may also stand by themselves.
-    _hold((values.number == 1) & ((values.wire == SPAN) | (values.wire == _ALONE[kind_of_value])))
-    step_of = np.concatenate([single, series[steps.message]])
-    of_values = (values.message, values.start, values.end)
-    return Entries(known, record, name, is_series, step_of, lists.message, lists.number, *of_values)
+    starts, ends = np.ascontiguousarray(starts), np.ascontiguousarray(ends)
+    known = list(dict.fromkeys([*names, *(wanted or ())]))
+    keys = [name.encode() for name in known]
+    key_bytes = np.frombuffer(b"".join(keys) + b"\0", np.uint8)
+    key_sizes = np.array([*map(len, keys)], np.int64)
+    table = np.empty((MOST_FEATURES, 3), np.int64)
+    table[: len(keys), 0] = address_of(key_bytes) + np.cumsum(key_sizes) - key_sizes
+    table[: len(keys), 1] = key_sizes
+    table[: len(keys), 2] = [wanted is None or name in wanted for name in known]
+    spans = [address_of(data), len(data), address_of(starts), address_of(ends), len(starts)]
+    each = len(keys) if wanted is None else len(wanted)
+    most = np.full(4, 1 + min(_MOST_GUESSED, len(starts) * each))
+    while True:
+        rows = [np.empty((3, int(one)), np.int64) for one in most]
+        out = np.array([[address_of(one), one.shape[1], 0] for one in rows])
+        more = [address_of(table), len(keys), MOST_FEATURES, wanted is None]
+        told = np.array([*spans, *more, *out.flat], np.int64)  # `core_examples`
+        if (status := library().core_parse(address_of(told))) == _TOO_MANY_NAMES:
+            raise TooManyNamesError(f"there are more than {MOST_FEATURES} names of features")
+        unharmed(status)
+        found = told[len(spans) + len(more) :].reshape(4, 3)[:, 2]
+        if (found <= most).all():
+            break
+        most = found  # there are more rows than were guessed
+    for address, size, _ in table[len(keys) : told[len(spans) + 1]].tolist():
+        start = address - address_of(data)
+        try:
+            known.append(data[start : start + size].tobytes().decode())
+        except UnicodeDecodeError as error:
+            raise WireError("a feature's name is not UTF-8") from error
+    (record, name, is_series), (step_of, *_), (list_of, kind, _), (value_of, start, end) = (
+        one[:, :count] for one, count in zip(rows, found.tolist(), strict=True)
+    )
+    nth = np.arange(len(name))
+    one_each = not is_series.any() and all(np.array_equal(one, nth) for one in (step_of, list_of, value_of))
+    return Entries(
+        known, record, name, is_series == 1, step_of, list_of, kind, value_of, start, end, one_each
+    )
 
 
 def values_of(data: Bytes, entries: Entries, name: str) -> Values:
@@ -129,23 +145,19 @@ def values_of(data: Bytes, entries: Entries, name: str) -> Values:
     rows = np.flatnonzero(entries.name == entries.names.index(name)) if name in entries.names else _NONE
     record = entries.record[rows]
     rows = rows[np.append(record[1:] != record[:-1], np.ones(len(rows[:1]), bool))]
+    if entries.one_each:
+        kind = _only_kind(name, entries.kind[rows])
+        numbers, spans, sizes = _values(data, kind, entries.start[rows], entries.end[rows])
+        return Values(kind, entries.record[rows], sizes, None, numbers, spans)
     slot = np.full(len(entries.name), -1)
     slot[rows] = np.arange(len(rows))
     of_steps = slot[entries.step_of]
     of_lists = of_steps[entries.list_of]
     of_values = of_lists[entries.value_of]
     mine = np.flatnonzero(of_values >= 0)
-    kinds = np.unique(entries.kind[of_lists >= 0])
     is_series = np.unique(entries.is_series[rows])
-    if len(kinds) > 1 or len(is_series) > 1:
-        raise _ContradictionError(_contradiction(name, kinds.tolist(), len(is_series) > 1))
-    kind, start, end = int(kinds[0]) if len(kinds) else 0, entries.start[mine], entries.end[mine]
-    if kind in _DTYPES:
-        numbers, sizes = _numbers(data, kind, start, end)
-        spans = np.zeros((0, 2), np.int64)
-    else:
-        numbers, sizes = np.zeros(0, np.int64), np.ones(len(mine), np.int64)
-        spans = np.stack([start, end - start], axis=1)
+    kind = _only_kind(name, entries.kind[of_lists >= 0], has_both=len(is_series) > 1)
+    numbers, spans, sizes = _values(data, kind, entries.start[mine], entries.end[mine])
     counts = np.bincount(of_values[mine], sizes, len(rows)).astype(np.int64)
     steps = None
     if is_series.any():
@@ -305,11 +317,6 @@ def _contradiction(name: str, kinds: Collection[int], has_both: bool) -> str:
     return f"feature {name!r} holds {one} in some records and {other} in others"
 
 
-def _hold(rule: NDArray[np.bool_]) -> None:
-    if not rule.all():
-        raise WireError("a record is no tf.train.Example")
-
-
 def _widened(before: tuple[int, int] | None, numbers: Ints | None) -> tuple[int, int] | None:
     """Least and greatest of all numbers so far."""
     if numbers is None or not len(numbers):
@@ -318,36 +325,25 @@ def _widened(before: tuple[int, int] | None, numbers: Ints | None) -> tuple[int,
     return min(low, int(numbers.min())), max(high, int(numbers.max()))
 
 
-def _named(data: Bytes, keys: Ints, names: list[str]) -> tuple[list[str], Ints]:
-    """Names, those that were not known added, and the number of the name in each span of `keys`, [f, 2]."""
-    number, sizes = np.full(len(keys), -1, np.int64), keys[:, 1] - keys[:, 0]
-    tried, rows = 0, np.arange(len(keys))
-    while len(rows):
-        if tried == len(names):
-            start, end = keys[rows[0]].tolist()
-            try:
-                names.append(data[start:end].tobytes().decode())
-            except UnicodeDecodeError as error:
-                raise WireError("a feature's name is not UTF-8") from error
-            if len(names) > MOST_FEATURES:
-                raise TooManyNamesError(f"there are more than {MOST_FEATURES} names of features")
-        key = np.frombuffer(names[tried].encode(), np.uint8)
-        alike = rows[sizes[rows] == len(key)]
-        if len(key) and len(alike):
-            alike = alike[(rows_at(data, keys[alike, 0], len(key)) == key).all(axis=1)]
-        number[alike] = tried
-        rows, tried = rows[number[rows] < 0], tried + 1
-    return names, number
+def _only_kind(name: str, kinds: Ints, has_both: bool = False) -> int:
+    """The kind of all lists of a feature; 0: it has none."""
+    if has_both or (kinds != kinds[:1]).any():
+        raise _ContradictionError(_contradiction(name, np.unique(kinds).tolist(), has_both))
+    return int(kinds[0]) if len(kinds) else 0
 
 
-def _numbers(data: Bytes, kind: int, start: Ints, end: Ints) -> tuple[NDArray[np.generic], Ints]:
-    """The numbers in spans, and how many are in each."""
+def _values(data: Bytes, kind: int, start: Ints, end: Ints) -> tuple[NDArray[np.generic], Ints, Ints]:
+    """The numbers in spans, or the spans of byte strings; and how many values are in each."""
+    no_spans, sizes = np.zeros((0, 2), np.int64), end - start
     if kind == INTS:
-        return numbers_in(data, start, end)
-    sizes = end - start
-    if (sizes % 4).any():
-        raise WireError("floats do not fill their list")
-    return gathered(data, start, sizes).view("<f4").astype(np.float32, copy=False), sizes // 4
+        numbers, counts = numbers_in(data, start, end)
+        return numbers, no_spans, counts
+    if kind == FLOATS:
+        if (sizes % 4).any():
+            raise WireError("floats do not fill their list")
+        floats = gathered(data, start, sizes).view("<f4").astype(np.float32, copy=False)
+        return floats, no_spans, sizes // 4
+    return _NONE, np.stack([start, sizes], axis=1), np.ones(len(start), np.int64)
 
 
 def _same_counts(name: str, counts: Ints, wanted: int) -> None:

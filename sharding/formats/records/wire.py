@@ -22,6 +22,7 @@ _DAMAGE = {
     -2: "a number takes too many bytes",
     -3: "a field has number 0",
     -4: "a field has a wire type that there is not",
+    -5: "a record is no tf.train.Example",
 }
 """`core_damage` of `core.h`."""
 
@@ -63,7 +64,7 @@ def fields(data: Bytes, starts: Ints, ends: Ints) -> Fields:
     while most < found:  # as many as there are, where there are more than the guess
         most = found
         table = np.empty((5, most), np.int64)
-        found = _unharmed(_library().core_fields(*spans, address_of(table), most))
+        found = unharmed(library().core_fields(*spans, address_of(table), most))
     return Fields(*table[:, :found])
 
 
@@ -91,9 +92,9 @@ def numbers_in(data: Bytes, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
         len(starts),
         address_of(counts),
     )
-    total = _unharmed(_library().core_numbers(*spans, None, 0))
+    total = unharmed(library().core_numbers(*spans, None, 0))
     numbers = np.empty(total, np.int64)
-    _unharmed(_library().core_numbers(*spans, address_of(numbers), total))
+    unharmed(library().core_numbers(*spans, address_of(numbers), total))
     return numbers, counts
 
 
@@ -113,11 +114,13 @@ def varints_at(data: Bytes, at: Ints, most_bytes: int) -> tuple[Ints, Ints]:
 
 
 @cache
-def _library() -> Any:
+def library() -> Any:
+    """The compiled library, whose calls let go of the interpreter."""
     return loaded(ctypes.CDLL, LIBRARY)
 
 
-def _unharmed(found: int) -> int:
+def unharmed(found: int) -> int:
+    """Return what a function of the library found; raises `WireError` where that is damage."""
     if found < 0:
         raise WireError(_DAMAGE[found])
     return found

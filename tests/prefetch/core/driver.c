@@ -624,6 +624,25 @@ static void try_read(void) {
 
 /* ---- protobuf ----------------------------------------------------------------------------------------------- */
 
+/* The same bytes as Examples, which some are: rows are written up to where there is room, and never beyond. */
+static void try_examples(const uint8_t *data, int64_t nbytes, const int64_t *starts, const int64_t *ends, int64_t n) {
+    core_name *names = malloc(3 * sizeof *names);
+    core_examples e = {data, nbytes, starts, ends, n, names, 0, 3, below(2), {0}, {0}, {0}, {0}};
+    core_rows *rows[] = {&e.features, &e.steps, &e.lists, &e.values};
+    for (int i = 0; i < 4; i++) {
+        rows[i]->most = below(6);
+        rows[i]->out = malloc((size_t)rows[i]->most * 3 * sizeof(int64_t) + 1);
+    }
+    int64_t status = core_parse(&e);
+    CHECK(status <= 0 && status >= CORE_TOO_MANY_NAMES && e.num_names <= 3, "examples");
+    for (int64_t i = 0; i < e.values.found && i < e.values.most; i++) {
+        const int64_t *out = e.values.out + i;
+        CHECK(out[e.values.most] >= 0 && out[2 * e.values.most] <= nbytes, "value");
+    }
+    for (int i = 0; i < 4; i++) free(rows[i]->out);
+    free(names);
+}
+
 /* Messages, some of them damaged, as fields and as packed numbers, in memory that ends where they do: whatever they are, nothing beyond
    is touched, and what is written is what the answer says. */
 static void try_wire(void) {
@@ -632,7 +651,13 @@ static void try_wire(void) {
     for (int64_t i = 0; i < n; ends[i++] = nbytes) {
         starts[i] = nbytes;
         for (int64_t fields = below(10); fields > 0; fields--) { /* of one byte, or spans of some */
-            int64_t size = below(30), is_span = below(2);
+            int64_t size = below(30), is_span = below(2), depth = one_in(3) ? 3 + below(3) : 0;
+            for (int64_t d = depth; d > 0; d--) { /* an Example as far as that, with a list of one value inside */
+                bytes[nbytes++] = d == 3 && one_in(2) ? 2 << 3 | 2 : 1 << 3 | 2;
+                bytes[nbytes++] = (uint8_t)(2 * d);
+            }
+            if (depth) bytes[nbytes++] = 1 << 3, bytes[nbytes++] = 5;
+            if (depth) continue;
             bytes[nbytes++] = (uint8_t)((1 + below(15)) << 3 | (is_span ? 2 : 0));
             bytes[nbytes++] = (uint8_t)size;
             for (; is_span && size > 0; size--) bytes[nbytes++] = (uint8_t)(size > 1 ? next_random() : 1);
@@ -650,6 +675,7 @@ static void try_wire(void) {
         num_fields++;
     }
     free(out);
+    try_examples(data, nbytes, starts, ends, n);
     most = core_numbers(data, nbytes, starts, ends, n, counts, 0, 0);
     out = malloc((size_t)(most > 0 ? most : 1) * sizeof *out);
     int64_t found = core_numbers(data, nbytes, starts, ends, n, counts, out, most), sum = 0;

@@ -32,7 +32,7 @@ from hypothesis import given, strategies as st
 from dataflow import DataLoader, Optional, ShardedDataset
 from sharding.blocks import ColumnSpec
 from sharding.errors import CorruptShardError
-from sharding.formats.records import wire
+from sharding.formats.records import examples, wire
 from sharding.formats.records.tfrecord import TFRecordFormat
 
 pytest.importorskip("crc32c")
@@ -408,6 +408,98 @@ def test_fields_are_those_of_a_walk_from_byte_to_byte(messages: list[bytes], cut
         return list(zip(*(column.tolist() for column in table), strict=True))
 
     assert outcome(found) == outcome(lambda: plain_fields(data, starts.tolist(), ends.tolist()))
+
+
+def plain_features(data: bytes, starts: list[int], ends: list[int]) -> list[tuple[Any, ...]]:
+    """Record, name, whether it is a feature list, and its steps: lists of a kind and where its values lie."""
+
+    def within(start: int, end: int, most: int) -> list[tuple[int, ...]]:
+        found = plain_fields(data, [start], [end])
+        if any(number > most or kind != wire.SPAN for _, number, kind, _, _ in found):
+            raise wire.WireError
+        return found
+
+    def lists(start: int, end: int) -> list[tuple[int, list[tuple[int, int]]]]:
+        told = []
+        for _, number, _, first, last in within(start, end, 3):
+            values = plain_fields(data, [first], [last])
+            alone = {1: wire.SPAN, 2: wire.FIXED32, 3: wire.VARINT}[number]
+            if any(n != 1 or kind not in (wire.SPAN, alone) for _, n, kind, _, _ in values):
+                raise wire.WireError
+            told.append((number, [value[3:] for value in values]))
+        return told
+
+    features = []
+    for record, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        for _, number, _, first, last in within(start, end, 2):
+            for _, _, _, *entry in within(first, last, 1):
+                parts = {one[1]: one[3:] for one in within(*entry, 2)}
+                key, value = parts.get(1, (0, 0)), parts.get(2, (0, 0))
+                steps = [value] if number == 1 else [one[3:] for one in within(*value, 1)]
+                try:
+                    name = data[slice(*key)].decode()
+                except UnicodeDecodeError as error:
+                    raise wire.WireError from error
+                features.append((record, name, number == 2, [lists(*step) for step in steps]))
+    return features
+
+
+def told_features(entries: examples.Entries) -> list[tuple[Any, ...]]:
+    values = [
+        (of, (start, end))
+        for of, start, end in zip(*map(list, (entries.value_of, entries.start, entries.end)), strict=True)
+    ]
+    lists = [
+        (of, (kind, [value for at, value in values if at == i]))
+        for i, (of, kind) in enumerate(zip(entries.list_of.tolist(), entries.kind.tolist(), strict=True))
+    ]
+    steps = [(of, [one for at, one in lists if at == i]) for i, of in enumerate(entries.step_of.tolist())]
+    features = zip(entries.record.tolist(), entries.name.tolist(), entries.is_series.tolist(), strict=True)
+    return [
+        (record, entries.names[name], is_series, [step for at, step in steps if at == i])
+        for i, (record, name, is_series) in enumerate(features)
+    ]
+
+
+def record_bytes(*more: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    """Examples and SequenceExamples; `more`: what else is among the fields of all messages in them."""
+
+    def fields_of(*own: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+        return st.lists(st.one_of(*own, *more), max_size=3).map(b"".join)
+
+    def spans_of(number: int, body: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+        return body.map(lambda one: span(number, one))
+
+    packed = spans_of(1, st.binary(max_size=4))
+    float_alone = st.binary(min_size=4, max_size=4).map(lambda one: varint(1 << 3 | wire.FIXED32) + one)
+    alone = {1: packed, 2: float_alone, 3: NUMBERS.map(lambda one: varint(1 << 3) + varint(one))}
+    lists = fields_of(*(spans_of(kind, fields_of(packed, alone[kind])) for kind in alone))
+    keys = spans_of(1, st.sampled_from([b"a", b"b", b"bc", b"", "é".encode()]))
+    entries = spans_of(1, fields_of(keys, spans_of(2, lists)))
+    series = spans_of(1, fields_of(keys, spans_of(2, fields_of(spans_of(1, lists)))))
+    return fields_of(spans_of(1, fields_of(entries)), spans_of(2, fields_of(series)))
+
+
+RECORDS = st.lists(record_bytes(), max_size=5) | st.lists(record_bytes(MESSAGES), max_size=3)
+
+
+@given(RECORDS, st.sampled_from([None, ("a",), ("bc", "a"), ()]))
+def test_features_are_those_of_a_walk_from_field_to_field(
+    records: list[bytes], wanted: tuple[str, ...] | None
+) -> None:
+    data, ends = b"".join(records), np.cumsum([len(one) for one in records], dtype=np.int64)
+    starts = ends - [len(one) for one in records]
+
+    def found() -> list[tuple[Any, ...]]:
+        return told_features(examples.parse(np.frombuffer(data, np.uint8), starts, ends, ("a",), wanted))
+
+    def walked() -> list[tuple[Any, ...]]:
+        features = plain_features(data, starts.tolist(), ends.tolist())
+        return [one for one in features if wanted is None or one[1] in wanted]
+
+    expected = outcome(walked)
+    # What is in features that nobody wants is not looked at.
+    assert outcome(found) == expected or (expected == "damaged" and wanted is not None)
 
 
 @given(
