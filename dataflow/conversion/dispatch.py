@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import cloudpickle
 
 from dataflow.conversion.errors import ConversionError
+from dataflow.conversion.folder import index_name
 from dataflow.conversion.plan import Plan
 from dataflow.conversion.rows import StoredRows
 from dataflow.conversion.source import ConvertSource
@@ -24,6 +26,7 @@ from dataflow.progress.bar import ProgressBar
 from sharding.errors import DataflowError
 from sharding.urls import protocol_of
 
+_MOST_BYTES_SENT = 1 << 16
 _SAME_ITEMS = "it must give the same items each time; overwrite=True begins anew"
 
 
@@ -113,6 +116,12 @@ def warm_up(source: Any, to: str, functions: Iterable[Any]) -> None:
 
 
 def _packed(recipe: Recipe) -> bytes:
+    """Return what each task is sent. A large index of the source is read from the destination instead."""
+    if isinstance(recipe.rows, StoredRows):
+        light, index = recipe.rows.without_index()
+        if len(index) > _MOST_BYTES_SENT:
+            recipe.folder.write(index_name(index), index)
+            recipe = replace(recipe, rows=light, index_at=index_name(index))
     try:
         return bytes(cloudpickle.dumps(recipe))  # functions of the main module go by value
     except (pickle.PicklingError, AttributeError, TypeError) as error:

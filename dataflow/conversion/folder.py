@@ -6,6 +6,7 @@ What conversions keep lies in `.convert/`: the plan, a receipt for each finished
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import socket
@@ -28,9 +29,15 @@ LISTING_NAME = "index.json"
 KEPT = ".convert"
 _OWNER = f"{KEPT}/owner.json"
 _RECEIPTS = f"{KEPT}/shards"
+_INDEX = ".index"
 _BESIDE = (".idx", ".json")
 """Endings of what lies beside shards of tokens."""
 _THREADS = 16
+
+
+def index_name(index: bytes) -> str:
+    """Return the name of the file of a source's index."""
+    return f"{KEPT}/{hashlib.blake2b(index, digest_size=16).hexdigest()}{_INDEX}"
 
 
 @contextmanager
@@ -139,7 +146,10 @@ class OutputFolder:
             self.remove(name)
 
     def clear(self) -> None:
-        """Remove what killed workers have left of files that they were writing."""
+        """Remove what killed workers have left of files that they were writing, and indexes of sources."""
+        for name in self.sizes(KEPT):
+            if name.endswith(_INDEX):
+                self.remove(f"{KEPT}/{name}")
         for folder in ("", _RECEIPTS):
             for name in self.sizes(folder):
                 if name.endswith(PARTIAL) and name.startswith(("shard", *"0123456789")):

@@ -6,8 +6,11 @@ join or `decode=` of the user's own gives what it delivers.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from copy import copy
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,9 +78,21 @@ class StoredRows:
         self.catalog, self.codec, self.selection, self.columns = catalog, codec, selection, dict(columns)
         self.all_columns, self._options, self._policy = all_columns, storage_options, policy
         self._decode: dict[str, Any] = {}
+        self._signed: Mapping[str, str] = {}
         for name in self.columns.values():
             spec = catalog.schema.get(name)
             self._decode[name] = None if raw or spec is None else decode_of(name, spec, codec)
+
+    def without_index(self) -> tuple[StoredRows, bytes]:
+        """Return these rows without catalog and selection, and those, pickled. Secrets of URLs stay here."""
+        signed, light = self.catalog.signed_urls, copy(self)
+        vars(light).update(catalog=None, selection=None, _signed=signed)
+        return light, pickle.dumps((replace(self.catalog, signed_urls={}), self.selection))
+
+    def take_index(self, index: bytes) -> None:
+        """Let them have what `without_index` took away."""
+        catalog, self.selection = pickle.loads(index)
+        self.catalog = replace(catalog, signed_urls=self._signed)
 
     def __len__(self) -> int:
         return len(self.selection)

@@ -110,7 +110,8 @@ def convert(
         shard_size: bytes of the source in a shard, such as "64MiB"; None: 128 MiB. For shards only.
         shard_samples: samples of the source in a shard, in place of `shard_size`. None: 10,000 of datasets
             that are no shards.
-        shuffle: seed of a permutation of all samples; None: the source's order.
+        shuffle: seed of an order. Of shards, blocks come in a permutation, and samples mix among 512 of them;
+            of datasets, any sample comes anywhere. None: the source's order.
         columns: columns of shards to take; a mapping renames them. None: all.
         tokenizer: a `tokenizer.json` by which `text_column` becomes token ids; for "tokens" and "megatron".
         text_column: column of text.
@@ -260,6 +261,7 @@ def _finish(
 ) -> None:
     """Index the shards, and save their catalog; for MDS, `index.json`, too."""
     folder, to = recipe.folder, recipe.target.to
+    folder.clear()
     written = [receipts[number] for number in sorted(receipts) if receipts[number]["name"]]
     if not written:
         raise ConversionError("filter= and map= leave no sample: nothing was written")

@@ -16,7 +16,7 @@ from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count, fun
 from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
 from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
 from dataflow.conversion.values import plain_value
-from dataflow.conversion.work import MadeSamples, NewSamples, Recipe, fitted_rows, given_rows
+from dataflow.conversion.work import WINDOW_BLOCKS, MadeSamples, NewSamples, Recipe, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import parse_bytes
 from sharding.errors import DataflowError
@@ -194,6 +194,11 @@ class ConvertSource:
             "shard_size": shard_size,
             "shard_samples": shard_samples,
             "shuffle": self.shuffle,
+            **(
+                {"window_blocks": WINDOW_BLOCKS}
+                if isinstance(self.rows, StoredRows) and self.shuffle is not None
+                else {}
+            ),
             "checksum": checksum,
             "way": self.way,
             "schema": None if self._schema is None else str(self._schema),
@@ -273,11 +278,7 @@ class ConvertSource:
             self._look()
             samples = _some_of(given_rows(probe, NewSamples(first=0, samples=self._seen)))
         else:
-            total = len(self.rows)
-            whole = replace(probe, bounds=[0, total])
-            positions = np.arange(min(total, _LOOKED_AT), dtype=np.int64)
-            if self.shuffle is not None:
-                positions = np.sort(whole.positions(0)[:_PROBED]) if total < 1 << 22 else positions
+            positions = np.arange(min(len(self.rows), _LOOKED_AT), dtype=np.int64)
             samples = _some_of(fitted_rows(probe, positions))
         if not samples:
             raise ValueError(f"no sample is left of the first {_LOOKED_AT:,}: see filter= and map=")

@@ -20,17 +20,23 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataflow.conversion.folder import OutputFolder, write_errors
+from dataflow.conversion.errors import ConversionError
+from dataflow.conversion.folder import OutputFolder, index_name, write_errors
 from dataflow.conversion.rows import KEY, Rows, Sample, StoredRows
 from dataflow.conversion.target import SUFFIXES, TOKENS, Target
 from prefetch.store.reader import StoreReader
 from sharding.blocks import DEFAULT_BLOCK_BYTES
+from sharding.cached_property import cached_property
 from sharding.catalog.build import scan_shards
 from sharding.errors import DataflowError, SampleError, ShardError
 from sharding.formats import resolve_format
+from sharding.order.order import Order
 from sharding.order.permutations import FULL_ORDER, feistel, mix_key
+from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Shuffle
 from sharding.write.writer import ShardWriter
 
+WINDOW_BLOCKS = DEFAULT_WINDOW_BLOCKS
+"""Blocks of shards whose samples a shuffle mixes. It decides what is written."""
 _TOGETHER = 256
 """Samples that a function with a `batch` form is given at a time."""
 
@@ -49,18 +55,29 @@ class Recipe:
     """Identity of the plan."""
     bounds: Sequence[int]
     seed: int | None
-    """Seed of the permutation; None: the order of the source."""
+    """Seed of the order: of shards in windows of blocks, of others of all samples; None: the source's."""
     checksum: bool
     way: str
     """"samples", "tables" (Arrow, whole columns) or "members" (of tars, as they lie)."""
     batch_size: int | None = None
     """Samples of a shard that `map` is called with, as columns; None: it is called with each sample."""
+    index_at: str = ""
+    """File in the destination that has the index of `rows`; "": they have it."""
+
+    @cached_property
+    def _order(self) -> Order:
+        assert isinstance(self.rows, StoredRows)
+        assert self.seed is not None
+        shuffle = Shuffle("window", window_blocks=WINDOW_BLOCKS, canonical_nodes=1)
+        return Order(self.rows.selection.num_samples, shuffle, seed=self.seed, epoch=0)
 
     def positions(self, number: int) -> NDArray[np.int64]:
         """Return the positions in the source of a shard's samples."""
         positions = np.arange(self.bounds[number], self.bounds[number + 1], dtype=np.int64)
         if self.seed is None:
             return positions
+        if isinstance(self.rows, StoredRows):
+            return self._order.samples(positions)
         key = mix_key(self.seed, 0, FULL_ORDER)
         return feistel(positions.astype(np.uint64), self.bounds[-1], key).astype(np.int64)
 
@@ -110,6 +127,12 @@ def write_packed(packed: bytes, number: int) -> dict[str, Any]:
 @lru_cache(maxsize=2)
 def _unpacked(packed: bytes) -> Recipe:
     recipe: Recipe = pickle.loads(packed)
+    if recipe.index_at:
+        assert isinstance(recipe.rows, StoredRows)
+        index = recipe.folder.read(recipe.index_at) or b""
+        if index_name(index) != recipe.index_at:  # nothing else is unpickled
+            raise ConversionError(f"{recipe.folder.of(recipe.index_at)} is not as it was written")
+        recipe.rows.take_index(index)
     return recipe
 
 

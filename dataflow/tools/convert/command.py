@@ -112,7 +112,7 @@ class ConvertSettings:
         show_default="all",
     )
     shuffle: int | None = option(
-        "Seed of a permutation of all samples.",
+        "Seed of a shuffle: blocks anywhere, samples mixed among 512 of them.",
         int,
         None,
         metavar="SEED",

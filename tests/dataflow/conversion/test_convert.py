@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -159,6 +160,35 @@ def test_a_shuffle_is_one_permutation_of_all_samples(source: str, tmp_path: Path
         orders.append([int(sample["cls"]) for sample in map(raw(tmp_path / folder).__getitem__, range(40))])
     assert orders[0] == orders[1] != orders[2]
     assert [sorted(order) for order in orders] == [list(range(NUM_SAMPLES))] * 3
+
+
+def test_a_shuffle_mixes_samples_of_so_many_blocks_so_that_a_shard_reads_no_others(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataflow.conversion.work.WINDOW_BLOCKS", 2)
+    made = convert(source, tmp_path / "a", to="mds", shuffle=1, shard_samples=8, workers=1, verify=True)
+    labels = [[int(ShardedDataset(url)[i]["cls"]) for i in range(8)] for url in made.files]
+    assert sorted(label for shard in labels for label in shard) == list(range(NUM_SAMPLES))
+    assert [len({label // 8 for label in shard}) for shard in labels] == [1, 2, 2, 2, 2]
+
+
+def test_an_index_that_is_large_is_sent_once_and_not_in_each_task(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(source, tmp_path / "a", to="mds", shard_samples=9, workers=1)
+    monkeypatch.setattr("dataflow.conversion.dispatch._MOST_BYTES_SENT", 0)
+    seen = set[str]()
+
+    class Seeing(ThreadPoolExecutor):
+        def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            seen.update(path.name for path in (tmp_path / "b/.convert").glob("*.index"))
+            assert len(pickle.dumps(function)) < 4000
+            return super().submit(function, *args, **kwargs)
+
+    with Seeing(2) as pool:
+        convert(source, tmp_path / "b", to="mds", shard_samples=9, executor=pool)
+    assert digest(tmp_path / "b") == digest(tmp_path / "a")
+    assert (len(seen), list((tmp_path / "b/.convert").glob("*.index"))) == (1, [])
 
 
 def test_a_filter_makes_shards_smaller_and_leaves_out_empty_ones(source: str, tmp_path: Path) -> None:
