@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import struct
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
@@ -61,6 +62,8 @@ class Message:
     views: tuple[int, ...] = ()
     """The number of buffers that each array of string or binary views has besides the views."""
     is_compressed: bool = False
+    head_sum: int = 0
+    """CRC-32 of the header of a record batch, and of what is before it."""
     dictionary: int = 0
     """Id of the dictionary in a dictionary batch."""
     is_delta: bool = False
@@ -208,6 +211,12 @@ def _schema_message(footer: bytes, root: _FlatTable) -> bytes:
     return _CONTINUATION + struct.pack("<i", 32 + len(footer) + len(padding)) + head + footer + padding
 
 
+def is_little_endian(schema: bytes) -> bool:
+    """Return whether numbers are stored so, by the message of the schema."""
+    header = _FlatTable.root(schema[8 if schema[:4] == _CONTINUATION else 4 :]).table(2)
+    return header is not None and header.number(0, "h") == 0
+
+
 def bytes_of(file: BinaryIO, message: Message) -> bytes:
     """The stored bytes of a message."""
     file.seek(message.offset)
@@ -234,15 +243,16 @@ def _message_at(file: BinaryIO, shard: Shard, at: int, end: int) -> Message | _E
         if at + skip + length > end:
             return _Cut(at + skip + length - end)
         file.seek(at + skip)
-        message = _message(file.read(length), at, skip)
+        message = _message(file.read(length), at, prefix[:skip])
     except (struct.error, ValueError) as error:
         raise CorruptShardError(shard.url, f"broken Arrow message: {error}", at) from error
     missing = at + message.length - end
     return _Cut(missing) if missing > 0 else message
 
 
-def _message(data: bytes, at: int, skip: int) -> Message:
-    """The message whose header these bytes are, behind `skip` bytes at byte `at` of the file."""
+def _message(data: bytes, at: int, prefix: bytes) -> Message:
+    """The message whose header these bytes are, behind `prefix` at byte `at` of the file."""
+    skip = len(prefix)
     root = _FlatTable.root(data)
     kind, body_length = root.number(1, "B"), root.number(3, "q")
     header = root.table(2)
@@ -280,6 +290,7 @@ def _message(data: bytes, at: int, skip: int) -> Message:
         buffers=tuple((body + start, stored) for start, stored in buffers),
         views=views,
         is_compressed=header.table(3) is not None,
+        head_sum=zlib.crc32(data, zlib.crc32(prefix)),
     )
 
 

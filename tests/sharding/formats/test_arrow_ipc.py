@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import struct
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -10,8 +13,9 @@ import pytest
 from formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 from hypothesis import given, strategies as st
 
-from sharding.blocks import Spans
-from sharding.errors import CorruptShardError, SampleError, ShardError
+from sharding.blocks import Block, Spans
+from sharding.errors import CorruptShardError, DataflowError, SampleError, ShardError
+from sharding.formats.arrow import ipc
 from sharding.formats.arrow.ipc import ArrowFileFormat, ArrowStreamFormat
 
 URL = "a.arrow"
@@ -473,3 +477,111 @@ def test_null_integers_are_masked():
     batches = [pa.RecordBatch.from_pydict({"i": values}) for values in ([1, 2], [3, None])]
     blocks = decoded_blocks(ArrowFileFormat(), written(batches, "file"), URL, block_bytes=1)
     assert [row["i"] for row in rows_of(blocks)] == [1, 2, 3, None]
+
+
+# ---- record batches of plain values ---------------------------------------------------------------------
+
+PLAIN = ArrowFileFormat()
+ROWS = 30
+NUMBERS = [pa.int8(), pa.uint16(), pa.float32(), pa.float64(), pa.time64("us"), pa.timestamp("us")]
+TEXTS = [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()]
+
+
+@pytest.fixture
+def small_plain_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "_LEAST_BYTES", 0)
+
+
+def plain_values() -> pa.Table:
+    numbers = pa.array(np.arange(ROWS) % 100, pa.int32())
+    columns = {str(kind): numbers.cast(pa.int64()).cast(kind) for kind in NUMBERS}
+    columns["half"] = pa.array(np.arange(ROWS, dtype=np.float16))
+    columns |= {str(kind): pa.array(["é" * (i % 7) for i in range(ROWS)]).cast(kind) for kind in TEXTS}
+    columns["gaps"] = pa.array([None if i % 9 == 0 else i for i in range(ROWS)])
+    columns["flag"] = pa.array([i % 3 == 0 for i in range(ROWS)])
+    return pa.table(columns)
+
+
+def in_batches(table: pa.Table, rows_per_batch: int = 10, **options: str) -> bytes:
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table, max_chunksize=rows_per_batch)
+    return sink.getvalue()
+
+
+def one_block(content: bytes) -> tuple[Block, memoryview]:
+    scan = scan_of(PLAIN, content, "a.arrow")
+    (block,) = blocks_of(scan, shard_of(content, "a.arrow"))
+    return block, memoryview(content)[block.offset : block.offset + block.length]
+
+
+def with_index(block: Block, index: bytes = b"") -> Block:
+    return replace(block, index=index)
+
+
+@pytest.mark.parametrize("rows_per_batch", [10, ROWS])
+@pytest.mark.usefixtures("small_plain_batches")
+def test_values_are_those_that_pyarrow_reads(rows_per_batch: int) -> None:
+    block, data = one_block(in_batches(plain_values(), rows_per_batch))
+    PLAIN.check(block)
+    names = [name for name in plain_values().column_names if name not in ("gaps", "flag")]
+    plain = ipc._plain_columns(block, data, names)
+    assert plain is not None
+    assert rows_of([plain]) == rows_of([PLAIN.decode(with_index(block), data, names)])
+    assert {name: getattr(column, "dtype", None) for name, column in plain.items()} == {
+        name: getattr(column, "dtype", None)
+        for name, column in PLAIN.decode(with_index(block), data, names).items()
+    }
+
+
+@pytest.mark.parametrize("columns", [["gaps"], ["flag"], ["int8", "gaps"], None])
+@pytest.mark.usefixtures("small_plain_batches")
+def test_bits_and_gaps_are_read_by_pyarrow(columns: list[str] | None) -> None:
+    block, data = one_block(in_batches(plain_values()))
+    assert ipc._plain_columns(block, data, columns) is None
+    assert len(rows_of([PLAIN.decode(block, data, columns)])) == ROWS
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        lambda: in_batches(plain_values(), compression="zstd"),
+        lambda: in_batches(plain_values().append_column("lists", pa.array([[1]] * ROWS))),
+    ],
+    ids=["compressed", "lists"],
+)
+@pytest.mark.usefixtures("small_plain_batches")
+def test_other_batches_have_no_index(content: Callable[[], bytes]) -> None:
+    assert not one_block(content())[0].index
+
+
+def rows_or_reason(block: Block, data: memoryview, columns: list[str]) -> str:
+    try:
+        return repr(rows_of([PLAIN.decode(block, data, columns)]))
+    except DataflowError as error:
+        return str(error)
+
+
+@pytest.mark.usefixtures("small_plain_batches")
+def test_damaged_blocks_are_what_pyarrow_finds() -> None:
+    block, data = one_block(in_batches(plain_values()))
+    columns, random_ = [str(kind) for kind in (*TEXTS, pa.int8())], random.Random(0)
+    for number in range(100):
+        damaged = bytearray(data)
+        for _ in range(random_.choice([1, 40])):
+            damaged[random_.randrange(len(damaged))] = random_.choice([0, 1, 127, 255])
+        found, told = (
+            rows_or_reason(one, memoryview(damaged), columns) for one in (block, with_index(block))
+        )
+        assert found == told, number
+
+
+@pytest.mark.parametrize("at", [0, 3, 6])
+@pytest.mark.usefixtures("small_plain_batches")
+def test_an_index_that_does_not_fit_its_block_is_refused(at: int) -> None:
+    block, _ = one_block(in_batches(plain_values()))
+    table = np.frombuffer(block.index, "<i8").copy()
+    table[at] += block.length
+    for index in (table.tobytes(), block.index[:-8]):
+        with pytest.raises(ValueError, match=r"index of|outside"):
+            PLAIN.check(with_index(block, index))
