@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -164,10 +165,13 @@ class StagedSpans:
         rows = slice(first, first + len(column))
         self.keep.append(column)
         if isinstance(column, Spans):
-            which: NDArray[np.bool_] | slice = slice(None) if self.is_cut is None else ~self.is_cut[rows]
+            lengths, size = column.lengths, column.dtype.itemsize
+            if size > 1:
+                lengths = np.where(lengths < 0, lengths, lengths * size)
+            which = slice(None) if self.is_cut is None else ~self.is_cut[rows]
             starts = column.starts * column.buffer.itemsize
-            self.addresses[rows][which] = (column.buffer.ctypes.data + starts)[which]
-            lengths = np.where(column.lengths < 0, column.lengths, column.lengths * column.dtype.itemsize)
+            starts += column.buffer.__array_interface__["data"][0]  # `ctypes.data` takes longer
+            self.addresses[rows][which] = starts[which]
             self.lengths[rows][which] = lengths[which]
         else:  # rows of a (possibly overlapping) array, each contiguous
             assert isinstance(column, np.ndarray)
@@ -208,6 +212,10 @@ class StagedPads(StagedArray):
         self.values[first : first + len(episodes)] = self.pads(
             episodes.astype(np.int64), seconds.astype(np.float64)
         )
+
+
+_dtype = lru_cache(np.dtype)
+"""A dtype by its name: to make one takes longer than to compare two."""
 
 
 def _moments(columns: Sequence[Column]) -> list[Array]:
@@ -257,10 +265,11 @@ class StagedOutput:
 
     def takes(self, column: Column) -> bool:
         """Return whether a decoded column of a block is of the type that the schema promised."""
+        dtype = _dtype(self.source_dtype)
         if isinstance(column, Spans):
-            return bool(column.dtype == self.source_dtype)
+            return bool(column.dtype == dtype)
         values = column.values if isinstance(column, Masked) else column
-        return bool(values.dtype == self.source_dtype and values.shape[1:] == self.shape)
+        return bool(values.dtype == dtype and values.shape[1:] == self.shape)
 
     def staged_bytes(self, num_rows: int) -> int:
         """Bytes that a window of so many rows holds of it, beside the stored bytes."""

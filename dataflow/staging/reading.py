@@ -28,6 +28,8 @@ from sharding.urls import is_local
 
 _TASK_BYTES, _MOST_A_TASK, _LEAST_TASKS = 1 << 20, 16, 4
 """Bytes and reads of a task that reads several small files, at most; tasks of a reader, at least."""
+_LEAST_MAPPED = 1 << 20
+"""Bytes from which on a file of one sample is mapped: to guard, map and unmap one takes 50 microseconds."""
 
 
 class ReadWindow(WindowOfFiles):
@@ -102,8 +104,13 @@ class ReadWindow(WindowOfFiles):
         return max(1, min(most, _TASK_BYTES * len(blocks) // (1 + sum(block.length for block in blocks))))
 
     def _read_all(self, reads: Sequence[tuple[range, int]]) -> None:
+        memory, blocks = self._region, [self.samples.blocks[ordinals.start] for ordinals, _ in reads]
+        if memory is None and self._keeps_blocks and len(reads) > 1 and all(map(_is_small_file, blocks)):
+            ends = np.cumsum([_aligned(block.length) for block in blocks]).tolist()
+            memory = self.arena.lease(ends[-1] or 1)
+            reads = [(ordinals, at) for (ordinals, _), at in zip(reads, [0, *ends[:-1]], strict=True)]
         for ordinals, at in reads:
-            self._read(ordinals, at)
+            self._read(ordinals, at, memory)
 
     def _requests(self) -> list[range]:
         """The blocks of each request.
@@ -125,12 +132,12 @@ class ReadWindow(WindowOfFiles):
             before = block
         return requests
 
-    def _read(self, ordinals: range, at: int) -> None:
+    def _read(self, ordinals: range, at: int, memory: NDArray[np.uint8] | None) -> None:
         blocks = self.samples.blocks[ordinals.start : ordinals.stop]
         if self._decodes_in_place and self._decode_in_place(ordinals.start):
             return
         length = sum(block.length for block in blocks)
-        data = self.arena.lease(length) if self._region is None else self._region[at : at + length]
+        data = self.arena.lease(length) if memory is None else memory[at : at + length]
         first = blocks[0]
         self.source.read_into(first.shard, first.offset, data, checksum=first.checksum, awaited=self._awaited)
         for ordinal, block in zip(ordinals, blocks, strict=True):
@@ -144,7 +151,7 @@ class ReadWindow(WindowOfFiles):
         False where no guard keeps the file as it is.
         """
         block, source = self.samples.blocks[ordinal], self.source
-        if not can_map(block.shard.url) or block.checksum is not None:
+        if not can_map(block.shard.url) or block.checksum is not None or _is_small_file(block):
             return False
         mapped = source.mappings.hold([(block.shard, block.offset, block.length)])[0]
         stays = False
@@ -344,6 +351,10 @@ def _adjoin(before: Block, block: Block) -> bool:
     same_file = before.shard.url == block.shard.url and before.offset + before.length == block.offset
     checked = before.checksum is not None or block.checksum is not None
     return same_file and not checked and before.length == _aligned(before.length)
+
+
+def _is_small_file(block: Block) -> bool:
+    return block.num_samples == 1 and block.length == block.shard.size < _LEAST_MAPPED
 
 
 def _aligned(nbytes: Any) -> Any:

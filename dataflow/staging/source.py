@@ -50,7 +50,8 @@ class Traffic:
         with self._lock:
             self.read_bytes += read_bytes
             self.decoded_bytes += decoded_bytes
-            self.faults += faults
+            if faults is not NO_FAULTS:
+                self.faults += faults
 
     def take(self) -> tuple[int, int]:
         """Bytes read and decoded since the last call, for another account."""

@@ -177,7 +177,7 @@ class Catalog:
         """Shards, those without samples included."""
         return int(self.rows.num_rows)
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         """Return the number of blocks of all shards."""
         return len(self._block_column.values)
@@ -210,7 +210,11 @@ class Catalog:
 
     def footer(self, shard: int) -> bytes | memoryview:
         """Return what the codec needs of a shard, without a copy. Not compared with its checksum."""
-        return _blob(self.rows.column("footer")[shard])
+        return _blob(self._footers[shard])
+
+    @cached_property
+    def _footers(self) -> pa.Array:
+        return self.rows.column("footer").chunk(0)
 
     @cached_property
     def _shard_columns(self) -> tuple[pa.Array, NDArray[np.int64], pa.Array]:
