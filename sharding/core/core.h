@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 8 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 9 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -161,6 +161,16 @@ CORE_API int64_t core_parse(core_examples *examples);
    Gives how many, or a `core_damage`. Null `out`: spans are believed to be whole numbers, which are only counted. */
 CORE_API int64_t core_numbers(const uint8_t *data, int64_t nbytes, const int64_t *starts, const int64_t *ends,
                               int64_t n, int64_t *counts, int64_t *out, int64_t most);
+
+/* Copy bytes without the headers of `header` bytes, the first of which is at `first`, others every `block` bytes. Gives
+   how many are copied. */
+CORE_API int64_t core_without_headers(const uint8_t *data, int64_t nbytes, int64_t first, int64_t header, int64_t block,
+                                      uint8_t *out);
+
+/* The records of n simple chunks of riegeli that are not compressed: where each begins, and its bytes. counts[i]: how
+   many the chunk at data[at[i]] has. 0, or -1, where a chunk is another one or damaged: nothing is told then. */
+CORE_API int64_t core_records(const uint8_t *data, int64_t nbytes, const int64_t *at, const int64_t *counts, int64_t n,
+                              int64_t *starts, int64_t *sizes);
 
 CORE_API int64_t core_version(void);
 

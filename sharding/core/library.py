@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-VERSION = 8
+VERSION = 9
 """The version of the contract in core.h."""
 _CURE = (
     "Compile it with `python -m sharding.core.compile`, where there is a C compiler: gcc, clang or that of "
@@ -28,6 +28,8 @@ _FUNCTIONS = {
     "core_fields": "pippipi:i",
     "core_numbers": "pippippi:i",
     "core_parse": "p:i",
+    "core_without_headers": "piiiip:i",
+    "core_records": "pippipp:i",
     "core_queue_bytes": ":i",
     "core_open": "pii:i",
     "core_submit": "pp:",

@@ -1,4 +1,4 @@
-/* Protobuf messages: fields, features of Examples, packed numbers; see core.h and `sharding.formats.records.wire`. */
+/* Protobuf messages: fields, features of Examples, packed numbers; and records of riegeli's chunks; see core.h and `sharding.formats.records.wire`. */
 #include "core.h"
 #include "variants.h"
 #include <string.h>
@@ -6,6 +6,7 @@
 enum { VARINT = 0, FIXED64 = 1, SPAN = 2, FIXED32 = 5 };
 #define HEAD_BYTES 5 /* of a tag or a length, at most: messages end below 2 GiB */
 #define NUMBER_BYTES 10
+#define CHUNK_HEADER 40
 
 /* The number that begins at `*at`, which then is where it ends. */
 static inline int64_t number_at(const uint8_t *data, int64_t *at, int64_t end, int most_bytes, uint64_t *number) {
@@ -230,4 +231,43 @@ int64_t core_numbers(const uint8_t *data, int64_t nbytes, const int64_t *starts,
         total += found;
     }
     return total;
+}
+
+/* ---- chunks of riegeli ------------------------------------------------------------------------------------------ */
+
+int64_t core_without_headers(const uint8_t *data, int64_t nbytes, int64_t first, int64_t header, int64_t block,
+                             uint8_t *out) {
+    int64_t done = 0;
+    for (int64_t at = 0, stop = first; at < nbytes; at = stop + header, stop += block) {
+        int64_t here = (stop < nbytes ? stop : nbytes) - at;
+        memcpy(out + done, data + at, (size_t)here);
+        done += here;
+    }
+    return done;
+}
+
+int64_t core_records(const uint8_t *data, int64_t nbytes, const int64_t *at, const int64_t *counts, int64_t n,
+                     int64_t *starts, int64_t *sizes) {
+    for (int64_t i = 0, record = 0; i < n; i++) {
+        int64_t body = at[i] + CHUNK_HEADER, first = body + 1;
+        if (at[i] < 0 || nbytes - CHUNK_HEADER < at[i]) return -1;
+        uint64_t size = word_at(data + at[i] + 8), kind = word_at(data + at[i] + 24), left, listed;
+        if (kind != ((uint64_t)counts[i] << 8 | 'r') || size < 2 || size > (uint64_t)(nbytes - body) || data[body])
+            return -1;
+        int64_t end = body + (int64_t)size;
+        if (number_at(data, &first, end, NUMBER_BYTES, &listed) || listed > (uint64_t)(end - first)) return -1;
+        int64_t value = first + (int64_t)listed, last = value;
+        left = (uint64_t)(end - value);
+        if (left != word_at(data + at[i] + 32)) return -1;
+        for (int64_t k = 0; k < counts[i]; k++, record++) {
+            uint64_t own;
+            if (number_at(data, &first, last, NUMBER_BYTES, &own) || own > left) return -1;
+            starts[record] = value;
+            sizes[record] = (int64_t)own;
+            value += (int64_t)own;
+            left -= own;
+        }
+        if (left || first != last) return -1;
+    }
+    return 0;
 }

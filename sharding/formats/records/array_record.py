@@ -26,11 +26,12 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Shard, ShardScan
+from sharding.core.library import address_of
 from sharding.errors import CorruptShardError
 from sharding.formats.records.record_columns import RecordFormat, RecordLearner, Records, footer_of
 from sharding.formats.records.riegeli_blocks import BLOCK, PlainFile, plain_positions, without_headers
 from sharding.formats.records.skeleton import SPARSE_MEAN_BYTES, Skeleton
-from sharding.formats.records.wire import SPAN, VARINT, WireError, fields, numbers_in, varints_at
+from sharding.formats.records.wire import SPAN, VARINT, WireError, fields, library, numbers_in, varints_at
 from sharding.spans import Bytes, Ints, numbers_at
 
 _HEADER = 40
@@ -189,6 +190,8 @@ def _records(data: memoryview, offset: int, index: NDArray[np.void] | None, fail
 
 def _records_in(plain: Bytes, at: Ints, expected: Ints | None, fail: _Fail) -> Records:
     """The records of chunks that begin at some of the bytes without headers, and have so many records."""
+    if expected is not None and (found := _plain_records(plain, at, expected)) is not None:
+        return found
     if int(at.max()) + _HEADER > len(plain):
         raise fail("truncated: a chunk lies behind its end")
     _, size, _, kind, decoded = numbers_at(plain, at, "<u8", (5,)).T
@@ -211,6 +214,18 @@ def _records_in(plain: Bytes, at: Ints, expected: Ints | None, fail: _Fail) -> R
         return _Lists.of(plain, body, body + size.astype(np.int64), decoded, counts).records(counts, decoded)
     except (WireError, OSError, ValueError, pa.ArrowException) as error:
         raise fail(f"corrupt chunk: {error}") from error
+
+
+def _plain_records(plain: Bytes, at: Ints, counts: Ints) -> Records | None:
+    """The records of chunks that are as they should be and not compressed, else None."""
+    num_records = int(counts.sum())
+    if num_records > len(plain):
+        return None
+    table = np.empty((2, num_records), np.int64)
+    spans = (address_of(plain), len(plain), address_of(at), address_of(counts), len(at))
+    if library().core_records(*spans, address_of(table), address_of(table[1:])):
+        return None
+    return Records(plain, table[0], table[1])
 
 
 def _sparse_records(

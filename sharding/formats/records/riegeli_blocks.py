@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from sharding.core.library import address_of
 from sharding.formats.records.skeleton import ReadableFile
+from sharding.formats.records.wire import library
 from sharding.spans import Bytes, Ints
 
 BLOCK = 1 << 16
@@ -26,8 +28,11 @@ def without_headers(data: memoryview, offset: int) -> Bytes:
     first = -offset % BLOCK
     if first >= len(whole):
         return whole
-    begins = range(first + _HEADER, len(whole), BLOCK)
-    return np.concatenate([whole[:first], *(whole[begin : begin + _PLAIN_BLOCK] for begin in begins)])
+    plain = np.empty(len(whole) - _HEADER * -(-(len(whole) - first) // BLOCK) + _HEADER, np.uint8)
+    size = library().core_without_headers(
+        address_of(whole), len(whole), first, _HEADER, BLOCK, address_of(plain)
+    )
+    return plain[:size]
 
 
 class PlainFile:

@@ -693,6 +693,43 @@ static void try_wire(void) {
     free(out), free(data);
 }
 
+/* Chunks of riegeli, some of them damaged, in memory that ends where they do. */
+static void try_chunks(void) {
+    int64_t n = 1 + below(4), nbytes = 0, at[5] = {0}, counts[5] = {0}, starts[20], sizes[20] = {0};
+    uint8_t bytes[5 * 200], *data;
+    for (int64_t i = 0, record = 0; i < n; i++) {
+        int64_t total = 0, head = at[i] = nbytes;
+        counts[i] = below(5);
+        for (nbytes += 42; total < counts[i]; total++) bytes[nbytes++] = (uint8_t)(sizes[record++] = below(20));
+        bytes[head + 40] = 0;
+        bytes[head + 41] = (uint8_t)counts[i];
+        for (int64_t k = total = 0; k < counts[i]; k++) total += bytes[head + 42 + k];
+        for (int64_t k = 0; k < total; k++) bytes[nbytes++] = (uint8_t)next_random();
+        uint64_t words[] = {next_random(), (uint64_t)(nbytes - head - 40), 0, (uint64_t)counts[i] << 8 | 'r',
+                            (uint64_t)total};
+        memcpy(bytes + head, words, sizeof words);
+    }
+    memcpy(data = calloc((size_t)nbytes, 1), bytes, (size_t)nbytes);
+    int64_t found_sizes[20];
+    CHECK(!core_records(data, nbytes, at, counts, n, starts, found_sizes), "chunks");
+    for (int64_t i = 0, record = 0; i < n; i++)
+        for (int64_t k = 0; k < counts[i]; k++, record++)
+            CHECK(found_sizes[record] == sizes[record] && starts[record] + sizes[record] <= nbytes, "record");
+    for (int64_t changes = 1 + below(3); changes > 0; changes--)
+        data[below(nbytes)] = (uint8_t)next_random();
+    if (!core_records(data, nbytes, at, counts, n, starts, found_sizes))
+        for (int64_t i = 0, record = 0; i < n; record += counts[i++])
+            for (int64_t k = record; k < record + counts[i]; k++)
+                CHECK(starts[k] >= 0 && found_sizes[k] >= 0 && starts[k] + found_sizes[k] <= nbytes, "record");
+    int64_t first = below(40), block = 30 + below(40), header = below(30), done = 0;
+    uint8_t *out = malloc((size_t)nbytes);
+    int64_t kept = core_without_headers(data, nbytes, first, header, block, out);
+    for (int64_t i = 0; i < nbytes; i++)
+        if (i < first || (i - first) % block >= header) CHECK(done < kept && out[done++] == data[i], "byte");
+    CHECK(done == kept, "bytes");
+    free(out), free(data);
+}
+
 int main(int argc, char **argv) {
     CHECK(argc == 4, "driver SEED PLANS honest|short|broken");
     CHECK(core_version() == CORE_VERSION, "core_version");
@@ -706,6 +743,7 @@ int main(int argc, char **argv) {
         try_resize();
         try_orders();
         try_wire();
+        try_chunks();
         try_turns();
         try_bring();
         try_read();

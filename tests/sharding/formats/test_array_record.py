@@ -10,14 +10,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from formats.records_kit import CountingFile, expected, fixture, values_in, varint, written_anew
 from formats_kit import blocks_of, decoded_blocks, scan_of, shard_of
+from numpy.typing import NDArray
+from parameters_kit import in_full
 
 from dataflow import DataLoader, ShardedDataset
 from sharding.blocks import ColumnSpec
 from sharding.errors import CorruptShardError, DataflowError
-from sharding.formats.records.array_record import ArrayRecordFormat
+from sharding.formats.records.array_record import ArrayRecordFormat, _plain_records
+from sharding.formats.records.riegeli_blocks import BLOCK, without_headers
 
 URL = "a.array_record"
 COMPRESSIONS = ("uncompressed", "brotli", "zstd", "snappy")
@@ -178,6 +182,71 @@ def test_no_damage_is_another_error_than_the_library_s(how: str) -> None:
         data = memoryview(changed(whole, CHUNK + at, b"\xff"))[block.offset :][: block.length]
         with contextlib.suppress(CorruptShardError):
             ArrayRecordFormat().decode(block, data, None)
+
+
+@pytest.mark.parametrize("name", ["uncompressed-16", *in_full("uncompressed-1")])
+def test_chunks_are_read_at_once_as_they_are_step_by_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, codec = fixture("array_record", f"{name}.array_record"), ArrayRecordFormat()
+    blocks = blocks_of(scan_of(codec, whole, URL, 1 << 20), shard_of(whole, URL))
+    changes = [(at, byte) for at in range(blocks[0].length) for byte in (b"", b"\0", b"\1", b"\xff")][::61]
+
+    def outcomes() -> list[Any]:
+        found = list[Any]()
+        for at, byte in changes:
+            data = memoryview(changed(whole, blocks[0].offset + at, byte))[blocks[0].offset :]
+            try:
+                records = codec.records(blocks[0], data[: blocks[0].length])
+                found.append((bytes(records.data), records.starts.tolist(), records.sizes.tolist()))
+            except CorruptShardError as error:
+                found.append(str(error))
+        return found
+
+    at_once = outcomes()
+    monkeypatch.setattr("sharding.formats.records.array_record._plain_records", lambda *_: None)
+    assert outcomes() == at_once
+
+
+def test_only_chunks_that_are_as_they_should_be_are_read_at_once() -> None:
+    def chunk(**other: int) -> NDArray[np.uint8]:
+        told = {
+            "size": 8,
+            "kind": ord("r"),
+            "records": 2,
+            "decoded": 4,
+            "codec": 0,
+            "listed": 2,
+            "first": 3,
+        } | other
+        head = struct.pack("<QQQQQ", 0, told["size"], 0, told["kind"] | told["records"] << 8, told["decoded"])
+        body = bytes([told["codec"], told["listed"], told["first"], 1]) + b"abcd"
+        return np.frombuffer(head + body, np.uint8)
+
+    def found(content: NDArray[np.uint8], at: int = 0, records: int = 2) -> list[int] | None:
+        told = _plain_records(content, np.array([at]), np.array([records]))
+        return None if told is None else [*told.starts.tolist(), *told.sizes.tolist()]
+
+    assert found(chunk()) == [44, 47, 3, 1]
+    assert found(chunk(size=9)) is found(chunk(size=7)) is found(chunk(size=1)) is None
+    assert found(chunk(kind=ord("t"))) is found(chunk(codec=1)) is found(chunk(decoded=3)) is None
+    assert (
+        found(chunk(records=1))
+        is found(chunk(records=1), records=1)
+        is found(chunk(records=3), records=3)
+        is None
+    )
+    assert found(chunk(listed=1)) is found(chunk(listed=3)) is found(chunk(listed=200)) is None
+    assert found(chunk(first=2)) is found(chunk(first=4)) is found(chunk(first=200)) is None
+    assert found(chunk(first=4, records=1), records=1) is None  # a size of no record is left
+    assert found(chunk(), at=1) is found(chunk(), at=-1) is found(chunk()[:47]) is found(chunk()[:39]) is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 24, 25, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7])
+def test_headers_are_left_out_wherever_a_file_is_cut(size: int) -> None:
+    content = bytes(i * 7 % 251 for i in range(size))
+    for offset in (0, 1, BLOCK - 1, BLOCK, 2 * BLOCK - 24, 100_000):
+        first = -offset % BLOCK
+        kept = [byte for at, byte in enumerate(content) if at < first or (at - first) % BLOCK >= 24]
+        assert without_headers(memoryview(content), offset).tobytes() == bytes(kept)
 
 
 def test_a_footer_that_disagrees_with_itself_is_refused() -> None:
