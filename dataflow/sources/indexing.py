@@ -7,25 +7,37 @@ is the same whoever looked at the shards.
 from __future__ import annotations
 
 import os
+import pickle
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from dataflow.engines.running import run_all
 from dataflow.progress.bar import ProgressBar
 from prefetch.retries import RetryPolicy
 from prefetch.store.retrier import Hosts, Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
-from sharding.catalog.build import Scanned, catalog_of, listed_entries, scan_shards
+from sharding.catalog.build import (
+    Scanned,
+    catalog_of,
+    changes,
+    default_catalog_path,
+    listed_entries,
+    scan_shards,
+)
 from sharding.catalog.table import Catalog
 from sharding.errors import ShardError
 from sharding.hub.access import options_elsewhere
 from sharding.urls import is_local
+from sharding.write.file import NewFile, private_folder
 
 T = TypeVar("T")
 
@@ -33,6 +45,7 @@ INDEX_THREADS = 16
 REMOTE_INDEX_THREADS = 48
 """Number of threads, as many as read at a time in training: they wait most of the time."""
 _SHARDS_OF_A_TASK = 1_000
+_KEPT_TOGETHER = 4_096
 _LEAST_TASKS = 64
 """Tasks that a source has, unless it has fewer shards: they are shared out, and one that is lost is short."""
 
@@ -76,17 +89,72 @@ def index(
         policy=retrier.policy,
         hosts=retrier.hosts,
     )
-    with (
-        ProgressBar("indexing", total=len(urls), unit="shard", visible=progress) as bar,
-        _scanned(group, retrier, executor) as scanned,
-    ):
-        return catalog_of(
-            urls,
-            codec,
-            scanned,
-            block_bytes=block_bytes,
-            progress=lambda done, total, samples: bar.show(done, total, f"{samples:,} samples"),
-        )
+    kept = _KeptScans(group)
+    with ProgressBar("indexing", total=len(urls), unit="shard", visible=progress) as bar:
+        found = kept.load(retrier)
+        missing = [number for number in range(len(urls)) if number not in found]
+        rest = structs.replace(group, urls=[urls[number] for number in missing])
+        with _scanned(rest, retrier, executor) as scanned:
+            new = kept.keeping(missing, scanned)
+            catalog = catalog_of(
+                urls,
+                codec,
+                (found[number] if number in found else next(new) for number in range(len(urls))),
+                block_bytes=block_bytes,
+                progress=lambda done, total, samples: bar.show(done, total, f"{samples:,} samples"),
+            )
+    kept.remove()
+    return catalog
+
+
+class _KeptScans:
+    """The shards that an index which was interrupted has looked at, in this user's folder of catalogs.
+
+    Thousands are written at a time, as a file of their own, so that small datasets cost nothing. They are
+    removed when all shards were looked at. What a table or an index file says of shards is not kept along.
+    """
+
+    def __init__(self, group: _ShardGroup) -> None:
+        self._group = group
+        self._folder = f"{default_catalog_path(group.urls, group.codec, group.block_bytes)}.parts"
+
+    def load(self, retrier: Retrier) -> dict[int, Scanned]:
+        """Return what was found of shards that are as they were, by number."""
+        found: dict[int, Any] = {}
+        group, unusable = self._group, (OSError, EOFError, LookupError, AttributeError, pickle.PickleError)
+        with suppress(*unusable):
+            for name in os.listdir(self._folder):
+                with suppress(*unusable), open(f"{self._folder}/{name}", "rb") as file:
+                    found.update(pickle.load(file))  # of this user's own folder
+        if not found or group.listed:
+            return {}
+        urls = [group.urls[number] for number in found]
+        catalog = catalog_of(urls, group.codec, found.values(), block_bytes=group.block_bytes)
+        with retrier.pool(REMOTE_INDEX_THREADS, "dataflow-index") as pool:
+            changed = {one.url for one in changes(catalog, group.storage_options, pool.map, retry=retrier)}
+        return {number: one for number, one in found.items() if one[0].url not in changed}
+
+    def keeping(self, numbers: Sequence[int], scanned: Iterable[Scanned]) -> Iterator[Scanned]:
+        """Yield what is found of shards of these numbers, and keep it, but for errors."""
+        part: dict[int, Scanned] = {}
+        for number, one in zip(numbers, scanned, strict=True):
+            if not isinstance(one, ShardError) and not self._group.listed:
+                part[number] = replace(one[0], signed_url=""), one[1]
+            if len(part) >= _KEPT_TOGETHER:
+                self._write(part)
+                part.clear()
+            yield one
+
+    def _write(self, part: Mapping[int, Scanned]) -> None:
+        with suppress(OSError):  # the next start looks at them again
+            private_folder(self._folder)
+            file = NewFile(f"{self._folder}/{uuid.uuid4().hex}")
+            file.write(pickle.dumps(part))
+            file.commit()
+
+    def remove(self) -> None:
+        """Remove them: the catalog has all."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @contextmanager
@@ -156,7 +224,7 @@ def _scan(group: _ShardGroup) -> list[Scanned]:
 
 def shared_out(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
     """The items of each task, in order: at most so many, and fewer where there would be few tasks."""
-    step = min(most, -(-len(items) // _LEAST_TASKS))
+    step = max(1, min(most, -(-len(items) // _LEAST_TASKS)))
     return (items[at : at + step] for at in range(0, len(items), step))
 
 

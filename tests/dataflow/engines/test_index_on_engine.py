@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from concurrent.futures import Executor, Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from parameters_kit import in_full
 from dataflow import ShardError, ShardWriter
 from dataflow.sources.indexing import in_order, shared_out
 from dataflow.tools.terminal.indexing import index_source
+from sharding.formats.tar.format import TarFormat
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
@@ -75,6 +77,41 @@ def test_bad_shards_are_counted_when_all_were_tried_and_say_where_they_were_look
     notes = " ".join(caught.value.__notes__)
     assert "1 of the other 4 shards" in notes
     assert "local paths must be the same on all machines" in notes
+
+
+class SeenTar(TarFormat):
+    """The format of tars, and the names of those that were looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = list[str]()
+
+    def scan(self, file: Any, shard: Any, *, block_bytes: int) -> Any:
+        self.seen.append(Path(shard.url).name)
+        return super().scan(file, shard, block_bytes=block_bytes)
+
+
+def test_an_index_that_failed_goes_on_with_shards_that_are_new_or_were_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataflow.sources.indexing._KEPT_TOGETHER", 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source, good = shards_in(tmp_path, "tar"), (tmp_path / "3.tar").read_bytes()
+    (tmp_path / "3.tar").write_bytes(b"no tar")
+    catalogs, seen = [], []
+    for name in ("failed", "resumed", "anew"):
+        codec, path = SeenTar(), tmp_path / f"{name}.catalog"
+        with pytest.raises(ShardError) if name == "failed" else nullcontext():
+            index_source([source], {"format": codec}, output=str(path), block_bytes=None)
+            catalogs.append(path.read_bytes())
+        seen.append(sorted(codec.seen))
+        if name == "failed":
+            (tmp_path / "3.tar").write_bytes(good)
+            (tmp_path / "0.tar").write_bytes((tmp_path / "1.tar").read_bytes())
+            assert len(list((tmp_path / "cache/dataflow/catalogs").glob("*.parts/*"))) == 2
+    assert seen == [[f"{i}.tar" for i in range(5)], ["0.tar", "3.tar"], [f"{i}.tar" for i in range(5)]]
+    assert catalogs[0] == catalogs[1]
+    assert list((tmp_path / "cache/dataflow/catalogs").glob("*.parts")) == []
 
 
 def test_tasks_are_many_and_none_is_large() -> None:
