@@ -6,6 +6,7 @@ Links are followed; hidden files and what systems leave behind are counted only.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,18 +60,21 @@ def _local_listing(root: str, depth: int | None) -> tuple[Folders, int]:
                         reason = "is a link to a folder that it lies in: take the link away"
                         raise ShardReadError(entry.path, reason)
                     waiting.append((f"{path}/{entry.name}" if path else entry.name, (*above, own)))
+                elif (facts := _facts(entry)) is None:
+                    num_hidden += 1
                 else:
-                    files.append((entry.name, *_facts(entry)))
+                    files.append((entry.name, *facts))
     return folders, num_hidden
 
 
-def _facts(entry: os.DirEntry[str]) -> tuple[int, str]:
+def _facts(entry: os.DirEntry[str]) -> tuple[int, str] | None:
+    """Size and version of a file; None: it is a pipe, a socket or a device, which nobody reads by name."""
     try:
         status = entry.stat()
     except FileNotFoundError as error:
         what = "is a link to a file that is not there" if entry.is_symlink() else "no such file any more"
         raise ShardReadError(entry.path, what) from error
-    return status.st_size, f"mtime:{status.st_mtime_ns}"
+    return (status.st_size, f"mtime:{status.st_mtime_ns}") if stat.S_ISREG(status.st_mode) else None
 
 
 def _remote_listing(fs: Any, root: str, depth: int | None) -> tuple[Folders, int]:

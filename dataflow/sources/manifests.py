@@ -164,11 +164,12 @@ def read_manifest(
     files = _texts(url, table.column(manifest.file), manifest.file)
     numbers = list(range(1, len(files) + 1))
     if within:
-        own = [row for row, name in enumerate(files) if name.removeprefix("./").startswith(f"{within}/")]
-        table, numbers = table.take(own), [row + 1 for row in own]
-        files = [files[row].removeprefix("./").removeprefix(f"{within}/") for row in own]
-        if not files:
+        paths = [_below(name, folder) for name in files]
+        own = [row for row, name in enumerate(paths) if name.startswith(f"{within}/")]
+        if not own:
             return None
+        table, numbers = table.take(own), [row + 1 for row in own]
+        files = [paths[row].removeprefix(f"{within}/") for row in own]
     rest = [name for name in names if name and name not in (manifest.file, manifest.size)]
     columns, schema = _columns(url, table.select(rest))
     if manifest.classes:
@@ -434,12 +435,9 @@ def paths_of(rows: ManifestRows, folder: str) -> list[str]:
     Raises `CorruptShardError` for a name that leads out of it.
     """
     root = local_path(folder) if is_local(folder) else folder
-    starts = {root.rstrip("/") + "/", folder.rstrip("/") + "/"}
     paths = []
     for row, name in enumerate(rows.names):
-        path = name
-        for start in starts:
-            path = path.removeprefix(start)
+        path = _below(name, folder)
         if path.startswith("/") or "://" in path or ".." in path.split("/") or "\0" in path:
             raise CorruptShardError(
                 rows.url,
@@ -450,6 +448,13 @@ def paths_of(rows: ManifestRows, folder: str) -> list[str]:
             path = posixpath.normpath(path)
         paths.append(path)
     return paths
+
+
+def _below(name: str, folder: str) -> str:
+    """A name that may be spelled with its folder, without it."""
+    if is_local(folder):
+        name = name.removeprefix(local_path(folder).rstrip("/") + "/")
+    return name.removeprefix(folder.rstrip("/") + "/").removeprefix("./")
 
 
 def raise_absent(rows: ManifestRows, absent: Sequence[int], folder: str) -> None:

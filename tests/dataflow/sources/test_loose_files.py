@@ -249,6 +249,12 @@ def test_a_file_that_the_memory_limit_has_no_room_for_is_named(shuffle: Any, tmp
         list(loader)
 
 
+def test_pipes_are_left_out_as_nobody_reads_them_by_name(tmp_path: Path) -> None:
+    write(tmp_path, {"a/1.jpg": b"1"})
+    os.mkfifo(tmp_path / "a" / "2.jpg")
+    assert keys(opened(tmp_path)) == keys(opened(f"{tmp_path}/*/*.jpg", format="files")) == ["a/1"]
+
+
 def test_a_class_without_files_is_an_error_as_in_torchvision(tmp_path: Path) -> None:
     write(tmp_path, {"a/1.jpg": b"1", "b/notes.txt": b"", "c/.2.jpg": b""})
     with pytest.raises(ShardReadError, match=r"no sample is in the folder of class b, c.*torchvision"):

@@ -128,8 +128,12 @@ def test_a_table_above_the_folders_of_splits_has_the_rows_of_each(splits: Path) 
     with pytest.raises(ValueError, match=r"\(test, train\): name one.*or manifest='metadata.csv' for all"):
         opened(splits)
     assert len(opened(splits, manifest="metadata.csv")) == 9
+    (splits / "metadata.csv").write_text(f"file_name,n\n{splits}/train/1.jpg,7\n./train/5.jpg,8")
+    with pytest.warns(UserWarning, match="4 files such as .* have no row"):
+        assert [row["n"] for row in rows(opened(splits, split="train", columns=["n"]))] == [7, 8]
+    assert len(opened(splits, split="test")) == 3  # no row is about it
     (splits / "train" / "5.jpg").unlink()
-    with pytest.raises(ShardReadError, match=r"row 6 names '5\.jpg'"):
+    with pytest.raises(ShardReadError, match=r"row 2 names '5\.jpg'"):
         opened(splits, split="train")
 
 
