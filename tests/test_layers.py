@@ -274,7 +274,7 @@ MOST_LINES = {
     "dataflow/planning": 1_200,
     "dataflow/processes": 1_650,
     "dataflow/progress": 480,
-    "dataflow/sources": 2_850,
+    "dataflow/sources": 2_880,
     "dataflow/sources/energon": 510,
     "dataflow/sources/tables": 910,
     "dataflow/staging": 2_550,
