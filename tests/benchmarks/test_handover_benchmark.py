@@ -180,6 +180,7 @@ def test_shared_memory_is_told_from_semaphores_and_files() -> None:
     assert not is_shared_memory("/usr/lib/libc.so")
 
 
+@pytest.mark.full
 def test_the_command_explains_itself() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "benchmarks.handover.compare", "--help"],

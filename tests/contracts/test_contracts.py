@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from chunks_kit import HandDrivenEpoch
 from contract_rows import GLOBAL_ROWS, ROWS, Row, through_json
+from datasets_kit import MAKERS
 from forked_kit import fast_ranks
 from local_ray_kit import ray_is_local
 from parameters_kit import others_in_full
@@ -121,6 +122,7 @@ def of_one_rank(name: str, folder: Path) -> Batches:
     return of_world(name, folder, 1)[0]
 
 
+FORMATS = MAKERS.keys() - {"tar", "parquet"}
 SHARED = [
     name
     for name, row in ROWS.items()
@@ -134,7 +136,8 @@ SHARED = [
     "name",
     others_in_full(
         SHARED,
-        *[name for name in SHARED if not ROWS[name].is_measured],
+        # Which format it is, ranks do not see.
+        *[name for name in SHARED if not ROWS[name].is_measured and name not in FORMATS],
         *("measured packed", "measured packed mixture, tokens", "measured packed mixture, weights set"),
     ),
 )

@@ -109,6 +109,7 @@ def ray_cluster() -> Iterator[str]:
         cluster.shutdown()
 
 
+@pytest.mark.full  # a cluster of Ray represents it
 def test_a_dask_scheduler_with_two_workers(folder: Path) -> None:
     needs("distributed")
     from distributed import LocalCluster

@@ -129,6 +129,7 @@ def exported(library: Path) -> set[str]:
     return {line.split()[-1] for line in lines}
 
 
+@pytest.mark.full  # `.ci/package` installs the wheel
 @needs_compiler
 @needs_setuptools
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")

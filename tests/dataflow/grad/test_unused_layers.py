@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from branches_kit import Branches, Run, Trained, as_large_batches, in_windows, wrapped
 from forked_kit import OLD_TORCH, RankSet
+from parameters_kit import in_full
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -92,7 +93,7 @@ def cases(world: int, names: Any) -> list[tuple[str, Run, Trained, list[Trained]
     ]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [*in_full(2), 3])
 @pytest.mark.parametrize("name", [*EXACT, "fsdp"])
 def test_windows_equal_one_large_batch_whatever_layers_are_replayed(world: int, name: str) -> None:
     ran = cases(world, [name])
@@ -112,7 +113,7 @@ def test_the_same_holds_for_one_rank_that_is_alone() -> None:
         assert torch.allclose(result.values[-1], expected.values[-1], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [*in_full(2), 3])
 @pytest.mark.parametrize("name", [*REDUCED, *LOCAL, "delayed"])
 def test_no_strategy_makes_zeros_of_a_gradient_that_nobody_computed(world: int, name: str) -> None:
     for _, run, expected, ranks in cases(world, [name]):

@@ -26,7 +26,7 @@ def told_by(program: str, *arguments: str) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("collects", [True, *in_full(False)])
 def test_importing_looks_through_no_object_and_leaves_the_collector_as_it_was(collects: bool) -> None:
     program = """
         import gc, json, sys, torch
