@@ -86,7 +86,7 @@ def write_all(
         call = partial(write_packed, _packed(recipe))
         with nullcontext(executor) if executor else engine("processes", workers=workers) as pool:
             _noted(run_all(pool, call, missing), missing, receipts, shown)
-    except DataflowError as error:
+    except (DataflowError, KeyboardInterrupt) as error:
         error.add_note(
             f"{len(receipts)} of {len(recipe.bounds) - 1} shards are finished: start it again to go on"
         )

@@ -147,7 +147,7 @@ def convert(
     if shard_size is not None and shard_samples is not None:
         raise ValueError("give shard_size, in bytes, or shard_samples, not both")
     if to == "tokens" and length is None:
-        raise ValueError("to='tokens' needs length=, the tokens of a sample")
+        raise ValueError("to='tokens' needs length= (--token-length), the tokens of a sample")
     if shard_samples is not None and shard_samples < 1:
         raise ValueError(f"shard_samples must be >= 1, got {shard_samples}")
     if workers is not None and workers < 1:
@@ -228,7 +228,7 @@ def _agreed(
         if differences:
             raise ConversionError(
                 f"{identity_of(folder.url)} has another conversion: {'; '.join(differences)}. Give another "
-                "folder, or overwrite=True, which removes its shards"
+                "folder, or overwrite=True (--overwrite), which removes its shards"
             )
         return plan
     if found is not None:
@@ -246,7 +246,7 @@ def _refuse_foreign(folder: OutputFolder, to: str, *, overwrite: bool) -> None:
     if others and not overwrite:
         raise ConversionError(
             f"{identity_of(folder.url)} has files that no conversion wrote, such as {others[0]!r}: give an "
-            "empty folder, or overwrite=True, which leaves them and replaces those of the same name"
+            "empty folder, or overwrite=True (--overwrite), which leaves those of other names"
         )
 
 

@@ -182,7 +182,7 @@ class ConvertSource:
             raise ValueError("shard_size counts bytes of shards; of other sources, give shard_samples")
         if isinstance(self.source, ShardedDataset) and shard_samples is None:
             size = parse_bytes(shard_size) if isinstance(shard_size, str) else shard_size
-            bounds = self._by_bytes(size or DEFAULT_SHARD_BYTES)
+            bounds = self._by_bytes(DEFAULT_SHARD_BYTES if size is None else size)
         elif self.rows is not None:
             bounds = bounds_by_count(len(self.rows), shard_samples or DEFAULT_SHARD_SAMPLES)
         else:

@@ -119,7 +119,7 @@ class _ComparedShard:
     def compare(self, result: StoredRows) -> None:
         """Raise `ConversionError` where a row is not what the source gives."""
         to = self.recipe.target.to
-        if to == "tokens":
+        if to == "tokens" or (to == "megatron" and self.recipe.target.length):
             self._compare_tokens()
             return
         positions = self.rows + self.first
@@ -139,7 +139,8 @@ class _ComparedShard:
                 shown = f"{_short(now.get(name))} is not {_short(was.get(name))}"
                 raise ConversionError(
                     f"{self.receipt['name']}, sample {row}, column {name!r}: {shown}, as the source has it: "
-                    "source or functions changed, or the shard is damaged; overwrite=True writes anew"
+                    "source or functions changed, or the shard is damaged: "
+                    "overwrite=True (--overwrite) writes anew"
                 )
 
     def _fitted(self) -> Iterator[dict[str, Any]]:
@@ -182,7 +183,8 @@ class _ComparedShard:
         """Compare the whole file: its documents have no ends."""
         target, everything = self.recipe.target, np.arange(self.receipt["samples"])
         whole = replace(self, rows=everything)
-        end = np.array([] if target.end_token is None else [target.end_token], target.dtype)
+        has_ends = target.end_token is None or target.to == "megatron"
+        end = np.array([] if has_ends else [target.end_token], target.dtype)
         parts = [np.append(one["tokens"], end).astype(target.dtype) for one in whole._fitted()]
         made = np.concatenate([*parts, np.zeros(0, target.dtype)])
         stored = np.frombuffer(self.recipe.folder.read(file_name(self.receipt["name"])) or b"", target.dtype)

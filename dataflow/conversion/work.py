@@ -33,6 +33,7 @@ from sharding.formats import resolve_format
 from sharding.order.order import Order
 from sharding.order.permutations import FULL_ORDER, feistel, mix_key
 from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Shuffle
+from sharding.printable import listed
 from sharding.write.writer import ShardWriter
 
 WINDOW_BLOCKS = DEFAULT_WINDOW_BLOCKS
@@ -269,7 +270,9 @@ def _called(
     except SampleError:
         raise
     except Exception as error:
-        reason = f"{what}= raised {type(error).__name__}: {error}"
+        reason, sample = f"{what}= raised {type(error).__name__}: {error}", rows.samples[len(made)]
+        if isinstance(error, KeyError) and isinstance(sample, dict):
+            reason += f"; the sample has {listed(sample)}"
         raise rows.failed(len(made), reason, "transform", named) from error
     return made
 

@@ -256,11 +256,10 @@ class ShardWriter:
         space = file.space if file is not None else space_at(url)
         self._abandon()
         lost = f"this shard, of {num_samples:,} samples and {written:,} bytes so far, is removed"
-        whole = f"{len(self._shards):,} shards are whole"
-        if self._shards:
-            whole += f", the last is {self._shards[-1].url}"
-        cure = "free some space and write its samples again"
+        whole, cure = "", "free some space and write its samples again"
         if self._number:
+            last = f", the last is {self._shards[-1].url}" if self._shards else ""
+            whole = f"{len(self._shards):,} shards are whole{last}"
             cure += f", in another run with start={self._next}"
         parts = "; ".join(filter(None, [lost, space, whole, cure]))
         raise ShardWriteError(url, f"{full.strerror or full}: {parts}", full.errno) from error

@@ -43,6 +43,10 @@ def plain_errors(command: Command) -> Command:
             if traceback:
                 raise
             raise click.ClickException(_error_text(error)) from None
+        except KeyboardInterrupt as stopped:  # what it has cost is in its notes
+            for note in getattr(stopped, "__notes__", ()):
+                click.echo(f"\n{note}", err=True)
+            raise
 
     return run
 

@@ -422,7 +422,9 @@ def test_a_map_that_returns_other_columns_is_an_error_that_names_both(source: st
 
 
 def test_a_bad_sample_is_named_and_loses_nothing_that_was_finished(source: str, tmp_path: Path) -> None:
-    with pytest.raises(SampleError, match="map= raised KeyError: 'caption'") as caught:
+    with pytest.raises(
+        SampleError, match="map= raised KeyError: 'caption'; the sample has cls, jpg"
+    ) as caught:
         convert(source, tmp_path / "a", to="parquet", map=that_fails, shard_samples=10, workers=1)
     assert (caught.value.key, Path(caught.value.shard).name) == ("k0033", "004.tar")
     kept = sorted(path.name for path in (tmp_path / "a").glob("*.parquet"))
@@ -486,6 +488,7 @@ def test_arguments_that_contradict_each_other_are_refused(source: str, tmp_path:
     for arguments, words in (
         ({"to": "zip"}, "to must be one of"),
         ({"to": "mds", "shard_size": "1MiB", "shard_samples": 3}, "not both"),
+        ({"to": "mds", "shard_size": 0}, "at least a byte"),
         ({"to": "tokens"}, "needs length="),
         ({"to": "mds", "dtype": "uint16"}, "dtype= is for"),
         ({"to": "mds", "schema": pa.schema([])}, "schema= is for"),
@@ -533,12 +536,11 @@ def test_the_command_converts_and_says_what_was_finished_before(source: str, tmp
 # ---- tokens ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", ["tokens", "megatron"])
-def test_token_ids_become_token_shards(tmp_path: Path, to: str) -> None:
+@pytest.mark.parametrize(("to", "length"), [("tokens", 4), ("megatron", None), ("megatron", 4)])
+def test_token_ids_become_token_shards(tmp_path: Path, to: str, length: int | None) -> None:
     with ShardWriter(f"{tmp_path}/ids/%d.parquet", max_count=5) as shards:
         for i in range(10):
             shards.write({"input_ids": list(range(i, 2 * i + 1))})
-    length = 4 if to == "tokens" else None
     made = convert(
         f"{tmp_path}/ids", tmp_path / "out", to=to, dtype="uint16", end_token=9, length=length, workers=1,
         shard_samples=4, verify=True,
@@ -547,7 +549,7 @@ def test_token_ids_become_token_shards(tmp_path: Path, to: str) -> None:
     stored = np.concatenate([np.fromfile(path, np.uint16) for path in made.files])
     assert stored.tolist() == tokens
     windows = sum((Path(path).stat().st_size // 2 - 1) // 4 for path in made.files)
-    assert len(ShardedDataset(made.catalog)) == (10 if to == "megatron" else windows)
+    assert len(ShardedDataset(made.catalog)) == (windows if length else 10)
 
 
 # ---- the plan -------------------------------------------------------------------------------------------
