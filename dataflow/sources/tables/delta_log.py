@@ -34,7 +34,7 @@ def main(place: str, number: int, out: int) -> None:
     try:
         answer = _read(place, number)
     except Exception as error:  # deltalake's, Arrow's, the system's: told by the parent
-        answer = f"{type(error).__name__}: {error}".strip()
+        answer = f"{type(error).__name__}: {error}".strip().partition("\n")[0]  # stacks follow
     with os.fdopen(out, "wb") as file:
         pickle.dump(answer, file)
 

@@ -51,7 +51,7 @@ def by_table(
             return otherwise()
         except TableFolderError as found:
             if format not in ("auto", "parquet"):
-                raise
+                raise ValueError(f"{found}: leave format={format!r} out") from None
             kind, url = found.kind, found.url
     table = _open(kind, os.fspath(url), options, retrier, revision)
     if not table.files:
