@@ -31,7 +31,16 @@ from sharding.errors import CorruptShardError
 from sharding.formats.records.record_columns import RecordFormat, RecordLearner, Records, footer_of
 from sharding.formats.records.riegeli_blocks import BLOCK, PlainFile, plain_positions, without_headers
 from sharding.formats.records.skeleton import SPARSE_MEAN_BYTES, Skeleton
-from sharding.formats.records.wire import SPAN, VARINT, WireError, fields, library, numbers_in, varints_at
+from sharding.formats.records.wire import (
+    SPAN,
+    VARINT,
+    WireError,
+    fields,
+    library,
+    numbers_in,
+    varints_at,
+    whole_numbers,
+)
 from sharding.spans import Bytes, Ints, numbers_at
 
 _HEADER = 40
@@ -218,6 +227,7 @@ def _records_in(plain: Bytes, at: Ints, expected: Ints | None, fail: _Fail) -> R
 
 def _plain_records(plain: Bytes, at: Ints, counts: Ints) -> Records | None:
     """The records of chunks that are as they should be and not compressed, else None."""
+    at, counts = whole_numbers(at), whole_numbers(counts)
     num_records = int(counts.sum())
     if num_records > len(plain):
         return None

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from sharding.blocks import MISSING, Column, ColumnSpec, Masked, Spans
 from sharding.byte_lists import joined_lists
 from sharding.core.library import address_of
-from sharding.formats.records.wire import WireError, library, numbers_in, unharmed
+from sharding.formats.records.wire import WireError, library, numbers_in, unharmed, whole_numbers
 from sharding.spans import Bytes, Ints, gathered
 
 BYTES, FLOATS, INTS = 1, 2, 3
@@ -96,7 +96,7 @@ def parse(
         WireError: a record is neither an Example nor a SequenceExample.
         TooManyNamesError: there are more than `MOST_FEATURES` names.
     """
-    starts, ends = np.ascontiguousarray(starts), np.ascontiguousarray(ends)
+    starts, ends = whole_numbers(starts), whole_numbers(ends)
     known = list(dict.fromkeys([*names, *(wanted or ())]))
     keys = [name.encode() for name in known]
     key_bytes = np.frombuffer(b"".join(keys) + b"\0", np.uint8)

@@ -58,7 +58,7 @@ def fields(data: Bytes, starts: Ints, ends: Ints) -> Fields:
     Raises:
         WireError: a message is damaged, or none at all.
     """
-    starts, ends = np.ascontiguousarray(starts), np.ascontiguousarray(ends)
+    starts, ends = whole_numbers(starts), whole_numbers(ends)
     spans = (address_of(data), len(data), address_of(starts), address_of(ends), len(starts))
     most, found = 0, 2 * len(starts) + 1
     while most < found:  # as many as there are, where there are more than the guess
@@ -80,8 +80,8 @@ def numbers_in(data: Bytes, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
         WireError: a number takes more than 10 bytes, or ends behind its span.
     """
     starts, ends, counts = (
-        np.ascontiguousarray(starts),
-        np.ascontiguousarray(ends),
+        whole_numbers(starts),
+        whole_numbers(ends),
         np.empty(len(starts), np.int64),
     )
     spans = (
@@ -111,6 +111,11 @@ def varints_at(data: Bytes, at: Ints, most_bytes: int) -> tuple[Ints, Ints]:
         at[rows] += 1
         rows, size = rows[byte >= 0x80], size + 1
     return value, at
+
+
+def whole_numbers(numbers: Ints) -> Ints:
+    """Return numbers one behind the other, as the library reads them: those of a column of a table are not."""
+    return np.ascontiguousarray(numbers, np.int64)
 
 
 @cache

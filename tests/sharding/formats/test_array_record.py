@@ -226,6 +226,10 @@ def test_only_chunks_that_are_as_they_should_be_are_read_at_once() -> None:
         return None if told is None else [*told.starts.tolist(), *told.sizes.tolist()]
 
     assert found(chunk()) == [44, 47, 3, 1]
+    two = np.array([[0, 2], [48, 2]])  # numbers that do not lie one behind the other
+    told = _plain_records(np.concatenate([chunk(), chunk()]), two[:, 0], two[:, 1])
+    assert told is not None
+    assert told.starts.tolist() == [44, 47, 92, 95]
     assert found(chunk(size=9)) is found(chunk(size=7)) is found(chunk(size=1)) is None
     assert found(chunk(kind=ord("t"))) is found(chunk(codec=1)) is found(chunk(decoded=3)) is None
     assert (
