@@ -106,11 +106,12 @@ class RaggedOutput(Output):
         itemsize = np.dtype(self.source_dtype).itemsize
         elements = ends[first : first + sum(sizes) + 1] // itemsize
         elements -= elements[0]
-        whole = torch.from_numpy(memory[: int(elements[-1]) * itemsize].view(self.source_dtype))
+        values = memory[: int(elements[-1]) * itemsize].view(self.source_dtype)
         row = 0
         for size in sizes:
             own = elements[row : row + size + 1]
-            rows = whole[int(own[0]) : int(own[-1])]
+            # numpy slices it: a tensor would give up the GIL in the middle.
+            rows = torch.from_numpy(values[int(own[0]) : int(own[-1])])
             yield self._delivered(Ragged(rows, torch.from_numpy(own - own[0])))
             row += size
 

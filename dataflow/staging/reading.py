@@ -101,6 +101,8 @@ class ReadWindow(WindowOfFiles):
         most = min(_MOST_A_TASK, len(reads) // (_LEAST_TASKS * self._num_readers))
         if most < 2 or not all(is_local(block.shard.url) for block in blocks):
             return 1
+        if self._decodes_in_place:
+            return most
         return max(1, min(most, _TASK_BYTES * len(blocks) // (1 + sum(block.length for block in blocks))))
 
     def _read_all(self, reads: Sequence[tuple[range, int]]) -> None:
