@@ -114,7 +114,7 @@ def varints_at(data: Bytes, at: Ints, most_bytes: int) -> tuple[Ints, Ints]:
 
 
 def whole_numbers(numbers: Ints) -> Ints:
-    """Return numbers one behind the other, as the library reads them: those of a column of a table are not."""
+    """Return numbers one behind the other, as the library reads them; those of a table's column are not."""
     return np.ascontiguousarray(numbers, np.int64)
 
 
