@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,11 +185,11 @@ def block_checksums(recipe: Recipe, url: str) -> list[int]:
         raise result
     shard, scan = result
     found: list[int] = []
+    memory = np.empty(scan.length.max(initial=0), np.uint8)  # once: new pages cost as much as the sum
     with closing(StoreReader(options)) as reader:
         for offset, length in zip(scan.offset.tolist(), scan.length.tolist(), strict=True):
-            data = np.empty(length, np.uint8)
-            reader.read_into(shard, offset, data)
-            found.append(zlib.crc32(data.data))
+            reader.read_into(shard, offset, memory[:length])
+            found.append(zlib.crc32(memory[:length].data))
     return found
 
 
@@ -296,7 +296,7 @@ def _mapped_columns(
     function: Callable[..., Any], rows: MadeSamples, named: Callable[[int], tuple[str, str]]
 ) -> MadeSamples:
     """Return what a function makes of the columns of samples; of other ones than it was given, if so many."""
-    names = dict.fromkeys(name for sample in rows.samples for name in sample)
+    names = dict.fromkeys(chain.from_iterable(rows.samples))
     try:
         made = function({name: [sample.get(name) for sample in rows.samples] for name in names})
         sizes = {name: len(values) for name, values in made.items()}
