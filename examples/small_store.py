@@ -16,6 +16,13 @@ class Store(ThreadingHTTPServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder, self.url = folder, f"http://127.0.0.1:{self.server_port}"
+        self._lock = threading.Lock()
+
+    def is_busy(self) -> bool:
+        """Count one request."""
+        with self._lock:  # each request has a thread
+            self.busy, was_busy = max(self.busy - 1, 0), self.busy > 0
+        return was_busy
 
     def handle_error(self, *_: object) -> None:
         """Clients that have what they need hang up: nothing to say."""
@@ -31,8 +38,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send a file, or a range of it."""
         path, wanted = self.server.folder / self.path.lstrip("/"), self.headers.get("Range")
-        if not path.is_file() or (wanted and self.server.busy):
-            self.server.busy -= path.is_file()
+        if not path.is_file() or (wanted and self.server.is_busy()):
             self._send(503 if path.is_file() else 404, b"")
             return
         data = path.read_bytes()

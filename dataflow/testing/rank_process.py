@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import gc
 import multiprocessing
 import os
 import pickle
@@ -115,6 +116,9 @@ def _leave_group() -> None:
     import torch.distributed
 
     if torch.distributed.is_initialized():
+        # A DDP that a trainer holds in a circle must not be the last to let go of gloo: it would wait for
+        # gloo's threads with the interpreter lock held, which they want.
+        gc.collect()
         torch.distributed.destroy_process_group()
 
 

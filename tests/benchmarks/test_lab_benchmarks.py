@@ -75,6 +75,7 @@ def test_a_station_is_a_function_of_ours_whose_body_is_more_than_a_line() -> Non
     assert not is_station(pytest.approx.__code__)
 
 
+@pytest.mark.full
 def test_who_takes_a_parameter_is_counted_by_function_and_folder() -> None:
     assert takers_of("no such parameter") == {"functions": 0, "folders": 0}
     told = takers_of("shard")

@@ -138,6 +138,7 @@ def check_exact(folder: Path, with_two: int) -> None:
             assert sorted(chain(*parts)) == plain[step - 1], f"step {step}"
 
 
+@pytest.mark.full
 def test_lost_workers_start_again_and_another_number_of_them_goes_on(
     two_cpus: None, fit: Callable[..., Any], tmp_path: Path
 ) -> None:

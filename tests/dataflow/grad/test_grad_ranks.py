@@ -387,6 +387,7 @@ elastic_launch(
 """What torchrun does, with ranks that are forked from where torch is imported."""
 
 
+@pytest.mark.full  # an example restarts on fewer ranks
 def test_torchrun_restarts_a_run_whose_rank_was_killed_over_the_same_windows(tmp_path: Path) -> None:
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()

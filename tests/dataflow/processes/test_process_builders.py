@@ -517,7 +517,7 @@ def test_blocks_are_read_and_decoded_once_whoever_builds(tmp_path: Path) -> None
             assert sum(chain.from_iterable(loader for _ in range(2))) == 2 * len(dataset)
             loader.set_epoch(2)  # what is ahead is dropped, and read no more
             counts.append(loader.stats().decoded_bytes)
-    assert 0 < counts[1] < 1.5 * counts[0]  # processes have more chunks at a time, and so more read ahead
+    assert 0 < counts[1] <= 1.5 * counts[0]  # two epochs, and what is read ahead: at most a third
 
 
 def test_reads_of_remote_shards_pause_beside_gradients_whoever_builds(tmp_path: Path) -> None:

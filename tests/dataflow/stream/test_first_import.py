@@ -93,7 +93,7 @@ def test_a_batch_of_a_local_tar_of_a_kept_catalog_imports_what_it_needs(tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["tar", "mds", *in_full("parquet", "jsonl", "litdata", "tfrecord", "array_record")]
+    "name", ["tar", *in_full("mds", "parquet", "jsonl", "litdata", "tfrecord", "array_record")]
 )
 def test_a_first_index_and_a_first_batch_look_for_no_pandas(tmp_path: Path, made: Make, name: str) -> None:
     (tmp_path / "pandas.py").write_text("print('pandas was imported')\nraise ImportError\n")

@@ -601,6 +601,7 @@ def test_the_plugin_alone_imports_no_torch():
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
 
 
+@pytest.mark.full
 def test_the_tests_on_the_page_about_testing_pass(pytester):
     page = (Path(__file__).parents[3] / "docs" / "reference" / "testing.md").read_text("utf-8")
     conftest, *tests = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

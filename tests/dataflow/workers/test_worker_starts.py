@@ -541,6 +541,7 @@ except SystemError as error:
     assert (code, out) == (0, "True True\n")
 
 
+@pytest.mark.full
 def test_the_fork_server_finds_modules_where_this_process_does(tmp_path: Path) -> None:
     """Each worker would import them for itself otherwise."""
     folder = tmp_path / "elsewhere"
