@@ -13,6 +13,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+_MOST_BYTES = (1 << 31) - 1
+"""The values of an array whose type is not large have so many bytes, at most."""
+
 
 def number_array(numbers: NDArray[Any]) -> pa.Array:
     """Return numbers as an array of their type, without a copy where they are contiguous."""
@@ -68,7 +71,7 @@ def _of_pieces(
     pieces: Sequence[Any], content: bytes, valid: NDArray[np.bool_] | None, kind: pa.DataType
 ) -> pa.Array:
     is_large = kind in (pa.large_string(), pa.large_binary())
-    if not is_large and len(content) >= 1 << 31:
+    if not is_large and len(content) > _MOST_BYTES:
         raise OverflowError(f"{len(content):,} bytes in a column of type {kind}")
     ends = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)), out=ends[1:])

@@ -50,8 +50,7 @@ def write_errors(url: str) -> Iterator[None]:
     except NotImplementedError as error:
         raise ConversionError(f"{identity_of(url)}: files of this protocol cannot be written") from error
     except Exception as error:
-        reason = failure_text(error).replace("cannot be read", "cannot be written")
-        raise ConversionError(f"{identity_of(url)}: {reason}") from error
+        raise ConversionError(f"{identity_of(url)}: {failure_text(error, 'written')}") from error
 
 
 class OutputFolder:

@@ -90,7 +90,7 @@ class StoredRows:
         return light, pickle.dumps((replace(self.catalog, signed_urls={}), self.selection))
 
     def take_index(self, index: bytes) -> None:
-        """Let them have what `without_index` took away."""
+        """Set catalog and selection, as `without_index` gave them."""
         catalog, self.selection = pickle.loads(index)
         self.catalog = replace(catalog, signed_urls=self._signed)
 

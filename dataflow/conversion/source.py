@@ -194,15 +194,11 @@ class ConvertSource:
             "shard_size": shard_size,
             "shard_samples": shard_samples,
             "shuffle": self.shuffle,
-            **(
-                {"window_blocks": WINDOW_BLOCKS}
-                if isinstance(self.rows, StoredRows) and self.shuffle is not None
-                else {}
-            ),
+            "window_blocks": WINDOW_BLOCKS if isinstance(self.rows, StoredRows) else None,
             "checksum": checksum,
             "way": self.way,
             "schema": None if self._schema is None else str(self._schema),
-            **({"batch_size": self._batch_size} if self._batch_size else {}),
+            "batch_size": self._batch_size,
             **token_options,
         }
         target = Target(to=self.to, columns={})

@@ -101,8 +101,8 @@ def store_errors(url: str) -> Iterator[None]:
         raise ShardReadError(url, failure_text(error)) from error
 
 
-def failure_text(error: BaseException) -> str:
-    """A store's failure in words; from now on it prints no secrets itself, either."""
+def failure_text(error: BaseException, done: str = "read") -> str:
+    """A store's failure in words; from now on it prints no secrets itself, either. `done`: to the file."""
     hide_secrets(error)
     status, cause = getattr(error, "status", None), error.__cause__
     if isinstance(error, FileNotFoundError):
@@ -112,17 +112,21 @@ def failure_text(error: BaseException) -> str:
             410,
         )
         if cause and other:
-            return failure_text(cause)
+            return failure_text(cause, done)
         answer = getattr(cause, "response", None)  # botocore's
         code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
         return "no such bucket" if code == "NoSuchBucket" else "no such file"
     if isinstance(error, PermissionError) or status in (401, 403):
         return f"permission denied ({error})"
     if isinstance(error, TimeoutError) and not str(error):  # fsspec's says nothing
-        return failure_text(cause) if isinstance(cause, Exception) else "cannot be read: it took too long"
+        return (
+            failure_text(cause, done)
+            if isinstance(cause, Exception)
+            else f"cannot be {done}: it took too long"
+        )
     if isinstance(error, IsADirectoryError):
         return "is a directory, not a file"
-    return f"cannot be read: {type(error).__name__}: {error}"
+    return f"cannot be {done}: {type(error).__name__}: {error}"
 
 
 def shard_info(url: str, fs: Any, path: str) -> Info:

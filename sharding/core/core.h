@@ -1,4 +1,5 @@
-/* The contract of the compiled executor of build plans (`prefetch.core.plan`): plain C, no Python.
+/* The contract of the compiled library: build plans (`prefetch.core.plan`), images, pages, orders, queues and the
+   records of formats. Plain C, no Python.
 
    A plan is a table. Each column says, for every row, where its value lies and where it goes; of all that a plan
    points to, nothing is owned or freed here. `core_run` makes the copies of one plan in the caller's thread; a

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
+
+from sharding.core.compile import LIBRARY
 
 VERSION = 9
 """The version of the contract in core.h."""
@@ -60,6 +63,12 @@ def loaded(load: Callable[[str], Any], path: Path) -> Any:
         function = getattr(library, name)
         function.argtypes, function.restype = [_TYPES[kind] for kind in arguments], _TYPES[result]
     return library
+
+
+@cache
+def library() -> Any:
+    """The library of this installation; its calls let go of the interpreter lock."""
+    return loaded(ctypes.CDLL, LIBRARY)
 
 
 def address_of(array: NDArray[Any]) -> int:

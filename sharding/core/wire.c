@@ -1,4 +1,5 @@
-/* Protobuf messages: fields, features of Examples, packed numbers; and records of riegeli's chunks; see core.h and `sharding.formats.records.wire`. */
+/* Protobuf messages: fields, features of Examples, packed numbers; and records of riegeli's chunks. See core.h and
+   `sharding.formats.records.wire`. */
 #include "core.h"
 #include "variants.h"
 #include <string.h>

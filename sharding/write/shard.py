@@ -10,6 +10,7 @@ import gzip
 import json
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, BinaryIO, Protocol, cast
 
 import numpy as np
@@ -249,10 +250,11 @@ def _array(pa: Any, values: list[Any], kind: Any) -> Any:
         return number_array(np.array(values, np.int64))
     if kind == pa.float64() and kinds == {float}:
         return number_array(np.array(values, np.float64))
-    if kind == pa.string() and kinds == {str}:
-        return text_array(values, kind)
-    if kind == pa.binary() and kinds == {bytes}:
-        return bytes_array(values, kind)
+    with suppress(OverflowError):  # more than one array of this type holds: Arrow makes several
+        if kind == pa.string() and kinds == {str}:
+            return text_array(values, kind)
+        if kind == pa.binary() and kinds == {bytes}:
+            return bytes_array(values, kind)
     return pa.array(values, kind)
 
 

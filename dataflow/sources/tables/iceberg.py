@@ -301,7 +301,7 @@ def _arrow_schema(schema: Schema) -> pa.Schema:
 def _partition_values(
     file: DataFile, spec: PartitionSpec, schema: Schema, columns: pa.Schema
 ) -> Mapping[str, pa.Scalar]:
-    """By column, the value that all rows of a file have, where files are parted by the value itself."""
+    """Return by column the value that all rows of a file have, where files are parted by the value itself."""
     values = {}
     for number, field in enumerate(spec.fields):
         if isinstance(field.transform, IdentityTransform):

@@ -480,7 +480,7 @@ def _plain_footer(footer: bytes) -> dict[str, _Plain | None] | None:
 
 
 def _plain_fields(schema: pa.Schema) -> dict[str, _Plain | None] | None:
-    """By name, the columns of a schema, None for those of bits; None: it has others, too."""
+    """Return the columns of a schema by name, None for those of bits; None: it has others, too."""
     fields, buffer = dict[str, _Plain | None](), 0
     for field in schema:
         kind = field.type

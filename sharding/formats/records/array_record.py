@@ -26,7 +26,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Shard, ShardScan
-from sharding.core.library import address_of
+from sharding.core.library import address_of, library
 from sharding.errors import CorruptShardError
 from sharding.formats.records.record_columns import RecordFormat, RecordLearner, Records, footer_of
 from sharding.formats.records.riegeli_blocks import BLOCK, PlainFile, plain_positions, without_headers
@@ -36,7 +36,6 @@ from sharding.formats.records.wire import (
     VARINT,
     WireError,
     fields,
-    library,
     numbers_in,
     varints_at,
     whole_numbers,

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from sharding.blocks import MISSING, Column, ColumnSpec, Masked, Spans
 from sharding.byte_lists import joined_lists
-from sharding.core.library import address_of
-from sharding.formats.records.wire import WireError, library, numbers_in, unharmed, whole_numbers
+from sharding.core.library import address_of, library
+from sharding.formats.records.wire import WireError, numbers_in, unharmed, whole_numbers
 from sharding.spans import Bytes, Ints, gathered
 
 BYTES, FLOATS, INTS = 1, 2, 3

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sharding.core.library import address_of
+from sharding.core.library import address_of, library
 from sharding.formats.records.skeleton import ReadableFile
-from sharding.formats.records.wire import library
 from sharding.spans import Bytes, Ints
 
 BLOCK = 1 << 16

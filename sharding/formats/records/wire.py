@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.core.compile import LIBRARY
-from sharding.core.library import address_of, loaded
+from sharding.core.library import address_of, library
 from sharding.spans import Bytes, Ints
 
 VARINT, FIXED64, SPAN, FIXED32 = 0, 1, 2, 5
@@ -79,22 +76,11 @@ def numbers_in(data: Bytes, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
     Raises:
         WireError: a number takes more than 10 bytes, or ends behind its span.
     """
-    starts, ends, counts = (
-        whole_numbers(starts),
-        whole_numbers(ends),
-        np.empty(len(starts), np.int64),
-    )
-    spans = (
-        address_of(data),
-        len(data),
-        address_of(starts),
-        address_of(ends),
-        len(starts),
-        address_of(counts),
-    )
-    total = unharmed(library().core_numbers(*spans, None, 0))
+    starts, ends, counts = whole_numbers(starts), whole_numbers(ends), np.empty(len(starts), np.int64)
+    spans = (address_of(data), len(data), address_of(starts), address_of(ends), len(starts))
+    total = unharmed(library().core_numbers(*spans, address_of(counts), None, 0))
     numbers = np.empty(total, np.int64)
-    unharmed(library().core_numbers(*spans, address_of(numbers), total))
+    unharmed(library().core_numbers(*spans, address_of(counts), address_of(numbers), total))
     return numbers, counts
 
 
@@ -116,12 +102,6 @@ def varints_at(data: Bytes, at: Ints, most_bytes: int) -> tuple[Ints, Ints]:
 def whole_numbers(numbers: Ints) -> Ints:
     """Return numbers one behind the other, as the library reads them; those of a table's column are not."""
     return np.ascontiguousarray(numbers, np.int64)
-
-
-@cache
-def library() -> Any:
-    """The compiled library, whose calls let go of the interpreter."""
-    return loaded(ctypes.CDLL, LIBRARY)
 
 
 def unharmed(found: int) -> int:

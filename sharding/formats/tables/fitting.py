@@ -83,7 +83,7 @@ def _flat(field: pa.Field) -> list[pa.Field]:
 
 
 def _found(listed: TableFile, stored: pa.Schema, shard: Shard) -> dict[str, str | None]:
-    """By column of the table, what it is called in the file; None: the file does not have it."""
+    """Return by column of the table what it is called in the file; None: the file does not have it."""
     ids = {_id_of(field): field.name for field in stored if _id_of(field) is not None}
     found: dict[str, str | None] = {}
     for field in listed.schema:

@@ -1,6 +1,7 @@
 """`run_ranks` and the `ranks` marker: results, failures, deaths, deadlocks, and that nothing stays behind."""
 
 import functools
+import gc
 import multiprocessing
 import os
 import platform
@@ -14,6 +15,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -194,6 +196,20 @@ def test_ranks_are_spawned_unless_asked_otherwise():
 
 def test_ranks_talk_over_gloo_and_return_tensors():
     assert [value.item() for value in run_ranks(sum_of_ranks, 4, **FAST)] == [6.0] * 4
+
+
+def ddp_in_a_circle(path):
+    gc.disable()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    circle = [model]
+    circle.append(circle)
+    weakref.finalize(model, lambda: Path(f"{path}/{dist.get_rank()}").touch())  # fails without a group
+
+
+def test_ddp_that_a_circle_holds_ends_before_its_group(tmp_path):
+    """Else it may wait for gloo's threads with the interpreter lock held, which they want."""
+    run_ranks(ddp_in_a_circle, 2, args=(str(tmp_path),), **FAST)
+    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_ranks_know_their_place_as_under_torchrun():
