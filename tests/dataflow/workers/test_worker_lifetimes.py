@@ -213,11 +213,12 @@ def test_a_loop_that_waits_in_one_thread_can_be_closed_in_another(tmp_path: Path
         loader = DataLoader(Does(functools.partial(wait_at, tmp_path / "never")), num_workers=1)
         iterator = iter(loader)
         waiting = thread.submit(next, iterator)
-        reader = os.open(tmp_path / "never", os.O_RDWR)  # the worker has arrived, or will
+        # Waits for the worker: one that is not forked yet hears no signal, and ends by itself, but later.
+        writer = os.open(tmp_path / "never", os.O_WRONLY)
         iterator.runners.pool.close(stop_s=0)
         with pytest.raises(RuntimeError, match=r"closed inside this loop|exited unexpectedly"):
             waiting.result(60)
-        os.close(reader)
+        os.close(writer)
         del iterator, waiting
         thread.shutdown()
 
