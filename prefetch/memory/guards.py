@@ -6,8 +6,8 @@ wait until the holder lets go, `/proc/sys/fs/lease-break-time` seconds (45) at m
 not wait: they harm no mapping. A guard is such a lease. So mapped pages of a guarded file may be loaded from
 directly, which spares the kernel's copy; of others only the kernel may copy (`prefetch.core`).
 
-One thread waits for the signal that the kernel sends to it alone when somebody else waits: SIGURG, blocked in
-that thread, so that no handler of the program ever sees it. It lets the lease go as soon as the loads that
+One thread waits for the signal that the kernel sends to it alone when somebody else waits: SIGSTKFLT, blocked
+in that thread, so that no handler of the program ever sees it. It lets the lease go as soon as the loads that
 may touch the file have ended: milliseconds. From then on the file is copied from by the kernel.
 
 A child made by `os.fork` shares the open file, and with it the lease: it must not end what its parent holds.
@@ -38,8 +38,10 @@ from prefetch.memory.lifetimes import only_ours
 _F_SETOWN_EX: Final = 15
 _F_OWNER_TID: Final = 0
 _MOST: Final = 4096
-_SIGNAL: Final = signal.SIGURG
-"""Ignored by default, so no mishap can end the process; real-time signals may turn into SIGIO, which does."""
+_SIGNAL: Final = getattr(signal, "SIGSTKFLT", signal.SIGURG)
+"""Used by nobody, and not ignored by default: where a handler is set to ignore a signal, also by restoring it
+as Lightning does with all, the kernel forgets those that wait to be heard. Real-time signals may turn into
+SIGIO, which others use."""
 
 
 class FileGuard:
@@ -210,7 +212,7 @@ class FileGuards:
             for guard in list(self._held):
                 self.let_go(guard)
             thread, self._thread = self._thread, None
-        if thread is not None and thread.is_alive() and thread.ident is not None:
-            signal.pthread_kill(thread.ident, _SIGNAL)
-            if join:
-                thread.join()
+            if thread is not None and thread.is_alive() and thread.ident is not None:
+                signal.pthread_kill(thread.ident, _SIGNAL)  # it cannot end before the lock is given up
+        if thread is not None and join:
+            thread.join()

@@ -150,13 +150,43 @@ def test_the_process_that_holds_the_lease_may_write_the_file_itself(path: Path, 
 
 def test_no_handler_of_the_program_sees_the_signal(path: Path, guards: Watched) -> None:
     seen: list[int] = []
-    before = signal.signal(signal.SIGURG, lambda number, frame: seen.append(number))
+    before = signal.signal(signal.SIGSTKFLT, lambda number, frame: seen.append(number))
     try:
         assert take(guards, path)
         path.write_bytes(b"new")
         assert not seen
     finally:
-        signal.signal(signal.SIGURG, before)
+        signal.signal(signal.SIGSTKFLT, before)
+
+
+def restore_handlers() -> None:
+    """As Lightning does when a training ends: the kernel forgets what is pending of ignored signals."""
+    for number in (signal.SIGURG, signal.SIGIO, signal.SIGSTKFLT):
+        signal.signal(number, signal.getsignal(number))
+
+
+@contextmanager
+def behind_this_thread(other: int) -> Iterator[None]:
+    """Inside, a thread that is woken runs when this one waits, and not before."""
+    cpus = os.sched_getaffinity(0)
+    try:
+        for thread in (0, other):
+            os.sched_setaffinity(thread, {min(cpus)})
+        os.sched_setscheduler(other, os.SCHED_IDLE, os.sched_param(0))
+        yield
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+def test_the_signal_is_not_lost_where_a_trainer_restores_handlers(path: Path) -> None:
+    guards = FileGuards()
+    assert take(guards, path)
+    (listener,) = [thread for thread in threading.enumerate() if thread.name == "dataflow-guards"]
+    with behind_this_thread(listener.native_id or 0):
+        guards.close(join=False)
+        restore_handlers()
+    listener.join(TIMEOUT_S)
+    assert not listener.is_alive()
 
 
 def test_reading_renaming_and_deleting_wait_for_nobody_and_end_no_lease(path: Path, guards: Watched) -> None:
