@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 9 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 10 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -172,6 +172,17 @@ CORE_API int64_t core_without_headers(const uint8_t *data, int64_t nbytes, int64
    many the chunk at data[at[i]] has. 0, or -1, where a chunk is another one or damaged: nothing is told then. */
 CORE_API int64_t core_records(const uint8_t *data, int64_t nbytes, const int64_t *at, const int64_t *counts, int64_t n,
                               int64_t *starts, int64_t *sizes);
+
+/* ---- checksums ------------------------------------------------------------------------------------------------ */
+
+/* CRC-32C of n spans, sizes[i] bytes from data[starts[i]] on. `by_tables`: also where the processor has an instruction.
+   0, or `CORE_CUT`, where a span leaves the data: nothing is told then. */
+CORE_API int64_t core_crc32c(const uint8_t *data, int64_t nbytes, const int64_t *starts, const int64_t *sizes, int64_t n,
+                             uint32_t *out, int64_t by_tables);
+
+/* The records of a TFRecord file, one behind the other from its first byte on, up to one that is not whole, or whose
+   length has another checksum: where each begins, and its bytes. Gives how many, `most` at most. */
+CORE_API int64_t core_tfrecords(const uint8_t *data, int64_t nbytes, int64_t *starts, int64_t *sizes, int64_t most);
 
 CORE_API int64_t core_version(void);
 

@@ -2,7 +2,7 @@
    `sharding.formats.records.wire`. */
 #include "core.h"
 #include "variants.h"
-#include <string.h>
+#include "words.h"
 
 enum { VARINT = 0, FIXED64 = 1, SPAN = 2, FIXED32 = 5 };
 #define HEAD_BYTES 5 /* of a tag or a length, at most: messages end below 2 GiB */
@@ -162,15 +162,6 @@ VARIANTS static int64_t num_below_128(const uint8_t *data, int64_t nbytes) {
     int64_t count = 0;
     for (int64_t i = 0; i < nbytes; i++) count += data[i] < 0x80;
     return count;
-}
-
-static inline uint64_t word_at(const uint8_t *data) {
-    uint64_t word;
-    memcpy(&word, data, sizeof word);
-#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    word = __builtin_bswap64(word);
-#endif
-    return word;
 }
 
 /* Bit i: number i of 64 bytes is the last of a number. */

@@ -27,7 +27,7 @@ enum { MOST_COLUMNS = 6, THREADS = 3, MOST_ROWS = 400, MOST_PAGES = 40, GUARD = 
 static enum { HONEST, SHORT, BROKEN } mode;
 static int64_t page;
 static long num_rows, num_lost, num_widened, num_short, num_resized, num_ordered;
-static long num_fields, num_numbers; /* what was tried, for the test to see */
+static long num_fields, num_numbers, num_sums; /* what was tried, for the test to see */
 
 #define CHECK(true_, ...)                                                                                        \
     do {                                                                                                         \
@@ -730,6 +730,75 @@ static void try_chunks(void) {
     free(out), free(data);
 }
 
+/* ---- checksums -------------------------------------------------------------------------------------------- */
+
+static uint32_t crc32c_of(const uint8_t *data, int64_t nbytes) {
+    uint32_t crc = ~0u;
+    for (int64_t i = 0; i < 8 * nbytes; i++) {
+        uint32_t bit = (crc ^ data[i / 8] >> i % 8) & 1;
+        crc = crc >> 1 ^ (bit ? 0x82F63B78u : 0);
+    }
+    return ~crc;
+}
+
+static void try_checksums(void) {
+    int64_t nbytes = below(300), n = below(10), starts[10] = {0}, sizes[10] = {0}, by_tables = below(2);
+    uint8_t *data = allocated(nbytes);
+    uint32_t out[10];
+    fill(data, nbytes);
+    for (int64_t i = 0; i < n; i++) {
+        starts[i] = below(nbytes + 1);
+        sizes[i] = below(nbytes - starts[i] + 1);
+    }
+    CHECK(!core_crc32c(data, nbytes, starts, sizes, n, out, by_tables), "checksums");
+    for (int64_t i = 0; i < n; i++, num_sums++)
+        CHECK(out[i] == crc32c_of(data + starts[i], sizes[i]), "checksum of %ld bytes", (long)sizes[i]);
+    if (n) {
+        const int64_t outside[][2] = {{-1, 1}, {nbytes, 1}, {0, nbytes + 1}, {1, INT64_MAX}, {nbytes + 1, 0}, {0, -1}};
+        int64_t *wrong = (int64_t *)outside[below(6)];
+        starts[n - 1] = wrong[0];
+        sizes[n - 1] = wrong[1];
+        CHECK(core_crc32c(data, nbytes, starts, sizes, n, out, by_tables) == CORE_CUT, "a span outside");
+    }
+    free(data);
+}
+
+/* A file of records, of which one may be damaged or cut off. */
+static void try_tfrecords(void) {
+    int64_t n = below(6), sizes[6], ends[6], nbytes = 0, told[2][6];
+    for (int64_t i = 0; i < n; i++) {
+        sizes[i] = below(40);
+        ends[i] = nbytes += 16 + sizes[i];
+    }
+    uint8_t *data = allocated(nbytes);
+    fill(data, nbytes);
+    for (int64_t i = 0; i < n; i++) {
+        uint8_t *head = data + ends[i] - 16 - sizes[i];
+        uint64_t size = (uint64_t)sizes[i];
+        for (int k = 0; k < 8; k++) head[k] = (uint8_t)(size >> 8 * k);
+        uint32_t crc = crc32c_of(head, 8), sum = (crc >> 15 | crc << 17) + 0xA282EAD8u;
+        for (int k = 0; k < 4; k++) head[8 + k] = (uint8_t)(sum >> 8 * k);
+    }
+    int64_t whole = n, most = one_in(3) ? below(n + 1) : n;
+    if (n && one_in(2)) { /* a byte of a header, or all from some byte on */
+        whole = below(n);
+        int64_t first = ends[whole] - 16 - sizes[whole];
+        if (one_in(2)) data[first + below(12)] ^= (uint8_t)(1 + below(255));
+        else {
+            nbytes = first + below(16 + sizes[whole]);
+            uint8_t *cut = allocated(nbytes);
+            memcpy(cut, data, (size_t)nbytes);
+            free(data);
+            data = cut;
+        }
+    }
+    if (whole > most) whole = most;
+    CHECK(core_tfrecords(data, nbytes, told[0], told[1], most) == whole, "records");
+    for (int64_t i = 0; i < whole; i++)
+        CHECK(told[0][i] == ends[i] - sizes[i] - 4 && told[1][i] == sizes[i], "record %ld", (long)i);
+    free(data);
+}
+
 int main(int argc, char **argv) {
     CHECK(argc == 4, "driver SEED PLANS honest|short|broken");
     CHECK(core_version() == CORE_VERSION, "core_version");
@@ -744,12 +813,15 @@ int main(int argc, char **argv) {
         try_orders();
         try_wire();
         try_chunks();
+        try_checksums();
+        try_tfrecords();
         try_turns();
         try_bring();
         try_read();
     }
     printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld, \"resized\": %ld, \"ordered\": %ld, "
-           "\"fields\": %ld, \"numbers\": %ld}\n",
-           num_rows, num_lost, num_widened, num_short, num_resized, num_ordered, num_fields, num_numbers);
+           "\"fields\": %ld, \"numbers\": %ld, \"sums\": %ld}\n",
+           num_rows, num_lost, num_widened, num_short, num_resized, num_ordered, num_fields, num_numbers,
+           num_sums);
     return 0;
 }

@@ -281,12 +281,6 @@ def test_an_index_that_does_not_fit_its_block_is_refused() -> None:
             TFRecordFormat().check(wrong)
 
 
-def test_without_the_checksum_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "crc32c", None)
-    with pytest.raises(ImportError, match=r"dataflow-loader\[tfrecord\]"):
-        scan_of(TFRecordFormat(), SMALL, URL)
-
-
 # ---- large records ------------------------------------------------------------------------------------
 
 
