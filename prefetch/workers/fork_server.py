@@ -35,7 +35,7 @@ from multiprocessing.context import set_spawning_popen
 from typing import Any, cast
 
 from prefetch.memory.interrupts import Uninterrupted
-from prefetch.workers.forked_server import fork_server, search_path_shared
+from prefetch.workers.forked_server import fork_server
 
 _PR_SET_PDEATHSIG = 1
 _LEAST_PRIORITY = 19
@@ -86,6 +86,20 @@ class ServerNeeds:
     """Why the server must not be forked from this process, as far as the caller knows; "": it may."""
 
 
+class _PreloadNames(list[str]):
+    """Names of modules, which a server that is a new process searches for where this process would.
+
+    The standard library's ignores our `sys.path` (before Python 3.12), and each worker would import a
+    dataset's module anew, with all that it imports. The server's command holds these names as `repr` gives
+    them. Not a variable of the environment: this may be any thread, and to set one while another thread looks
+    for one, as torch's autograd does, ends the process.
+    """
+
+    def __repr__(self) -> str:
+        path = [entry for entry in sys.path if isinstance(entry, str)]
+        return f"(__import__('sys').path.__setitem__(slice(None), {path!r}), {super().__repr__()})[1]"
+
+
 class Server(forkserver.ForkServer):
     """A process with modules imported, from which workers are forked; started when first needed."""
 
@@ -104,8 +118,7 @@ class Server(forkserver.ForkServer):
 
     def _set_preload(self) -> None:
         names = sorted(name for name, _ in self.modules)
-        # The first makes it search for the others where this process does.
-        self.set_forkserver_preload([fork_server.__module__, *self.preload, *names])
+        self.set_forkserver_preload(_PreloadNames([fork_server.__module__, *self.preload, *names]))
 
     @property
     def pid(self) -> int | None:
@@ -117,7 +130,7 @@ class Server(forkserver.ForkServer):
         """Start it if it does not run, without waiting for it; `may_spawn`: as a new process if need be."""
         with Uninterrupted():
             _start_tracker()
-        with interrupts_held(), search_path_shared():
+        with interrupts_held():
             if not self._begun and not self.not_forked:
                 self._fork()
             self._begun = True

@@ -9,10 +9,6 @@ these was there before, and the copy is killed before it has done anything.
 
 The copy keeps the memory of the moment (shared until somebody writes to it) and no descriptor: sockets and
 pipes would look open to those at their other ends, and locks of files held. Regular files are opened anew.
-
-A server that is a new process imports this module before anything else, to search for modules where the
-process that it belongs to does: the standard library's ignores that `sys.path` (before Python 3.12), and each
-worker would import a dataset's module anew, with all that it imports.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ import fcntl
 import gc
 import importlib
 import inspect
-import json
 import os
 import select
 import shutil
@@ -33,10 +28,9 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, process, util
-from typing import Final
 
 _MOST_BYTES = 1 << 30
 """A fork copies page tables, 2 ms per 100 MB or more, and what is freed here stays with the copy."""
@@ -44,20 +38,6 @@ _ENDS_IN_S = 0.2
 """Seconds from the end of a process's descriptors to its own."""
 _GPU_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/infiniband/")
 _JEMALLOC_THREAD = "jemalloc_bg_thd\n"
-_PATH_VARIABLE: Final = "DATAFLOW_FORK_SERVER_PATH"
-
-if _PATH_VARIABLE in os.environ:  # this is such a server
-    sys.path[:] = json.loads(os.environ.pop(_PATH_VARIABLE))
-
-
-@contextlib.contextmanager
-def search_path_shared() -> Iterator[None]:
-    """Processes that are started meanwhile, and import this module, take over `sys.path`."""
-    os.environ[_PATH_VARIABLE] = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-    try:
-        yield
-    finally:
-        os.environ.pop(_PATH_VARIABLE, None)
 
 
 @dataclass(frozen=True, kw_only=True)

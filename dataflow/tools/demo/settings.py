@@ -22,7 +22,7 @@ class DemoSettings:
     )
     keep: bool = option("Keep the temporary folder.", bool, False)
     num_ranks: int = option("Number of processes that train.", COUNT, 2, "--ranks")
-    steps: int = option("Number of training steps.", click.IntRange(min=2), 200)
+    steps: int = option("Number of training steps.", click.IntRange(min=2), 100)
     batch_size: int = option("Number of samples, of 128 bytes each, in a batch of a rank.", COUNT, 16)
     seed: int = option("Seed of the order and of the model's weights.", int, 0)
     max_modules: int | None = option(

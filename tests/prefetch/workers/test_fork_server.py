@@ -39,6 +39,19 @@ def let_go_on(server: Server) -> None:
     os.kill(server.pid, signal.SIGCONT)
 
 
+@pytest.mark.parametrize("unforkable", ["", "a new process is asked for"])
+def test_starting_leaves_the_environment_alone_as_another_thread_may_read_it(
+    unforkable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed: list[bytes] = []
+    monkeypatch.setattr(os, "putenv", lambda name, value: changed.append(name))
+    monkeypatch.setattr(os, "unsetenv", changed.append)
+    server = Server(ServerNeeds(unforkable=unforkable))
+    server.ensure_running()
+    server.kill()
+    assert changed == []
+
+
 def test_a_process_is_asked_for_and_not_waited_for(server: Server) -> None:
     asked = asked_for(server)
     assert not asked.hear_fork()
