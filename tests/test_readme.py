@@ -67,6 +67,7 @@ def run_forked(program: str, folder: Path, *, warnings: str = "error") -> str:
     return out
 
 
+@pytest.mark.full
 def test_the_first_program_learns_and_goes_on_behind_its_checkpoint(tmp_path: Path) -> None:
     program = code_blocks(README, "python")[0]
     lines = run_forked(program, tmp_path).splitlines()

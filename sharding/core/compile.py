@@ -21,7 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 FOLDER = Path(__file__).parent
-SOURCES = tuple(FOLDER / f"{name}.c" for name in ("checksum", "core", "order", "pages", "queue", "resize", "wire"))
+_NAMES = ("checksum", "core", "order", "pages", "queue", "resize", "wire")
+SOURCES = tuple(FOLDER / f"{name}.c" for name in _NAMES)
 HEADER, LIBRARY = FOLDER / "core.h", FOLDER / "libcore.so"
 FLAGS = (
     *("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"),

@@ -240,6 +240,7 @@ def test_the_compiler_that_is_named_comes_first(tmp_path: Path, monkeypatch: pyt
     assert compilers_on_path() == [("gcc",)]
 
 
+@pytest.mark.full
 @pytest.mark.one_in(2)
 @needs_compiler
 @pytest.mark.parametrize("flags", ["", *PLAIN])

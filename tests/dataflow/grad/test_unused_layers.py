@@ -187,6 +187,7 @@ def layers_in_turn() -> dict[str, tuple[float, float, float]]:
     return results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [*LOSSY, "diloco"])
 def test_what_a_layer_is_owed_waits_for_it_and_nothing_else_moves_it(name: str) -> None:
     for rank in two.results(layers_in_turn):

@@ -94,6 +94,7 @@ def read(opened: StagedWindow | OpenRows) -> None:
         task()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("maps", [True, False])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", sorted(MAKERS))

@@ -26,6 +26,7 @@ def told_by(program: str, *arguments: str) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("collects", [True, *in_full(False)])
 def test_importing_looks_through_no_object_and_leaves_the_collector_as_it_was(collects: bool) -> None:
     program = """
@@ -42,6 +43,7 @@ def test_importing_looks_through_no_object_and_leaves_the_collector_as_it_was(co
     assert told_by(program, str(collects)) == {"collects": collects, "all": 0, "frozen": 0}
 
 
+@pytest.mark.full
 def test_what_a_program_has_frozen_stays_frozen() -> None:
     program = """
         import gc, json, torch

@@ -145,6 +145,7 @@ def test_marks_come_after_what_the_user_does_with_samples_and_batches(
 # ---- batches by length ----------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize(
     "batching", [Packed(8, "lst"), TokenBudget(24, "lst"), Bucketed(5, "lst", boundaries=(2,))], ids=str

@@ -254,6 +254,7 @@ def test_two_jobs_at_a_time_have_ports_of_their_own():
 quiet_gloo = pytest.mark.skipif(OLD_TORCH, reason="gloo of an older torch prints when ranks connect")
 
 
+@pytest.mark.one_in(2)
 @quiet_gloo
 @pytest.mark.parametrize(
     ("how", "error"), [("return", None), ("raise", FlawError), ("die", RankError), ("hang", TimeoutError)]

@@ -231,6 +231,7 @@ def indices(batches: list[Any]) -> list[Any]:
     return [batch["index"] for batch in batches]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_random_values_go_on_after_a_resume(persistent: bool) -> None:
     def loader() -> DataLoader:

@@ -234,6 +234,7 @@ def near_its_end(generator: torch.Generator) -> Any:
     return BatchSampler(RandomSampler(range(12), generator=generator), 2, False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -438,7 +439,7 @@ def loops(kind: Any, options: dict[str, Any], first: int = 0, state: str | None 
     return seen, states
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.filterwarnings("ignore:this loop had no batch")
 @pytest.mark.parametrize("workers", [{}, THREADS], ids=["no workers", "threads"])
 @pytest.mark.parametrize("name", SAMPLERS)

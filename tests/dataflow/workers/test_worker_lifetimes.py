@@ -108,7 +108,7 @@ def close_inside(loader: DataLoader) -> None:
         next(iterator)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize(
     "leave", [leave_at_once, leave_after_one, leave_a_generator, leave_by_an_exception, finish, close_inside]
@@ -287,6 +287,7 @@ def keeps_a_loader(index: int) -> tuple[int, ...]:
 # ---- batches that outlive the loop ----------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("how", ["drop", "close", "finish"])
 def test_batches_stay_valid_when_their_loop_has_gone_and_give_their_memory_back_one_by_one(how: str) -> None:
@@ -344,7 +345,7 @@ def plain(loader: DataLoader) -> DataLoader:
     return pickle.loads(pickle.dumps(loader))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, plain])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
 def test_a_copy_of_a_loader_has_loops_of_its_own(
@@ -501,7 +502,7 @@ CASES = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_may_end_at_any_moment(tmp_path: Path, case: str) -> None:
     """With forked workers; the programs themselves being forked from one that has torch."""

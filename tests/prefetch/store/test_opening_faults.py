@@ -205,6 +205,7 @@ def test_a_missing_bucket_is_called_so(source: str) -> None:
             ShardedDataset(f"s3://nosuch/{source}", storage_options=options)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("host", ["127.0.0.1", "nosuch.invalid"])
 def test_a_mistyped_address_is_an_error_within_5_s(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     resolve = socket.getaddrinfo
@@ -232,6 +233,7 @@ def test_small_requests_have_time_outs_of_their_own_unless_the_user_has() -> Non
     assert filesystem.client_kwargs == own
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("limit", ["sock_read", "total"])
 def test_a_silent_request_is_given_up_and_asked_again(folder: Path, tmp_path: Path, limit: str) -> None:
     patience = {"client_kwargs": {"timeout": ClientTimeout(**{limit: 0.2})}}
