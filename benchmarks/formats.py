@@ -119,9 +119,10 @@ def prepared(root: str, name: str) -> None:
         for workload in WORKLOADS:
             data.make(workload)
             if name == TAR:
-                from benchmarks.peer_files import token_tars
+                if workload == "W2":
+                    from benchmarks.peer_files import token_tars
 
-                token_tars(data)
+                    token_tars(data)
                 continue
             module, function = OWNERS[name, workload].split(":")
             getattr(importlib.import_module(f"benchmarks.peers.{module}"), f"prepare_{function}")(data)
