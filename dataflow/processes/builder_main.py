@@ -7,7 +7,6 @@ and waits for the answer: what an error is to say of a sample, and whether that 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import threading
 import time
@@ -40,6 +39,7 @@ from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.open_files import OpenFiles, StaleFileError
 from prefetch.work import PartialChunk
+from prefetch.workers.shared_arena import mapped
 from prefetch.workers.worker_start import WorkerStart
 from sharding.errors import SampleError
 
@@ -252,7 +252,7 @@ class _SharedInputs:
 
     def __init__(self, start: WorkerStart) -> None:
         self._offset = start.first_region + start.num_workers * start.region_bytes
-        self._memory = mmap.mmap(start.memory.fd, start.region_bytes, offset=self._offset)
+        self._memory = mapped(start.memory.fd, start.region_bytes, self._offset)
         self._files = OpenFiles()
         self._read_values = Arena(limit_bytes=start.region_limit // _READ_IN_LIMIT)
         """For values that lie in files."""

@@ -10,6 +10,7 @@ So no lock is shared between processes, and a worker that is killed leaves none 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import resource
@@ -82,6 +83,14 @@ def give_pages_back(memory: mmap.mmap, start: int, nbytes: int) -> bool:
     return True
 
 
+def mapped(fd: int, nbytes: int, offset: int = 0) -> mmap.mmap:
+    """Map a part of such a file; core dumps leave it out, as they would be of 400 GB through a pipe."""
+    memory = mmap.mmap(fd, nbytes, offset=offset)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_DONTDUMP)
+    return memory
+
+
 class Header:
     """Words of int64 that everybody sees. Each has one writer, so no lock is needed."""
 
@@ -123,7 +132,7 @@ class Region:
     """
 
     def __init__(self, fd: int, offset: int, nbytes: int, limit_bytes: int) -> None:
-        self._memory = mmap.mmap(fd, nbytes, offset=offset)
+        self._memory = mapped(fd, nbytes, offset)
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
         self._offset, self._nbytes = offset, nbytes
         self._end = 0
@@ -258,7 +267,7 @@ class SharedFile:
     def _create(self) -> None:
         self.fd = create_file(self._nbytes)
         try:
-            self.memory = mmap.mmap(self.fd, self._nbytes)
+            self.memory = mapped(self.fd, self._nbytes)
         except BaseException as error:
             os.close(self.fd)
             if not isinstance(error, OSError):

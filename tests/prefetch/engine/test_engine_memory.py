@@ -86,7 +86,7 @@ def test_while_chunks_wait_no_more_windows_are_open_than_asked_for(max_windows: 
 def test_a_consumer_that_keeps_every_batch_pays_in_memory_not_in_progress(max_windows: int) -> None:
     windows = [FakeWindow(*(FakeChunk(f"{w}{c}", nbytes=30) for c in range(3)), nbytes=50) for w in range(5)]
     kept: list[Batch] = []
-    with running(windows, limit=100, max_windows=max_windows) as engine:
+    with running(windows, limit=100, max_windows=max_windows, keep_bytes=30) as engine:
         for _ in range(15):
             kept += engine.next_batches()
             held = ledger_of(engine).snapshot()

@@ -51,6 +51,16 @@ def test_a_slot_is_given_back_when_its_last_view_has_died() -> None:
     file.close()
 
 
+def test_core_dumps_leave_the_address_space_of_all_workers_out() -> None:
+    file = make()
+    start = np.frombuffer(file.memory, np.uint8).ctypes.data
+    with open("/proc/self/smaps") as lines:
+        of_file = lines.read().partition(f"\n{start:x}-")[2]
+    flags = of_file.partition("VmFlags:")[2].partition("\n")[0].split()
+    assert "dd" in flags
+    file.close()
+
+
 def test_what_is_in_use_at_the_end_keeps_its_memory_and_gives_it_back_as_it_dies() -> None:
     file = make()
     first, second = views_of(file, slot=0), views_of(file, slot=1)
