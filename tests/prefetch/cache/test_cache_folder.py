@@ -197,7 +197,8 @@ def test_many_threads_keep_to_the_limit(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join(20)
-        assert total(tmp_path) == bytes_in_blocks(tmp_path) <= 5 * STORED
+        # A block that is finished while the folder is counted is counted twice, until the next count.
+        assert bytes_in_blocks(tmp_path) <= total(tmp_path) <= 5 * STORED
 
 
 OTHER = Shard("http://x/other.tar", 10_000_000, "etag:1")
