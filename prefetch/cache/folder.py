@@ -185,9 +185,7 @@ class CacheFolder:
         if self._in_vain is not None and when >= self._in_vain[0] and self._in_vain[1] < spare:
             self._in_vain = self._in_vain[0], self._in_vain[1] + nbytes
             return False
-        being_written = self._sweep()  # first: what is finished meanwhile counts twice then, not never
-        stored = self._stored()
-        total = int(stored.nbytes.sum()) + being_written
+        stored, total = self._counted()
         need = total + nbytes - self._limit
         soonest = self._when(stored)
         chosen = victims(soonest, stored.nbytes, newcomer=when, need=need, spare=spare)
@@ -233,9 +231,16 @@ class CacheFolder:
             names, np.array(shard_hashes, np.uint64), np.array(offsets, np.int64), np.array(nbytes, np.int64)
         )
 
-    def _sweep(self) -> int:
-        """Remove what processes left that were killed; the bytes of what is being written."""
-        writing = 0
+    def _counted(self) -> tuple[Stored, int]:
+        """The blocks, and the bytes of these and of what is being written."""
+        writing = self._sweep()  # first: what is finished meanwhile is in both then, not in neither
+        stored = self._stored()
+        unfinished = writing.keys() - {*stored.names} if writing else ()
+        return stored, int(stored.nbytes.sum()) + sum(writing[name] for name in unfinished)
+
+    def _sweep(self) -> dict[str, int]:
+        """Remove what killed processes left; bytes of blocks that are being written, by name."""
+        writing = dict[str, int]()
         for item in _files(self._path("live")):
             parts = _PART.fullmatch(item.name)
             if parts is None:
@@ -243,7 +248,7 @@ class CacheFolder:
             descriptor = _open_if_owned(item.path)
             if descriptor is not None:
                 os.close(descriptor)
-                writing += int(parts[3]) + MORE_BYTES
+                writing[item.name.rpartition(".")[0]] = int(parts[3]) + MORE_BYTES
         for item in _files(self._path("users")):
             descriptor = _open_if_owned(item.path) if _USER.fullmatch(item.name) else None
             if descriptor is not None:
@@ -263,7 +268,7 @@ class CacheFolder:
             data = file.read()
         if len(data) == 8:
             return int.from_bytes(data, "little")
-        return int(self._stored().nbytes.sum()) + self._sweep()
+        return self._counted()[1]
 
     def _set_total(self, total: int) -> None:
         descriptor = os.open(self._path("total"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
