@@ -127,10 +127,11 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         pin_memory: deliver batches in page-locked memory, where there is CUDA.
         drop_last: leave out the last, incomplete batch, over shards that of all ranks.
         timeout: seconds to wait for one batch; 0: 600 over shards, for ever over other datasets.
-        worker_init_fn: as in torch: called in each worker with its number. Not over shards.
-        multiprocessing_context: as in torch: how worker processes start. None: by a fork server that has
-            torch imported; if the dataset cannot be pickled, they are forked from this process
-            (docs/guide/workers.md). Not over shards.
+        worker_init_fn: as in torch: called in each worker with its number. Over shards, builders are
+            processes then.
+        multiprocessing_context: as in torch: how worker processes start. None: as `multiprocessing` says, so
+            up to Python 3.13 they are forked from this process (docs/guide/workers.md). Over shards,
+            builders are processes then.
         generator: as in torch: the `torch.Generator` of sampler and workers. Not over shards: see `seed`.
         prefetch_factor: as in torch: batches that each worker keeps in work, 2 where None. Over shards
             `depth` decides.
@@ -263,6 +264,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             drop_last=settings.drop_last,
             collate_fn=settings.collate_fn,
             timeout=given["timeout"],
+            worker_init_fn=settings.worker_init_fn,
         )
         if given["batch_sampler"] is not None:  # the one who gave it looks for it
             self.__dict__["batch_sampler"] = given["batch_sampler"]
@@ -474,10 +476,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         self.close()
 
 
-_NOT_OVER_SHARDS = (
-    *("sampler", "batch_sampler", "worker_init_fn", "multiprocessing_context", "generator", "in_order"),
-    "prefetch_across_epochs",
-)
+_NOT_OVER_SHARDS = "sampler", "batch_sampler", "generator", "in_order", "prefetch_across_epochs"
 """Arguments of `DataLoader` that a dataset with an order of its own refuses."""
 _OVER_SHARDS_ONLY = (
     *("topology", "device", "tail", "builders", "ship_blocks", "max_worker_restarts", "batching"),

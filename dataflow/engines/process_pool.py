@@ -1,4 +1,4 @@
-"""Processes of this machine: one for each task at a time, from the fork server that builders come from, too.
+"""Processes of this machine: one for each task at a time, from our own server (`prefetch.workers.starting`).
 
 A script needs no guard against being run again: calls bring along what they need of the main module
 (cloudpickle), and no process imports it.
@@ -10,39 +10,37 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from multiprocessing import context
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import cloudpickle
 
 from dataflow.engines.starting import EngineRequest
-from prefetch.ipc.server import server_needs
-from prefetch.workers import fork_server
-from prefetch.workers.fork_server import Server, ServerProcess
+from prefetch.workers import starting
+from prefetch.workers.signals import end_with_parent
 
 
-def _context_of(server: Server) -> Any:
-    """The way a `ProcessPoolExecutor` starts processes: from our server, without the main module."""
-    made: Any = context.ForkServerContext()
-    made.Process = lambda *, target, args: ServerProcess(server, _run, (target, args), "dataflow-engine")
-    return made
+class _Context(starting.ByValueContext):
+    """The way a `ProcessPoolExecutor` starts processes."""
+
+    @staticmethod
+    def Process(*, target: Callable[..., object], args: tuple[Any, ...]) -> Any:  # type: ignore[override]  # noqa: N802
+        """Make a process that does this; it ends when the one that started it has ended."""
+        return starting.ServerProcess(target=_run, args=(target, args), name="dataflow-engine")
 
 
-def _run(task: tuple[Callable[..., object], tuple[Any, ...]]) -> None:
-    """In a new process: it ends when the one that started it has ended, however that was."""
-    fork_server.release_server()
-    fork_server.end_with_parent()
-    target, args = task
+def _run(target: Callable[..., object], args: tuple[Any, ...]) -> None:
+    starting.release_server()
+    end_with_parent(os.getppid())
     target(*args)
 
 
 class ProcessEngine(Executor):
     """Calls in processes. One that dies takes only its own call along, and is replaced."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self) -> None:
         self._calls: SimpleQueue[Any] = SimpleQueue()
-        self._context = _context_of(server)
+        self._context = _Context()
         self.pools = set[ProcessPoolExecutor]()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -92,13 +90,13 @@ def _called(call: bytes) -> Any:
 
 
 def warm_up(modules: set[str], preload: Iterable[str]) -> None:
-    """Start what processes come from, if this process can be forked: while it has one thread.
+    """Start what processes come from, without waiting for it.
 
     Args:
         modules: of the functions that will be called.
         preload: other modules that all calls need.
     """
-    fork_server.warm_up(server_needs(modules, __name__, preload=tuple(preload)), is_needed=False)
+    starting.warm_up({*modules, *preload, __name__})
 
 
 @contextmanager
@@ -106,16 +104,12 @@ def start(request: EngineRequest) -> Iterator[Executor]:
     """See `engine`."""
     request.allow()
     count = request.workers or len(os.sched_getaffinity(0))
-    server, ends_well = fork_server.begin_to_use(server_needs(set(), __name__, preload=())), False
-    calls = ProcessEngine(server)
-    try:
-        with ThreadPoolExecutor(count, thread_name_prefix="dataflow-engine") as threads:
-            try:
-                for _ in range(count):
-                    threads.submit(calls.serve)
-                yield calls
-                ends_well = True
-            finally:
-                calls.end(count, kill=not ends_well)
-    finally:
-        fork_server.stop_using(server)
+    calls, ends_well = ProcessEngine(), False
+    with ThreadPoolExecutor(count, thread_name_prefix="dataflow-engine") as threads:
+        try:
+            for _ in range(count):
+                threads.submit(calls.serve)
+            yield calls
+            ends_well = True
+        finally:
+            calls.end(count, kill=not ends_well)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,23 @@ from sharding.plan.batch_plan import Tail
 from sharding.topology.topology import Topology
 
 _TIMEOUT_S = 600.0
+
+
+def checked_context(given: Any) -> BaseContext:
+    """Return the context that `multiprocessing_context=` means. Raises as torch does for what is none."""
+    if isinstance(given, str):
+        if given not in (valid := torch.multiprocessing.get_all_start_methods()):
+            raise ValueError(
+                f"multiprocessing_context option should specify a valid start method in {valid!r}, but got "
+                f"multiprocessing_context={given!r}"
+            )
+        given = torch.multiprocessing.get_context(given)
+    if not isinstance(given, BaseContext):
+        raise TypeError(
+            "multiprocessing_context option should be a valid context object or a string specifying the "
+            f"start method, but got multiprocessing_context={given}"
+        )
+    return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +78,11 @@ class StreamSettings:
     max_worker_restarts: int = 3
     """Builder processes that are replaced when they die, each with a warning, and their batches built again.
     One more that dies, or a second one on the same batches, is an error; 0: the first one is."""
+    worker_init_fn: Callable[[int], Any] | None = None
+    """Called in each builder, then a process, with its number, before its first chunk. Seeds that it sets do
+    not last: generators are seeded for each sample."""
+    multiprocessing_context: Any = None
+    """How builders start, then processes: a context of `multiprocessing`, or its name; None: as it says."""
     builders: Literal["ray"] | None = None
     """"ray": builders are actors of a Ray cluster, `num_workers` of them; where that is None, as many as this
     rank's part of the cluster has CPUs."""
@@ -77,6 +100,9 @@ class StreamSettings:
     def __post_init__(self) -> None:
         if self.timeout < 0:
             raise ValueError(f"timeout must be >= 0 seconds, got {self.timeout}")
+        if self.multiprocessing_context is not None:
+            context = checked_context(self.multiprocessing_context)
+            object.__setattr__(self, "multiprocessing_context", context)
         self._check_workers()
         if isinstance(self.shuffle, str):
             raise ValueError(
@@ -123,6 +149,23 @@ class StreamSettings:
             )
         if self.max_worker_restarts < 0:
             raise ValueError(f"max_worker_restarts must be >= 0, got {self.max_worker_restarts}")
+
+        if self.asks_for_processes:
+            refused = {
+                "num_workers=0": self.num_workers == 0,
+                f"workers={self.workers!r}": self.workers not in (None, "process"),
+                f"builders={self.builders!r}": self.builders is not None,
+            }
+            if names := [name for name, is_given in refused.items() if is_given]:
+                raise ValueError(
+                    "worker_init_fn and multiprocessing_context are for builders that are processes of this "
+                    f"machine, and {names[0]} asks for others: leave one of them out"
+                )
+
+    @property
+    def asks_for_processes(self) -> bool:
+        """Return whether something is given that only processes of this machine have."""
+        return self.worker_init_fn is not None or self.multiprocessing_context is not None
 
     @property
     def torch_device(self) -> torch.device:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data._utils import worker as torch_worker
 
 from dataflow.batch.at_work import row_at
 from dataflow.batch.builder import BatchBuilder, BuildContext, BuildSettings
@@ -54,8 +55,17 @@ def run(start: WorkerStart) -> None:
 
 def _opened(loop: WorkerLoop, transport: PipeTransport) -> Callable[[WorkerRequest], None]:
     name = f"builder process {transport.start.worker} (pid {os.getpid()})"
+    start = transport.start
     try:
-        settings: BuildSettings = transport.read_job()
+        job: BuilderJob = transport.read_job()
+        settings = job.settings
+        info: Any = torch_worker.WorkerInfo  # which says that there is a dataset
+        seed = settings.seed + start.worker
+        torch_worker._worker_info = info(
+            id=start.worker, num_workers=start.num_workers, seed=seed, dataset=None
+        )
+        if job.worker_init_fn is not None:
+            job.worker_init_fn(start.worker)
         transport.writer.takes_parts = not settings.is_pinned
         inputs, arena = _SharedInputs(transport.start), transport.region.arena
         task = BuildTask(name, loop, inputs, settings=settings, arena=arena)
@@ -64,6 +74,13 @@ def _opened(loop: WorkerLoop, transport: PipeTransport) -> Callable[[WorkerReque
         return lambda request: None  # nobody waits for what was sent before that was heard
     loop.respond(WorkerResult.OPENED, -1, None)
     return task.serve
+
+
+class BuilderJob(NamedTuple):
+    """What builder processes of a session have in common."""
+
+    settings: BuildSettings
+    worker_init_fn: Callable[[int], Any] | None
 
 
 @dataclass(eq=False)

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy as np
@@ -23,20 +26,22 @@ from dataflow.batch.at_work import sample_text
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.output import staged_outputs
-from dataflow.processes.builder_main import run
+from dataflow.processes.builder_main import BuilderJob, run
 from dataflow.processes.dispatch import MOST_DEATHS, RemoteBuild, RemoteBuilders, chunk_of
 from dataflow.processes.serialized import SerializedChunk, serialize
 from prefetch.engine.builders import Build
 from prefetch.engine.pool import context_in
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
 from prefetch.ipc.protocol import WorkerRequest, WorkerResult
-from prefetch.ipc.server import start_context
 from prefetch.workers.pool import WorkerDiedError
 from prefetch.workers.shared_arena import Region
+from prefetch.workers.starting import start_context
 from prefetch.workers.worker_start import ABOUT, WorkerResponse
 
 _INPUTS_IN_LIMIT = 8
 """Free memory for chunks' values is kept up to this part of the limit: those of all processes take less."""
+_ONE_ACCIDENT_S = 2.0
+"""Deaths within this time are counted as one."""
 _log = logging.getLogger("dataflow")
 
 
@@ -55,7 +60,10 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
     Args:
         context: of the builders of this process; `num_builders` of its settings: the processes.
         give_back: hears of the bytes of batches that have died.
-        max_restarts: how many processes are replaced that have died.
+        max_restarts: how many times processes are replaced that have died.
+        start: how they start; None: as multiprocessing says.
+        worker_init_fn: called in each with its number, before its first chunk.
+        now: a clock, in seconds.
         on_start: hears once that all processes are ready for work, or why they are not.
 
     Raises `ValueError` for functions that cannot be sent.
@@ -67,22 +75,28 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         *,
         give_back: Callable[[int], None],
         max_restarts: int = 0,
+        start: BaseContext | None = None,
+        worker_init_fn: Callable[[int], Any] | None = None,
         on_start: Callable[[BaseException | None], None] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         settings, num_builders = context.settings, context.settings.num_builders
         super().__init__(num_builders, decide=context.on_bad)
         self._context, self._give_back = context, give_back
         self._is_asked = threading.Event()
         """Set with each call, for the thread that listens to no processes any more."""
-        self._max_restarts, self.num_restarts = max_restarts, 0
+        self._max_restarts, self.num_restarts, self._now = max_restarts, 0, now
+        self._died_s = -math.inf
+        """When processes have died last."""
         self._on_start, self._num_starting = on_start, num_builders
         self._started: set[int] = set()
         """Processes that have said that they are there."""
         self._reads_files = True
         """True if processes read what lies in files that are open here; not once one of them could not."""
-        starts = start_context(None)
+        job = BuilderJob(settings, worker_init_fn)
+        starts = start_context(start)
         try:
-            job = packed_job(settings, starts)
+            packed = packed_job(job, starts)
         except Exception as error:
             raise ValueError(
                 f"a function that builds batches cannot be sent to builder processes ({error}): make what it "
@@ -91,8 +105,9 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         self._processes = WorkerProcesses(
             run,
             num_builders,
-            job,
+            packed,
             context=starts,
+            inherited=job,
             num_spare=1 + max_restarts,
             pins=settings.is_pinned,
             region_limit=settings.limit_bytes // num_builders,
@@ -120,12 +135,9 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         busy = dict.fromkeys(
             one.builder for one in builds.values() if one.is_active and one.builder is not None
         )
-        pids = {n: self._processes.pool.known_pid(n) for n in busy}
         return [
             f"in builder process {n} (pid {pid}){'' if at else self._standing(n, builds)}"
-            if pid
-            else f"in builder process {n}, which has not started: the server that it comes from is importing"
-            for at, (n, pid) in enumerate(pids.items())
+            for at, (n, pid) in enumerate((n, self._processes.pool.processes[n].pid) for n in busy)
         ]
 
     def _standing(self, process: int, builds: Mapping[int, _ProcessBuild]) -> str:
@@ -145,7 +157,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
 
     def _end_builders(self) -> None:
         if self._on_start is not None:  # others build meanwhile: nobody waits
-            self._processes.close(stop_s=0, is_early=True)
+            self._processes.close(stop_s=0)
         else:
             self._processes.close()
         self._on_start = None
@@ -251,14 +263,18 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
             culprit = next((one for one in builds if one.is_active), None)  # what it was at
             for one in builds:
                 self._lose(one, error if one is culprit else None)
-            if self.num_restarts == self._max_restarts:
-                self._fail(error)
-                return
-            self.num_restarts += 1
-            _log.warning(
-                "%s Its chunks are built again in another process (%d of max_worker_restarts=%d).",
-                *(error, self.num_restarts, self._max_restarts),
-            )
+        # A signal to the whole job, or one that the kernel kills for memory beside another, is one accident.
+        now, everybody = self._now(), len(error.workers) == self.num_builders
+        is_new, self._died_s = everybody or now - self._died_s > _ONE_ACCIDENT_S, now
+        if is_new and self.num_restarts == self._max_restarts:
+            self._fail(error)
+            return
+        self.num_restarts += is_new
+        _log.warning(
+            "%s Its chunks are built again in another process (%d of max_worker_restarts=%d).",
+            *(error, self.num_restarts, self._max_restarts),
+        )
+        for process, _, _ in error.workers:
             self._processes.pool.replace(process)
 
     def _death_error(self, one: _ProcessBuild) -> WorkerDiedError:

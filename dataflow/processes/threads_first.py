@@ -1,25 +1,20 @@
-"""Builders that are threads until processes have started, which takes from milliseconds to seconds.
+"""Builders that are threads until processes have started, where those come from a server and take seconds.
 
 No batch waits for a process. When threads have built the first chunk, and there is more to do than they are
 at, processes start; chunks go to them from when all are ready. What threads have begun stays with them, and
-nothing moves back. An epoch that is over before that was built by threads.
+nothing moves back. An epoch that is over before that was built by threads. They run no function of the
+user's: one that looks at what changes would see one thing here, and another there.
 
-Threads keep the work where processes would give other batches, or none: if a function cannot be sent, if
-what it holds is not the same before and after the first chunk (each process would change a copy of its own),
-if its batches cannot be sent, or if processes do not start.
-
-Until processes are ready, few chunks are built at a time: functions that hold the interpreter lock only share
-its time, so the first batch would wait for the other chunks, and the processes for all that was begun.
+Until processes are ready, few chunks are built at a time: the first batch would wait for the other chunks,
+and the processes for all that was begun.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from dataflow.batch.delivered import Delivered
 from dataflow.processes.builders import ProcessBuilders
@@ -27,14 +22,10 @@ from dataflow.torch_threads import one_torch_thread
 from prefetch.engine.builders import Build, Builders, ThreadBuilders
 from prefetch.engine.pool import PriorityPool
 from prefetch.engine.stats import StageStats
-from prefetch.ipc.payload import pack
-from prefetch.ipc.server import start_context
 from prefetch.work import Chunk, PartialChunk
 
 _MOST_BEGUN = 2
 """Chunks that threads are at, until processes are ready."""
-_COMPARED_BYTES = 64 << 20
-"""Bytes of what functions hold; where it is more, arrays are left out."""
 
 OpenProcesses = Callable[[Callable[[BaseException | None], None]], ProcessBuilders]
 """Opens processes; it is given what hears that they are ready for work, or why they are not."""
@@ -46,7 +37,6 @@ class ThreadsFirstBuilders(Builders[Delivered]):
     Args:
         threads: that begin.
         open_processes: see `OpenProcesses`.
-        functions: the user's, which builders call.
         num_processes: that will build.
         reason: why they are better.
     """
@@ -55,12 +45,11 @@ class ThreadsFirstBuilders(Builders[Delivered]):
         self,
         threads: ThreadBuilders[Delivered],
         open_processes: OpenProcesses,
-        functions: Sequence[Any],
         *,
         num_processes: int,
         reason: str,
     ) -> None:
-        self._threads, self._open_processes, self._functions = threads, open_processes, functions
+        self._threads, self._open_processes = threads, open_processes
         self.num_builders, self._num_processes, self._reason = threads.num_builders, num_processes, reason
         who = "1 process has" if num_processes == 1 else f"{num_processes} processes have"
         self.choice = "thread", f"until {who} started: {reason}"
@@ -72,18 +61,12 @@ class ThreadsFirstBuilders(Builders[Delivered]):
         """Chunks that threads are at, until then."""
         self._waiting: list[Build[Delivered]] = []
         """Builds that nobody is at, until then."""
-        self._has_seen_batch = self._has_built = False
-        """True if threads have built a batch, and a chunk."""
+        self._has_built = False
+        """True if threads have built a chunk."""
         self._is_starting = self._are_ready = self._is_stopped = False
         self._processes: ProcessBuilders | None = None
         self._starter = PriorityPool(1, "dataflow-start", initializer=one_torch_thread)
         """Nobody waits while processes are opened."""
-        self._content = b""
-        """The content of the functions, before they were called."""
-        try:
-            self._content = content_of(functions)
-        except Exception as error:
-            self._keep_threads(f"functions of yours cannot be sent to processes: {error}")
 
     # ---- builds -------------------------------------------------------------------------------------------
 
@@ -116,17 +99,6 @@ class ThreadsFirstBuilders(Builders[Delivered]):
             return self._threads
         return processes if build.progress is None or processes.has(build) else self._threads
 
-    def look_at(self, part: PartialChunk[Delivered]) -> None:
-        """Look at the first batch that threads have built: whether a process could hand it over."""
-        with self._lock:
-            if self._has_seen_batch or not part.batches:
-                return
-            self._has_seen_batch = True
-        try:
-            pack(next(iter(part.batches)).batch)
-        except Exception as error:
-            self._keep_threads(f"batches cannot be sent from processes: {error}")
-
     def has_left(self, *, is_built: bool) -> None:
         """Threads are no longer at a chunk; `is_built`: they have built all of it."""
         with self._lock:
@@ -137,16 +109,6 @@ class ThreadsFirstBuilders(Builders[Delivered]):
     # ---- the start of processes ---------------------------------------------------------------------------
 
     def _start(self) -> None:
-        try:
-            is_same = content_of(self._functions) == self._content
-        except Exception:  # it was sendable before
-            is_same = False
-        self._content = b""
-        if not is_same:
-            self._keep_threads(
-                "a function of yours changes what it holds, and each process would have its own"
-            )
-            return
         try:
             processes = self._open_processes(
                 lambda error: self._starter.submit(0, partial(self._have_started, error))
@@ -164,12 +126,9 @@ class ThreadsFirstBuilders(Builders[Delivered]):
         if error is None:
             self._decide("process", self._reason)
             return
-        self._keep_threads(f"processes could not be started: {error}")
+        self._decide("thread", f"processes could not be started: {error} ({self._reason})")
         if self._processes is not None:
             self._processes.stop()
-
-    def _keep_threads(self, why: str) -> None:
-        self._decide("thread", f"{why} ({self._reason})")
 
     def _decide(self, workers: str, reason: str) -> None:
         with self._lock:
@@ -251,23 +210,9 @@ class _WatchedBuild:
 
     def add(self, part: PartialChunk[Delivered]) -> None:
         """See `Build`."""
-        self._owner.look_at(part)
         self._build.add(part)
 
     def end(self, error: BaseException | None = None) -> None:
         """See `Build`."""
         self._build.end(error)
         self._owner.has_left(is_built=error is None)
-
-
-def content_of(functions: Sequence[Any]) -> bytes:
-    """All that processes would be sent of functions; of much, all but its arrays.
-
-    What lies in memory that processes share is left out: all see the same. Raises what pickling raises.
-    """
-    packed = pack(functions, by_value=start_context(None) is None, share=True)
-    if packed.nbytes > _COMPARED_BYTES:
-        return bytes(packed.meta)
-    content = np.zeros(packed.nbytes, np.uint8)
-    packed.copy_to(content.ctypes.data)
-    return content.tobytes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dataflow.batch.builder import BuildSettings
 from dataflow.batch.transforms import releases_gil
@@ -25,6 +26,7 @@ from dataflow.stream.read_ahead import (
     choose_read_ahead,
     chunks_ahead,
 )
+from prefetch.workers.starting import is_fork, start_context
 from sharding.lengths.batching import Packed
 from sharding.plan.window_size import window_bytes
 from sharding.topology.topology import Topology
@@ -49,7 +51,8 @@ class BuilderPlan:
     """0: the consumer."""
     reason: str
     num_threads: int = 0
-    """Threads that build until processes have started; 0: batches wait for these."""
+    """Threads that build until processes from a server have started; 0: batches wait for these, as each
+    function of the user's is to see one state of what it looks at."""
     copies_only: bool = False
     """True if batches are copies, which compiled code makes."""
     reads: bool = False
@@ -72,7 +75,8 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, topology: Topology
     """Decide who builds the batches of a plan on this rank."""
     local_ranks = topology.local_world_size
     dataset, workers, number = plan.dataset, settings.workers, settings.num_workers
-    copies_only = not settings.collate_fn and not plan.planner and _are_copies(dataset)
+    copies_only = not (settings.collate_fn or plan.planner or settings.asks_for_processes)
+    copies_only = copies_only and _are_copies(dataset)
     cores = max(1, allowed_cores() // max(1, local_ranks))
     count = "1 core" if cores == 1 else f"{cores} cores"
     each = f"{count} for this rank" if local_ranks > 1 else count
@@ -89,10 +93,11 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, topology: Topology
                 'actors do not read joined datasets: pass ship_blocks=True beside builders="ray"'
             )
         return _plan_actors(settings, topology.world_size)
-    if workers is None and number is not None:
+    if workers is None and (number is not None or settings.asks_for_processes):
         workers = "process"
-    if workers == "process":
-        text = f"num_workers={number}" if number else f'workers="process", {each}'
+    if workers == "process" or settings.asks_for_processes:
+        asked = 'workers="process"' if workers == "process" else "worker_init_fn or multiprocessing_context"
+        text = f"num_workers={number}" if number else f"{asked}, {each}"
         return BuilderPlan(workers="process", num_workers=number or cores, reason=text)
     # Decoders take the lock between values: one more thread than cores works while another waits for it.
     threads = cores + any(output.releases_gil for output in dataset.outputs)
@@ -100,11 +105,15 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, topology: Topology
         text = f'workers="thread", {f"num_workers={number}" if number else each}'
         return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
     if why := _why_processes(dataset, settings, cores):
+        are_forked = is_fork(start_context())
+        at_first = (
+            0 if are_forked or _functions(dataset, settings) else min(number or threads, _THREADS_AT_FIRST)
+        )
         return BuilderPlan(
             workers="process",
             num_workers=number or cores,
             reason=f"{why}; {each}",
-            num_threads=min(number or threads, _THREADS_AT_FIRST),
+            num_threads=at_first,
         )
     text = f"no function of yours may hold the interpreter lock; {each}"
     return BuilderPlan(workers="thread", num_workers=number or threads, reason=text)
@@ -131,12 +140,17 @@ def _are_copies(dataset: ShardedDataset | Mixture) -> bool:
     return not any(transforms) and all(output.is_copied for output in dataset.outputs)
 
 
+def _functions(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> list[Any]:
+    """The user's functions that builders call."""
+    functions = [settings.collate_fn, dataset.batch_transform, *(one.transform for one in dataset.sources)]
+    functions += [output.function for output in dataset.outputs]
+    return [function for function in functions if function is not None]
+
+
 def _why_processes(dataset: ShardedDataset | Mixture, settings: StreamSettings, cores: int) -> str | None:
     """Why builders are better processes; None: threads serve as well."""
     outputs = dataset.outputs
-    functions = [settings.collate_fn, dataset.batch_transform, *(one.transform for one in dataset.sources)]
-    functions += [output.function for output in outputs]
-    if any(function is not None and not releases_gil(function) for function in functions):
+    if not all(map(releases_gil, _functions(dataset, settings))):
         return "functions of yours may hold the interpreter lock"
     # To decode text takes a microsecond a value: less than to hand it over from a process.
     decoded = any(one.is_decoded and one.function is None and not is_text(one) for one in outputs)

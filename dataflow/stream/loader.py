@@ -115,7 +115,7 @@ class StreamLoader:
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
         check_reads(self._plan, self.memory_limit)
-        warm_up(self.builder_plan)
+        warm_up(self.builder_plan, settings.multiprocessing_context)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, goes on by itself and reads with threads of its own.

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.at_work import sample_at
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import Delivered
+from dataflow.planning.settings import StreamSettings
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
 from dataflow.stream.cache import OpenCaches
@@ -93,7 +94,7 @@ class Resources:
         if decided.builders.copies_only:
             copies = self._copies(decided, options)
         stream = Stream(plan, stager, context, copies=copies, batches_per_chunk=ahead.batches_per_chunk.value)
-        with setting_kept():
+        with setting_kept():  # builders before the engine's threads: they may be forked from this process
             self.builders = open_builders(
                 decided, context, copies, ledger=self.ledger, traffic=self.sources.traffic
             )
@@ -247,14 +248,13 @@ class OpenSources:
             self.caches.close()
 
 
-def warm_up(plan: BuilderPlan) -> None:
-    """Start what builder processes come from, while this process has one thread and can be forked."""
+def warm_up(plan: BuilderPlan, chosen: Any) -> None:
+    """Start the server that builder processes will come from, if they do, without waiting for it."""
     if plan.num_processes and plan.is_local:
-        from prefetch.ipc.server import server_needs, start_context
-        from prefetch.workers import fork_server
+        from prefetch.workers import starting
 
-        if start_context(None) is None:
-            fork_server.warm_up(server_needs(set(), BUILDER_MAIN), is_needed=not plan.num_threads)
+        if isinstance(starting.start_context(chosen), starting.ByValueContext):
+            starting.warm_up({BUILDER_MAIN})
 
 
 class OpenBuilders(NamedTuple):
@@ -277,7 +277,7 @@ def open_builders(
         ledger: of the session.
         traffic: of the session.
     """
-    plan, settings = decided.builders, context.settings
+    plan = decided.builders
     if plan.workers == "ray":
         from dataflow.actors.builders import RayBuilders
 
@@ -290,7 +290,7 @@ def open_builders(
     )
     if plan.workers != "process":
         return OpenBuilders(new_threads(number), lambda: (plan.workers, plan.reason))
-    open_processes = partial(_open_processes, context, ledger, decided.settings.max_worker_restarts)
+    open_processes = partial(_open_processes, context, ledger, decided.settings)
     if not plan.num_threads:
         return OpenBuilders(open_processes(None), lambda: (plan.workers, plan.reason))
     from dataflow.processes.threads_first import ThreadsFirstBuilders
@@ -298,7 +298,6 @@ def open_builders(
     first = ThreadsFirstBuilders(
         new_threads(number),
         open_processes,
-        settings.functions,
         num_processes=plan.num_workers,
         reason=plan.reason,
     )
@@ -308,13 +307,18 @@ def open_builders(
 def _open_processes(
     context: BuildContext,
     ledger: Ledger,
-    max_restarts: int,
+    settings: StreamSettings,
     on_start: Callable[[BaseException | None], None] | None,
 ) -> ProcessBuilders:
     from dataflow.processes.builders import ProcessBuilders
 
     builders = ProcessBuilders(
-        context, give_back=ledger.give_back, max_restarts=max_restarts, on_start=on_start
+        context,
+        give_back=ledger.give_back,
+        max_restarts=settings.max_worker_restarts,
+        start=settings.multiprocessing_context,
+        worker_init_fn=settings.worker_init_fn,
+        on_start=on_start,
     )
     ledger.reconcile_first(builders.file.reconcile)
     return builders

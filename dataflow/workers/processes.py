@@ -14,11 +14,10 @@ from dataflow.workers.fetching import WorkerLoader
 from dataflow.workers.process_main import run
 from dataflow.workers.worker import WorkerJob
 from prefetch.ipc.generators import copied_random_state
-from prefetch.ipc.payload import dumps_by_value
+from prefetch.ipc.payload import dumps_by_value, pack
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
-from prefetch.ipc.server import server_needs, start_context
-from prefetch.workers.fork_server import warm_up
 from prefetch.workers.shared_arena import Header
+from prefetch.workers.starting import ByValueContext, start_context, start_reason, warm_up
 
 
 class ProcessRunners:
@@ -27,15 +26,16 @@ class ProcessRunners:
     shares_work = False
     """A task is for one process."""
 
-    def __init__(self, workers: WorkerProcesses) -> None:
+    def __init__(self, workers: WorkerProcesses, start: tuple[str, str], *, isolated: bool) -> None:
         self._workers, self.file, self.pool = workers, workers.file, workers.pool
         pool, self.discard = self.pool, workers.discard
         self.send, self.receive, self.wait, self.stacks = pool.send, pool.receive, pool.wait, pool.stacks
         self.processes = pool.processes
-        self.isolated = pool.isolated
+        self.isolated = isolated
         """True if nothing that this process changes reaches them."""
-        self.dumps: Callable[[Any], bytes] = dumps_by_value if pool.context is None else pickle.dumps
-        self.start, self.start_reason = pool.start, pool.start_reason
+        by_value = isinstance(pool.context, ByValueContext)
+        self.dumps: Callable[[Any], bytes] = dumps_by_value if by_value else pickle.dumps
+        self.start, self.start_reason = start
 
     @property
     def started(self) -> bool:
@@ -44,10 +44,8 @@ class ProcessRunners:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ids of the processes that run, as far as they are known."""
-        pids = map(self.pool.known_pid, range(self.pool.num_workers))
-        alive = [process.is_alive() for process in self.processes]
-        return tuple(pid for pid, runs in zip(pids, alive, strict=True) if pid is not None and runs)
+        """The ids of the processes that run."""
+        return tuple(one.pid for one in self.processes if one.pid is not None and one.is_alive())
 
     @property
     def shared_bytes(self) -> int:
@@ -70,42 +68,40 @@ class ProcessRunners:
 
 
 def begin_to_start(loader: WorkerLoader) -> None:
-    """Start what workers will come from, without waiting for it."""
-    if start_context(loader.multiprocessing_context) is None:
+    """Start the server that workers will come from, if they come from ours, without waiting for it."""
+    if isinstance(start_context(loader.multiprocessing_context), ByValueContext):
         parts = [loader.dataset, *getattr(loader.dataset, "__dict__", {}).values()]
         functions = [f for f in (loader.collate_fn, loader.worker_init_fn) if hasattr(f, "__module__")]
-        modules = {type(part).__module__ for part in parts} | {f.__module__ for f in functions}
-        warm_up(server_needs(modules, run.__module__))
+        warm_up(
+            {run.__module__, *(type(part).__module__ for part in parts), *(f.__module__ for f in functions)}
+        )
 
 
 def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> ProcessRunners:
-    """Worker processes for a job, which is serialised once for all of them."""
-    context = start_context(loader.multiprocessing_context)
-    packed, inherited = None, None
-    if context is not None and context.get_start_method() == "fork":
-        inherited = job
-    else:
-        try:
-            packed = packed_job(job, context)
-        except Exception as error:
-            inherited = job
-            if context is None:
-                warnings.warn(
-                    "the dataset, or a function given to the loader, cannot be sent to worker processes "
-                    f"({error}); they are forked from this process instead, with its locks and clients "
-                    "as they are, and copy the pages of its objects as they touch them. Make it picklable, "
-                    'or ask for this: DataLoader(..., multiprocessing_context="fork").',
-                    stacklevel=4,
-                )
-                context = torch.multiprocessing.get_context("fork")
-            elif isinstance(error, TypeError | AttributeError | pickle.PicklingError):
-                warnings.warn(
-                    "Got pickle error when attempting to start a worker Process. This might be because the "
-                    f"worker Process arguments are not picklable: {error}. Without "
-                    "multiprocessing_context= and multiprocessing.set_start_method they need not be.",
-                    stacklevel=4,
-                )
-                raise
+    """Worker processes for a job, which is serialised once for all that are not forked."""
+    chosen = loader.multiprocessing_context
+    context = start_context(chosen)
+    try:
+        packed = packed_job(job, context)
+    except Exception as error:
+        if isinstance(context, ByValueContext):
+            warnings.warn(
+                "the dataset, or a function given to the loader, cannot be sent to worker processes "
+                f"({error}); they are forked from this process instead, with its locks and clients as they "
+                'are. Make it picklable, or ask for this: DataLoader(..., multiprocessing_context="fork").',
+                stacklevel=4,
+            )
+            context, packed = torch.multiprocessing.get_context("fork"), None
+        elif isinstance(error, TypeError | AttributeError | pickle.PicklingError):
+            warnings.warn(
+                "Got pickle error when attempting to start a worker Process. This might be because the "
+                f"worker Process arguments are not picklable: {error}. Processes that are forked "
+                '(multiprocessing_context="fork") get them as they are.',
+                stacklevel=4,
+            )
+            raise
+        else:
+            raise
     if packed is not None and len(packed.meta) > job.limits.object_bytes:
         warnings.warn(
             f"the dataset holds {len(packed.meta):,} bytes of Python objects, which every worker holds again "
@@ -118,10 +114,19 @@ def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> Proce
         loader.num_workers,
         packed,
         context=context,
-        inherited=inherited,
+        inherited=job if packed is None else None,
         pins=pin,
         region_bytes=job.limits.region_bytes,
         region_limit=loader.memory_limit if not pin else 1 << 60,
         stop_s=job.limits.stop_s,
     )
-    return ProcessRunners(workers)
+    isolated = loader.prefetch_across_epochs and _is_isolated(job)
+    return ProcessRunners(workers, start_reason(chosen, context), isolated=isolated)
+
+
+def _is_isolated(job: WorkerJob) -> bool:
+    """Return whether processes that have a copy of this see nothing that becomes of it here."""
+    try:
+        return not pack(job, share=True).shared
+    except Exception:  # such as a value in shared memory, which only a process that starts may take along
+        return False

@@ -27,11 +27,11 @@ from prefetch.ipc.payload import (
     write_packed,
 )
 from prefetch.ipc.protocol import WorkerLoop, WorkerRequest
-from prefetch.ipc.server import server_needs
 from prefetch.memory.device import register_pinned
 from prefetch.workers import REGION_BYTES, STOP_S
 from prefetch.workers.pool import WorkerPool
 from prefetch.workers.shared_arena import Buffer, Header, Region, SharedFile
+from prefetch.workers.starting import ByValueContext, is_fork, warm_up
 from prefetch.workers.worker_start import WorkerResponse, WorkerStart, begin
 
 # ---- in a worker process ----------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class PipeTransport:
         offset, packed = self.writer.put(obj)
         total, placed, worker = packed.nbytes + packed.placed_bytes, len(packed.placed), self.start.worker
         where = offset, packed.nbytes, *packed.layout, placed, total
-        self.start.respond(WorkerResponse(kind, worker, generation, task, *where))
+        self.start.respond(WorkerResponse(kind, worker, self.start.region, generation, task, *where))
 
 
 def run_worker(
@@ -97,9 +97,11 @@ def run_worker(
 # ---- in the training process ------------------------------------------------------------------------------
 
 
-def packed_job(job: Any, context: BaseContext | None) -> PackedObject:
-    """A job for processes that start so. Raises what pickling raises."""
-    return pack((TorchSettings.here(), job), by_value=context is None, share=True)
+def packed_job(job: Any, context: BaseContext) -> PackedObject | None:
+    """A job for processes that start so; None: they are forked, and have it. Raises what pickling raises."""
+    if is_fork(context):
+        return None
+    return pack((TorchSettings.here(), job), by_value=isinstance(context, ByValueContext), share=True)
 
 
 class WorkerProcesses:
@@ -112,7 +114,7 @@ class WorkerProcesses:
         num_workers: processes.
         job: what they find in the file.
         inherited: the job of processes that are forked from this one, which have it as it is.
-        context: how they start; None: from our fork server.
+        context: how they start.
         num_spare: regions of the file beside theirs: one for this process, others for who replaces them.
         pins: whether what is viewed of the file is page-locked for CUDA.
         region_bytes: address space of a region.
@@ -126,7 +128,7 @@ class WorkerProcesses:
         num_workers: int,
         job: PackedObject | None,
         *,
-        context: BaseContext | None,
+        context: BaseContext,
         inherited: Any = None,
         num_spare: int = 0,
         pins: bool = False,
@@ -143,15 +145,17 @@ class WorkerProcesses:
         try:
             if job is not None:
                 write_packed(self.file, job)
+                if isinstance(context, ByValueContext):
+                    warm_up({*job.modules, target.__module__})
             self.pool = WorkerPool(
                 target,
                 num_workers,
                 self.file,
                 context=context,
-                needs=server_needs(job.modules if job else set(), target.__module__),
                 inherited=None if job else (TorchSettings.here(), inherited),
                 passed=[fd for fd, _ in job.shared] if job else [],
                 region_limit=region_limit,
+                replaces=num_spare > 1,
                 stop_s=stop_s,
             )
         except BaseException:
@@ -186,9 +190,9 @@ class WorkerProcesses:
         for offset in placed_offsets(buffer, response.placed):
             self.file.give_back(region, offset)
 
-    def close(self, *, stop_s: float | None = None, is_early: bool = False) -> None:
+    def close(self, *, stop_s: float | None = None) -> None:
         """End them, as `WorkerPool.close`. What is still used keeps its memory. Idempotent."""
         try:
-            self.pool.close(stop_s=stop_s, is_early=is_early)
+            self.pool.close(stop_s=stop_s)
         finally:
             self.file.close()

@@ -5,13 +5,11 @@ need no lock, the parent reads many with one call, and a worker that is killed c
 a held lock behind. What a record describes lies in the shared file (see `shared_arena`). Messages to a
 worker never block the parent: what a pipe does not hold yet waits here.
 
-Processes come from our own fork server (see `fork_server`) unless the caller names a start method. The
-parent's main module is not imported there, its objects travel by value; so a script needs no
-`if __name__ == "__main__"`.
+Processes start as `multiprocessing` says (see `starting`); signals that are sent to the whole job do nothing
+there (`signals`). Where they are forked and may be replaced, a `template` is forked before them.
 
 Workers end with the parent, however it ends: its ends of the pipes close, since processes forked from it
-close theirs at once; and where the kernel can watch the process that started them, it kills even
-those that hang.
+close theirs at once; and the kernel tells even those that hang.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import gc
 import itertools
 import multiprocessing
 import os
@@ -30,31 +29,25 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, process
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from prefetch.weak_registry import WeakRegistry
 from prefetch.workers import STOP_S
-from prefetch.workers.fork_server import (
-    Server,
-    ServerNeeds,
-    ServerProcess,
-    begin_to_use,
-    forking,
-    stop_using,
-)
 from prefetch.workers.shared_arena import Header, SharedFile
+from prefetch.workers.signals import STACKS_SIGNAL, forking, signals_held
+from prefetch.workers.starting import ByValueContext, is_fork, new_process
+from prefetch.workers.template import Template, TemplateProcess
 from prefetch.workers.worker_start import (
     ABOUT,
     RECORD,
-    STACKS_SIGNAL,
     Descriptor,
+    ProcessSettings,
     WorkerResponse,
     WorkerStart,
-    stdio_descriptors,
 )
 
 _KILL_S = 2.0
@@ -73,6 +66,7 @@ _FRAME = struct.Struct("!i")
 """The head that `Connection.recv_bytes` expects before a message: its length."""
 CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
+_OF_MACHINE = Path("/proc/vmstat")
 
 
 class WorkerDiedError(RuntimeError):
@@ -80,13 +74,10 @@ class WorkerDiedError(RuntimeError):
 
     Attributes:
         workers: (number, process id, exit code) of each; a negative exit code is a signal's number.
-        memory: what the system said about memory, if one was killed.
+        memory: what the kernel said about memory, if it has killed processes for it meanwhile.
     """
 
-    def __init__(self, workers: Sequence[tuple[int, int, int | None]], memory: str | None = None) -> None:
-        killed = any(code == -signal.SIGKILL for _, _, code in workers)
-        if memory is None:
-            memory = cgroup_memory(own_cgroup()) if killed else ""  # now: later it may have changed
+    def __init__(self, workers: Sequence[tuple[int, int, int | None]], memory: str = "") -> None:
         super().__init__(workers, memory)
         self.workers, self.memory = list(workers), memory
 
@@ -115,20 +106,29 @@ def own_cgroup(root: Path = CGROUPS, membership: Path = _OWN_CGROUP) -> Path:
     return root
 
 
-def cgroup_memory(cgroup: Path) -> str:
-    """Return what the files of a cgroup say about memory, as far as they say anything."""
-    facts: dict[str, list[str]] = {}
-    for name in ("memory.events", "memory.current", "memory.max"):
-        with contextlib.suppress(OSError):
-            facts[name] = (cgroup / name).read_text().split()
-    events = facts.get("memory.events", [])
-    counts = dict(zip(events[::2], events[1::2], strict=False))
-    if not counts:
-        return "SIGKILL often means that the machine ran out of memory."
-    current, limit = (" ".join(facts.get(name, "?")) for name in ("memory.current", "memory.max"))
+def oom_kills(cgroup: Path | None = None) -> int:
+    """Return how many processes the kernel has killed for memory: of this cgroup, or else of the machine."""
+    for path in ((cgroup or own_cgroup()) / "memory.events", _OF_MACHINE):
+        with contextlib.suppress(OSError, ValueError):
+            words = path.read_text().split()
+            return int(words[words.index("oom_kill") + 1])
+    return 0
+
+
+def memory_note(before: int, cgroup: Path | None = None) -> str:
+    """Return what is to be said of memory where a process has died; "" unless the kernel has killed more."""
+    killed = oom_kills(cgroup) - before
+    if killed <= 0:
+        return ""
+    sizes = []
+    for name in ("memory.current", "memory.max"):
+        try:
+            sizes.append(((cgroup or own_cgroup()) / name).read_text().strip())
+        except OSError:
+            sizes.append("?")
     return (
-        f"SIGKILL often means out of memory: this cgroup counts {counts.get('oom_kill', '?')} processes "
-        f"killed for memory; it uses {current} bytes now, of at most {limit}."
+        f"The machine ran out of memory: the kernel has killed {killed} processes for it since this loop "
+        f"began; the cgroup uses {sizes[0]} bytes now, of at most {sizes[1]}."
     )
 
 
@@ -138,11 +138,11 @@ class WorkerPool:
     Args:
         target: called in each process with a `WorkerStart`; importable by name.
         file: the shared file.
-        context: how processes start; None: from our fork server.
-        needs: of that server.
+        context: how processes start.
         inherited: handed to forked workers as it is.
         passed: descriptors that every worker gets a copy of; open as long as workers may be replaced.
         region_limit: bytes of free slabs that a worker keeps.
+        replaces: whether workers may be replaced.
         stop_s: time that workers have to end by themselves, together.
 
     Used by one thread, except that `close` may run in another or in a finaliser. In a forked child all
@@ -158,11 +158,11 @@ class WorkerPool:
         num_workers: int,
         file: SharedFile,
         *,
-        context: BaseContext | None,
-        needs: ServerNeeds,
+        context: BaseContext,
         inherited: Any = None,
         passed: Sequence[int] = (),
         region_limit: int,
+        replaces: bool = False,
         stop_s: float = STOP_S,
     ) -> None:
         require_descriptors(num_workers)
@@ -173,8 +173,6 @@ class WorkerPool:
         self._spare_regions = itertools.count(num_workers + 1)
         """Behind the first ones comes this process's own, if it has one."""
         self._owner = os.getpid()
-        self.isolated = inherited is None and not passed
-        """True if the workers cannot see what this process does with its objects."""
         self._closing = threading.RLock()  # held until all have ended; a finaliser may run meanwhile
         self._using = threading.RLock()  # guards the pipes' parent ends while they are in use
         self._asking = threading.Lock()  # guards that of the stacks, also while another thread waits
@@ -183,14 +181,12 @@ class WorkerPool:
         self.processes: list[process.BaseProcess] = []
         self._tasks: list[connection.Connection] = []
         """Our end of each process's pipe."""
-        self._asked_for: dict[int, connection.Connection] = {}
-        """Workers that may not be forked yet, with the other end of the pipe of each, which they get."""
         self._sentinels: dict[int, int] = {}
         """The worker of each descriptor."""
         self._waiting: list[deque[memoryview]] = [deque() for _ in range(num_workers)]
         self._poll = select.poll()
-        self._server = begin_to_use(needs) if context is None else None
-        self.start, self.start_reason = _start_of(self._server, context)
+        self._template: Template | None = None
+        self._oom_kills = oom_kills()
         self._responses, self._responses_writer = os.pipe()
         self._stacks, self._stacks_writer = os.pipe()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -207,6 +203,9 @@ class WorkerPool:
                 "inherited": inherited,
                 "passed": tuple(map(Descriptor, passed)),
             }
+            if replaces and is_fork(context):
+                with _forked_by(self):
+                    self._template = Template(context, self._run_worker)
             for worker in range(num_workers):
                 self._start(worker)
         except BaseException:
@@ -219,9 +218,7 @@ class WorkerPool:
 
     def _start_arguments(self) -> dict[str, Any]:
         """Fields of `WorkerStart` that are the same for all workers, those that come later included."""
-        file, context = self._file, self.context
-        method = context.get_start_method() if context else None
-        in_main = threading.current_thread() is threading.main_thread()
+        file, forks, by_value = self._file, is_fork(self.context), isinstance(self.context, ByValueContext)
         return {
             "num_workers": self.num_workers,
             "memory": Descriptor(file.fd),
@@ -231,9 +228,10 @@ class WorkerPool:
             "region_bytes": file.region_bytes,
             "responses": Descriptor(self._responses_writer),
             "stacks": Descriptor(self._stacks_writer),
-            "stdio": () if context else stdio_descriptors(),
-            "environment": None if context else dict(os.environ),
-            "watched": method in (None, "forkserver") or in_main,
+            "settings": None if forks else ProcessSettings.here(by_value=by_value),
+            "training": self._owner,
+            "parent": self._owner if forks else 0,
+            "collects": gc.isenabled(),
             "interruptible": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         }
 
@@ -241,42 +239,32 @@ class WorkerPool:
         reader, tasks = multiprocessing.Pipe(duplex=False)
         self._tasks[worker:] = [tasks, *self._tasks[worker + 1 :]]
         os.set_blocking(tasks.fileno(), False)
-        offset, target = self._file.region_offset(self.regions[worker]), self._target
-        start = WorkerStart(worker=worker, region_offset=offset, tasks=reader, **self._common)
-        child: process.BaseProcess
-        name, context = f"dataflow-worker-{worker}", self.context
-        if self._server is not None:
-            child = ServerProcess(self._server, target, start, name)
-        else:
-            child = context.Process(target=target, args=(start,), name=name)  # type: ignore[union-attr]
-        forks = context is not None and context.get_start_method() == "fork"
-        closing: contextlib.AbstractContextManager[object] = reader
-        if self._server is not None:
-            self._asked_for[worker], closing = reader, contextlib.nullcontext()
-        with closing, forking() if forks else contextlib.nullcontext():
-            child.start()
+        with reader:
+            child = self._forked(worker, reader)
         self.processes[worker:] = [child, *self.processes[worker + 1 :]]
-        self._listen_to(worker)
+        self._sentinels[child.sentinel] = worker
+        self._poll.register(child.sentinel, select.POLLIN)
         # We end it ourselves. A forked child of ours that exits must neither wait for it nor end it.
         process._children.discard(child)  # type: ignore[attr-defined]
 
-    def _listen_to(self, worker: int) -> None:
-        sentinel = self.processes[worker].sentinel
-        self._sentinels[sentinel] = worker
-        self._poll.register(sentinel, select.POLLIN)
+    def _forked(self, worker: int, tasks: connection.Connection) -> Any:
+        region = self.regions[worker]
+        if self._template is not None and region >= self.num_workers:
+            child: Any = TemplateProcess(self._template, worker, region, tasks.fileno())
+            child.start()
+            return child
+        start = WorkerStart(worker=worker, region=region, tasks=tasks, **self._common)
+        child = new_process(self.context, self._target, start, f"dataflow-worker-{worker}")
+        child.is_shielded = True
+        with _forked_by(self), forking() if is_fork(self.context) else signals_held():
+            child.start()
+        return child
 
-    def _hear_fork(self, worker: int, sentinel: int) -> bool:
-        """Return whether a worker tells that it was forked, and not of its end."""
-        if worker not in self._asked_for:
-            return False
-        child = cast(ServerProcess, self.processes[worker])
-        if child.hear_fork():
-            self._asked_for.pop(worker).close()
-        elif child.sentinel != sentinel:  # the server has ended, and another was asked
-            self._poll.unregister(sentinel)
-            del self._sentinels[sentinel]
-            self._listen_to(worker)
-        return True
+    def _run_worker(self, worker: int, region: int, tasks: int) -> None:
+        """In a process that a template has forked."""
+        common = {**self._common, "parent": os.getppid()}
+        own = connection.Connection(tasks, writable=False)
+        self._target(WorkerStart(worker=worker, region=region, tasks=own, **common))
 
     def replace(self, worker: int) -> None:
         """Start a process in the place of one that has died, which works in another region of the file.
@@ -285,9 +273,11 @@ class WorkerPool:
         """
         with self._using:
             self._require_open()
+            dead, tasks = self.processes[worker], self._tasks[worker]
+            dead.kill()  # its server has ended: it may live for a moment, and write
+            dead.join(_KILL_S)
             self._file.abandon(self.regions[worker])
             self.regions[worker] = next(self._spare_regions)
-            dead, tasks = self.processes[worker], self._tasks[worker]
             self._poll.unregister(dead.sentinel)
             del self._sentinels[dead.sentinel]
             if self._blocked.pop(tasks.fileno(), None) is not None:
@@ -352,7 +342,8 @@ class WorkerPool:
                 data = os.read(self._responses, _RECORDS * RECORD.size)
             except BlockingIOError:
                 return []
-            return list(map(WorkerResponse._make, RECORD.iter_unpack(data)))
+            responses = map(WorkerResponse._make, RECORD.iter_unpack(data))
+            return [one for one in responses if self.regions[one.runner] == one.region]
 
     def wake(self) -> None:
         """Let a wait end, or the next one; any thread may."""
@@ -378,17 +369,17 @@ class WorkerPool:
                 if self._woken in ready:
                     os.eventfd_read(self._woken)
                     return []
-                ready_workers = [(worker, fd) for fd, worker in self._sentinels.items() if fd in ready]
-                dead = [worker for worker, fd in ready_workers if not self._hear_fork(worker, fd)]
+                dead = [worker for fd, worker in self._sentinels.items() if fd in ready]
                 if dead:
-                    raise WorkerDiedError([(w, self.known_pid(w) or 0, self._exit_code(w)) for w in dead])
+                    raise WorkerDiedError(
+                        [
+                            (worker, self.processes[worker].pid or 0, self._exit_code(worker))
+                            for worker in dead
+                        ],
+                        memory_note(self._oom_kills),
+                    )
                 if not ready and rest_s <= 0:
                     return []
-
-    def known_pid(self, worker: int) -> int | None:
-        """The id of a process, without waiting for its start; None: it is not known yet."""
-        child = self.processes[worker]
-        return child.known_pid if isinstance(child, ServerProcess) else child.pid
 
     def _exit_code(self, worker: int) -> int | None:
         child = self.processes[worker]
@@ -408,22 +399,20 @@ class WorkerPool:
             self._require_open()
             self._read_stacks(0)  # what somebody else's signal has brought
             for worker, child in enumerate(self.processes):
-                header, pid = self._file.header, self.known_pid(worker)
-                if pid is None:
-                    text = "it has not started yet: the server that it comes from is still importing"
-                elif not header.get(header.WORKERS + worker):
+                header, pid = self._file.header, child.pid
+                if not header.get(header.WORKERS + worker):
                     text = "it has not started yet"  # and the signal would end it
                 elif child.exitcode is not None:
                     text = f"it has ended with exit code {child.exitcode}"
                 else:
-                    os.kill(pid, STACKS_SIGNAL)
+                    os.kill(pid or 0, STACKS_SIGNAL)
                     text = self._read_stacks(_STACKS_S).strip() or "it does not answer"
-                texts.append(f"worker {worker} (pid {pid or 'not known'}):\n{text}")
+                texts.append(f"worker {worker} (pid {pid}):\n{text}")
         return "\n".join(texts)
 
     def about(self, worker: int) -> str:
         """Its stacks, and what a worker says of them, if it can within `_ANSWER_S`. Any thread."""
-        pid, words = self.known_pid(worker), self._file.header.words
+        pid, words = self.processes[worker].pid, self._file.header.words
         if pid is None or not words[Header.WORKERS + worker]:
             return ""
         deadline, text = time.monotonic() + _ANSWER_S, b""
@@ -449,21 +438,20 @@ class WorkerPool:
             patience_s = _QUIET_S
         return text.decode(errors="replace")
 
-    def close(self, *, stop_s: float | None = None, is_early: bool = False) -> None:
+    def close(self, *, stop_s: float | None = None) -> None:
         """End all workers: by request, then by signal.
 
         Idempotent, thread-safe: whoever comes second waits, too. Does nothing in a forked child.
 
         Args:
             stop_s: time that they have to finish what they are doing; None: that of the pool.
-            is_early: nobody has waited for them, so a server that has not forked them is not at fault.
         """
         if self._owner != os.getpid():
             return  # a thread of the parent may have held the lock at the fork
         with self._closing:
             if not self._closed:
                 self._closed = True
-                self._end(self._stop_s if stop_s is None else stop_s, is_early=is_early)
+                self._end(self._stop_s if stop_s is None else stop_s)
 
     def wait_for_end(self) -> None:
         """If a thread is closing it, wait until that is done."""
@@ -471,7 +459,7 @@ class WorkerPool:
             with self._closing:
                 pass
 
-    def _end(self, stop_s: float, *, is_early: bool) -> None:
+    def _end(self, stop_s: float) -> None:
         self._file.header.set(self._file.header.STOP, 1)
         try:
             for tasks in self._tasks:
@@ -484,44 +472,42 @@ class WorkerPool:
             self._join(_KILL_S, process.BaseProcess.kill)
             # A thread that waits for responses has been woken by the end of the workers.
             if self._using.acquire(timeout=_KILL_S):
-                self._close_ends(is_early=is_early)
+                self._close_ends()
                 self._using.release()
 
     def _join(self, seconds: float, first: Callable[[process.BaseProcess], None] | None) -> None:
         alive = [child for child in self.processes if child.exitcode is None]
         if first:
-            # Those that are not forked yet hear no signal. They end by themselves, as their pipe is closed.
-            alive = [child for child in alive if not isinstance(child, ServerProcess) or child.hear_fork()]
             for child in alive:
                 first(child)
         deadline = time.monotonic() + seconds
         for child in alive:
             child.join(max(0.0, deadline - time.monotonic()))
 
-    def _close_ends(self, *, is_early: bool) -> None:
-        if self._server is not None:
-            given_up = [child.give_up() for child in self.processes if isinstance(child, ServerProcess)]
-            stop_using(self._server, stands_still=any(given_up) and not is_early)
+    def _close_ends(self) -> None:
         with self._asking, self._waking:  # for `_ANSWER_S` at most
             for fd in (*self._own_ends, self._responses_writer, self._stacks_writer):
                 os.close(fd)
-        for reader in self._asked_for.values():
-            reader.close()
         for child in self.processes:
             if child.exitcode is not None:
                 child._popen.close()  # type: ignore[attr-defined]
+        if self._template is not None:
+            self._template.close()
 
     def close_parents_ends(self) -> None:
         """In a forked child: close our copies of the parent's ends, lest workers think that it lives.
 
-        The other ends are those of a worker that was forked.
+        The other ends are those of a worker that was forked, if it is one of this pool.
         """
         if not self._closed:
             self._closed = True
-            for end in (*self._tasks, *self._asked_for.values()):
-                end.close()
+            for tasks in self._tasks:
+                tasks.close()
             for fd in self._own_ends:
                 os.close(fd)
+            if getattr(_forking, "pool", None) is not self:
+                os.close(self._responses_writer)
+                os.close(self._stacks_writer)
 
     @property
     def _own_ends(self) -> Sequence[int]:
@@ -529,6 +515,17 @@ class WorkerPool:
 
 
 _pools: WeakRegistry[WorkerPool] = WeakRegistry()
+_forking = threading.local()
+
+
+@contextlib.contextmanager
+def _forked_by(pool: WorkerPool) -> Iterator[None]:
+    """Inside, this thread forks workers of a pool."""
+    _forking.pool = pool
+    try:
+        yield
+    finally:
+        _forking.pool = None
 
 
 @atexit.register
@@ -546,16 +543,6 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _start_of(server: Server | None, context: BaseContext | None) -> tuple[str, str]:
-    """Return how processes start, and why so."""
-    if server is None:
-        assert context is not None
-        return str(context.get_start_method()), "it was asked for, or the dataset cannot be sent"
-    if server.not_forked:
-        return "fork server", f"it was not forked from this process: {server.not_forked}"
-    return "forked server", "when the first loader was made, this process had one thread and no GPU open"
-
-
 def require_descriptors(num_workers: int) -> None:
     """Raise RuntimeError if the process may not open what so many workers need."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -563,7 +550,7 @@ def require_descriptors(num_workers: int) -> None:
         used = sum(int(fd) < most for fd in os.listdir("/proc/self/fd"))
     except OSError:
         return
-    needed = 4 * num_workers + 16  # until a worker is known to be forked, what it was passed is open, too
+    needed = 4 * num_workers + 16
     if most != resource.RLIM_INFINITY and used + needed > most:
         raise RuntimeError(
             f"{num_workers} workers need {needed} file descriptors, and {used} of at most {most} are open in "

@@ -7,9 +7,14 @@ the descriptors it names, and the worker calls `begin` before anything else.
 from __future__ import annotations
 
 import faulthandler
+import gc
+import logging
 import os
+import pickle
+import resource
 import signal
 import struct
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,14 +22,15 @@ from multiprocessing import connection, reduction
 from types import FrameType
 from typing import Any, NamedTuple
 
+import cloudpickle
+
 from prefetch.memory.interrupts import WorkerInterrupts
-from prefetch.workers.fork_server import end_with_parent, let_interrupt, release_server
 from prefetch.workers.shared_arena import Header
+from prefetch.workers.signals import STACKS_SIGNAL, end_with_parent, let_signals, shield
+from prefetch.workers.starting import release_server
 
 ABOUT = "about: "
 """The beginning of what a worker has to say of itself behind its stacks."""
-STACKS_SIGNAL = signal.SIGUSR2
-"""A worker that gets it writes its stacks."""
 
 
 class WorkerResponse(NamedTuple):
@@ -33,6 +39,8 @@ class WorkerResponse(NamedTuple):
     kind: int
     runner: int
     """The number of the process."""
+    region: int
+    """The number of its region: a process that was replaced has another."""
     generation: int
     task: int
     offset: int
@@ -76,31 +84,96 @@ class WorkerStart:
     message_bytes: int
     first_region: int
     """The offset of the first of all regions in the shared file."""
-    region_offset: int
+    region: int
+    """The number of the process's own; no other process ever has it."""
     region_bytes: int
     region_limit: int
     tasks: connection.Connection
     responses: Descriptor
     stacks: Descriptor
-    stdio: tuple[Descriptor, ...]
-    environment: dict[str, str] | None
+    settings: ProcessSettings | None
+    """None: the process was forked from the training process, and is as that is."""
     inherited: Any
     """The objects that a forked worker takes from the parent as they are; None: the message in the shared
     file."""
     passed: tuple[Descriptor, ...]
     """Further descriptors that the target asked for."""
-    watched: bool
-    """The thread that starts this process lives as long as the parent: the kernel may watch it."""
+    training: int
+    """The id of the training process."""
+    parent: int
+    """The id of the process that forks it; 0: a server."""
     interruptible: bool
     """Ctrl-C interrupts the parent, so it may interrupt this process; else the parent has other plans."""
+
+    collects: bool
+    """Garbage is collected in the training process, and so here."""
+
+    @property
+    def region_offset(self) -> int:
+        """The offset of the process's region in the shared file."""
+        return self.first_region + self.region * self.region_bytes
 
     def respond(self, response: WorkerResponse) -> None:
         """Tell the parent of something that is done. Raises BrokenPipeError when it has gone."""
         os.write(self.responses.fd, RECORD.pack(*response))
 
 
-def stdio_descriptors() -> tuple[Descriptor, ...]:
-    """Standard output and error of this process as they are now: a fork server has those of its start."""
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """The settings of the training process that a new process, or one from a server, lacks.
+
+    `sys.path`, arguments and folder are passed on by `multiprocessing`.
+    """
+
+    stdio: tuple[Descriptor, ...]
+    """Standard output and error as they are now: a server has those of its start. (): they are closed."""
+    environment: dict[str, str] | None
+    """None: that of the server."""
+    affinity: set[int]
+    nice: int
+    limits: dict[int, tuple[int, int]]
+    warning_filters: bytes
+    """By value, as the main module may have a category of its own."""
+    log_levels: dict[str, int]
+
+    @classmethod
+    def here(cls, *, by_value: bool) -> ProcessSettings:
+        """Read the settings of this process."""
+        loggers = logging.root.manager.loggerDict
+        levels = {name: log.level for name, log in loggers.items() if isinstance(log, logging.Logger)}
+        limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+        return cls(
+            stdio=_stdio(),
+            environment=dict(os.environ) if by_value else None,
+            affinity=os.sched_getaffinity(0),
+            nice=os.getpriority(os.PRIO_PROCESS, 0),
+            limits={limit: resource.getrlimit(limit) for limit in limits},
+            warning_filters=cloudpickle.dumps([*warnings.filters]),
+            log_levels={"": logging.root.level, **{name: level for name, level in levels.items() if level}},
+        )
+
+    def apply(self) -> None:
+        """Set them here, as far as the system lets this process."""
+        for fd, descriptor in zip((1, 2), self.stdio, strict=False):
+            os.dup2(descriptor.fd, fd)
+            os.close(descriptor.fd)
+        if self.environment is not None:
+            os.environ.clear()
+            os.environ.update(self.environment)
+        with suppress(OSError):
+            os.sched_setaffinity(0, self.affinity)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, self.nice)
+        for limit, amounts in self.limits.items():
+            with suppress(OSError, ValueError):
+                resource.setrlimit(limit, amounts)
+        warnings.filters[:] = pickle.loads(self.warning_filters)  # type: ignore[index]
+        warnings._filters_mutated()  # type: ignore[attr-defined]
+        for name, level in self.log_levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def _stdio() -> tuple[Descriptor, ...]:
     try:
         for fd in (1, 2):
             os.fstat(fd)
@@ -110,22 +183,21 @@ def stdio_descriptors() -> tuple[Descriptor, ...]:
 
 
 def begin(start: WorkerStart, about: Callable[[FrameType | None], str] | None = None) -> None:
-    """First thing in a worker: it ends with its parent, writes where it writes, and tells its stacks.
+    """First thing in a worker: it ends with its parent, is set as that is, and tells its stacks.
 
     Args:
         start: of this worker.
         about: told its frame when it is asked for its stacks, what it has to say of it: a line behind them,
             as soon as the interpreter runs.
     """
-    if start.watched:
-        end_with_parent()
-    release_server()
-    for fd, descriptor in zip((1, 2), start.stdio, strict=False):
-        os.dup2(descriptor.fd, fd)
-        os.close(descriptor.fd)
-    if start.environment is not None:
-        os.environ.clear()
-        os.environ.update(start.environment)
+    gc.freeze()  # what is dead here is not ours to finalise; pages that nobody looks at stay shared
+    if start.collects:
+        gc.enable()
+    end_with_parent(start.parent or os.getppid())
+    shield(start.training)
+    if start.settings is not None:
+        start.settings.apply()
+        release_server()
     if about is not None:
         tell = about
 
@@ -138,4 +210,4 @@ def begin(start: WorkerStart, about: Callable[[FrameType | None], str] | None = 
     header = Header(start.memory.fd)
     header.set(header.WORKERS + start.worker, 1)
     WorkerInterrupts(are_heard=start.interruptible)
-    let_interrupt()
+    let_signals()

@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 10 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 11 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -254,4 +254,15 @@ CORE_API void core_stop(core_queue *queue);
 /* Stop, and wait until nothing runs. What plans point to is free to go then, and so are slots. Called once;
    whoever asks for a job gets CORE_STOPPED. */
 CORE_API void core_close(core_queue *queue);
+
+/* Handle signals in a worker process: those `numbers` do nothing, but SIGTERM from the process `from` ends this one
+   with code 0. Programs that it starts have the system's handling again. Gives 0, or `errno`. */
+CORE_API int64_t core_shield(const int64_t *numbers, int64_t count, int64_t from);
+
+/* The system's handling again, of those signals that are still handled as above or below. */
+CORE_API void core_unshield(const int64_t *numbers, int64_t count);
+
+/* End this process when its parent `from` ends, whichever of its threads forked it; by signal `number`, which is
+   sent at the end of that thread. Gives 0, or `errno`. */
+CORE_API int64_t core_end_with_parent(int64_t number, int64_t from);
 #endif

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sharding.core.compile import LIBRARY
 
-VERSION = 10
+VERSION = 11
 """The version of the contract in core.h."""
 _CURE = (
     "Compile it with `python -m sharding.core.compile`, where there is a C compiler: gcc, clang or that of "
@@ -46,6 +46,9 @@ _FUNCTIONS = {
     "core_count": "pp:",
     "core_stop": "p:",
     "core_close": "p:",
+    "core_shield": "pii:i",
+    "core_unshield": "pi:",
+    "core_end_with_parent": "ii:i",
 }
 """Arguments and result: pointers and int64."""
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "": None}

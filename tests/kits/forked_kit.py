@@ -23,9 +23,10 @@ from multiprocessing import forkserver
 from typing import Any, TypeVar
 from unittest import mock
 
+from prefetch.workers.fork_server import interrupts_held, warm_up
+
 from dataflow.testing import ranks, run_ranks
 from prefetch.workers import forked_server
-from prefetch.workers.fork_server import interrupts_held, warm_up
 
 
 class Child:
@@ -141,9 +142,10 @@ def fork_servers() -> None:
     for workers with each test module that has some. The thread of pytest-xdist only waits for a message: what
     a server is not forked beside otherwise.
     """
+    from prefetch.ipc.server import server_needs
+
     from dataflow.stream.resources import BUILDER_MAIN
     from dataflow.testing import ranks
-    from prefetch.ipc.server import server_needs
 
     with (
         mock.patch.object(forked_server, "refusal", return_value=""),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.tools.bench.reads import Case, CaseRequest, CaseTimes
-from prefetch.workers.fork_server import interrupts_held
+from prefetch.workers.signals import signals_held
 from sharding.blocks import Shard
 from sharding.catalog.storage import failure_text
 from sharding.errors import DataflowError, ShardReadError
@@ -118,7 +119,7 @@ class DirectProcesses:
         self._most, self._late_s, self._end_s = _PER_CORE * cores, late_s, end_s
         self._connection, theirs = multiprocessing.Pipe()
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with theirs, interrupts_held():
+        with theirs, signals_held({signal.SIGINT}):
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "dataflow.tools.bench.reader_process", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,

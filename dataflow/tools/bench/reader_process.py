@@ -26,7 +26,7 @@ from typing import Any
 
 from dataflow.tools.bench.direct import DirectReader
 from dataflow.tools.bench.reads import Block, BlockOrder, Case, CaseRequest, CaseTimes, run_case
-from prefetch.workers.fork_server import end_with_parent
+from prefetch.workers.signals import end_with_parent
 from sharding.blocks import Shard
 from sharding.errors import DataflowError
 
@@ -99,7 +99,7 @@ def _read(
         return sequential_share(order, lock, counter)
 
     def child(numbers: range, replies: Connection) -> None:
-        end_with_parent()
+        end_with_parent(os.getppid())
         parent.close()
         os.close(go)
 

@@ -20,12 +20,12 @@ import psutil
 import pytest
 import torch
 from parameters_kit import in_full
+from prefetch.workers.fork_server import ServerNeeds, warm_up
 from programs_kit import ANOTHER_THREAD, HERE, ROOT, run_script
 from worker_kit import Does, Gate, nothing_left, workers_of_this_process
 
 from dataflow import DataLoader
 from dataflow.workers.worker import WorkerLimits
-from prefetch.workers.fork_server import ServerNeeds, warm_up
 from prefetch.workers.shared_arena import SharedFile, create_file
 
 pytestmark = [

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-
 from prefetch.workers.fork_server import Server, ServerNeeds, ServerProcess
 
 TIMEOUT_S = 20

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 from parameters_kit import others_in_full
-from programs_kit import ANOTHER_THREAD, run_script
-
 from prefetch.workers.fork_server import interrupts_held
 from prefetch.workers.forked_server import ForkFacts, refusal
+from programs_kit import ANOTHER_THREAD, run_script
 
 QUIET = ForkFacts(threads=1, python_threads=1, blas_threads=0, devices=(), held_bytes=1 << 28)
 

@@ -1,0 +1,68 @@
+/* Signals in worker processes, where the interpreter may not run for long: handlers in C, which need no lock. */
+#include "core.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+static volatile pid_t trainer; /* SIGTERM from there ends this process */
+static volatile pid_t parent;
+
+static void shielded(int number, siginfo_t *info, void *context) {
+    (void)context;
+    if (number == SIGTERM && info->si_code <= 0 && info->si_pid == trainer) {
+        _exit(0);
+    }
+}
+
+/* The kernel tells of the end of the thread that forked this process: it may not be that of its process. */
+static void parent_thread_ended(int number, siginfo_t *info, void *context) {
+    (void)number, (void)info, (void)context;
+    if (getppid() != parent) {
+        _exit(1);
+    }
+}
+
+static int64_t handle(int number, void (*handler)(int, siginfo_t *, void *)) {
+    struct sigaction action = {.sa_sigaction = handler, .sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK};
+    sigemptyset(&action.sa_mask);
+    return sigaction(number, &action, NULL) ? errno : 0;
+}
+
+int64_t core_shield(const int64_t *numbers, int64_t count, int64_t from) {
+    trainer = (pid_t)from;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t error = handle((int)numbers[i], shielded);
+        if (error) {
+            return error;
+        }
+    }
+    return 0;
+}
+
+void core_unshield(const int64_t *numbers, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        struct sigaction now;
+        if (!sigaction((int)numbers[i], NULL, &now) && (now.sa_flags & SA_SIGINFO)
+            && (now.sa_sigaction == shielded || now.sa_sigaction == parent_thread_ended)) {
+            signal((int)numbers[i], SIG_DFL);
+        }
+    }
+}
+
+int64_t core_end_with_parent(int64_t number, int64_t from) {
+    parent = (pid_t)from;
+    int64_t error = handle((int)number, parent_thread_ended);
+    if (error) {
+        return error;
+    }
+    if (prctl(PR_SET_PDEATHSIG, (unsigned long)number, 0, 0, 0)) {
+        return errno;
+    }
+    if (getppid() != parent) { /* it has ended before */
+        _exit(1);
+    }
+    return 0;
+}
