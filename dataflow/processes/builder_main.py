@@ -232,7 +232,11 @@ class BuildTask:
             asks=asks,
             cpu_s=self._cpu_s - cpu_s,
         )
-        self._loop.respond(WorkerResult.BATCH, self.chunk, built)
+        try:
+            self._loop.respond(WorkerResult.BATCH, self.chunk, built)
+        except Exception as error:  # what pickling raises
+            error.add_note('a process cannot hand over such a batch: with workers="thread" it is not sent')
+            raise
         return not asks
 
 

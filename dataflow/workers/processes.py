@@ -13,11 +13,12 @@ import torch
 from dataflow.workers.fetching import WorkerLoader
 from dataflow.workers.process_main import run
 from dataflow.workers.worker import WorkerJob
+from prefetch.ipc.forked_classes import dumps_to_fork
 from prefetch.ipc.generators import copied_random_state
 from prefetch.ipc.payload import dumps_by_value, pack
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
 from prefetch.workers.shared_arena import Header
-from prefetch.workers.starting import ByValueContext, start_context, start_reason, warm_up
+from prefetch.workers.starting import ByValueContext, is_fork, start_context, start_reason, warm_up
 
 
 class ProcessRunners:
@@ -33,8 +34,11 @@ class ProcessRunners:
         self.processes = pool.processes
         self.isolated = isolated
         """True if nothing that this process changes reaches them."""
-        by_value = isinstance(pool.context, ByValueContext)
-        self.dumps: Callable[[Any], bytes] = dumps_by_value if by_value else pickle.dumps
+        self.dumps: Callable[[Any], bytes] = pickle.dumps
+        if isinstance(pool.context, ByValueContext):
+            self.dumps = dumps_by_value
+        elif is_fork(pool.context):
+            self.dumps = dumps_to_fork
         self.start, self.start_reason = start
 
     @property

@@ -31,8 +31,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefetch.ipc.forked_classes import forked_class
 from prefetch.workers.shared_arena import Buffer, SharedFile, create_file, read_message
-from prefetch.workers.worker_start import WorkerStart
+from prefetch.workers.worker_start import WorkerStart, is_forked
 
 _ALIGN = 64
 _SPAN = struct.Struct("<qq")
@@ -243,6 +244,8 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.modules.add(obj.__module__)
         if isinstance(obj, io.TextIOWrapper):
             raise TypeError("cannot pickle an open file")  # cloudpickle would read all of it
+        if isinstance(obj, type) and (own := forked_class(obj, is_forked())) is not None:
+            return own
         reducer = self._packer.reducers.get(type(obj))
         return super().reducer_override(obj) if reducer is None else reducer(obj)
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from multiprocessing import context, forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing import connection, context, forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import BaseContext, set_spawning_popen
 from typing import Any
 
@@ -21,6 +22,8 @@ from prefetch.memory.interrupts import Uninterrupted
 from prefetch.workers.signals import signals_held
 
 _SHIELD = "prefetch.workers.server_shield"
+_FORKED_IN_S = 60.0
+"""A server imports torch first."""
 _OF_ALL = "torch", "numpy.random"
 """What all workers import that are new processes."""
 
@@ -122,6 +125,14 @@ class _ServerPopen(popen_forkserver.Popen):
             _kill(server)  # it was killed, and does not know yet
             self._ask(server, buffer)
 
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if self.returncode is None and connection.wait([self.sentinel], None if flag == 0 else 0):
+            try:
+                self.returncode = forkserver.read_signed(self.sentinel)
+            except (OSError, EOFError):
+                self.returncode = -signal.SIGKILL  # the server has ended, and its workers with it
+        return self.returncode
+
     def _ask(self, server: forkserver.ForkServer, description: io.BytesIO) -> None:
         # Asked and not told what for, a worker would say so with a traceback.
         with Uninterrupted():
@@ -130,6 +141,11 @@ class _ServerPopen(popen_forkserver.Popen):
             self.finalizer = util.Finalize(self, util.close_fds, ends)  # type: ignore[attr-defined]
             with open(writer, "wb", closefd=True) as file:
                 file.write(description.getbuffer())
+        if not connection.wait([self.sentinel], _FORKED_IN_S):
+            raise RuntimeError(
+                f"the fork server has forked no process in {_FORKED_IN_S:.0f} s: it still imports modules, or "
+                'stands still; multiprocessing_context="fork" does without it'
+            )
         self.pid = forkserver.read_signed(self.sentinel)
 
 
@@ -140,7 +156,7 @@ def _kill(server: Any) -> None:
         os.close(alive)
     if pid is not None:
         with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, 9)
+            os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 

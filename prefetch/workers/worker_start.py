@@ -182,6 +182,14 @@ def _stdio() -> tuple[Descriptor, ...]:
     return Descriptor(1), Descriptor(2)
 
 
+_is_forked = False
+
+
+def is_forked() -> bool:
+    """Return whether this process is a worker that was forked from the training process."""
+    return _is_forked
+
+
 def begin(start: WorkerStart, about: Callable[[FrameType | None], str] | None = None) -> None:
     """First thing in a worker: it ends with its parent, is set as that is, and tells its stacks.
 
@@ -195,6 +203,8 @@ def begin(start: WorkerStart, about: Callable[[FrameType | None], str] | None = 
         gc.enable()
     end_with_parent(start.parent or os.getppid())
     shield(start.training)
+    global _is_forked
+    _is_forked = start.settings is None
     if start.settings is not None:
         start.settings.apply()
         release_server()

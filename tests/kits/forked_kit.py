@@ -1,17 +1,22 @@
 """Forked children: one that stops where a test wants it, to be killed there; one that answers and ends.
 
-The servers that workers and ranks of tests are forked from, and such ranks: they take a tenth of starting
-Python. And faults that come from the system: limits (`limited`), and in children, as long as they live, calls
-that fail (`on_file_events`) and modes of files that hold for root too (`without_privileges`).
+The server that ranks of tests are forked from, and such ranks: they take a tenth of starting Python. And
+faults that come from the system: limits (`limited`), and in children, as long as they live, calls that fail
+(`on_file_events`) and modes of files that hold for root too (`without_privileges`).
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import gc
+import importlib
+import inspect
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 import warnings
@@ -19,14 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from typing import Any, TypeVar
-from unittest import mock
-
-from prefetch.workers.fork_server import interrupts_held, warm_up
 
 from dataflow.testing import ranks, run_ranks
-from prefetch.workers import forked_server
 
 
 class Child:
@@ -136,33 +137,50 @@ def without_privileges() -> None:
 
 
 def fork_servers() -> None:
-    """Let workers and ranks come from copies of this process as it is now, with all test modules imported.
+    """Let ranks come from a copy of this process as it is now, with all test modules imported.
 
-    To be called before any test. A server that is a new process takes 4 s of a core: once for the ranks, and
-    for workers with each test module that has some. The thread of pytest-xdist only waits for a message: what
-    a server is not forked beside otherwise.
+    To be called before any test. A server that is a new process takes 4 s of a core. The thread of
+    pytest-xdist only waits for a message.
     """
-    from prefetch.ipc.server import server_needs
+    if "authkey_r" in inspect.signature(forkserver.main).parameters:  # Python 3.14
+        return
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        reader, alive = os.pipe()
+        pid = fork()
+        if not pid:
+            os.close(alive)
+            _serve(listener.fileno(), reader)
+        os.close(reader)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive, pid
 
-    from dataflow.stream.resources import BUILDER_MAIN
-    from dataflow.testing import ranks
 
-    with (
-        mock.patch.object(forked_server, "refusal", return_value=""),
-        mock.patch.object(forked_server, "num_threads", return_value=1),
-        interrupts_held(),
-        warnings.catch_warnings(),
-    ):
+def _serve(listener: int, alive: int) -> None:
+    try:
         warnings.resetwarnings()  # those of pytest are errors
         for hidden in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", hidden)
-        warm_up(server_needs(set(), BUILDER_MAIN), is_needed=False)
-        if "forked_kit" in sys.modules:
-            forked = forked_server.fork_server(ranks._PRELOADED)
-            assert not isinstance(forked, str), forked
-            server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-            server._forkserver_address, server._forkserver_alive_fd = forked.address, forked.alive
-            server._forkserver_pid = forked.pid
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        for name in os.listdir("/proc/self/fd"):  # else locks and pipes would outlive the process of tests
+            if int(name) not in {0, 1, 2, listener, alive, null}:
+                with suppress(OSError):
+                    os.dup2(null, int(name), inheritable=False)
+        atexit._clear()
+        gc.freeze()
+        for module in ranks._PRELOADED:
+            with suppress(ImportError):
+                importlib.import_module(module)
+        forkserver.main(listener, alive, [])
+    except SystemExit:
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 @contextmanager

@@ -215,11 +215,11 @@ def _search_path(*folders: Path) -> str:
     )
 
 
-ANOTHER_THREAD = """
-import threading
-threading.Thread(target=threading.Event().wait, daemon=True).start()
+SERVER_BY_DEFAULT = """
+import multiprocessing
+multiprocessing.get_all_start_methods = lambda: ["forkserver", "fork", "spawn"]
 """
-"""At the beginning of a script: its fork server is not forked from it."""
+"""At the beginning of a script: processes start from a server unless it says otherwise, as in Python 3.14."""
 
 
 def run_script(text: str, *args: object, **options: Any) -> tuple[int, str, str]:

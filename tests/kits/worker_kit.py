@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from prefetch.workers.fork_server import server_pids
 from programs_kit import WAIT_S, nursery_pids
 from torch.utils.data import Dataset, IterableDataset
+
+from prefetch.workers.starting import server_pids
 
 
 class Gate:

@@ -321,7 +321,6 @@ def test_without_restarts_a_process_that_is_killed_is_named_and_the_next_loop_ha
         with pytest.raises(WorkerDiedError, match=f"pid {pid}") as caught:
             read_epochs(loader, loop, 1000)
         assert [code for _, _, code in caught.value.workers] == [-signal.SIGKILL]
-        assert "memory" in str(caught.value)
         assert [n for batch in loader for n in batch["cls"].tolist()] == list(range(len(dataset)))
 
 
@@ -499,8 +498,11 @@ def test_a_transform_that_cannot_be_sent_is_an_error_that_says_so(tmp_path: Path
         with lock:
             return sample
 
+    dataset = make_tar(tmp_path).open(transform=locked, columns=["cls"])
+    with in_processes(dataset, 2) as loader:  # forked: they have it
+        assert sum(len(batch["cls"]) for batch in loader) == len(dataset)
     with (
-        in_processes(make_tar(tmp_path).open(transform=locked), 2) as loader,
+        in_processes(dataset, 2, multiprocessing_context="forkserver") as loader,
         pytest.raises(ValueError, match="cannot be sent to builder processes"),
     ):
         next(iter(loader))

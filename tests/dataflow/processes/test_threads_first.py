@@ -7,13 +7,10 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-import torch
 
-from dataflow.batch.delivered import Delivered
 from dataflow.processes.builder_main import run
-from dataflow.processes.threads_first import ThreadsFirstBuilders, content_of
+from dataflow.processes.threads_first import ThreadsFirstBuilders
 from dataflow.stream.resources import BUILDER_MAIN
-from prefetch.work import PartialChunk
 
 TIMEOUT_S = 20
 
@@ -86,13 +83,13 @@ class FakeStart:
         assert self.is_done.wait(TIMEOUT_S)
 
 
-def builders_of(threads: FakeBuilders, start: FakeStart, *functions: Any) -> ThreadsFirstBuilders:
+def builders_of(threads: FakeBuilders, start: FakeStart) -> ThreadsFirstBuilders:
     class Watched(ThreadsFirstBuilders):
         def _decide(self, workers: str, reason: str) -> None:
             super()._decide(workers, reason)
             start.is_done.set()
 
-    return Watched(cast(Any, threads), start.open, functions, num_processes=16, reason="they hold the lock")
+    return Watched(cast(Any, threads), start.open, num_processes=16, reason="they hold the lock")
 
 
 def give(builders: ThreadsFirstBuilders, *numbers: int) -> None:
@@ -170,64 +167,6 @@ def test_a_chunk_that_was_laid_aside_goes_on_where_it_was_begun() -> None:
     assert threads.given[-1] is aside
     assert start.processes.given[-1] is theirs
     builders.close()
-
-
-def test_functions_that_cannot_be_sent_stay_with_all_threads_from_the_first_chunk_on() -> None:
-    threads, start = FakeBuilders(), FakeStart()
-    builders = builders_of(threads, start, threading.Lock())
-    give(builders, *range(5))
-    assert threads.numbers == [0, 1, 2, 3, 4]
-    workers, reason = builders.choice
-    assert workers == "thread"
-    assert reason.startswith("functions of yours cannot be sent to processes: cannot pickle")
-    builders.close()
-    assert not start.has_begun
-
-
-def test_functions_that_change_what_they_hold_in_the_first_chunk_stay_in_threads() -> None:
-    threads, start, held = FakeBuilders(), FakeStart(), [0]
-    builders = builders_of(threads, start, lambda: held)
-    give(builders, *range(5))
-    held.append(1)
-    threads.given[0].end()
-    assert start.is_done.wait(TIMEOUT_S)
-    assert threads.numbers == [0, 1, 2, 3, 4]
-    assert builders.choice[0] == "thread"
-    assert "changes what it holds" in builders.choice[1]
-    builders.close()
-    assert not start.has_begun
-
-
-def test_batches_that_cannot_be_sent_stay_in_threads() -> None:
-    threads, start = FakeBuilders(), FakeStart()
-    builders = builders_of(threads, start)
-    give(builders, *range(5))
-    first, second = threads.given
-    second.add(PartialChunk())
-    assert not start.is_done.is_set()
-    first.add(PartialChunk([Delivered(0, 0, {"x": threading.Lock()}, 1)]))
-    assert threads.numbers == [0, 1, 2, 3, 4]
-    assert builders.choice[1].startswith("batches cannot be sent from processes: cannot pickle")
-    builders.close()
-
-
-def test_what_functions_hold_is_all_that_processes_would_have_for_themselves() -> None:
-    array, shared = torch.zeros(3), torch.zeros(3).share_memory_()
-    before = content_of([array, shared])
-    shared += 1
-    assert content_of([array, shared]) == before, "all processes see it"
-    array += 1
-    assert content_of([array, shared]) != before
-
-
-def test_of_functions_that_hold_much_arrays_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataflow.processes.threads_first._COMPARED_BYTES", 100)
-    array, words = torch.zeros(100), ["a"]
-    before = content_of([array, words])
-    array += 1
-    assert content_of([array, words]) == before
-    words.append("b")
-    assert content_of([array, words]) != before
 
 
 def test_the_server_of_builders_imports_what_they_run() -> None:

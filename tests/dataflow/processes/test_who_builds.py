@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,16 @@ import pytest
 from datasets_kit import Made, make_parquet, make_tar
 from loader_kit import stream_of
 from threads_kit import threads_left
+from torch.utils.data import get_worker_info
 
-from dataflow import DataLoader, Image, Mixture, Pad, SampleError, ShardedDataset, Topology
+from dataflow import DataLoader, Image, Pad, SampleError, ShardedDataset, Topology
 from dataflow.processes.builders import ProcessBuilders
 from dataflow.processes.threads_first import ThreadsFirstBuilders
 from dataflow.stream import decisions
 
 TIMEOUT_S = 60
 CORES = len(os.sched_getaffinity(0))
+number = -1
 
 
 @pytest.fixture
@@ -137,15 +137,16 @@ def test_up_to_four_cores_functions_of_the_user_are_what_processes_are_for(
     extra = dataset.get("decode") is IMAGES  # decoders take the lock between values
     assert made.workers == plan.workers == workers
     assert plan.num_workers == 4 + extra
-    assert plan.num_threads == (4 if workers == "process" else 0)
+    assert plan.num_threads == 0
 
 
 @pytest.mark.here
 @pytest.mark.parametrize(("cores", "at_first"), [(6, 7), (16, 8), (64, 8)])
-def test_few_threads_build_until_processes_have_started(
+def test_few_threads_build_until_processes_from_a_server_have_started(
     tar: Made, monkeypatch: pytest.MonkeyPatch, cores: int, at_first: int
 ) -> None:
     monkeypatch.setattr(decisions, "allowed_cores", lambda: cores)
+    monkeypatch.setattr(decisions, "is_fork", lambda context: False)
     plan = stream_of(_loader(tar.open(columns=["bin"], decode=IMAGES))).builder_plan
     assert (plan.workers, plan.num_workers, plan.num_threads) == ("process", cores, at_first)
 
@@ -218,86 +219,25 @@ def test_an_interrupt_in_a_transform_of_the_consumer_ends_the_loop_and_the_next_
         assert sum(len(batch["cls"]) for batch in loader) == len(dataset)
 
 
-# ---- threads first ----------------------------------------------------------------------------------------
-
-EPOCHS_AHEAD = 16
-"""So many epochs may have been begun by threads before processes were there."""
-
-
-@pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when it is known who builds from now on."""
-    event, decide = threading.Event(), ThreadsFirstBuilders._decide
-
-    def decide_and_tell(own: ThreadsFirstBuilders, workers: str, reason: str) -> None:
-        decide(own, workers, reason)
-        event.set()
-
-    monkeypatch.setattr(ThreadsFirstBuilders, "_decide", decide_and_tell)
-    return event
-
-
-def epochs_around(loader: DataLoader[Any, Any], settled: threading.Event) -> list[list[Any]]:
-    """An epoch by threads, and so many later that nothing is left of what they had begun."""
-    epochs = [[*loader]]
-    assert settled.wait(TIMEOUT_S), loader.stats().workers_reason
-    return [*epochs, *([*loader] for _ in range(EPOCHS_AHEAD))]
+# ---- processes from the first batch on --------------------------------------------------------------------
 
 
 def pids_of(epoch: list[Any]) -> set[int]:
     return {int(pid) for batch in epoch for pid in batch["pid"]}
 
 
-def test_functions_of_the_user_move_to_processes_between_two_batches(
-    tar: Made, settled: threading.Event
-) -> None:
+@pytest.mark.here
+def test_functions_of_the_user_run_in_processes_from_the_first_batch_on_and_draw_the_same(tar: Made) -> None:
     with DataLoader(tar.open(transform=marked), 3, shuffle=True) as loader:
-        epochs = epochs_around(loader, settled)
+        epochs = [[*loader] for _ in range(2)]
         stats = loader.stats()
-    assert pids_of(epochs[0]) == {os.getpid()}
-    assert os.getpid() not in pids_of(epochs[-1])
+    assert os.getpid() not in pids_of([*chain(*epochs)])
     assert (stats.workers, stats.num_workers) == ("process", CORES)
     assert stats.workers_reason.startswith("functions of yours may hold the interpreter lock")
     with DataLoader(tar.open(transform=marked), 3, shuffle=True, num_workers=0) as loader:
         assert [[content(b) for b in epoch] for epoch in epochs] == [
             [content(b) for b in loader] for _ in epochs
         ]
-
-
-def test_a_decoder_of_the_users_moves_to_processes_too(tar: Made, settled: threading.Event) -> None:
-    dataset = tar.open(columns={"pid": "bin"}, decode={"pid": lambda data: os.getpid()})
-    with DataLoader(dataset, 3) as loader:
-        epochs = epochs_around(loader, settled)
-    assert pids_of(epochs[0]) == {os.getpid()}
-    assert os.getpid() not in pids_of(epochs[-1])
-
-
-def test_each_run_of_the_engine_begins_with_threads(tar: Made, settled: threading.Event) -> None:
-    with DataLoader(tar.open(transform=marked), 3) as loader:
-        for _ in range(2):
-            epochs = epochs_around(loader, settled)
-            assert pids_of(epochs[0]) == {os.getpid()}
-            assert os.getpid() not in pids_of(epochs[-1])
-            loader.close()
-            settled.clear()
-
-
-def test_an_epoch_that_ends_before_processes_are_there_was_built_by_threads(
-    tar: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, may_listen = ProcessBuilders._run, threading.Event()
-
-    def gated(own: ProcessBuilders) -> None:
-        assert may_listen.wait(TIMEOUT_S)
-        run(own)
-
-    monkeypatch.setattr(ProcessBuilders, "_run", gated)
-    with DataLoader(tar.open(transform=marked), 3) as loader:
-        assert pids_of([*loader]) == pids_of([*loader]) == {os.getpid()}
-        stats = loader.stats()
-        may_listen.set()
-    assert stats.workers == "thread"
-    assert stats.workers_reason.startswith(f"until {CORES} processes have started: functions of yours")
 
 
 class Counting:
@@ -308,84 +248,131 @@ class Counting:
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         self.count += 1
-        return {"cls": sample["cls"]}
+        return {"count": self.count}
 
 
-def _locked(sample: dict[str, Any], *, lock: Any) -> dict[str, Any]:
-    with lock:
-        return {"cls": sample["cls"]}
+@pytest.mark.here
+def test_each_process_changes_a_copy_of_its_own_of_what_a_function_holds(tar: Made) -> None:
+    transform = Counting()
+    with DataLoader(tar.open(transform=transform, columns=["cls"]), 3) as loader:
+        counts = sorted(int(count) for batch in loader for count in batch["count"])
+    assert transform.count == 0
+    assert counts[-1] <= len(tar.open())
+    assert sum(count == 1 for count in counts) <= CORES
 
 
 def _with_lock(samples: list[Any]) -> Any:
     return {"cls": [sample["cls"] for sample in samples], "lock": threading.Lock()}
 
 
-@pytest.mark.parametrize(
-    ("transform", "collate", "reason"),
-    [
-        (Counting(), None, "changes what it holds"),
-        (partial(_locked, lock=threading.Lock()), None, "cannot be sent to processes"),
-        (None, _with_lock, "batches cannot be sent from processes"),
-    ],
-)
-def test_what_processes_would_lack_stays_in_threads_with_a_reason(
-    tar: Made, settled: threading.Event, transform: Any, collate: Any, reason: str
+@pytest.mark.here
+def test_a_batch_that_processes_cannot_hand_over_is_an_error_that_names_threads(tar: Made) -> None:
+    loader = DataLoader(tar.open(columns=["cls"]), 3, collate_fn=_with_lock)
+    with loader, pytest.raises(TypeError, match="lock") as caught:
+        list(loader)
+    assert any('workers="thread"' in note for note in caught.value.__notes__)
+
+
+def test_an_error_in_the_first_chunk_is_told_and_the_next_loop_goes_on(tar: Made) -> None:
+    def failing(sample: dict[str, Any], *, rng: np.random.Generator) -> dict[str, Any]:
+        if fails[0]:
+            raise ValueError("once")
+        return {"cls": sample["cls"]}
+
+    fails = [True]
+    with DataLoader(tar.open(transform=failing), 3) as loader:
+        with pytest.raises(SampleError, match="once"):
+            list(loader)
+        fails[0] = False  # the next loop has a session of its own, which sees it
+        assert sum(len(batch["cls"]) for batch in loader) == len(loader.dataset)
+
+
+# ---- threads first, where processes come from a server ----------------------------------------------------
+
+EPOCHS_AHEAD = 16
+"""So many epochs may have been begun by threads before processes were there."""
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when it is known who builds from now on; processes are said to come from a server."""
+    event, decide = threading.Event(), ThreadsFirstBuilders._decide
+
+    def decide_and_tell(own: ThreadsFirstBuilders, workers: str, reason: str) -> None:
+        decide(own, workers, reason)
+        event.set()
+
+    monkeypatch.setattr(ThreadsFirstBuilders, "_decide", decide_and_tell)
+    monkeypatch.setattr(decisions, "is_fork", lambda context: False)
+    monkeypatch.setattr(decisions, "allowed_cores", lambda: 5)
+    return event
+
+
+def images_loader(tar: Made) -> DataLoader[Any, Any]:
+    dataset = tar.open(columns=["bin"], decode={"bin": "json"}, on_error="skip")
+    return DataLoader(dataset, 3, num_workers=2, workers="auto")
+
+
+@pytest.mark.here
+def test_decoders_move_to_processes_between_two_batches(tar: Made, settled: threading.Event) -> None:
+    with images_loader(tar) as loader:
+        for _ in range(2):  # each run of the engine begins with threads
+            settled.clear()
+            num_batches = [len([*loader])]
+            assert loader.stats().workers == "thread" or settled.is_set()
+            assert settled.wait(TIMEOUT_S), loader.stats().workers_reason
+            num_batches += [len([*loader]) for _ in range(EPOCHS_AHEAD)]
+            stats = loader.stats()
+            assert (stats.workers, stats.num_workers) == ("process", 2)
+            assert len({*num_batches}) == 1
+            loader.close()
+
+
+@pytest.mark.here
+def test_an_epoch_that_ends_before_processes_are_there_was_built_by_threads(
+    tar: Made, settled: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with DataLoader(tar.open(transform=transform, columns=["cls"]), 3, collate_fn=collate) as loader:
-        epochs = epochs_around(loader, settled)
+    run, may_listen = ProcessBuilders._run, threading.Event()
+
+    def gated(own: ProcessBuilders) -> None:
+        assert may_listen.wait(TIMEOUT_S)
+        run(own)
+
+    monkeypatch.setattr(ProcessBuilders, "_run", gated)
+    with images_loader(tar) as loader:
+        assert len([*loader]) == len([*loader])
         stats = loader.stats()
+        may_listen.set()
     assert stats.workers == "thread"
-    assert reason in stats.workers_reason
-    assert "functions of yours may hold" in stats.workers_reason
-    assert {sum(len(batch["cls"]) for batch in epoch) for epoch in epochs} == {len(loader.dataset)}
+    assert stats.workers_reason.startswith("until 2 processes have started: decoders in more than 4 threads")
 
 
 def _refused(*_: object, **__: object) -> None:
     raise OSError("no room")
 
 
-class Unloadable:
-    """A transform that can be sent, and not be made again from what was sent."""
-
-    def __init__(self, here: int = 0) -> None:
-        if here != os.getpid():
-            raise RuntimeError("not here")
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[int]]:
-        return Unloadable, (os.getpid(),)
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        return {"cls": sample["cls"]}
-
-
-@pytest.mark.parametrize("fails", ["to be opened", "to be ready"])
+@pytest.mark.here
 def test_processes_that_cannot_start_leave_the_work_to_threads(
-    tar: Made, settled: threading.Event, monkeypatch: pytest.MonkeyPatch, fails: str
+    tar: Made, settled: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transform: Any = Unloadable(os.getpid()) if fails == "to be ready" else dict
-    if fails == "to be opened":
-        monkeypatch.setattr("dataflow.processes.builders.ProcessBuilders", _refused)
-    with DataLoader(tar.open(transform=transform, columns=["cls"]), 3) as loader:
-        epochs = epochs_around(loader, settled)
+    monkeypatch.setattr("dataflow.processes.builders.ProcessBuilders", _refused)
+    with images_loader(tar) as loader:
+        list(loader)
+        assert settled.wait(TIMEOUT_S)
+        assert len({len([*loader]) for _ in range(2)}) == 1
         stats = loader.stats()
-    assert {sum(len(batch["cls"]) for batch in epoch) for epoch in epochs} == {len(loader.dataset)}
     assert stats.workers == "thread"
-    why = "not here" if fails == "to be ready" else "no room"
-    assert stats.workers_reason.startswith(f"processes could not be started: {why}")
+    assert stats.workers_reason.startswith("processes could not be started: no room")
 
 
-def test_an_error_in_the_first_chunk_is_told_and_the_next_loop_goes_on(tar: Made) -> None:
-    fails = iter([True])
-
-    def failing(sample: dict[str, Any]) -> dict[str, Any]:
-        if next(fails, False):
-            raise ValueError("once")
-        return {"cls": sample["cls"]}
-
-    with DataLoader(tar.open(transform=failing), 3) as loader:
-        with pytest.raises(SampleError, match="once"):
-            list(loader)
-        assert sum(len(batch["cls"]) for batch in loader) == len(loader.dataset)
+@pytest.mark.here
+def test_where_processes_come_from_a_server_functions_of_the_user_wait_for_them(
+    tar: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads would see what this process changes meanwhile, and processes not."""
+    monkeypatch.setattr(decisions, "is_fork", lambda context: False)
+    plan = stream_of(_loader(tar.open(transform=plain))).builder_plan
+    assert (plan.workers, plan.num_threads) == ("process", 0)
 
 
 def test_a_loader_that_is_closed_while_processes_start_leaves_nothing(tar: Made) -> None:
@@ -395,11 +382,55 @@ def test_a_loader_that_is_closed_while_processes_start_leaves_nothing(tar: Made)
         assert threads_left(("dataflow-start", "dataflow-hand-out", "dataflow-build")) == []
 
 
-def test_functions_of_all_sources_of_a_mixture_move_together(
-    tmp_path: Path, settled: threading.Event
+# ---- worker_init_fn and multiprocessing_context -----------------------------------------------------------
+
+
+def told(worker: int) -> None:
+    global number
+    number = worker
+
+
+def told_of(sample: dict[str, Any]) -> dict[str, Any]:
+    info = get_worker_info()
+    return {
+        "told": number,
+        "id": info.id,
+        "num": info.num_workers,
+        "seed": info.seed,
+        "none": info.dataset is None,
+    }
+
+
+@pytest.mark.here
+def test_worker_init_fn_is_called_in_each_builder_which_has_its_worker_info(tar: Made) -> None:
+    with DataLoader(tar.open(transform=told_of), 1, num_workers=2, worker_init_fn=told, seed=5) as loader:
+        batches = [*loader]
+    assert all(batch["told"] == batch["id"] and batch["num"] == 2 and batch["none"] for batch in batches)
+    assert all(batch["seed"] == 5 + batch["id"] for batch in batches)
+
+
+@pytest.mark.here
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_builders_start_as_multiprocessing_context_says(tar: Made, method: str) -> None:
+    with DataLoader(tar.open(columns=["cls"]), 2, multiprocessing_context=method, num_workers=1) as loader:
+        assert loader.workers == "process"
+        assert sum(len(batch["cls"]) for batch in loader) == len(loader.dataset)
+
+
+@pytest.mark.here
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"workers": "thread"}, {"builders": "ray"}], ids=["main", "thread", "ray"]
+)
+@pytest.mark.parametrize("given", [{"worker_init_fn": told}, {"multiprocessing_context": "spawn"}])
+def test_they_contradict_builders_that_are_no_processes(
+    tar: Made, options: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    made = make_tar(tmp_path)
-    sources: list[ShardedDataset] = [made.open(transform=marked), made.open(transform=marked)]
-    with DataLoader(Mixture(sources, stop="first"), 3) as loader:
-        epochs = epochs_around(loader, settled)
-    assert os.getpid() not in pids_of(epochs[-1])
+    with pytest.raises(ValueError, match="are for builders that are processes of this machine"):
+        DataLoader(tar.open(), 2, **options, **given)
+
+
+def test_a_start_method_that_is_none_is_refused_as_torch_does(tar: Made) -> None:
+    with pytest.raises(ValueError, match="should specify a valid start method"):
+        DataLoader(tar.open(), 2, multiprocessing_context="threads")
+    with pytest.raises(TypeError, match="should be a valid context object"):
+        DataLoader(tar.open(), 2, multiprocessing_context=object())

@@ -149,7 +149,7 @@ def test_a_failed_start_leaves_nothing_behind() -> None:
     with nothing_left():
         for _ in range(10):
             with pytest.raises(Exception, match="cannot be loaded here"):
-                next(iter(DataLoader(Unloadable(), num_workers=2)))
+                next(iter(DataLoader(Unloadable(), num_workers=2, multiprocessing_context="forkserver")))
 
 
 class Unloadable(Does):

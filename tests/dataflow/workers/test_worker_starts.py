@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import multiprocessing
 import os
@@ -20,13 +19,15 @@ import psutil
 import pytest
 import torch
 from parameters_kit import in_full
-from prefetch.workers.fork_server import ServerNeeds, warm_up
-from programs_kit import ANOTHER_THREAD, HERE, ROOT, run_script
+from programs_kit import HERE, ROOT, SERVER_BY_DEFAULT, run_script
 from worker_kit import Does, Gate, nothing_left, workers_of_this_process
 
 from dataflow import DataLoader
+from dataflow.workers import processes
 from dataflow.workers.worker import WorkerLimits
+from prefetch.workers import starting
 from prefetch.workers.shared_arena import SharedFile, create_file
+from prefetch.workers.starting import ByValueContext
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -105,9 +106,12 @@ print("fine", __name__)
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", ["file", "-m", "-c"])
-def test_a_script_needs_no_guard_and_its_classes_come_back_as_they_are(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("default", ["", SERVER_BY_DEFAULT], ids=["fork", "server"])
+def test_a_script_needs_no_guard_and_its_classes_come_back_as_they_are(
+    tmp_path: Path, default: str, how: str
+) -> None:
     """Unguarded, with a lambda, an enum, a dataclass and an exception of the main module."""
-    assert run_script(MAIN, how=how, folder=tmp_path) == (0, "fine __main__\n", "")
+    assert run_script(default + MAIN, how=how, folder=tmp_path) == (0, "fine __main__\n", "")
 
 
 def test_an_interactive_main_module_will_do(tmp_path: Path) -> None:
@@ -217,12 +221,34 @@ def parents(loader: DataLoader) -> set[int]:
     return {pid for pid, _ in loader}
 
 
-def test_using_a_lock_or_a_progress_bar_does_not_turn_workers_into_forks(tmp_path: Path) -> None:
-    """What first uses multiprocessing fixes Python's default, which is fork up to 3.13."""
-    multiprocessing.get_context()
-    multiprocessing.Lock()
-    for _ in range(3):  # our own start uses multiprocessing too
-        assert os.getpid() not in parents(DataLoader(Does(parent), None, num_workers=1))
+@pytest.mark.skipif(multiprocessing.get_all_start_methods()[0] != "fork", reason="Python's default")
+def test_where_nobody_chose_workers_are_forked_from_this_process_as_in_torch() -> None:
+    loader = DataLoader(Does(parent), None, num_workers=1)
+    assert parents(loader) == {os.getpid()}
+    assert (loader.stats().start, loader.stats().start_reason) == ("fork", "the default of this Python")
+
+
+PARENTS_BY_DEFAULT = (
+    SERVER_BY_DEFAULT
+    + """
+import os
+from dataflow import DataLoader
+from worker_kit import Does
+
+def parent(index):
+    return os.getppid()
+
+for _ in range(2):
+    assert os.getpid() not in set(DataLoader(Does(parent), None, num_workers=1))
+"""
+)
+
+
+def test_where_the_default_is_a_server_workers_come_from_it_and_the_script_is_not_run_again(
+    tmp_path: Path,
+) -> None:
+    """As in Python 3.14."""
+    assert run_script(PARENTS_BY_DEFAULT, how="file", folder=tmp_path) == (0, "", "")
 
 
 def test_a_start_method_that_was_set_is_used(tmp_path: Path) -> None:
@@ -251,7 +277,11 @@ class Holds(Does):
         self.thing = thing
 
 
-def test_what_cannot_be_sent_is_forked_with_a_word_about_it(tmp_path: Path) -> None:
+def test_what_cannot_be_sent_to_a_server_is_forked_with_a_word_about_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "start_context", lambda chosen=None: chosen or ByValueContext())
+    monkeypatch.setattr(processes, "start_context", starting.start_context)
     (tmp_path / "data").write_text("text")
     with (tmp_path / "data").open() as file:
         for thing in (file, threading.Lock(), multiprocessing.get_context("fork").Value("i", 3)):
@@ -367,11 +397,15 @@ class Writes(Does):
 
 def test_many_python_objects_are_worth_a_word() -> None:
     limits = WorkerLimits(object_bytes=100_000)
-    loader = DataLoader(Holds([str(number) for number in range(100_000)]), None, num_workers=1)
+    objects = Holds([str(number) for number in range(100_000)])
+    loader = DataLoader(objects, None, num_workers=1)
+    loader.worker_limits = limits
+    assert len(list(loader)) == 2  # forked: no word
+    loader = DataLoader(objects, None, num_workers=1, multiprocessing_context="forkserver")
     loader.worker_limits = limits
     with pytest.warns(UserWarning, match=r"bytes of Python objects, which every worker holds again"):
         assert len(list(loader)) == 2
-    loader = DataLoader(Holds(np.zeros(1 << 20)), None, num_workers=1)
+    loader = DataLoader(Holds(np.zeros(1 << 20)), None, num_workers=1, multiprocessing_context="forkserver")
     loader.worker_limits = limits
     assert len(list(loader)) == 2  # arrays are shared: no word
 
@@ -526,7 +560,7 @@ def test_a_module_that_cannot_be_imported_by_the_fork_server_is_imported_by_the_
         "    def __len__(self):\n        return 4\n"
         "    def __getitem__(self, index):\n        return index\n"
     )
-    text = f"""{ANOTHER_THREAD}
+    text = f"""{SERVER_BY_DEFAULT}
 import os
 from dataflow import DataLoader
 import choosy
@@ -539,43 +573,3 @@ except SystemError as error:
 """
     code, out, _ = run_script(text, how="forked", folder=tmp_path)
     assert (code, out) == (0, "True True\n")
-
-
-@pytest.mark.full
-def test_the_fork_server_finds_modules_where_this_process_does(tmp_path: Path) -> None:
-    """Each worker would import them for itself otherwise."""
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    (folder / "placed.py").write_text(
-        "import os\n"
-        "IMPORTED_BY = os.getpid()\n"
-        "class Parents:\n"
-        "    def __len__(self):\n        return 2\n"
-        "    def __getitem__(self, index):\n        return IMPORTED_BY == os.getppid()\n"
-    )
-    text = f"""{ANOTHER_THREAD}
-import os, sys
-sys.path.append({str(folder)!r})
-from dataflow import DataLoader
-import placed
-assert list(DataLoader(placed.Parents(), None, num_workers=2)) == [True, True]
-print([name for name in os.environ if "DATAFLOW" in name])
-"""
-    code, out, _ = run_script(text, how="forked", folder=tmp_path)
-    assert (code, out) == (0, "[]\n")
-
-
-@pytest.mark.full
-def test_a_fork_server_that_lacks_a_module_gives_way_to_one_that_has_it_when_its_workers_are_done() -> None:
-    """Persistent workers of the old one go on meanwhile."""
-    with DataLoader(Does(functools.partial(same)), None, num_workers=1, persistent_workers=True) as old:
-        assert list(old) == list(range(8))
-        before = warm_up(ServerNeeds())
-        newer = warm_up(ServerNeeds(modules=frozenset({("fractions", 1)})))
-        assert newer is not before
-        assert os.getpid() not in parents(DataLoader(Does(parent), None, num_workers=1))
-        assert list(old) == list(range(8))
-        pid = before.pid
-        assert pid is not None
-    assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT) is not None  # ends with its last worker
-    assert list(DataLoader(Does(same), None, num_workers=1)) == list(range(8))

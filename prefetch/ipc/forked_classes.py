@@ -1,0 +1,69 @@
+"""Classes that no name finds, such as local ones, between a process and those that were forked from it.
+
+A copy of such a class is another class, and `isinstance` says so. But a fork has the very objects of the
+moment, at the same addresses: there such a class is found again, in both directions. One that was made later
+goes by value.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import weakref
+from functools import partial
+from typing import Any
+
+import cloudpickle
+
+_found: dict[tuple[int, str, str], weakref.ref[type]] = {}
+
+
+def forked_class(cls: type, is_fork: bool) -> tuple[Any, ...] | None:
+    """How to pickle a class, if the other process is a fork of this one, or this one of it; None: by name."""
+    if not is_fork or _by_name(cls.__module__, cls.__qualname__) is cls:
+        return None
+    return _class_of, (id(cls), cls.__module__, cls.__qualname__, cloudpickle.dumps(cls))
+
+
+def dumps_to_fork(obj: Any) -> bytes:
+    """A plain pickle for a process that was forked from this one."""
+    try:
+        return pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        file = io.BytesIO()
+        _ToFork(file, pickle.HIGHEST_PROTOCOL).dump(obj)
+        return file.getvalue()
+
+
+class _ToFork(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        own = forked_class(obj, is_fork=True) if isinstance(obj, type) else None
+        return super().reducer_override(obj) if own is None else own
+
+
+def _by_name(module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _class_of(address: int, module: str, name: str, value: bytes) -> Any:
+    key = address, module, name
+    found = _found.get(key, partial(_search, key))()
+    return pickle.loads(value) if found is None else found
+
+
+def _search(key: tuple[int, str, str]) -> type | None:
+    waiting: list[type] = [object]
+    seen = set[type]()
+    while waiting:
+        for cls in type.__subclasses__(waiting.pop()):
+            if (id(cls), cls.__module__, cls.__qualname__) == key:
+                _found[key] = weakref.ref(cls)
+                return cls
+            if cls not in seen:
+                seen.add(cls)
+                waiting.append(cls)
+    return None
