@@ -90,10 +90,11 @@ class BuildSettings(Struct, frozen=True, kw_only=True):
     copy batches there."""
 
     @property
-    def functions(self) -> tuple[Any, ...]:
-        """All functions of the user's that builders call, and None where there is none."""
+    def calls_functions(self) -> bool:
+        """Return whether builders call functions of the user's."""
         transforms = (transform for transform, _ in self.transforms)
-        return (*transforms, self.collate, self.batch_transform, *(one.function for one in self.outputs))
+        own = (*transforms, self.collate, self.batch_transform, *(one.function for one in self.outputs))
+        return any(function is not None for function in own)
 
     @property
     def lists(self) -> frozenset[str]:

@@ -68,7 +68,9 @@ class Resources:
         self._pause, self._builds_end = pause, threading.Event()
         self.ledger = Ledger(limit - sum(decided.kept_bytes.values()))
         register = register_pinned if decided.settings.is_pinned else None
-        self.arena = Arena(limit_bytes=limit, register=register)
+        # Threads that call functions of the user's may leave them what is staged.
+        hides = decided.builders.num_processes > 0 or not decided.build.calls_functions
+        self.arena = Arena(limit_bytes=limit, register=register, hides=hides)
         self.ledger.reconcile_first(self.arena.reconcile)
         self.sources = OpenSources(decided, pause)
         stager = Stager(

@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from errno import EEXIST
+from functools import partial
 from types import TracebackType
 from typing import Self
 
-from prefetch.memory.lifetimes import only_ours
+from prefetch.memory.lifetimes import close_private, only_ours, open_private
 
 
 class Claim:
@@ -42,7 +43,7 @@ class Claim:
         """Close the descriptor; where it is the last copy, that gives the claim up."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            close_private(descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -74,13 +75,13 @@ class Claims:
         path = os.path.join(self._folder, name)
         until_s = self._now() + patience_s
         while True:
-            descriptor = _open_pipe(path)
+            descriptor = open_private(partial(_open_pipe, path))
             if _locked(descriptor):
                 if _is_at(descriptor, path):
                     return only_ours(Claim(path, descriptor))
-                os.close(descriptor)
+                close_private(descriptor)
                 continue
-            os.close(descriptor)  # while it is open, the holder's end would not show
+            close_private(descriptor)  # while it is open, the holder's end would not show
             if not self._wait(path, until_s - self._now()):
                 return None
 
@@ -130,7 +131,7 @@ def _locked(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        os.close(descriptor)
+        close_private(descriptor)
         raise
     return True
 

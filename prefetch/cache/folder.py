@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from prefetch.cache.claims import Claim, Claims
 from prefetch.cache.entry import MORE_BYTES, NAME, Entry, block_path, shard_hash, trailer_of
 from prefetch.cache.eviction import victims
+from prefetch.memory.lifetimes import close_private, open_private
 from sharding.write.file import PRIVATE_FILE, private_folder
 
 VERSION = "dataflow-cache-1"
@@ -146,7 +147,7 @@ class CacheFolder:
                     private_folder(os.path.dirname(target))
                     os.rename(path, target)
             finally:
-                os.close(descriptor)
+                close_private(descriptor)
         except OSError:
             with self._locked() as held:
                 if _removed(path) and held:
@@ -160,7 +161,7 @@ class CacheFolder:
         if user >= 0:
             with suppress(OSError):
                 os.unlink(self._path("users", self._name))
-            os.close(user)
+            close_private(user)
 
     # ---- under the lock -----------------------------------------------------------------------------
 
@@ -299,7 +300,8 @@ def prepare(path: str) -> str:
 
 def _create_locked(path: str) -> int:
     """A new file that counts as owned for as long as it is open."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_FILE)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = open_private(lambda: os.open(path, flags, PRIVATE_FILE))
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return descriptor
 

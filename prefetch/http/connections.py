@@ -25,6 +25,7 @@ from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from prefetch.http.responses import BadAnswerError, Head, parse_head
+from prefetch.memory.lifetimes import forget_private, open_private
 from prefetch.retries import CutBodyError
 from sharding.cached_property import cached_property
 
@@ -216,6 +217,7 @@ class _Connection(asyncio.BufferedProtocol):
     def __init__(self, receive_bytes: int | None) -> None:
         self._receive_bytes = receive_bytes
         self._transport: asyncio.Transport | None = None
+        self._descriptor = -1
         self._head = bytearray()
         self._head_room = memoryview(bytearray(_HEAD_READ_BYTES))
         self._used = False
@@ -256,11 +258,13 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._descriptor = open_private(transport.get_extra_info("socket").fileno)
         if self._receive_bytes is not None:
             kernel = transport.get_extra_info("socket")
             kernel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_bytes)
 
     def connection_lost(self, error: Exception | None) -> None:
+        forget_private(self._descriptor)
         if self._dest is not None:
             self._fail(CutBodyError(f"the body ended {self._left} bytes too early"))
         elif self._used and not self._head:

@@ -59,11 +59,12 @@ def _search(key: tuple[int, str, str]) -> type | None:
     waiting: list[type] = [object]
     seen = set[type]()
     while waiting:
-        for cls in type.__subclasses__(waiting.pop()):
-            if (id(cls), cls.__module__, cls.__qualname__) == key:
-                _found[key] = weakref.ref(cls)
-                return cls
-            if cls not in seen:
-                seen.add(cls)
-                waiting.append(cls)
+        own: type
+        for own in type.__subclasses__(waiting.pop()):
+            if (id(own), own.__module__, own.__qualname__) == key:
+                _found[key] = weakref.ref(own)
+                return own
+            if own not in seen:
+                seen.add(own)
+                waiting.append(own)
     return None

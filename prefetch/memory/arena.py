@@ -10,6 +10,9 @@ in first out while their pages are warm; before a new slab is mapped, the coldes
 all mappings together fit `limit_bytes` (slots alone may exceed it: batches that the user keeps). Once the
 arena is closed nobody asks it any more: a leased slab then belongs to its slot, and dies with it.
 
+A forked child gets no slab that nobody views there, and the pages that this process writes to meanwhile are
+not copied for it: free ones, and, where builders run no function of the user's here, what is staged for them.
+
 With CUDA each slab is page-locked once, when it is mapped (`register`), and unlocked when unmapped.
 Slabs may also come from elsewhere (`map_slab`): worker processes carve theirs from shared memory.
 
@@ -24,6 +27,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -36,6 +40,7 @@ from numpy.typing import NDArray
 
 from prefetch.addresses import array_interface
 from prefetch.memory.lifetimes import WeakCallback
+from prefetch.weak_registry import WeakRegistry
 
 _HUGE = 2 << 20
 _TRIMS_IN_LIMIT = 8
@@ -60,7 +65,7 @@ class _Mapping:
     """A slab that is an anonymous mapping of its own."""
 
     def __init__(self, nbytes: int, register: Register | None) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.is_forked = nbytes, True
         self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE:
             self.memory.madvise(mmap.MADV_HUGEPAGE)
@@ -72,6 +77,12 @@ class _Mapping:
 
     def unmap(self) -> None:
         """Nothing more than to be dropped."""
+
+    def set_forked(self, is_forked: bool) -> None:
+        """Say whether children that are forked from now on get it, too."""
+        if is_forked != self.is_forked:
+            self.memory.madvise(mmap.MADV_DOFORK if is_forked else mmap.MADV_DONTFORK)
+            self.is_forked = is_forked
 
 
 class Slot:
@@ -95,7 +106,14 @@ class _Return(weakref.ref[Slot]):
 
 
 class Arena:
-    """Slabs by size class. Thread-safe. `close` unmaps what is free now and the rest as it comes back."""
+    """Slabs by size class. Thread-safe. `close` unmaps what is free now and the rest as it comes back.
+
+    Args:
+        limit_bytes: of all slabs; slots alone may exceed it.
+        register: page-locks slabs.
+        map_slab: makes a slab; None: an anonymous mapping.
+        hides: what is leased without `on_return` no code of the user's ever sees.
+    """
 
     def __init__(
         self,
@@ -103,7 +121,11 @@ class Arena:
         limit_bytes: int,
         register: Register | None = None,
         map_slab: Callable[[int], Slab] | None = None,
+        hides: bool = False,
     ) -> None:
+        self._hides = hides
+        if map_slab is None:
+            _arenas.add(self)
         self._limit_bytes = limit_bytes
         self._map_slab = map_slab or (lambda size: _Mapping(size, register))
         self._lock = threading.RLock()  # a finaliser may close us inside `lease`; guards all that follows
@@ -179,6 +201,22 @@ class Arena:
             if back.on_return is not None:
                 back.on_return()
 
+    def before_fork(self) -> list[_Mapping]:
+        """Leave out of a child that is about to be forked what it cannot view; those slabs."""
+        with self._lock:
+            self._reconcile()
+            hidden = [slab for stack in self._free.values() for slab in stack]
+            leased = [back for back in self._alive if back.slab is not None]
+        hidden += [back.slab for back in leased if self._hides and back.on_return is None and back.slab]
+        left_out = [slab for slab in hidden if isinstance(slab, _Mapping)]
+        kept = {id(slab) for slab in left_out}
+        for back in leased:
+            if isinstance(slab := back.slab, _Mapping) and id(slab) not in kept:
+                slab.set_forked(True)
+        for slab in left_out:
+            slab.set_forked(False)
+        return left_out
+
     def resize(self, limit_bytes: int) -> None:
         """Keep free slabs within another limit from now on."""
         with self._lock:
@@ -226,6 +264,19 @@ class Arena:
                 back.slab = None
         for slab in slabs:
             slab.unmap()
+
+
+_arenas: WeakRegistry[Arena] = WeakRegistry()
+_left_out: list[_Mapping] = []
+"""In a forked child, for ever: what is not mapped there must not be unmapped when it is something else."""
+
+
+def _before_fork() -> None:
+    for arena in _arenas:
+        _left_out.extend(arena.before_fork())
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_left_out.clear)
 
 
 @lru_cache(maxsize=1024)  # asked for every slot, and batches are of few sizes

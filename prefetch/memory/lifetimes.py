@@ -59,6 +59,7 @@ class Finalizer:
         self._at_exit = util.Finalize(None, self._run, exitpriority=10)
         self._callback: WeakCallback | None = WeakCallback(owner)
         self._callback.call = partial(start_new_thread, self._begin, ())
+        only_ours(self)
 
     def fire(self) -> None:
         """Run the task now, without waiting for it."""
@@ -68,6 +69,9 @@ class Finalizer:
         """Do not run the task. Idempotent."""
         self._callback = None
         self._at_exit.cancel()
+
+    close = detach
+    """In a forked child, which must not finalise what is its parent's."""
 
     def _begin(self) -> None:
         # A thread that `threading` does not know would be given a name there for ever by the task's locks.
@@ -119,6 +123,30 @@ class Closable(Protocol):
         ...
 
 
+_opening = threading.RLock()  # held over a fork: what is opened meanwhile would be nobody's there
+_private = set[int]()
+
+
+def open_private(opened: Callable[[], int]) -> int:
+    """Open a descriptor that no forked child keeps: that of a lock, or of a connection."""
+    with _opening:
+        descriptor = opened()
+        _private.add(descriptor)
+        return descriptor
+
+
+def close_private(descriptor: int) -> None:
+    """Close such a descriptor."""
+    with _opening:
+        forget_private(descriptor)
+        os.close(descriptor)
+
+
+def forget_private(descriptor: int) -> None:
+    """Somebody else closes it."""
+    _private.discard(descriptor)
+
+
 C = TypeVar("C", bound=Closable)
 _ours: WeakRegistry[Closable] = WeakRegistry()
 
@@ -130,8 +158,14 @@ def only_ours(owner: C) -> C:
 
 
 def _in_child() -> None:
+    _opening.release()
     for owner in _ours:
         owner.close()
+    if _private:  # others take their places: objects here still know, and may close, their numbers
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in _private:
+            os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(before=_opening.acquire, after_in_parent=_opening.release, after_in_child=_in_child)

@@ -143,8 +143,8 @@ class _ServerPopen(popen_forkserver.Popen):
                 file.write(description.getbuffer())
         if not connection.wait([self.sentinel], _FORKED_IN_S):
             raise RuntimeError(
-                f"the fork server has forked no process in {_FORKED_IN_S:.0f} s: it still imports modules, or "
-                'stands still; multiprocessing_context="fork" does without it'
+                f"the fork server has forked no process in {_FORKED_IN_S:.0f} s: it imports modules, or stands "
+                'still; multiprocessing_context="fork" does without it'
             )
         self.pid = forkserver.read_signed(self.sentinel)
 
