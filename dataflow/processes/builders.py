@@ -41,7 +41,7 @@ from prefetch.workers.worker_start import ABOUT, WorkerResponse
 _INPUTS_IN_LIMIT = 8
 """Free memory for chunks' values is kept up to this part of the limit: those of all processes take less."""
 _ONE_ACCIDENT_S = 2.0
-"""Deaths within this time are counted as one."""
+"""Deaths of several processes within this time are counted as one."""
 _log = logging.getLogger("dataflow")
 
 
@@ -86,8 +86,8 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         self._is_asked = threading.Event()
         """Set with each call, for the thread that listens to no processes any more."""
         self._max_restarts, self.num_restarts, self._now = max_restarts, 0, now
-        self._died_s = -math.inf
-        """When processes have died last."""
+        self._accident_s, self._struck = -math.inf, set[int]()
+        """When the last accident began, and the processes that died of it."""
         self._on_start, self._num_starting = on_start, num_builders
         self._started: set[int] = set()
         """Processes that have said that they are there."""
@@ -108,7 +108,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
             packed,
             context=starts,
             inherited=job,
-            num_spare=1 + max_restarts,
+            num_spare=1 + num_builders * (1 + max_restarts) if max_restarts else 1,
             pins=settings.is_pinned,
             region_limit=settings.limit_bytes // num_builders,
         )
@@ -263,9 +263,12 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
             culprit = next((one for one in builds if one.is_active), None)  # what it was at
             for one in builds:
                 self._lose(one, error if one is culprit else None)
-        # A signal to the whole job, or one that the kernel kills for memory beside another, is one accident.
-        now, everybody = self._now(), len(error.workers) == self.num_builders
-        is_new, self._died_s = everybody or now - self._died_s > _ONE_ACCIDENT_S, now
+        # A signal to all processes, or two that the kernel kills for memory, are one accident.
+        died, now = {process for process, _, _ in error.workers}, self._now()
+        is_new = now - self._accident_s > _ONE_ACCIDENT_S or bool(died & self._struck)
+        if is_new:
+            self._accident_s, self._struck = now, set()
+        self._struck |= died
         if is_new and self.num_restarts == self._max_restarts:
             self._fail(error)
             return

@@ -25,11 +25,10 @@ from prefetch.workers.worker_start import WorkerStart
 
 def run(start: WorkerStart) -> None:
     """A worker process, from its start to its end."""
-    run_worker(start, _opened)
+    run_worker(start, _opened, handle=signal_handling._set_worker_signal_handlers)  # type: ignore[attr-defined]
 
 
 def _opened(_: WorkerLoop, transport: PipeTransport) -> Callable[[WorkerRequest], None]:
-    signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
     return FetchTask(transport).serve
 
 

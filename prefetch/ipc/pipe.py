@@ -76,16 +76,17 @@ def run_worker(
     start: WorkerStart,
     opened: Callable[[WorkerLoop, PipeTransport], Callable[[WorkerRequest], None]],
     about: Callable[[FrameType | None], str] | None = None,
+    handle: Callable[[], object] = bool,
 ) -> None:
     """A worker process, from its start to its end.
 
     Args:
         start: of the process.
         opened: reads the job and gives what serves requests.
-        about: see `worker_start.begin`.
+        about, handle: see `worker_start.begin`.
     """
     try:
-        begin(start, about)
+        begin(start, about, handle)
         torch.set_num_threads(1)
         transport = PipeTransport(start)
         loop = WorkerLoop(transport)

@@ -190,18 +190,24 @@ def is_forked() -> bool:
     return _is_forked
 
 
-def begin(start: WorkerStart, about: Callable[[FrameType | None], str] | None = None) -> None:
+def begin(
+    start: WorkerStart,
+    about: Callable[[FrameType | None], str] | None = None,
+    handle: Callable[[], object] = bool,
+) -> None:
     """First thing in a worker: it ends with its parent, is set as that is, and tells its stacks.
 
     Args:
         start: of this worker.
         about: told its frame when it is asked for its stacks, what it has to say of it: a line behind them,
             as soon as the interpreter runs.
+        handle: sets handlers of other signals than those of jobs.
     """
     gc.freeze()  # what is dead here is not ours to finalise; pages that nobody looks at stay shared
     if start.collects:
         gc.enable()
     end_with_parent(start.parent or os.getppid())
+    handle()
     shield(start.training)
     global _is_forked
     _is_forked = start.settings is None
