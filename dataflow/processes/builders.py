@@ -36,7 +36,7 @@ from prefetch.ipc.protocol import WorkerRequest, WorkerResult
 from prefetch.workers.pool import WorkerDiedError
 from prefetch.workers.shared_arena import Region
 from prefetch.workers.starting import start_context
-from prefetch.workers.worker_start import ABOUT, WorkerResponse
+from prefetch.workers.worker_start import ABOUT, NATIVE, WorkerResponse
 
 _INPUTS_IN_LIMIT = 8
 """Free memory for chunks' values is kept up to this part of the limit: those of all processes take less."""
@@ -144,7 +144,10 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         """Function, line and sample that a process is at, in words; "" where it does not say so in time."""
         _, is_told, told = self._processes.pool.about(process).rpartition(ABOUT)
         if not is_told:  # it runs code that lets no other run
-            context = context_in(told)
+            context, native = context_in(told.partition(NATIVE)[0]), told.partition(NATIVE)[2]
+            if cure := self._processes.pool.standstill(process):
+                native, cure = native.replace("\n", ", "), cure.strip()
+                return f", {context}: {cure} Native frames: {native}"
             return f", {context}" if context else ""
         context, chunk, row = json.loads(told)
         one = builds.get(chunk)

@@ -83,7 +83,8 @@ def run_worker(
     Args:
         start: of the process.
         opened: reads the job and gives what serves requests.
-        about, handle: see `worker_start.begin`.
+        about: see `worker_start.begin`.
+        handle: see there.
     """
     try:
         begin(start, about, handle)

@@ -38,11 +38,12 @@ from typing import Any
 from prefetch.weak_registry import WeakRegistry
 from prefetch.workers import STOP_S
 from prefetch.workers.shared_arena import Header, SharedFile
-from prefetch.workers.signals import STACKS_SIGNAL, forking, signals_held
+from prefetch.workers.signals import STACKS_SIGNAL, forking, signals_held, tell_frames
 from prefetch.workers.starting import ByValueContext, is_fork, new_process
 from prefetch.workers.template import Template, TemplateProcess
 from prefetch.workers.worker_start import (
     ABOUT,
+    NATIVE,
     RECORD,
     Descriptor,
     ProcessSettings,
@@ -60,6 +61,8 @@ _QUIET_S = 0.25
 _PIPE_BYTES = 1 << 20
 _LONGEST_S = 1e6
 """`poll` takes no longer times."""
+_FUTEX = {"202", "98"}
+"""The number of that call, of x86-64 and of others."""
 _RECORDS = 1024
 """The number of responses that are read at once."""
 _FRAME = struct.Struct("!i")
@@ -186,6 +189,7 @@ class WorkerPool:
         self._waiting: list[deque[memoryview]] = [deque() for _ in range(num_workers)]
         self._poll = select.poll()
         self._template: Template | None = None
+        tell_frames()
         self._oom_kills = oom_kills()
         self._responses, self._responses_writer = os.pipe()
         self._stacks, self._stacks_writer = os.pipe()
@@ -213,6 +217,8 @@ class WorkerPool:
             raise
         self._poll.register(self._responses, select.POLLIN)
         self._poll.register(self._woken, select.POLLIN)
+        self._answered = set[int]()
+        """Workers that have done something."""
         self._blocked: dict[int, int] = {}
         """Workers whose pipe is full, by the descriptor of our end of it."""
 
@@ -287,6 +293,7 @@ class WorkerPool:
             if dead.exitcode is not None:
                 dead._popen.close()  # type: ignore[attr-defined]
             self._file.header.set(Header.WORKERS + worker, 0)
+            self._answered.discard(worker)
             self._start(worker)
 
     def _require_open(self) -> None:
@@ -342,8 +349,10 @@ class WorkerPool:
                 data = os.read(self._responses, _RECORDS * RECORD.size)
             except BlockingIOError:
                 return []
-            responses = map(WorkerResponse._make, RECORD.iter_unpack(data))
-            return [one for one in responses if self.regions[one.runner] == one.region]
+            records = map(WorkerResponse._make, RECORD.iter_unpack(data))
+            responses = [one for one in records if self.regions[one.runner] == one.region]
+            self._answered.update(one.runner for one in responses)
+            return responses
 
     def wake(self) -> None:
         """Let a wait end, or the next one; any thread may."""
@@ -407,8 +416,31 @@ class WorkerPool:
                 else:
                     os.kill(pid or 0, STACKS_SIGNAL)
                     text = self._read_stacks(_STACKS_S).strip() or "it does not answer"
+                    text = self._without_native(worker, text)
                 texts.append(f"worker {worker} (pid {pid}):\n{text}")
         return "\n".join(texts)
+
+    def _without_native(self, worker: int, text: str) -> str:
+        """Stacks with their native frames only where a process may stand still for being forked."""
+        stacks, _, native = text.partition(NATIVE)
+        cure = self.standstill(worker)
+        return f"{stacks}{NATIVE}{native}{cure}" if cure else stacks.strip()
+
+    def standstill(self, worker: int) -> str:
+        """What may hold a process up that waits for a lock, and has answered nothing since it was forked."""
+        if worker in self._answered or not is_fork(self.context):
+            return ""
+        try:
+            call = Path(f"/proc/{self.processes[worker].pid}/syscall").read_text().split()[0]
+        except OSError:
+            return ""
+        if call not in _FUTEX:
+            return ""
+        return (
+            "\nIt waits for a lock and has answered nothing since it was forked: a thread of the training "
+            'process that it has not got may have held that lock. multiprocessing_context="forkserver" '
+            "copies no thread's locks."
+        )
 
     def about(self, worker: int) -> str:
         """Its stacks, and what a worker says of them, if it can within `_ANSWER_S`. Any thread."""

@@ -106,6 +106,12 @@ def end_with_parent(parent: int) -> None:
         raise OSError(error, "cannot watch the parent")
 
 
+def tell_frames(descriptor: int = -1) -> None:
+    """Write native frames to a descriptor when stacks are asked for; none: prepare for that before a fork."""
+    if error := library().core_tell_frames(int(STACKS_SIGNAL), descriptor):
+        raise OSError(error, "cannot handle signals")
+
+
 def shield_server() -> None:
     """In a fork server of the standard library: it lives on, and so do the workers that come from it.
 

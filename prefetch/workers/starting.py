@@ -143,7 +143,7 @@ class _ServerPopen(popen_forkserver.Popen):
                 file.write(description.getbuffer())
         if not connection.wait([self.sentinel], _FORKED_IN_S):
             raise RuntimeError(
-                f"the fork server has forked no process in {_FORKED_IN_S:.0f} s: it imports modules, or stands "
+                f"the fork server has forked no process in {_FORKED_IN_S:.0f} s: it imports, or stands "
                 'still; multiprocessing_context="fork" does without it'
             )
         self.pid = forkserver.read_signed(self.sentinel)

@@ -26,11 +26,15 @@ import cloudpickle
 
 from prefetch.memory.interrupts import WorkerInterrupts
 from prefetch.workers.shared_arena import Header
-from prefetch.workers.signals import STACKS_SIGNAL, end_with_parent, let_signals, shield
+from prefetch.workers.signals import STACKS_SIGNAL, end_with_parent, let_signals, shield, tell_frames
 from prefetch.workers.starting import release_server
 
 ABOUT = "about: "
 """The beginning of what a worker has to say of itself behind its stacks."""
+
+
+NATIVE = "native:\n"
+"""The beginning of its native frames, between both."""
 
 
 class WorkerResponse(NamedTuple):
@@ -222,7 +226,8 @@ def begin(
                 os.write(start.stacks.fd, f"{ABOUT}{tell(frame)}\n".encode())
 
         signal.signal(STACKS_SIGNAL, answer)
-    faulthandler.register(STACKS_SIGNAL, file=start.stacks.fd, all_threads=True, chain=about is not None)
+    tell_frames(start.stacks.fd)
+    faulthandler.register(STACKS_SIGNAL, file=start.stacks.fd, all_threads=True, chain=True)
     header = Header(start.memory.fd)
     header.set(header.WORKERS + start.worker, 1)
     WorkerInterrupts(are_heard=start.interruptible)

@@ -265,4 +265,8 @@ CORE_API void core_unshield(const int64_t *numbers, int64_t count);
 /* End this process when its parent `from` ends, whichever of its threads forked it; by signal `number`, which is
    sent at the end of that thread. Gives 0, or `errno`. */
 CORE_API int64_t core_end_with_parent(int64_t number, int64_t from);
+
+/* Write the native frames of the thread that gets signal `number` to a descriptor, under a line "native:", and then
+   do what was done before. A negative descriptor prepares for that, before a fork. Gives 0, or `errno`. */
+CORE_API int64_t core_tell_frames(int64_t number, int64_t descriptor);
 #endif

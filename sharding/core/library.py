@@ -49,6 +49,7 @@ _FUNCTIONS = {
     "core_shield": "pii:i",
     "core_unshield": "pi:",
     "core_end_with_parent": "ii:i",
+    "core_tell_frames": "ii:i",
 }
 """Arguments and result: pointers and int64."""
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "": None}

@@ -2,7 +2,9 @@
 #include "core.h"
 
 #include <errno.h>
+#include <execinfo.h>
 #include <signal.h>
+#include <string.h>
 #include <stddef.h>
 #include <sys/prctl.h>
 #include <unistd.h>
@@ -65,4 +67,32 @@ int64_t core_end_with_parent(int64_t number, int64_t from) {
         _exit(1);
     }
     return 0;
+}
+
+static struct sigaction told_before;
+static int told_to = -1;
+
+static void tell_frames(int number, siginfo_t *info, void *context) {
+    static const char title[] = "native:\n";
+    void *frames[18];
+    int kept = errno, count = backtrace(frames, 18);
+    if (write(told_to, title, sizeof title - 1) > 0 && count > 2) {
+        backtrace_symbols_fd(frames + 2, count - 2, told_to); /* without this one and the kernel's */
+    }
+    errno = kept;
+    if (told_before.sa_flags & SA_SIGINFO) {
+        told_before.sa_sigaction(number, info, context);
+    } else if (told_before.sa_handler != SIG_DFL && told_before.sa_handler != SIG_IGN) {
+        told_before.sa_handler(number);
+    }
+}
+
+int64_t core_tell_frames(int64_t number, int64_t descriptor) {
+    void *frame;
+    (void)backtrace(&frame, 1); /* the first call loads a library, which no handler may */
+    if (descriptor < 0) {
+        return 0;
+    }
+    told_to = (int)descriptor;
+    return sigaction((int)number, NULL, &told_before) ? errno : handle((int)number, tell_frames);
 }

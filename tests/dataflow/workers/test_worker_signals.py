@@ -247,9 +247,9 @@ def processes_of(loader: Any) -> list[Any]:
 def test_a_process_that_dies_again_and_again_is_an_accident_each_time(tmp_path: Path) -> None:
     dataset = make_ints_tar(tmp_path).open(columns=["cls"])
     init = functools.partial(dies, flag=str(tmp_path / "flag"))
-    with DataLoader(dataset, 2, num_workers=2, max_worker_restarts=2, worker_init_fn=init) as loader:
-        with pytest.raises(WorkerDiedError, match="exit code 9"):
-            list(loader)
+    loader = DataLoader(dataset, 2, num_workers=2, max_worker_restarts=2, worker_init_fn=init)
+    with loader, pytest.raises(WorkerDiedError, match="exit code 9"):
+        list(loader)
 
 
 def dies(worker: int, *, flag: str) -> None:
