@@ -44,8 +44,8 @@ ENDS = {
     "prefetch.store.fetching": LOOP,
     "prefetch.http.hub": DONE,
     "prefetch.store.retrier.Retrier.__exit__": OURS,
-    "prefetch.workers.fork_server.Server.kill": "it was killed",
-    "prefetch.workers.forked_server.fork_server": "it was killed",
+    "prefetch.workers.starting._kill": "it was killed",
+    "prefetch.workers.template._serve": "a process of its own, for one that has ended",
     "prefetch.workers.threads.WorkerThreads.on_all": "for threads of ours, which have just begun",
     "prefetch.workers.threads.WorkerThreads._with_rest": "it is not empty, and nobody else takes from it",
 }

@@ -82,7 +82,8 @@ class StreamSettings:
     """Called in each builder, then a process, with its number, before its first chunk. Seeds that it sets do
     not last: generators are seeded for each sample."""
     multiprocessing_context: Any = None
-    """How builders start, then processes: a context of `multiprocessing`, or its name; None: as it says."""
+    """The start of builders, which are processes then: a context of `multiprocessing`, or its name; None: as
+    `multiprocessing` says."""
     builders: Literal["ray"] | None = None
     """"ray": builders are actors of a Ray cluster, `num_workers` of them; where that is None, as many as this
     rank's part of the cluster has CPUs."""

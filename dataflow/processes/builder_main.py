@@ -77,7 +77,7 @@ def _opened(loop: WorkerLoop, transport: PipeTransport) -> Callable[[WorkerReque
 
 
 class BuilderJob(NamedTuple):
-    """What builder processes of a session have in common."""
+    """All that builder processes of a session have in common."""
 
     settings: BuildSettings
     worker_init_fn: Callable[[int], Any] | None

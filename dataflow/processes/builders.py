@@ -87,7 +87,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         """Set with each call, for the thread that listens to no processes any more."""
         self._max_restarts, self.num_restarts, self._now = max_restarts, 0, now
         self._accident_s, self._struck = -math.inf, set[int]()
-        """When the last accident began, and the processes that died of it."""
+        """The beginning of the last accident, and the processes that died of it."""
         self._on_start, self._num_starting = on_start, num_builders
         self._started: set[int] = set()
         """Processes that have said that they are there."""

@@ -20,7 +20,7 @@ _found: dict[tuple[int, str, str], weakref.ref[type]] = {}
 
 
 def forked_class(cls: type, is_fork: bool) -> tuple[Any, ...] | None:
-    """How to pickle a class, if the other process is a fork of this one, or this one of it; None: by name."""
+    """Reduce a class for a fork of this process, or for the one that this is a fork of; None: as ever."""
     if not is_fork or _by_name(cls.__module__, cls.__qualname__) is cls:
         return None
     return _class_of, (id(cls), cls.__module__, cls.__qualname__, cloudpickle.dumps(cls))

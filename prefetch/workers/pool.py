@@ -427,7 +427,7 @@ class WorkerPool:
         return f"{stacks}{NATIVE}{native}{cure}" if cure else stacks.strip()
 
     def standstill(self, worker: int) -> str:
-        """What may hold a process up that waits for a lock, and has answered nothing since it was forked."""
+        """Say what may hold up a process that has answered nothing since it was forked; "": nothing does."""
         if worker in self._answered or not is_fork(self.context):
             return ""
         try:

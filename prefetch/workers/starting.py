@@ -1,4 +1,4 @@
-"""How worker processes start: as multiprocessing says, which is a fork of this process on most Pythons.
+"""Worker processes start as multiprocessing says, which is a fork of this process on most Pythons.
 
 Where nobody chose and the default is a server (Python 3.14), processes come from one of our own, which has
 imported what they need. The main module is not imported there, and objects go by value: a script needs no
@@ -25,7 +25,7 @@ _SHIELD = "prefetch.workers.server_shield"
 _FORKED_IN_S = 60.0
 """A server imports torch first."""
 _OF_ALL = "torch", "numpy.random"
-"""What all workers import that are new processes."""
+"""Modules that all workers import."""
 
 
 class ByValueContext(context.ForkServerContext):
@@ -38,7 +38,7 @@ class ByValueContext(context.ForkServerContext):
 
 
 def start_context(chosen: Any = None) -> BaseContext:
-    """How worker processes start, by what the caller was given: None, or a context."""
+    """Return how worker processes start, by what the caller was given: None, or a context."""
     if chosen is not None:
         context: BaseContext = multiprocessing.get_context(chosen) if isinstance(chosen, str) else chosen
         return context
@@ -48,9 +48,8 @@ def start_context(chosen: Any = None) -> BaseContext:
     default = multiprocessing.get_all_start_methods()[0]
     if method in (None, default) and default != "fork":
         return ByValueContext()
-    import torch
 
-    started: BaseContext = torch.multiprocessing.get_context(method or default)
+    started: BaseContext = multiprocessing.get_context(method or default)
     return started
 
 
@@ -164,7 +163,7 @@ class ServerProcess(context.ForkServerProcess):
     """A process from our own server."""
 
     is_shielded = False
-    """Whether it keeps the server's handlers of signals until it has its own."""
+    """True if it keeps the server's handlers of signals until it has its own."""
 
     @staticmethod
     def server() -> forkserver.ForkServer:

@@ -218,6 +218,7 @@ def _search_path(*folders: Path) -> str:
 SERVER_BY_DEFAULT = """
 import multiprocessing
 multiprocessing.get_all_start_methods = lambda: ["forkserver", "fork", "spawn"]
+multiprocessing.get_start_method = lambda allow_none=False: "forkserver"
 """
 """At the beginning of a script: processes start from a server unless it says otherwise, as in Python 3.14."""
 

@@ -438,7 +438,7 @@ def test_batch_transforms_run_last_and_may_return_anything(parquet: Made) -> Non
 
 def test_samples_are_scalars_text_and_tensors(parquet: Made) -> None:
     seen: list[dict[str, Any]] = []
-    in_order(parquet.open(), 50, collate_fn=seen.extend)
+    in_order(parquet.open(), 50, collate_fn=seen.extend, workers="thread")
     sample = seen[3]
     assert type(sample["label"]) is int
     assert type(sample["x"]) is float

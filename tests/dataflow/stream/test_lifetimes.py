@@ -143,7 +143,7 @@ def test_what_a_traceback_shows_of_a_closed_loader_is_still_there(tmp_path: Path
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_slot_comes_back(tmp_path: Path, name: str) -> None:
     made = MAKERS[name](tmp_path)
-    loader = DataLoader(made.open(), 4, Shuffle("window", 2))
+    loader = DataLoader(made.open(), 4, Shuffle("window", 2), workers="thread")
     held = list(loader)
     session = session_of(loader)
     loader.close()
@@ -359,22 +359,12 @@ IN_A_THREAD = NEVER_CLOSED.replace(
 )
 
 
-ENDS_EARLY = NEVER_CLOSED.replace(
-    "loader =",
-    "from prefetch.workers.fork_server import Server\n"
-    "Server.has_forked = property(lambda self: False, lambda self, _: None)\nloader =",
-    1,
-)
-"""The program ends before anybody has heard that the server has forked the workers, which are at work."""
-
-
 @pytest.mark.parametrize(
     ("script", "code"),
     [
         (NEVER_CLOSED, 0),
         pytest.param(FAILS, 7, marks=pytest.mark.full),
         pytest.param(IN_A_THREAD, 0, marks=pytest.mark.full),
-        (ENDS_EARLY, 0),
     ],
 )
 def test_the_interpreter_ends_cleanly_with_an_open_loader(

@@ -220,7 +220,8 @@ def test_a_waiting_loop_whose_session_another_thread_closes_goes_on(tmp_path: Pa
         assert gate.wait(WAIT_S)
         return sample
 
-    with DataLoader(made.open(transform=transform), 4, WINDOW, memory_limit=6_000_000) as loader:
+    dataset = made.open(transform=transform)
+    with DataLoader(dataset, 4, WINDOW, memory_limit=6_000_000, workers="thread") as loader:
         oracle, got = epochs(loader, made, 2), []
         outer, inner = iter(loader), iter(loader)
         thread = threading.Thread(target=lambda: got.extend(delivered(outer)))
@@ -291,7 +292,7 @@ def test_an_error_ends_its_own_loop(tmp_path: Path) -> None:
             raise ValueError("a bad sample")
         return sample
 
-    with DataLoader(made.open(transform=transform), 4, shuffle=False) as loader:
+    with DataLoader(made.open(transform=transform), 4, shuffle=False, workers="thread") as loader:
         outer = iter(loader)
         head = [rows_of(batch) for batch in islice(outer, 12)]
         bad.append(20)
