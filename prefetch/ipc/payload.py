@@ -2,7 +2,8 @@
 
 `pack` pickles an object; the content of CPU tensors and numpy arrays, and whatever else offers its
 buffers out of band (protocol 5), is not in the pickle but listed as parts to copy. `unpack` makes the
-same object again whose tensors and arrays are views of the buffer, writable and without a copy.
+same object again whose tensors and arrays are views of the buffer, writable and without a copy. As each of
+them keeps all of it, large parts may lie elsewhere (`place`), and small ones be copied (`copied`).
 
 Classes and functions of the main module, closures and lambdas go by value (cloudpickle), so the other side
 need not import the main module; classes keep their identity when objects come back.
@@ -38,15 +39,22 @@ _ALIGN = 64
 _SPAN = struct.Struct("<qq")
 _OFFSET = struct.Struct("<q")
 
+BLOCK = 4096
+"""Smaller parts lie within one such block of the buffer."""
+LARGE = 32 << 10
+"""Copying less costs less than to account for its memory."""
 _MOST_SHARED = 64
 """A process can be handed some 250 descriptors at its start."""
 
 Shared = tuple[int, int]
 """Descriptor and bytes of a tensor's storage in torch's shared memory."""
-SharedOffset = Callable[[Tensor], int | None]
-"""Returns the offset of a tensor's bytes in memory that both sides map already; None: they lie elsewhere."""
+Place = Callable[[int, int, Any], tuple[Any, int] | None]
+"""(address, bytes, what keeps the address valid) -> what keeps the place that both sides map, and its number;
+None: they are copied with all others."""
 ViewAt = Callable[[int, int], Buffer]
-"""(offset, bytes) -> that memory."""
+"""(number of the place, bytes) -> that memory."""
+Copied = Callable[[memoryview], Any]
+"""Returns a copy in new memory, as an object with a writable buffer."""
 
 
 @dataclass(kw_only=True)
@@ -59,8 +67,8 @@ class PackedObject:
     spans: bytes
     """Offset and length of each out-of-band buffer."""
     meta_offset: int
-    placed: list[tuple[Tensor, int]]
-    """Tensors that stay where they are, and where."""
+    placed: list[tuple[Any, int]]
+    """What keeps each part that is found elsewhere, and where."""
     placed_bytes: int
     by_value: bool
     """True if cloudpickle had to help."""
@@ -117,22 +125,37 @@ def read_packed(start: WorkerStart) -> Any:
 class _Packer:
     """Collects parts while a pickler runs."""
 
-    def __init__(self, shared_offset: SharedOffset | None, share: bool) -> None:
+    def __init__(self, place: Place | None, share: bool) -> None:
         self.shared: dict[int, Shared] | None = {} if share else None
         self.parts: list[tuple[int, int, int, Any]] = []
         self.spans: list[tuple[int, int]] = []
-        self.placed: list[tuple[Tensor, int]] = []
+        self.placed: list[tuple[Any, int]] = []
         self.end = self.placed_bytes = 0
-        self._shared_offset = shared_offset
+        self._place = place
         self.reducers: dict[type, Callable[[Any], Any]] = {
             Tensor: self._tensor,
             torch.UntypedStorage: self._storage,
             torch.TypedStorage: self._typed_storage,
             np.ndarray: self._array,
+            np.memmap: self._memmap,
         }
 
+    def _find(self, address: int, nbytes: int, keep: Any) -> int | None:
+        """Return ~number of the place where both sides find a part; None: there is none."""
+        place = self._place(address, nbytes, keep) if self._place is not None and nbytes else None
+        if place is None:
+            return None
+        self.placed.append(place)
+        self.placed_bytes += nbytes
+        return ~place[1]
+
     def _add(self, address: int, nbytes: int, keep: Any) -> int:
+        """Return where a part will be: its offset in the buffer, or ~number of its place."""
+        if self._place is not None and (found := self._find(address, nbytes, keep)) is not None:
+            return found
         offset = -(-self.end // _ALIGN) * _ALIGN
+        if nbytes < BLOCK < offset % BLOCK + nbytes:
+            offset = -(-offset // BLOCK) * BLOCK
         self.end = offset + nbytes
         self.parts.append((offset, address, nbytes, keep))
         return offset
@@ -157,37 +180,35 @@ class _Packer:
                     'workers="thread"'
                 )
             return _with_typed_storages(tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL))
-        if self.shared is not None and tensor.is_shared() and tensor.numel():
-            return self._shared_tensor(tensor, self.shared)
-        shape, stride, numel = tuple(tensor.shape), None, tensor.numel()
-        size = tensor.element_size()
+        shape, stride, size = tuple(tensor.shape), None, tensor.element_size()
+        numel = span = tensor.numel()
         if not tensor.is_contiguous():
-            # Copied as it lies if that is no more than its values: not a few columns of a large array.
             stride = tuple(tensor.stride())
             span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        where = None
+        if self.shared is not None and numel:
+            where = self._find(tensor.data_ptr(), span * size, tensor)
+            if where is None and tensor.is_shared() and (shared := self._shared_tensor(tensor, self.shared)):
+                return shared
+        if where is None:
+            # Copied as it lies if that is no more than its values: not a few columns of a large array.
             if span > numel:
-                tensor, stride = tensor.contiguous(), None
-            else:
-                numel = span
-        nbytes = numel * size
-        if self._shared_offset is not None and nbytes:
-            offset = self._shared_offset(tensor)
-            if offset is not None:
-                self.placed.append((tensor, offset))
-                self.placed_bytes += nbytes
-                return _placed, (tensor.dtype, shape, stride, numel, offset, nbytes)
-        offset = self._add(tensor.data_ptr(), nbytes, tensor)
-        return _tensor, (tensor.dtype, shape, stride, numel, offset)
+                tensor, stride, span = tensor.contiguous(), None, numel
+            where = self._add(tensor.data_ptr(), span * size, tensor)
+        return _tensor, (tensor.dtype, shape, stride, span, where)
 
     def _shared_tensor(self, tensor: Tensor, shared: dict[int, Shared]) -> Any:
-        """Pass the memory itself: what one process writes to it, all others see."""
+        """Pass the memory itself: what one process writes to it, all others see. None: it is a file's."""
         if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
             raise ValueError("it has tensors in shared memory, whose sharing strategy is not file_descriptor")
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in shared:
             if len(shared) == _MOST_SHARED:
                 raise ValueError(f"it has more than {_MOST_SHARED} tensors in shared memory (share_memory_)")
-            shared[storage.data_ptr()] = storage._share_fd_cpu_()
+            fd, nbytes = storage._share_fd_cpu_()
+            if fd < 0:  # of `torch.from_file`, which keeps no descriptor
+                return None
+            shared[storage.data_ptr()] = fd, nbytes
         index = list(shared).index(storage.data_ptr())
         return _shared, (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), index)
 
@@ -203,14 +224,23 @@ class _Packer:
     def _array(self, array: NDArray[Any]) -> Any:
         if array.dtype.hasobject or array.dtype.metadata:
             return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        order = "C"
+        strided: tuple[Any, ...] = ()
+        first, span, where = 0, array.nbytes, None
         if not array.flags.c_contiguous:
-            if array.flags.f_contiguous:
-                order = "F"
-            else:
-                array = np.ascontiguousarray(array)
-        offset = self._add(array.ctypes.data, array.nbytes, array)
-        return _array, (array.shape, array.dtype, order, offset, array.flags.writeable)
+            ends = [(n - 1) * s for n, s in zip(array.shape, array.strides, strict=True)]
+            first, span = -sum(e for e in ends if e < 0), sum(map(abs, ends)) + array.itemsize
+            strided = first, array.strides
+        if self.shared is not None:
+            where = self._find(array.ctypes.data - first, span, array)
+        if where is None:
+            if first or span != array.nbytes:
+                array, strided, span = np.ascontiguousarray(array), (), array.nbytes
+            where = self._add(array.ctypes.data, span, array)
+        return _array, (array.shape, array.dtype, where, span, array.flags.writeable, *strided)
+
+    def _memmap(self, array: np.memmap[Any, Any]) -> Any:
+        told = {name: value for name, value in vars(array).items() if name != "_mmap"}
+        return _memmap, (array.view(np.ndarray), told)
 
     def buffer(self, buffer: pickle.PickleBuffer) -> bool:
         """Take an out-of-band buffer; True leaves it in the pickle."""
@@ -248,13 +278,13 @@ class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def pack(
-    obj: Any, *, shared_offset: SharedOffset | None = None, by_value: bool | None = None, share: bool = False
+    obj: Any, *, place: Place | None = None, by_value: bool | None = None, share: bool = False
 ) -> PackedObject:
     """Take an object apart.
 
     Args:
         obj: anything that pickles.
-        shared_offset: offset of a tensor that needs no copy, as both sides map its memory; None: copy it.
+        place: says where parts are found that are not copied with all others.
         by_value: whether objects of the main module, and those without a name, go by value; None: only if
             they cannot go by name.
         share: whether tensors in torch's shared memory stay the same memory on both sides.
@@ -262,7 +292,7 @@ def pack(
     Raises whatever pickling raises.
     """
     if not by_value:
-        packer, file = _Packer(shared_offset, share), io.BytesIO()
+        packer, file = _Packer(place, share), io.BytesIO()
         pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=packer.buffer)
         pickler.dispatch_table = {**copyreg.dispatch_table, **packer.reducers}
         try:
@@ -271,7 +301,7 @@ def pack(
         except (pickle.PicklingError, AttributeError, TypeError):
             if by_value is False:
                 raise
-    packer, file = _Packer(shared_offset, share), io.BytesIO()
+    packer, file = _Packer(place, share), io.BytesIO()
     cloud = _CloudPickler(file, packer)
     cloud.dump(obj)
     packed = _packed(packer, file, by_value=True)
@@ -302,6 +332,38 @@ def dumps_by_value(obj: Any) -> bytes:
     return bytes(cloudpickle.dumps(obj)) if b"__main__" in data else data
 
 
+class _Source:
+    """What an object is made of again, while it is unpacked."""
+
+    def __init__(
+        self, buffer: Buffer, view_at: ViewAt | None, shared: Sequence[Shared], copied: Copied | None
+    ) -> None:
+        self.shared = shared
+        self._buffer, self._data, self._view_at, self._copied = buffer, buffer.data, view_at, copied
+        self._blocks: dict[int, Any] = {}
+
+    def part(self, where: int, nbytes: int) -> tuple[Any, int]:
+        """Return the memory of a part, and where in it that begins."""
+        if where < 0:
+            assert self._view_at is not None
+            return self._view_at(~where, nbytes), 0
+        if self._copied is None or nbytes >= LARGE:
+            return self._buffer, where
+        if nbytes >= BLOCK:
+            return self._copied(self._data[where : where + nbytes]), 0
+        start = where % BLOCK
+        block = self._blocks.get(where - start)
+        if block is None:
+            block = self._copied(self._data[where - start : where - start + BLOCK])
+            self._blocks[where - start] = block
+        return block, start
+
+    def span(self, where: int, nbytes: int) -> memoryview:
+        """Return an out-of-band buffer."""
+        memory, start = self.part(where, nbytes)
+        return memoryview(memory)[start : start + nbytes]
+
+
 _current = threading.local()
 
 
@@ -312,17 +374,21 @@ def unpack(
     spans_bytes: int,
     view_at: ViewAt | None = None,
     shared: Sequence[Shared] = (),
+    copied: Copied | None = None,
 ) -> Any:
-    """The object that was packed into `buffer`, viewing it."""
+    """The object that was packed into `buffer`, viewing it; with `copied` only its large parts do.
+
+    Others are copied then; those of less than a block share the copy of that.
+    """
     spans: Sequence[tuple[int, int]] = ()
     if spans_bytes:
         start = meta_offset + meta_bytes
         spans = list(_SPAN.iter_unpack(buffer[start : start + spans_bytes].tobytes()))
     before = getattr(_current, "source", None)
-    _current.source = (buffer, view_at, shared)
+    _current.source = source = _Source(buffer, view_at, shared, copied)
     try:
         meta = buffer[meta_offset : meta_offset + meta_bytes]
-        return pickle.loads(meta.data, buffers=[buffer[at : at + length] for at, length in spans])
+        return pickle.loads(meta.data, buffers=[source.span(*span) for span in spans])
     finally:
         _current.source = before
 
@@ -345,28 +411,21 @@ def copies(obj: Any, count: int) -> list[Any]:
 
 
 def placed_offsets(buffer: Buffer, count: int) -> list[int]:
-    """Return where the tensors lie that were not copied into `buffer`; `count`: how many there are."""
+    """Return the places of what was not copied into `buffer`; `count`: how many there are."""
     tail = buffer[len(buffer) - count * _OFFSET.size :].tobytes()
     return [offset for (offset,) in _OFFSET.iter_unpack(tail)]
 
 
-def _view(buffer: Buffer, dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int) -> Tensor:
+def _tensor(dtype: torch.dtype, shape: Any, stride: Any, numel: int, where: int) -> Tensor:
     if not numel:
         return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(buffer, dtype=dtype, count=numel, offset=offset)
+    memory, offset = _current.source.part(where, numel * dtype.itemsize)
+    flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
     return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
 
-def _tensor(dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int) -> Tensor:
-    return _view(_current.source[0], dtype, shape, stride, numel, offset)
-
-
-def _placed(dtype: torch.dtype, shape: Any, stride: Any, numel: int, offset: int, nbytes: int) -> Tensor:
-    return _view(_current.source[1](offset, nbytes), dtype, shape, stride, numel, 0)
-
-
-def _storage(offset: int, nbytes: int) -> torch.UntypedStorage:
-    return _view(_current.source[0], torch.uint8, (nbytes,), None, nbytes, offset).untyped_storage()
+def _storage(where: int, nbytes: int) -> torch.UntypedStorage:
+    return _tensor(torch.uint8, (nbytes,), None, nbytes, where).untyped_storage()
 
 
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
@@ -374,18 +433,25 @@ def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.T
 
 
 def _shared(dtype: torch.dtype, shape: Any, stride: Any, offset: int, index: int) -> Tensor:
-    fd, nbytes = _current.source[2][index]
+    fd, nbytes = _current.source.shared[index]
     storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # type: ignore[attr-defined]
     return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
 
 def _array(
-    shape: tuple[int, ...], dtype: np.dtype[Any], order: Any, offset: int, writeable: bool
+    shape: Any, dtype: Any, where: int, nbytes: int, writeable: bool, first: int = 0, strides: Any = None
 ) -> NDArray[Any]:
-    array: NDArray[Any] = np.ndarray(shape, dtype, _current.source[0], offset, order=order)
+    memory, offset = _current.source.part(where, nbytes)
+    array: NDArray[Any] = np.ndarray(shape, dtype, memory, offset + first, strides)
     if not writeable:
         array.flags.writeable = False
     return array
+
+
+def _memmap(array: NDArray[Any], told: dict[str, Any]) -> np.memmap[Any, Any]:
+    mapped = array.view(np.memmap)
+    vars(mapped).update(told)
+    return mapped
 
 
 _MOST_VISITED = 1000

@@ -18,7 +18,9 @@ import torch
 
 from prefetch.ipc.batch_writer import BatchWriter, TorchSettings
 from prefetch.ipc.payload import (
+    BLOCK,
     MESSAGE_HEAD,
+    Copied,
     PackedObject,
     pack,
     placed_offsets,
@@ -28,7 +30,7 @@ from prefetch.ipc.payload import (
 )
 from prefetch.ipc.protocol import WorkerLoop, WorkerRequest
 from prefetch.ipc.server import server_needs
-from prefetch.memory.device import register_pinned
+from prefetch.memory.device import pinned_copy, register_pinned
 from prefetch.workers import REGION_BYTES, STOP_S
 from prefetch.workers.pool import WorkerPool
 from prefetch.workers.shared_arena import Buffer, Header, Region, SharedFile
@@ -140,6 +142,7 @@ class WorkerProcesses:
             register_pinned if pins else None,
             region_bytes=region_bytes,
         )
+        self._copied: Copied = pinned_copy if pins else bytearray
         try:
             if job is not None:
                 write_packed(self.file, job)
@@ -162,6 +165,7 @@ class WorkerProcesses:
         """Return what a response brings, viewed where it lies.
 
         `on_end` hears of the bytes of each part, `response.total` together, when its last view has died.
+        Without it, small parts that fill more than a page are copied, lest one that is kept keeps them all.
         """
         region, viewed = self.pool.regions[response.runner], Counter[int]()
 
@@ -170,8 +174,10 @@ class WorkerProcesses:
             return self.file.view(region, offset, nbytes, on_end)
 
         buffer = self.file.view(region, response.offset, response.nbytes, on_end)
+        copies = on_end is None and response.nbytes > BLOCK
+        where = response.meta, response.meta_bytes, response.table
         try:
-            return unpack(buffer, response.meta, response.meta_bytes, response.table, view_at)
+            return unpack(buffer, *where, view_at, copied=self._copied if copies else None)
         except BaseException:
             # What is in use comes back when its views die; the rest nobody will ever view.
             rest = Counter(placed_offsets(buffer, response.placed)) - viewed

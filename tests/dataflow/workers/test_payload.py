@@ -413,9 +413,9 @@ def test_placed_tensors_are_not_copied_and_listed() -> None:
     arena = torch.arange(100)
     placed, other = arena[10:20], torch.arange(5)
 
-    def shared_offset(tensor: torch.Tensor) -> int | None:
-        inside = 0 <= tensor.data_ptr() - arena.data_ptr() < arena.nbytes
-        return 8000 + tensor.data_ptr() - arena.data_ptr() if inside else None
+    def place(address: int, nbytes: int, keep: Any) -> tuple[Any, int] | None:
+        start = address - arena.data_ptr()
+        return (keep, 8000 + start) if 0 <= start < arena.nbytes else None
 
     views = []
 
@@ -424,7 +424,7 @@ def test_placed_tensors_are_not_copied_and_listed() -> None:
         start = (offset - 8000) // 8
         return arena[start : start + nbytes // 8].numpy().view(np.uint8)
 
-    packed = pack([placed, other, placed, arena[3:5]], shared_offset=shared_offset)
+    packed = pack([placed, other, placed, arena[3:5]], place=place)
     buffer = np.empty(packed.nbytes, np.uint8)
     packed.copy_to(buffer.ctypes.data)
     assert placed_offsets(buffer, len(packed.placed)) == [8080, 8024]
