@@ -32,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefetch.ipc.mapped_files import FileViews, MappedFiles
 from prefetch.workers.shared_arena import Buffer, SharedFile, create_file, read_message
 from prefetch.workers.worker_start import WorkerStart
 
@@ -74,6 +75,8 @@ class PackedObject:
     """True if cloudpickle had to help."""
     shared: list[Shared]
     """The tensors that cross as file descriptors, if that was asked for."""
+    files: MappedFiles | None = None
+    """Of what lies in mapped files, if that was asked for; their descriptors are the last of `shared`."""
     modules: set[str] = field(default_factory=set)
     """Modules of the classes and functions in it, if it went by value."""
 
@@ -99,24 +102,49 @@ MESSAGE_HEAD = 4096
 """Bytes before an object that all processes get: its layout, and the sizes of what crosses by descriptors."""
 
 
+def packed_for_processes(obj: Any, *, by_value: bool) -> PackedObject:
+    """Take an object apart as `pack`, but for what lies in memory or files that other processes map, too."""
+    files = MappedFiles()
+    try:
+        packed = pack(obj, place=files.place, by_value=by_value, share=True)
+    except BaseException:
+        files.close()
+        raise
+    packed.shared += [(fd, 0) for fd in reversed(files.fds)]
+    packed.files = files
+    return packed
+
+
+def message_bytes(packed: PackedObject) -> int:
+    """Bytes of what `write_packed` writes."""
+    return MESSAGE_HEAD + packed.nbytes + len(_table(packed))
+
+
+def _table(packed: PackedObject) -> bytes:
+    return pickle.dumps(packed.files.table if packed.files else [])
+
+
 def write_packed(file: SharedFile, packed: PackedObject) -> None:
-    """Put an object where all processes find it; the file's message has MESSAGE_HEAD bytes more than it."""
-    head = np.array([*packed.layout, *(nbytes for _, nbytes in packed.shared)], np.int64)
+    """Put an object where all processes find it."""
+    table = _table(packed)
+    head = np.array([*packed.layout, len(table), *(nbytes for _, nbytes in packed.shared)], np.int64)
     file.write_message(0, head.tobytes())
     for offset, address, nbytes, _ in packed.parts:
         file.write_memory(MESSAGE_HEAD + offset, address, nbytes)
     file.write_message(MESSAGE_HEAD + packed.meta_offset, packed.meta)
-    file.write_message(MESSAGE_HEAD + packed.meta_offset + len(packed.meta), packed.spans)
+    file.write_message(MESSAGE_HEAD + packed.meta_offset + len(packed.meta), packed.spans + table)
 
 
 def read_packed(start: WorkerStart) -> Any:
     """The object, in one of the processes; once."""
     buffer = read_message(start.memory.fd, start.message_offset, start.message_bytes)
-    meta, meta_bytes, spans = np.frombuffer(buffer[:24], np.int64).tolist()
     fds = [passed.fd for passed in start.passed]
-    sizes = np.frombuffer(buffer[24 : 24 + 8 * len(fds)], np.int64).tolist()
+    meta, meta_bytes, spans, table_bytes = np.frombuffer(buffer[:32], np.int64).tolist()
+    sizes = np.frombuffer(buffer[32 : 32 + 8 * len(fds)], np.int64).tolist()
+    end = MESSAGE_HEAD + meta + meta_bytes + spans
+    files = FileViews(pickle.loads(buffer[end : end + table_bytes].data), fds)
     shared = list(zip(fds, sizes, strict=True))
-    obj = unpack(buffer[MESSAGE_HEAD:], meta, meta_bytes, spans, shared=shared)
+    obj = unpack(buffer[MESSAGE_HEAD:], meta, meta_bytes, spans, files.view_at, shared)
     for fd in fds:
         os.close(fd)
     return obj

@@ -19,10 +19,10 @@ import torch
 from prefetch.ipc.batch_writer import BatchWriter, TorchSettings
 from prefetch.ipc.payload import (
     BLOCK,
-    MESSAGE_HEAD,
     Copied,
     PackedObject,
-    pack,
+    message_bytes,
+    packed_for_processes,
     placed_offsets,
     read_packed,
     unpack,
@@ -101,7 +101,7 @@ def run_worker(
 
 def packed_job(job: Any, context: BaseContext | None) -> PackedObject:
     """A job for processes that start so. Raises what pickling raises."""
-    return pack((TorchSettings.here(), job), by_value=context is None, share=True)
+    return packed_for_processes((TorchSettings.here(), job), by_value=context is None)
 
 
 class WorkerProcesses:
@@ -138,10 +138,11 @@ class WorkerProcesses:
     ) -> None:
         self.file = SharedFile(
             num_workers + num_spare,
-            MESSAGE_HEAD + job.nbytes if job else 0,
+            message_bytes(job) if job else 0,
             register_pinned if pins else None,
             region_bytes=region_bytes,
         )
+        self._job_files = job.files if job else None
         self._copied: Copied = pinned_copy if pins else bytearray
         try:
             if job is not None:
@@ -158,7 +159,7 @@ class WorkerProcesses:
                 stop_s=stop_s,
             )
         except BaseException:
-            self.file.close()
+            self._close_files()
             raise
 
     def unpack(self, response: WorkerResponse, on_end: Callable[[int], None] | None = None) -> Any:
@@ -197,4 +198,9 @@ class WorkerProcesses:
         try:
             self.pool.close(stop_s=stop_s, is_early=is_early)
         finally:
-            self.file.close()
+            self._close_files()
+
+    def _close_files(self) -> None:
+        self.file.close()
+        if self._job_files is not None:
+            self._job_files.close()
