@@ -13,7 +13,6 @@ import torch
 from dataflow.workers.fetching import WorkerLoader
 from dataflow.workers.process_main import run
 from dataflow.workers.worker import WorkerJob
-from prefetch.ipc.generators import copied_random_state
 from prefetch.ipc.payload import dumps_by_value
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
 from prefetch.ipc.server import server_needs, start_context
@@ -61,8 +60,7 @@ class ProcessRunners:
     def unpack(self, response: Any) -> Any:
         """Return what a response brings: batch or error, the worker's state, its global generators' state."""
         data, state, random = self._workers.unpack(response)
-        # These are kept for long, and must not keep the memory of the batch they came with.
-        return data, copy.deepcopy(state), random and copied_random_state(random)
+        return data, copy.deepcopy(state), random  # a state may have objects in common with the data
 
     def close(self, *, immediately: bool = False) -> None:
         """See `WorkerProcesses`. `immediately`: do not let them finish what they are doing."""

@@ -7,8 +7,6 @@ them keeps all of it, large parts may lie elsewhere (`place`), and small ones be
 
 Classes and functions of the main module, closures and lambdas go by value (cloudpickle), so the other side
 need not import the main module; classes keep their identity when objects come back.
-
-`copies` makes copies for several threads of this process in the same way.
 """
 
 from __future__ import annotations
@@ -16,12 +14,11 @@ from __future__ import annotations
 import copyreg
 import ctypes
 import io
-import mmap
 import os
 import pickle
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -32,8 +29,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefetch.ipc.mapped_files import FileViews, MappedFiles
-from prefetch.workers.shared_arena import Buffer, SharedFile, create_file, read_message
+from prefetch.memory.mapped_files import FileViews, MappedFiles
+from prefetch.workers.shared_arena import Buffer, SharedFile, read_message
 from prefetch.workers.worker_start import WorkerStart
 
 _ALIGN = 64
@@ -421,23 +418,6 @@ def unpack(
         _current.source = before
 
 
-def copies(obj: Any, count: int) -> list[Any]:
-    """`count` copies. Their arrays and tensors share memory until they are written to.
-
-    Raises whatever pickling raises.
-    """
-    packed = pack(obj)
-    fd = create_file(packed.nbytes)
-    try:
-        with mmap.mmap(fd, packed.nbytes) as memory:
-            view = np.frombuffer(memory, np.uint8)
-            packed.copy_to(view.ctypes.data)
-            del view  # else the mapping could not be closed
-        return [unpack(read_message(fd, 0, packed.nbytes), *packed.layout) for _ in range(count)]
-    finally:
-        os.close(fd)
-
-
 def placed_offsets(buffer: Buffer, count: int) -> list[int]:
     """Return the places of what was not copied into `buffer`; `count`: how many there are."""
     tail = buffer[len(buffer) - count * _OFFSET.size :].tobytes()
@@ -480,21 +460,3 @@ def _memmap(array: NDArray[Any], told: dict[str, Any]) -> np.memmap[Any, Any]:
     mapped = array.view(np.memmap)
     vars(mapped).update(told)
     return mapped
-
-
-_MOST_VISITED = 1000
-
-
-def array_bytes(obj: Any) -> int:
-    """Bytes of the tensors and arrays in nested containers; of a thousand objects at most."""
-    total, limit, parts = 0, _MOST_VISITED, [obj]
-    while parts and limit:
-        limit -= 1
-        part = parts.pop()
-        if isinstance(part, Tensor | np.ndarray):
-            total += part.nbytes
-        elif isinstance(part, Mapping):
-            parts.extend(part.values())
-        elif isinstance(part, list | tuple):
-            parts.extend(part[:limit])
-    return total

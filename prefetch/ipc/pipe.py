@@ -18,7 +18,6 @@ import torch
 
 from prefetch.ipc.batch_writer import BatchWriter, TorchSettings
 from prefetch.ipc.payload import (
-    BLOCK,
     Copied,
     PackedObject,
     message_bytes,
@@ -30,7 +29,7 @@ from prefetch.ipc.payload import (
 )
 from prefetch.ipc.protocol import WorkerLoop, WorkerRequest
 from prefetch.ipc.server import server_needs
-from prefetch.memory.device import pinned_copy, register_pinned
+from prefetch.memory.device import register_pinned
 from prefetch.workers import REGION_BYTES, STOP_S
 from prefetch.workers.pool import WorkerPool
 from prefetch.workers.shared_arena import Buffer, Header, Region, SharedFile
@@ -104,6 +103,13 @@ def packed_job(job: Any, context: BaseContext | None) -> PackedObject:
     return packed_for_processes((TorchSettings.here(), job), by_value=context is None)
 
 
+def _pinned_copy(data: memoryview) -> Buffer:
+    """Copy bytes to memory that torch has page-locked, and keeps for the next who asks."""
+    block: Buffer = torch.empty(len(data), dtype=torch.uint8, pin_memory=True).numpy()
+    block[:] = data
+    return block
+
+
 class WorkerProcesses:
     """Processes, and the file that they and this process map. Used by one thread, but for `close`.
 
@@ -143,7 +149,7 @@ class WorkerProcesses:
             region_bytes=region_bytes,
         )
         self._job_files = job.files if job else None
-        self._copied: Copied = pinned_copy if pins else bytearray
+        self._copied: Copied = _pinned_copy if pins else bytearray
         try:
             if job is not None:
                 write_packed(self.file, job)
@@ -166,7 +172,7 @@ class WorkerProcesses:
         """Return what a response brings, viewed where it lies.
 
         `on_end` hears of the bytes of each part, `response.total` together, when its last view has died.
-        Without it, small parts that fill more than a page are copied, lest one that is kept keeps them all.
+        Without it, small parts are copied, lest one that is kept keeps them all.
         """
         region, viewed = self.pool.regions[response.runner], Counter[int]()
 
@@ -175,10 +181,9 @@ class WorkerProcesses:
             return self.file.view(region, offset, nbytes, on_end)
 
         buffer = self.file.view(region, response.offset, response.nbytes, on_end)
-        copies = on_end is None and response.nbytes > BLOCK
-        where = response.meta, response.meta_bytes, response.table
+        where, copied = (response.meta, response.meta_bytes, response.table), self._copied
         try:
-            return unpack(buffer, *where, view_at, copied=self._copied if copies else None)
+            return unpack(buffer, *where, view_at, copied=copied if on_end is None else None)
         except BaseException:
             # What is in use comes back when its views die; the rest nobody will ever view.
             rest = Counter(placed_offsets(buffer, response.placed)) - viewed

@@ -19,9 +19,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 _IN_FLIGHT = 2
@@ -42,13 +40,6 @@ def register_pinned(address: int, nbytes: int) -> Callable[[], object]:
             "memory (ulimit -l), or use the loader without device= and copy batches yourself"
         )
     return partial(cudart.cudaHostUnregister, address)
-
-
-def pinned_copy(data: memoryview) -> NDArray[np.uint8]:
-    """Copy bytes to memory that torch has page-locked, and keeps for the next who asks."""
-    block: NDArray[np.uint8] = torch.empty(len(data), dtype=torch.uint8, pin_memory=True).numpy()
-    block[:] = data
-    return block
 
 
 class CudaStreams:

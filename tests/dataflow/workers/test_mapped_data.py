@@ -18,9 +18,9 @@ from numpy.lib.array_utils import byte_bounds
 from torch.utils.data import Dataset
 
 from dataflow import DataLoader
-from prefetch.ipc import mapped_files
-from prefetch.ipc.mapped_files import FileMapping, _is_mapped_as, file_mappings
 from prefetch.ipc.payload import message_bytes, packed_for_processes, read_packed, write_packed
+from prefetch.memory import mapped_files
+from prefetch.memory.mapped_files import FileMapping, MappedFiles, _is_file_of, file_mappings
 from prefetch.workers.shared_arena import SharedFile
 
 LENGTH = 10_000
@@ -79,7 +79,7 @@ def sent() -> Iterator[Callable[..., tuple[Any, int]]]:
 def mapping_of(value: Any) -> FileMapping | None:
     """The file that lies where an array or a tensor lies."""
     start, end = byte_bounds(np.asarray(value.detach() if isinstance(value, torch.Tensor) else value))
-    return mapped_files._mapping_at(file_mappings(), start, end - start)
+    return mapped_files.mapping_at(file_mappings(), start, end - start)
 
 
 Sent = Callable[..., tuple[Any, int]]
@@ -232,7 +232,11 @@ def test_a_file_is_known_again_where_its_status_has_another_device(
     mapping = mapping_of(array)
     assert mapping is not None
     with other.open("rb") as file:
-        assert not _is_mapped_as(mapping, file.fileno())
+        assert not _is_file_of(mapping, file.fileno())
+    files = MappedFiles()
+    files._mappings = [mapping._replace(file=(*mapping.file[:2], str(other)))]  # of another mount, say
+    assert files.place(array.ctypes.data, array.nbytes, array) is None
+    assert files.fds == []
 
 
 def test_more_files_than_can_be_passed_are_opened_by_their_names(
