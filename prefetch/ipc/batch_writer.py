@@ -83,10 +83,7 @@ class BatchWriter:
         return torch.stack(batch, 0, out=out)
 
     def _place(self, address: int, nbytes: int, keep: Any) -> tuple[Any, int] | None:
-        """Find a part where it lies, or give it a slab of its own, which comes back when it dies.
-
-        The first one lies with the small parts and the pickle, which saves a slab for most batches.
-        """
+        """Find a part where it lies, or give it a slab of its own; the first joins the pickle in one."""
         if self.takes_parts and self._region.holds(address):
             return keep, self._region.offset_of(address)
         if nbytes < LARGE:

@@ -11,16 +11,18 @@ need not import the main module; classes keep their identity when objects come b
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import ctypes
 import io
 import os
 import pickle
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -29,6 +31,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from prefetch.errors import failed_in
+from prefetch.interpreter import home_of, is_importable
 from prefetch.memory.mapped_files import FileViews, MappedFiles
 from prefetch.workers.shared_arena import Buffer, SharedFile, read_message
 from prefetch.workers.worker_start import WorkerStart
@@ -73,7 +77,8 @@ class PackedObject:
     shared: list[Shared]
     """The tensors that cross as file descriptors, if that was asked for."""
     files: MappedFiles | None = None
-    """Of what lies in mapped files, if that was asked for; their descriptors are the last of `shared`."""
+    table: bytes = b""
+    """Of the mapped files that a job lies in, pickled; their descriptors are the last of `shared`."""
     modules: set[str] = field(default_factory=set)
     """Modules of the classes and functions in it, if it went by value."""
 
@@ -85,7 +90,8 @@ class PackedObject:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole, parts and pickle."""
-        return self.meta_offset + len(self.meta) + len(self.spans) + _OFFSET.size * len(self.placed)
+        tail_bytes = _OFFSET.size * len(self.placed) + len(self.table)
+        return self.meta_offset + len(self.meta) + len(self.spans) + tail_bytes
 
     def copy_to(self, address: int) -> None:
         """Write everything to memory of at least `nbytes`."""
@@ -99,37 +105,14 @@ MESSAGE_HEAD = 4096
 """Bytes before an object that all processes get: its layout, and the sizes of what crosses by descriptors."""
 
 
-def packed_for_processes(obj: Any, *, by_value: bool) -> PackedObject:
-    """Take an object apart as `pack`, but for what lies in memory or files that other processes map, too."""
-    files = MappedFiles()
-    try:
-        packed = pack(obj, place=files.place, by_value=by_value, share=True)
-    except BaseException:
-        files.close()
-        raise
-    packed.shared += [(fd, 0) for fd in reversed(files.fds)]
-    packed.files = files
-    return packed
-
-
-def message_bytes(packed: PackedObject) -> int:
-    """Bytes of what `write_packed` writes."""
-    return MESSAGE_HEAD + packed.nbytes + len(_table(packed))
-
-
-def _table(packed: PackedObject) -> bytes:
-    return pickle.dumps(packed.files.table if packed.files else [])
-
-
 def write_packed(file: SharedFile, packed: PackedObject) -> None:
-    """Put an object where all processes find it."""
-    table = _table(packed)
-    head = np.array([*packed.layout, len(table), *(nbytes for _, nbytes in packed.shared)], np.int64)
+    """Put an object where all processes find it; the file's message has MESSAGE_HEAD bytes more than it."""
+    head = np.array([*packed.layout, len(packed.table), *(nbytes for _, nbytes in packed.shared)], np.int64)
     file.write_message(0, head.tobytes())
     for offset, address, nbytes, _ in packed.parts:
         file.write_memory(MESSAGE_HEAD + offset, address, nbytes)
     file.write_message(MESSAGE_HEAD + packed.meta_offset, packed.meta)
-    file.write_message(MESSAGE_HEAD + packed.meta_offset + len(packed.meta), packed.spans + table)
+    file.write_message(MESSAGE_HEAD + packed.meta_offset + len(packed.meta), packed.spans + packed.table)
 
 
 def read_packed(start: WorkerStart) -> Any:
@@ -141,7 +124,15 @@ def read_packed(start: WorkerStart) -> Any:
     end = MESSAGE_HEAD + meta + meta_bytes + spans
     files = FileViews(pickle.loads(buffer[end : end + table_bytes].data), fds)
     shared = list(zip(fds, sizes, strict=True))
-    obj = unpack(buffer[MESSAGE_HEAD:], meta, meta_bytes, spans, files.view_at, shared)
+    try:
+        obj = unpack(buffer[MESSAGE_HEAD:], meta, meta_bytes, spans, files.view_at, shared)
+    except Exception as error:
+        error.add_note(
+            f"raised while a worker process unpickled what it was sent{failed_in(error, unpack.__code__)}. "
+            'Have it inherited (multiprocessing_context="fork"), or mend it: `__getattr__` is asked before '
+            "attributes are there, and must raise AttributeError then"
+        )
+        raise
     for fd in fds:
         os.close(fd)
     return obj
@@ -288,17 +279,21 @@ def _with_typed_storages(reduced: Any) -> Any:
 
 
 class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, packer: _Packer) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=packer.buffer)
-        self._packer = packer
+    def __init__(self, file: io.BytesIO, packer: _Packer | None = None) -> None:
+        callback = packer.buffer if packer else None
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=callback)
+        self._reducers = packer.reducers if packer else {}
         self.modules: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, type | FunctionType):
-            self.modules.add(obj.__module__)
+        name = obj.__name__ if isinstance(obj, ModuleType) else home_of(obj)
+        if name and is_importable(name):
+            self.modules.add(name)
+        elif name in sys.modules and name != "__main__":
+            cloudpickle.register_pickle_by_value(sys.modules[name])  # for good: other threads pickle, too
         if isinstance(obj, io.TextIOWrapper):
             raise TypeError("cannot pickle an open file")  # cloudpickle would read all of it
-        reducer = self._packer.reducers.get(type(obj))
+        reducer = self._reducers.get(type(obj))
         return super().reducer_override(obj) if reducer is None else reducer(obj)
 
 
@@ -349,12 +344,26 @@ def _packed(packer: _Packer, file: io.BytesIO, *, by_value: bool) -> PackedObjec
 
 
 def dumps_by_value(obj: Any) -> bytes:
-    """A plain pickle for a process without our main module: what lies there goes by value."""
-    try:
-        data = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
-    except Exception:
-        return bytes(cloudpickle.dumps(obj))
-    return bytes(cloudpickle.dumps(obj)) if b"__main__" in data else data
+    """A plain pickle for a process without the modules that were made here: what lies there goes by value."""
+    file = io.BytesIO()
+    pickler = _NamingPickler(file, pickle.HIGHEST_PROTOCOL)
+    with contextlib.suppress(Exception):
+        pickler.dump(obj)
+        if all(map(is_importable, pickler.modules)):
+            return file.getvalue()
+    file = io.BytesIO()
+    _CloudPickler(file).dump(obj)
+    return file.getvalue()
+
+
+class _NamingPickler(pickle.Pickler):
+    modules: set[str] | frozenset[str] = frozenset()
+    """Of what went by its name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if name := home_of(obj):
+            self.modules |= {name}
+        return NotImplemented
 
 
 class _Source:

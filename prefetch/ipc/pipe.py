@@ -18,10 +18,10 @@ import torch
 
 from prefetch.ipc.batch_writer import BatchWriter, TorchSettings
 from prefetch.ipc.payload import (
+    MESSAGE_HEAD,
     Copied,
     PackedObject,
-    message_bytes,
-    packed_for_processes,
+    pack,
     placed_offsets,
     read_packed,
     unpack,
@@ -30,6 +30,7 @@ from prefetch.ipc.payload import (
 from prefetch.ipc.protocol import WorkerLoop, WorkerRequest
 from prefetch.ipc.server import server_needs
 from prefetch.memory.device import register_pinned
+from prefetch.memory.mapped_files import MappedFiles
 from prefetch.workers import REGION_BYTES, STOP_S
 from prefetch.workers.pool import WorkerPool
 from prefetch.workers.shared_arena import Buffer, Header, Region, SharedFile
@@ -99,8 +100,16 @@ def run_worker(
 
 
 def packed_job(job: Any, context: BaseContext | None) -> PackedObject:
-    """A job for processes that start so. Raises what pickling raises."""
-    return packed_for_processes((TorchSettings.here(), job), by_value=context is None)
+    """A job for processes that start so; mapped files are not copied. Raises what pickling raises."""
+    files = MappedFiles()
+    try:
+        packed = pack((TorchSettings.here(), job), place=files.place, by_value=context is None, share=True)
+    except BaseException:
+        files.close()
+        raise
+    packed.shared += [(fd, 0) for fd in reversed(files.fds)]
+    packed.table, packed.files = pickle.dumps(files.table), files
+    return packed
 
 
 def _pinned_copy(data: memoryview) -> Buffer:
@@ -144,7 +153,7 @@ class WorkerProcesses:
     ) -> None:
         self.file = SharedFile(
             num_workers + num_spare,
-            message_bytes(job) if job else 0,
+            MESSAGE_HEAD + job.nbytes if job else 0,
             register_pinned if pins else None,
             region_bytes=region_bytes,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from multiprocessing import shared_memory
+from multiprocessing import get_context, shared_memory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,8 @@ from numpy.lib.array_utils import byte_bounds
 from torch.utils.data import Dataset
 
 from dataflow import DataLoader
-from prefetch.ipc.payload import message_bytes, packed_for_processes, read_packed, write_packed
+from prefetch.ipc.payload import MESSAGE_HEAD, read_packed, write_packed
+from prefetch.ipc.pipe import packed_job
 from prefetch.memory import mapped_files
 from prefetch.memory.mapped_files import FileMapping, MappedFiles, _is_file_of, file_mappings
 from prefetch.workers.shared_arena import SharedFile
@@ -37,8 +38,8 @@ class Message:
     """A job on its way to processes, which may be read in this one."""
 
     def __init__(self, obj: Any, *, by_value: bool = False) -> None:
-        self.packed = packed_for_processes(obj, by_value=by_value)
-        self.file = SharedFile(1, message_bytes(self.packed))
+        self.packed = packed_job(obj, None if by_value else get_context("spawn"))
+        self.file = SharedFile(1, MESSAGE_HEAD + self.packed.nbytes)
         write_packed(self.file, self.packed)
 
     @property
@@ -52,7 +53,8 @@ class Message:
             message_bytes=self.file.message_bytes,
             passed=[SimpleNamespace(fd=os.dup(fd)) for fd, _ in self.packed.shared],
         )
-        return read_packed(start)  # type: ignore[arg-type]
+        _, job = read_packed(start)  # type: ignore[arg-type]
+        return job
 
     def close(self) -> None:
         self.file.close()
@@ -93,7 +95,7 @@ def test_a_memory_map_arrives_as_one_of_the_same_file_and_kind(
     array = np.memmap(path, np.int64, mode, offset=160)
     arrived, copied_bytes = sent({"tokens": array}, by_value=by_value)
     mapped = arrived["tokens"]
-    assert copied_bytes < 1000
+    assert copied_bytes < 2000
     mapping = mapping_of(mapped)
     assert mapping is not None
     assert mapping.access == access
@@ -126,7 +128,7 @@ def test_tensors_of_files_arrive_as_tensors_of_files(
     if is_written:
         tensor[5] = -5
     arrived, copied_bytes = sent([tensor, tensor[100:200]])
-    assert (copied_bytes < 1000) is (shared or not is_written)
+    assert (copied_bytes < 2000) is (shared or not is_written)
     assert torch.equal(arrived[0], tensor)
     assert arrived[1].tolist() == [*range(100, 200)]
     arrived[0][9] = -9
@@ -226,7 +228,7 @@ def test_a_file_is_known_again_where_its_status_has_another_device(
     array = np.memmap(path, np.int64, "r")
     monkeypatch.setattr(os, "makedev", lambda major, minor: -1)
     _, copied_bytes = sent(array)
-    assert copied_bytes < 1000
+    assert copied_bytes < 2000
     other = path.with_name("other.bin")
     other.write_bytes(path.read_bytes())
     mapping = mapping_of(array)
