@@ -70,7 +70,7 @@ class PackedObject:
     """Offset and length of each out-of-band buffer."""
     meta_offset: int
     placed: list[tuple[Any, int]]
-    """What keeps each part that is found elsewhere, and where."""
+    """The parts that are found elsewhere: what keeps each, and its place."""
     placed_bytes: int
     by_value: bool
     """True if cloudpickle had to help."""
@@ -78,7 +78,7 @@ class PackedObject:
     """The tensors that cross as file descriptors, if that was asked for."""
     files: MappedFiles | None = None
     table: bytes = b""
-    """Of the mapped files that a job lies in, pickled; their descriptors are the last of `shared`."""
+    """The mapped files that a job lies in, pickled; their descriptors are the last of `shared`."""
     modules: set[str] = field(default_factory=set)
     """Modules of the classes and functions in it, if it went by value."""
 
@@ -358,7 +358,7 @@ def dumps_by_value(obj: Any) -> bytes:
 
 class _NamingPickler(pickle.Pickler):
     modules: set[str] | frozenset[str] = frozenset()
-    """Of what went by its name."""
+    """The modules of what went by its name."""
 
     def reducer_override(self, obj: Any) -> Any:
         if name := home_of(obj):
@@ -367,7 +367,7 @@ class _NamingPickler(pickle.Pickler):
 
 
 class _Source:
-    """What an object is made of again, while it is unpacked."""
+    """The memory that an object is made of again, while it is unpacked."""
 
     def __init__(
         self, buffer: Buffer, view_at: ViewAt | None, shared: Sequence[Shared], copied: Copied | None

@@ -34,14 +34,14 @@ class FileMapping(NamedTuple):
     start: int
     end: int
     access: str
-    """As "r--s" or "rw-p"."""
+    """Modes, such as "r--s" and "rw-p"."""
     offset: int
     file: tuple[str, int, str]
     """Device, inode and path."""
 
 
 class MappedFile(NamedTuple):
-    """What another process needs to map the same."""
+    """The facts that another process needs to map the same."""
 
     mapping: FileMapping
     nbytes: int
