@@ -1,5 +1,8 @@
 """Define the errors of reading ahead (those of shards are in `sharding.errors`), and when a wait is one."""
 
+import traceback
+from types import CodeType
+
 from sharding.errors import DataflowError, SampleError
 
 FIRST_NOTICE_S = 3.0
@@ -32,3 +35,15 @@ def next_notice_s(waited_s: float, first_s: float = FIRST_NOTICE_S) -> float:
     while due_s <= waited_s:
         due_s *= 2
     return due_s
+
+
+def failed_in(error: BaseException, caller: CodeType) -> str:
+    """Return ", in" the function that `caller` has called, and of which object; "" if that is C code."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    below = [frame.f_code for frame in frames].index(caller) + 1
+    if below == len(frames):
+        return ""
+    code, kind = frames[below].f_code, type(frames[below].f_locals.get("self"))
+    return f", in {code.co_name}" + (
+        f" of {kind.__module__}.{kind.__qualname__}" if kind is not type(None) else ""
+    )

@@ -1,7 +1,7 @@
 """Tell whether there is an interpreter lock, for a free-threaded build of Python has none.
 
 docs/notes/design.md lists what was read and mended. What looks at other threads while they run asks
-here first.
+here first. And tell which modules another interpreter finds.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from types import FrameType
-from typing import TypeVar
+from functools import lru_cache
+from types import FrameType, FunctionType
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -49,3 +50,27 @@ def taken_by_one(stack: list[T]) -> Iterator[T]:
     with suppress(IndexError):  # asking first whether there is one would race with other threads
         while True:
             yield stack.pop()
+
+
+def home_of(obj: Any) -> str:
+    """Return the module of a class or a function, where another interpreter looks for it; else ""."""
+    return obj.__module__ or "" if isinstance(obj, type | FunctionType) else ""
+
+
+def is_importable(name: str) -> bool:
+    """Return whether another interpreter with our `sys.path` finds a module, whatever `sys.modules` has."""
+    return name != "__main__" and _is_found(name, tuple(sys.path))
+
+
+@lru_cache(maxsize=1024)
+def _is_found(name: str, path: tuple[str, ...]) -> bool:
+    parent, locations, spec = name.rpartition(".")[0], None, None
+    if parent:
+        locations = getattr(sys.modules.get(parent), "__path__", None)
+        if locations is None or not is_importable(parent):
+            return is_importable(parent)  # which makes it, if it is no package
+    for finder in sys.meta_path:
+        with suppress(Exception):  # of a finder of somebody's
+            spec = spec or finder.find_spec(name, locations)
+    # A folder that has the name of a module is a package of its own.
+    return spec is not None and (spec.origin is not None or hasattr(sys.modules.get(name), "__path__"))

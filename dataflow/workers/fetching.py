@@ -22,7 +22,14 @@ from torch.utils.data._utils import pin_memory as torch_pin, worker as torch_wor
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
 from dataflow.live.unwatched import UNWATCHED, Unwatched
-from dataflow.workers.worker import Worker, WorkerJob, WorkerLimits, WorkerState, has_state
+from dataflow.workers.worker import (
+    Worker,
+    WorkerJob,
+    WorkerLimits,
+    WorkerState,
+    array_bytes,
+    has_state,
+)
 from prefetch.weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
@@ -344,8 +351,6 @@ class MainIterator(FetchIterator):
             torch_worker._worker_info = None
 
     def _next_data(self) -> Any:
-        from prefetch.ipc.payload import array_bytes
-
         index = self._next_index_or_end()
         while True:
             number = self._turns.next()

@@ -14,7 +14,6 @@ from dataflow.workers.fetching import WorkerLoader
 from dataflow.workers.process_main import run
 from dataflow.workers.worker import WorkerJob
 from prefetch.ipc.forked_classes import dumps_to_fork
-from prefetch.ipc.generators import copied_random_state
 from prefetch.ipc.payload import dumps_by_value, pack
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
 from prefetch.workers.shared_arena import Header
@@ -63,8 +62,7 @@ class ProcessRunners:
     def unpack(self, response: Any) -> Any:
         """Return what a response brings: batch or error, the worker's state, its global generators' state."""
         data, state, random = self._workers.unpack(response)
-        # These are kept for long, and must not keep the memory of the batch they came with.
-        return data, copy.deepcopy(state), random and copied_random_state(random)
+        return data, copy.deepcopy(state), random  # a state may have objects in common with the data
 
     def close(self, *, immediately: bool = False) -> None:
         """See `WorkerProcesses`. `immediately`: do not let them finish what they are doing."""

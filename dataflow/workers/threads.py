@@ -11,7 +11,9 @@ Iterable datasets, and those with a state of their own, are served as by worker 
 
 from __future__ import annotations
 
+import mmap
 import operator
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data import MapDataPipe, Subset, _DatasetKind, default_collate, default_convert
 
@@ -27,14 +30,16 @@ from dataflow.workers.info import Generators, become, install, uninstall
 from dataflow.workers.worker import (
     Worker,
     WorkerJob,
+    array_bytes,
     has_state,
     worker_info,
     wrapped_error,
 )
 from prefetch.interpreter import taken_by_one
-from prefetch.ipc.payload import array_bytes, copies
+from prefetch.ipc.payload import pack, unpack
 from prefetch.ipc.protocol import WorkerMessage, WorkerRequest, WorkerResult
 from prefetch.memory.arena import trim_heap
+from prefetch.workers.shared_arena import create_file, read_message
 from prefetch.workers.threads import WorkerThreads
 
 _KEY = "lane"
@@ -308,9 +313,26 @@ class BatchThreads(ThreadRunners):
             self._put(kind, number % self._job.num_runners, generation, task, data, state)
 
 
+def _copies(obj: Any, count: int) -> list[Any]:
+    """`count` copies. Their arrays and tensors share memory until they are written to.
+
+    Raises whatever pickling raises.
+    """
+    packed = pack(obj)
+    fd = create_file(packed.nbytes)
+    try:
+        with mmap.mmap(fd, packed.nbytes) as memory:
+            view = np.frombuffer(memory, np.uint8)
+            packed.copy_to(view.ctypes.data)
+            del view  # else the mapping could not be closed
+        return [unpack(read_message(fd, 0, packed.nbytes), *packed.layout) for _ in range(count)]
+    finally:
+        os.close(fd)
+
+
 def _dataset_copies(job: WorkerJob) -> list[Any]:
     try:
-        return copies(job.dataset, job.num_copies)
+        return _copies(job.dataset, job.num_copies)
     except Exception as error:
         if job.num_copies == 1:
             return [job.dataset]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _DatasetKind
@@ -240,3 +241,21 @@ class Worker:
             return None
         # In this process the dataset goes on, and the state must not; else pickling copies it.
         return copy.deepcopy(state) if self._in_thread else state
+
+
+_MOST_VISITED = 1000
+
+
+def array_bytes(obj: Any) -> int:
+    """Bytes of the tensors and arrays in nested containers; of a thousand objects at most."""
+    total, limit, parts = 0, _MOST_VISITED, [obj]
+    while parts and limit:
+        limit -= 1
+        part = parts.pop()
+        if isinstance(part, torch.Tensor | np.ndarray):
+            total += part.nbytes
+        elif isinstance(part, Mapping):
+            parts.extend(part.values())
+        elif isinstance(part, list | tuple):
+            parts.extend(part[:limit])
+    return total

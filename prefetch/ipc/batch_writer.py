@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections.abc import Mapping
@@ -11,11 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data._utils import collate
 
-from prefetch.ipc.payload import PackedObject, pack
-from prefetch.workers.shared_arena import Buffer, Region
+from prefetch.ipc.payload import LARGE, PackedObject, pack
+from prefetch.workers.shared_arena import Region
 
-_DIRECT_BYTES = 32 << 10
-"""Tensors of at least this size are collated in shared memory at once; smaller ones are copied together."""
+_MOST_HELD = 1.1
+"""A part that is kept holds so many times its bytes at most, and a page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +50,13 @@ class BatchWriter:
     def __init__(self, region: Region) -> None:
         self._region = region
         self.takes_parts = False
-        """True if any tensor that lies in the region stays there; else only one that is all of a slab, which
-        the training process can page-lock."""
+        """True if whatever lies in the region stays there; else only what is all of a slab, which holds no
+        more than it needs, and which the training process can page-lock."""
         self._direct: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._by_value: bool | None = None
+        self._joins = True
+        self._joined: tuple[int, int] | None = None
+        """Address and bytes of the large part that lies with all small ones."""
         self._stack = collate.collate_tensor_fn
         if collate.default_collate_fn_map.get(torch.Tensor) is self._stack:
             collate.default_collate_fn_map[torch.Tensor] = self._collate_tensor
@@ -71,27 +75,42 @@ class BatchWriter:
             return stacked
         nbytes = len(batch) * elem.numel() * elem.element_size()
         # What requires grad cannot be stacked into memory that is there.
-        if nbytes < _DIRECT_BYTES or type(elem) is not torch.Tensor or any(t.requires_grad for t in batch):
+        if nbytes < LARGE or type(elem) is not torch.Tensor or any(t.requires_grad for t in batch):
             return torch.stack(batch, 0)
         leased = self._region.arena.lease(nbytes)
         self._direct[leased.ctypes.data] = leased
         out = torch.from_numpy(leased).view(elem.dtype).view(len(batch), *elem.shape)
         return torch.stack(batch, 0, out=out)
 
-    def _shared_offset(self, tensor: torch.Tensor) -> int | None:
-        address = tensor.data_ptr()
-        if self.takes_parts:
-            return self._region.offset_of(address) if self._region.holds(address) else None
-        if address in self._direct and self._direct[address].nbytes == tensor.untyped_storage().nbytes():
-            return self._region.offset_of(address)
-        return None
+    def _place(self, address: int, nbytes: int, keep: Any) -> tuple[Any, int] | None:
+        """Find a part where it lies, or give it a slab of its own; the first joins the pickle in one."""
+        if self.takes_parts and self._region.holds(address):
+            return keep, self._region.offset_of(address)
+        if nbytes < LARGE:
+            return None
+        if (direct := self._direct.get(address)) is not None and direct.nbytes == nbytes:
+            return keep, self._region.offset_of(address)
+        if self._joins and self._joined in (None, (address, nbytes)):  # it is asked again if it goes by value
+            self._joined = address, nbytes
+            return None
+        leased, to = self._region.arena.lease_at(nbytes)
+        ctypes.memmove(to, address, nbytes)
+        return leased, self._region.offset_of(to)
+
+    def _packed(self, obj: Any) -> PackedObject:
+        self._joined = None
+        packed = pack(obj, place=self._place, by_value=self._by_value)
+        if self._joined is not None and packed.nbytes > _MOST_HELD * self._joined[1]:
+            self._joins = False  # who keeps that part would keep too much else
+            return self._packed(obj)
+        return packed
 
     def put(self, obj: Any) -> tuple[int, PackedObject]:
         """Copy an object into shared memory; gives its offset in the file."""
-        packed = pack(obj, shared_offset=self._shared_offset, by_value=self._by_value)
+        packed = self._packed(obj)
         self._by_value = packed.by_value or None
-        leased: Buffer = self._region.arena.lease(packed.nbytes)
-        packed.copy_to(leased.__array_interface__["data"][0])
-        for tensor, _ in packed.placed:
-            self._region.grant(tensor, tensor.data_ptr())
-        return self._region.grant(leased, leased.__array_interface__["data"][0]), packed
+        leased, address = self._region.arena.lease_at(packed.nbytes)
+        packed.copy_to(address)
+        for keep, offset in packed.placed:
+            self._region.grant(keep, offset)
+        return self._region.grant(leased, self._region.offset_of(address)), packed

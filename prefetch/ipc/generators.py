@@ -57,12 +57,6 @@ def _address_of_python_state() -> int | None:
     return address if (*words, position) == random.getstate()[1] else None
 
 
-def copied_random_state(state: Any) -> Any:
-    """The same with arrays of its own."""
-    kind, words, *rest = state[2]
-    return state[0], state[1].clone(), (kind, words.copy(), *rest)
-
-
 class Draws:
     """Notices whether anything was drawn from the three global generators.
 

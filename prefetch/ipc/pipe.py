@@ -19,6 +19,7 @@ import torch
 from prefetch.ipc.batch_writer import BatchWriter, TorchSettings
 from prefetch.ipc.payload import (
     MESSAGE_HEAD,
+    Copied,
     PackedObject,
     pack,
     placed_offsets,
@@ -28,6 +29,7 @@ from prefetch.ipc.payload import (
 )
 from prefetch.ipc.protocol import WorkerLoop, WorkerRequest
 from prefetch.memory.device import register_pinned
+from prefetch.memory.mapped_files import MappedFiles
 from prefetch.workers import REGION_BYTES, STOP_S
 from prefetch.workers.pool import WorkerPool
 from prefetch.workers.shared_arena import Buffer, Header, Region, SharedFile
@@ -100,10 +102,33 @@ def run_worker(
 
 
 def packed_job(job: Any, context: BaseContext) -> PackedObject | None:
-    """A job for processes that start so; None: they are forked, and have it. Raises what pickling raises."""
+    """A job for processes that start so, without its mapped files; None: they are forked, and have it.
+
+    Raises what pickling raises.
+    """
     if is_fork(context):
         return None
-    return pack((TorchSettings.here(), job), by_value=isinstance(context, ByValueContext), share=True)
+    files = MappedFiles()
+    try:
+        packed = pack(
+            (TorchSettings.here(), job),
+            place=files.place,
+            by_value=isinstance(context, ByValueContext),
+            share=True,
+        )
+    except BaseException:
+        files.close()
+        raise
+    packed.shared += [(fd, 0) for fd in reversed(files.fds)]
+    packed.table, packed.files = pickle.dumps(files.table), files
+    return packed
+
+
+def _pinned_copy(data: memoryview) -> Buffer:
+    """Copy bytes to memory that torch has page-locked, and keeps for the next who asks."""
+    block: Buffer = torch.empty(len(data), dtype=torch.uint8, pin_memory=True).numpy()
+    block[:] = data
+    return block
 
 
 class WorkerProcesses:
@@ -144,6 +169,8 @@ class WorkerProcesses:
             register_pinned if pins else None,
             region_bytes=region_bytes,
         )
+        self._job_files = job.files if job else None
+        self._copied: Copied = _pinned_copy if pins else bytearray
         try:
             if job is not None:
                 write_packed(self.file, job)
@@ -161,13 +188,14 @@ class WorkerProcesses:
                 stop_s=stop_s,
             )
         except BaseException:
-            self.file.close()
+            self._close_files()
             raise
 
     def unpack(self, response: WorkerResponse, on_end: Callable[[int], None] | None = None) -> Any:
         """Return what a response brings, viewed where it lies.
 
         `on_end` hears of the bytes of each part, `response.total` together, when its last view has died.
+        Without it, small parts are copied, lest one that is kept keeps them all.
         """
         region, viewed = self.pool.regions[response.runner], Counter[int]()
 
@@ -176,8 +204,9 @@ class WorkerProcesses:
             return self.file.view(region, offset, nbytes, on_end)
 
         buffer = self.file.view(region, response.offset, response.nbytes, on_end)
+        where, copied = (response.meta, response.meta_bytes, response.table), self._copied
         try:
-            return unpack(buffer, response.meta, response.meta_bytes, response.table, view_at)
+            return unpack(buffer, *where, view_at, copied=copied if on_end is None else None)
         except BaseException:
             # What is in use comes back when its views die; the rest nobody will ever view.
             rest = Counter(placed_offsets(buffer, response.placed)) - viewed
@@ -197,4 +226,9 @@ class WorkerProcesses:
         try:
             self.pool.close(stop_s=stop_s)
         finally:
-            self.file.close()
+            self._close_files()
+
+    def _close_files(self) -> None:
+        self.file.close()
+        if self._job_files is not None:
+            self._job_files.close()

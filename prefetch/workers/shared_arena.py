@@ -165,9 +165,8 @@ class Region:
         """Return whether an address lies in it."""
         return 0 <= address - self.address < self._nbytes
 
-    def grant(self, leased: Any, address: int) -> int:
+    def grant(self, leased: Any, offset: int) -> int:
         """Keep what is leased, or a part of it, until the parent gives it back; its offset in the file."""
-        offset = self.offset_of(address)
         self._leases.setdefault(offset, []).append(leased)
         return offset
 

@@ -9,7 +9,10 @@ import enum
 import functools
 import math
 import pickle
+import subprocess
+import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +24,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as npst
+from torch.utils.data import Dataset
 
+from dataflow import DataLoader
+from prefetch.interpreter import is_importable
 from prefetch.ipc.payload import dumps_by_value, pack, placed_offsets, unpack
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of half its special tensors
@@ -406,6 +412,97 @@ def test_plain_messages_go_by_value_only_where_they_must() -> None:
     assert type(pickle.loads(dumps_by_value(main_class(3)))).__name__ == "Local"
 
 
+MADE_HERE = """
+FACTOR = 7
+class Made:
+    def times(self, n):
+        return FACTOR * n
+def made(n):
+    return n + FACTOR
+"""
+
+
+def made_here(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that no other process can import, as a config that was run by its path."""
+    module = types.ModuleType(name)
+    exec(MADE_HERE, vars(module))
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["made_here", "numpy.made_here", "folder_here"])
+@pytest.mark.parametrize("packs", [True, False])
+def test_modules_that_are_found_nowhere_go_by_value(
+    name: str, packs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder_here").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    module = made_here(name, monkeypatch)
+    obj = [module.Made(), module.made, module] if packs else [module.Made(), module.made]
+    data = bytes(pack(obj, by_value=True).meta) if packs else dumps_by_value(obj)
+    program = "import pickle, sys\na, b, *_ = pickle.load(sys.stdin.buffer)\nprint(a.times(6), b(3))"
+    there = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True, check=True)
+    assert there.stdout == b"42 10\n"
+    assert type(pickle.loads(data)[0]) is module.Made, "here it is the same class"
+
+
+def test_modules_that_are_found_go_by_their_names() -> None:
+    for name in (
+        "json",
+        "os.path",
+        "xml.etree.ElementTree",
+        "numpy._core.multiarray",
+        "builtins",
+        "torch._C._nn",
+    ):
+        assert is_importable(name), name
+    for name in ("__main__", "no_such_module", "json.no_such_module", "no_such_module.inside"):
+        assert not is_importable(name), name
+    for obj in ([np.int64(3), Path("a")], Sample(1), Colour.RED):
+        assert dumps_by_value(obj) == pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+    assert pack([Sample(1), Path("a")], by_value=True).modules >= {Sample.__module__, "pathlib"}
+
+
+# ---- what cannot be read again ---------------------------------------------------------------------------
+
+
+class Forwards(Dataset[Any]):
+    """Wraps another dataset, and asks it for all else: also while it is unpickled, and has none yet."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[index]
+
+
+class Mended(Forwards):
+    def __getattr__(self, name: str) -> Any:
+        if "inner" not in vars(self):
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+@pytest.mark.timeout(120)
+def test_what_pickles_and_cannot_be_read_again_is_named_and_the_cures_work() -> None:
+    def items(kind: Any, method: str) -> list[Any]:
+        return list(DataLoader(kind([3, 4]), None, num_workers=1, multiprocessing_context=method))
+
+    with pytest.raises(RecursionError) as caught:
+        items(Forwards, "forkserver")
+    text = str(caught.value)
+    assert f"unpickled what it was sent, in __getattr__ of {__name__}.Forwards. " in text
+    assert 'multiprocessing_context="fork"' in text
+    assert "must raise AttributeError" in text
+    assert items(Forwards, "fork") == items(Mended, "forkserver") == [3, 4]
+
+
 # ---- tensors that lie in shared memory already ----------------------------------------------------------
 
 
@@ -413,9 +510,9 @@ def test_placed_tensors_are_not_copied_and_listed() -> None:
     arena = torch.arange(100)
     placed, other = arena[10:20], torch.arange(5)
 
-    def shared_offset(tensor: torch.Tensor) -> int | None:
-        inside = 0 <= tensor.data_ptr() - arena.data_ptr() < arena.nbytes
-        return 8000 + tensor.data_ptr() - arena.data_ptr() if inside else None
+    def place(address: int, nbytes: int, keep: Any) -> tuple[Any, int] | None:
+        start = address - arena.data_ptr()
+        return (keep, 8000 + start) if 0 <= start < arena.nbytes else None
 
     views = []
 
@@ -424,7 +521,7 @@ def test_placed_tensors_are_not_copied_and_listed() -> None:
         start = (offset - 8000) // 8
         return arena[start : start + nbytes // 8].numpy().view(np.uint8)
 
-    packed = pack([placed, other, placed, arena[3:5]], shared_offset=shared_offset)
+    packed = pack([placed, other, placed, arena[3:5]], place=place)
     buffer = np.empty(packed.nbytes, np.uint8)
     packed.copy_to(buffer.ctypes.data)
     assert placed_offsets(buffer, len(packed.placed)) == [8080, 8024]

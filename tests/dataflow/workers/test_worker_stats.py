@@ -28,6 +28,13 @@ class Rows(Dataset):
         return torch.full((1000,), i, dtype=torch.int32)
 
 
+class WideRows(Rows):
+    """Batches that are large enough to stay in shared memory."""
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return super().__getitem__(i).repeat(10)
+
+
 def test_before_the_first_loop_there_is_nothing() -> None:
     before = DataLoader(Rows(), 3).stats()
     assert before == WorkerStats(
@@ -109,19 +116,19 @@ def test_batches_ahead_are_told_while_the_loop_runs() -> None:
 
 
 def test_memory_of_worker_processes_is_told_and_kept_by_batches() -> None:
-    loader = DataLoader(Rows(), 3, num_workers=2, persistent_workers=True)
+    loader = DataLoader(WideRows(), 3, num_workers=2, persistent_workers=True)
     with loader:
         it = iter(loader)
         kept = [next(it)]
         next(it)  # the other worker's: it has been forked by now
         during = loader.stats()
-        assert during.shared_bytes >= 12_000
+        assert during.shared_bytes >= 120_000
         assert len(during.worker_pids) == 2
         assert all(os.path.exists(f"/proc/{pid}") for pid in during.worker_pids)
     after = loader.stats()
-    assert after.shared_bytes == 12_288, "the pages of the batch that is kept"
+    assert after.shared_bytes == 122_880, "the pages of the batch that is kept"
     assert (after.ahead_batches, after.ready_batches, after.worker_pids) == (0, 0, ())
-    assert kept[0].sum() == 3000
+    assert kept[0].sum() == 30_000
     kept.clear()
     assert loader.stats().shared_bytes == 0
     del it
