@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from prefetch.control.chunk_time import ChunkTime
 from prefetch.control.depth import DepthPolicy
 from prefetch.engine.ledger import MemoryHeld
 from prefetch.errors import FIRST_NOTICE_S, StallError, next_notice_s
@@ -29,6 +30,8 @@ class EngineOptions:
     first_batch_alone: bool = False
     """True if no more is read before the consumer has a batch than builders can use: where reading takes
     cores, and not time, it would take them from who builds that batch."""
+    chunk_time: ChunkTime | None = None
+    """Says how many batches a builder is given at a time; None: whole chunks."""
     keep_bytes: int = 0
     """Credit that windows leave free for outputs."""
     timeout_s: float = 600.0
