@@ -27,7 +27,7 @@ class ChunkTime:
         self.decision = Decision(1, "nothing is built yet")
 
     def observe(self, num_batches: int, build_s: float) -> None:
-        """So many batches were built by one builder, in so many seconds."""
+        """Note that one builder has built so many batches, in so many seconds."""
         self._built.append((num_batches, build_s))
         batches, seconds = map(sum, zip(*self._built, strict=True))
         most = max(1, round(batches * self._chunk_s / max(seconds, 1e-9)))

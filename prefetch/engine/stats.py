@@ -83,6 +83,9 @@ class EngineStats:
     elapsed_s: float
     starved_s: float
     """Seconds the consumer waited in `next`. Near 0: the loader keeps up. Near `elapsed_s`: it is slower."""
+    few_chunks_s: float = 0.0
+    """Seconds of these in which some builders built and others had nothing, though no read was awaited. Near
+    `starved_s`: there are more builders than chunks."""
     delivered_batches: int
     """The number of batches that were delivered. Those of a chunk count at once, also where they are made
     while the consumer takes them."""
@@ -105,6 +108,7 @@ class EngineStats:
             self,
             elapsed_s=past.elapsed_s + self.elapsed_s,
             starved_s=past.starved_s + self.starved_s,
+            few_chunks_s=past.few_chunks_s + self.few_chunks_s,
             delivered_batches=past.delivered_batches + self.delivered_batches,
             delivered_bytes=past.delivered_bytes + self.delivered_bytes,
             read=self.read.with_past(past.read),
