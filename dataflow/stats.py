@@ -271,7 +271,7 @@ class LoaderStats(SessionStats, StatsSnapshot):
 
     @property
     def few_chunks_s(self) -> float:
-        """Seconds of these in which some builders built, and others had nothing: there were too few chunks."""
+        """Seconds of these in which some builders built, and others had nothing: chunks were too few."""
         return self.engine.few_chunks_s
 
     @property

@@ -47,6 +47,8 @@ class WaitRun:
     """The longest time between two batches, over the mean."""
     late_gap: float = 0.0
     """The same of the 99th percentile."""
+    reason: str = ""
+    """Why there are no figures."""
 
 
 def written(folder: Path) -> Path:
@@ -141,7 +143,7 @@ def main(builders: str, repeats: int, seconds: float, root: Path | None, output:
         names = ("samples_per_s", "possible_per_s", "at_work", "longest_gap", "late_gap")
         return WaitRun(builders=run.builders, **{name: events[name] for name in names})
 
-    runs = interleaved([WaitRun(builders=one) for one in builders.split(",")], repeats, measure)
+    runs = [*interleaved([WaitRun(builders=one) for one in builders.split(",")], repeats, measure)]
     rows = medians(runs, "builders")
     table = Table()
     for heading in ("builders", "samples/s", "possible", "at work", "longest gap", "99 %"):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from engine_kit import (
     TIMEOUT_S,
+    Action,
     Batch,
     FakeChunk,
     FakeWindow,
@@ -43,7 +44,7 @@ class _Told(ChunkTime):
 def test_a_long_chunk_is_shared_by_all_builders() -> None:
     """As one chunk it would be one builder's."""
     together = threading.Barrier(4, timeout=TIMEOUT_S)
-    chunk = FakeChunk("a", num_batches=4, parts=[together.wait])
+    chunk = FakeChunk("a", num_batches=4, on_begin=together.wait)
     with running([FakeWindow(chunk)], num_workers=4, chunk_time=_Told(1)) as engine:
         assert len(outcomes(engine)) == 4
         assert_nothing_held(engine)
@@ -54,8 +55,8 @@ def test_the_rest_of_a_chunk_is_shortened_by_what_was_learned_since() -> None:
     window = FakeWindow(FakeChunk("a", num_batches=8))
     with running([window], chunk_time=told) as engine:
         assert len(outcomes(engine)) == 8
+        assert window.closed == 1
     assert sorted(told.built) == [2, 2, 4]
-    assert window.closed == 1
 
 
 def test_few_chunks_wait_for_a_builder_as_none_of_them_is_shortened_any_more() -> None:
@@ -76,7 +77,7 @@ class _PartsChunk(FakeChunk):
             yield PartialChunk(parts=self._parts)
             yield made
 
-    def begin(self) -> list[object]:
+    def begin(self) -> list[Action]:
         return []
 
 
