@@ -270,6 +270,11 @@ class LoaderStats(SessionStats, StatsSnapshot):
         return self.engine.starved_s
 
     @property
+    def few_chunks_s(self) -> float:
+        """Seconds of these in which some builders built, and others had nothing: chunks were too few."""
+        return self.engine.few_chunks_s
+
+    @property
     def stall_share(self) -> float:
         """`starved_s / elapsed_s`, in [0, 1]."""
         return _rate(self.starved_s, self.elapsed_s)

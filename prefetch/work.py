@@ -6,7 +6,7 @@ one or more staged windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -24,7 +24,7 @@ class Batches(Protocol[T_co]):
 
 @dataclass(frozen=True)
 class PartialChunk(Generic[T_co]):
-    """Some finished batches of a chunk, or what the next ones will take."""
+    """Some finished batches of a chunk, or what the next ones will take, or wait for."""
 
     batches: Batches[T_co] = ()
     slot_bytes: int = 0
@@ -35,6 +35,10 @@ class PartialChunk(Generic[T_co]):
     """The bytes that making these took beyond the chunk's `nbytes`: so much is reserved for those to come."""
     flush_now: bool = False
     """True if the consumer may have them before the chunk is whole. Never those that make it whole."""
+    build_s: float = field(default=0.0, kw_only=True)
+    """Seconds that one builder took to make these, or would have; 0: they were there."""
+    parts: Sequence[Task] = field(default=(), kw_only=True)
+    """Parts of the next batch, to be run by any builders before it is asked for. They do not raise."""
 
 
 class Chunk(Protocol[T_co]):
@@ -52,11 +56,15 @@ class Chunk(Protocol[T_co]):
     reads_windows: bool
     """True if batches are still to be made of its windows, though they were delivered."""
 
+    def halves(self) -> Sequence[Chunk[T_co]]:
+        """Return two chunks of the same batches. Before it was begun; not of a single batch."""
+        ...
+
     def begin(self) -> Sequence[Task]:
         """Take slots and give the parts that may run in parallel. On a builder's thread."""
         ...
 
-    def finish(self) -> Iterator[PartialChunk[T_co]]:
+    def finish(self) -> Generator[PartialChunk[T_co]]:
         """The batches in order. Between two partial chunks any time may pass, and any builder go on."""
         ...
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from dataflow.batch.samples import (
     transform_reason,
     without_rest,
 )
+from dataflow.batch.sharing import Finishing, Outcome, SampleOutcomes
 from dataflow.batch.transforms import batch_form, lists_of, trains_nothing, transformed_together
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, raise_if_closing
 from dataflow.outputs.held_bytes import Ranges, held_bytes
@@ -140,6 +141,8 @@ class BuildContext(Struct, frozen=True, kw_only=True):
     closing: threading.Event
     """Set when nobody wants the batches any more: building ends with the sample that it is at."""
     heap: HeapKeeper
+    shares_batches: bool = False
+    """True if several builders may make the samples of one batch: they are threads."""
     ships_values: bool = False
     """True if chunks are built elsewhere, and stored values are copied for it."""
     row_bytes: int | None = None
@@ -208,6 +211,8 @@ class BatchBuilder:
         self.leased_bytes = 0
         """Bytes of slots within the chunk's credits; known when `finish` has ended."""
         self._randomness = Randomness(context.settings.seed, plan.epoch)
+        self._shared_s = 0.0
+        """Seconds that others took for the batch, beyond those that passed meanwhile."""
         self.columns: ChunkColumns | None = None
 
     def open(self) -> None:
@@ -232,7 +237,7 @@ class BatchBuilder:
             make_copies(self.built, self.columns)
         return [decode for built in self.built for decode in built.decodes]
 
-    def finish(self) -> Iterator[PartialChunk[Delivered]]:
+    def finish(self) -> Generator[PartialChunk[Delivered]]:
         """Split into batches, apply what the user gave: in parts where that takes memory of its own, or time.
 
         What fails is raised in its place, behind the batches before it.
@@ -244,7 +249,7 @@ class BatchBuilder:
             self.leased_bytes = self.columns.leased_bytes
             self.columns, self.built, self.rows = None, [], NO_ROWS
 
-    def _parts(self, columns: ChunkColumns) -> Iterator[PartialChunk[Delivered]]:
+    def _parts(self, columns: ChunkColumns) -> Generator[PartialChunk[Delivered]]:
         context, sizes = self.context, list[int](self.plan.sizes.tolist())
         values = [self._values(built, sizes) for built in self.built]
         names = [output.name for output in context.settings.outputs]
@@ -255,6 +260,7 @@ class BatchBuilder:
             return
         delivered, heap_bytes, most_bytes = list[Delivered](), 0, 0
         row, began_s = 0, context.now()
+        resumed_s = began_s
         for number, size in enumerate(sizes, self.plan.first_batch):
             raise_if_closing(context.closing)
             ahead = sum(
@@ -262,9 +268,10 @@ class BatchBuilder:
             )
             if ahead:
                 yield PartialChunk(slot_bytes=ahead)
+                resumed_s = context.now()
             self._seed_globals(row, of_batch=True)
             try:
-                delivered.append(self.delivered(number, next(batches), row, size))
+                delivered.append((yield from self.delivered(number, next(batches), row, size)))
             except EngineClosedError:
                 raise
             except Exception:
@@ -282,13 +289,18 @@ class BatchBuilder:
                 # While samples are put together, they are there as well as their batch.
                 made_bytes = heap_bytes + (most_bytes if context.settings.takes_samples else 0)
                 part = PartialChunk(
-                    delivered, heap_bytes=heap_bytes, made_bytes=made_bytes, flush_now=flush_now
+                    delivered,
+                    heap_bytes=heap_bytes,
+                    made_bytes=made_bytes,
+                    flush_now=flush_now,
+                    build_s=context.now() - resumed_s + self._shared_s,
                 )
-                delivered, heap_bytes, most_bytes = [], 0, 0
+                delivered, heap_bytes, most_bytes, self._shared_s = [], 0, 0, 0.0
                 yield part
                 del part
+                resumed_s = context.now()
                 if flush_now:
-                    began_s = context.now()
+                    began_s = resumed_s
 
     def _values(self, built: BuiltColumn, sizes: Sequence[int]) -> Iterable[Any]:
         """One value a batch of a column; of one that is decoded sample by sample, where that is done."""
@@ -322,10 +334,10 @@ class BatchBuilder:
             return False
         return all(output.is_view for output in self.settings.outputs)
 
-    def delivered(self, number: int, batch: dict[str, Any], row: int, size: int) -> Delivered:
+    def delivered(self, number: int, batch: dict[str, Any], row: int, size: int) -> Finishing[Delivered]:
         """A batch, whose columns are built and whose rows begin at `row`, with all done to it."""
         skipped: list[SampleError] = []
-        result, num_samples = self._finish_batch(number, batch, row, size, skipped)
+        result, num_samples = yield from self._finish_batch(number, batch, row, size, skipped)
         if self.context.pin is not None:
             result = self.context.pin(result)
         remarks = self._remarks(row, row + size)
@@ -348,7 +360,7 @@ class BatchBuilder:
 
     def _finish_batch(
         self, number: int, batch: dict[str, Any], row: int, size: int, skipped: list[SampleError]
-    ) -> tuple[Any, int]:
+    ) -> Finishing[tuple[Any, int]]:
         settings, columns = self.settings, self.columns
         assert columns is not None
         dropped = {r - row for r in columns.bad if row <= r < row + size}
@@ -367,7 +379,7 @@ class BatchBuilder:
             batch = batch_columns(settings.batching, segments, batch, columns.slot)
         result: Any = batch
         if settings.takes_samples:
-            samples, kept = self._transform(batch, kept, row, skipped)
+            samples, kept = yield from self._transform(batch, kept, row, skipped)
             if not samples:
                 return {}, 0
             if settings.collate:
@@ -399,7 +411,7 @@ class BatchBuilder:
 
     def _transform(
         self, batch: dict[str, Any], kept: NDArray[np.int64], first: int, skipped: list[SampleError]
-    ) -> tuple[list[Any], NDArray[np.int64]]:
+    ) -> Finishing[tuple[list[Any], NDArray[np.int64]]]:
         """The samples that the transforms made, and which rows of the batch these are."""
         samples, transformed, num_skipped = [], [], len(skipped)
         outputs, transforms = self.settings.outputs, self.settings.transforms
@@ -409,13 +421,27 @@ class BatchBuilder:
         given = samples_of(batch, outputs, len(kept))
         of_samples = [transforms[window.source_number] for window, _ in origins]
         together, failure = transformed_together(given, of_samples)
+
+        def outcome(at: int) -> Outcome:
+            if at in together:
+                return self._outcome(partial(together.__getitem__, at))
+            return self._one(given, at, *origins[at], first + int(kept[at]))
+
+        outcomes = SampleOutcomes(
+            outcome,
+            len(kept),
+            is_shared=self.context.shares_batches and not together,
+            closing=self.context.closing,
+            now=self.context.now,
+        )
         for at, (index, (window, row)) in enumerate(zip(kept, origins, strict=True)):
             raise_if_closing(self.context.closing)
             chunk_row = first + int(index)
-            if at in together:
-                made, reason, cause = self._outcome(partial(together.__getitem__, at))
-            else:
-                made, reason, cause = self._one(given, at, window, row, chunk_row)
+            if outcomes.may_share and (parts := outcomes.parts_from(at)):
+                handed_out_s = self.context.now()
+                yield PartialChunk(parts=parts)
+                self._shared_s += outcomes.shared_s - (self.context.now() - handed_out_s)
+            made, reason, cause = outcomes.take(at)
             if made is _BAD:
                 self._leave_out(columns.bad[chunk_row], columns.bad[chunk_row].__cause__, skipped)
                 continue
@@ -437,9 +463,7 @@ class BatchBuilder:
             raise failure
         return samples, np.array(transformed, np.int64)
 
-    def _one(
-        self, given: BatchSamples, at: int, window: StagedRows, row: int, chunk_row: int
-    ) -> tuple[Any, str, BaseException | None]:
+    def _one(self, given: BatchSamples, at: int, window: StagedRows, row: int, chunk_row: int) -> Outcome:
         """The outcome of the transform of one sample, which is decoded here; `_BAD` if it cannot be.
 
         When this ends nothing is left of the sample but what the result needs.
@@ -453,7 +477,7 @@ class BatchBuilder:
         made, reason, cause = self._outcome(partial(self._apply, sample, window, row, chunk_row))
         return without_rest(made, decoded, self.columns.slots), reason, cause
 
-    def _outcome(self, make: Callable[[], Any]) -> tuple[Any, str, BaseException | None]:
+    def _outcome(self, make: Callable[[], Any]) -> Outcome:
         """Return what a transform returned, why that is none, and what it raised."""
         collate = self.settings.collate
         try:

@@ -8,7 +8,7 @@ few at a time, while the consumer takes them (`prefetch.memory.copies`). All oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dataflow.batch.builder import NO_ROWS, BatchBuilder, BuildContext, ChunkPlan
 from dataflow.batch.delivered import Delivered, LazyBatches, job_ends, largest_job
+from dataflow.batch.sharing import finished
 from dataflow.outputs.columns import ChunkRows
 from dataflow.outputs.output import Output, staged_outputs
 from dataflow.staging.columns import StagedOutput
@@ -49,6 +50,7 @@ class BatchChunk:
     ) -> None:
         """Build `batches` from `windows`, which are those of `batches.parts`."""
         self._context, self._copies = context, copies
+        self._rank_plan, self._batches = plan, batches
         self.plan = ChunkPlan.of(plan, batches.first, batches.sizes, context.settings)
         self.num_batches = len(batches)
         self.needs = tuple(windows)
@@ -60,6 +62,20 @@ class BatchChunk:
         self.rows = ChunkRows(int(batches.sizes.sum()), locate, self.plan.cut)
         self._builder = BatchBuilder(context, self.plan, self.rows)
         self._submitted: ChunkCopies | None = None
+
+    def halves(self) -> tuple[BatchChunk, BatchChunk]:
+        """See `prefetch.work.Chunk`. A window is closed by the half that needs it last."""
+        batches, middle = self._batches, self.num_batches // 2
+        windows = dict(zip((part.window for part in batches.parts), self.needs, strict=True))
+
+        def half(own: BatchIndex) -> BatchChunk:
+            needs = [windows[part.window] for part in own.parts]
+            return BatchChunk(self._context, self._rank_plan, own, needs, copies=self._copies)
+
+        first, last = half(batches.between(0, middle)), half(batches.between(middle, self.num_batches))
+        for window in self.closes:
+            (last if window in last.needs else first).closes.append(window)
+        return first, last
 
     @cached_property
     def nbytes(self) -> int:
@@ -148,7 +164,7 @@ class BatchChunk:
                 if is_planned:
                     yield Delivered(epoch, number, batch, size)
                 else:
-                    yield builder.delivered(number, batch, first, size)
+                    yield finished(builder.delivered(number, batch, first, size))
                 del batch
                 first, number = first + size, number + 1
             del values
@@ -158,7 +174,7 @@ class BatchChunk:
         row = first + int(np.flatnonzero(copies.status[first:end])[0])
         return self.rows.truncated(row, copies.plan.columns[int(copies.status[row]) - 1].name)
 
-    def finish(self) -> Iterator[PartialChunk[Delivered]]:
+    def finish(self) -> Generator[PartialChunk[Delivered]]:
         """The batches, as `BatchBuilder.finish`; those of jobs are made when they are taken."""
         if self._submitted is not None:
             copied = self._copied_batches(self._submitted)

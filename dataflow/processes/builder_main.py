@@ -111,6 +111,8 @@ class BuiltBatches(NamedTuple):
     """True if the builder waits to be told to go on."""
     cpu_s: float
     """Processor time of the process since it last delivered."""
+    build_s: float
+    """Seconds since then, or since it went on with the chunk."""
 
 
 class ChunkInputs(Protocol):
@@ -165,10 +167,12 @@ class BuildTask:
         )
         self._cpu_s = time.process_time()
         """Processor time of this process up to the last batches that were delivered."""
+        self._resumed_s = now()
+        """The time of that, or from when on it is at the chunk."""
 
     def serve(self, request: WorkerRequest) -> None:
         """Begin or go on with a chunk. Raises only `EngineClosedError`, when nobody wants it any more."""
-        self.chunk = request.task
+        self.chunk, self._resumed_s = request.task, self._context.now()
         try:
             if request.kind == WorkerMessage.TASK:
                 self._builds[self.chunk] = self._begin(*request.content)
@@ -223,6 +227,7 @@ class BuildTask:
             self._builds.pop(self.chunk)
             self._inputs.release(self.chunk, is_built=True)
         cpu_s, self._cpu_s = self._cpu_s, time.process_time()
+        resumed_s, self._resumed_s = self._resumed_s, self._context.now()
         built = BuiltBatches(
             batches=[*part.batches],
             heap_bytes=part.heap_bytes,
@@ -231,6 +236,7 @@ class BuildTask:
             is_last=not build.num_left,
             asks=asks,
             cpu_s=self._cpu_s - cpu_s,
+            build_s=self._resumed_s - resumed_s,
         )
         try:
             self._loop.respond(WorkerResult.BATCH, self.chunk, built)

@@ -364,8 +364,11 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         built.batches.clear()  # whoever called may hold it, and must not keep what the consumer drops
         # Arrays of what was made on the builder's heap are in the slot: only the rest is made again here.
         heap_bytes = max(0, built.heap_bytes - slot_bytes)
+        made_bytes, build_s = built.made_bytes, built.build_s
         one.build.add(
-            PartialChunk(delivered, slot_bytes, heap_bytes, built.flush_now, made_bytes=built.made_bytes)
+            PartialChunk(
+                delivered, slot_bytes, heap_bytes, built.flush_now, made_bytes=made_bytes, build_s=build_s
+            )
         )
         del delivered
         if built.is_last:

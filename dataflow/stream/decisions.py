@@ -24,8 +24,8 @@ from dataflow.stream.read_ahead import (
     HAND_OVER_S,
     ReadAhead,
     choose_read_ahead,
-    chunks_ahead,
 )
+from prefetch.engine.builds import chunks_ahead
 from prefetch.workers.starting import is_fork, start_context
 from sharding.lengths.batching import Packed
 from sharding.plan.window_size import window_bytes
@@ -210,6 +210,7 @@ def plan_session(
         depth=settings.depth_policy,
         copies_only=builders.copies_only,
         num_processes=builders.num_processes,
+        num_threads=0 if builders.copies_only or builders.num_processes else builders.num_workers,
         batch_samples=plan.samples_per_batch,
         in_consumer=builders.num_workers == 0,
         machine_bytes=machine_memory() // max(1, topology.local_world_size),

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prefetch.control.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
+from prefetch.engine.builds import chunks_ahead
 from prefetch.memory.arena import rounded_bytes
 
 CHUNK_BYTES = 8 << 20
@@ -31,8 +32,8 @@ HAND_OVER_S = 0.02
 """Seconds of building after which what is finished of a chunk is delivered: long for a delivery."""
 _PROCESS_CHUNK_SAMPLES = 128
 """Samples that a process builds at a time, at least: the way there and back costs as much as a few."""
-_PROCESS_CHUNKS_IN_LIMIT = 20
-"""Chunks of each process that fit the memory limit: it has two, finished ones wait behind one that takes
+_BUILDER_CHUNKS_IN_LIMIT = 20
+"""Chunks of each builder that fit the memory limit: it has two, finished ones wait behind one that takes
 longer, and what a transform makes of them may be larger than what is stored."""
 _FOUND_CHUNK_SAMPLES = 256
 """Samples that a thread makes at a time where lengths are measured: all share an awaited megabatch."""
@@ -60,7 +61,7 @@ class ReadAhead:
     max_windows: Decision
     """Windows that are open at a time."""
     batches_per_chunk: Decision
-    """Batches built together, once the stream runs."""
+    """Batches built together at most, once the stream runs; fewer where they take long (`ChunkTime`)."""
     batches_per_job: Decision
     """Batches that lie in one slot, where batches are copies alone."""
     job_bytes: Decision
@@ -89,6 +90,7 @@ def choose_read_ahead(
     depth: DepthPolicy | None = None,
     copies_only: bool = False,
     num_processes: int = 0,
+    num_threads: int = 0,
     batch_samples: int = 1,
     in_consumer: bool = False,
     machine_bytes: int = 0,
@@ -104,6 +106,7 @@ def choose_read_ahead(
         num_nodes: nodes of the job, which may begin together.
         copies_only: whether nothing runs between the stored bytes and a batch.
         num_processes: that build, or may; each has a chunk of its own.
+        num_threads: likewise.
         batch_samples: of one batch.
         in_consumer: whether each batch is built when it is asked for.
         machine_bytes: this rank's share of the machine's memory.
@@ -111,16 +114,18 @@ def choose_read_ahead(
         depth: the user's; None: four batches over local shards, else what waits and lead times ask for.
     """
     chunk = _chunk_batches(batch_bytes, memory_limit)
+    if num_builders := num_processes or num_threads:
+        part = memory_limit // (_BUILDER_CHUNKS_IN_LIMIT * num_builders)
+        most = max(1, min(chunk.value, part // batch_bytes))
+        chunk = Decision(most, f"{part:,} bytes a builder, or {chunk.reason}")
     if copies_only:
         batches = max(chunk.value, min(_COPIED_CHUNK_SAMPLES // batch_samples, _COPIED_CHUNK_BATCHES))
         chunk = Decision(batches, f"{_COPIED_CHUNK_SAMPLES:,} samples, or {chunk.reason}")
     elif in_consumer:
         chunk = Decision(1, "built when it is asked for")
     elif num_processes:
-        part = memory_limit // (_PROCESS_CHUNKS_IN_LIMIT * num_processes)
-        most = min(chunk.value, -(-_PROCESS_CHUNK_SAMPLES // batch_samples), part // batch_bytes)
-        text = f"{_PROCESS_CHUNK_SAMPLES} samples a process, or {part:,} bytes, or {chunk.reason}"
-        chunk = Decision(max(1, most), text)
+        most = min(chunk.value, -(-_PROCESS_CHUNK_SAMPLES // batch_samples))
+        chunk = Decision(most, f"{_PROCESS_CHUNK_SAMPLES} samples a process, or {chunk.reason}")
     elif num_makers:
         batches = max(1, min(chunk.value, _FOUND_CHUNK_SAMPLES // batch_samples))
         chunk = Decision(batches, f"{_FOUND_CHUNK_SAMPLES} samples a builder, or {chunk.reason}")
@@ -144,7 +149,7 @@ def choose_read_ahead(
         jobs_ready=ready,
         depth=_at_least(
             depth or _default_depth(is_local, memory_limit),
-            chunks_ahead(max(num_processes, num_makers)) * chunk.value,
+            chunks_ahead(max(num_builders, num_makers)) * chunk.value,
         ),
         output_bytes=Decision(output_bytes, "three chunks, in at most a quarter of the limit; at least one"),
         mapped_bytes=Decision(
@@ -156,11 +161,6 @@ def choose_read_ahead(
         ),
         in_flight_bytes=start_in_flight(num_nodes),
     )
-
-
-def chunks_ahead(num_builders: int) -> int:
-    """Chunks that are under way or ready: two of each builder, and the one that is consumed."""
-    return max(3, 2 * num_builders + 1)
 
 
 def start_in_flight(num_nodes: int) -> Decision:
@@ -198,7 +198,7 @@ def _default_depth(is_local: bool, memory_limit: int) -> DepthPolicy:
 
 
 def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
-    """A depth in whole chunks: fewer than three, or two a process, would leave builders without work."""
+    """A depth in whole chunks: fewer than three, or two a builder, would leave builders without work."""
 
     def decide(seen: Observation) -> Decision:
         decision = depth(seen)

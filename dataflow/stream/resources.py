@@ -26,6 +26,7 @@ from dataflow.stream.deliveries import PendingErrors
 from dataflow.stream.stream import Stream
 from dataflow.torch_threads import one_torch_thread, setting_kept
 from prefetch.control.broker import SharedGate, broker_name
+from prefetch.control.chunk_time import ChunkTime
 from prefetch.control.depth import Decision
 from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import Inflight
@@ -86,6 +87,7 @@ class Resources:
             depth=ahead.depth,
             max_windows=ahead.max_windows.value,
             first_batch_alone=is_all_local(plan.dataset),
+            chunk_time=None if decided.builders.copies_only else ChunkTime(),
             keep_bytes=ahead.output_bytes.value,
             timeout_s=decided.settings.timeout_s,
             initializer=one_torch_thread,
@@ -121,6 +123,7 @@ class Resources:
             on_return=lambda nbytes: lambda: ledger.give_back(nbytes),
             closing=self._builds_end,
             heap=HeapKeeper(decided.memory_limit),
+            shares_batches=decided.builders.workers == "thread" and decided.builders.num_workers > 1,
             ships_values=decided.builders.num_processes > 0,
             row_bytes=batch_bytes(plan) // plan.samples_per_batch if decided.builders.reads else None,
             pin=pin_memory if decided.settings.is_pinned else None,

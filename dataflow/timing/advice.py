@@ -15,6 +15,8 @@ from dataflow.timing.records import LoaderTimes, RankRecord
 
 _BUSY = 0.7
 _MOST = 0.5
+_FEW_CHUNKS = 0.5
+"""Share of the waiting in which builders lacked work: where it is less, something else holds them up."""
 _FULL = 0.8
 """Share of a memory limit: where no more was held at any time, a larger one brings nothing."""
 _LOCKED_CORES = 0.8, 1.2
@@ -150,6 +152,12 @@ def _loader_action(loader: LoaderTimes) -> tuple[Where, str]:
         return "store", f"{_STORES[loader.store]}: {busy}; `dataflow bench loader` measures each alone"
     if loader.memory_held is None or loader.memory_held >= _FULL:
         return "read-ahead", f"a larger memory_limit=, so that more is fetched ahead: {busy}{_held(loader)}"
+    if loader.few_chunks and loader.few_chunks >= _FEW_CHUNKS * (loader.stall_share or 1.0):
+        at_work = build * loader.num_builders
+        return made, (
+            f"fewer workers (num_workers=), smaller batches, or longer epochs: of {loader.num_builders} that "
+            f"build {at_work:.1f} were at work, as there were not enough batches to build: {busy}"
+        )
     return "hand-over", (
         f"`dataflow bench loader`, which measures each part alone: {busy}{_held(loader)}, so neither "
         "more of them nor a larger memory_limit= is the cure; short epochs or other programs may be why"

@@ -93,6 +93,8 @@ class LoaderTimes:
     num_builders: int = 0
     build_cores: float | None = None
     """Cores that they kept busy. Far below `build_busy x num_builders`: they wait, as in a sleep."""
+    few_chunks: float | None = None
+    """Share of the time that training waited while some of them had nothing to build."""
     memory_held: float | None = None
     """The most of its memory limit that was held, in [0, 1]. Far below 1: a larger one is no use."""
     reason: str = ""
@@ -284,6 +286,7 @@ def shard_times(
     read, build = (_stage_share(stage, stats, since) for stage in ("read", "build"))
     cpu_s = stats.build.cpu_s - (since.build.cpu_s if since else 0.0)
     build_cores = cpu_s / elapsed_s if elapsed_s > 0 else None
+    few_s = stats.few_chunks_s - (since.few_chunks_s if since else 0.0)
     cached = stats.cache.hits + stats.cache.misses > 0
     return LoaderTimes(
         "shards",
@@ -296,6 +299,7 @@ def shard_times(
         builders=stats.workers,
         num_builders=stats.build.threads,
         build_cores=build_cores,
+        few_chunks=few_s / elapsed_s if elapsed_s > 0 else None,
         # Actors compute elsewhere.
         cores_busy=None if build_cores is None or stats.workers == "ray" else build_cores / cores,
         memory_held=stats.memory.peak_bytes / stats.memory.limit_bytes if stats.memory.limit_bytes else None,

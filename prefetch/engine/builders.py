@@ -9,7 +9,7 @@ order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
@@ -117,7 +117,7 @@ class _Progress(Generic[T]):
 
     num_parts_left: int = 0
     error: BaseException | None = None
-    batches: Iterator[PartialChunk[T]] | None = None
+    batches: Generator[PartialChunk[T]] | None = None
     """The batches that are left to finish; None: the parts of the chunk are not done."""
 
 
@@ -208,14 +208,17 @@ class ThreadBuilders(PriorityPool, Generic[T]):
             progress.error = caught
             self._end(build, caught)
             return
-        progress.num_parts_left = len(parts)
-        for part in parts[1:]:
-            self.submit(build.number, partial(self._run_part, build, progress, part))
         if parts:
-            self.account()
-            self._run_part(build, progress, parts[0])
+            self._share(build, progress, parts)
         else:
             self._finish(build)
+
+    def _share(self, build: Build[T], progress: _Progress[T], parts: Sequence[Task]) -> None:
+        """Have parts run by all threads that have nothing more urgent; this one is free, too."""
+        progress.num_parts_left = len(parts)
+        self.account()
+        for part in parts:
+            self.submit(build.number, partial(self._run_part, build, progress, part))
 
     def _run_part(self, build: Build[T], progress: _Progress[T], part: Task) -> None:
         error = None
@@ -232,17 +235,21 @@ class ThreadBuilders(PriorityPool, Generic[T]):
             progress.num_parts_left -= 1
             is_last = progress.num_parts_left == 0
         if is_last:
-            self._finish(build)
+            self._finish(build, may_go_on=progress.batches is not None)
         else:
             self.account()
 
-    def _finish(self, build: Build[T]) -> None:
-        """Make the batches that are left, unless the engine suspends the build."""
+    def _finish(self, build: Build[T], *, may_go_on: bool = False) -> None:
+        """Make the batches that are left, unless the engine suspends the build.
+
+        `may_go_on`: whether it let the next batch be made before.
+        """
         progress: _Progress[T] = build.progress
         while progress.error is None:
-            if not build.may_go_on():
+            if not may_go_on and not build.may_go_on():
                 self.account()
                 return
+            may_go_on = False
             try:
                 if progress.batches is None:
                     progress.batches = build.chunk.finish()
@@ -252,8 +259,13 @@ class ThreadBuilders(PriorityPool, Generic[T]):
                 break
             if finished is None:
                 break
+            if finished.parts:
+                self._share(build, progress, finished.parts)
+                return
             build.add(finished)
             del finished  # the consumer may have it now
+        if progress.batches is not None:
+            progress.batches.close()  # where a part was dropped it is not at its end
         self._end(build, progress.error)
 
     def _end(self, build: Build[T], error: BaseException | None) -> None:

@@ -28,6 +28,11 @@ _FORGETS = 8
 """The estimate of what batches take falls by such a part with each, and rises at once."""
 
 
+def chunks_ahead(num_builders: int) -> int:
+    """Chunks that are under way or ready: two of each builder, and the one that is consumed."""
+    return max(3, 2 * num_builders + 1)
+
+
 class ChunkBuild(Generic[T]):
     """The engine's side of a `Build`: a chunk that was dispatched, and what of it waits for the consumer."""
 
@@ -67,7 +72,7 @@ class ChunkBuild(Generic[T]):
         with self._queue.lock:
             charged = partial.slot_bytes + partial.heap_bytes
             if partial.batches:
-                self._queue.end_room(self, partial.made_bytes or partial.heap_bytes)
+                self._queue.end_room(self, partial)
             if charged:  # views of the chunk's slots cost nothing beyond it
                 self._queue.ledger.charge(State.READY, charged)
                 self.ahead_bytes += partial.slot_bytes
@@ -131,7 +136,7 @@ class ChunkQueue(Generic[T]):
         depth: Callable[[int], int],
     ) -> None:
         self.lock, self.ledger, self._windows, self._builders = options.monitor, ledger, windows, builders
-        self._on_end, self._depth = on_end, depth
+        self._on_end, self._depth, self._chunk_time = on_end, depth, options.chunk_time
         self.line: deque[ChunkBuild[T]] = deque()
         """The chunks that were dispatched and not delivered."""
         self._suspended: deque[ChunkBuild[T]] = deque()
@@ -155,12 +160,17 @@ class ChunkQueue(Generic[T]):
         self.is_closed = False
 
     def start(self) -> None:
-        """Hand out the chunks whose windows are staged, as many as depth and credits allow."""
-        while self._windows.chunks:
+        """Hand out the chunks whose windows are staged, as many as builders, depth and credits allow.
+
+        A chunk that waits for a builder is no longer shortened, so few do.
+        """
+        while self._windows.chunks and self.num_running < chunks_ahead(self._builders.num_builders):
             chunk = self._windows.chunks[0]
             is_staged, error = self._windows.state_of(chunk)
             if not is_staged:
                 return
+            if self._chunk_time is not None and error is None:
+                chunk = self._windows.shorten_first(self._chunk_time.decision.value)
             nbytes = 0 if error else chunk.nbytes
             if self.line and self.num_batches + chunk.num_batches > self._depth(nbytes):
                 self.has_held_back |= self.num_running < self._builders.num_builders
@@ -207,9 +217,12 @@ class ChunkQueue(Generic[T]):
         build.reserved_bytes = self.partial_bytes
         return True
 
-    def end_room(self, build: ChunkBuild[T], made_bytes: int) -> None:
+    def end_room(self, build: ChunkBuild[T], partial: PartialChunk[T]) -> None:
         """Record what a partial chunk took."""
         self._release_room(build)
+        if self._chunk_time is not None:
+            self._chunk_time.observe(len(partial.batches), partial.build_s)
+        made_bytes = partial.made_bytes or partial.heap_bytes
         self.partial_bytes = max(made_bytes, self.partial_bytes - self.partial_bytes // _FORGETS)
         self._windows.keep_free(self.partial_bytes * self._builders.num_builders)
 

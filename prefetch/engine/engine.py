@@ -77,7 +77,7 @@ class Engine(Generic[T]):
         self._steps_s: list[float] = []
         self._waits = 0
         self._limited_by = ""
-        self._starved_s = 0.0
+        self._starved_s = self._few_chunks_s = 0.0
         self._began_s = time.perf_counter()
         self._pid = os.getpid()
         self._windows = WindowQueue(source, ledger, options, on_change=self._go_on, epoch=epoch)
@@ -177,9 +177,11 @@ class Engine(Generic[T]):
     def _wait(self) -> None:
         began_s = time.perf_counter()
         wait = ConsumerWait(began_s, self._options)
+        num_running, has_few = self._queue.num_running, False
         if self._delivered:
             self._waits += 1
-            is_busy = self._queue.num_running >= self._builders.num_builders
+            is_busy = num_running >= self._builders.num_builders
+            has_few = not is_busy and num_running > 0 and not self._windows.num_reads_left
             self._limited_by = "" if self._queue.has_held_back else "building" if is_busy else "reading"
             self._queue.has_held_back = False
         self._consumer_waits = True
@@ -199,6 +201,7 @@ class Engine(Generic[T]):
             self._consumer_waits = False
         waited_s = time.perf_counter() - began_s
         self._starved_s += waited_s
+        self._few_chunks_s += waited_s * has_few
         wait.end(waited_s)
 
     def _reason(self) -> str:
@@ -276,6 +279,7 @@ class Engine(Generic[T]):
             return EngineStats(
                 elapsed_s=time.perf_counter() - self._began_s,
                 starved_s=self._starved_s + copies.starved_s,
+                few_chunks_s=self._few_chunks_s,
                 delivered_batches=self._delivered,
                 delivered_bytes=self._delivered_bytes + copies.slot_bytes,
                 ready_batches=self._queue.num_ready + copies.ready_batches,

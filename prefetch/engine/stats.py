@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from prefetch.control.chunk_time import ChunkTime
 from prefetch.control.depth import DepthPolicy
 from prefetch.engine.ledger import MemoryHeld
 from prefetch.errors import FIRST_NOTICE_S, StallError, next_notice_s
@@ -29,6 +30,8 @@ class EngineOptions:
     first_batch_alone: bool = False
     """True if no more is read before the consumer has a batch than builders can use: where reading takes
     cores, and not time, it would take them from who builds that batch."""
+    chunk_time: ChunkTime | None = None
+    """Says how many batches a builder is given at a time; None: whole chunks."""
     keep_bytes: int = 0
     """Credit that windows leave free for outputs."""
     timeout_s: float = 600.0
@@ -80,6 +83,9 @@ class EngineStats:
     elapsed_s: float
     starved_s: float
     """Seconds the consumer waited in `next`. Near 0: the loader keeps up. Near `elapsed_s`: it is slower."""
+    few_chunks_s: float = 0.0
+    """Seconds of these in which some builders built and others had nothing, though no read was awaited. Near
+    `starved_s`: there are more builders than chunks."""
     delivered_batches: int
     """The number of batches that were delivered. Those of a chunk count at once, also where they are made
     while the consumer takes them."""
@@ -102,6 +108,7 @@ class EngineStats:
             self,
             elapsed_s=past.elapsed_s + self.elapsed_s,
             starved_s=past.starved_s + self.starved_s,
+            few_chunks_s=past.few_chunks_s + self.few_chunks_s,
             delivered_batches=past.delivered_batches + self.delivered_batches,
             delivered_bytes=past.delivered_bytes + self.delivered_bytes,
             read=self.read.with_past(past.read),

@@ -106,6 +106,18 @@ class WindowQueue:
             is_staged = is_staged and not opened.num_reads_left
         return is_staged, None
 
+    def shorten_first(self, most_batches: int) -> Chunk[Any]:
+        """Halve the first chunk until it has no more batches than that; return it."""
+        while (chunk := self.chunks[0]).num_batches > most_batches:
+            self.chunks.popleft()
+            for half in reversed(chunk.halves()):
+                self.chunks.appendleft(half)
+                for window in half.needs:
+                    self._open[id(window)].num_users += 1
+            for window in chunk.needs:
+                self._open[id(window)].num_users -= 1
+        return chunk
+
     def raise_priority(self) -> None:
         """The consumer waits for the windows of the first chunk."""
         for window in self.chunks[0].needs:

@@ -262,6 +262,24 @@ def test_credits_bound_what_a_chunk_takes_and_windows_are_staged_once(
         assert closed[0] < closed[-1] or len(closed) == 1
 
 
+@pytest.mark.parametrize("name", [name for name in SHARED if ROWS[name].has_plan_by_length])
+def test_halves_of_a_chunk_have_its_batches_and_the_last_that_needs_a_window_closes_it(
+    name: str, data: tuple[Path, Whole]
+) -> None:
+    with ROWS[name].loader(data[0]) as loader, HandDrivenEpoch(loader) as epoch:
+        chunks = [chunk for window in epoch.windows() for chunk in window.chunks() if chunk.num_batches > 1]
+        for chunk in chunks:
+            first, last = chunk.halves()
+            sizes = [*first.plan.sizes.tolist(), *last.plan.sizes.tolist()]
+            assert sizes == chunk.plan.sizes.tolist()
+            assert last.plan.first_batch == chunk.plan.first_batch + first.num_batches
+            assert {*first.needs, *last.needs} == {*chunk.needs}
+            assert sorted(map(id, [*first.closes, *last.closes])) == sorted(map(id, chunk.closes))
+            assert {*first.closes} <= {*first.needs} - {*last.needs}
+            assert {*last.closes} <= {*last.needs}
+    assert chunks
+
+
 COPIES: list[Callable[[Any], Any]] = [
     copy.copy,
     copy.deepcopy,

@@ -89,6 +89,17 @@ class FakeChunk:
         self.begun = self.finished = self.leased_bytes = 0
         self.reads_windows = False
 
+    def halves(self) -> tuple[FakeChunk, FakeChunk]:
+        """Two chunks named after their first batches, which begin as this one would."""
+        middle = self.num_batches // 2
+        first, last = FakeChunk(f"{self.name}a", num_batches=middle), FakeChunk(f"{self.name}b")
+        last.num_batches = self.num_batches - middle
+        for half in (first, last):
+            half.needs, half.give_back = self.needs, self.give_back
+            half._parts, half._on_begin = self._parts, self._on_begin
+        last.closes = self.closes
+        return first, last
+
     def begin(self) -> Sequence[Action]:
         self.begun += 1
         assert all(window.is_staged for window in self.needs), "a window is not staged"

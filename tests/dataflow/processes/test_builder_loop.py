@@ -119,6 +119,7 @@ def test_batches_that_take_long_cross_one_by_one_and_nothing_is_asked_between_th
     assert loop.numbers == [[0], [1], [2], [3], [4]]
     assert [built.flush_now for built in loop.built] == [True] * 4 + [False]
     assert [built.asks for built in loop.built] == [False] * 4 + [True]
+    assert [built.build_s for built in loop.built] == pytest.approx([BATCH * HAND_OVER_S] * 5)
     assert [built.is_last for built in loop.built] == [False] * 4 + [True]
     values = [fields[2]["n"].tolist() for built in loop.built for fields in built.batches]
     assert values == np.arange(ROWS).reshape(BATCHES, BATCH).tolist()

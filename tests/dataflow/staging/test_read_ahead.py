@@ -74,3 +74,16 @@ def test_chunks_of_all_processes_fit_the_limit(num_processes: int, batch_bytes: 
         1 << 30, batch_bytes=batch_bytes, is_local=True, batch_samples=16, num_processes=num_processes
     )
     assert ahead.batches_per_chunk.value == batches
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "batch_bytes", "batches", "chunks"),
+    [(1, MIB, 8, 3), (4, MIB, 8, 9), (16, MIB, 3, 33), (64, 4096, 128, 129)],
+)
+def test_threads_have_two_chunks_each_within_a_part_of_the_limit(
+    num_threads: int, batch_bytes: int, batches: int, chunks: int
+) -> None:
+    """Of sixteen that waited in a transform, four were at work: there were three chunks for all of them."""
+    ahead = choose_read_ahead(1 << 30, batch_bytes=batch_bytes, is_local=True, num_threads=num_threads)
+    assert ahead.batches_per_chunk.value == batches
+    assert ahead.depth(NOTHING_YET).value == chunks * batches

@@ -136,6 +136,12 @@ ASLEEP: dict[str, Any] = {"read_busy": 0.0, "build_busy": 0.98, "num_builders": 
         ({"build_cores": 1.9, "cores_busy": 0.95}, "cheaper decoding or transforms, or more cores", "98%"),
         ({"build_cores": 0.1, "build_busy": 0.2}, "`dataflow bench loader`", "at most 8% of memory_limit="),
         ({"build_busy": 0.2, "memory_held": 0.9}, "a larger memory_limit=", "at most 90% of memory_limit="),
+        (
+            {"build_busy": 0.25, "few_chunks": 0.8},
+            "fewer workers (num_workers=), smaller batches, or longer epochs",
+            "of 2 that build 0.5 were at work",
+        ),
+        ({"build_busy": 0.25, "few_chunks": 0.1}, "`dataflow bench loader`", "25%"),
         ({"read_busy": 0.99, "build_busy": 0.2, "store": "local"}, "a faster disk", "read were busy 99%"),
     ],
 )

@@ -234,3 +234,19 @@ def test_a_thread_that_has_built_a_chunk_does_not_keep_its_batches() -> None:
         assert ledger_of(engine).snapshot().in_use_bytes == 0
         assert not batches
         go_on.open()
+
+
+@pytest.mark.parametrize(("num_workers", "is_short"), [(1, False), (2, True)])
+def test_a_wait_in_which_a_builder_has_nothing_to_build_is_counted_apart(
+    num_workers: int, is_short: bool
+) -> None:
+    gate = Gate()
+    chunks = FakeChunk("a"), FakeChunk("b", parts=[gate])
+    with running([FakeWindow(*chunks)], num_workers=num_workers) as engine:
+        assert next_names(engine) == ["a.0"]
+        before = engine.stats()
+        when_the_consumer_waits(engine, gate.open)
+        assert next_names(engine) == ["b.0"]
+        after = engine.stats()
+        waited_s = after.starved_s - before.starved_s
+        assert after.few_chunks_s == pytest.approx(waited_s if is_short else 0.0)
