@@ -13,7 +13,7 @@ from collections import deque
 from prefetch.control.depth import Decision
 
 CHUNK_S = 0.03
-"""Seconds of building a chunk, about: what handing one out costs is a hundredth of it."""
+"""Seconds of building a chunk, about. A choice: long beside handing one out, short beside a training step."""
 _REMEMBERED = 8
 """Parts of chunks that the mean is of: the first ones, which import and connect, are soon forgotten."""
 
