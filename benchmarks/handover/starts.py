@@ -81,7 +81,7 @@ def measured(job: dict[str, Any], tell: Tell) -> None:
     one = loader()
     first, later = first_batch_ms(one), first_batch_ms(one)
     of_loaders = [first_batch_ms(loader()) for _ in range(LOADERS)]
-    tell("done", first_ms=first, later_ms=later, tenth_ms=of_loaders[-1], touched=float(touched[-1]))
+    tell("done", first_ms=first, later_ms=later, tenth_ms=of_loaders[-1], touched_mb=touched.nbytes / 1e6)
 
 
 @click.command()
