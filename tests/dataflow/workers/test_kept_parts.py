@@ -33,7 +33,7 @@ class HandOver:
         self.file = SharedFile(1, 0, region_bytes=REGION_BYTES)
         self.region = Region(self.file.fd, self.file.region_offset(0), REGION_BYTES, LIMIT_BYTES)
         self.responses: list[WorkerResponse] = []
-        start = SimpleNamespace(worker=0, respond=self.responses.append)
+        start = SimpleNamespace(worker=0, region=0, respond=self.responses.append)
         self._worker = SimpleNamespace(writer=BatchWriter(self.region), start=start)
         self._training = SimpleNamespace(
             pool=SimpleNamespace(regions=[0]), file=self.file, _copied=self._copied

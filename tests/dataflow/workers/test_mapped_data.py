@@ -23,6 +23,7 @@ from prefetch.ipc.pipe import packed_job
 from prefetch.memory import mapped_files
 from prefetch.memory.mapped_files import FileMapping, MappedFiles, _is_file_of, file_mappings
 from prefetch.workers.shared_arena import SharedFile
+from prefetch.workers.starting import ByValueContext
 
 LENGTH = 10_000
 VALUES = np.arange(LENGTH, dtype=np.int64)
@@ -38,7 +39,9 @@ class Message:
     """A job on its way to processes, which may be read in this one."""
 
     def __init__(self, obj: Any, *, by_value: bool = False) -> None:
-        self.packed = packed_job(obj, None if by_value else get_context("spawn"))
+        packed = packed_job(obj, ByValueContext() if by_value else get_context("spawn"))
+        assert packed is not None
+        self.packed = packed
         self.file = SharedFile(1, MESSAGE_HEAD + self.packed.nbytes)
         write_packed(self.file, self.packed)
 
