@@ -367,17 +367,35 @@ def progress_from(state: Mapping[str, Any], loader: TorchDataLoader[Any]) -> Epo
         raise ValueError(f"not a state of this kind of DataLoader (version {VERSION}): {str(state)[:200]}")
     if wrong := EpochProgress().to_json(loader).keys() ^ state.keys():
         raise ValueError(f"the state lacks or has too many fields: {', '.join(sorted(map(str, wrong)))}")
-    for name, value in here.items():
-        # Between epochs nothing stands anywhere in the sampler's order: it may go on over other ranks.
-        if state[name] != value and not (name == "sampler_length" and state["complete"]):
-            raise ValueError(
-                f"the state was taken with {name}={state[name]!r}, and this loader has {name}={value!r}: its "
-                "position means other samples here"
-            )
+    differing = [name for name, value in here.items() if state[name] != value]
+    # Where nothing was handed out, nothing stands anywhere in an order: any may begin with the same seed.
+    is_between = state["complete"] is True or (state["batches"], state["ahead"]) == (0, [])
+    if differing and ("kind" in differing or not is_between):
+        raise ValueError(_told_difference(state, here, differing[0]))
     try:
-        return _checked_progress(state)
+        progress = _checked_progress(state)
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"the state is damaged: {error!r}") from error
+    if "sampler_kind" in differing:  # what another sampler drew from says nothing to this one
+        progress.sampler = SamplerProgress()
+    return progress
+
+
+_CURES = {
+    "batch_size": "batch_size={}",
+    "length": "a dataset of the {} samples that it had (such as a torch.utils.data.Subset of this one)",
+    "sampler_length": "a sampler of {} samples (of a DistributedSampler: the number of ranks that it had)",
+}
+
+
+def _told_difference(state: Mapping[str, Any], here: Mapping[str, Any], name: str) -> str:
+    """The one cause for which a position means nothing here, and the ways on."""
+    cure = _CURES.get(name, f"the {name} that it had").format(state[name])
+    return (
+        f"the state was taken with {name}={state[name]!r}, and this loader has {name}={here[name]!r}: its "
+        f"position means other samples here. To go on inside the epoch, give {cure}; else begin anew, "
+        "without the state. Taken between two epochs, it is one for any length, batches and sampler"
+    )
 
 
 def _checked_progress(loaded: Mapping[str, Any]) -> EpochProgress:
