@@ -104,6 +104,8 @@ class StreamLoader:
         self._finalizer: Finalizer | None = None
         self._errors = ErrorBudget(dataset.on_error, dataset.error_budget)
         self._counters, self._repeated = DeliveryCounters(), RepeatedBatch()
+        self.epoch_named: int | None = None
+        """The epoch that a framework has named last, by `ShardOrder.set_epoch`."""
         self._loop_length = 0
         """Batches of the loop begun last on this rank."""
         self.live: Unwatched = UNWATCHED
@@ -445,7 +447,7 @@ class StreamLoader:
         epoch, position = self._loops.epoch, self._loops.position
         self._take_weights(epoch, position)
         state = self._plan.state(epoch, position, of=self.dataset, data=self._facts)
-        return {**state.to_json(), "skipped_samples": self._errors.count}
+        return {**state.to_json(), "skipped_samples": self._errors.count, "epoch_named": self.epoch_named}
 
     @cached_property
     def _facts(self) -> Facts:
@@ -462,17 +464,19 @@ class StreamLoader:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a mapping, got {type(state).__name__}")
-        fields = {k: v for k, v in state.items() if k != "skipped_samples"}
+        fields = {k: v for k, v in state.items() if k not in ("skipped_samples", "epoch_named")}
         loaded, skipped = PlanState.from_json(fields), state.get("skipped_samples")
-        if type(skipped) is not int or skipped < 0:
-            raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
+        named = state.get("epoch_named")
+        for name, count in (("skipped_samples", skipped), ("epoch_named", 0 if named is None else named)):
+            if type(count) is not int or count < 0:
+                raise ValueError(f"{name} must be an integer >= 0, got {count!r}")
         plan = self._plan.resumed(loaded, of=self.dataset, data=self._facts, shuffle=self._own_shuffle)
         self._warn_of_another_order(loaded, plan.shuffle.kind)
         self.close()
         self._use_plan(plan)
         is_kept = plan.shuffle == loaded.shuffle
         self.window_reason = "as in the loaded state" if is_kept else f"{self._own_reason}, as data differ"
-        self._errors.count = skipped
+        self._errors.count, self.epoch_named = int(skipped or 0), named
         self._loops.resume(loaded.epoch, loaded.position)
 
     def _warn_of_another_order(self, loaded: PlanState, kind: str) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import itertools
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -399,10 +400,8 @@ def _told_difference(state: Mapping[str, Any], here: Mapping[str, Any], name: st
 
 
 def _checked_progress(loaded: Mapping[str, Any]) -> EpochProgress:
-    state, chain = {name: decoded(value) for name, value in loaded.items()}, None
-    if state["chain"] is not None:
-        chain = torch.Generator()
-        chain.set_state(state["chain"])
+    state = {name: decoded(value) for name, value in loaded.items()}
+    chain = None if state["chain"] is None else _chain_from(state)
     batches, num_workers = _count(state, "batches"), _count(state, "num_lanes")
     next_worker, ahead = _count(state, "next_lane"), _checked(state, "ahead", list)
     workers = _checked(state, "lanes", list)
@@ -437,6 +436,30 @@ def _checked_progress(loaded: Mapping[str, Any]) -> EpochProgress:
         workers={number: WorkerProgress.of(value) for number, value in enumerate(workers)},
         loaded=loaded,
     )
+
+
+_OF_A_LOADER = ("kind", "batch_size", "length", "sampler_kind", "sampler_length", "base_seed")
+_chains: weakref.WeakKeyDictionary[torch.Generator, set[str]] = weakref.WeakKeyDictionary()
+"""What goes on for torch's global generator after states were loaded, with the loaders that draw from it."""
+
+
+def _chain_from(state: Mapping[str, Any]) -> torch.Generator:
+    """Return what seeds are drawn from after this state.
+
+    Two loaders in a cycle draw from the global generator by turns. Where their states were taken at one time,
+    these have the same bytes of it: they go on by turns, too, until one has drawn. A state that is loaded
+    twice, or another one of the same loader, goes on by itself.
+    """
+    own = str([*(state[name] for name in _OF_A_LOADER), state["sampler"].get("seed")])
+    for chain, loaders in [*_chains.items()]:
+        if own not in loaders and torch.equal(chain.get_state(), state["chain"]):
+            break
+    else:
+        chain, loaders = torch.Generator(), set()
+        chain.set_state(state["chain"])
+        _chains[chain] = loaders
+    loaders.add(own)
+    return chain
 
 
 def _checked(fields: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -45,8 +45,8 @@ def succeeding(
         if source in there and source not in there[number : number + 1]:
             raise ValueError(
                 f"source {number} (samples:digest {source}) has number {there.index(source)} in the state: "
-                "what it gave would be another's. Keep sources in their order, new ones last, and with weight "
-                "0 those that are out; or begin anew, without the state"
+                "what it gave would be another's. Keep sources in their order, new ones last, and with "
+                "weight 0 those that are out; or begin anew, without the state"
             )
     first = [0] * len(spec.sizes)
     for number, count in enumerate(given[: len(first)]):

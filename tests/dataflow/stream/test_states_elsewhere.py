@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets_kit import edited
+from torch.utils.data import RandomSampler, SequentialSampler, default_collate
 
 from dataflow import DataLoader, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget
 
@@ -327,3 +328,34 @@ def test_a_mixture_that_cannot_know_what_its_sources_gave_says_so(tmp_path: Path
         with pytest.raises(ValueError, match="no epoch 1 of a mixture with stop='never'"):
             other.load_state_dict(state)
         assert other.state_dict() == before
+
+
+# ---- samplers that say the order of the files ----------------------------------------------------------
+
+
+def test_a_sequential_sampler_of_this_very_dataset_is_the_order_of_the_files(tmp_path: Path) -> None:
+    """As Lightning puts it in for `overfit_batches`, with torch's own collate_fn and the builders that were."""
+    write_lines(tmp_path, a=range(40), b=range(40, 60))
+    dataset, other = lines(tmp_path), lines(tmp_path)
+    how: dict[str, Any] = {"sampler": SequentialSampler(dataset), "collate_fn": default_collate}
+    for more in ({}, {"num_workers": 0, "workers": "thread"}, {"batching": Packed(16, columns=["tokens"])}):
+        with DataLoader(dataset, 4, **how, **more) as loader:
+            assert loader.shuffle.kind == "none"
+            assert sorted(next(iter(loader))) == ["n", "tokens"]
+    for sampler in (SequentialSampler(other), RandomSampler(dataset), range(60)):
+        with pytest.raises(ValueError, match="sampler= cannot be used here"):
+            DataLoader(dataset, 4, sampler=sampler)
+    with pytest.raises(ValueError, match="sampler= cannot be used here"):
+        DataLoader(dataset, 4, shuffle=True, sampler=SequentialSampler(dataset))
+
+
+def test_a_loader_has_its_arguments_as_they_were_given_for_whoever_makes_it_anew(tmp_path: Path) -> None:
+    write_lines(tmp_path, a=range(40))
+    given: dict[str, Any] = {"seed": 3, "tail": "drop", "memory_limit": "9MB", "mark_repeats": True}
+    with DataLoader(lines(tmp_path, "a.jsonl"), 4, **given) as loader:
+        assert {name: vars(loader)[name] for name in given} == given
+        assert loader.memory_limit == 9_000_000
+    with DataLoader(range(4), memory_limit="9MB") as loader:
+        assert loader.memory_limit == 9_000_000
+        with pytest.raises(AttributeError, match="has 'seed' over shards only"):
+            _ = loader.seed
