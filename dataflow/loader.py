@@ -360,10 +360,18 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         """Let the next loop go on where `state_dict` was taken.
 
         Raises:
-            ValueError: it is no state, was damaged or edited, or was taken over other data or with other
-                settings, where its position means other samples. Nothing has changed then.
+            ValueError: it is no state, was damaged or edited, or is inside an epoch of other data or other
+                settings, where its position means other samples. Nothing has changed then. Between two
+                epochs no position is meant: data, lengths and batching may be others.
         """
-        self._engine.load_state_dict(checked_fields(state))
+        fields, kinds = checked_fields(state), ("a map-style or iterable dataset", "shards")
+        is_of_shards = "fingerprint" in fields
+        if is_of_shards is not (self._stream is not None) and (is_of_shards or "kind" in fields):
+            raise ValueError(
+                f"the state is of a loader over {kinds[is_of_shards]}, and this one is over "
+                f"{kinds[not is_of_shards]}: give it that dataset, or begin anew, without the state"
+            )
+        self._engine.load_state_dict(fields)
 
     @property
     def resumed(self) -> bool:

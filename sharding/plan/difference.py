@@ -39,10 +39,12 @@ _PHRASES = {
 _CURES = {
     "blocks": "the block_bytes= (or catalog) that it had",
     "bytes": "the shards that it had, as they were",
+    "joins": "the join that it had, or none",
     "kind": "the batching= that it had",
     "names": "the shards that it had",
     "num_sources": "the sources that it had (a new one comes last, with weight 0, until set_weights)",
     "shards": "the shards that it had",
+    "view": "the part of the shards that it had, or the whole",
     "weights": "the weights that it had, which set_weights of the mixture changes at any batch",
 }
 
