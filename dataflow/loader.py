@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, default_collate, default_convert
 from typing_extensions import TypeVar
 
 from dataflow.limits import memory_limit_bytes
 from dataflow.live.unwatched import OFF, SERVE, UNWATCHED, Unwatched, checked_label
-from dataflow.shard_order import Sharded, ShardOrder, order_given
+from dataflow.shard_order import Sharded, ShardOrder, is_file_order, order_given
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.tables import Row, Shown, builders_text
 from dataflow.timing import VARIABLE
@@ -86,7 +86,11 @@ class LoaderEngine(Protocol):
 
 
 class StreamAttribute(Generic[T]):
-    """An attribute that a loader has over shards only: its stream's."""
+    """An attribute that a loader has over shards only: its stream's.
+
+    Under the same name `vars(loader)` has the argument as it was given, for frameworks that make a loader
+    anew from what they find there.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -98,9 +102,14 @@ class StreamAttribute(Generic[T]):
     def __get__(self, loader: DataLoader[Any, Any] | None, owner: type) -> Self | T:
         if loader is None:
             return self
-        if loader._stream is None:
+        if loader._stream is not None:
+            return cast("T", getattr(loader._stream, self._name))
+        if self._name not in vars(loader):  # over other data some are attributes of the loader
             raise AttributeError(f"a {type(loader).__name__} has {self._name!r} over shards only")
-        return cast("T", getattr(loader._stream, self._name))
+        return cast("T", vars(loader)[self._name])
+
+    def __set__(self, loader: DataLoader[Any, Any], value: T) -> None:
+        vars(loader)[self._name] = value
 
 
 class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
@@ -246,6 +255,8 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         from dataflow.stream.loader import StreamLoader
 
         dataset, order = given["dataset"], order_given(given["sampler"], given["batch_sampler"])
+        if is_file_order(given["sampler"], dataset) and not given["shuffle"]:
+            given = _as_it_lies(given)
         if order is None:
             own = f"a {type(dataset).__name__} has an order of its own and is read by threads: "
             _refuse(own, given, _NOT_OVER_SHARDS)
@@ -266,6 +277,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             timeout=given["timeout"],
             worker_init_fn=settings.worker_init_fn,
         )
+        vars(self).update({name: given[name] for name in _KEPT})
         if given["batch_sampler"] is not None:  # the one who gave it looks for it
             self.__dict__["batch_sampler"] = given["batch_sampler"]
         self.num_workers, self.pin_memory = plan.num_workers, given["pin_memory"]
@@ -350,10 +362,18 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         """Let the next loop go on where `state_dict` was taken.
 
         Raises:
-            ValueError: it is no state, was damaged or edited, or was taken over other data or with other
-                settings, where its position means other samples. Nothing has changed then.
+            ValueError: it is no state, was damaged or edited, or is inside an epoch of other data or other
+                settings, where its position means other samples. Nothing has changed then. Between two
+                epochs no position is meant: data, lengths and batching may be others.
         """
-        self._engine.load_state_dict(checked_fields(state))
+        fields, kinds = checked_fields(state), ("a map-style or iterable dataset", "shards")
+        is_of_shards = "fingerprint" in fields
+        if is_of_shards is not (self._stream is not None) and (is_of_shards or "kind" in fields):
+            raise ValueError(
+                f"the state is of a loader over {kinds[is_of_shards]}, and this one is over "
+                f"{kinds[not is_of_shards]}: give it that dataset, or begin anew, without the state"
+            )
+        self._engine.load_state_dict(fields)
 
     @property
     def resumed(self) -> bool:
@@ -483,9 +503,21 @@ _OVER_SHARDS_ONLY = (
     "mark_repeats",
 )
 """Arguments that all other datasets refuse."""
+_KEPT = (*_OVER_SHARDS_ONLY, "memory_limit", "seed", "depth")
+"""Arguments that `vars(loader)` has as they were given over shards."""
 _DEFAULTS = {name: one.default for name, one in inspect.signature(DataLoader.__init__).parameters.items()}
 _FOR_TORCH = inspect.signature(WorkerLoader.__init__).parameters.keys() - {"self", "num_workers"}
 """Arguments that torch's class is given as they are."""
+
+
+def _as_it_lies(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments, by name, of a loader made anew in the order of the files: of attributes of another one.
+
+    These are what that one had made of None.
+    """
+    is_own = given["builders"] is None and given["num_workers"] != 0
+    collate = None if given["collate_fn"] in (default_collate, default_convert) else given["collate_fn"]
+    return {**given, "sampler": None, "collate_fn": collate, "workers": given["workers"] if is_own else None}
 
 
 def _described_size(dataset: Any) -> str:

@@ -289,7 +289,6 @@ class Mixture(Sharded):
         shuffle: Shuffle,
         *,
         seed: int,
-        starts: Mapping[int, Sequence[int]] | None = None,
     ) -> TokenEpochs:
         """The epochs by tokens under an order.
 
@@ -297,7 +296,6 @@ class Mixture(Sharded):
             lengths: what is delivered of the samples of all sources, one source after the other.
             shuffle: of all sources.
             seed: of the mixture.
-            starts: see `TokenEpochs`.
         """
         parts = np.split(lengths, np.cumsum(self.spec.sizes)[:-1])
 
@@ -305,7 +303,7 @@ class Mixture(Sharded):
             return epoch_lengths(self._order(source, epoch, shuffle.resolved(), seed), parts[source])
 
         kept = lru_cache(2 * len(self.sources))(in_order)
-        return TokenEpochs(self.spec, kept, starts=starts, take=executor().token_draws)
+        return TokenEpochs(self.spec, kept, take=executor().token_draws)
 
     def _order(self, source: int, epoch: int, shuffle: Shuffle, seed: int) -> SelectedOrder:
         own = source_seed(seed, source)

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 from dataflow.tables import Shown
 
@@ -66,18 +66,20 @@ class ShardOrder(DistributedSampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """The next loop runs this epoch; after a state was loaded, counted from the state's epoch on.
 
-        Frameworks count from 0 in a new process, or call again for the epoch that the state is in.
+        Frameworks count from 0 in a new process, or call again for the epoch that the state is in. That is
+        the one they had named: in a cycle, beside a longer loader, this one has begun others by itself since.
         """
         stream = self._stream
         if stream.is_taken_ahead(epoch + self._ahead):
             return
-        if not stream.resumed:
-            stream.set_epoch(epoch + self._ahead)
-        elif epoch == stream.epoch + 1 and stream.nothing_left:
+        if stream.resumed:
+            named = stream.epoch if stream.epoch_named is None else stream.epoch_named
+            if epoch != named + 1 or not (stream.nothing_left or stream.epoch > named):
+                self._ahead = named - epoch
+                return
             self._ahead = 0
-            stream.set_epoch(epoch)
-        else:
-            self._ahead = stream.epoch - epoch
+        stream.set_epoch(epoch + self._ahead)
+        stream.epoch_named = epoch + self._ahead
 
     def __iter__(self) -> Iterator[int]:
         raise TypeError(_NOT_READ)
@@ -147,3 +149,11 @@ def order_given(sampler: Any, batch_sampler: Any) -> ShardOrder | None:
     """The order that a framework hands back, as it is or inside a batch sampler of its own; None: none."""
     order = getattr(batch_sampler, "sampler", None) if sampler is None else sampler
     return order if isinstance(order, ShardOrder) else None
+
+
+def is_file_order(sampler: Any, dataset: Any) -> bool:
+    """Return whether a sampler is that of the dataset as it lies, which `shuffle=False` is here.
+
+    Lightning puts it into a loader that it makes anew for `overfit_batches`.
+    """
+    return type(sampler) is SequentialSampler and sampler.data_source is dataset

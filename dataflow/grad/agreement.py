@@ -384,7 +384,12 @@ def _is_time_out(error: RuntimeError) -> bool:
     return "imed out" in str(error) or "timeout" in str(error)
 
 
+_OF_GLOO = ("gloo", "pair closure")
+"""A part of each message of gloo: its file, or what is said where another collective has timed out before."""
+
+
 def _is_of_connection(error: BaseException) -> bool:
+    text = str(error).lower()
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        isinstance(error, RuntimeError) and any(part in text for part in _OF_GLOO)
     )

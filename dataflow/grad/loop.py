@@ -102,6 +102,8 @@ class StepLoop:
                     raise RuntimeError("a window was left before its end: call step() after each backward()")
                 if step.plan.last:
                     break
+            if self.strategy.drifted:
+                self.phases.waited(self._negotiation.end_epoch, "peers")
             self.look.epoch_ended()
         finally:
             if self.microbatch is not None:  # left within a step, on whose gradient nobody will step

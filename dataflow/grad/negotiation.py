@@ -100,6 +100,11 @@ class Negotiation:
         counts = {row[_BATCHES] for row in rows}
         self._promise = batches if len(counts) == 1 and batches >= 0 else None
 
+    def end_epoch(self) -> None:
+        """Wait for the other ranks where nothing was sent: who hangs after the last average is missed."""
+        if self._promise is not None:
+            self._agreement.any(False)
+
     def offer(self, at: Position) -> None:
         """Tell what this rank has for the next step. Waits for nobody."""
         share, num_taken = self._look.share, self._look.num_taken

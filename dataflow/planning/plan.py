@@ -12,10 +12,12 @@ import numpy as np
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
+from dataflow.planning.facts import sources_of
 from dataflow.planning.length_aware import are_measured, make_planner, megabatch_bytes
 from dataflow.planning.settings import StreamSettings
 from sharding.cached_property import cached_property
 from sharding.lengths.unit_plan import UnitPlanner
+from sharding.mixture.succession import succeeding
 from sharding.mixture.token_schedule import TokenEpochs
 from sharding.mixture.weight_steps import MAX_STEPS
 from sharding.mixture.windows import MixturePlan, MixtureWindows
@@ -23,6 +25,7 @@ from sharding.order.epoch_order import EpochOrder
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
+from sharding.plan.difference import SOURCES, Difference, Facts, differing
 from sharding.plan.placement import read_amplification, shard_index_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import resolve_windows
@@ -47,8 +50,6 @@ class StreamPlan:
     """The planner of length-aware batches; `batch_size` then counts its units."""
     measures_lengths: ClassVar[bool] = False
     """True if it says which samples are made, and not which batches they are in."""
-    mixture_starts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """{epoch: samples that each source of a mixture by tokens gave before it}, as far as a state tells."""
     weights_taken: int = 0
     """Up to which call of `set_weights` it has the mixture's weights."""
     _orders: dict[int, Order] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -92,7 +93,7 @@ class StreamPlan:
         if planner is None or planner.lengths is None:
             return None
         lengths = planner.batching.delivered(planner.lengths)
-        return dataset.token_epochs(lengths, self.shuffle, seed=self.seed, starts=self.mixture_starts)
+        return dataset.token_epochs(lengths, self.shuffle, seed=self.seed)
 
     @cached_property
     def sample_shares(self) -> Sequence[Fraction]:
@@ -153,22 +154,17 @@ class StreamPlan:
         if self.epoch(epoch, position).num_global_batches == 0:
             change = order.num_samples
         spec = mixture.spec.changed(order.interleaving, epoch, weights, position=change, since=since)
-        starts = {epoch: order.interleaving.first.tolist()} if self.token_epochs else {}
-        return replace(
-            self,
-            dataset=mixture.with_spec(spec),
-            planner=planner,
-            mixture_starts=starts,
-            weights_taken=number,
-        )
+        if self.token_epochs:
+            spec = replace(spec, begun=(epoch, tuple(order.interleaving.first.tolist())))
+        return replace(self, dataset=mixture.with_spec(spec), planner=planner, weights_taken=number)
 
     # ---- states ---------------------------------------------------------------------------------------
 
-    def state(self, epoch: int, position: int, *, of: ShardedDataset | Mixture) -> PlanState:
-        """The state at a position of the plan; `of` is the dataset before weights were set."""
-        tokens, weights = self.token_epochs, None
-        if isinstance(self.dataset, Mixture) and self.dataset is not of:
-            weights = self.dataset.spec.changes.to_json()
+    def state(self, epoch: int, position: int, *, of: ShardedDataset | Mixture, data: Facts) -> PlanState:
+        """The state at a position; `of` is the dataset before weights were set, `data` its facts."""
+        mixture, weights = self.dataset, None
+        if isinstance(mixture, Mixture) and mixture.spec.changes.steps:
+            weights = mixture.spec.changes.to_json()
         return PlanState(
             seed=self.seed,
             epoch=epoch,
@@ -177,59 +173,80 @@ class StreamPlan:
             shuffle=self.shuffle,
             fingerprint=_mark_of(of),
             batching=self.mark(epoch, position),
-            sources=list(tokens.first(epoch)) if tokens else None,
+            sources=self._given(epoch, position, told=SOURCES in data),
             weights=weights,
+            data=data,
         )
 
-    def resumed(self, state: PlanState, *, of: ShardedDataset | Mixture) -> StreamPlan:
-        """The plan that goes on where a state was taken; `of` as for `state`.
+    def _given(self, epoch: int, position: int, *, told: bool) -> list[int] | None:
+        """What each source gave before an epoch, where a state needs it; `told`: it tells of sources."""
+        if self.token_epochs:
+            return list(self.token_epochs.first(epoch))
+        mixture = self.dataset
+        if not isinstance(mixture, Mixture) or not (mixture.spec.begun or (told and not position)):
+            return None
+        return [int(count) for count in mixture.spec.first(epoch)]
 
-        Raises `ValueError` where its position means other samples here.
+    def resumed(
+        self, state: PlanState, *, of: ShardedDataset | Mixture, data: Facts, shuffle: Shuffle
+    ) -> StreamPlan:
+        """The plan that goes on where a state was taken; `of` and `data` as for `state`.
+
+        Between two epochs, at position 0, no position is meant: an epoch over other data, or in other
+        batches, begins with the state's seed. `shuffle` is then the loader's own. Raises `ValueError` with
+        the one cause where a position means other samples here, or what sources have given is not known.
         """
-        content, _, commit = state.fingerprint.partition("@")
-        if content != (here := of.fingerprint()):
-            _check_transform(content, here, of)
-            if commit and of.commit and commit != of.commit:
-                raise ValueError(
-                    f"the state was taken at {_revision(of)} {commit}, whose samples are others than here "
-                    f"{of.commit}; open that one: ShardedDataset(..., revision={commit!r})"
-                )
-            raise ValueError(
-                "the state was taken over other shards (their names, sizes or blocks differ), another view "
-                "or other shares or transforms of a mixture, where its position means other samples "
-                f"({state.num_samples:,} samples, here {self.num_samples(0):,})"
+        is_same = state.fingerprint.partition("@")[0] == of.fingerprint()
+        if is_same:
+            plan = self._gone_on(state, of)
+            if state.batching == (mark := plan.mark(state.epoch, state.position)):
+                return plan._checked(state)
+            difference = differing(state.batching, mark)
+            if difference is None:
+                raise ValueError(f"the state is damaged: it is of no megabatch of these, {state.batching}")
+        else:
+            difference = _differing_data(state, of, data)
+        if not state.position:
+            anew = replace(
+                self,
+                dataset=_anew(state, of, is_same=is_same),
+                seed=state.seed,
+                shuffle=state.shuffle if is_same else shuffle,
+                planner=self.planner and self.planner.resumed({}, state.epoch),
+                weights_taken=_num_weights_set(of),
             )
-        marked = state.batching or {}
-        planner = self.planner and self.planner.resumed(marked, state.epoch)
+            anew.num_samples(state.epoch)  # raises where there is no such epoch, before anything changes
+            return anew
+        units = "samples" if state.batching is None else "rows or batches"
+        raise ValueError(
+            f"{difference}: {state.position:,} {units} of epoch {state.epoch} are other ones here. To go on "
+            f"inside the epoch, give {difference.cure}. Else begin anew, without the state: "
+            f"seed={state.seed} and loader.set_epoch({state.epoch + 1}) run the next epoch. A state that was "
+            "taken between two epochs does so by itself"
+        )
+
+    def _gone_on(self, state: PlanState, of: ShardedDataset | Mixture) -> StreamPlan:
+        """The plan at a state of the same samples."""
         dataset = of if state.weights is None else _mixed_again(of, state.weights)
-        plan = replace(
+        first = _first_of(state, dataset) if isinstance(dataset, Mixture) else None
+        if first and isinstance(dataset, Mixture) and first != dataset.spec.counted(state.epoch):
+            dataset = dataset.with_spec(replace(dataset.spec, begun=(state.epoch, first)))
+        return replace(
             self,
             dataset=dataset,
             seed=state.seed,
             shuffle=state.shuffle,
-            planner=planner,
-            mixture_starts=self._starts_of(state, of),
+            planner=self.planner and self.planner.resumed(state.batching or {}, state.epoch),
             weights_taken=_num_weights_set(of),  # the state's weights hold
         )
-        if state.batching != (mark := plan.mark(state.epoch, state.position)):
-            raise ValueError(
-                "the state was taken with other batching or lengths, where its position means other rows or "
-                f"batches: it has {state.batching}, this loader {mark}"
-            )
-        if (there := plan.num_samples(state.epoch)) != state.num_samples:
-            raise ValueError(f"the state is of {state.num_samples:,} samples, its epoch has {there:,} here")
-        if planner:  # only a plan knows how many units there are: refuse before anything changes
-            plan.epoch(state.epoch, state.position)
-        return plan
 
-    def _starts_of(self, state: PlanState, of: ShardedDataset | Mixture) -> Mapping[int, Sequence[int]]:
-        """Return what a state of a mixture by tokens tells of where its epoch begins."""
-        if self.token_epochs is None or not isinstance(of, Mixture):
-            return {}
-        sources, num = state.sources, len(of.sources)
-        if sources is None or not of.spec.num_used <= len(sources) <= num:
-            raise ValueError(f"sources must be {num} integers, got {sources!r}")
-        return {state.epoch: (*sources, *[0] * (num - len(sources)))}  # new ones come last
+    def _checked(self, state: PlanState) -> StreamPlan:
+        """Itself, whose epoch has the samples that the state tells of."""
+        if (there := self.num_samples(state.epoch)) != state.num_samples:
+            raise ValueError(f"the state is of {state.num_samples:,} samples, its epoch has {there:,} here")
+        if self.planner:  # only a plan knows how many units there are: refuse before anything changes
+            self.epoch(state.epoch, state.position)
+        return self
 
     # ---- epochs ---------------------------------------------------------------------------------------
 
@@ -291,26 +308,50 @@ def _num_weights_set(dataset: ShardedDataset | Mixture) -> int:
     return dataset.weights_set[0] if isinstance(dataset, Mixture) and dataset.weights_set else 0
 
 
-def _revision(dataset: ShardedDataset | Mixture) -> str:
-    """The word for revisions of a dataset."""
-    is_table = "version" in dataset.sources[0].catalog.options
-    return "version" if is_table else "commit"
-
-
 def _mark_of(dataset: ShardedDataset | Mixture) -> str:
     """Return what a state says of its dataset; the commit, behind "@", is for messages only."""
     return f"{dataset.fingerprint()}@{dataset.commit}" if dataset.commit else dataset.fingerprint()
 
 
-def _check_transform(content: str, here: str, dataset: ShardedDataset | Mixture) -> None:
-    """Raise `ValueError` where a state is of the same samples, but of another transform of them."""
-    (samples, _, there), (samples_here, _, own) = content.partition("~"), here.partition("~")
+def _differing_data(state: PlanState, of: ShardedDataset | Mixture, here: Facts) -> Difference:
+    """Return why a state is of other samples."""
+    content, _, commit = state.fingerprint.partition("@")
+    (samples, _, there), (samples_here, _, own) = content.partition("~"), of.fingerprint().partition("~")
     if samples == samples_here:
-        raise ValueError(
-            "the state was taken with another transform=, or its tokenizer's file has changed: the "
-            f"fingerprint was {there or 'none'} and is {own or 'none'}, of "
-            f"{dataset.sources[0].transform!r}"
+        marks = (
+            f"a transform= (or tokenizer's file) of fingerprint {mark or 'none'}" for mark in (there, own)
         )
+        return Difference(next(marks), next(marks), "the transform= that it had")
+    if commit and of.commit and commit != of.commit:
+        word = "version" if "version" in of.sources[0].catalog.options else "commit"
+        return Difference(
+            f"{word} {commit}", f"{word} {of.commit}", f"ShardedDataset(..., revision={commit!r})"
+        )
+    return differing(state.data, here) or Difference(
+        "other data", "data of another fingerprint", "the data that it had"
+    )
+
+
+def _first_of(state: PlanState, mixture: Mixture) -> tuple[int, ...] | None:
+    """Return what each source gave before a state's epoch, as far as it tells; new ones gave nothing."""
+    sources, num = state.sources, len(mixture.sources)
+    if sources is None and mixture.spec.counts != "tokens":
+        return None
+    if sources is None or not mixture.spec.num_used <= len(sources) <= num:
+        raise ValueError(f"sources must be {num} integers, got {sources!r}")
+    return (*sources, *[0] * (num - len(sources)))
+
+
+def _anew(state: PlanState, of: ShardedDataset | Mixture, *, is_same: bool) -> ShardedDataset | Mixture:
+    """The dataset from an epoch on; a mixture behind what the sources of the state have given."""
+    if not isinstance(of, Mixture):
+        return of
+    here = sources_of(of)
+    there = here if is_same else ((state.data or {}).get(SOURCES) or "").split()
+    given, weights = state.sources or (), state.weights
+    return of.with_spec(
+        succeeding(of.spec, state.epoch, given=given, there=there, here=here, weights=weights)
+    )
 
 
 def _mixed_again(dataset: ShardedDataset | Mixture, weights: Mapping[str, object]) -> Mixture:

@@ -28,6 +28,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.limits import told_of_memory
 from dataflow.live.unwatched import UNWATCHED, Unwatched
 from dataflow.mixture import Mixture
+from dataflow.planning.facts import facts_of
 from dataflow.planning.joined_reads import check_reads
 from dataflow.planning.length_aware import SampleLengths, check_batching, is_by_tokens
 from dataflow.planning.plan import StreamPlan, check_known, first_plan
@@ -54,8 +55,10 @@ from prefetch.control.depth import Decision
 from prefetch.control.pause import ReadPause
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
 from prefetch.memory.lifetimes import Finalizer
+from sharding.cached_property import cached_property
 from sharding.lengths.unit_plan import UNKNOWN, UnitPlan, UnitPlanner
 from sharding.order.epoch_order import EpochOrder
+from sharding.plan.difference import Facts
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.topology.topology import Topology
 
@@ -101,6 +104,8 @@ class StreamLoader:
         self._finalizer: Finalizer | None = None
         self._errors = ErrorBudget(dataset.on_error, dataset.error_budget)
         self._counters, self._repeated = DeliveryCounters(), RepeatedBatch()
+        self.epoch_named: int | None = None
+        """The epoch that a framework has named last, by `ShardOrder.set_epoch`."""
         self._loop_length = 0
         """Batches of the loop begun last on this rank."""
         self.live: Unwatched = UNWATCHED
@@ -108,6 +113,7 @@ class StreamLoader:
         self._loops, self.sessions = LoopQueue(dataset), LoopSessions()
         with self._planning():
             plan, self.window_reason = first_plan(dataset, settings)
+        self._own_shuffle, self._own_reason = plan.shuffle, self.window_reason
         self._use_plan(plan)
         # Else torch.distributed may come before the first batch.
         if self._rank.topology.world_size == 1 or is_distributed():
@@ -440,34 +446,42 @@ class StreamLoader:
         """
         epoch, position = self._loops.epoch, self._loops.position
         self._take_weights(epoch, position)
-        state = self._plan.state(epoch, position, of=self.dataset)
-        return {**state.to_json(), "skipped_samples": self._errors.count}
+        state = self._plan.state(epoch, position, of=self.dataset, data=self._facts)
+        return {**state.to_json(), "skipped_samples": self._errors.count, "epoch_named": self.epoch_named}
+
+    @cached_property
+    def _facts(self) -> Facts:
+        """The facts of the dataset in states."""
+        return facts_of(self.dataset)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: seed and shuffle come from the state.
 
-        A warning says where the loader was given others.
+        A warning says where the loader was given others. Between two epochs data and batching may be others.
 
         Raises:
-            ValueError: the state is damaged or was taken over other data, or with another `batching`.
+            ValueError: the state is damaged, or inside an epoch of other data or another `batching`.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a mapping, got {type(state).__name__}")
-        fields = {k: v for k, v in state.items() if k != "skipped_samples"}
+        fields = {k: v for k, v in state.items() if k not in ("skipped_samples", "epoch_named")}
         loaded, skipped = PlanState.from_json(fields), state.get("skipped_samples")
-        if type(skipped) is not int or skipped < 0:
-            raise ValueError(f"skipped_samples must be an integer >= 0, got {skipped!r}")
-        plan = self._plan.resumed(loaded, of=self.dataset)
-        self._warn_of_another_order(loaded)
+        named = state.get("epoch_named")
+        for name, count in (("skipped_samples", skipped), ("epoch_named", 0 if named is None else named)):
+            if type(count) is not int or count < 0:
+                raise ValueError(f"{name} must be an integer >= 0, got {count!r}")
+        plan = self._plan.resumed(loaded, of=self.dataset, data=self._facts, shuffle=self._own_shuffle)
+        self._warn_of_another_order(loaded, plan.shuffle.kind)
         self.close()
         self._use_plan(plan)
-        self.window_reason = "as in the loaded state"
-        self._errors.count = skipped
+        is_kept = plan.shuffle == loaded.shuffle
+        self.window_reason = "as in the loaded state" if is_kept else f"{self._own_reason}, as data differ"
+        self._errors.count, self.epoch_named = int(skipped or 0), named
         self._loops.resume(loaded.epoch, loaded.position)
 
-    def _warn_of_another_order(self, loaded: PlanState) -> None:
+    def _warn_of_another_order(self, loaded: PlanState, kind: str) -> None:
         """Say which settings of this loader the state replaces. Nobody can tell a default that was given."""
-        settings, kind = self.settings, loaded.shuffle.kind
+        settings = self.settings
         pairs = []
         if settings.seed not in (0, loaded.seed):
             pairs.append((f"seed={settings.seed}", f"seed={loaded.seed}"))

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import itertools
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -367,24 +368,40 @@ def progress_from(state: Mapping[str, Any], loader: TorchDataLoader[Any]) -> Epo
         raise ValueError(f"not a state of this kind of DataLoader (version {VERSION}): {str(state)[:200]}")
     if wrong := EpochProgress().to_json(loader).keys() ^ state.keys():
         raise ValueError(f"the state lacks or has too many fields: {', '.join(sorted(map(str, wrong)))}")
-    for name, value in here.items():
-        # Between epochs nothing stands anywhere in the sampler's order: it may go on over other ranks.
-        if state[name] != value and not (name == "sampler_length" and state["complete"]):
-            raise ValueError(
-                f"the state was taken with {name}={state[name]!r}, and this loader has {name}={value!r}: its "
-                "position means other samples here"
-            )
+    differing = [name for name, value in here.items() if state[name] != value]
+    # Where nothing was handed out, nothing stands anywhere in an order: any may begin with the same seed.
+    is_between = state["complete"] is True or (state["batches"], state["ahead"]) == (0, [])
+    if differing and ("kind" in differing or not is_between):
+        raise ValueError(_told_difference(state, here, differing[0]))
     try:
-        return _checked_progress(state)
+        progress = _checked_progress(state)
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"the state is damaged: {error!r}") from error
+    if "sampler_kind" in differing:  # what another sampler drew from says nothing to this one
+        progress.sampler = SamplerProgress()
+    return progress
+
+
+_CURES = {
+    "batch_size": "batch_size={}",
+    "length": "a dataset of the {} samples that it had (such as a torch.utils.data.Subset of this one)",
+    "sampler_length": "a sampler of {} samples (of a DistributedSampler: the number of ranks that it had)",
+}
+
+
+def _told_difference(state: Mapping[str, Any], here: Mapping[str, Any], name: str) -> str:
+    """The one cause for which a position means nothing here, and the ways on."""
+    cure = _CURES.get(name, f"the {name} that it had").format(state[name])
+    return (
+        f"the state was taken with {name}={state[name]!r}, and this loader has {name}={here[name]!r}: its "
+        f"position means other samples here. To go on inside the epoch, give {cure}; else begin anew, "
+        "without the state. Taken between two epochs, it is one for any length, batches and sampler"
+    )
 
 
 def _checked_progress(loaded: Mapping[str, Any]) -> EpochProgress:
-    state, chain = {name: decoded(value) for name, value in loaded.items()}, None
-    if state["chain"] is not None:
-        chain = torch.Generator()
-        chain.set_state(state["chain"])
+    state = {name: decoded(value) for name, value in loaded.items()}
+    chain = None if state["chain"] is None else _chain_from(state)
     batches, num_workers = _count(state, "batches"), _count(state, "num_lanes")
     next_worker, ahead = _count(state, "next_lane"), _checked(state, "ahead", list)
     workers = _checked(state, "lanes", list)
@@ -419,6 +436,30 @@ def _checked_progress(loaded: Mapping[str, Any]) -> EpochProgress:
         workers={number: WorkerProgress.of(value) for number, value in enumerate(workers)},
         loaded=loaded,
     )
+
+
+_OF_A_LOADER = ("kind", "batch_size", "length", "sampler_kind", "sampler_length", "base_seed")
+_chains: weakref.WeakKeyDictionary[torch.Generator, set[str]] = weakref.WeakKeyDictionary()
+"""What goes on for torch's global generator after states were loaded, with the loaders that draw from it."""
+
+
+def _chain_from(state: Mapping[str, Any]) -> torch.Generator:
+    """Return what seeds are drawn from after this state.
+
+    Two loaders in a cycle draw from the global generator by turns. Where their states were taken at one time,
+    these have the same bytes of it: they go on by turns, too, until one has drawn. A state that is loaded
+    twice, or another one of the same loader, goes on by itself.
+    """
+    own = str([*(state[name] for name in _OF_A_LOADER), state["sampler"].get("seed")])
+    for chain, loaders in [*_chains.items()]:
+        if own not in loaders and torch.equal(chain.get_state(), state["chain"]):
+            break
+    else:
+        chain, loaders = torch.Generator(), set()
+        chain.set_state(state["chain"])
+        _chains[chain] = loaders
+    loaders.add(own)
+    return chain
 
 
 def _checked(fields: Mapping[str, Any], name: str, kind: type) -> Any:

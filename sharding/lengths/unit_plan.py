@@ -441,7 +441,8 @@ class UnitPlanner:
         mean_length: float | None = None,
         num_in_token: int | None = None,
     ) -> None:
-        self.batching, self.lengths = batching.with_window(window), lengths
+        self._own = self.batching = batching.with_window(window)
+        self.lengths = lengths
         self._is_window_given, self._measured_as = batching.window is not None, measured_as
         self._mean_length, self._num_in_token = mean_length, num_in_token
         self._start = BEGIN
@@ -534,9 +535,9 @@ class UnitPlanner:
     def resumed(self, token: Mapping[str, object], epoch: int) -> UnitPlanner:
         """The planner that goes on where a state of an epoch with this token stands.
 
-        Its megabatch is taken where the user gave none.
+        Its megabatch is taken where the user gave none; without a token, an epoch begins as it was made.
         """
-        window, batching = token.get("window"), self.batching
+        window, batching = token.get("window"), self._own
         if not self._is_window_given and type(window) is int and window >= 1:
             batching = replace(batching, window=window)
         return self._with(batching=batching, _start=MegabatchStart.from_json(token, epoch))

@@ -179,6 +179,9 @@ class MixtureSpec:
     `token_schedule.TokenEpochs`."""
     changes: WeightSteps = NOTHING_SET
     """Weights that were set: the schedule ends with the first of them."""
+    begun: tuple[int, tuple[int, ...]] | None = None
+    """An epoch, and the samples that each source gave before it, where they do not follow from the epochs
+    before: a state told them. None: each source began with epoch 0."""
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 1:
@@ -245,7 +248,7 @@ class MixtureSpec:
         if epoch < 0 or (epoch and self.stop == "never"):
             raise ValueError(f"there is no epoch {epoch} of a mixture with stop={self.stop!r}")
         self.check_known(epoch)
-        return self._interleaving(epoch, self._first(epoch))
+        return self._interleaving(epoch, self.first(epoch))
 
     def check_known(self, epoch: int) -> None:
         """Raise `ValueError` for an epoch that was over when the oldest weights were set that are kept."""
@@ -325,11 +328,20 @@ class MixtureSpec:
     @cached_property
     def _runs(self) -> dict[int, tuple[NDArray[np.int64], NDArray[np.int64] | None]]:
         """Return by the first of a run of epochs alike: samples of each source before it, and in each."""
-        base = self.changes.base
-        first = np.array(base.first if base else (0,) * len(self.sizes), np.int64)
-        return {self.changes.known_from[0]: (first, None)}
+        return {epoch: (np.array(first, np.int64), None) for epoch, first in self.starts.items()}
 
-    def _first(self, epoch: int) -> NDArray[np.int64]:
+    @property
+    def starts(self) -> dict[int, tuple[int, ...]]:
+        """{epoch: samples that each source gave before it} of those that need not be counted to."""
+        base, begun = self.changes.base, dict([self.begun]) if self.begun else {}
+        first = base.first if base else (0,) * len(self.sizes)
+        return {**begun, self.changes.known_from[0]: first}
+
+    def counted(self, epoch: int) -> tuple[int, ...] | None:
+        """As `first`, where the epochs before tell it at once; None: by tokens, all would be tabulated."""
+        return None if self.counts == "tokens" else tuple(self.first(epoch).tolist())
+
+    def first(self, epoch: int) -> NDArray[np.int64]:
         """Samples of each source before an epoch."""
         number = max(known for known in [*self._runs] if known <= epoch)
         while number < epoch:

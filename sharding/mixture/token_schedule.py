@@ -16,7 +16,7 @@ bytes a position, and a sum for each source every 65,536 positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -109,7 +109,6 @@ class TokenEpochs:
         spec: with `counts` "tokens".
         lengths: what is delivered of each sample.
         take: draws sources.
-        starts: {epoch: samples that each source gave before it}, of epochs that need not be counted to.
 
     Raises `ValueError` where a source with a share has no tokens.
     """
@@ -120,12 +119,9 @@ class TokenEpochs:
         lengths: SourceLengths,
         *,
         take: DrawSources,
-        starts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.spec, self._lengths, self._take = spec, lengths, take
-        base = spec.changes.base
-        begun = {spec.changes.known_from[0]: base.first if base else (0,) * len(spec.sizes)}
-        self._starts = {**{epoch: tuple(first) for epoch, first in (starts or {}).items()}, **begun}
+        self._starts = spec.starts
         self.epoch = lru_cache(_KEPT_EPOCHS)(self._epoch)
         """Gives the `Interleaving` of an epoch."""
 

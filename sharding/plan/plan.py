@@ -19,9 +19,10 @@ from sharding.order.epoch_order import EpochOrder, Windows
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import BatchPlan, Dealing
+from sharding.plan.difference import Facts, are_facts
 
-_OPTIONAL = {"batching", "sources", "weights"}
-_AS_TEXT = ("batching", "weights")
+_OPTIONAL = {"batching", "data", "sources", "weights"}
+_AS_TEXT = ("batching", "weights", "data")
 STATE_VERSION = 4
 """The order of version 1 had no lanes; in that of version 2 all epochs began with small windows; in that of
 version 3 pieces of samples were carried from megabatch to megabatch, and what came before weights that were
@@ -168,9 +169,12 @@ class PlanState:
     """The facts that decide the units of a length-aware plan (`UnitPlanner.token`); None: positions count
     samples."""
     sources: Sequence[int] | None = None
-    """Samples that each source of a mixture by tokens gave before the epoch."""
+    """Samples that each source of a mixture gave before the epoch, where that follows from nothing else: by
+    tokens, between two epochs, and once a mixture went on as another one."""
     weights: Mapping[str, object] | None = None
     """Weights that were set while a mixture ran, and since when (`WeightSteps`); None: its own."""
+    data: Facts | None = None
+    """Facts behind the fingerprint, for `differing` to name what differs; None: a state of before."""
 
     def __post_init__(self) -> None:
         _check_version(self.version)
@@ -180,6 +184,8 @@ class PlanState:
             raise ValueError(f"sources must be integers >= 0 or missing, got {self.sources!r}")
         if self.weights is not None and not isinstance(self.weights, Mapping):
             raise ValueError(f"weights must be an object or missing, got {self.weights!r}")
+        if self.data is not None and not are_facts(self.data):
+            raise ValueError(f"data must be an object of facts or missing, got {self.data!r}")
         for name in ("seed", "epoch", "position", "num_samples"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -201,7 +207,7 @@ class PlanState:
         """The state as JSON types, with the same keys whatever it holds.
 
         torch.distributed.checkpoint keeps each value of a mapping by itself, and loads those whose keys the
-        loader's state has before it is loaded. So the mappings `batching` and `weights` are JSON text here.
+        loader's state has before it is loaded. So mappings (but for the shuffle) are JSON text here.
         """
         fields = asdict(self) | {"shuffle": self.shuffle.to_json()}
         return fields | {name: _text_of(getattr(self, name)) for name in _AS_TEXT}

@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning = pytest.importorskip("lightning")
     import lightning.pytorch as pl
+    from lightning.pytorch.utilities import CombinedLoader
 
     from dataflow.integrations.lightning import resume as load_states
 
@@ -440,3 +441,73 @@ def test_a_loader_over_shards_made_before_lightning_starts_the_ranks(tmp_path: P
     for epoch in range(2):
         numbers = [n for steps in ranks for at, step in steps if at == epoch for n in step]
         assert sorted(numbers) == list(range(40))
+
+
+# ---- samples as they lie, and two loaders in a cycle ----------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.parametrize("workers", [None, 0, 1])
+def test_overfit_batches_takes_the_first_batches_of_the_files_with_all_other_settings(
+    tmp_path: Path, by_length: Callable[[str], DataLoader], workers: int | None, hook: bool
+) -> None:
+    """Lightning makes the loader anew, from its attributes or the arguments of the hook."""
+
+    def loader() -> Any:
+        return Own(make_shards(tmp_path / "more"), 4, shuffle=True, num_workers=workers, mark_repeats=True)
+
+    class Hooked(Recorder):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    (tmp_path / "more").mkdir()
+    here = trainer(max_epochs=2, overfit_batches=2)
+    here.fit(module := Hooked() if hook else Recorder(), *(() if hook else (loader(),)))
+    assert module.steps == [(epoch, [*range(n, n + 4)]) for epoch in range(2) for n in (0, 4)]
+    made = here.train_dataloader
+    assert (type(made), made.mark_repeats, made.shuffle.kind) == (Own, True, "none")
+    assert len(steps_of(by_length(""), max_epochs=1, overfit_batches=3)) == 3  # the batching is kept, too
+
+
+CYCLES: dict[str, Callable[[Any], list[Any]]] = {
+    "shards": lambda shards: [DataLoader(shards.take(count), 4, shuffle=True, seed=3) for count in (40, 12)],
+    "map": lambda _: [DataLoader(Numbers(count), 4, shuffle=True) for count in (40, 12)],
+    "both": lambda shards: [
+        DataLoader(Numbers(40), 4, shuffle=True),
+        DataLoader(shards.take(12), 4, shuffle=True),
+    ],
+}
+
+
+@pytest.mark.parametrize("step", [2, 5, 9, 10, 13, 20])
+@pytest.mark.parametrize("kind", CYCLES)
+def test_two_loaders_of_unlike_lengths_in_a_cycle_resume_exactly(
+    tmp_path: Path, kind: str, step: int
+) -> None:
+    """The shorter one has begun epochs by itself since Lightning named one; both draw seeds by turns."""
+    if step % 10 == 0 and kind != "shards":
+        pytest.skip("of other datasets, a state after an epoch's last batch is of nothing more of it")
+
+    class Two(Recorder):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            self.steps.append((self.current_epoch, [numbers_of(part) for part in batch]))  # type: ignore[arg-type]
+            loss: torch.Tensor = self.layer(torch.ones(1, 1)).mean()
+            return loss
+
+    def run(*callbacks: Any, **resume: Any) -> list[Any]:
+        module = Two()
+        torch.manual_seed(0)
+        here = trainer(max_epochs=3, callbacks=[*callbacks])
+        here.fit(module, CombinedLoader(CYCLES[kind](shards), "max_size_cycle"), **resume)
+        return module.steps
+
+    shards, path = make_shards(tmp_path), tmp_path / "at.ckpt"
+    whole = run(SaveAt(step, path))
+    assert run(ckpt_path=path, weights_only=False) == whole[step:]
+
+
+def test_a_state_of_other_data_is_an_error_of_the_loaders_own(tmp_path: Path) -> None:
+    dataset, path = make_shards(tmp_path), tmp_path / "at.ckpt"
+    steps_of(DataLoader(dataset, 4, shuffle=True), max_epochs=1, callbacks=[SaveAt(2, path)])
+    with pytest.raises(ValueError, match=r"no view, and this loader has a view of samples 20 .* begin anew"):
+        steps_of(DataLoader(dataset.take(20), 4, shuffle=True), resume=path)

@@ -26,9 +26,6 @@ from dataflow.grad.strategies.strategy import Strategy, StrategyContext, Wire
 class LocalStrategy(Strategy):
     """Keeps account of whether parameters are equal on all ranks. Args: as `Strategy`."""
 
-    drifted = False
-    """True if ranks have stepped by themselves since all parameters were last averaged."""
-
     def parameters(self) -> Iterable[Tensor]:
         """The data of all parameters, in the model's order."""
         return [parameter.data for parameter in self.context.parameters.values()]

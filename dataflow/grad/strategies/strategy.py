@@ -170,6 +170,8 @@ class Strategy:
     """True if `reduce` replaces DDP's all-reduce; False leaves DDP as it is."""
     short_memory = False
     """True if another may take its place at any step: it owes no gradients, ranks stay equal."""
+    drifted = False
+    """True if ranks have stepped by themselves since all parameters were last averaged."""
     context: StrategyContext
     wire: Wire
     """The wire over the context's group."""

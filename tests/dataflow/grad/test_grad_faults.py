@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dataflow import GradSchedule
 from dataflow.grad.agreement import Agreement, DisagreementError, RankLostError
 from dataflow.grad.step import UnevenRanksError
-from dataflow.grad.strategies import Hierarchical
+from dataflow.grad.strategies import DiLoCo, Hierarchical
 from dataflow.grad.strategies.all_reduce import AllReduce
 from dataflow.testing import run_ranks
 
@@ -171,18 +171,27 @@ def test_a_rank_that_does_not_come_in_time_is_named() -> None:
     assert "rank 1 did not come in time" in said[0] + said[2]
 
 
+ALONE: dict[str, dict[str, Any]] = {
+    "a collective after another's time-out": {"weights": {"n": len}},  # the offer for the next window
+    "nothing before the end": {"skip_nonfinite": False},
+}
+"""Schedules of ranks that step alone, by what the others wait in."""
+
+
 def wait_for_gradients_of_a_rank_that_hangs(kind: str) -> tuple[str, tuple[int, ...], float]:
-    """Rank 1 hangs in its first forward pass; lengths are known, so nobody agrees on anything there."""
+    """Rank 1 hangs in its first forward pass; lengths are known, so nobody agrees on anything there.
+
+    But where ranks step alone.
+    """
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     wrapped: nn.Module = fully_shard(model) if kind == "fsdp" else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    strategy = Hierarchical() if kind == "by node" else AllReduce()
+    strategy: Any = DiLoCo() if kind in ALONE else Hierarchical() if kind == "by node" else AllReduce()
+    data, more = [torch.ones(2, 4)] * (4 if kind in ALONE else 2), ALONE.get(kind, {})
     began = time.monotonic()
     try:
-        with GradSchedule(
-            [torch.ones(2, 4)] * 2, wrapped, optimizer, 2, strategy=strategy, timeout_s=0.5
-        ) as sched:
+        with GradSchedule(data, wrapped, optimizer, 2, strategy=strategy, timeout_s=0.5, **more) as sched:
             for batch in sched:
                 if rank == 1:
                     store.wait(["seen/0", "seen/2"], timedelta(seconds=20))
@@ -195,7 +204,7 @@ def wait_for_gradients_of_a_rank_that_hangs(kind: str) -> tuple[str, tuple[int, 
     return "nothing", (), 0.0
 
 
-HANGS = (("ddp",), ("fsdp",), ("by node",))[OLD_TORCH:]
+HANGS = (("ddp",), ("fsdp",), ("by node",), *((kind,) for kind in ALONE))[OLD_TORCH:]
 """DDP of an older torch does not ask for the time-out that the group has now."""
 
 

@@ -238,20 +238,23 @@ def test_split_rows_may_outnumber_the_samples(made: Make) -> None:
 def test_a_state_of_other_batches_is_refused(made: Make, other: Batching | None) -> None:
     data = made("megatron")
     with loader_of(data, Packed(8, window=16)) as loader:
+        next(iter(loader))
         state = loader.state_dict()
     if other is None:
-        with DataLoader(data.open(), 4, topology=rank(0, 1)) as loader:
-            with pytest.raises(ValueError, match="other batching"):
+        with DataLoader(data.open(columns=["tokens"]), 1, topology=rank(0, 1)) as loader:
+            with pytest.raises(ValueError, match="of kind packed, and this loader has batching=None"):
                 loader.load_state_dict(state)
+            next(iter(loader))
             plain = loader.state_dict()
         assert plain["batching"] is None
         with (
             loader_of(data, Packed(8, window=16)) as loader,
-            pytest.raises(ValueError, match="other batching"),
+            pytest.raises(ValueError, match="batching=None, and this loader has batching of kind packed"),
         ):
             loader.load_state_dict(plain)
         return
-    with loader_of(data, other) as loader, pytest.raises(ValueError, match="other batching or lengths"):
+    cause = "length=9|window=17|overlong='truncate'|kind token_budget|lengths of samples"
+    with loader_of(data, other) as loader, pytest.raises(ValueError, match=f"this loader has .*({cause})"):
         loader.load_state_dict(state)
 
 
@@ -280,8 +283,8 @@ def test_large_samples_are_planned_in_smaller_windows_which_a_state_keeps(made: 
         loader.load_state_dict(edited(state, batching=token))
         assert json.loads(loader.state_dict()["batching"])["window"] == small.batching.window
         assert delivered(loader) != whole
-    with loader_of(data, Packed(8, window=16)) as loader, pytest.raises(ValueError, match="other batching"):
-        loader.load_state_dict(edited(state, batching=token))
+    with loader_of(data, Packed(8, window=16)) as loader, pytest.raises(ValueError, match="window=11"):
+        loader.load_state_dict(edited(state, batching=token, position=1))
 
 
 @pytest.mark.reads_here

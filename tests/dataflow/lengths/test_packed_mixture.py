@@ -272,6 +272,8 @@ def test_states_by_tokens_tell_where_their_epoch_began(abc: list[ShardedDataset]
             with pytest.raises(ValueError, match="sources must be"):
                 loader.load_state_dict(edited(state, sources=sources))
     with loader_of(Mixture({abc[0]: 1, abc[1]: 1}), Packed(24)) as other:
+        assert other.state_dict()["sources"] == [0, 0]  # between two epochs, for a mixture that differs
+        next(iter(other))
         assert other.state_dict()["sources"] is None
 
 
@@ -308,12 +310,13 @@ def test_what_an_epoch_leaves_of_a_source_comes_first_in_the_next(abc: list[Shar
 def test_a_state_of_other_shares_or_lengths_is_refused(abc: list[ShardedDataset]) -> None:
     a, b, _ = abc
     with loader_of(Mixture({a: 1, b: 1}), Packed(24)) as loader:
+        next(iter(loader))
         state = loader.state_dict()
-    with loader_of(Mixture({a: 2, b: 1}), Packed(24)) as other, pytest.raises(ValueError, match="shares"):
+    with loader_of(Mixture({a: 2, b: 1}), Packed(24)) as other, pytest.raises(ValueError, match="weights="):
         other.load_state_dict(state)
     ones = [np.ones(len(LENGTHS[name]), np.int64) for name in "ab"]
     batching = Packed(24, lengths=ones)
-    with loader_of(Mixture({a: 1, b: 1}), batching) as other, pytest.raises(ValueError, match="or lengths"):
+    with loader_of(Mixture({a: 1, b: 1}), batching) as other, pytest.raises(ValueError, match="lengths of"):
         other.load_state_dict(state)
 
 

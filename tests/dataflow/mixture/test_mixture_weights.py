@@ -283,7 +283,7 @@ def test_damaged_weights_of_a_state_are_refused_by_name(sources: list[ShardedDat
         ):
             with pytest.raises(ValueError, match="weight"):
                 loader.load_state_dict(edited(state, weights=wrong))
-    with loader_of(sources[0]) as other, pytest.raises(ValueError, match="other shards"):
+    with loader_of(sources[0]) as other, pytest.raises(ValueError, match="a mixture, and this"):
         other.load_state_dict(state)
 
 

@@ -189,13 +189,6 @@ def plain_row(sample: Mapping[str, Any]) -> Row:
     return {name: plain(value) for name, value in sample.items()}
 
 
-def test_a_state_of_the_own_dataset_alone_is_refused(tmp_path: Path) -> None:
-    joined = pair(tmp_path).joined()
-    state = DataLoader(own_only(joined), 4).state_dict()
-    with pytest.raises(ValueError, match="other shards"):
-        DataLoader(joined, 4).load_state_dict(state)
-
-
 def drawn(sample: Row, rng: np.random.Generator) -> Row:
     return {"n": sample["n"], "text": f"{sample['text']} {sample['caption']} {rng.integers(1 << 40)}"}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from datasets_kit import (
     by_plan,
     delivered,
     edited,
-    make_ints_tar,
     rank,
     rows_of,
     sort_key,
@@ -97,19 +95,6 @@ def test_no_chain_of_restarts_loses_or_repeats_a_sample(
 
 
 # ---- states that are refused ----------------------------------------------------------------------------
-
-
-def test_a_state_of_other_data_is_refused(ints: Made, tmp_path: Path) -> None:
-    with DataLoader(ints.open(), 4) as loader:
-        state = loader.state_dict()
-    other = make_ints_tar(tmp_path, NUM_SAMPLES + 1)
-    with DataLoader(other.open(), 4) as loader, pytest.raises(ValueError, match="other shards"):
-        loader.load_state_dict(state)
-    with (
-        DataLoader(ints.open(block_bytes=5 * 1024, catalog=str(tmp_path / "c")), 4) as loader,
-        pytest.raises(ValueError, match="blocks differ"),
-    ):
-        loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -608,3 +608,75 @@ class Noisy(torch.utils.data.Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return 1000 * index + int(torch.randint(1000, (1,), generator=self._generator))
+
+
+# ---- two loaders in a cycle -----------------------------------------------------------------------------
+
+
+def cycled(loaders: list[Any], steps: int, *, begun: int = 0, named: int | None = None) -> list[Any]:
+    """As Lightning's `max_size_cycle`: epochs are named, and the shorter loader begins again by itself."""
+    got, epoch = [], named or 0
+    for loader in loaders:
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+    loops = [iter(loader) for loader in loaders]
+    while len(got) < steps:
+        if begun == 8:
+            return got + cycled(loaders, steps - len(got), named=epoch + 1)
+        row = []
+        for number, loader in enumerate(loaders):
+            if (batch := next(loops[number], None)) is None:
+                loops[number] = iter(loader)
+                batch = next(loops[number])
+            row.append(str(batch))
+        got.append(row)
+        begun += 1
+    return got
+
+
+PAIRS: dict[str, Callable[[Any], list[Any]]] = {
+    "map": lambda _: [DataLoader(range(n), 4, shuffle=True) for n in (32, 12)],
+    "map with workers": lambda _: [
+        DataLoader(range(n), 4, shuffle=True, num_workers=1, workers="thread") for n in (32, 12)
+    ],
+    "shards": lambda ints: [
+        DataLoader(ints.open().take(n), 4, shuffle=True, seed=2, num_workers=0) for n in (32, 12)
+    ],
+    "both": lambda ints: [
+        DataLoader(range(32), 4, shuffle=True),
+        DataLoader(ints.open().take(12), 4, shuffle=True, num_workers=0),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_two_loaders_in_a_cycle_go_on_as_without_a_break(kind: str, tmp_path: Path) -> None:
+    """In later epochs, too: they draw from one generator by turns, and one ran ahead of the epoch named."""
+    ints = make_ints_tar(tmp_path)
+    torch.manual_seed(0)
+    whole = cycled(PAIRS[kind](ints), 24)
+    for cut in (1, 4, 7, 13):
+        torch.manual_seed(0)
+        first = PAIRS[kind](ints)
+        assert cycled(first, cut) == whole[:cut]
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in first]
+        torch.manual_seed(99)  # another process
+        again = PAIRS[kind](ints)
+        for loader, state in zip(again, states, strict=True):
+            loader.load_state_dict(state)
+        got = cycled(again, 24 - cut, begun=cut % 8, named=cut // 8)
+        assert got == whole[cut:], f"differs when resumed after {cut}"
+
+
+def test_a_state_that_is_loaded_twice_goes_on_twice() -> None:
+    """Its loaders share no generator, nor do two states of one loader."""
+    torch.manual_seed(0)
+    first = DataLoader(range(12), 4, shuffle=True)
+    states = [first.state_dict() for _ in first]
+    expected = [str(batch) for batch in first]
+    loaders = [DataLoader(range(12), 4, shuffle=True) for _ in range(3)]
+    for loader, state in zip(loaders, (states[0], states[0], states[1]), strict=True):
+        loader.load_state_dict(state)
+    for loader in loaders:
+        list(loader)
+    assert [[str(batch) for batch in loader] for loader in loaders] == [expected] * 3

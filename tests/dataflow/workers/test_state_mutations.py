@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets_kit import Made, rows_of
@@ -127,8 +128,73 @@ OTHERS: dict[str, tuple[Callable[[], DataLoader], str]] = {
 def test_a_state_is_refused_where_its_place_means_other_samples(other: str) -> None:
     make, message = OTHERS[other]
     loader = make()
-    with pytest.raises(ValueError, match=rf"{message}.*means other samples"):
+    with pytest.raises(ValueError, match=rf"{message}.*means other samples.*give .*begin anew, without the"):
         loader.load_state_dict(taken(shuffled()))
+
+
+@pytest.mark.parametrize("other", [name for name in OTHERS if name != "a dataset of another kind"])
+def test_between_two_epochs_a_state_is_one_for_any_length_batches_and_sampler(other: str) -> None:
+    """Seeds go on where they were: the next epoch is the one that this loader draws from them."""
+    first, (make, _) = shuffled(), OTHERS[other]
+    list(first)
+    state = json.loads(json.dumps(first.state_dict()))
+    torch.manual_seed(0)  # a new process
+    loader, again = make(), make()
+    loader.load_state_dict(state)
+    torch.manual_seed(1)
+    handed_on = loader.state_dict()
+    got = [list(loader) for _ in range(2)]
+    again.load_state_dict(handed_on)
+    torch.manual_seed(2)
+    assert str([list(again) for _ in range(2)]) == str(got)
+    assert loader.state_dict()["epoch"] == state["epoch"] + 2
+    torch.set_rng_state(decoded(state["chain"]))  # as a loader that is told nothing, from there on
+    assert str([list(make()) for _ in range(2)]) == str(got)
+
+
+def test_between_two_epochs_generators_of_a_sampler_go_on_over_more_data() -> None:
+    first = with_generator()
+    list(first)
+    state = first.state_dict()
+    generator = torch.Generator()
+    grown = DataLoader(numbers(60), 4, shuffle=True, generator=generator)
+    grown.load_state_dict(state)
+    got = [batch[0].tolist() for batch in grown]
+    generator.set_state(decoded(state["generator"]))
+    fresh = DataLoader(numbers(60), 4, shuffle=True, generator=generator)
+    assert [batch[0].tolist() for batch in fresh] == got
+    other = DataLoader(numbers(60), 4, sampler=Drawing())
+    other.load_state_dict(state)  # the state of another kind of generator says nothing to this one
+    drawn = [batch[0].tolist() for batch in DataLoader(numbers(60), 4, sampler=Drawing())]
+    assert [batch[0].tolist() for batch in other] == drawn
+
+
+class Drawing:
+    """A sampler with a generator of numpy."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return 60
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(60).tolist())
+
+
+def test_an_iterable_goes_on_with_another_batch_size_between_two_epochs() -> None:
+    class Ten(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+    first = DataLoader(Ten(), 4)
+    list(first)
+    between, inside = first.state_dict(), taken(DataLoader(Ten(), 4), 1)
+    other = DataLoader(Ten(), 5)
+    other.load_state_dict(between)
+    assert [batch.tolist() for batch in other] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    with pytest.raises(ValueError, match=r"batch_size=4, .* batch_size=5.*give batch_size=4"):
+        other.load_state_dict(inside)
 
 
 def test_a_batch_sampler_given_or_made_is_the_same() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_an_epoch_begins_where_a_state_says_without_those_before(stop: str) -> N
         asked.append((source, epoch))
         return lengths_of(source, epoch)
 
-    resumed = TokenEpochs(whole.spec, noted, take=executor().token_draws, starts={2: whole.first(2)})
+    resumed = TokenEpochs(replace(whole.spec, begun=(2, whole.first(2))), noted, take=executor().token_draws)
     assert positions_of(resumed, 2) == positions_of(whole, 2)
     assert all(epoch >= whole.first(2)[source] // SIZES[source] for source, epoch in asked)
     assert positions_of(resumed, 3) == positions_of(whole, 3)

@@ -396,13 +396,18 @@ def test_the_states_json_is_pinned():
         "batching": None,
         "sources": None,
         "weights": None,
+        "data": None,
     }
 
 
 def test_a_states_keys_are_the_same_whatever_it_holds():
     """torch.distributed.checkpoint loads by the keys of the state that the loader has at first."""
     state = replace(
-        STATE, batching={"kind": "packed"}, sources=[1, 2], weights={"steps": [[0, 6, "1/2 1/2"]]}
+        STATE,
+        batching={"kind": "packed"},
+        sources=[1, 2],
+        weights={"steps": [[0, 6, "1/2 1/2"]]},
+        data={"data": "mixture", "num_sources": 2, "sources": "47:1a2b3c 20:4d5e6f"},
     )
     assert list(state.to_json()) == list(STATE.to_json())
     assert PlanState.from_json(state.to_json()) == state
@@ -442,6 +447,8 @@ def test_a_state_rebuilds_the_order_it_was_made_with():
         ({"fingerprint": "\u00e9"}, "at most 128 printable"),
         ({"fingerprint": "\n"}, "at most 128 printable"),
         ({"rank": 0}, "the state has unknown fields: rank"),
+        ({"data": "[1]"}, "data must be an object of facts or missing"),
+        ({"data": {"shards": "2"}}, "data must be an object of facts"),
     ],
 )
 def test_a_wrong_state_is_refused_with_the_reason(change, says):
