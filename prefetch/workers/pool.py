@@ -257,7 +257,12 @@ class WorkerPool:
         region = self.regions[worker]
         if self._template is not None and region >= self.num_workers:
             child: Any = TemplateProcess(self._template, worker, region, tasks.fileno())
-            child.start()
+            try:
+                child.start()
+            except ConnectionError as error:
+                died = WorkerDiedError([(worker, self._template.pid, self._template.exit_code())])
+                died.add_note("all workers of a session are forked from that process; begin a new loop")
+                raise died from error
             return child
         start = WorkerStart(worker=worker, region=region, tasks=tasks, **self._common)
         child = new_process(self.context, self._target, start, f"dataflow-worker-{worker}")

@@ -22,6 +22,8 @@ from prefetch.memory.interrupts import Uninterrupted
 from prefetch.workers.signals import signals_held
 
 _SHIELD = "prefetch.workers.server_shield"
+_ASKED = 3
+"""So many servers, one after another."""
 _FORKED_IN_S = 60.0
 """A server imports torch first."""
 _OF_ALL = "torch", "numpy.random"
@@ -104,7 +106,7 @@ def _shielded(server: Any, preload: Collection[str]) -> None:
 
 
 class _ServerPopen(popen_forkserver.Popen):
-    """The standard library's; asks once more where its server has just died."""
+    """The standard library's; asks again where its server has just died."""
 
     def _launch(self, process_obj: Any) -> None:
         preparation, server = spawn.get_preparation_data(process_obj._name), process_obj.server()
@@ -118,11 +120,16 @@ class _ServerPopen(popen_forkserver.Popen):
             reduction.dump(process_obj, buffer)
         finally:
             set_spawning_popen(None)
-        try:
-            self._ask(server, buffer)
-        except (ConnectionError, EOFError):
-            _kill(server)  # it was killed, and does not know yet
-            self._ask(server, buffer)
+        for _ in range(_ASKED):
+            try:
+                self._ask(server, buffer)
+                return
+            except (ConnectionError, EOFError) as error:
+                _kill(server)  # it was killed, and its process is not known to have ended yet
+                killed = error
+        raise RuntimeError(
+            f"the fork server was killed {_ASKED} times as it was asked for a worker"
+        ) from killed
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         if self.returncode is None and connection.wait([self.sentinel], None if flag == 0 else 0):

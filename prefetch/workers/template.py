@@ -24,6 +24,7 @@ from prefetch.workers.signals import end_with_parent, forking, let_signals, shie
 _ORDER = struct.Struct("qq")
 """Worker and region, with the descriptor of its tasks: fork it. -1 and an id: how has that one ended?"""
 _ANSWER = struct.Struct("q")
+_ENDED_S = 2.0
 _ANSWER_S = 60.0
 """It has nothing else to do, but may have much memory to copy the tables of."""
 
@@ -68,6 +69,12 @@ class Template:
         if not answer:
             raise ConnectionResetError("the process that workers are forked from has ended")
         return _ANSWER.unpack(answer)[0], received
+
+    def exit_code(self) -> int | None:
+        """Return how it ended, or None."""
+        self._process.join(_ENDED_S)
+        code: int | None = self._process.exitcode
+        return code
 
     def close(self) -> None:
         """Let it end; the workers that it has forked have ended. Idempotent."""

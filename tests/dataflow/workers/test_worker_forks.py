@@ -18,6 +18,7 @@ import pytest
 import torch
 from datasets_kit import make_ints_tar
 from forked_kit import exit_code_in_child
+from loader_kit import session_of
 from programs_kit import run_script
 from worker_kit import Does, workers_of_this_process
 
@@ -25,6 +26,7 @@ from dataflow import DataLoader
 from prefetch.cache.claims import Claims
 from prefetch.memory.arena import Arena
 from prefetch.memory.lifetimes import Finalizer, close_private, open_private
+from prefetch.workers.pool import WorkerDiedError
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -67,6 +69,11 @@ def with_setting(sample: dict[str, Any]) -> dict[str, Any]:
     return {"setting": setting, "pid": os.getpid()}
 
 
+def processes_of(loader: DataLoader) -> list[Any]:
+    builders: Any = session_of(loader).resources.builders.builders
+    return list(builders._processes.pool.processes)
+
+
 def values(batches: Any) -> set[int]:
     return {int(value) for batch in batches for value in batch["setting"]}
 
@@ -104,6 +111,25 @@ def test_a_process_that_replaces_another_sees_the_same_and_has_its_number(tmp_pa
 def note_number(worker: int, *, path: str) -> None:
     with open(path, "a") as file:
         file.write(f"{worker}\n")
+
+
+@pytest.mark.here
+def test_without_the_process_that_forks_replacements_a_death_is_an_error_and_a_new_loop_has_new_ones(
+    tmp_path: Path,
+) -> None:
+    dataset = make_ints_tar(tmp_path).open(transform=with_setting)
+    with DataLoader(dataset, 2, num_workers=2) as loader:
+        builders = {int(pid) for batch in loader for pid in batch["pid"]}
+        template = ({*workers_of_this_process()} - {*(child.pid for child in processes_of(loader))}).pop()
+        os.kill(template, signal.SIGKILL)
+        assert values(loader) == {setting}, "its children live on"
+        for pid in builders:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=f"{template}.*killed by signal: Killed") as caught:
+            list(itertools.chain(*(loader for _ in range(5))))
+        assert "begin a new loop" in caught.value.__notes__[0]
+        del caught
+        assert values(loader) == {setting}
 
 
 ALONE = """

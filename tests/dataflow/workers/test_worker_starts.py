@@ -50,6 +50,7 @@ def same(index: int) -> int:
 MAIN = """
 import dataclasses, enum, os, sys
 from dataflow import DataLoader
+from prefetch.workers import starting
 
 offset = 100
 
@@ -142,6 +143,7 @@ def test_standard_input_will_do() -> None:
 
 GUARDED = """
 from dataflow import DataLoader
+from prefetch.workers import starting
 
 class Squares:
     def __len__(self):
@@ -233,6 +235,7 @@ PARENTS_BY_DEFAULT = (
     + """
 import os
 from dataflow import DataLoader
+from prefetch.workers import starting
 from worker_kit import Does
 
 def parent(index):
@@ -251,10 +254,21 @@ def test_where_the_default_is_a_server_workers_come_from_it_and_the_script_is_no
     assert run_script(PARENTS_BY_DEFAULT, how="file", folder=tmp_path) == (0, "", "")
 
 
+def test_a_server_that_is_killed_again_and_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise ConnectionRefusedError
+
+    loader = DataLoader(Does(parent), None, num_workers=1, multiprocessing_context="forkserver")
+    monkeypatch.setattr(starting._ServerPopen, "_ask", refused)
+    with pytest.raises(RuntimeError, match="the fork server was killed 3 times"):
+        iter(loader)
+
+
 def test_a_start_method_that_was_set_is_used(tmp_path: Path) -> None:
     text = """
 import multiprocessing, os
 from dataflow import DataLoader
+from prefetch.workers import starting
 from worker_kit import Does
 
 def parent(_):
@@ -448,6 +462,7 @@ ADDRESS_SPACE = """
 import resource, sys
 import torch
 from dataflow import DataLoader
+from prefetch.workers import starting
 from worker_kit import Does
 
 def row(index):
@@ -514,6 +529,7 @@ SMALL_SHM = """
 import os, subprocess
 import torch
 from dataflow import DataLoader
+from prefetch.workers import starting
 from worker_kit import Does
 
 def row(index):
@@ -563,6 +579,7 @@ def test_a_module_that_cannot_be_imported_by_the_fork_server_is_imported_by_the_
     text = f"""{SERVER_BY_DEFAULT}
 import os
 from dataflow import DataLoader
+from prefetch.workers import starting
 import choosy
 assert list(DataLoader(choosy.Numbers(), None, num_workers=1)) == [0, 1, 2, 3]
 os.environ["BAD"] = "1"  # workers have our environment as it is now
