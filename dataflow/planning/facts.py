@@ -29,7 +29,8 @@ def facts_of(dataset: ShardedDataset | Mixture) -> dict[str, Any]:
         facts["digest"] = short_digest(repr(sources_of(dataset)[:used]))
     steps = [f"{step}: {' '.join(map(str, weights[:used]))}" for step, weights in spec.steps]
     facts["weights"] = bounded("; ".join(steps).removeprefix("0: "))
-    return {**facts, "stop": spec.stop or "repeats", "run_length": spec.run_length, "shares": spec.counts}
+    runs = {"run_length": spec.run_length} if spec.run_length > 1 else {}
+    return {**facts, "stop": spec.stop or "repeats", **runs, "shares": spec.counts}
 
 
 def sources_of(mixture: Mixture) -> list[str]:

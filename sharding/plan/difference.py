@@ -31,6 +31,7 @@ _PHRASES = {
     "lengths": "lengths of samples {}",
     "names": "shards of names {}",
     "num_sources": "{:,} sources with a share",
+    "run_length": "run_length={}",
     "samples": "{:,} samples",
     "shards": "{:,} shards",
     "view": "a view of samples {}",
