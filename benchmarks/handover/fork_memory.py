@@ -2,7 +2,7 @@
 
 Windows of compressed Parquet fill 1 GiB of memory limit, and two builders build. The figure is the anonymous
 and shared memory of all processes (PSS) beyond that of the process before, at its peak over so many batches,
-beside the limit. `evaluation`: the workers of another loader, which are forked in mid-epoch, live on: each page
+beside the limit. `evaluation`: workers of another loader, which are forked in mid-epoch, live on: each page
 of the arena that is written to afterwards would be copied, if they had it. `copied`: as if they had.
 """
 
