@@ -72,7 +72,7 @@ class StreamSettings:
     by who asks; blocks are read ahead all the same. None: as many as this rank has cores."""
     workers: Literal["process", "thread", "auto"] | None = None
     """The kind of builders. "process"; "thread"; "auto": processes where functions may hold the interpreter
-    lock, with threads until they have started, else threads (docs/guide/workers.md has the rule). None:
+    lock, else threads (docs/guide/workers.md has the rule). None:
     "process" where `num_workers` is given, else "auto". Batches that are copies alone are made by threads of
     compiled code all the same, which hold no lock."""
     max_worker_restarts: int = 3
