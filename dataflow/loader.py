@@ -130,7 +130,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         batch_sampler: as in torch: lists of indices, one a batch. Not over shards.
         num_workers: builders of batches on this rank; 0: whoever asks builds. None: 0 over other datasets;
             over shards as many as this rank has cores: processes where functions of yours may hold the
-            interpreter lock, with threads until they have started, else threads.
+            interpreter lock, else threads.
         collate_fn: makes a batch of a list of samples. None: torch's over other datasets, and over shards
             after a transform; else columns are stacked without a list of samples.
         pin_memory: deliver batches in page-locked memory, where there is CUDA.
