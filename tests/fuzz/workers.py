@@ -343,6 +343,7 @@ def run_case(case: Case, channel: Channel, folder: str) -> list[str]:
             result = looped(case, loader, channel, attacked=attempt == 0)
             if attempt == 0:
                 signal.signal(signal.SIGINT, lambda *_: noted.append(signal.SIGINT))
+                channel.tell(looped=helpers())
                 channel.wait()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             elif case.attack == "interrupt" and not (
@@ -492,13 +493,17 @@ class Host:
         """Run a case, and attack it; what was wrong."""
         self.num_cases += 1
         os.truncate(self.log, 0)
-        wrong = ["it ended without a word"]
+        wrong, begun = ["it ended without a word"], False
         with contextlib.suppress(BrokenPipeError):
             os.write(self._says, f"{case.number}\n".encode())
             try:
                 for line in lines_of(self._reads, time.monotonic() + _HANGS_S):
                     if "begun" in line:
+                        begun = True
                         strike(case, self.pid, line["begun"])
+                        os.write(self._says, b"struck\n")
+                    elif "looped" in line and not begun:  # an error came before the first batch
+                        strike(case, self.pid, line["looped"])
                         os.write(self._says, b"struck\n")
                     elif "wrong" in line:
                         wrong = line["wrong"]
