@@ -38,6 +38,8 @@ _numbers = np.array([*_OF_JOBS, _PARENT_SIGNAL], np.int64)
 _is_shielded = _is_server = False
 _hushed: Any = None
 """The filters of warnings before a fork, while it is made."""
+_server = 0
+"""The fork server that this process is, or was forked from; 0: none of ours."""
 
 
 @contextmanager
@@ -105,8 +107,13 @@ def shield(training: int) -> None:
         raise OSError(error, "cannot handle signals")
 
 
-def end_with_parent(parent: int) -> None:
-    """Let this process end when the one that forked it has ended, whichever of its threads that was."""
+def end_with_parent(parent: int = 0) -> None:
+    """Let this process end when the one that forked it has ended, whichever of its threads that was.
+
+    `parent`: its id; 0: the fork server's, if there is one. Where that has died meanwhile, who is the parent
+    now is none, and another process may have been started for the same tasks.
+    """
+    parent = parent or _server or os.getppid()
     if error := library().core_end_with_parent(int(_PARENT_SIGNAL), parent):
         raise OSError(error, "cannot watch the parent")
 
@@ -122,8 +129,8 @@ def shield_server() -> None:
 
     Other processes that come from it are as they would be without us, when they run what they are to.
     """
-    global _is_server
-    _is_server = True
+    global _is_server, _server
+    _is_server, _server = True, os.getpid()
     shield(os.getppid())
     util.register_after_fork(_numbers, _after_start)
     let_signals()

@@ -211,7 +211,7 @@ def begin(
     gc.freeze()  # what is dead here is not ours to finalise; pages that nobody looks at stay shared
     if start.collects:
         gc.enable()
-    end_with_parent(start.parent or os.getppid())
+    end_with_parent(start.parent)
     handle()
     shield(start.training)
     global _is_forked

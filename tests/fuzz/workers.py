@@ -204,6 +204,8 @@ class Channel:
 
     def __init__(self, reads: int, writes: int) -> None:
         self._reads, self._writes = reads, writes
+        self.is_over = False
+        """The attack is."""
 
     def tell(self, **what: Any) -> None:
         """Write a line."""
@@ -211,13 +213,9 @@ class Channel:
 
     def wait(self) -> str:
         """Read a line; "" at the end: the attack is over, or the number of a case."""
-        text = b""
-        while not text.endswith(b"\n"):
-            byte = os.read(self._reads, 1)
-            if not byte:
-                break
-            text += byte
-        return text.decode().strip()
+        line = os.read(self._reads, 1 << 10)  # one at a time comes
+        self.is_over = True
+        return line.decode().strip()
 
 
 def helpers() -> dict[str, list[int]]:
@@ -327,6 +325,7 @@ def run_case(case: Case, channel: Channel, folder: str) -> list[str]:
     warnings.simplefilter("ignore")
     faulthandler.dump_traceback_later(_HANGS_S - 5)
     noted: list[int] = []
+    channel.is_over = False
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in SIGNALS.values():
         signal.signal(number, lambda number, _: noted.append(number))
@@ -343,11 +342,15 @@ def run_case(case: Case, channel: Channel, folder: str) -> list[str]:
         for attempt in range(2):
             result = looped(case, loader, channel, attacked=attempt == 0)
             if attempt == 0:
-                channel.tell(looped=True)
+                signal.signal(signal.SIGINT, lambda *_: noted.append(signal.SIGINT))
+                channel.tell(looped=helpers())
                 channel.wait()
-            elif case.attack == "interrupt" and not any(isinstance(e, KeyboardInterrupt) for e in seen):
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            elif case.attack == "interrupt" and not (
+                noted or any(isinstance(e, KeyboardInterrupt) for e in seen)
+            ):
                 wrong.append("no KeyboardInterrupt")
-            late = attempt == 1 and case.attack.startswith(("kill", "close")) and case.persistent
+            late = attempt == 1 and case.attack.startswith(("kill", "close", "interrupt")) and case.persistent
             seen = result[1]
             about = "in the loop attacked" if attempt == 0 else "in the next loop"
             if late and seen and all("exited unexpectedly" in str(error) for error in seen):
@@ -359,6 +362,8 @@ def run_case(case: Case, channel: Channel, folder: str) -> list[str]:
     except KeyboardInterrupt:  # it came between: it did come
         if case.attack != "interrupt":
             raise
+        if not channel.is_over:
+            channel.wait()
     if case.attack.endswith("to all") and not noted:
         wrong.append("the training process was not told")
     seen = []
@@ -488,13 +493,17 @@ class Host:
         """Run a case, and attack it; what was wrong."""
         self.num_cases += 1
         os.truncate(self.log, 0)
-        wrong = ["it ended without a word"]
+        wrong, begun = ["it ended without a word"], False
         with contextlib.suppress(BrokenPipeError):
             os.write(self._says, f"{case.number}\n".encode())
             try:
                 for line in lines_of(self._reads, time.monotonic() + _HANGS_S):
                     if "begun" in line:
+                        begun = True
                         strike(case, self.pid, line["begun"])
+                        os.write(self._says, b"struck\n")
+                    elif "looped" in line and not begun:  # an error came before the first batch
+                        strike(case, self.pid, line["looped"])
                         os.write(self._says, b"struck\n")
                     elif "wrong" in line:
                         wrong = line["wrong"]

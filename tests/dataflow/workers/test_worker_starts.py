@@ -264,6 +264,45 @@ def test_a_server_that_is_killed_again_and_again_is_named(monkeypatch: pytest.Mo
         iter(loader)
 
 
+DIES_AS_IT_FORKS = """
+import multiprocessing, os, signal
+from multiprocessing import forkserver
+from pathlib import Path
+from dataflow import DataLoader
+from worker_kit import Does
+
+MODULE = '''
+import os, signal
+from multiprocessing import forkserver
+from pathlib import Path
+
+def write(fd, number):
+    if number > 0 and not Path("died").exists():
+        Path("died").touch()
+        Path("orphan").write_text(str(number))
+        os.kill(os.getpid(), signal.SIGKILL)
+    written(fd, number)
+
+written, forkserver.write_signed = forkserver.write_signed, write
+'''
+
+def item(index):
+    return os.getpid()
+
+if __name__ == "__main__":
+    os.chdir(Path(__file__).parent)
+    Path("dies_once.py").write_text(MODULE)
+    multiprocessing.set_forkserver_preload(["torch", "dies_once"])
+    data, method = Does(item, 100), "forkserver"
+    pids = set(DataLoader(data, None, num_workers=1, multiprocessing_context=method, timeout=30))
+    print(len(pids), int(Path("orphan").read_text()) in pids)
+"""
+
+
+def test_a_worker_whose_server_dies_as_it_forks_it_does_not_take_the_tasks_of_another(tmp_path: Path) -> None:
+    assert run_script(DIES_AS_IT_FORKS, how="file", folder=tmp_path) == (0, "1 False\n", "")
+
+
 def test_a_start_method_that_was_set_is_used(tmp_path: Path) -> None:
     text = """
 import multiprocessing, os
