@@ -327,7 +327,7 @@ class Counts(Does):
         return index
 
 
-@pytest.mark.parametrize("method", ["fork", *in_full("spawn", "forkserver")])
+@pytest.mark.parametrize("method", ["fork", "spawn", *in_full("forkserver")])
 def test_a_shared_value_of_the_start_method_that_was_asked_for_is_shared(method: str) -> None:
     context = multiprocessing.get_context(method)
     value = context.Value("i", 0)
