@@ -1,4 +1,4 @@
-"""What a state tells of its data behind the fingerprint, so that a loader of others can name what differs."""
+"""Facts that a state tells of its data behind the fingerprint, so that another loader names what differs."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class StreamPlan:
         )
 
     def _given(self, epoch: int, position: int, *, told: bool) -> list[int] | None:
-        """What each source gave before an epoch, where a state needs it; `told`: it tells of sources."""
+        """The numbers that each source gave before an epoch, for a state; `told`: it tells of sources."""
         if self.token_epochs:
             return list(self.token_epochs.first(epoch))
         mixture = self.dataset

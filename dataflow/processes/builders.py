@@ -33,7 +33,7 @@ from prefetch.engine.builders import Build
 from prefetch.engine.pool import context_in
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
 from prefetch.ipc.protocol import WorkerRequest, WorkerResult
-from prefetch.workers.pool import WorkerDiedError
+from prefetch.workers.deaths import WorkerDiedError
 from prefetch.workers.shared_arena import Region
 from prefetch.workers.starting import start_context
 from prefetch.workers.worker_start import ABOUT, NATIVE, WorkerResponse

@@ -31,7 +31,7 @@ from dataflow.workers.threads import BatchThreads, ItemThreads, ThreadResponse, 
 from dataflow.workers.worker import WorkerJob, has_state
 from prefetch.ipc.protocol import WorkerMessage, WorkerRequest, WorkerResult
 from prefetch.memory.lifetimes import InlineFinalizer
-from prefetch.workers.pool import WorkerDiedError
+from prefetch.workers.deaths import WorkerDiedError
 from prefetch.workers.worker_start import WorkerResponse
 
 _log = logging.getLogger("dataflow")

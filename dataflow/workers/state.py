@@ -440,7 +440,7 @@ def _checked_progress(loaded: Mapping[str, Any]) -> EpochProgress:
 
 _OF_A_LOADER = ("kind", "batch_size", "length", "sampler_kind", "sampler_length", "base_seed")
 _chains: weakref.WeakKeyDictionary[torch.Generator, set[str]] = weakref.WeakKeyDictionary()
-"""What goes on for torch's global generator after states were loaded, with the loaders that draw from it."""
+"""The states of torch's global generator that go on, with the loaders that draw from it."""
 
 
 def _chain_from(state: Mapping[str, Any]) -> torch.Generator:

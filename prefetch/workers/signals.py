@@ -36,6 +36,8 @@ _OF_JOBS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _BLOCKED = {signal.SIGINT, *_OF_JOBS, STACKS_SIGNAL, _PARENT_SIGNAL}
 _numbers = np.array([*_OF_JOBS, _PARENT_SIGNAL], np.int64)
 _is_shielded = _is_server = False
+_hushed: Any = None
+"""The filters of warnings before a fork, while it is made."""
 
 
 @contextmanager
@@ -64,14 +66,17 @@ def forking() -> Iterator[None]:
     The child freezes what it has (`begin` of `worker_start`), and collects again. Python 3.12 and later warns
     of threads, and is let to where one of them is not ours.
     """
-    collects = gc.isenabled()
-    with signals_held(), warnings.catch_warnings():
+    global _hushed
+    collects, hushed = gc.isenabled(), warnings.catch_warnings()
+    with signals_held(), hushed:
         if all(_is_ours(thread) for thread in threading.enumerate()):
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         gc.disable()
+        _hushed = hushed
         try:
             yield
         finally:
+            _hushed = None
             if collects:
                 gc.enable()
 
@@ -133,8 +138,11 @@ def _after_start(_: Any) -> None:
 
 
 def _unshield() -> None:
-    """In a process that one of ours has forked: signals do what they do by default."""
-    global _is_shielded
+    """In a process that one of ours has forked: signals do what they do by default, and warnings, too."""
+    global _is_shielded, _hushed
+    if _hushed is not None:
+        _hushed.__exit__(None, None, None)
+        _hushed = None
     if _is_shielded and not _is_server:
         _is_shielded = False
         library().core_unshield(address_of(_numbers), len(_numbers))

@@ -23,7 +23,7 @@ from prefetch.workers.signals import signals_held
 
 _SHIELD = "prefetch.workers.server_shield"
 _ASKED = 3
-"""So many servers, one after another."""
+"""Servers that are tried, one after another."""
 _FORKED_IN_S = 60.0
 """A server imports torch first."""
 _OF_ALL = "torch", "numpy.random"

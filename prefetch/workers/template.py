@@ -25,6 +25,7 @@ _ORDER = struct.Struct("qq")
 """Worker and region, with the descriptor of its tasks: fork it. -1 and an id: how has that one ended?"""
 _ANSWER = struct.Struct("q")
 _ENDED_S = 2.0
+_END_S = 2.0
 _ANSWER_S = 60.0
 """It has nothing else to do, but may have much memory to copy the tables of."""
 
@@ -80,7 +81,10 @@ class Template:
         """Let it end; the workers that it has forked have ended. Idempotent."""
         if self._channel.fileno() >= 0:
             self._channel.close()
-            self._process.join(_ANSWER_S)
+            self._process.join(_END_S)
+            if self._process.exitcode is None:  # it was stopped
+                self._process.kill()
+                self._process.join(_END_S)
 
 
 class TemplateProcess(process.BaseProcess):

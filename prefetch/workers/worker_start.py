@@ -172,7 +172,8 @@ class ProcessSettings:
             with suppress(OSError, ValueError):
                 resource.setrlimit(limit, amounts)
         warnings.filters[:] = pickle.loads(self.warning_filters)  # type: ignore[index]
-        warnings._filters_mutated()  # type: ignore[attr-defined]
+        with warnings.catch_warnings():  # which lets Python know
+            pass
         for name, level in self.log_levels.items():
             logging.getLogger(name).setLevel(level)
 

@@ -2,12 +2,17 @@
 #include "core.h"
 
 #include <errno.h>
-#include <execinfo.h>
 #include <signal.h>
 #include <string.h>
 #include <stddef.h>
 #include <sys/prctl.h>
 #include <unistd.h>
+#ifdef __GLIBC__
+#include <execinfo.h>
+#else /* others have no such functions: no frame is told */
+#define backtrace(frames, count) ((void)(frames), 0)
+#define backtrace_symbols_fd(frames, count, descriptor) ((void)(frames))
+#endif
 
 static volatile pid_t trainer; /* SIGTERM from there ends this process */
 static volatile pid_t parent;

@@ -338,7 +338,7 @@ class MixtureSpec:
         return {**begun, self.changes.known_from[0]: first}
 
     def counted(self, epoch: int) -> tuple[int, ...] | None:
-        """As `first`, where the epochs before tell it at once; None: by tokens, all would be tabulated."""
+        """The same as `first`, where epochs tell it at once; None: by tokens, all would be tabulated."""
         return None if self.counts == "tokens" else tuple(self.first(epoch).tolist())
 
     def first(self, epoch: int) -> NDArray[np.int64]:

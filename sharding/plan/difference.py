@@ -21,7 +21,7 @@ SOURCES = "sources"
 """The fact of a mixture: samples and digest of each source, "47:1a2b3c 20:4d5e6f", for a state's size."""
 _MOST_CHARACTERS = 40
 _A_POSITION = ("first_sample", "units_before")
-"""Of a state's batching, what tells a position and not how batches are made."""
+"""Parts of a state's batching that tell a position and not how batches are made."""
 _PHRASES = {
     "blocks": "shards cut into blocks {}",
     "bytes": "shards of {:,} bytes",
@@ -55,11 +55,11 @@ class Difference:
     """One fact in which a state and a loader differ."""
 
     there: str
-    """What the state was taken with."""
+    """The value that the state was taken with."""
     here: str
-    """What the loader has."""
+    """The value that the loader has."""
     cure: str
-    """What the loader needs for the state to mean what it says."""
+    """The change that the loader needs for the state to mean what it says."""
 
     def __str__(self) -> str:
         return f"the state was taken with {self.there}, and this loader has {self.here}"

@@ -288,7 +288,7 @@ def judged(
     case: Case, samples: Sequence[int], errors: Sequence[BaseException], *, attacked: bool
 ) -> list[str]:
     """What is wrong with a loop."""
-    from prefetch.workers.pool import WorkerDiedError
+    from prefetch.workers.deaths import WorkerDiedError
 
     wrong, whole = [], expected(case)
     allowed: Callable[[BaseException], bool] = lambda error: False  # noqa: E731

@@ -32,7 +32,8 @@ from dataflow.processes.dispatch import RemoteBuild, RemoteBuilders
 from dataflow.processes.serialized import SerializedChunk
 from dataflow.stream import decisions
 from prefetch.memory.open_files import OpenFile
-from prefetch.workers.pool import WorkerDiedError, WorkerPool
+from prefetch.workers.deaths import WorkerDiedError
+from prefetch.workers.pool import WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 TIMEOUT_S = 60.0

@@ -28,7 +28,7 @@ from worker_kit import Does, Gate, Streams, ended, workers_of_this_process
 from dataflow import DataLoader
 from dataflow.workers.worker import WorkerLimits
 from prefetch.workers import STOP_S
-from prefetch.workers.pool import WorkerDiedError, memory_note, oom_kills, own_cgroup
+from prefetch.workers.deaths import WorkerDiedError, memory_note, oom_kills, own_cgroup
 
 pytestmark = [
     pytest.mark.timeout(120),

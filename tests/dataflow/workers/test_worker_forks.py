@@ -26,7 +26,7 @@ from dataflow import DataLoader
 from prefetch.cache.claims import Claims
 from prefetch.memory.arena import Arena
 from prefetch.memory.lifetimes import Finalizer, close_private, open_private
-from prefetch.workers.pool import WorkerDiedError
+from prefetch.workers.deaths import WorkerDiedError
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -20,7 +20,7 @@ from programs_kit import Script
 from worker_kit import Does, Gate, ended, workers_of_this_process
 
 from dataflow import DataLoader
-from prefetch.workers.pool import WorkerDiedError
+from prefetch.workers.deaths import WorkerDiedError
 
 pytestmark = [
     pytest.mark.timeout(120),
