@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -280,6 +282,18 @@ if __name__ == "__main__":
     print("fine")
 """
     assert run_script(text, how="forked", folder=tmp_path) == (0, "fine\n", "")
+
+
+def test_workers_that_have_not_started_are_not_waited_for() -> None:
+    """They import for seconds; here they are stopped, so that they never get further."""
+    loader = DataLoader(Does(same), None, num_workers=2, multiprocessing_context="spawn")
+    loader.worker_limits = WorkerLimits(stop_s=20)
+    iterator = iter(loader)
+    for process in iterator.runners.processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < 20
 
 
 # ---- what a dataset may hold ----------------------------------------------------------------------------
