@@ -102,8 +102,8 @@ def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> Proce
                 stacklevel=4,
             )
             raise
-        else:
-            raise
+        else:  # what only a process that starts may take along, such as a value in shared memory
+            packed = None
     if packed is not None and len(packed.meta) > job.limits.object_bytes:
         warnings.warn(
             f"the dataset holds {len(packed.meta):,} bytes of Python objects, which every worker holds again "

@@ -438,6 +438,9 @@ class WorkerPool:
                 with contextlib.suppress(OSError):  # full: the worker looks at STOP after its next message
                     os.write(tasks.fileno(), _FRAME.pack(0))  # where another process may hold this end
                 tasks.close()
+            for worker, child in enumerate(self.processes):  # it imports, and hears nothing of this
+                if not self._file.header.get(Header.WORKERS + worker):
+                    child.kill()
             self._join(stop_s, None)
             self._join(_KILL_S, process.BaseProcess.terminate)
         finally:  # interrupted: at once

@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -321,6 +323,18 @@ if __name__ == "__main__":
     assert run_script(text, how="forked", folder=tmp_path) == (0, "fine\n", "")
 
 
+def test_workers_that_have_not_started_are_not_waited_for() -> None:
+    """They import for seconds; here they are stopped, so that they never get further."""
+    loader = DataLoader(Does(same), None, num_workers=2, multiprocessing_context="spawn")
+    loader.worker_limits = WorkerLimits(stop_s=20)
+    iterator = iter(loader)
+    for process in iterator.runners.processes:
+        os.kill(process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    loader.close()
+    assert time.monotonic() - began < 20
+
+
 # ---- what a dataset may hold ----------------------------------------------------------------------------
 
 
@@ -366,7 +380,7 @@ class Counts(Does):
         return index
 
 
-@pytest.mark.parametrize("method", ["fork", *in_full("spawn", "forkserver")])
+@pytest.mark.parametrize("method", ["fork", "spawn", *in_full("forkserver")])
 def test_a_shared_value_of_the_start_method_that_was_asked_for_is_shared(method: str) -> None:
     context = multiprocessing.get_context(method)
     value = context.Value("i", 0)
