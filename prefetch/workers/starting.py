@@ -82,8 +82,6 @@ def new_process(context: BaseContext, target: Callable[..., object], start: Any,
 
 _server = forkserver.ForkServer()
 """Ours."""
-_imported: set[str] = set()
-"""Modules that it was told to import."""
 
 
 def warm_up(modules: Collection[str]) -> None:
