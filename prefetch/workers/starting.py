@@ -23,7 +23,7 @@ from prefetch.workers.signals import signals_held
 
 _SHIELD = "prefetch.workers.server_shield"
 _ASKED = 3
-"""So many servers, one after another."""
+"""A process is asked for so many times, each of another server."""
 _FORKED_IN_S = 60.0
 """A server imports torch first."""
 _OF_ALL = "torch", "numpy.random"
