@@ -1,4 +1,4 @@
-"""The short form of the runs in tests/fuzz: damaged inputs of every format, Ctrl-C at random moments."""
+"""The short form of the runs in tests/fuzz: damaged inputs, Ctrl-C and kills at random moments."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ _FOLDER = Path(__file__).parent / "fuzz"
             "ctrl_c.py --rounds 12 --seed 15",
             "kills.py --rounds 12 --seed 15",
             "manifests.py --mutants 500 --seed 15",
+            "workers.py --minutes 0.5 --seed 15 --start fork",
+            "forks.py ours --only ours --forks 20",
         ),
     ],
 )

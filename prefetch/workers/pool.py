@@ -320,13 +320,8 @@ class WorkerPool:
                     return []
                 dead = [worker for fd, worker in self._sentinels.items() if fd in ready]
                 if dead:
-                    raise WorkerDiedError(
-                        [
-                            (worker, self.processes[worker].pid or 0, self._exit_code(worker))
-                            for worker in dead
-                        ],
-                        memory_note(self._oom_kills),
-                    )
+                    ended = [(one, self.processes[one].pid or 0, self._exit_code(one)) for one in dead]
+                    raise WorkerDiedError(ended, memory_note(self._oom_kills))
                 if not ready and rest_s <= 0:
                     return []
 

@@ -498,12 +498,10 @@ class Host:
             os.write(self._says, f"{case.number}\n".encode())
             try:
                 for line in lines_of(self._reads, time.monotonic() + _HANGS_S):
-                    if "begun" in line:
+                    known = line.get("begun") or line.get("looped")
+                    if known and not begun:  # not yet, where an error came before the first batch
                         begun = True
-                        strike(case, self.pid, line["begun"])
-                        os.write(self._says, b"struck\n")
-                    elif "looped" in line and not begun:  # an error came before the first batch
-                        strike(case, self.pid, line["looped"])
+                        strike(case, self.pid, known)
                         os.write(self._says, b"struck\n")
                     elif "wrong" in line:
                         wrong = line["wrong"]
