@@ -68,7 +68,8 @@ FLAT_OF_WORKERS = {
     *("first_batch_s", "num_workers", "ready_batches", "shared_bytes", "stall_share", "starved_s"),
 }
 COUNTS = {
-    *("batches", "decoded_bytes", "delivered_bytes", "elapsed_s", "empty_batches", "image_warnings"),
+    *("batches", "decoded_bytes", "delivered_bytes", "elapsed_s", "empty_batches", "few_chunks_s"),
+    "image_warnings",
     *("read_bytes", "samples", "skipped_samples", "starved_s", "untrained_samples"),
     *("build.busy_s", "build.cpu_s", "build.tasks", "read.busy_s", "read.cpu_s", "read.tasks"),
     *("cache.errors", "cache.evicted", "cache.evicted_bytes", "cache.hit_bytes", "cache.hits"),

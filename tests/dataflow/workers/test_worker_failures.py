@@ -761,12 +761,19 @@ def test_a_loop_that_was_interrupted_in_next_cannot_go_on_and_says_so(gate: Call
     with DataLoader(dataset, None, num_workers=1, persistent_workers=True) as loader:
         iterator = iter(loader)
         pids = pids_of(iterator)
-        main = threading.main_thread().ident
+        main, is_waiting, wait = threading.main_thread().ident, threading.Event(), iterator.runners.wait
         assert main is not None
+
+        def tell_and_wait(timeout_s: float | None) -> Any:
+            is_waiting.set()
+            return wait(timeout_s)
 
         def interrupt() -> None:
             arrived.wait()
+            assert is_waiting.wait(60)
             signal.pthread_kill(main, signal.SIGINT)
+
+        iterator.runners.wait = tell_and_wait
 
         thread = threading.Thread(target=interrupt)
         thread.start()
