@@ -152,7 +152,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             items: all use `dataset` as it is and share the global random generators with this code, so draw
             from `get_worker_info().rng` (docs/guide/workers.md).
         snapshot_every_n_steps: batches from one state of a dataset with a `state_dict` to the next; a
-            resumed loader fetches those between again. As in torchdata's `StatefulDataLoader`.
+            resumed loader over an iterable fetches those between again (docs/reference/differences.md).
         prefetch_across_epochs: persistent workers with nothing left to do begin the next epoch before anybody
             asks for it. They may then not see what the training code changes between epochs in a place that
             they look up by name (a file, shared memory, a manager). Over shards reading goes on anyway.
