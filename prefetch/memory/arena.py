@@ -124,8 +124,6 @@ class Arena:
         hides: bool = False,
     ) -> None:
         self._hides = hides
-        if map_slab is None:
-            _arenas.add(self)
         self._limit_bytes = limit_bytes
         self._map_slab = map_slab or (lambda size: _Mapping(size, register))
         self._lock = threading.RLock()  # a finaliser may close us inside `lease`; guards all that follows
@@ -136,6 +134,8 @@ class Arena:
         self._returned: deque[_Return] = deque()
         self._give_back: Callable[[_Return], None] = self._returned.append
         self._alive: set[_Return] = set()
+        if map_slab is None:
+            _arenas.add(self)  # at last: another thread may fork now
 
     def lease(self, nbytes: int, on_return: Callable[[], None] | None = None) -> NDArray[np.uint8]:
         """Take a writable, page-aligned uint8 array of `nbytes`; its content is arbitrary.

@@ -474,6 +474,10 @@ def lines_of(descriptor: int, until: float) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, whole)
 
 
+_pipes = set[int]()
+"""The attacker's ends."""
+
+
 class Host:
     """A process that runs cases, and its group."""
 
@@ -482,10 +486,11 @@ class Host:
         reads, tells = os.pipe()
         told, says = os.pipe()
         self._reads, self._says = reads, says
+        _pipes.update((reads, says))
         self.log.write_text("")
         self.pid = os.fork()
         if not self.pid:
-            _serve(Channel(told, tells), (reads, says), folder, self.log)
+            _serve(Channel(told, tells), folder, self.log)
         os.close(tells)
         os.close(told)
 
@@ -513,16 +518,17 @@ class Host:
 
     def close(self) -> list[str]:
         """End it; what was left."""
-        os.close(self._says)
-        os.close(self._reads)
+        for fd in (self._says, self._reads):
+            _pipes.discard(fd)
+            os.close(fd)
         return _ended(self.pid)
 
 
-def _serve(channel: Channel, others: Sequence[int], folder: Path, log: Path) -> None:
+def _serve(channel: Channel, folder: Path, log: Path) -> None:
     code = 7
     try:
         os.setsid()
-        for fd in others:
+        for fd in _pipes:
             os.close(fd)
         output = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)

@@ -24,6 +24,7 @@ from worker_kit import Does, workers_of_this_process
 
 from dataflow import DataLoader
 from prefetch.cache.claims import Claims
+from prefetch.memory import arena
 from prefetch.memory.arena import Arena
 from prefetch.memory.lifetimes import Finalizer, close_private, open_private
 from prefetch.workers.deaths import WorkerDiedError
@@ -275,6 +276,17 @@ def test_what_builders_of_this_process_may_give_to_the_user_is_seen_by_children(
     staged = arena.lease(1 << 20)
     staged[:] = 3
     assert exit_code_in_child(lambda: np.testing.assert_array_equal(staged, 3)) == 0
+
+
+def test_a_fork_does_not_mind_an_arena_that_another_thread_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.RLock
+
+    def forked_meanwhile() -> Any:
+        arena._before_fork()
+        return lock()
+
+    monkeypatch.setattr(arena.threading, "RLock", forked_meanwhile)
+    Arena(limit_bytes=1)
 
 
 def test_an_arena_that_dies_in_a_child_unmaps_nothing_of_it() -> None:
