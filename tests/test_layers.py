@@ -264,7 +264,7 @@ MOST_LINES = {
     "prefetch/ipc": 1_130,
     "prefetch/memory": 1_740,
     "prefetch/store": 1_430,
-    "prefetch/workers": 2_020,
+    "prefetch/workers": 2_040,
     "dataflow": 3_200,
     "dataflow/actors": 1_100,
     "dataflow/batch": 2_300,

@@ -14,7 +14,16 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from multiprocessing import connection, context, forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing import (
+    connection,
+    context,
+    forkserver,
+    popen_fork,
+    popen_forkserver,
+    reduction,
+    spawn,
+    util,
+)
 from multiprocessing.context import BaseContext, set_spawning_popen
 from typing import Any
 
@@ -75,7 +84,33 @@ def new_process(context: BaseContext, target: Callable[..., object], start: Any,
     """A process that is to be started by `signals_held`, or `forking`."""
     if type(context) is type(multiprocessing.get_context("forkserver")):
         return ChosenServerProcess(target=target, args=(start,), name=name)
+    if type(context) is type(multiprocessing.get_context("fork")):
+        return WatchedProcess(target=target, args=(start,), name=name)
     return context.Process(target=target, args=(start,), name=name)  # type: ignore[attr-defined]
+
+
+class WatchedProcess(context.ForkProcess):
+    """A forked process that is seen to end: a pipe is not, while a child of another thread holds its end."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802  (the standard library's name)
+        return _WatchedPopen(process_obj)
+
+
+class _WatchedPopen(popen_fork.Popen):
+    sentinel: int
+    pid: int
+
+    def _launch(self, process_obj: Any) -> None:
+        super()._launch(process_obj)  # type: ignore[misc]
+        self._watch: Any = bool
+        with suppress(OSError):  # an old kernel
+            self.sentinel = os.pidfd_open(self.pid)
+            self._watch = util.Finalize(self, os.close, (self.sentinel,))
+
+    def close(self) -> None:
+        super().close()
+        self._watch()
 
 
 # ---- servers ----------------------------------------------------------------------------------------------

@@ -243,6 +243,50 @@ def test_garbage_of_the_training_process_is_not_finalised_in_a_worker(tmp_path: 
     assert pid != os.getpid()
 
 
+HELD = """
+import os, signal, threading
+from multiprocessing import popen_fork
+from dataflow import DataLoader
+from worker_kit import Does
+
+held, pipe = [], os.pipe
+
+def pipe_and_fork():  # another thread forks while the ends of pipes are open that tell of a worker
+    ends = pipe()
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    return ends
+
+def fork():
+    pid = os.fork()
+    if not pid:
+        signal.pause()
+    held.append(pid)
+
+def pid_of(index):
+    return os.getpid()
+
+popen_fork.os = type("os", (), {**vars(os), "pipe": staticmethod(pipe_and_fork)})
+batches = iter(DataLoader(Does(pid_of, 1000), None, num_workers=1))
+os.kill(next(batches), signal.SIGKILL)
+try:
+    list(batches)
+except RuntimeError as error:
+    print(type(error).__name__, len(held))
+for pid in held:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+"""
+
+
+def test_a_death_is_seen_though_a_child_of_another_thread_holds_the_pipe_that_tells_of_it(
+    tmp_path: Path,
+) -> None:
+    code, out, err = run_script(HELD, how="forked", folder=tmp_path)
+    assert (code, out) == (0, "WorkerDiedError 2\n"), err
+
+
 # ---- memory -----------------------------------------------------------------------------------------------
 
 
