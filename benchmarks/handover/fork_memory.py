@@ -24,7 +24,7 @@ from benchmarks.harness import run_child
 from benchmarks.memory import tree_memory
 from benchmarks.options import data_option, json_option
 from benchmarks.report import Verdict, machine, save_figures, versions
-from benchmarks.runner import Tell
+from benchmarks.runner import Tell, forever
 
 LIMIT, MORE_MB, BATCHES = 1 << 30, 150.0, 200
 FILES, ROWS, GROUP, BYTES = 12, 500, 50, 150_000
@@ -60,7 +60,7 @@ def measured(job: dict[str, Any], tell: Tell) -> None:
     loader = DataLoader(
         dataset, 32, shuffle=Shuffle("window", window_blocks=40), num_workers=2, memory_limit=LIMIT
     )
-    batches, before = iter(loader), tree_memory(os.getpid()).held_mb
+    batches, before = forever(loader), tree_memory(os.getpid()).held_mb
     for _ in range(20):
         next(batches)
     if job["setup"] != "builders":

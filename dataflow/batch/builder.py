@@ -37,7 +37,7 @@ from dataflow.batch.samples import (
     transform_reason,
     without_rest,
 )
-from dataflow.batch.sharing import Finishing, Outcome, SampleOutcomes
+from dataflow.batch.sharing import Finishing, Outcome, SampleOutcomes, building_s, cpu_times
 from dataflow.batch.transforms import batch_form, lists_of, trains_nothing, transformed_together
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, raise_if_closing
 from dataflow.outputs.held_bytes import Ranges, held_bytes
@@ -149,6 +149,8 @@ class BuildContext(Struct, frozen=True, kw_only=True):
     """Bytes of a row of a batch, about, where its builder reads it, too; None: windows are staged here."""
     seed_globals: Callable[[int], None] | None = None
     """Seeds the global generators with a key; None: they are the training code's."""
+    cpu: Callable[[], tuple[float, float]] = cpu_times
+    """Processor seconds of the process, and of the thread."""
     now: Callable[[], float] = time.perf_counter
     """The clock for `hand_over_s`, in seconds."""
     pin: BatchFn | None = None
@@ -260,7 +262,7 @@ class BatchBuilder:
             return
         delivered, heap_bytes, most_bytes = list[Delivered](), 0, 0
         row, began_s = 0, context.now()
-        resumed_s = began_s
+        resumed_s, (process_s, thread_s) = began_s, context.cpu()
         for number, size in enumerate(sizes, self.plan.first_batch):
             raise_if_closing(context.closing)
             ahead = sum(
@@ -268,7 +270,7 @@ class BatchBuilder:
             )
             if ahead:
                 yield PartialChunk(slot_bytes=ahead)
-                resumed_s = context.now()
+                resumed_s, (process_s, thread_s) = context.now(), context.cpu()
             self._seed_globals(row, of_batch=True)
             try:
                 delivered.append((yield from self.delivered(number, next(batches), row, size)))
@@ -288,17 +290,22 @@ class BatchBuilder:
                 context.heap.made(heap_bytes)
                 # While samples are put together, they are there as well as their batch.
                 made_bytes = heap_bytes + (most_bytes if context.settings.takes_samples else 0)
+                wall_s, cpu = context.now() - resumed_s, context.cpu()
+                build_s = wall_s + self._shared_s
+                if not self._shared_s:  # else it may be another thread by now
+                    build_s = building_s(wall_s, cpu[0] - process_s, cpu[1] - thread_s)
                 part = PartialChunk(
                     delivered,
                     heap_bytes=heap_bytes,
                     made_bytes=made_bytes,
                     flush_now=flush_now,
-                    build_s=context.now() - resumed_s + self._shared_s,
+                    build_s=build_s,
+                    is_busy=context.shares_batches and build_s < wall_s,
                 )
                 delivered, heap_bytes, most_bytes, self._shared_s = [], 0, 0, 0.0
                 yield part
                 del part
-                resumed_s = context.now()
+                resumed_s, (process_s, thread_s) = context.now(), context.cpu()
                 if flush_now:
                     began_s = resumed_s
 
@@ -433,6 +440,7 @@ class BatchBuilder:
             is_shared=self.context.shares_batches and not together,
             closing=self.context.closing,
             now=self.context.now,
+            cpu=self.context.cpu,
         )
         for at, (index, (window, row)) in enumerate(zip(kept, origins, strict=True)):
             raise_if_closing(self.context.closing)

@@ -10,6 +10,7 @@ order, whoever made them.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, TypeVar
@@ -20,10 +21,25 @@ from prefetch.work import PartialChunk, Task
 T = TypeVar("T")
 PART_S = 0.005
 """Seconds of transforming that are a task of their own; with 0.01, gaps were longer and rates the same."""
+_BUSY = 0.7
+"""The part of a core that a process takes whose builders compute, and do not wait."""
 Outcome = tuple[Any, str, BaseException | None]
 """The result of a transform, why that is none, and what it raised."""
 Finishing = Generator[PartialChunk[Delivered], None, T]
 """Makes something of a batch, and gives parts of that which other builders may run."""
+
+
+def cpu_times() -> tuple[float, float]:
+    """Return the processor time of this process, and of this thread, in seconds."""
+    return time.process_time(), time.thread_time()
+
+
+def building_s(wall_s: float, process_s: float, thread_s: float) -> float:
+    """Return how long building took, by the time that passed and the processor time of process and thread.
+
+    Time that passes while the process is busy is that of other threads, too: of the thread its own counts.
+    """
+    return thread_s if process_s >= _BUSY * wall_s else wall_s
 
 
 def part_size(num_made: int, made_s: float, num_left: int) -> int:
@@ -42,6 +58,7 @@ class SampleOutcomes:
         is_shared: whether others may make some.
         closing: set when nobody wants them any more.
         now: a clock, in seconds.
+        cpu: as `cpu_times`.
     """
 
     def __init__(
@@ -52,7 +69,9 @@ class SampleOutcomes:
         is_shared: bool,
         closing: threading.Event,
         now: Callable[[], float],
+        cpu: Callable[[], tuple[float, float]] = cpu_times,
     ) -> None:
+        self._cpu, self._process_s = cpu, cpu()[0] if is_shared else 0.0
         self._make, self._num_samples, self._closing, self._now = make, num_samples, closing, now
         self.may_share, self._began_s = is_shared, now()
         self._made: dict[int, Outcome] = {}
@@ -60,10 +79,12 @@ class SampleOutcomes:
 
     def parts_from(self, at: int) -> list[Task]:
         """Return tasks that make all from a sample on, once those before it took long; none until then."""
-        rows = range(at, self._num_samples)
-        if not (size := part_size(at, self._now() - self._began_s, len(rows))):
+        rows, made_s = range(at, self._num_samples), self._now() - self._began_s
+        if not (size := part_size(at, made_s, len(rows))):
             return []
         self.may_share = False
+        if self._cpu()[0] - self._process_s >= _BUSY * made_s:
+            return []  # more threads would only share the interpreter lock, or the cores
         return [partial(self._run, rows[first : first + size]) for first in range(0, len(rows), size)]
 
     def take(self, at: int) -> Outcome:

@@ -205,6 +205,8 @@ def test_a_state_knows_the_fingerprint_of_a_transform(made: Make) -> None:
     for other in (Marked("second"), Squares()):
         with (
             loader(other) as different,
-            pytest.raises(ValueError, match=r"another transform=.* was first and"),
+            pytest.raises(
+                ValueError, match=r"with a transform= .* of fingerprint first, and this loader has"
+            ),
         ):
             different.load_state_dict(state)

@@ -403,8 +403,12 @@ def test_the_loader_delivers_each_sample_of_a_view_once(
 
 def test_a_state_of_another_view_is_refused(dataset: ShardedDataset) -> None:
     with DataLoader(dataset.take(20), 4) as loader:
+        next(iter(loader))
         state = loader.state_dict()
-    with DataLoader(dataset.take(21), 4) as other, pytest.raises(ValueError, match="another view"):
+    with (
+        DataLoader(dataset.take(21), 4) as other,
+        pytest.raises(ValueError, match=r"samples 20 .* samples 21 "),
+    ):
         other.load_state_dict(state)
 
 

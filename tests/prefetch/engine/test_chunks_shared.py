@@ -37,7 +37,7 @@ class _Told(ChunkTime):
     @decision.setter
     def decision(self, _: Decision) -> None: ...
 
-    def observe(self, num_batches: int, build_s: float) -> None:
+    def observe(self, num_batches: int, build_s: float, *, is_busy: bool = False) -> None:
         self.built.append(num_batches)
 
 
@@ -62,7 +62,7 @@ def test_the_rest_of_a_chunk_is_shortened_by_what_was_learned_since() -> None:
 def test_few_chunks_wait_for_a_builder_as_none_of_them_is_shortened_any_more() -> None:
     gate = Gate()
     window = FakeWindow(*(FakeChunk(str(i), on_begin=gate) for i in range(20)))
-    with running([window], num_workers=2) as engine:
+    with running([window], num_workers=2, chunk_time=_Told(8)) as engine:
         gate.wait_until_begun()
         assert engine._queue.num_running == chunks_ahead(2) == 5
         gate.open()
