@@ -125,7 +125,7 @@ def test_asking_for_the_start_method_as_lightning_does_chooses_none() -> None:
     loader = DataLoader(Does(parent_of), num_workers=1)
     parents = {int(parent) for batch in loader for parent in batch}
     assert (parents == {os.getpid()}) == is_forked
-    assert loader.stats().start_reason == "the default of this Python"
+    assert not is_forked or loader.stats().start_reason == "the default of this Python"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
