@@ -37,8 +37,6 @@ class PartialChunk(Generic[T_co]):
     """True if the consumer may have them before the chunk is whole. Never those that make it whole."""
     build_s: float = field(default=0.0, kw_only=True)
     """Seconds that one builder took to make these, or would have; 0: they were there."""
-    is_busy: bool = field(default=False, kw_only=True)
-    """True if this process computed all that time."""
     parts: Sequence[Task] = field(default=(), kw_only=True)
     """Parts of the next batch, to be run by any builders before it is asked for. They do not raise."""
 

@@ -255,7 +255,7 @@ MOST_LINES = {
     "sharding/plan": 1_450,
     "sharding/topology": 950,
     "sharding/write": 1_290,
-    "prefetch": 705,
+    "prefetch": 700,
     "prefetch/cache": 1_000,
     "prefetch/control": 1_350,
     "prefetch/core": 920,

@@ -37,7 +37,7 @@ from dataflow.batch.samples import (
     transform_reason,
     without_rest,
 )
-from dataflow.batch.sharing import Finishing, Outcome, SampleOutcomes, building_s, cpu_times
+from dataflow.batch.sharing import Finishing, Outcome, SampleOutcomes, building_s
 from dataflow.batch.transforms import batch_form, lists_of, trains_nothing, transformed_together
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, raise_if_closing
 from dataflow.outputs.held_bytes import Ranges, held_bytes
@@ -149,8 +149,8 @@ class BuildContext(Struct, frozen=True, kw_only=True):
     """Bytes of a row of a batch, about, where its builder reads it, too; None: windows are staged here."""
     seed_globals: Callable[[int], None] | None = None
     """Seeds the global generators with a key; None: they are the training code's."""
-    cpu: Callable[[], tuple[float, float]] = cpu_times
-    """Processor seconds of the process, and of the thread."""
+    thread_s: Callable[[], float] = time.thread_time
+    """The processor time of the thread, in seconds."""
     now: Callable[[], float] = time.perf_counter
     """The clock for `hand_over_s`, in seconds."""
     pin: BatchFn | None = None
@@ -262,7 +262,7 @@ class BatchBuilder:
             return
         delivered, heap_bytes, most_bytes = list[Delivered](), 0, 0
         row, began_s = 0, context.now()
-        resumed_s, (process_s, thread_s) = began_s, context.cpu()
+        resumed_s, thread_s = began_s, context.thread_s()
         for number, size in enumerate(sizes, self.plan.first_batch):
             raise_if_closing(context.closing)
             ahead = sum(
@@ -270,7 +270,7 @@ class BatchBuilder:
             )
             if ahead:
                 yield PartialChunk(slot_bytes=ahead)
-                resumed_s, (process_s, thread_s) = context.now(), context.cpu()
+                resumed_s, thread_s = context.now(), context.thread_s()
             self._seed_globals(row, of_batch=True)
             try:
                 delivered.append((yield from self.delivered(number, next(batches), row, size)))
@@ -290,22 +290,21 @@ class BatchBuilder:
                 context.heap.made(heap_bytes)
                 # While samples are put together, they are there as well as their batch.
                 made_bytes = heap_bytes + (most_bytes if context.settings.takes_samples else 0)
-                wall_s, cpu = context.now() - resumed_s, context.cpu()
-                build_s = wall_s + self._shared_s
+                build_s = context.now() - resumed_s + self._shared_s
                 if not self._shared_s:  # else it may be another thread by now
-                    build_s = building_s(wall_s, cpu[0] - process_s, cpu[1] - thread_s)
+                    own_s = context.thread_s() - thread_s
+                    build_s = building_s(build_s, own_s, context.settings.num_builders)
                 part = PartialChunk(
                     delivered,
                     heap_bytes=heap_bytes,
                     made_bytes=made_bytes,
                     flush_now=flush_now,
                     build_s=build_s,
-                    is_busy=context.shares_batches and build_s < wall_s,
                 )
                 delivered, heap_bytes, most_bytes, self._shared_s = [], 0, 0, 0.0
                 yield part
                 del part
-                resumed_s, (process_s, thread_s) = context.now(), context.cpu()
+                resumed_s, thread_s = context.now(), context.thread_s()
                 if flush_now:
                     began_s = resumed_s
 
@@ -440,7 +439,7 @@ class BatchBuilder:
             is_shared=self.context.shares_batches and not together,
             closing=self.context.closing,
             now=self.context.now,
-            cpu=self.context.cpu,
+            built_s=partial(building_s, num_builders=self.settings.num_builders),
         )
         for at, (index, (window, row)) in enumerate(zip(kept, origins, strict=True)):
             raise_if_closing(self.context.closing)

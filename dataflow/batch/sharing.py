@@ -22,24 +22,20 @@ T = TypeVar("T")
 PART_S = 0.005
 """Seconds of transforming that are a task of their own; with 0.01, gaps were longer and rates the same."""
 _BUSY = 0.7
-"""The part of a core that a process takes whose builders compute, and do not wait."""
+"""The part of a core that builders take together where they compute, and do not wait."""
 Outcome = tuple[Any, str, BaseException | None]
 """The result of a transform, why that is none, and what it raised."""
 Finishing = Generator[PartialChunk[Delivered], None, T]
 """Makes something of a batch, and gives parts of that which other builders may run."""
 
 
-def cpu_times() -> tuple[float, float]:
-    """Return the processor time of this process, and of this thread, in seconds."""
-    return time.process_time(), time.thread_time()
+def building_s(wall_s: float, thread_s: float, num_builders: int) -> float:
+    """Return how long building took, by the time that passed and the processor time of the thread.
 
-
-def building_s(wall_s: float, process_s: float, thread_s: float) -> float:
-    """Return how long building took, by the time that passed and the processor time of process and thread.
-
-    Time that passes while the process is busy is that of other threads, too: of the thread its own counts.
+    Of threads that compute, most wait for the interpreter lock: that time is the others'. What the training
+    thread takes does not count: it may spin while it waits for a device.
     """
-    return thread_s if process_s >= _BUSY * wall_s else wall_s
+    return thread_s if num_builders * thread_s >= _BUSY * wall_s else wall_s
 
 
 def part_size(num_made: int, made_s: float, num_left: int) -> int:
@@ -58,7 +54,7 @@ class SampleOutcomes:
         is_shared: whether others may make some.
         closing: set when nobody wants them any more.
         now: a clock, in seconds.
-        cpu: as `cpu_times`.
+        built_s: as `building_s`, for the builders there are.
     """
 
     def __init__(
@@ -69,9 +65,9 @@ class SampleOutcomes:
         is_shared: bool,
         closing: threading.Event,
         now: Callable[[], float],
-        cpu: Callable[[], tuple[float, float]] = cpu_times,
+        built_s: Callable[[float, float], float] = lambda wall_s, _: wall_s,
     ) -> None:
-        self._cpu, self._process_s = cpu, cpu()[0] if is_shared else 0.0
+        self._built_s, self._began_thread_s = built_s, time.thread_time()
         self._make, self._num_samples, self._closing, self._now = make, num_samples, closing, now
         self.may_share, self._began_s = is_shared, now()
         self._made: dict[int, Outcome] = {}
@@ -79,12 +75,13 @@ class SampleOutcomes:
 
     def parts_from(self, at: int) -> list[Task]:
         """Return tasks that make all from a sample on, once those before it took long; none until then."""
-        rows, made_s = range(at, self._num_samples), self._now() - self._began_s
+        rows = range(at, self._num_samples)
+        if (made_s := self._now() - self._began_s) < PART_S:
+            return []
+        made_s = self._built_s(made_s, time.thread_time() - self._began_thread_s)
         if not (size := part_size(at, made_s, len(rows))):
             return []
         self.may_share = False
-        if self._cpu()[0] - self._process_s >= _BUSY * made_s:
-            return []  # more threads would only share the interpreter lock, or the cores
         return [partial(self._run, rows[first : first + size]) for first in range(0, len(rows), size)]
 
     def take(self, at: int) -> Outcome:

@@ -17,7 +17,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from dataflow.batch.at_work import sample_at
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import Delivered
-from dataflow.limits import allowed_cores
 from dataflow.planning.settings import StreamSettings
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
@@ -88,7 +87,7 @@ class Resources:
             depth=ahead.depth,
             max_windows=ahead.max_windows.value,
             first_batch_alone=is_all_local(plan.dataset),
-            chunk_time=None if decided.builders.copies_only else ChunkTime(cores=allowed_cores()),
+            chunk_time=None if decided.builders.copies_only else ChunkTime(),
             keep_bytes=ahead.output_bytes.value,
             timeout_s=decided.settings.timeout_s,
             initializer=one_torch_thread,

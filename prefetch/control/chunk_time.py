@@ -19,26 +19,15 @@ _REMEMBERED = 8
 
 
 class ChunkTime:
-    """The batches of a chunk, as many as are built in `chunk_s` seconds. For one engine; not thread-safe.
+    """The batches of a chunk, as many as are built in `chunk_s` seconds. For one engine; not thread-safe."""
 
-    `cores`: of this process.
-    """
-
-    def __init__(self, chunk_s: float = CHUNK_S, cores: int = 1) -> None:
-        self._chunk_s, self._cores, self._are_busy = chunk_s, cores, False
+    def __init__(self, chunk_s: float = CHUNK_S) -> None:
+        self._chunk_s = chunk_s
         self._built: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         self.decision = Decision(1, "nothing is built yet")
 
-    def builders(self, number: int) -> int:
-        """Return how many builders of so many are to be at work: no more than cores, where they compute.
-
-        More threads that compute would only wait for the interpreter lock, at a switch each.
-        """
-        return min(number, self._cores) if self._are_busy else number
-
-    def observe(self, num_batches: int, build_s: float, *, is_busy: bool = False) -> None:
-        """Note that one builder has built so many batches, in so many seconds; whether threads were busy."""
-        self._are_busy = is_busy
+    def observe(self, num_batches: int, build_s: float) -> None:
+        """Note that one builder has built so many batches, in so many seconds."""
         self._built.append((num_batches, build_s))
         batches, seconds = map(sum, zip(*self._built, strict=True))
         most = max(1, round(batches * self._chunk_s / max(seconds, 1e-9)))

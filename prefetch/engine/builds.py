@@ -165,9 +165,9 @@ class ChunkQueue(Generic[T]):
 
         A chunk that waits for a builder is no longer shortened, so few do.
         """
-        most, learnt = sys.maxsize, self._chunk_time
-        if learnt is not None:  # else they are copies, whose chunks stay as they are
-            most = chunks_ahead(learnt.builders(self._builders.num_builders))
+        most = sys.maxsize  # of copies, whose chunks stay as they are
+        if self._chunk_time is not None:
+            most = chunks_ahead(self._builders.num_builders)
         while self._windows.chunks and self.num_running < most:
             chunk = self._windows.chunks[0]
             is_staged, error = self._windows.state_of(chunk)
@@ -225,7 +225,7 @@ class ChunkQueue(Generic[T]):
         """Record what a partial chunk took."""
         self._release_room(build)
         if self._chunk_time is not None:
-            self._chunk_time.observe(len(partial.batches), partial.build_s, is_busy=partial.is_busy)
+            self._chunk_time.observe(len(partial.batches), partial.build_s)
         made_bytes = partial.made_bytes or partial.heap_bytes
         self.partial_bytes = max(made_bytes, self.partial_bytes - self.partial_bytes // _FORGETS)
         self._windows.keep_free(self.partial_bytes * self._builders.num_builders)

@@ -227,12 +227,6 @@ class ChosenServerProcess(ServerProcess):
         return server  # type: ignore[no-any-return]
 
 
-def server_pids() -> list[int]:
-    """The process of our server, if it runs."""
-    pid: int | None = _server._forkserver_pid  # type: ignore[attr-defined]
-    return [] if pid is None else [pid]
-
-
 def release_server() -> None:
     """In a worker: a fork server must not live on for our sake when the process it belongs to has ended."""
     server: Any = forkserver._forkserver

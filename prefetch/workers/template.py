@@ -24,7 +24,6 @@ from prefetch.workers.signals import end_with_parent, forking, let_signals, shie
 _ORDER = struct.Struct("qq")
 """Worker and region, with the descriptor of its tasks: fork it. -1 and an id: how has that one ended?"""
 _ANSWER = struct.Struct("q")
-_ENDED_S = 2.0
 _END_S = 2.0
 _ANSWER_S = 60.0
 """It has nothing else to do, but may have much memory to copy the tables of."""
@@ -65,15 +64,19 @@ class Template:
     def ask(self, first: int, second: int, *descriptors: int) -> tuple[int, list[int]]:
         """Give an order, and return the answer with its descriptors. `ConnectionError`: it has ended."""
         with self._asking:
-            socket.send_fds(self._channel, [_ORDER.pack(first, second)], descriptors)
-            answer, received, _, _ = socket.recv_fds(self._channel, _ANSWER.size, 1)
+            try:
+                socket.send_fds(self._channel, [_ORDER.pack(first, second)], descriptors)
+                answer, received, _, _ = socket.recv_fds(self._channel, _ANSWER.size, 1)
+            except TimeoutError as error:  # a late answer would be taken for that to the next order
+                self._process.kill()
+                raise ConnectionResetError("the process that workers are forked from stands still") from error
         if not answer:
             raise ConnectionResetError("the process that workers are forked from has ended")
         return _ANSWER.unpack(answer)[0], received
 
     def exit_code(self) -> int | None:
         """Return how it ended, or None."""
-        self._process.join(_ENDED_S)
+        self._process.join(_END_S)
         code: int | None = self._process.exitcode
         return code
 

@@ -108,7 +108,6 @@ class WorkerStart:
     """The id of the process that forks it; 0: a server."""
     interruptible: bool
     """Ctrl-C interrupts the parent, so it may interrupt this process; else the parent has other plans."""
-
     collects: bool
     """Garbage is collected in the training process, and so here."""
 

@@ -223,7 +223,7 @@ def helpers() -> dict[str, list[int]]:
     from prefetch.workers import pool, starting
 
     templates = [one._template.pid for one in pool._pools if one._template is not None]
-    servers = [forkserver._forkserver._forkserver_pid, *starting.server_pids()]
+    servers = [forkserver._forkserver._forkserver_pid, starting._server._forkserver_pid]
     trackers = [resource_tracker._resource_tracker._pid]
     return {"parents": [*templates, *filter(None, servers)], "trackers": [*filter(None, trackers)]}
 

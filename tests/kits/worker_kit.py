@@ -20,7 +20,7 @@ import psutil
 from programs_kit import WAIT_S, nursery_pids
 from torch.utils.data import Dataset, IterableDataset
 
-from prefetch.workers.starting import server_pids
+from prefetch.workers import starting
 
 
 class Gate:
@@ -119,7 +119,8 @@ def workers_of_this_process() -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):
             command = " ".join(child.cmdline())
             server = "forkserver import main" in command and child.ppid() == os.getpid()
-            helpers = (*server_pids(), *nursery_pids(), forkserver._forkserver._forkserver_pid)
+            servers = [one._forkserver_pid for one in (starting._server, forkserver._forkserver)]
+            helpers = (*nursery_pids(), *servers)
             if not server and child.pid not in helpers and "resource_tracker" not in command:
                 found.append(child.pid)
     return found

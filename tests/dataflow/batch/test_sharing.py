@@ -62,29 +62,17 @@ def test_all_that_is_left_is_shared_once_and_comes_by_its_number() -> None:
     assert len(made) == 6
 
 
-@pytest.mark.parametrize(("process_s", "is_shared"), [(0.001, True), (0.0034, True), (0.0035, False)])
-def test_samples_that_keep_the_process_busy_are_not_shared(process_s: float, is_shared: bool) -> None:
-    """More threads would only wait for the interpreter lock."""
-    clock, cpu = _Clock(), _Clock()
-
-    def make(at: int) -> tuple[Any, str, None]:
-        clock.now_s += 0.005
-        cpu.now_s += process_s
-        return at, "", None
-
-    outcomes = SampleOutcomes(
-        make, 6, is_shared=True, closing=threading.Event(), now=clock, cpu=lambda: (cpu.now_s, 0.0)
-    )
-    outcomes.take(0)
-    assert bool(outcomes.parts_from(1)) == is_shared
-    assert not outcomes.may_share
-
-
-@pytest.mark.parametrize(("process_s", "built_s"), [(0.02, 0.1), (0.069, 0.1), (0.07, 0.005), (0.2, 0.005)])
-def test_where_the_process_is_busy_building_takes_the_time_of_its_thread(
-    process_s: float, built_s: float
-) -> None:
-    assert sharing.building_s(0.1, process_s, 0.005) == built_s
+@pytest.mark.parametrize(
+    ("thread_s", "num_builders", "built_s"),
+    [
+        (0.001, 16, 0.1),  # they wait
+        (0.004, 16, 0.1),
+        (0.005, 16, 0.005),  # they compute, and wait for the lock in between
+        (0.09, 1, 0.09),
+    ],
+)
+def test_threads_that_compute_take_their_own_time(thread_s: float, num_builders: int, built_s: float) -> None:
+    assert sharing.building_s(0.1, thread_s, num_builders) == built_s
 
 
 def test_nobody_makes_samples_of_a_loader_that_is_closed() -> None:
@@ -132,8 +120,7 @@ def test_batches_and_what_is_left_out_depend_neither_on_parts_nor_on_chunks(
     expected = _delivered(numbers, num_workers=0)
     assert len(expected[1]) == 8
     monkeypatch.setattr(sharing, "PART_S", part_s)
-    monkeypatch.setattr(sharing, "_BUSY", 1e9)
-    monkeypatch.setattr(resources, "ChunkTime", lambda cores: ChunkTime(chunk_s, cores))
+    monkeypatch.setattr(resources, "ChunkTime", lambda: ChunkTime(chunk_s))
     assert _delivered(numbers, num_workers=3, workers="thread") == expected
 
 
@@ -142,7 +129,6 @@ def test_threads_make_the_samples_of_one_batch_side_by_side(
 ) -> None:
     """All seven that are left of the batch stand at the barrier at the same time."""
     monkeypatch.setattr(sharing, "PART_S", 0.0)
-    monkeypatch.setattr(sharing, "_BUSY", 1e9)  # no processor time is too much
     together, begun = threading.Barrier(7, timeout=TIMEOUT_S), threading.Event()
 
     def transform(sample: dict[str, Any]) -> dict[str, Any]:

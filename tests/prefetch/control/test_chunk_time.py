@@ -28,14 +28,3 @@ def test_a_chunk_has_as_many_batches_as_are_built_in_its_time(
         limit.observe(num_batches, build_s)
     assert limit.decision.value == batches
     assert limit.decision.reason
-
-
-@pytest.mark.parametrize(("busy", "builders"), [((), 16), ((False,), 16), ((True,), 2), ((True, False), 16)])
-def test_threads_that_compute_all_the_time_are_no_more_than_cores(
-    busy: tuple[bool, ...], builders: int
-) -> None:
-    limit = ChunkTime(0.03, cores=2)
-    for is_busy in busy:
-        limit.observe(*FAST, is_busy=is_busy)
-    assert limit.builders(16) == builders
-    assert limit.builders(1) == 1

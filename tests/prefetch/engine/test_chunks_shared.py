@@ -37,7 +37,7 @@ class _Told(ChunkTime):
     @decision.setter
     def decision(self, _: Decision) -> None: ...
 
-    def observe(self, num_batches: int, build_s: float, *, is_busy: bool = False) -> None:
+    def observe(self, num_batches: int, build_s: float) -> None:
         self.built.append(num_batches)
 
 
