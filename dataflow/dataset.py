@@ -125,6 +125,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         manifest: a table that names the files of a folder, the source, with labels and more: the path of a
             CSV, TSV, JSON Lines or Parquet file with a column "file_name", or a `Manifest`. None:
             `metadata.csv` in the folder, or one with another of these endings, if it is there.
+        types: those of columns in names of folders, `day=5/`: `{"day": "int64"}`. None: int32 or text.
         block_bytes: bytes of a block, the unit of reads and shuffles, of tar, JSON Lines and token files;
             Parquet and Arrow have row groups and record batches.
         on_error: for samples that cannot be decoded or transformed: "raise", "skip", or a function of the
@@ -165,6 +166,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         length: int | None = None,
         allow_unfinished: bool = False,
         manifest: str | os.PathLike[str] | Manifest | None = None,
+        types: Mapping[str, str] | None = None,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         on_error: OnError = "raise",
         error_budget: int = 1000,
@@ -197,6 +199,7 @@ class ShardedDataset(Sharded, Dataset[S]):
                 split=folder.split,
                 revision=revision,
                 manifest=Manifest(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest,
+                types=types,
             )
             self.catalog = opening.find(folder.source, retrier)
         named = source if catalog is None and is_catalog(source) else catalog
@@ -363,8 +366,9 @@ class ShardedDataset(Sharded, Dataset[S]):
     @property
     def commit(self) -> str:
         """The commit that was opened of a dataset on the Hub, or the version of a table; "": it has none."""
-        first, version = self.catalog.shard(0).url, str(self.catalog.options.get("version", ""))
-        return str(parse_name(first).revision) if is_pinned(first) else version
+        if is_pinned(first := self.catalog.shard(0).url):
+            return str(parse_name(first).revision)
+        return "" if self.catalog.format == "hive" else str(self.catalog.options.get("version", ""))
 
     def check_missing(self) -> None:
         """Raise `SampleError` where a sample is known to lack a column that is not `Optional`.

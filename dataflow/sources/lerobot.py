@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataflow.decode.episodes import Camera, EpisodeVideos
+from dataflow.sources.listing.expand import expand
 from prefetch.store.small_files import SmallFiles
 from sharding.blocks import Shard
-from sharding.catalog.expand import expand
 from sharding.catalog.storage import open_url, shard_info, shard_of
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.urls import is_local

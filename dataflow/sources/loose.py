@@ -22,7 +22,8 @@ import pyarrow as pa
 from msgspec import Struct, structs
 from numpy.typing import NDArray
 
-from dataflow.sources.folders import UNKNOWN, Folders, folders_in, listing, split_of
+from dataflow.sources.listing.expand import braced
+from dataflow.sources.listing.folders import UNKNOWN, Folders, folders_in, listing, split_of
 from dataflow.sources.manifests import (
     NAMES,
     Manifest,
@@ -34,7 +35,6 @@ from dataflow.sources.manifests import (
 )
 from sharding.arrow_arrays import bytes_array, number_array, text_array
 from sharding.blocks import DEFAULT_BLOCK_BYTES
-from sharding.catalog.expand import braced
 from sharding.catalog.file import BLOCK_TYPE, COLUMNS
 from sharding.catalog.storage import open_url, store_errors
 from sharding.catalog.table import Catalog

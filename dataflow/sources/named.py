@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 
 from dataflow.outputs.output import Output
 from dataflow.outputs.resolve import resolve_outputs
+from dataflow.sources.listing.shards import shards_in
 from dataflow.staging.source import Source
 from prefetch.store.retrier import Retrier
 from prefetch.store.small_files import SmallFiles
@@ -132,7 +133,7 @@ def resolve_source(
     if (config is not None or split is not None) and len(texts) != 1:
         raise ValueError("config= and split= are for one repository or folder, not for a list of sources")
     if not any(map(is_hub, texts)):
-        if single and (config is not None or split is not None or _has_layout(texts[0])):
+        if single and (config is not None or split is not None or _has_layout(texts[0], format)):
             from dataflow.sources.hub import files_of_folder
 
             return files_of_folder(texts[0], options, retrier, config=config, split=split, format=format)
@@ -150,13 +151,12 @@ def resolve_source(
     )
 
 
-def _has_layout(text: str) -> bool:
+def _has_layout(text: str, format: str) -> bool:  # noqa: A002
     """Return whether a source is a local folder that holds no shards itself: they may lie as on the Hub."""
     if not is_local(text) or not os.path.isdir(path := local_path(text)):
         return False
     names = os.listdir(path)
     lists = [os.path.join(path, name) for name in names if is_listing(name)]
     lists_shards = any(load_listing(one, None) is not None for one in lists)
-    return not lists_shards and not any(
-        has_suffix(name) and not name.startswith((".", "_")) for name in names
-    )
+    files = [name for name in names if os.path.isfile(os.path.join(path, name)) or has_suffix(name)]
+    return not lists_shards and not shards_in(files, format)

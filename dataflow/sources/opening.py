@@ -19,13 +19,14 @@ import numpy as np
 from msgspec import Struct, structs
 
 from dataflow.progress.bar import ProgressBar
-from dataflow.sources.folders import UNKNOWN
 from dataflow.sources.indexing import INDEX_THREADS, REMOTE_INDEX_THREADS, index
+from dataflow.sources.listing.expand import LooksUp, expand, found_again
+from dataflow.sources.listing.folders import UNKNOWN
 from dataflow.sources.loose import LooseFiles, find_loose, is_listed_alike, may_be_loose
 from dataflow.sources.manifests import Manifest, folder_of, is_table
 from dataflow.sources.named import resolve_source
 from dataflow.sources.tables.files import TableVersion
-from dataflow.sources.tables.finding import by_table
+from dataflow.sources.tables.finding import by_table, parted_by_folders
 from prefetch.store.retrier import Retrier
 from prefetch.store.small_files import SmallFiles
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
@@ -38,7 +39,6 @@ from sharding.catalog.build import (
     is_catalog,
     unfinished_text,
 )
-from sharding.catalog.expand import LooksUp, expand, found_again
 from sharding.catalog.storage import open_url, shard_info, version_of
 from sharding.catalog.table import Catalog
 from sharding.errors import OldCatalogError, ShardChangedError, ShardReadError
@@ -67,6 +67,12 @@ class Opening(Struct, frozen=True, kw_only=True):
     split: str | None
     revision: str | int | None
     manifest: Manifest | None
+    types: Mapping[str, str] | None = None
+
+    @property
+    def format_name(self) -> str:
+        """The name of the format, of an instance, too."""
+        return self.format if isinstance(self.format, str) else self.format.name
 
     def find(self, source: Any, retrier: Retrier) -> Catalog:
         """The catalog of a source; indexes what has no true one, and warns of unfinished shards."""
@@ -103,15 +109,15 @@ class Opening(Struct, frozen=True, kw_only=True):
             config=self.config,
             split=self.split,
             revision=self.revision,
-            format=self.format if isinstance(self.format, str) else self.format.name,
+            format=self.format_name,
         )
         if isinstance(self.catalog, Catalog):
             return self._signed(self.catalog, source, retrier)
         if self.catalog is None and is_catalog(source):
             return self._checked(load_catalog(os.fspath(source), options, retrier), retrier, rebuild=None)
-        look = partial(shards_of, source, options, retrier)
+        look = partial(shards_of, source, options, retrier, format=self.format_name)
         try:
-            return found_again(look, lambda urls: self._catalog_of(urls, retrier))
+            return found_again(look, lambda urls: self._catalog_of(urls, retrier, of=named))
         except ShardReadError as error:
             # Of a store's folder, only its listing tells; what a store refused has a cause.
             loose = None if error.__cause__ is not None else self._loose(named, retrier)
@@ -120,9 +126,9 @@ class Opening(Struct, frozen=True, kw_only=True):
             return loose
 
     def _catalog_of(
-        self, urls: Sequence[str], retrier: Retrier, table: TableVersion | None = None
+        self, urls: Sequence[str], retrier: Retrier, table: TableVersion | None = None, of: Any = None
     ) -> Catalog:
-        """The catalog of shards that are told one by one; `table`: whose files they are."""
+        """The catalog of shards that are told one by one; `table`: whose files they are; `of`: the source."""
         assert not isinstance(self.catalog, Catalog)
         options = self.storage_options
         codec = resolve_format(
@@ -133,6 +139,8 @@ class Opening(Struct, frozen=True, kw_only=True):
             allow_unfinished=self.allow_unfinished,
             exists=SmallFiles(options, retrier).exists,
         )
+        if table is None and (table := parted_by_folders(codec, of, urls, self.types)):
+            codec = table.codec
         path = default_catalog_path(urls, codec, self.block_bytes)
         if self.catalog is not None:
             path = os.fspath(self.catalog)
@@ -320,11 +328,14 @@ def shards_of(
     retrier: Retrier,
     looks_up: LooksUp = "",
     revision: str | None = None,
+    format: str = "auto",  # noqa: A002
 ) -> list[str]:
     """The URLs that a source stands for; of what a store must list, too. `looks_up`: see `expand`."""
-    source = resolve_source(source, options, retrier, revision=revision)
+    source = resolve_source(source, options, retrier, revision=revision, format=format)
     first = source[0] if isinstance(source, (list, tuple)) and source else source
-    return retrier(lambda: expand(source, options, looks_up=looks_up), str(first), may_ask_nobody=True)
+    return retrier(
+        lambda: expand(source, options, format=format, looks_up=looks_up), str(first), may_ask_nobody=True
+    )
 
 
 def _some(num_shards: int) -> Sequence[int]:

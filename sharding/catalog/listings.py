@@ -13,7 +13,7 @@ from typing import Any
 from sharding.catalog.storage import exists, read_file
 from sharding.errors import ShardReadError
 from sharding.formats import beside
-from sharding.formats.streaming.listing import LISTING_NAME, Listing, read_listing
+from sharding.formats.streaming.listing import LISTING_NAME, LISTING_NAMES, Listing, read_listing
 from sharding.urls import file_name, is_local, local_path, naming_part
 
 _MOST_ABOVE = 8
@@ -22,7 +22,7 @@ _MOST_ABOVE = 8
 
 def is_listing(url: str) -> bool:
     """Return whether a file is one that lists shards, by its name."""
-    return file_name(url) == LISTING_NAME
+    return file_name(url) in LISTING_NAMES
 
 
 def load_listing(url: str, options: Mapping[str, Any] | None) -> Listing | None:

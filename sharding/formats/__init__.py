@@ -100,6 +100,7 @@ ENTRIES = {
     "files": FormatEntry(where="sharding.formats.files:FilesFormat", suffixes=()),
     "delta": FormatEntry(where=f"{_TABLES}:DeltaFormat", suffixes=(), options=("version",)),
     "iceberg": FormatEntry(where=f"{_TABLES}:IcebergFormat", suffixes=(), options=("version",)),
+    "hive": FormatEntry(where=f"{_TABLES}:HiveFormat", suffixes=(), options=("version",)),
 }
 """By name, all formats that there are. One more is a file and an entry here."""
 FORMATS = tuple(ENTRIES)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from dataflow.sources.listing.expand import DELTA_LOG, ICEBERG_METADATA, TableFolderError, expand, table_in
 from dataflow.sources.tables.files import TableVersion
 from prefetch.store.retrier import Retrier
 from prefetch.store.small_files import SmallFiles
-from sharding.catalog.expand import DELTA_LOG, ICEBERG_METADATA, TableFolderError, expand, table_in
+from sharding.blocks import Format
 from sharding.errors import DataflowError, ShardReadError
 from sharding.hub.names import is_hub
 from sharding.redaction import identity_of
@@ -122,3 +124,22 @@ def _explain_missing(error: ShardReadError, table: TableVersion) -> ShardReadErr
     for note in getattr(error, "__notes__", ()):
         other.add_note(note)
     return other
+
+
+def parted_by_folders(
+    codec: Format, source: Any, urls: Sequence[str], types: Mapping[str, str] | None
+) -> TableVersion | None:
+    """Files with the columns that their folders are called by, `label=cat/`; None: there are none."""
+    if not types and not any("=" in url for url in urls):
+        return None
+    from dataflow.sources.tables.hive import hive_table
+
+    table = hive_table(source, urls, types)
+    if table is None or codec.name == "parquet":
+        return table
+    warnings.warn(
+        f"{identity_of(urls[0])} and others lie in folders called by values ({table.version}), which are "
+        f"columns of Parquet files only: of {codec.name} they are not delivered",
+        stacklevel=2,
+    )
+    return None

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dataflow.engines import run_all
 from dataflow.progress.bar import ProgressBar
 from dataflow.sources.indexing import in_order, index, shared_out
+from dataflow.sources.listing.expand import LooksUp, found_again
 from dataflow.sources.loose import find_loose, may_be_loose
 from dataflow.sources.named import resolve_folder
 from dataflow.sources.opening import checking, load_catalog, save_catalog, shards_of
@@ -36,7 +37,6 @@ from sharding.catalog.build import (
     is_catalog,
     unfinished_text,
 )
-from sharding.catalog.expand import LooksUp, found_again
 from sharding.catalog.reading import read_block
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError

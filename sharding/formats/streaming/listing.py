@@ -1,7 +1,7 @@
 """The `index.json` of a dataset of Streaming (MDS) or LitData: its shards, and what it says of each.
 
-Both libraries write one file of that name into the folder of the shards; its keys tell whose it is. Its names
-are relative to that folder, and none may lead out of it.
+Both libraries write one file of that name into the folder of the shards; its keys tell whose it is. So does
+`datasets.save_to_disk` with `state.json`. Names are relative to that folder, and none may lead out of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from sharding.redaction import identity_of
 from sharding.urls import leaves_folder
 
 LISTING_NAME = "index.json"
+LISTING_NAMES = (LISTING_NAME, "state.json")
 _SPLIT_CURES = {
     "json": "read its files as JSON Lines: give a list of them and format='jsonl'",
     "csv": "read them with pandas, and write shards with dataflow.ShardWriter",
@@ -33,7 +34,7 @@ class Listing(Struct, frozen=True):
 
 
 def read_listing(raw: bytes, url: str) -> Listing | None:
-    """Read an `index.json`; None: it is neither library's.
+    """Read an `index.json` or `state.json`; None: it is of none of these libraries.
 
     Raises:
         CorruptShardError: it contradicts itself, is of an unknown version, or names files outside its folder.
@@ -41,7 +42,7 @@ def read_listing(raw: bytes, url: str) -> Listing | None:
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        if b'"shards"' in raw or b'"chunks"' in raw:
+        if any(key in raw for key in (b'"shards"', b'"chunks"', b'"_data_files"')):
             raise _corrupt(
                 url, f"is no JSON ({error}): copy it again from where the dataset was written"
             ) from error
@@ -52,6 +53,10 @@ def read_listing(raw: bytes, url: str) -> Listing | None:
         return _checked(_mds(value, url), url, "shards")
     if isinstance(value.get("chunks"), list) and isinstance(value.get("config"), dict):
         return _checked(_litdata(value, url), url, "chunks")
+    if isinstance(files := value.get("_data_files"), list) and "_fingerprint" in value:
+        names = [one.get("filename") if isinstance(one, dict) else one for one in files]
+        shards = [_safe([name], number, url) for number, name in enumerate(names)]
+        return _checked(Listing(shards, {name: {} for (name,) in shards}), url, "shards")
     return None
 
 

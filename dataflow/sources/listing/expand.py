@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeVar
 
+from dataflow.sources.listing.shards import check_one_split, check_sets, shards_in
 from sharding.catalog.listings import is_listing, shards_listed
 from sharding.catalog.storage import open_url, store_errors
 from sharding.errors import ShardReadError
@@ -61,7 +62,7 @@ def expand(
     source: Source,
     storage_options: Mapping[str, Any] | None = None,
     *,
-    suffixes: Collection[str] | None = None,
+    format: str = "auto",  # noqa: A002
     looks_up: LooksUp = "",
 ) -> list[str]:
     """List the URLs of all shards a source stands for, in reading order, with passwords and signatures.
@@ -70,15 +71,16 @@ def expand(
         source: path or URL, brace pattern (`train-{0000..1023}.tar`), glob (`*`, `**`, `?`, `[...]`),
             directory, or a list or tuple of those, whose order is kept. fsspec chains (`::`) stay chains.
         storage_options: keyword arguments of the fsspec filesystem.
-        suffixes: endings taken from a directory, e.g. (".tar",); None takes every known format's.
+        format: name of the format whose files are taken from a directory, or of any; see `shards_in`.
             Sub-directories, names that start with "." or "_", and empty files of text beside others are
-            left out.
+            left out. What `index.json` or the `state.json` of `datasets` lists is taken as it says.
         looks_up: what is asked of a remote store although it is spelled out: "patterns", whether those with
             braces are names; "folders", whether other names are of folders, too.
 
     Raises:
-        ValueError: not a source, unbalanced braces, a shard named twice, or a glob over HTTP.
-        ShardReadError: nothing is there, or the store refuses to say.
+        ValueError: not a source, unbalanced braces, a shard named twice, a glob over HTTP, or a directory
+            of several splits.
+        ShardReadError: nothing is there, a set of shards is not whole, or the store refuses to say.
     """
     items = [source] if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(items, (list, tuple)) or not items:
@@ -96,7 +98,7 @@ def expand(
             urls.append(_canonical(piece))
             continue
         try:
-            urls += _look_up(piece, storage_options, suffixes)
+            urls += _look_up(piece, storage_options, format, is_alone=len(pieces) == 1)
         except TableFolderError as found:
             if len(pieces) > 1:
                 raise ValueError(f"{found}: open each table by itself, and mix them by a Mixture") from None
@@ -188,18 +190,20 @@ def _exists(url: str, options: Mapping[str, Any] | None) -> bool:
     return False
 
 
-def _look_up(url: str, options: Mapping[str, Any] | None, suffixes: Collection[str] | None) -> list[str]:
+def _look_up(url: str, options: Mapping[str, Any] | None, kind: str, *, is_alone: bool) -> list[str]:
     if is_listing(url) and not is_glob(url):
         return shards_listed(_canonical(url), options) or [_canonical(url)]
     if is_http(url):
         return [_http_file(url, options)]
     if is_glob(url) and not _exists(url, options):
-        return _glob(url, options, suffixes)
+        return _glob(url, options, kind)
     fs, path = open_url(_canonical(url), options)
     with store_errors(url):
         info = fs.info(path)
         is_directory = info["type"] == "directory" or (not info["size"] and _has_children(fs, path))
-    return _list_directory(url, fs, path, suffixes, options) if is_directory else [_canonical(url)]
+    if not is_directory:
+        return [_canonical(url)]
+    return _list_directory(url, fs, path, kind, options, is_alone=is_alone)
 
 
 def _has_children(fs: Any, path: str) -> bool:
@@ -223,7 +227,7 @@ def _http_file(url: str, options: Mapping[str, Any] | None) -> str:
     return url
 
 
-def _glob(pattern: str, options: Mapping[str, Any] | None, suffixes: Collection[str] | None) -> list[str]:
+def _glob(pattern: str, options: Mapping[str, Any] | None, kind: str) -> list[str]:
     fs, path = open_url(_canonical(pattern), options)
     with store_errors(pattern):
         matches = _matches(fs, path)
@@ -231,12 +235,12 @@ def _glob(pattern: str, options: Mapping[str, Any] | None, suffixes: Collection[
             matches = {n: info for n, info in matches.items() if not file_name(n).startswith(".")}
         files = _files(matches.values())
         for name, info in matches.items():  # Spark calls folders `x.parquet`
-            if info["type"] == "directory" and has_suffix(name, suffixes):
+            if info["type"] == "directory" and has_suffix(name):
                 entries = fs.ls(name, detail=True)
                 if any(file_name(entry["name"]) == DELTA_LOG for entry in entries):
                     reason = "is a delta table, whose log says which of its files count: give this folder"
                     raise ShardReadError(name, f"{reason}, not a pattern")
-                files |= _files(entries, folder=name, suffixes=suffixes)
+                files |= _files(entries, folder=name, kind=kind)
     if not files:
         only = f"; it matches {len(matches)} directories" if matches else ""
         raise ShardReadError(pattern, f"no file matches this pattern{only}")
@@ -262,18 +266,18 @@ def _matches(fs: Any, path: str) -> dict[str, dict[str, Any]]:
 
 
 def _list_directory(
-    url: str, fs: Any, path: str, suffixes: Collection[str] | None, options: Mapping[str, Any] | None
+    url: str, fs: Any, path: str, format_name: str, options: Mapping[str, Any] | None, *, is_alone: bool
 ) -> list[str]:
     with store_errors(url):
         entries = fs.ls(path, detail=True)
-    for name in (entry["name"] for entry in entries if is_listing(entry["name"])):
+    for name in sorted(entry["name"] for entry in entries if is_listing(entry["name"])):
         listed = shards_listed(_in_place_of(path, url.rstrip("/"), name, fs), options)
         if listed is not None:
             return listed
     kind = table_in({file_name(one["name"]) for one in entries if one["type"] == "directory"})
-    if kind == "delta" and not suffixes:  # of files that the log removed, some are still there
+    if kind == "delta":  # of files that the log removed, some are still there
         raise TableFolderError(url, kind)
-    shards = _files(entries, folder=path, suffixes=suffixes)
+    shards = _files(entries, folder=path, kind=format_name)
     if not shards:
         from sharding.formats.unread import unread_text
 
@@ -287,7 +291,12 @@ def _list_directory(
         raise ShardReadError(
             url, f"the directory holds no shards among its {len(entries) - below} files{cure}"
         )
-    return [_in_place_of(path, url.rstrip("/"), name, fs) for name in sorted(shards)]
+    found = [_in_place_of(path, url.rstrip("/"), name, fs) for name in sorted(shards)]
+    names, where = list(map(file_name, found)), identity_of(url.rstrip("/"))
+    if is_alone:
+        check_one_split(names, where)
+    check_sets(names, where)
+    return found
 
 
 def _has_metadata(fs: Any, path: str) -> bool:
@@ -301,7 +310,7 @@ def _files(
     entries: Iterable[Mapping[str, Any]],
     *,
     folder: str | None = None,
-    suffixes: Collection[str] | None = None,
+    kind: str = "auto",
 ) -> set[str]:
     """The files of a listing, by path; of a folder, its shards.
 
@@ -315,13 +324,10 @@ def _files(
         if entry["type"] != "directory" and entry["name"].rstrip("/") not in {*folders, folder}
     }
     if folder is not None:
-        sizes = {name: size for name, size in sizes.items() if _is_shard(file_name(name), suffixes)}
+        shards = {*shards_in([file_name(name) for name in sizes], kind)}
+        sizes = {name: size for name, size in sizes.items() if file_name(name) in shards}
     filled = {name for name, size in sizes.items() if size != 0 or not may_be_empty(name)}
     return filled or set(sizes)
-
-
-def _is_shard(name: str, suffixes: Collection[str] | None) -> bool:
-    return not name.startswith((".", "_")) and has_suffix(name, suffixes)
 
 
 def _in_place_of(path: str, url: str, listed: str, fs: Any) -> str:

@@ -16,7 +16,7 @@ from formats_kit import RecordFormat
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings, strategies as st
 
-from sharding.catalog.expand import expand
+from dataflow.sources.listing.expand import expand
 from sharding.errors import ShardReadError
 from sharding.formats import ENTRIES, FORMATS, has_suffix, resolve_format, sibling, suffix_of
 from sharding.urls import file_name, is_chain, is_local, local_path
@@ -131,7 +131,7 @@ def test_a_directory_gives_its_shards_and_not_those_below(folder):
 
 def test_a_directory_gives_only_the_wanted_endings(folder):
     (folder / "x.parquet").write_bytes(b"x")
-    assert names(expand(folder, suffixes=(".parquet",))) == ["x.parquet"]
+    assert names(expand(folder, format="parquet")) == ["x.parquet"]
 
 
 def test_a_directory_may_have_the_ending_of_a_shard(tmp_path):

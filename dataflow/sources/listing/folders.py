@@ -13,14 +13,9 @@ from typing import Any
 from sharding.catalog.build import CATALOG_SUFFIX
 from sharding.catalog.storage import VERSION_KEYS, open_url, store_errors, version_of
 from sharding.errors import ShardReadError
+from sharding.hub.layout import KEYWORDS
 from sharding.urls import file_name, is_http, is_local, local_path
 
-SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-"""Names of folders by split, as Hugging Face `datasets` knows them."""
 UNKNOWN = -1
 """The size of a file that a listing does not tell, as pages of HTTP servers do not."""
 _NO_DATA = {"thumbs.db", "desktop.ini", "__macosx"}
@@ -129,4 +124,4 @@ def folders_in(url: str, options: Mapping[str, Any] | None) -> list[str]:
 
 def split_of(name: str) -> str | None:
     """The split that a folder of this name holds; None: it is called like none."""
-    return next((split for split, names in SPLITS.items() if name.lower() in names), None)
+    return next((split for split, names in KEYWORDS.items() if name.lower() in names), None)
