@@ -29,10 +29,12 @@ from dataflow.batch.transforms import fingerprint_of, wants_rng
 from dataflow.limits import Cache, told_of_memory
 from dataflow.outputs.columns import Randomness
 from dataflow.outputs.output import Output, columns_read, staged_outputs
+from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
+from dataflow.sources.listing.claims import SourceArguments
+from dataflow.sources.listing.places import Places
 from dataflow.sources.manifests import Manifest
 from dataflow.sources.missing import raise_missing
-from dataflow.sources.named import resolve_folder
 from dataflow.sources.opening import Opening
 from dataflow.staging.source import MatchSource, Source
 from dataflow.tables import Row, listed_shortly
@@ -183,34 +185,29 @@ class ShardedDataset(Sharded, Dataset[S]):
             raise ValueError(f"retry must be a dataflow.RetryPolicy, got {retry!r}")
         self.storage_options = dict(storage_options or {})
         self.retry, self._hosts = retry or RetryPolicy(), Hosts()
-        given = (source, format, config, split, columns, decode)
+        named = Manifest(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest
+        asked = SourceArguments(
+            format=format, catalog=catalog, config=config, split=split, revision=revision, manifest=named,
+            types=types, columns=columns, decode=decode,
+        )  # fmt: skip
         with Retrier(self.retry, self._hosts) as retrier:
-            folder = resolve_folder(*given, options=self.storage_options, retrier=retrier)
             opening = Opening(
-                format=folder.format,
-                catalog=catalog,
-                dtype=dtype,
-                length=length,
-                block_bytes=block_bytes,
-                progress=progress,
-                storage_options=self.storage_options,
-                allow_unfinished=allow_unfinished,
-                config=folder.config,
-                split=folder.split,
-                revision=revision,
-                manifest=Manifest(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest,
-                types=types,
-            )
-            self.catalog = opening.find(folder.source, retrier)
-        named = source if catalog is None and is_catalog(source) else catalog
-        path = str(named) if isinstance(named, (str, os.PathLike)) else ""
+                asked=asked, places=Places(self.storage_options, retrier), dtype=dtype, length=length,
+                block_bytes=block_bytes, progress=progress, allow_unfinished=allow_unfinished,
+            )  # fmt: skip
+            listing, self.catalog = opening.find(source)
+        kept = source if catalog is None and is_catalog(source) else catalog
+        path = str(kept) if isinstance(kept, (str, os.PathLike)) else ""
         self.catalog_path = local_path(path) if path and is_local(path) else None
         """The file where its catalog was saved, if the user said where, and on this machine."""
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
         self.codec = self.catalog.codec() if isinstance(format, str) else format
         self.decoding = decode if decode is None or decode == "auto" else "own"
-        self._resolve: Callable[..., tuple[Output, ...]] | None = folder.resolver(self.codec)
+        self._resolve: Callable[..., tuple[Output, ...]] | None = partial(
+            resolve_outputs, columns=listing.columns, decode=listing.decode, codec=self.codec,
+            cameras=listing.cameras,
+        )  # fmt: skip
         self.outputs = self._resolve(self.catalog.schema, check=self.catalog.schema.check)
         self.catalog = self.catalog.reading(columns_read(self.outputs))
         self._all_columns = columns is None
@@ -225,8 +222,10 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.epoch = 0
         self._access = RandomAccess()
         self._told = set[str]()
-        if folder.energon is not None:
-            self.selection = folder.selection(self.source())
+        if listing.selects is not None:
+            from dataflow.sources.joins import selected
+
+            self.selection = selected(listing.selects, self.source())
 
     @property
     def schema(self) -> DatasetSchema:

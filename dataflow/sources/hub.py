@@ -26,6 +26,8 @@ from typing import Any
 from msgspec import structs
 
 from dataflow.progress.bar import ProgressBar
+from dataflow.sources.listing.claims import Listing, SourceArguments, Spec, claim_shards, refuse_unmeant
+from dataflow.sources.listing.places import Places
 from dataflow.sources.listing.shards import check_sets
 from prefetch.cache.claims import Claims
 from prefetch.store.retrier import Retrier
@@ -62,10 +64,7 @@ def at_commits(
     revision: str | None,
     format: str,  # noqa: A002
 ) -> Any:
-    """Sources with repositories among them, these at their commits; of a single one the files of its split.
-
-    Raises what `resolve_source` raises.
-    """
+    """Sources with repositories among them, at their commits; of a single one the files of its split."""
     access = HubAccess.given(options)
     pinned = [_pinned(one, access, retrier, revision) if is_hub(one) else one for one in texts]
     if len(texts) != 1:
@@ -101,7 +100,7 @@ def files_of_folder(
     split: str | None,
     format: str,  # noqa: A002
 ) -> list[str]:
-    """The files of a folder's split, which lie as on the Hub. Raises what `resolve_source` raises."""
+    """The files of a folder's split, which lie as on the Hub."""
     is_folder = os.path.isdir(local_path(url)) if is_local(url) else not is_glob(url)
     if is_http(url) or (not is_folder and not SmallFiles(options, retrier).exists(url)):
         raise ValueError(f"config= and split= are for a folder or a repository of the Hub, got {url!r}")
@@ -144,6 +143,38 @@ def _saved_splits(saved: str) -> list[dict[str, Any]]:
     names = json.loads(saved)["splits"]
     files = {name: f"{name}/*.arrow" for name in names}
     return [{"config_name": "default", "data_files": files}]
+
+
+def claim_repository(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
+    """The shards of repositories, these at their commits; of a single one the files of its split."""
+    refuse_unmeant(spec, asked)
+    named = at_commits(
+        spec.texts,
+        places.options,
+        places.retrier,
+        config=asked.config,
+        split=asked.split,
+        revision=str(asked.revision) if asked.revision else None,
+        format=asked.format_name,
+    )
+    texts = [named] if isinstance(named, str) else named
+    return claim_shards(structs.replace(spec, source=named, texts=texts), asked, places)
+
+
+def claim_folder(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
+    """The files of a folder's split, which lie as on the Hub."""
+    refuse_unmeant(spec, asked)
+    return asked.listing(
+        files_of_folder(
+            spec.text,
+            places.options,
+            places.retrier,
+            config=asked.config,
+            split=asked.split,
+            format=asked.format_name,
+        ),
+        spec=spec,
+    )
 
 
 # ---- listings -------------------------------------------------------------------------------------------

@@ -22,13 +22,23 @@ import pyarrow as pa
 from msgspec import Struct, structs
 from numpy.typing import NDArray
 
+from dataflow.sources.listing.claims import MANIFESTS, Listing, SourceArguments, Spec
 from dataflow.sources.listing.expand import braced
-from dataflow.sources.listing.folders import UNKNOWN, Folders, folders_in, listing, split_of
+from dataflow.sources.listing.folders import (
+    KIND_OF,
+    KINDS,
+    UNKNOWN,
+    Folders,
+    folders_in,
+    listing,
+    split_of,
+)
+from dataflow.sources.listing.places import Places
 from dataflow.sources.manifests import (
-    NAMES,
     Manifest,
     ManifestRows,
     first_missing,
+    folder_of,
     paths_of,
     raise_absent,
     read_manifest,
@@ -63,15 +73,6 @@ from sharding.urls import (
     naming_part,
 )
 
-KINDS = {
-    "images": ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"),
-    "sounds": ("wav", "flac", "mp3", "ogg", "opus", "m4a"),
-    "videos": ("mp4", "mov", "mkv", "webm", "avi"),
-}
-"""Endings of files that are samples under `format="auto"`; images are those of torchvision."""
-_KIND_OF = {ending: kind for kind, endings in KINDS.items() for ending in endings}
-_KIND_ENDING = re.compile(rf"\.({'|'.join(_KIND_OF)}|{{({'|'.join(_KIND_OF)}|,)+}})$")
-"""Ends names and patterns of such files, braces among them."""
 _PLAIN = "/~!$&'()*+,;=:@"
 """Signs that stand for themselves in the path of a URL."""
 _PER_SHARD = 100
@@ -183,7 +184,7 @@ def find_loose(
         return _of_split(patterns, options, split, any_kind=any_kind)
     if len(patterns) == 1 and _is_folder(patterns[0], options):
         return _of_folder(patterns[0], options, any_kind=any_kind)
-    if not any_kind and any(ending_of(file_name(pattern)) not in _KIND_OF for pattern in patterns):
+    if not any_kind and any(ending_of(file_name(pattern)) not in KIND_OF for pattern in patterns):
         return None
     if not any(map(is_http, patterns)):
         return _of_patterns(patterns, options)
@@ -192,21 +193,42 @@ def find_loose(
     return None  # HTTP has no patterns
 
 
-def may_be_loose(source: Any) -> bool:
-    """Return whether a source may mean loose files, by its name and one listing of a folder of this machine.
+def claim_files(spec: Spec, asked: SourceArguments, places: Places) -> Listing | None:
+    """The files that are a sample each; None: the source means others."""
+    if (asked.config, asked.revision) != (None, None) or spec.kind not in (
+        "folder",
+        "file",
+        "pattern",
+        "list",
+    ):
+        return None
+    return _claimed(spec.source, asked, places, None)
 
-    Whether a remote folder does, only its listing tells: the store is not asked for it here.
-    """
-    items = list(source) if isinstance(source, (list, tuple)) else [source]
-    texts = [os.fspath(item) for item in items if isinstance(item, (str, os.PathLike))]
-    if len(texts) == 1 and is_http(texts[0]) and texts[0].endswith("/"):
-        return True  # nothing else is found by a server's pages
-    if len(texts) == 1 and is_local(texts[0]) and os.path.isdir(path := local_path(texts[0])):
-        return not any(
-            has_suffix(name) and not name.startswith((".", "_")) and name not in NAMES
-            for name in os.listdir(path)
-        )
-    return bool(texts) and all(_KIND_ENDING.search(file_name(text).lower()) for text in texts)
+
+def claim_manifest(spec: Spec, asked: SourceArguments, places: Places) -> Listing | None:
+    """The files that a table names: `manifest=`, or a source of its own."""
+    source, manifest = spec.source, asked.manifest
+    if spec.kind == "catalog" or asked.format not in ("auto", "files"):
+        if manifest is not None:
+            raise ValueError("manifest= is for a folder of files, not for a catalog or another format")
+        return None
+    if (asked.config, asked.revision) != (None, None):
+        return None
+    if manifest is None:
+        source, manifest = folder_of(spec.text), Manifest(spec.text)
+    return _claimed(source, asked, places, manifest)
+
+
+def _claimed(
+    source: Any, asked: SourceArguments, places: Places, manifest: Manifest | None
+) -> Listing | None:
+    def find() -> LooseFiles | None:
+        is_any = asked.format == "files"
+        return find_loose(source, places.options, any_kind=is_any, manifest=manifest, split=asked.split)
+
+    first = source[0] if isinstance(source, (list, tuple)) and source else source
+    files = places.retrier(find, str(first), may_ask_nobody=True)
+    return None if files is None else asked.listing(files.urls, files=files)
 
 
 def is_listed_alike(kept: Catalog, built: Catalog) -> bool:
@@ -224,7 +246,7 @@ def _is_folder(url: str, options: Mapping[str, Any] | None) -> bool:
         return os.path.isdir(local_path(url))
     if is_http(url):
         return url.endswith("/")
-    if is_glob(url) or ending_of(file_name(url)) in _KIND_OF:
+    if is_glob(url) or ending_of(file_name(url)) in KIND_OF:
         return False
     fs, path = open_url(url, options)
     with store_errors(url):
@@ -304,11 +326,11 @@ def _chooser(folders: Folders, *, any_kind: bool) -> Callable[[str], bool] | Non
     endings = Counter(ending_of(name) for files in folders.values() for name, _, _ in files)
     kinds, num_in_shards = Counter[str](), 0
     for ending, count in endings.items():
-        if ending in _KIND_OF:
-            kinds[_KIND_OF[ending]] += count
+        if ending in KIND_OF:
+            kinds[KIND_OF[ending]] += count
         elif format_of_suffix("x." + ending):
             num_in_shards += count
-    num_in_shards -= sum(has_suffix(name) for name, _, _ in folders[""] if name in NAMES)
+    num_in_shards -= sum(has_suffix(name) for name, _, _ in folders[""] if name in MANIFESTS)
     if not kinds or max(kinds.values()) <= _PER_SHARD * num_in_shards:
         return None
     wanted = KINDS[kinds.most_common(1)[0][0]]
@@ -330,7 +352,7 @@ def _manifest_in(
     url: str, folders: Folders, options: Mapping[str, Any] | None, within: str = ""
 ) -> ManifestRows | None:
     """The manifest that lies in a folder of files, of those `within` another one; None: there is none."""
-    there = [name for name, _, _ in folders[""] if name in NAMES]
+    there = [name for name, _, _ in folders[""] if name in MANIFESTS]
     if len(there) > 1:
         raise ValueError(
             f"{identity_of(url)} has several manifests ({listed(sorted(there))}): name one by manifest="
@@ -535,7 +557,7 @@ def _check_keys(names: Iterable[str]) -> None:
 
 def _kind(name: str) -> str:
     ending = ending_of(name)
-    return _KIND_OF.get(ending, ending)
+    return KIND_OF.get(ending, ending)
 
 
 def _common_length(roots: Collection[str]) -> int:

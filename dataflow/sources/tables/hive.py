@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
 
+from dataflow.sources.listing.claims import Listing
 from dataflow.sources.tables.files import TableVersion
+from sharding.blocks import Format
 from sharding.formats.tables.fitting import TableFile
 from sharding.redaction import identity_of
 from sharding.urls import is_http, is_local, local_path
@@ -24,19 +27,22 @@ _INTEGER = re.compile(r"-?\d+", re.ASCII)
 _SIGNS = re.compile(r"[*?\[{]")
 
 
-def hive_table(
-    source: Any, urls: Sequence[str], types: Mapping[str, str] | None = None
+def parted_by_folders(
+    codec: Format, listing: Listing, types: Mapping[str, str] | None
 ) -> TableVersion | None:
     """Parquet files with the columns that folders below the source are called by; None: there are none.
 
     Args:
-        source: as the user named it; what is called so in its own folder and above is no column.
-        urls: its files.
+        codec: the format of the files.
+        listing: the files. What the source's own folder and those above are called by is no column.
         types: column -> type as pyarrow calls it, such as "int64", in place of the one that values tell.
 
     Raises `ValueError` for types of no such column, and for values that are not of their type.
     """
-    root = _root_of(source, urls)
+    if not types and not any("=" in url for url in listing.urls):
+        return None
+    urls = listing.urls
+    root = _root_of(listing.spec.source if listing.spec else None, urls)
     values = {url: _values_of(url, root) for url in urls}
     types = types or {}
     texts: dict[str, set[str]] = {}
@@ -58,7 +64,14 @@ def hive_table(
         for url, own in values.items()
     }
     version = ", ".join(f"{key}: {kind}" for key, kind in kinds.items())
-    return TableVersion(format="hive", url=root, version=version, files=files)
+    if codec.name == "parquet":
+        return TableVersion(format="hive", url=root, version=version, files=files)
+    warnings.warn(
+        f"{identity_of(urls[0])} and others lie in folders called by values ({version}), which are columns "
+        f"of Parquet files only: of {codec.name} they are not delivered",
+        stacklevel=2,
+    )
+    return None
 
 
 def _root_of(source: Any, urls: Sequence[str]) -> str:

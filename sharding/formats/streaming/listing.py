@@ -24,7 +24,7 @@ _SPLIT_CURES = {
 }
 
 
-class Listing(Struct, frozen=True):
+class IndexFile(Struct, frozen=True):
     """The contents of an `index.json`."""
 
     shards: Sequence[Sequence[str]]
@@ -33,7 +33,7 @@ class Listing(Struct, frozen=True):
     """By each of these names, what is said of the shard."""
 
 
-def read_listing(raw: bytes, url: str) -> Listing | None:
+def read_listing(raw: bytes, url: str) -> IndexFile | None:
     """Read an `index.json` or `state.json`; None: it is of none of these libraries.
 
     Raises:
@@ -56,11 +56,11 @@ def read_listing(raw: bytes, url: str) -> Listing | None:
     if isinstance(files := value.get("_data_files"), list) and "_fingerprint" in value:
         names = [one.get("filename") if isinstance(one, dict) else one for one in files]
         shards = [_safe([name], number, url) for number, name in enumerate(names)]
-        return _checked(Listing(shards, {name: {} for (name,) in shards}), url, "shards")
+        return _checked(IndexFile(shards, {name: {} for (name,) in shards}), url, "shards")
     return None
 
 
-def _mds(value: Mapping[str, Any], url: str) -> Listing:
+def _mds(value: Mapping[str, Any], url: str) -> IndexFile:
     shards: list[list[str]] = []
     entries: dict[str, Mapping[str, Any]] = {}
     for number, shard in enumerate(value["shards"]):
@@ -81,10 +81,10 @@ def _mds(value: Mapping[str, Any], url: str) -> Listing:
         ]
         shards.append(_safe(names, number, url))
         entries.update(dict.fromkeys(shards[-1], shard))
-    return Listing(shards, entries)
+    return IndexFile(shards, entries)
 
 
-def _litdata(value: Mapping[str, Any], url: str) -> Listing:
+def _litdata(value: Mapping[str, Any], url: str) -> IndexFile:
     shards: list[list[str]] = []
     entries: dict[str, Mapping[str, Any]] = {}
     for number, chunk in enumerate(value["chunks"]):
@@ -92,7 +92,7 @@ def _litdata(value: Mapping[str, Any], url: str) -> Listing:
             raise _corrupt(url, f"chunk {number} is {chunk!r}")
         shards.append(_safe([chunk.get("filename")], number, url))
         entries[shards[-1][0]] = {"chunk": chunk, "config": value["config"]}
-    return Listing(shards, entries)
+    return IndexFile(shards, entries)
 
 
 def _safe(names: Sequence[Any], number: int, url: str) -> list[str]:
@@ -107,7 +107,7 @@ def _safe(names: Sequence[Any], number: int, url: str) -> list[str]:
     return list(names)
 
 
-def _checked(listing: Listing, url: str, what: str) -> Listing:
+def _checked(listing: IndexFile, url: str, what: str) -> IndexFile:
     if not listing.shards:
         raise _corrupt(url, f"lists no {what}: the dataset is empty")
     if len(listing.entries) < sum(map(len, listing.shards)):
