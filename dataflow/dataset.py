@@ -127,9 +127,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         manifest: a table that names the files of a folder, the source, with labels and more: the path of a
             CSV, TSV, JSON Lines or Parquet file with a column "file_name", or a `Manifest`. None:
             `metadata.csv` in the folder, or one with another of these endings, if it is there.
+        classes: the names of class folders, in the order of their numbers. None: sorted, of all splits.
         types: those of columns in names of folders, `day=5/`: `{"day": "int64"}`. None: int32 or text.
-        block_bytes: bytes of a block, the unit of reads and shuffles, of tar, JSON Lines and token files;
-            Parquet and Arrow have row groups and record batches.
+        block_bytes: bytes of a block, the unit of reads and shuffles. Parquet and Arrow have their own.
         on_error: for samples that cannot be decoded or transformed: "raise", "skip", or a function of the
             `SampleError` that says whether to skip. What is skipped is counted and listed in `stats()`.
         error_budget: samples that may be skipped before the error is raised all the same.
@@ -168,6 +168,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         length: int | None = None,
         allow_unfinished: bool = False,
         manifest: str | os.PathLike[str] | Manifest | None = None,
+        classes: Sequence[str] | None = None,
         types: Mapping[str, str] | None = None,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         on_error: OnError = "raise",
@@ -185,10 +186,9 @@ class ShardedDataset(Sharded, Dataset[S]):
             raise ValueError(f"retry must be a dataflow.RetryPolicy, got {retry!r}")
         self.storage_options = dict(storage_options or {})
         self.retry, self._hosts = retry or RetryPolicy(), Hosts()
-        named = Manifest(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest
         asked = SourceArguments(
-            format=format, catalog=catalog, config=config, split=split, revision=revision, manifest=named,
-            types=types, columns=columns, decode=decode,
+            format=format, catalog=catalog, config=config, split=split, revision=revision, manifest=manifest,
+            classes=classes, types=types, columns=columns, decode=decode,
         )  # fmt: skip
         with Retrier(self.retry, self._hosts) as retrier:
             opening = Opening(
@@ -367,7 +367,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         """The commit that was opened of a dataset on the Hub, or the version of a table; "": it has none."""
         if is_pinned(first := self.catalog.shard(0).url):
             return str(parse_name(first).revision)
-        return "" if self.catalog.format == "hive" else str(self.catalog.options.get("version", ""))
+        is_table = self.catalog.format in ("delta", "iceberg")
+        return str(self.catalog.options["version"]) if is_table else ""
 
     def check_missing(self) -> None:
         """Raise `SampleError` where a sample is known to lack a column that is not `Optional`.

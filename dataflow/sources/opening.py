@@ -51,7 +51,7 @@ from sharding.urls import is_local
 from sharding.write.file import warn_not_kept
 
 if TYPE_CHECKING:
-    from dataflow.sources.loose import LooseFiles
+    from dataflow.sources.file_catalogs import LooseFiles
 
 _QUICK_S = 1.0
 """Seconds in which shards are mostly asked for; what takes longer shows that it goes on."""
@@ -87,6 +87,8 @@ class Opening(Struct, frozen=True, kw_only=True):
             if not isinstance(self.asked.catalog, Catalog):
                 self._changed(listing.catalog, every=False)
             return listing.catalog
+        if isinstance(self.asked.catalog, Catalog):
+            return self.asked.catalog
         listing = with_codec(
             listing,
             self.asked,
@@ -149,7 +151,7 @@ class Opening(Struct, frozen=True, kw_only=True):
             return built
         path = os.fspath(self.asked.catalog)
         kept = _kept(path, self.places)
-        from dataflow.sources.loose import is_listed_alike
+        from dataflow.sources.file_catalogs import is_listed_alike
 
         if kept is not None and is_listed_alike(kept, built):
             return kept.signed_by(built.locations)

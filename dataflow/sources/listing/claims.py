@@ -48,6 +48,7 @@ class SourceArguments(Struct, frozen=True, kw_only=True):
     revision: str | int | None = None
     manifest: Any = None
     types: Mapping[str, str] | None = None
+    classes: Sequence[str] | None = None
     columns: Any = None
     decode: object = "auto"
 
@@ -67,7 +68,8 @@ class Spec(Struct, frozen=True, kw_only=True):
 
     source: Any
     kind: str
-    """"catalog", "hub", "folder", "file", "pattern", "list", or "other" for what is no text."""
+    """"catalog", "opened" (its catalog is), "hub", "folder", "file", "pattern", "list", "name" (of a table in
+    a catalog of tables), or "other" for what is no text."""
     texts: Sequence[str] = ()
 
     @property
@@ -129,7 +131,8 @@ class Row(Struct, frozen=True):
 
 
 def _is_energon(spec: Spec, asked: SourceArguments, places: Places) -> bool:
-    return spec.kind != "folder" or ".nv-meta" in places.names(spec.text, "directory")
+    is_place = spec.kind in ("folder", "opened") and bool(spec.texts)
+    return not is_place or ".nv-meta" in places.names(spec.text, "directory")
 
 
 def _is_delta(spec: Spec, asked: SourceArguments, places: Places) -> bool:
@@ -162,24 +165,27 @@ def _are_splits(spec: Spec, asked: SourceArguments, places: Places) -> bool:
 
 _NAMED = ("folder", "file", "pattern", "list")
 _ANY = ("catalog", "hub", *_NAMED, "name", "other")
+_CATALOGS = (*_ANY, "opened")
+_CATALOG = "dataflow.sources.opening:claim_catalog"
 _ENERGON = "dataflow.sources.energon.folder:claim"
 _MANIFEST = "dataflow.sources.loose:claim_manifest"
 _FILES = "dataflow.sources.loose:claim_files"
 _TABLES = "dataflow.sources.tables.finding"
 ROWS = (
-    Row("catalog", "*.catalog, or catalog=", "dataflow.sources.opening:claim_catalog", ("catalog",)),
-    Row("manifest", "manifest=", _MANIFEST, _ANY, may_claim=_has_manifest),
+    Row("catalog", "*.catalog", _CATALOG, ("catalog",)),
+    Row("manifest", "manifest=", _MANIFEST, _CATALOGS, may_claim=_has_manifest),
     Row("manifest", "*.csv, *.tsv", _MANIFEST, ("file",), ("auto", "files"), (".csv", ".tsv")),
-    Row("LeRobot", "", "dataflow.sources.lerobot:claim", _ANY, ("lerobot",)),
-    Row("Megatron-Energon", "", _ENERGON, _ANY, ("energon",)),
+    Row("LeRobot", "", "dataflow.sources.lerobot:claim", _CATALOGS, ("lerobot",)),
+    Row("Megatron-Energon", "", _ENERGON, _CATALOGS, ("energon",)),
     Row("Delta table", "", f"{_TABLES}:claim_delta", _ANY, ("delta",)),
     Row("Iceberg table", "", f"{_TABLES}:claim_iceberg", _ANY, ("iceberg",)),
     Row("files", "", _FILES, _ANY, ("files",)),
     Row("Hub", "hf://", "dataflow.sources.hub:claim_repository", ("hub",)),
     Row(
-        "Megatron-Energon", ".nv-meta/", _ENERGON, ("folder", "file", "other"), ("auto",), (".yaml", ".yml"),
-        _is_energon,
+        "Megatron-Energon", ".nv-meta/", _ENERGON, ("folder", "file", "opened", "other"), ("auto",),
+        (".yaml", ".yml"), _is_energon,
     ),
+    Row("catalog", "catalog=", _CATALOG, ("opened",)),
     Row("Delta table", f"{DELTA_LOG}/", f"{_TABLES}:claim_delta", ("folder",), may_claim=_is_delta),
     Row(
         "Iceberg table", f"{ICEBERG_METADATA}/*.metadata.json", f"{_TABLES}:claim_iceberg",
@@ -262,8 +268,10 @@ def spec_of(source: Any, asked: SourceArguments, places: Places) -> Spec:
     """Say what kind of source it is, at first sight; one that is a list of one is this one."""
     if isinstance(source, (list, tuple)) and len(source) == 1:
         source = source[0]
-    if isinstance(asked.catalog, Catalog) or (asked.catalog is None and is_catalog(source)):
-        return Spec(source=source, kind="catalog")
+    is_opened = isinstance(asked.catalog, Catalog)
+    if is_opened or (asked.catalog is None and is_catalog(source)):
+        texts = [os.fspath(source)] if isinstance(source, (str, os.PathLike)) else []
+        return Spec(source=source, kind="opened" if is_opened else "catalog", texts=texts)
     items = [source] if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(items, (list, tuple)) or not items:
         return Spec(source=source, kind="other")

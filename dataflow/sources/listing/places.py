@@ -69,7 +69,7 @@ def _entries_here(path: str) -> Entries | None:
 
 def entries_of(url: str, options: Mapping[str, Any] | None) -> Entries | None:
     """List a folder of a store; None: it is a file. An empty object may stand for a folder."""
-    fs, path = open_url(url, options)
+    fs, path = open_url(local_path(url) if is_local(url) else url, options)
     with store_errors(url):
         info = fs.info(path)
         if info["type"] != "directory" and info["size"]:

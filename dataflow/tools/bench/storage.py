@@ -221,7 +221,12 @@ def _sample_bytes(settings: Sweep) -> float | None:
 
     try:
         source = settings.source[0] if len(settings.source) == 1 else list(settings.source)
-        catalog = ShardedDataset(source, storage_options=dict(settings.storage_options)).catalog
+        catalog = ShardedDataset(
+            source,
+            config=settings.config,
+            split=settings.split,
+            storage_options=dict(settings.storage_options),
+        ).catalog
     except ShardReadError:
         raise
     except (DataflowError, ValueError) as error:
@@ -234,7 +239,11 @@ def _sample_bytes(settings: Sweep) -> float | None:
 
 def _shards(settings: Sweep, pool: Executor, retrier: Retrier) -> list[Shard]:
     source, options = settings.source, settings.storage_options
-    listing = resolve(list(source), SourceArguments(), Places(options, retrier))
+    listing = resolve(
+        list(source),
+        SourceArguments(config=settings.config, split=settings.split),
+        Places(options, retrier),
+    )
     urls = listing.urls if listing.catalog is None else listing.catalog.locations
 
     def look(url: str) -> Shard:

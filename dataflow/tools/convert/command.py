@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -19,17 +19,6 @@ from dataflow.tools.terminal.options import (
     part,
     plain_errors,
 )
-
-
-def _columns(
-    _ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]
-) -> list[str] | dict[str, str] | None:
-    if not given:
-        return None
-    if not any("=" in one for one in given):
-        return list(given)
-    pairs = (one.partition("=") for one in given)
-    return {new: old or new for new, _, old in pairs}
 
 
 def _token(_ctx: click.Context, _param: click.Parameter, given: str | None) -> int | str | None:
@@ -102,15 +91,6 @@ class ConvertSettings:
         metavar="MODULE:FUNCTION",
         callback=_function,
     )
-    columns: list[str] | dict[str, str] | None = option(
-        "Column to take, or NEW=OLD to rename one; may be repeated.",
-        default=None,
-        flag="--column",
-        callback=_columns,
-        multiple=True,
-        metavar="NAME",
-        show_default="all",
-    )
     shuffle: int | None = option(
         "Seed of a shuffle: blocks anywhere, samples mixed among 512 of them.",
         int,
@@ -176,9 +156,7 @@ def convert(settings: ConvertSettings) -> None:
     *sources, dest = settings.dataset.source
     if not sources:
         raise click.UsageError("name a source and a destination: dataflow convert SOURCE DEST --to FORMAT")
-    opened = dataflow.ShardedDataset(
-        sources[0] if len(sources) == 1 else sources, columns=settings.columns, **settings.dataset.options
-    )
+    opened = replace(settings.dataset, source=sources).open_with()
     with settings.engine.started(has_workers=True) as executor:
         made = dataflow.convert(
             opened,

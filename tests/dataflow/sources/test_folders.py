@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
+from datasets_kit import plain
 from hypothesis import given, settings, strategies as st
 
 from dataflow import DataLoader, ShardedDataset, ShardReadError, ShardWriter
@@ -245,3 +246,46 @@ def test_of_other_formats_a_warning_says_that_folders_have_values(tmp_path: Path
     (tmp_path / "label=a/0.jsonl").write_text('{"x": 1}\n')
     with pytest.warns(UserWarning, match=r"label: string.*of jsonl they are not delivered"):
         assert xs(f"{tmp_path}/*/*.jsonl") == [1]
+
+
+# ---- classes --------------------------------------------------------------------------------------------
+
+
+def pictures(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"x")
+
+
+def numbers(source: Any, **more: Any) -> dict[str, int]:
+    dataset = ShardedDataset(source, columns=["__key__", "cls"], decode=None, **more)
+    return {bytes(plain(dataset[i]["__key__"])).decode(): int(dataset[i]["cls"]) for i in range(len(dataset))}
+
+
+def test_classes_have_the_same_numbers_in_all_splits(tmp_path: Path) -> None:
+    pictures(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "train/c/1.jpg", "val/a/1.jpg", "val/c/1.jpg")
+    assert numbers(tmp_path, split="train") == {"a/1": 0, "b/1": 1, "c/1": 2}
+    assert numbers(tmp_path, split="val") == {"a/1": 0, "c/1": 2}
+    features = [ShardedDataset(tmp_path, split=split, decode=None).features for split in ("train", "val")]
+    assert features[0] == features[1]
+    assert numbers(tmp_path / "val") == {"a/1": 0, "c/1": 1}  # as torchvision numbers a folder
+    assert numbers(tmp_path / "val", classes=["c", "a", "b"]) == {"a/1": 1, "c/1": 0}
+    with pytest.raises(ValueError, match=r"has a folder 'c', and classes= are a"):
+        numbers(tmp_path / "val", classes=["a"])
+    with pytest.raises(ValueError, match="classes= are for a folder with a folder for each class"):
+        numbers(f"{tmp_path}/val/*/*.jpg", classes=["a", "c"])
+
+
+def test_a_state_of_other_class_numbers_is_refused(tmp_path: Path) -> None:
+    pictures(tmp_path, "train/b/1.jpg", "train/b/2.jpg", "val/b/1.jpg")
+    with DataLoader(ShardedDataset(tmp_path, split="train", decode=None), batch_size=1) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with DataLoader(ShardedDataset(tmp_path / "train", decode=None), batch_size=1) as loader:
+        loader.load_state_dict(state)  # the numbers are the same
+    pictures(tmp_path, "val/a/1.jpg")
+    with (
+        DataLoader(ShardedDataset(tmp_path, split="train", decode=None), batch_size=1) as loader,
+        pytest.raises(ValueError, match="was taken with classes=None"),
+    ):
+        loader.load_state_dict(state)
