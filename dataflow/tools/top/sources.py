@@ -132,7 +132,7 @@ class Endpoint:
             )
         try:
             return Reading(from_json(text))
-        except ValueError:
+        except (ValueError, RecursionError):
             return Reading((), fault=f"{self.name} {_why_no_records(text)}")
 
     def nothing(self, reading: Reading) -> str:
@@ -198,7 +198,7 @@ def _parts_of(url: str) -> SplitResult:
 def _why_no_records(text: bytes) -> str:
     """Say what an answer is that holds no records of this version."""
     found: Any = None
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         found = json.loads(text)
     versions = (
         [one.get("version") for one in found if isinstance(one, dict)] if isinstance(found, list) else []
