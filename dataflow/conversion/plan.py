@@ -21,7 +21,7 @@ from dataflow.batch.transforms import fingerprint_of
 from dataflow.conversion.errors import ConversionError
 from dataflow.conversion.target import Target
 
-VERSION = 1
+VERSION = 2
 Ints = NDArray[np.int64]
 
 
@@ -37,6 +37,8 @@ class Plan:
     bounds: Sequence[int] | None
     """Shard k has the positions `bounds[k]` up to `bounds[k + 1]`; None: of an iterable, as many each."""
     target: Target
+    run: int = 0
+    """Number of the conversion into its folder."""
 
     @property
     def num_shards(self) -> int | None:
@@ -57,6 +59,7 @@ class Plan:
             "source": self.source,
             "functions": dict(self.functions),
             "options": dict(self.options),
+            "run": self.run,
             "target": target,
             "bounds": None if self.bounds is None else list(self.bounds),
         }
@@ -71,7 +74,7 @@ class Plan:
                 raise ValueError(f"it is of version {plan['version']}, this release writes {VERSION}")
             target = dict(plan["target"])
             target["schema"] = base64.b64decode(target["schema"])
-            names = ("source", "functions", "options", "bounds")
+            names = ("source", "functions", "options", "bounds", "run")
             return cls(target=Target(**target), **{name: plan[name] for name in names})
         except (LookupError, TypeError, ValueError) as error:
             raise ConversionError(

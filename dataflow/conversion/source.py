@@ -140,6 +140,14 @@ class ConvertSource:
                 "an iterable has no order to shuffle: write it first, and shuffle what was written"
             )
 
+    def files(self) -> Iterator[str]:
+        """Yield the URLs of all shards that are read, those of joined datasets included."""
+        datasets = [self.source] if isinstance(self.source, ShardedDataset) else []
+        while datasets:
+            dataset = datasets.pop()
+            yield from dataset.catalog.locations
+            datasets += [join.other for join in dataset.joins]
+
     @property
     def way(self) -> str:
         """Return how samples go from the source to the shards; see `Recipe.way`."""

@@ -144,7 +144,9 @@ class ConvertSettings:
         flag_value="all",
         metavar="[N]",
     )
-    overwrite: bool = option("Remove what another conversion wrote to DEST.", bool, False)
+    overwrite: bool = option(
+        "Begin anew beside what another conversion wrote to DEST, and remove that at the end.", bool, False
+    )
 
 
 @click.command(short_help="Write a dataset as shards of another format, order or size.")

@@ -479,7 +479,9 @@ def test_a_later_value_of_another_type_names_its_column(tmp_path: Path) -> None:
 def test_verify_finds_what_is_not_as_the_source_gives_it(source: str, tmp_path: Path) -> None:
     made = convert(source, tmp_path / "a", to="mds", shard_samples=40, workers=1, checksum=False)
     path = Path(made.files[0])
+    then = path.stat()
     path.write_bytes(path.read_bytes().replace(b"bild 17", b"Bild 17"))
+    os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
     with pytest.raises(ConversionError, match="sample 17, column 'txt': 'Bild 17 ü' is not 'bild 17 ü'"):
         convert(source, tmp_path / "a", to="mds", shard_samples=40, workers=1, checksum=False, verify=True)
 
