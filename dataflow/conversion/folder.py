@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from dataflow.conversion.errors import ConversionError
 from dataflow.live.reading import boot_id, start_ticks
 from sharding.catalog.storage import failure_text, store_errors, version_of
 from sharding.errors import DataflowError
@@ -50,7 +49,7 @@ def index_name(index: bytes) -> str:
 
 
 def _places(folder: str) -> set[tuple[object, ...]]:
-    """What tells a folder from others, however it is spelled."""
+    """Return what tells a folder from others, however it is spelled."""
     if is_local(folder):
         path = os.path.realpath(local_path(folder or "/"))
         with suppress(OSError):
@@ -63,6 +62,10 @@ def _places(folder: str) -> set[tuple[object, ...]]:
         kind = fsspec.get_filesystem_class(protocol_of(folder))
         return {(kind, kind._strip_protocol(naming_part(folder)))}
     return set()
+
+
+class ConversionError(DataflowError):
+    """A conversion cannot begin or go on; the message says what to do."""
 
 
 def files_of(name: str) -> list[str]:

@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.conversion.dispatch import ShownShards, warm_up, write_all, write_iterable
-from dataflow.conversion.errors import ConversionError
-from dataflow.conversion.folder import CATALOG_NAME, LISTING_NAME, PLAN, OutputFolder
+from dataflow.conversion.folder import CATALOG_NAME, LISTING_NAME, PLAN, ConversionError, OutputFolder
 from dataflow.conversion.plan import Plan
 from dataflow.conversion.source import ConvertSource, opened_source, tokenizing
 from dataflow.conversion.target import SUFFIXES, TOKENS
@@ -85,6 +84,7 @@ def convert(
     executor: Executor | None = None,
     verify: bool | int = False,
     overwrite: bool = False,
+    identity: str | None = None,
     checksum: bool = True,
     progress: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -123,6 +123,8 @@ def convert(
         verify: compare what was written with the source: True: all samples, or how many, drawn at random.
         overwrite: begin anew beside what another conversion wrote to `dest`, and remove that at the end.
             Meanwhile there are both: open the catalog, not the folder.
+        identity: your word that source and functions are those of the conversion that was begun under this
+            name, or under none: they are not compared. For what cannot be told apart in another process.
         checksum: keep a CRC-32 of each block in the catalog, which later reads are checked against.
         progress: show a progress bar; None: on a terminal.
         storage_options: for the fsspec filesystem of `dest`, and of `source` where that is a URL.
@@ -183,9 +185,9 @@ def convert(
         shuffle=shuffle,
         schema=schema,
     )
-    _refuse_own(folder, source_of)
     asked = Asked.of(verify, source_of)
-    wanted = source_of.plan(shard_size, shard_samples, token_options, checksum)
+    wanted = source_of.plan(shard_size, shard_samples, token_options, checksum, identity)
+    _refuse_own(folder, source_of)
     with folder.held():
         plan = _agreed(folder, wanted, source_of, overwrite=overwrite, token_options=token_options)
         folder = OutputFolder(folder.url, options, plan.run)
@@ -229,8 +231,12 @@ def _agreed(
         if differences:
             raise ConversionError(
                 f"{identity_of(folder.url)} has another conversion: {'; '.join(differences)}. Give another "
-                "folder, or overwrite=True (--overwrite), which removes it once the new one is whole"
+                "folder; or overwrite=True (--overwrite), which removes it once the new one is whole; or "
+                "identity='...' (--identity), if source and functions do the same all the same"
             )
+        if wanted.identity not in (None, plan.identity):
+            plan = replace(plan, identity=wanted.identity)
+            folder.write(PLAN, plan.to_json())
         return plan
     if found is None:
         _refuse_foreign(folder, wanted.target.to, overwrite=overwrite)

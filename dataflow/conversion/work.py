@@ -21,8 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataflow.conversion.errors import ConversionError
-from dataflow.conversion.folder import THREADS, OutputFolder, index_name, write_errors
+from dataflow.conversion.folder import THREADS, ConversionError, OutputFolder, index_name, write_errors
 from dataflow.conversion.rows import KEY, Rows, Sample, StoredRows
 from dataflow.conversion.target import SUFFIXES, TOKENS, Target
 from prefetch.store.reader import StoreReader

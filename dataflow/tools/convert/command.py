@@ -144,6 +144,9 @@ class ConvertSettings:
         flag_value="all",
         metavar="[N]",
     )
+    identity: str | None = option(
+        "Your word that source and functions are those that were begun with.", default=None, metavar="NAME"
+    )
     overwrite: bool = option(
         "Begin anew beside what another conversion wrote to DEST, and remove that at the end.", bool, False
     )
@@ -200,6 +203,7 @@ def convert(settings: ConvertSettings) -> None:
             workers=settings.engine.workers,
             executor=executor,
             verify=settings.verify,
+            identity=settings.identity,
             overwrite=settings.overwrite,
             storage_options=settings.dataset.storage_options,
         )
