@@ -1,4 +1,4 @@
-"""Tell conversions apart by what makes them: a hash of functions and objects that is the same in each process.
+"""Tell conversions apart by what makes them: a hash of functions and objects, the same in each process.
 
 Functions of the user's own modules count by code, defaults, closures and the globals that they name, those of
 installed packages by name and version. Objects with a `fingerprint` count by that, others by class and

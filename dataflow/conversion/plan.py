@@ -32,7 +32,7 @@ class Plan:
     functions: Mapping[str, str]
     """"map", "filter", and what the dataset has: name and hash."""
     unknown: Mapping[str, str]
-    """Those of them that cannot be told from others, and why."""
+    """The ones that cannot be told from others, and why."""
     identity: str | None = None
     """The user's word for source and functions; None: these are compared."""
     options: Mapping[str, Any]
