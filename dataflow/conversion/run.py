@@ -28,6 +28,7 @@ from dataflow.sources.indexing import index
 from dataflow.sources.opening import save_catalog
 from prefetch.store.retrier import Retrier
 from sharding.redaction import identity_of
+from sharding.urls import is_local, local_path
 from sharding.write.mds import index_entry, index_json
 
 _BATCH_SIZE = 1000
@@ -144,6 +145,7 @@ def convert(
         (8, 8)
     """
     began, options = time.monotonic(), dict(storage_options or {})
+    _check_destination(dest)
     if to not in SUFFIXES:
         raise ValueError(f"to must be one of {', '.join(SUFFIXES)}, got {to!r}")
     if shard_size is not None and shard_samples is not None:
@@ -213,6 +215,25 @@ def convert(
         seconds=time.monotonic() - began,
         files=[folder.of(one["name"]) for one in ordered if one["name"]],
     )
+
+
+def _check_destination(dest: Any) -> None:
+    """Raise `ValueError` where this is no folder: somebody forgot it, and named one source more."""
+    text = os.fspath(dest) if isinstance(dest, (str, os.PathLike)) else ""
+    if not text or not isinstance(text, str):
+        raise ValueError(f"dest must be a folder, which the shards are written to, got {dest!r}")
+    what = (
+        "a pattern"
+        if {"*", "?"} & {*text}
+        else "a file"
+        if is_local(text) and os.path.isfile(local_path(text))
+        else ""
+    )
+    if what:
+        raise ValueError(
+            f"the destination, {identity_of(text)}, is {what}: name a folder after the sources, or was it "
+            "forgotten?"
+        )
 
 
 def _agreed(

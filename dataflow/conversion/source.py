@@ -16,7 +16,7 @@ from dataflow.conversion.folder import OutputFolder
 from dataflow.conversion.identity import described
 from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count
 from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
-from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
+from dataflow.conversion.target import TOKENS, Target, check_row, targets_of, with_schema
 from dataflow.conversion.values import plain_value
 from dataflow.conversion.work import WINDOW_BLOCKS, MadeSamples, NewSamples, Recipe, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
@@ -373,6 +373,7 @@ class _Probe(Target):
         """Return the sample."""
         if not isinstance(sample, Mapping):
             return super().fitted(sample, key)
+        check_row(sample)
         return {name: plain_value(value) for name, value in sample.items()}
 
 

@@ -180,7 +180,9 @@ def convert(settings: ConvertSettings) -> None:
 
     *sources, dest = settings.dataset.source
     if not sources:
-        raise click.UsageError("name a source and a destination: dataflow convert SOURCE DEST --to FORMAT")
+        raise click.UsageError(
+            f"the destination is missing: dataflow convert {dest} DEST --to {settings.to}, a folder"
+        )
     opened = dataflow.ShardedDataset(
         sources[0] if len(sources) == 1 else sources, columns=settings.columns, **settings.dataset.options
     )
