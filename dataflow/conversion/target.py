@@ -126,11 +126,12 @@ class Target:
 
 
 def check_row(row: Mapping[Any, Any]) -> None:
-    """Raise `ValueError` for names that are no text, and for lists and dicts in one another without an end."""
+    """Raise `ValueError` for names that are no text, and lists and dicts in one another without an end."""
     for name, value in row.items():
         if not isinstance(name, str):
             raise ValueError(
-                f"a column is called {name!r}, of type {type(name).__name__}: names are text, as map= may give them"
+                f"a column is called {name!r}, of type {type(name).__name__}: names are text; map= may give "
+                "others"
             )
         _check_depth(name, value, _DEEPEST)
 
