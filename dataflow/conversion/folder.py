@@ -16,6 +16,7 @@ import os
 import re
 import socket
 import uuid
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ from sharding.catalog.storage import failure_text, store_errors, version_of
 from sharding.errors import DataflowError
 from sharding.redaction import identity_of
 from sharding.urls import is_chain, is_local, local_path, naming_part, protocol_of, url_to_fs
-from sharding.write.file import PARTIAL, NewFile
+from sharding.write.file import PARTIAL, NewFile, abort_uploads
 
 CATALOG_NAME = "dataset.catalog"
 LISTING_NAME = "index.json"
@@ -263,6 +264,17 @@ class OutputFolder:
             for name in self.entries(folder):
                 if name.endswith(PARTIAL) and name.startswith(("shard", *"0123456789")):
                     self.remove(f"{folder}/{name}" if folder else name)
+
+    def abort_uploads(self) -> None:
+        """End uploads in parts of shards that a killed worker had begun; one that stays is told of."""
+        try:
+            abort_uploads(self.url, self.options, _RUN.match)
+        except Exception as error:
+            warnings.warn(
+                f"{identity_of(self.url)}: parts of shards that were not finished may be left, unseen but "
+                f"paid for ({failure_text(error, 'listed')}): a lifecycle rule of the store removes such",
+                stacklevel=2,
+            )
 
     # ---- whose it is ---------------------------------------------------------------------------------
 

@@ -246,6 +246,8 @@ def _agreed(
 ) -> Plan:
     """The plan that the folder has, if it is this one; else the new one, which it gets."""
     found = folder.read(PLAN)
+    if found is not None:
+        folder.abort_uploads()
     if found is not None and not overwrite:
         plan = Plan.from_json(found, identity_of(folder.of(PLAN)))
         differences = wanted.differences(plan)
