@@ -203,3 +203,17 @@ def test_what_lies_beside_a_shard_of_tokens_belongs_to_it(tmp_path: Path) -> Non
     Path(made.files[0]).with_suffix(".idx").unlink()
     os.utime(Path(made.files[1]).with_suffix(".idx"), ns=(1, 1))
     assert (written(tmp_path, rows, "megatron").skipped, digest(tmp_path)) == (0, before)
+
+
+def test_a_source_that_is_damaged_is_known_by_its_checksums(tmp_path: Path) -> None:
+    rows = [{"x": i, "k": f"sample {i}"} for i in range(30)]
+    for at, way in enumerate(("mds", "parquet", "tar")):
+        made = convert(rows, tmp_path / way, to=way, workers=1)
+        shard, then = Path(made.files[0]), Path(made.files[0]).stat()
+        data = bytearray(shard.read_bytes())
+        data[max(40, data.find(b"sample 17"))] ^= 1
+        shard.write_bytes(data)
+        os.utime(shard, ns=(then.st_atime_ns, then.st_mtime_ns))
+        for shuffle in (None, at):
+            with pytest.raises(DataflowError, match="checksum"):
+                convert(made.catalog, tmp_path / f"{way}-{shuffle}", to=way, workers=1, shuffle=shuffle)
