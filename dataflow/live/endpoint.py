@@ -76,7 +76,8 @@ class NodeAnswers:
     ) -> None:
         self._parent, self._limit_s, self._read, self._deadline_s = parent, limit_s, read, deadline_s
         self._is_local = is_local
-        self._num_open = 0
+        self._open: dict[asyncio.StreamWriter, None] = {}
+        """Connections, the oldest first."""
 
     def records(self) -> list[TrainingRecord]:
         """Return the newest record of each rank of the parent's job on this node."""
@@ -107,16 +108,19 @@ class NodeAnswers:
         return 404, _TEXT, b"not found: /metrics /healthz /readyz /figures\n"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection: one request, within the deadline."""
-        self._num_open += 1
+        """Serve one connection: one request, within the deadline; of too many, the oldest is closed."""
+        self._open[writer] = None
+        if len(self._open) > _MOST_CONNECTIONS:  # those that are silent, so that probes are answered
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
         try:
-            if self._num_open <= _MOST_CONNECTIONS:
-                async with asyncio.timeout(self._deadline_s):
-                    await self._serve(reader, writer)
+            async with asyncio.timeout(self._deadline_s):
+                await self._serve(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # the client is gone, too slow, or no client of HTTP
         finally:
-            self._num_open -= 1
+            self._open.pop(writer, None)
             if writer.transport.get_write_buffer_size():
                 writer.transport.abort()  # what a slow client has not taken is dropped
             writer.close()
