@@ -76,8 +76,8 @@ class NodeAnswers:
     ) -> None:
         self._parent, self._limit_s, self._read, self._deadline_s = parent, limit_s, read, deadline_s
         self._is_local = is_local
-        self._open: dict[asyncio.StreamWriter, None] = {}
-        """Connections, the oldest first."""
+        self._open: dict[asyncio.StreamWriter, bool] = {}
+        """The connections, the oldest first, and whether each is silent: has asked nothing yet."""
 
     def records(self) -> list[TrainingRecord]:
         """Return the newest record of each rank of the parent's job on this node."""
@@ -108,12 +108,12 @@ class NodeAnswers:
         return 404, _TEXT, b"not found: /metrics /healthz /readyz /figures\n"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection: one request, within the deadline; of too many, the oldest is closed."""
-        self._open[writer] = None
-        if len(self._open) > _MOST_CONNECTIONS:  # those that are silent, so that probes are answered
-            oldest = next(iter(self._open))
-            del self._open[oldest]
+        """Serve one connection: one request, within the deadline."""
+        if len(self._open) >= _MOST_CONNECTIONS:  # silent clients must not keep out one that asks
+            oldest = next((other for other, is_silent in self._open.items() if is_silent), writer)
+            self._open.pop(oldest, None)
             oldest.transport.abort()
+        self._open[writer] = True
         try:
             async with asyncio.timeout(self._deadline_s):
                 await self._serve(reader, writer)
@@ -127,6 +127,7 @@ class NodeAnswers:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
+        self._open[writer] = False
         parts = head.partition(b"\r\n")[0].decode("latin-1").split(" ")
         host = _host_in(head)
         if self._is_local and host is not None and not is_for_loopback(host):

@@ -228,17 +228,15 @@ def test_clients_that_hang_or_speak_no_http_do_not_keep_others_waiting(served: M
         assert b" 400 " in slow[1].recv(100)
 
 
-def test_silent_connections_do_not_shut_probes_out(served: MetricsEndpoint) -> None:
+def test_any_number_of_silent_clients_do_not_keep_out_one_that_asks(served: MetricsEndpoint) -> None:
     host, _, port = served.address.rpartition(":")
     with ExitStack() as stack:
         silent = [
             stack.enter_context(socket.create_connection((host, int(port)), timeout=20)) for _ in range(40)
         ]
-        assert got(served, "/healthz") == (200, "rank 0: alive\n")
+        assert got(served, "/healthz")[0] == 200
         with suppress(ConnectionResetError):
-            assert silent[0].recv(1) == b""  # the oldest was closed
-        silent[-1].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
-        assert b" 200 OK" in silent[-1].recv(100)
+            assert silent[0].recv(1) == b"", "the oldest is ended"
 
 
 def test_a_page_of_somebody_else_whose_name_points_here_is_refused(served: MetricsEndpoint) -> None:
