@@ -197,9 +197,8 @@ def test_a_state_goes_on_with_other_data_between_epochs_only(tmp_path: Path) -> 
         dataset = make_shards(tmp_path / name, num_samples)
         return prepare_loader(accelerator(), DataLoader(dataset, 10, shuffle=True, seed=3))
 
-    loader, states = make("old", 40), []
-    for _ in loader:
-        states.append(loader.state_dict())
+    loader = make("old", 40)
+    states = [loader.state_dict() for _ in loader]
     grown = make("grown", 60)
     with pytest.raises(ValueError, match=r"4 shards, and this loader has 6 shards.*give the shards"):
         grown.load_state_dict(states[1])
