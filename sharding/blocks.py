@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, BinaryIO
 
@@ -341,6 +341,22 @@ class Format(ABC):
         none = np.iinfo(np.int64).max
         first = np.minimum.reduce([np.where(one.lengths >= 0, one.starts, none) for one in spans])
         return block.offset + np.where(first == none, 0, first)
+
+
+def common_dtype(dtypes: Collection[str]) -> str | None:
+    """The narrowest dtype whose numbers are all of these; integers and floats alone have one."""
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    kinds = {np.dtype(dtype).kind for dtype in dtypes}
+    if not kinds <= set("iuf"):
+        return None
+    if "f" in kinds:
+        # The widest of what each needs beside the widest float: int16 and uint16 both fit float32.
+        widest = np.result_type(*(dtype for dtype in dtypes if np.dtype(dtype).kind == "f"))
+        return max((np.result_type(dtype, widest) for dtype in dtypes), key=lambda kind: kind.itemsize).name
+    if kinds == {"i", "u"} and "uint64" in dtypes:
+        return "uint64"
+    return np.result_type(*sorted(dtypes)).name
 
 
 def spec_text(spec: ColumnSpec) -> str:

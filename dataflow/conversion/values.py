@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 from sharding.blocks import ABSENT, MISSING, Column, ColumnSpec, Format, Masked, Spans
 from sharding.byte_lists import list_items
 from sharding.formats.extensions import rule_of_extension
+from sharding.write.values import PYTHON_DTYPES
 
 Decode = Callable[[Any], Any]
-
-_PYTHON = frozenset({"int64", "float64", "bool"})
-"""dtypes for which Python has a type of the same values."""
 
 
 def npy_bytes(value: NDArray[Any]) -> bytes:
@@ -93,17 +91,6 @@ def values_of(
     return [decode(bytes(view[a:b])) if b >= a else _missing(b - a) for a, b in pairs]
 
 
-def plain_value(value: Any) -> Any:
-    """Return what a delivered value is here: tensors as arrays, and those of one number as the number."""
-    if hasattr(value, "detach") and hasattr(value, "numpy"):
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, np.generic) and value.dtype.name in _PYTHON:
-        return value.item()
-    return value
-
-
 def _missing(length: int) -> Any:
     if length not in (MISSING, ABSENT):
         raise ValueError("a list with a null inside, or only the path of a file, is no value")
@@ -115,7 +102,7 @@ def _text(data: Any) -> str:
 
 
 def _numbers(array: NDArray[Any]) -> list[Any]:
-    if array.ndim == 1 and array.dtype.name in _PYTHON:
+    if array.ndim == 1 and array.dtype.name in PYTHON_DTYPES:
         return array.tolist()  # type: ignore[no-any-return]
     return list(array if array.ndim == 1 else array.copy())
 

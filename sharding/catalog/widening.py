@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from sharding.blocks import ColumnSpec
+from sharding.blocks import ColumnSpec, common_dtype
 
 _UNITS = ("s", "ms", "us", "ns")
 _DATES = {"date32[day]": "int32", "date64[ms]": "int64"}
@@ -80,7 +78,7 @@ def _common_element(elements: Collection[tuple[str, str]]) -> tuple[str, str] | 
     """Type and unit of numbers that are all of these."""
     units = {unit for _, unit in elements}
     if units == {""}:
-        dtype = _common_dtype({dtype for dtype, _ in elements})
+        dtype = common_dtype({dtype for dtype, _ in elements})
         return None if dtype is None else (dtype, "")
     if "" in units:
         return None
@@ -99,21 +97,6 @@ def _common_time(units: Collection[str]) -> tuple[str, str] | None:
         return None
     finest = max(units, key=lambda unit: _UNITS.index(unit.partition("[")[2].rstrip("]").split(", ")[0]))
     return ("int32" if finest.startswith("time32") else "int64"), finest
-
-
-def _common_dtype(dtypes: Collection[str]) -> str | None:
-    if len(dtypes) == 1:
-        return next(iter(dtypes))
-    kinds = {np.dtype(dtype).kind for dtype in dtypes}
-    if not kinds <= set("iuf"):
-        return None
-    if "f" in kinds:
-        # The widest of what each needs beside the widest float: int16 and uint16 both fit float32.
-        widest = np.result_type(*(dtype for dtype in dtypes if np.dtype(dtype).kind == "f"))
-        return max((np.result_type(dtype, widest) for dtype in dtypes), key=lambda kind: kind.itemsize).name
-    if kinds == {"i", "u"} and "uint64" in dtypes:
-        return "uint64"
-    return np.result_type(*sorted(dtypes)).name
 
 
 def _with_facts(merged: ColumnSpec, specs: Sequence[ColumnSpec]) -> ColumnSpec:
