@@ -31,6 +31,8 @@ ALTERNATIVE = "/"
 """Stands between the names of alternatives in the name of a column, whose value is the first of them that a
 sample has: for formats whose columns are extensions, none of which has this sign."""
 
+DECIMAL = '{"_type": "Decimal"}'
+"""The feature of columns of decimals, whose values are their digits."""
 DEFAULT_BLOCK_BYTES = 2 << 20
 """Bytes a block aims at where the format has no unit of its own."""
 

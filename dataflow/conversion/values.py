@@ -41,9 +41,9 @@ def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
 
     `ValueError` for values that would have to be unpickled.
     """
-    if spec.kind != "bytes":
-        return None
     rule = codec.rule(spec)
+    if spec.kind != "bytes" and not callable(rule):
+        return None
     if codec.columns_are_extensions:
         own = rule_of_extension(name)
         rule = None if own == "pickle" else own  # such bytes are written as they are
@@ -82,7 +82,7 @@ def values_of(
         return _byte_lists(column.buffer.view(np.uint8), starts, lengths)
     view = np.ascontiguousarray(column.buffer).data.cast("B")
     pairs = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-    if kind == "text":
+    if kind == "text" and decode is None:
         return [str(view[a:b], "utf-8") if b >= a else _missing(b - a) for a, b in pairs]
     if kind == "json":
         decode = json.loads

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +29,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sharding.blocks import (
+    DECIMAL,
     MISSING,
     NULL_INSIDE,
     PATH_ONLY,
@@ -72,10 +74,19 @@ class _UnfitValueError(Exception):
     """A value that the type of other shards cannot hold."""
 
 
+def decimal_of(data: bytes) -> Decimal:
+    """Return the number that digits are."""
+    return Decimal(bytes(data).decode())
+
+
 class TabularFormat(Format):
     """A format whose blocks are Arrow tables: their columns can be looked at by expressions."""
 
     widens = True
+
+    def rule(self, spec: ColumnSpec) -> Callable[[bytes], Any] | None:
+        """See `Format.rule`."""
+        return decimal_of if spec.feature == DECIMAL else None
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """Decode the wanted columns in the calling thread, without the GIL.
@@ -132,7 +143,7 @@ def columns_of(
 
     Raises:
         CorruptShardError: a wanted column is not there, or its offsets point outside its buffers.
-        ShardError: the column's type cannot be delivered (decimal, interval, list of byte strings, ...), a
+        ShardError: the column's type cannot be delivered (interval, list of byte strings, ...), a
             value is none of the type that it is brought to, or two columns have a wanted name.
     """
     flat, known = flattened(table), [column.name for column in named_columns(table.schema)]
@@ -401,6 +412,8 @@ def _byte_spans(array: pa.Array) -> Spans:
         return Spans(np.empty(0, np.uint8), np.zeros(n, np.int64), np.full(n, MISSING, np.int64))
     if _is_view(array.type):
         array = _cleared_views(array).cast(pa.large_binary())
+    if pa.types.is_decimal(array.type):
+        array = array.cast(pa.string())
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     offsets = elements_of(array.buffers()[1], np.int64 if wide else np.int32, n + 1, array.offset).astype(
         np.int64

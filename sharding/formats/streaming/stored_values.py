@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from decimal import Decimal
 
 import numpy as np
 
@@ -16,11 +15,6 @@ from sharding.spans import Bytes, Ints
 _PNM = {"L": ("P5", 1), "P": ("P5", 1), "RGB": ("P6", 3), "RGBA": ("P6", 4)}
 """By Pillow's mode: the sign of the PNM file that has the same bytes, but for transparency; bytes a pixel."""
 _PIXELS = struct.Struct("<III")
-
-
-def decimal_of(data: bytes) -> Decimal:
-    """The number that its digits are."""
-    return Decimal(data.decode())
 
 
 def pixels_as_files(buffer: Bytes, starts: Ints, lengths: Ints, corrupt: Callable[[str], Exception]) -> Spans:
