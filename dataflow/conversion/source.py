@@ -124,11 +124,9 @@ class ConvertSource:
         if isinstance(source, ShardedDataset):
             if not len(source):
                 raise ValueError("there are no samples to convert")
-            raw = to == "tar" and map is None and filter is None
+            raw = to == "tar" and map is None and filter is None and source.codec.columns_are_extensions
             self.rows = stored_rows(source, raw=raw) if are_stored(source) else DeliveredRows(source)
-            self._are_members = (
-                raw and isinstance(self.rows, StoredRows) and self.rows.codec.columns_are_extensions
-            )
+            self._are_members = raw and isinstance(self.rows, StoredRows)
         elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
             self.rows = DeliveredRows(source)
         elif not isinstance(source, Iterable):

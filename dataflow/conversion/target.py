@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,8 @@ def targets_of(
         encodings = {name: _encoding(name, values) for name, values in sorted(firsts.items())}
         return replace(target, columns=encodings, is_strict=True)
     if to == "parquet":
-        target = with_schema(replace(target, rounds=schema is not None), schema or _schema(firsts))
+        types = schema or with_pictures(_schema(firsts), firsts)
+        target = with_schema(replace(target, rounds=schema is not None), types)
         texts = [name for name, kind in target.columns.items() if kind in ("string", "large_string")]
         of_json = {name: "json" for name in texts if any(map(_is_json, firsts.get(name, ())))}
         return replace(target, columns={**target.columns, **of_json})
@@ -171,9 +173,9 @@ def _stored(name: str, value: Any) -> tuple[str, Any]:
         return "bytes", bytes(value)
     if isinstance(value, str):
         return "text", value.encode()
-    if isinstance(value, (bool, int, np.integer)):
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return "int", str(int(value)).encode()
-    if isinstance(value, (float, np.floating, np.bool_, np.ndarray)):
+    if isinstance(value, (bool, float, np.floating, np.bool_, np.ndarray)):
         array = np.asarray(value)
         if array.dtype.hasobject:
             raise ValueError(
@@ -196,8 +198,7 @@ def _kind_of_extension(extension: str) -> str:
 
 def _extension(name: str, kind: str, value: Any) -> str:
     if kind == "bytes":
-        head = bytes(value[:12])
-        picture = next((one for magic, one in _PICTURES if head.startswith(magic)), "")
+        picture = _picture(bytes(value[:12]))
         return name if not picture or rule_of_extension(name) == "image" else f"{name}.{picture}"
     return name if rule_of_extension(name) == kind else f"{name}.{_ADDED[kind]}"
 
@@ -241,6 +242,25 @@ def _schema(firsts: Mapping[str, list[Any]]) -> pa.Schema:
             raise ValueError(f"column {name!r} has no value in the first samples: give schema=")
         fields.append(pa.field(name, kind))
     return pa.schema(fields)
+
+
+def with_pictures(schema: pa.Schema, firsts: Mapping[str, list[Any]]) -> pa.Schema:
+    """The schema that says of columns whose first values are pictures that they are, as `datasets` does."""
+    features: dict[str, Any] = {}
+    for name, values in firsts.items():
+        depth = isinstance(values[0], list)
+        items = list(chain.from_iterable(values)) if depth else values
+        if items and isinstance(items[0], bytes) and _picture(items[0]):
+            image = {"_type": "Image"}
+            features[name] = {"feature": image, "_type": "List"} if depth else image
+    if not features:
+        return schema
+    return schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+
+
+def _picture(value: bytes) -> str:
+    """The ending of a picture that bytes are; "": they are none that is known."""
+    return next((ending for magic, ending in _PICTURES if value.startswith(magic)), "")
 
 
 def _is_json(value: Any) -> bool:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from sharding.blocks import ABSENT, MISSING, Column, ColumnSpec, Format, Masked, Spans
 from sharding.byte_lists import list_items
 from sharding.formats.extensions import rule_of_extension
+from sharding.formats.streaming.stored_values import png_of
 from sharding.write.values import PYTHON_DTYPES
 
 Decode = Callable[[Any], Any]
@@ -42,7 +43,7 @@ def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
     `ValueError` for values that would have to be unpickled.
     """
     rule = codec.rule(spec)
-    if spec.kind != "bytes" and not callable(rule):
+    if spec.kind not in ("bytes", "bytes_list") and not callable(rule):
         return None
     if codec.columns_are_extensions:
         own = rule_of_extension(name)
@@ -51,6 +52,8 @@ def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
         return rule
     if rule == "pickle":
         raise ValueError(f"column {name!r} is pickled, which is not read; name the others: columns=[...]")
+    if spec.feature_type == "Image":
+        return png_of
     named: dict[str, Decode] = {
         "int": int,
         "float": float,
@@ -79,7 +82,8 @@ def values_of(
             for i, length in enumerate(lengths.tolist())
         ]
     if kind == "bytes_list":
-        return _byte_lists(column.buffer.view(np.uint8), starts, lengths)
+        lists = _byte_lists(column.buffer.view(np.uint8), starts, lengths)
+        return lists if decode is None else [one and list(map(decode, one)) for one in lists]
     view = np.ascontiguousarray(column.buffer).data.cast("B")
     pairs = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
     if kind == "text" and decode is None:
