@@ -12,6 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from decimal import Decimal
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -254,7 +255,7 @@ class Format(ABC):
         A name as in `decode=` ("pickle" is refused), or a function of one value's bytes that can be pickled,
         whose arrays become tensors; None: the bytes are delivered.
         """
-        return None
+        return decimal_of if spec.feature == DECIMAL else None
 
     @abstractmethod
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
@@ -343,6 +344,11 @@ class Format(ABC):
         none = np.iinfo(np.int64).max
         first = np.minimum.reduce([np.where(one.lengths >= 0, one.starts, none) for one in spans])
         return block.offset + np.where(first == none, 0, first)
+
+
+def decimal_of(data: bytes) -> Decimal:
+    """Return the number that digits are."""
+    return Decimal(bytes(data).decode())
 
 
 def common_dtype(dtypes: Collection[str]) -> str | None:

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +28,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sharding.blocks import (
-    DECIMAL,
     MISSING,
     NULL_INSIDE,
     PATH_ONLY,
@@ -74,19 +72,10 @@ class _UnfitValueError(Exception):
     """A value that the type of other shards cannot hold."""
 
 
-def decimal_of(data: bytes) -> Decimal:
-    """Return the number that digits are."""
-    return Decimal(bytes(data).decode())
-
-
 class TabularFormat(Format):
     """A format whose blocks are Arrow tables: their columns can be looked at by expressions."""
 
     widens = True
-
-    def rule(self, spec: ColumnSpec) -> Callable[[bytes], Any] | None:
-        """See `Format.rule`."""
-        return decimal_of if spec.feature == DECIMAL else None
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """Decode the wanted columns in the calling thread, without the GIL.

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from dataflow import DataLoader, Optional, ShardedDataset, convert
+from sharding.blocks import decimal_of
 from sharding.errors import CorruptShardError
-from sharding.formats.arrow.columns import decimal_of
 from sharding.formats.arrow.schema import spec_of
 
 VALUES = [Decimal("1.10"), Decimal("-0.01"), Decimal("12345678901234567890.12")]
