@@ -97,7 +97,7 @@ def read_separated(url: str, data: bytes, ending: str, text: str, dialect: Diale
 
 
 def _separator_of(header: str, candidates: str, name: str) -> str:
-    """What stands between the names of columns: what shows a wanted one, else what is there."""
+    """The separator of names of columns: one that shows a wanted one, else one that is there."""
     split = {one: [cell.strip().strip('"') for cell in header.split(one)] for one in candidates}
     shows = [one for one, cells in split.items() if name in cells]
     return next(iter([*shows, *filter(header.__contains__, candidates), candidates[0]]))
