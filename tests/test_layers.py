@@ -244,7 +244,7 @@ MOST_LINES = {
     "sharding": 1_380,
     "sharding/catalog": 2_600,
     "sharding/core": 2_060,
-    "sharding/formats": 1_110,
+    "sharding/formats": 1_150,
     "sharding/formats/arrow": 3_650,
     "sharding/formats/records": 1_510,
     "sharding/formats/streaming": 1_900,

@@ -28,7 +28,7 @@ _INTEGER, _ZEROS, _MOST_EXACT = r"^\s*[+-]?\d+\s*$", r"^\s*[+-]?0\d+\s*$", 1 << 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How a CSV or TSV file is written.
+    """The way in which a CSV or TSV file is written.
 
     Args:
         separator: between cells; "": of CSV "," or ";" or a tab, as its header shows, of TSV a tab.
