@@ -1,8 +1,9 @@
 """`ShardedDataset`: shards as a dataset, for streaming by `dataflow.DataLoader` and for random access.
 
-It is also a map-style `torch.utils.data.Dataset` (`len`, `[i]`, `__getitems__`), so torch's own DataLoader
-and every sampler accept it; random access reads the values of one sample where the format tells where they
-lie (tar, tokens), and whole blocks, a few of which are kept, where it does not (Parquet, Arrow, JSONL).
+It is also a map-style `torch.utils.data.Dataset` (`len`, `[i]`, `__getitems__`; `[i:j]` gives columns), so
+torch's own DataLoader and every sampler accept it; random access reads the values of one sample where the
+format tells where they lie (tar, tokens), and whole blocks, a few of which are kept, where it does not
+(Parquet, Arrow, JSONL).
 """
 
 from __future__ import annotations
@@ -10,24 +11,23 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
 from msgspec import Struct, structs
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import TypeVar
 
-from dataflow.batch.random_access import RandomAccess, transformed
+from dataflow.batch.random_access import RandomAccess
 from dataflow.batch.transforms import fingerprint_of, wants_rng
 from dataflow.limits import Cache, told_of_memory
-from dataflow.outputs.columns import Randomness
 from dataflow.outputs.output import Output, columns_read, staged_outputs
 from dataflow.shard_order import Sharded
 from dataflow.sources.manifests import Manifest
@@ -107,7 +107,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             columns, without "__key__" and "__url__".
         decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Video(...)`,
             `Audio(...)`, `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image",
-            "bytes", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack the column.
+            "bytes", "pil", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack it.
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
             that is a function of (seed, epoch, sample). One with a `batch` form, such as `Tokenize(...)`,
             is called with many samples: see `dataflow.batch.transforms.BatchTransform`.
@@ -221,7 +221,6 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.seed = 0
         self.epoch = 0
         self._access = RandomAccess()
-        self._told = set[str]()
         if folder.energon is not None:
             self.selection = folder.selection(self.source())
 
@@ -524,38 +523,25 @@ class ShardedDataset(Sharded, Dataset[S]):
     def __len__(self) -> int:
         return len(self.selection)
 
-    def __getitem__(self, index: int) -> S:
-        """One sample: a dict of its columns, transformed. Negative indices count from the end."""
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> S: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int] | NDArray[np.integer] | Tensor) -> Any: ...
+    def __getitem__(self, index: Any) -> Any:
+        """One sample: a dict of its columns, transformed. Negative indices count from the end.
+
+        A slice or a list of integers gives the samples' columns, as a batch has them: made of transformed
+        samples where there is a `transform`, before `batch_transform`. `subset` gives a view.
+        """
         if isinstance(index, slice):
-            raise TypeError(
-                "a dataset takes one index at a time; for a slice, use dataset.subset(slice(...))"
-            )
-        sample: S = self.__getitems__([index])[0]
-        return sample
+            index = range(*index.indices(len(self)))
+        if np.ndim(index):
+            return self._access.columns(self, index)
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[S]:
         """Several samples at once; torch's DataLoader calls it with a batch of indices."""
-        samples = np.fromiter(map(operator.index, indices), np.int64)  # a float would be rounded silently
-        total = len(self)
-        if not len(samples):
-            return []
-        if ((samples < -total) | (samples >= total)).any():
-            raise IndexError(f"sample index out of range: {indices} in a dataset of {total}")
-        blocks, rows = self.selection.locate(np.where(samples < 0, samples + total, samples))
-        with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
-            columns, values = self._access.build(
-                partial(self.source, is_awaited=True),
-                self.outputs,
-                blocks,
-                rows,
-                Randomness(self.seed, self.epoch),
-            )
-        if columns.bad:
-            raise columns.bad[min(columns.bad)]
-        columns.warn_once(self._told)
-        if self.transform is None:
-            return values  # type: ignore[return-value]
-        return transformed(values, columns, self.transform, wants_rng=self.transform_wants_rng)
+        return self._access.samples(self, indices)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what worker processes get: all but what is open, and how outputs were made."""
