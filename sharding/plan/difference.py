@@ -23,6 +23,7 @@ _MOST_CHARACTERS = 40
 _A_POSITION = ("first_sample", "units_before")
 """Parts of a state's batching that tell a position and not how batches are made."""
 _PHRASES = {
+    "balanced": "classes balanced as {}",
     "blocks": "shards cut into blocks {}",
     "bytes": "shards of {:,} bytes",
     "data": "a {}",
@@ -38,6 +39,7 @@ _PHRASES = {
 }
 """The words for facts whose names are no setting's; the others are shown as `name=value`."""
 _CURES = {
+    "balanced": "balanced() by the labels and weights that it had, or none",
     "blocks": "the block_bytes= (or catalog) that it had",
     "bytes": "the shards that it had, as they were",
     "joins": "the join that it had, or none",
