@@ -442,7 +442,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         How often a sample comes is a function of seed and epoch: as often as any of its class, or once more,
         which over the epochs evens out. An epoch reads each block once. What is drawn at random for a sample
         (crops, `rng=`) is the same each time that it comes in one epoch. Labels are read now and kept in the
-        user's cache folder. Other views come before this one; `[i]` has the samples as they are.
+        user's cache folder. Other views come before this one, which has no samples by index.
 
         Args:
             by: a column of integers, text or bytes that is delivered.

@@ -69,6 +69,10 @@ class RandomAccess:
 
     def _build(self, dataset: Any, samples: NDArray[np.integer]) -> tuple[ChunkColumns, dict[str, Any]]:
         """The columns of some samples, and what they are in a batch."""
+        if dataset.balance is not None:
+            raise TypeError(
+                "only a dataflow.DataLoader balances classes: index what balanced() was called on"
+            )
         total, randomness = len(dataset), Randomness(dataset.seed, dataset.epoch)
         if (outside := samples[(samples < -total) | (samples >= total)]).size:
             raise IndexError(f"sample index out of range: {outside[0]} in a dataset of {total}")

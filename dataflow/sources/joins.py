@@ -305,6 +305,8 @@ def match_datasets(
         raise ValueError(
             "cameras of a LeRobot dataset are not joined to anything yet: leave them out by columns="
         )
+    if other.balance is not None:
+        raise ValueError("the dataset that is joined is balanced: call balanced() on the joined one")
     if other.joins:
         raise ValueError("the dataset that is joined is itself joined: write a.join(b).join(c)")
     outputs = columns_beside(own.outputs, other.outputs, names, suffix)

@@ -66,7 +66,8 @@ class Balance:
         kept = self._ranks
         if kept is None or kept[0] != seed:
             order = seeded_permutation(len(self._classes), mix_key(seed, CLASS_ORDER))
-            by_class = order[np.argsort(self._classes[order], kind="stable")]
+            small = self._classes.astype(np.min_scalar_type(len(self._drawn)))  # two bytes sort by radix
+            by_class = order[np.argsort(small[order], kind="stable")]
             size = np.bincount(self._classes, minlength=len(self._drawn))
             ranks = np.empty(len(order), np.int32)
             ranks[by_class] = np.arange(len(order)) - np.repeat(np.cumsum(size) - size, size)

@@ -23,7 +23,6 @@ _MOST_CHARACTERS = 40
 _A_POSITION = ("first_sample", "units_before")
 """Parts of a state's batching that tell a position and not how batches are made."""
 _PHRASES = {
-    "balanced": "classes balanced as {}",
     "blocks": "shards cut into blocks {}",
     "bytes": "shards of {:,} bytes",
     "data": "a {}",
