@@ -127,6 +127,10 @@ class ConvertSource:
         if isinstance(source, ShardedDataset):
             if not len(source):
                 raise ValueError("there are no samples to convert")
+            if source.balance is not None:
+                raise ValueError(
+                    "a balanced dataset has other samples each epoch: convert what it was made of"
+                )
             raw = to == "tar" and map is None and filter is None and source.codec.columns_are_extensions
             self.rows = stored_rows(source, raw=raw) if are_stored(source) else DeliveredRows(source)
             self._are_members = raw and isinstance(self.rows, StoredRows)
