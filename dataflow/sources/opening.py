@@ -63,6 +63,7 @@ class Opening(Struct, frozen=True, kw_only=True):
     asked: SourceArguments
     dtype: str | None
     length: int | None
+    header: int | None
     block_bytes: int
     progress: bool | None
     allow_unfinished: bool
@@ -95,6 +96,7 @@ class Opening(Struct, frozen=True, kw_only=True):
             self.places,
             dtype=self.dtype,
             length=self.length,
+            header=self.header,
             allow_unfinished=self.allow_unfinished,
         )
         urls, codec = listing.urls, listing.format

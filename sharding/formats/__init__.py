@@ -68,7 +68,7 @@ ENTRIES = {
     "tokens": FormatEntry(
         where="sharding.formats.tokens:TokensFormat",
         suffixes=(".npy", ".bin"),
-        options=("dtype", "length"),
+        options=("dtype", "length", "header"),
         takes_any_bytes=True,
     ),
     "megatron": FormatEntry(
@@ -141,12 +141,12 @@ def resolve_format(
         exists: tells "megatron" from "tokens" by the sibling `.idx`, and "litdata" by `index.json`; without
             it `.bin` means "tokens".
         options: those of formats, as `ENTRIES` has them; None and False: not given. `dtype` of a token,
-            `length` of a sample in tokens, `allow_unfinished`, `version` of a table, `classes`.
+            `length` of a sample and bytes of a `header`, `allow_unfinished`, `version` of a table, `classes`.
 
     Raises:
         ValueError: unknown or mixed endings, an unknown name, or an option of another format.
     """
-    options = {option: value for option, value in options.items() if value not in (None, False)}
+    options = {name: value for name, value in options.items() if value is not None and value is not False}
     name = name_or_instance
     if not isinstance(name, str):
         _refuse_options(name.name, options, ())

@@ -124,7 +124,12 @@ class ConvertSettings:
         flag_value="all",
         metavar="[N]",
     )
-    overwrite: bool = option("Remove what another conversion wrote to DEST.", bool, False)
+    identity: str | None = option(
+        "Your word that source and functions are those that were begun with.", default=None, metavar="NAME"
+    )
+    overwrite: bool = option(
+        "Begin anew beside what another conversion wrote to DEST, and remove that at the end.", bool, False
+    )
 
 
 @click.command(short_help="Write a dataset as shards of another format, order or size.")
@@ -155,7 +160,9 @@ def convert(settings: ConvertSettings) -> None:
 
     *sources, dest = settings.dataset.source
     if not sources:
-        raise click.UsageError("name a source and a destination: dataflow convert SOURCE DEST --to FORMAT")
+        raise click.UsageError(
+            f"the destination is missing: dataflow convert {dest} DEST --to {settings.to}, a folder"
+        )
     opened = replace(settings.dataset, source=sources).open_with()
     with settings.engine.started(has_workers=True) as executor:
         made = dataflow.convert(
@@ -176,6 +183,7 @@ def convert(settings: ConvertSettings) -> None:
             workers=settings.engine.workers,
             executor=executor,
             verify=settings.verify,
+            identity=settings.identity,
             overwrite=settings.overwrite,
             storage_options=settings.dataset.storage_options,
         )

@@ -81,7 +81,7 @@ def told(part: Any) -> Any:
 
 
 @given(st.lists(parts, min_size=1, max_size=12), st.data())
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_parts_that_are_kept_hold_little_more_than_their_bytes(
     drawn: list[tuple[str, int]], data: st.DataObject
 ) -> None:

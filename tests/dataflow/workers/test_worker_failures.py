@@ -824,7 +824,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", *in_full("spawn")])
+@pytest.mark.parametrize("method", ["fork", *in_full("forkserver", "spawn")])
 def test_when_the_parent_is_killed_idle_and_hanging_workers_end_and_the_fork_server_too(
     gate: Callable[[str], Gate], tmp_path: Path, method: str
 ) -> None:

@@ -27,6 +27,7 @@ from prefetch.cache.claims import Claims
 from prefetch.memory import arena
 from prefetch.memory.arena import Arena
 from prefetch.memory.lifetimes import Finalizer, close_private, open_private
+from prefetch.workers import template as template_module
 from prefetch.workers.deaths import WorkerDiedError
 
 pytestmark = [
@@ -115,20 +116,24 @@ def note_number(worker: int, *, path: str) -> None:
 
 
 @pytest.mark.here
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["ended", "stands still"])
 def test_without_the_process_that_forks_replacements_a_death_is_an_error_and_a_new_loop_has_new_ones(
-    tmp_path: Path,
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(template_module, "_ANSWER_S", 0.5 if number == signal.SIGSTOP else 60.0)
     dataset = make_ints_tar(tmp_path).open(transform=with_setting)
     with DataLoader(dataset, 2, num_workers=2) as loader:
         builders = {int(pid) for batch in loader for pid in batch["pid"]}
         template = ({*workers_of_this_process()} - {*(child.pid for child in processes_of(loader))}).pop()
-        os.kill(template, signal.SIGKILL)
+        os.kill(template, number)
         assert values(loader) == {setting}, "its children live on"
         for pid in builders:
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match=f"{template}.*killed by signal: Killed") as caught:
             list(itertools.chain(*(loader for _ in range(5))))
         assert "begin a new loop" in caught.value.__notes__[0]
+        assert ("stands still" in str(caught.value.__cause__)) == (number == signal.SIGSTOP)
+        monkeypatch.undo()
         del caught
         assert values(loader) == {setting}
 

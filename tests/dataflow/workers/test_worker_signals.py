@@ -180,7 +180,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", *in_full("forkserver")])
 def test_a_job_that_is_signalled_as_a_whole_ends_its_epoch(tmp_path: Path, method: str) -> None:
     """As `scancel --signal` and a terminal that closes do it: servers get the signal, too."""
     arrived, go_on = Gate(tmp_path / "arrived"), Gate(tmp_path / "go on")

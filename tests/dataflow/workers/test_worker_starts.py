@@ -108,7 +108,7 @@ print("fine", __name__)
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("how", ["file", "-m", "-c"])
+@pytest.mark.parametrize("how", ["-c", *in_full("file", "-m")])
 @pytest.mark.parametrize("default", ["", SERVER_BY_DEFAULT], ids=["fork", "server"])
 def test_a_script_needs_no_guard_and_its_classes_come_back_as_they_are(
     tmp_path: Path, default: str, how: str
@@ -301,6 +301,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full  # that of `test_worker_failures` has a server that is killed later
 def test_a_worker_whose_server_dies_as_it_forks_it_does_not_take_the_tasks_of_another(tmp_path: Path) -> None:
     assert run_script(DIES_AS_IT_FORKS, how="file", folder=tmp_path) == (0, "1 False\n", "")
 
@@ -380,7 +381,7 @@ class Counts(Does):
         return index
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", *in_full("forkserver")])
+@pytest.mark.parametrize("method", ["fork", *in_full("spawn", "forkserver")])
 def test_a_shared_value_of_the_start_method_that_was_asked_for_is_shared(method: str) -> None:
     context = multiprocessing.get_context(method)
     value = context.Value("i", 0)

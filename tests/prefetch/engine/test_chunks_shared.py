@@ -64,7 +64,8 @@ def test_few_chunks_wait_for_a_builder_as_none_of_them_is_shortened_any_more() -
     window = FakeWindow(*(FakeChunk(str(i), on_begin=gate) for i in range(20)))
     with running([window], num_workers=2, chunk_time=_Told(8)) as engine:
         gate.wait_until_begun()
-        assert engine._queue.num_running == chunks_ahead(2) == 5
+        with engine._queue.lock:  # held by whoever hands chunks out, until no more may go
+            assert engine._queue.num_running == chunks_ahead(2) == 5
         gate.open()
         assert outcomes(engine) == [f"{i}.0" for i in range(20)]
 
