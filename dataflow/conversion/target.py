@@ -32,6 +32,9 @@ _ADDED = {"int": "cls", "text": "txt", "json": "json", "npy": "npy"}
 _PICTURES = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"RIFF", "webp"))
 _PLAIN = frozenset({bytes, str, int, float, bool, type(None)})
 """Types of values that are as they should be."""
+_NESTED = frozenset({list, tuple, dict})
+_DEEPEST = 100
+"""Lists and dicts in one another: pyarrow ends the process where they have no end."""
 _TOKEN_COLUMNS = ("tokens", "input_ids")
 
 
@@ -85,6 +88,7 @@ class Target:
         is_plain = self.to in ("mds", "parquet") and _PLAIN.issuperset(map(type, row.values()))
         if is_plain and row.keys() == self.columns.keys():
             return row
+        check_row(row)
         fields = {
             name: value if type(value) in _PLAIN else plain_value(value)
             for name, value in row.items()
@@ -128,6 +132,30 @@ class Target:
                 "map= may give it one type"
             )
         yield extension, data
+
+
+def check_row(row: Mapping[Any, Any]) -> None:
+    """Raise `ValueError` for names that are no text, and lists and dicts in one another without an end."""
+    for name, value in row.items():
+        if not isinstance(name, str):
+            raise ValueError(
+                f"a column is called {name!r}, of type {type(name).__name__}: names are text; map= may give "
+                "others"
+            )
+        _check_depth(name, value, _DEEPEST)
+
+
+def _check_depth(name: str, value: Any, left: int) -> None:
+    if type(value) not in _NESTED:
+        return
+    if not left:
+        raise ValueError(
+            f"column {name!r} holds itself, or is nested over {_DEEPEST} deep: map= may flatten it"
+        )
+    items = value.values() if type(value) is dict else value
+    if not _NESTED.isdisjoint(map(type, items)):
+        for item in items:
+            _check_depth(name, item, left - 1)
 
 
 def targets_of(

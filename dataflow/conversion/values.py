@@ -64,21 +64,18 @@ def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
     return named.get(rule or "")
 
 
-def values_of(
-    column: Column, spec: ColumnSpec | None, decode: Decode | None, rows: slice | NDArray[np.int64]
-) -> list[Any]:
-    """Return the values of some rows of a column; None where a sample has none."""
+def values_of(column: Column, spec: ColumnSpec | None, decode: Decode | None) -> list[Any]:
+    """Return the values of a column; None where a sample has none."""
     if isinstance(column, Masked):
-        values: list[Any] = _numbers(column.values[rows])
-        return [value if here else None for value, here in zip(values, column.lacks[rows] == 0, strict=True)]
+        values: list[Any] = _numbers(column.values)
+        return [value if here else None for value, here in zip(values, column.lacks == 0, strict=True)]
     if not isinstance(column, Spans):
-        return _numbers(column[rows])
-    starts, lengths = column.starts[rows], column.lengths[rows]
+        return _numbers(column)
+    starts, lengths = column.starts, column.lengths
     kind = "bytes" if spec is None else spec.kind
     if kind == "list":
-        own = Spans(column.buffer, starts, lengths, column.element)
         return [
-            own.value(i).copy() if length >= 0 else _missing(length)
+            column.value(i).copy() if length >= 0 else _missing(length)
             for i, length in enumerate(lengths.tolist())
         ]
     if kind == "bytes_list":

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataflow.conversion.errors import ConversionError
+from dataflow.conversion.folder import ConversionError
 from dataflow.conversion.rows import KEY, StoredRows
 from dataflow.conversion.source import ConvertSource, stored_rows
 from dataflow.conversion.target import TOKENS

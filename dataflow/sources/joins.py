@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataflow.outputs.output import Output
-from dataflow.staging.columns import StagedOutput, StagedSpans
-from dataflow.staging.rows import open_rows
+from dataflow.sources.views import column_array
+from dataflow.staging.rows import read_columns
 from dataflow.staging.source import Source
-from prefetch.memory.arena import Arena
-from sharding.arrow_arrays import bool_array, number_array
+from sharding.arrow_arrays import number_array
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.order.selection import Selection
@@ -39,7 +39,6 @@ from sharding.plan.matches import (
 from sharding.printable import listed
 
 _KEY_THREADS = 16
-_ARENA_BYTES = 64 << 20
 _NAMED = 5
 """Samples that are named of those without a match."""
 
@@ -63,6 +62,22 @@ class JoinReport:
     amplification: float
     """Bytes of the other's blocks that are read in file order, over the bytes of those that are needed. 1:
     it is ordered alike."""
+
+
+class Join(Struct, frozen=True, eq=False, kw_only=True):
+    """Another dataset, whose columns come beside a dataset's own."""
+
+    other: Any
+    """A `ShardedDataset`, with the columns that it brings along, as they are delivered."""
+    matches: MatchTable
+    amplification: float
+    """Times that its blocks may be read in an epoch."""
+    report: JoinReport
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The columns that it brings along."""
+        return frozenset(output.name for output in self.other.outputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,26 +137,8 @@ class JoinSide:
 
     def _values(self, number: int) -> pa.Array:
         """The keys of a block whose values are bytes."""
-        import pyarrow.compute as pc
-
-        output = StagedOutput(name=self.on, sources=(self.on,))
-        source = replace(self.source, outputs=(output,), all_columns=False)
-        arena, blocks = Arena(limit_bytes=_ARENA_BYTES), np.array([number])
-        window = open_rows(source, arena, blocks, self.selection.rows(number), share="few")
-        rows = window.rows
-        for read in window.reads():
-            read()
-        spans = window.staged[self.on]
-        assert isinstance(spans, StagedSpans)
-        buffer, starts = window.buffer_of(spans, rows, self.on)
-        lengths = np.maximum(spans.lengths[rows], 0)
-        offsets = np.concatenate(([0], np.cumsum(lengths)))
-        text = buffer[np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])]
-        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(text)]
-        keys = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(rows), buffers)
-        is_missing = spans.lengths[rows] < 0
-        window.close()
-        return pc.if_else(bool_array(~is_missing), keys, None) if is_missing.any() else keys
+        block, rows = self.catalog.block(number), self.selection.rows(number)
+        return column_array(read_columns(self.source, block, [self.on], rows, gap_bytes=0)[self.on])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -196,7 +193,7 @@ def match_sides(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyM
         warnings.warn(
             f"{report.without_match:,} of {len(keys):,} samples have no match and are left out: "
             f"{listed(report.first_without_match)}{' ...' if report.without_match > _NAMED else ''}",
-            stacklevel=3,
+            stacklevel=4,
         )
     return KeyMatch(selection=own.selection.at(np.flatnonzero(has_match)), matches=matches, report=report)
 
@@ -272,8 +269,13 @@ def columns_beside(
     return renamed
 
 
-def check_joinable(own: Any, other: Any) -> None:
-    """Raise `ValueError` where one `ShardedDataset` cannot be joined to another, whatever their columns."""
+def match_datasets(
+    own: Any, other: Any, on: str | tuple[str, str], *, suffix: str | None, amplification: float
+) -> tuple[tuple[Output, ...], KeyMatch]:
+    """The columns that one `ShardedDataset` brings to another, and the matches; as `ShardedDataset.join`."""
+    names = (on, on) if isinstance(on, str) else tuple(on)
+    if len(names) != 2:
+        raise ValueError(f"on must be the name of a column, or one of each dataset, got {on!r}")
     if other.transform is not None or other.batch_transform is not None:
         raise ValueError(
             "the dataset that is joined has a transform= or batch_transform=, which would not be called: "
@@ -283,5 +285,12 @@ def check_joinable(own: Any, other: Any) -> None:
         raise ValueError(
             "cameras of a LeRobot dataset are not joined to anything yet: leave them out by columns="
         )
+    if other.balance is not None:
+        raise ValueError("the dataset that is joined is balanced: call balanced() on the joined one")
     if other.joins:
         raise ValueError("the dataset that is joined is itself joined: write a.join(b).join(c)")
+    outputs = columns_beside(own.outputs, other.outputs, names, suffix)
+    sides = [
+        JoinSide(one.source(), one.selection, name) for one, name in zip((own, other), names, strict=True)
+    ]
+    return outputs, match_sides(*sides, amplification=amplification)

@@ -29,7 +29,8 @@ class EngineOptions:
     """Windows admitted at a time (one drained, one staged, one being read)."""
     first_batch_alone: bool = False
     """True if no more is read before the consumer has a batch than builders can use: where reading takes
-    cores, and not time, it would take them from who builds that batch."""
+    cores, and not time, it would take them from who builds that batch. Else it is begun when what that batch
+    needs was read."""
     chunk_time: ChunkTime | None = None
     """Says how many batches a builder is given at a time; None: whole chunks."""
     keep_bytes: int = 0

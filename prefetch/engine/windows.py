@@ -61,7 +61,8 @@ class WindowQueue:
         self._max_open = options.max_windows
         self._keep_bytes = self._least_kept_bytes = options.keep_bytes
         self._first_batch_alone = options.first_batch_alone
-        """True if the first batch is still to be delivered, and nothing is read ahead until then."""
+        """True if nothing is read ahead until the first batch is delivered."""
+        self._has_delivered = False
         self._readers = PriorityPool(options.num_readers, "dataflow-read", initializer=options.initializer)
         self.chunks: deque[Chunk[Any]] = deque()
         """The chunks of admitted windows, in stream order, from the first that was not dispatched."""
@@ -138,7 +139,7 @@ class WindowQueue:
 
     def delivered(self, chunk: Chunk[Any]) -> None:
         """The consumer has batches of this chunk, and so is in its epoch."""
-        self._first_batch_alone = False
+        self._has_delivered = True
         for window in chunk.needs:
             self._epoch = max(self._epoch, window.epoch)
 
@@ -158,9 +159,13 @@ class WindowQueue:
             if window is None:
                 # Planning may take long (an order of millions of samples is drawn), so it is a reader's task
                 # like any other, as urgent as the first chunk after all that are admitted.
-                if not self._is_planning and not (self._first_batch_alone and self.chunks):
+                is_alone = self._first_batch_alone and not self._has_delivered and self.chunks
+                if not self._is_planning and not is_alone:
                     self._is_planning = True
                     self._readers.submit(self._num_chunks, self._plan)
+                return
+            # Reads of later windows would take their share of a network that the first batch waits for.
+            if not self._has_delivered and self.num_reads_left and self.chunks:
                 return
             # Without a chunk to come from the open windows (they are carried over to a later one), one more
             # must be admitted whatever their number is, or nothing would ever use and close them.

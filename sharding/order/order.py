@@ -88,7 +88,7 @@ class Order:
             blocks,
             sizes,
             self.shuffle.window_blocks or DEFAULT_WINDOW_BLOCKS,
-            ramp=self.shuffle.ramps_in(epoch),
+            ramp=self.shuffle.ramp_in(epoch),
         )
         """The table of its windows; of a "full" order, none."""
         self.num_windows = self.table.num_windows
@@ -333,7 +333,7 @@ def most_windows(num_blocks: int, shuffle: Shuffle) -> int:
     `shuffle`: with nothing left open.
     """
     window_blocks = shuffle.window_blocks or DEFAULT_WINDOW_BLOCKS
-    return len(first_blocks(num_blocks, window_blocks, shuffle.num_lanes, ramp=bool(shuffle.ramp)))
+    return len(first_blocks(num_blocks, window_blocks, shuffle.num_lanes, ramp=shuffle.ramp or False))
 
 
 def _which(numbers: NDArray[np.int64], first: int, last: int) -> NDArray[np.int64]:

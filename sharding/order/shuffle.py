@@ -42,8 +42,9 @@ class Shuffle:
             0: a node keeps its blocks, and its cache. The order inside a lane is new in every epoch.
         ramp: True if epoch 0 begins with small windows (8, 16, 32 ... blocks), so that the first batch of a
             training waits for few reads. They mix little, so later epochs have none; under "blocks" and
-            "none" windows mix nothing, and every epoch has them. A dataset in one window has no others. None:
-            only where the loader chooses `window_blocks`.
+            "none" windows mix nothing, and every epoch has them. A number: blocks of the first one, also
+            where the dataset fits into one window, which has none with True. None: only where the loader
+            chooses `window_blocks`; it takes 8 where that one window holds more than 32 MiB.
         source_windows: blocks in a window of each source of a mixture, where the loader chooses them; () for
             `window_blocks`. A source behind the last one has `window_blocks`.
 
@@ -62,7 +63,7 @@ class Shuffle:
     canonical_nodes: int | None = None
     exchange: float = 1.0
     _: KW_ONLY
-    ramp: bool | None = None
+    ramp: bool | int | None = None
     source_windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -73,8 +74,10 @@ class Shuffle:
         share = self.exchange
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"exchange must be a number in [0, 1], got {share!r}")
-        if self.ramp is not None and type(self.ramp) is not bool:
-            raise ValueError(f"ramp must be True, False or None, got {self.ramp!r}")
+        if type(self.ramp) is int:
+            _check_count("ramp", self.ramp, (1 << 31) - 1, 2)
+        elif self.ramp is not None and type(self.ramp) is not bool:
+            raise ValueError(f"ramp must be True, False, None or a number of blocks, got {self.ramp!r}")
         if not isinstance(self.source_windows, tuple):
             raise ValueError(f"source_windows must be a tuple of integers, got {self.source_windows!r}")
         for blocks in self.source_windows:
@@ -100,9 +103,9 @@ class Shuffle:
         """Return whether positions are the samples' numbers; lanes keep file order in each lane only."""
         return self.kind == "none" and self.num_lanes == 1
 
-    def ramps_in(self, epoch: int) -> bool:
-        """Return whether the first windows of an epoch are small, of a shuffle with nothing left open."""
-        return bool(self.ramp) and (epoch == 0 or self.kind != "window")
+    def ramp_in(self, epoch: int) -> int:
+        """The `ramp` of an epoch, False for none, of a shuffle with nothing left open."""
+        return (epoch == 0 or self.kind != "window") and (self.ramp or False)
 
     def of_source(self, source: int) -> Shuffle:
         """The order of one source of a mixture, by its number, of a shuffle with nothing left open."""
@@ -143,6 +146,6 @@ class Shuffle:
         return cls(**{**value, "source_windows": tuple(windows) if isinstance(windows, list) else windows})
 
 
-def _check_count(name: str, value: object, most: int) -> None:
-    if value is not None and (type(value) is not int or not 1 <= value <= most):
-        raise ValueError(f"{name} must be an integer in [1, {most}], got {value!r}")
+def _check_count(name: str, value: object, most: int, least: int = 1) -> None:
+    if value is not None and (type(value) is not int or not least <= value <= most):
+        raise ValueError(f"{name} must be an integer in [{least}, {most}], got {value!r}")

@@ -133,7 +133,7 @@ def ranges(first: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int6
 
 
 def cut_windows(
-    lanes: Lanes, blocks: NDArray[np.int64], sizes: NDArray[np.int64], window_blocks: int, *, ramp: bool
+    lanes: Lanes, blocks: NDArray[np.int64], sizes: NDArray[np.int64], window_blocks: int, *, ramp: int
 ) -> WindowTable:
     """Cut all lanes at the same positions, to the nearest block.
 
@@ -142,7 +142,7 @@ def cut_windows(
         blocks: [blocks], numbers in block order.
         sizes: [blocks], their samples.
         window_blocks: blocks in a window at most, over all lanes.
-        ramp: whether the first windows are small; see `first_blocks`.
+        ramp: of the shuffle, or False; see `small_windows`.
     """
     num_lanes = len(lanes.bounds) - 1
     lane = np.repeat(np.arange(num_lanes), np.diff(np.searchsorted(lanes.start, lanes.bounds)))
@@ -219,16 +219,13 @@ def _window_of_piece(
     return (np.cumsum(in_use) - 1)[window]
 
 
-def first_blocks(num_blocks: int, window_blocks: int, num_lanes: int, *, ramp: bool) -> NDArray[np.int64]:
+def first_blocks(num_blocks: int, window_blocks: int, num_lanes: int, *, ramp: int) -> NDArray[np.int64]:
     """First block of every window in block order, int64 [windows].
 
     Windows are of one size, to a block a lane, and `window_blocks` on average at most: a short one at the end
-    would hold few blocks, and so few labels of sorted data. A ramp has windows of 8, 16, 32 ... blocks before
-    them, unless all blocks fit into one window.
+    would hold few blocks, and so few labels of sorted data. Those of a ramp come before them.
     """
-    if num_blocks <= window_blocks:
-        return np.zeros(min(1, num_blocks), np.int64)
-    *small, start = accumulate(ramp_sizes(window_blocks, num_lanes) if ramp else (), initial=0)
+    *small, start = accumulate(small_windows(num_blocks, window_blocks, num_lanes, ramp), initial=0)
     # In rounds of a block a lane: cut inside a round, no lane or all of them would go to the next window.
     left = max(0, num_blocks - start)
     rounds, num_even = -(-left // num_lanes), -(-left // window_blocks)
@@ -236,11 +233,23 @@ def first_blocks(num_blocks: int, window_blocks: int, num_lanes: int, *, ramp: b
     return np.array([*(first for first in small if first < num_blocks), *even], np.int64)
 
 
-def ramp_sizes(window_blocks: int, num_lanes: int) -> list[int]:
-    """Blocks of the small windows of a ramp: 8, 16, 32 ... or one a lane and twice as many each time."""
-    sizes, size = list[int](), max(FIRST_WINDOW_BLOCKS, num_lanes)
-    while size < window_blocks:
+def small_windows(num_blocks: int, window_blocks: int, num_lanes: int, ramp: int) -> list[int]:
+    """Blocks of the windows of a ramp: 8, 16, 32 ... or one a lane, and twice as many each time.
+
+    Args:
+        num_blocks: of the dataset.
+        window_blocks: of the windows behind them.
+        num_lanes: of the order.
+        ramp: blocks of the first one, which a dataset that fits into one window has, too, as long as as many
+            are left for the last. True: 8, but none there. False: none.
+    """
+    is_whole = num_blocks <= window_blocks
+    if not ramp or (is_whole and ramp is True):
+        return []
+    sizes, size, left = list[int](), max(FIRST_WINDOW_BLOCKS if ramp is True else ramp, num_lanes), num_blocks
+    while size < window_blocks and not (is_whole and left < 2 * size):
         sizes.append(size)
+        left -= size
         size *= 2
     return sizes
 

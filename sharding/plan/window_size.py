@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sharding.order.shuffle import Kind, Shuffle
-from sharding.order.windows import ramp_sizes
+from sharding.order.windows import FIRST_WINDOW_BLOCKS, small_windows
 
 if TYPE_CHECKING:
     from sharding.catalog.table import BlockTable
@@ -30,6 +30,8 @@ ONE_WINDOW_BYTES = 256 << 20
 WINDOW_BYTES = 128 << 20
 """The bytes that a window of a larger dataset aims at, of blocks of at most `USUAL_BLOCK_BYTES`."""
 USUAL_BLOCK_BYTES = 2 << 20
+SOON_BYTES = 32 << 20
+"""A dataset of one window that holds more begins with small ones: its first batch would wait for all."""
 READ_BYTES = 64 << 20
 """The same of blocks twice as large and more, and where windows mix nothing: it is read together."""
 DEFAULT_LIMIT = 1 << 30
@@ -51,6 +53,8 @@ class WindowSize:
     """For people: what set the number."""
     num_blocks: int
     """Blocks with samples of the dataset."""
+    nbytes: int = 0
+    """Their bytes."""
 
     @property
     def is_whole(self) -> bool:
@@ -83,7 +87,10 @@ def choose_window_blocks(
     blocks = f"blocks of {_mib(mean)} on average"
     if total <= min(one, allowed) and num_blocks <= most:
         return WindowSize(
-            num_blocks, f"all {num_blocks:,} {blocks}: the whole dataset fits into one window", num_blocks
+            num_blocks,
+            f"all {num_blocks:,} {blocks}: the whole dataset fits into one window",
+            num_blocks,
+            total,
         )
     of_bytes, of_limit = aim // mean, allowed // mean
     if mixes and of_bytes >= _MIN_BLOCKS:
@@ -125,6 +132,8 @@ def resolve_windows(
     of_sources = tuple(size.window_blocks for size in sizes)
     size = min(sizes, key=lambda one: (one.is_whole, one.window_blocks * (-1 if one.is_whole else 1)))
     resolved = shuffle.resolved(size.window_blocks)
+    if shuffle.ramp is None and any(one.is_whole and one.nbytes > SOON_BYTES for one in sizes):
+        resolved = replace(resolved, ramp=FIRST_WINDOW_BLOCKS)
     if len({*of_sources}) > 1:
         resolved = replace(resolved, source_windows=of_sources)
     reason = size.reason
@@ -132,8 +141,9 @@ def resolve_windows(
         reason = f"one of each lane; without lanes {size.window_blocks:,}: {reason}"
     if len(tables) > 1:
         reason = f"{reason}; {sum(one.is_whole for one in sizes)} of {len(sizes)} sources in one window each"
-    small = ramp_sizes(resolved.of_source(sizes.index(size)).window_blocks or 0, resolved.num_lanes)
-    if resolved.ramp and small and not size.is_whole:
+    of_size = resolved.of_source(sizes.index(size)).window_blocks or 0
+    small = small_windows(size.num_blocks, of_size, resolved.num_lanes, resolved.ramp or False)
+    if small:
         when = "epoch 0 begins" if shuffle.kind == "window" else "each epoch begins"
         reason = f"{reason}; {when} with {', '.join(map(str, small))}"
     return resolved, reason

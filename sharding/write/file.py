@@ -12,11 +12,11 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from sharding.redaction import identity_of, redact_logs
+from sharding.redaction import hide_secrets, identity_of, redact_logs
 from sharding.urls import has_glob_signs, url_to_fs
 
 PARTIAL = ".partial"
@@ -103,9 +103,16 @@ class NewFile:
         if file is None:
             return
         if self._temporary == self._path:
-            with suppress(AttributeError):
-                file.discard()
             file.closed = True  # fsspec closes a file when it is collected, which would upload it
+            try:
+                getattr(file, "discard", lambda: None)()
+            except Exception as error:  # the store may be the reason why we are here
+                hide_secrets(error)
+                warnings.warn(
+                    f"parts of {identity_of(self.url)}, which was not finished, may be left in the store, "
+                    f"unseen but paid for: {error}; end that upload, or have a lifecycle rule do it",
+                    stacklevel=2,
+                )
             return
         with suppress(Exception):  # flushing may fail again for the reason we are here
             file.close()
@@ -120,6 +127,28 @@ class NewFile:
     def _refuse_existing(self) -> None:
         if not self._overwrite and self._fs.exists(self._path):
             raise FileExistsError(f"{identity_of(self.url)} exists; to replace it, give overwrite=True")
+
+
+def abort_uploads(folder: str, options: Mapping[str, Any], is_ours: Callable[[str], object]) -> None:
+    """End the uploads in parts to files of a folder whose names are ours. Only S3 lists such.
+
+    Raises what the store does.
+    """
+    fs, path = url_to_fs(folder, options)
+    if not hasattr(fs, "list_multipart_uploads"):
+        return
+    bucket, key, _ = fs.split_path(f"{path.rstrip('/')}/")
+    after: dict[str, str] = {}
+    while True:
+        found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **after)
+        for upload in found.get("Uploads", ()):
+            if is_ours(upload["Key"].removeprefix(key)):
+                fs.call_s3(
+                    "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                )
+        if not found.get("IsTruncated"):
+            return
+        after = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
 
 
 def no_room(error: BaseException | None) -> OSError | None:

@@ -81,8 +81,11 @@ class PlainOrder:
     @staticmethod
     def _cut(lanes, sizes, window_blocks, num_lanes, ramp):
         """Samples of each window as a list of cells, one a lane."""
-        first, at, size = [], 0, max(8, num_lanes)
-        while ramp and len(sizes) > window_blocks > size and at < len(sizes):
+        first, at, size = [], 0, max(8 if ramp is True else ramp or 0, num_lanes)
+        is_whole = len(sizes) <= window_blocks
+        while ramp and size < window_blocks and at < len(sizes):
+            if is_whole and (ramp is True or len(sizes) - at < 2 * size):
+                break
             first.append(at)
             at, size = at + size, size * 2
         rounds = len(range(at, len(sizes), num_lanes))

@@ -122,6 +122,8 @@ class DiesOnce:
 class Numbers:
     """An iterable that begins anew each time, and counts what was taken."""
 
+    fingerprint = "numbers"
+
     def __init__(self, count: int, fails_at: int = -1) -> None:
         self.count, self.fails_at, self.taken = count, fails_at, 0
 

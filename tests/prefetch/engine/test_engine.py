@@ -82,11 +82,29 @@ def test_chunks_come_in_stream_order_when_they_finish_backwards() -> None:
 def test_windows_come_in_stream_order_when_they_are_staged_backwards() -> None:
     gates = [Gate() for _ in range(3)]
     windows = [FakeWindow(FakeChunk(str(i)), reads=[gate]) for i, gate in enumerate(gates)]
-    with running(windows, num_readers=4) as engine:
+    first = FakeWindow(FakeChunk("first"))
+    with running([first, *windows], num_readers=4, max_windows=4) as engine:
+        assert next_names(engine) == ["first.0"]
         for gate in reversed(gates):
             gate.wait_until_begun()
             gate.open()
         assert outcomes(engine) == ["0.0", "1.0", "2.0"]
+
+
+def test_what_the_first_batch_needs_is_read_before_anything_else() -> None:
+    """The reads of later windows would take their share of a network."""
+    gate, begun = Gate(), list[str]()
+    first = FakeWindow(FakeChunk("0"), reads=[gate, lambda: begun.append("first")])
+    later = FakeWindow(FakeChunk("1"), reads=[lambda: begun.append("later")])
+    with running([first, later], num_readers=4) as engine:
+        gate.wait_until_begun()
+        planned = threading.Event()
+        engine._windows._readers.submit(99, planned.set)  # when the readers have nothing else to do
+        assert planned.wait(TIMEOUT_S)
+        with engine._queue.lock:
+            assert begun == ["first"]
+        gate.open()
+        assert outcomes(engine) == ["0.0", "1.0"]
 
 
 def test_all_batches_of_a_chunk_come_at_once() -> None:

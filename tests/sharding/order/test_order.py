@@ -21,7 +21,7 @@ windowed = st.builds(
     st.sampled_from(WINDOWED),
     st.integers(1, 40),
     st.integers(1, 9),
-    st.booleans(),
+    st.booleans() | st.integers(2, 9),
 )
 mixings = windowed | st.builds(
     lambda kind, window, lanes, share: Shuffle(kind, max(window, lanes), lanes, share),
@@ -60,7 +60,7 @@ def test_an_epoch_holds_every_sample_once(table, shuffle, seed, epoch):
 @example([100] + [1] * 100, Shuffle("none", 2, 2), 0, 0)  # one lane is in its first window, one in its 60th
 def test_the_order_and_its_windows_are_as_specified(table, shuffle, seed, epoch):
     order = Order(table, shuffle, seed=seed, epoch=epoch)
-    lanes, ramp = shuffle.canonical_nodes, shuffle.ramp and (epoch == 0 or shuffle.kind != "window")
+    lanes, ramp = shuffle.canonical_nodes, (epoch == 0 or shuffle.kind != "window") and shuffle.ramp
     plain = PlainOrder(table, shuffle.kind, seed, epoch, shuffle.window_blocks, lanes, ramp)
     first = np.cumsum(table) - table
     expected = [[[int(first[b]) + row for b, row in cell] for cell in cells] for cells in plain.windows]
@@ -204,6 +204,14 @@ def test_the_first_windows_of_a_ramp_are_small_and_double():
     assert blocks_in_windows(200, Shuffle("window", 64, 32, ramp=True)) == [32, 64, 64, 40]
     assert blocks_in_windows(100, Shuffle("window", 64, ramp=True)) == [8, 16, 32, 44]
     assert blocks_in_windows(60, Shuffle("window", 33, ramp=True)) == [8, 16, 32, 4]
+
+
+def test_what_fits_into_one_window_ramps_where_a_number_says_so_as_long_as_as_much_is_left():
+    found = [blocks_in_windows(n, Shuffle("window", n, 8, ramp=8)) for n in (15, 16, 24, 64, 128)]
+    assert found == [[15], [8, 8], [8, 16], [8, 16, 40], [8, 16, 32, 72]]
+    assert blocks_in_windows(64, Shuffle("window", 64, 8, ramp=4)) == [8, 16, 40], "a block of each lane"
+    assert blocks_in_windows(100, Shuffle("window", 64, ramp=8)) == [8, 16, 32, 44], "as ever"
+    assert blocks_in_windows(64, Shuffle("window", 64, 8, ramp=8), epoch=1) == [64]
 
 
 @pytest.mark.parametrize("epoch", [0, 1])

@@ -125,11 +125,26 @@ def test_a_window_holds_a_block_of_every_lane_and_the_reason_says_what_comes_bef
     assert resolve_windows(shuffle, [table_of([2 * MIB] * 1000)]) == (resolved, says)
 
 
-def test_a_dataset_in_one_window_has_no_others_and_its_reason_names_none():
-    shuffle, reason = resolve_windows(Shuffle(), [table_of([2 * MIB] * 100)])
-    assert reason == "all 100 blocks of 2.0 MiB on average: the whole dataset fits into one window"
+def test_a_small_dataset_in_one_window_has_no_others_and_its_reason_names_none():
+    shuffle, reason = resolve_windows(Shuffle(), [table_of([MIB // 4] * 100)])
+    assert reason == "all 100 blocks of 256.0 KiB on average: the whole dataset fits into one window"
     for epoch in range(3):
         assert Order(np.ones(100, int), shuffle, seed=0, epoch=epoch).num_windows == 1
+
+
+def test_a_larger_one_begins_with_small_ones_and_is_one_window_from_the_second_epoch_on():
+    shuffle, reason = resolve_windows(Shuffle(), [table_of([2 * MIB] * 100)])
+    whole = "all 100 blocks of 2.0 MiB on average: the whole dataset fits into one window"
+    assert reason == f"{whole}; epoch 0 begins with 8, 16, 32"
+    counts = [Order(np.ones(100, int), shuffle, seed=0, epoch=epoch).num_windows for epoch in range(3)]
+    assert counts == [4, 1, 1]
+    assert resolve_windows(Shuffle(ramp=False), [table_of([2 * MIB] * 100)])[1] == whole
+
+
+def test_a_state_of_before_goes_on_in_one_window():
+    """There, `ramp` was True wherever the loader had chosen the window."""
+    before = Shuffle.from_json({**Shuffle("window", 100, 8, ramp=True).to_json()})
+    assert Order(np.ones(100, int), before, seed=0, epoch=0).num_windows == 1
 
 
 def test_sources_that_share_a_limit_have_windows_of_their_own_and_the_smallest_is_reported():
@@ -162,7 +177,6 @@ def _of_batches(order, batch_size):
     return float((np.square(counts - batch_size / 10) / (batch_size / 10)).sum(0).mean() / 9)
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
 @pytest.mark.parametrize("batch_size", [50, 256])
 @pytest.mark.parametrize(
     ("block", "num_blocks"),
@@ -176,13 +190,16 @@ def _of_batches(order, batch_size):
         (25 * MIB, 10),
     ],
 )
-def test_up_to_256_mib_sorted_data_mixes_like_a_full_shuffle_in_every_epoch(
-    block, num_blocks, batch_size, epoch
+def test_up_to_256_mib_sorted_data_mixes_like_a_full_shuffle_but_for_small_first_windows(
+    block, num_blocks, batch_size
 ):
     table = table_of([block] * num_blocks, samples=[max(1, block // 20_000)] * num_blocks)
     shuffle, _ = resolve_windows(Shuffle(), [table])
-    full = dispersion(table, Shuffle("full"), epoch, batch_size, 16)
-    assert dispersion(table, shuffle, epoch, batch_size, 16) < 1.2 * full
+    first_epoch = 0 if shuffle.ramp is True else 1
+    for epoch in range(first_epoch, 2):
+        full = dispersion(table, Shuffle("full"), epoch, batch_size, 16)
+        assert dispersion(table, shuffle, epoch, batch_size, 16) < 1.2 * full
+    assert first_epoch == (block * num_blocks > 32 * MIB)
 
 
 @pytest.mark.parametrize("num_blocks", [129, 150, 170, 225, 500, 1500])
