@@ -270,7 +270,7 @@ MOST_LINES = {
     "dataflow": 3_200,
     "dataflow/actors": 1_100,
     "dataflow/batch": 2_300,
-    "dataflow/conversion": 3_060,
+    "dataflow/conversion": 3_080,
     "dataflow/decode": 2_350,
     "dataflow/engines": 900,
     "dataflow/grad": 3_200,
