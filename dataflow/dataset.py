@@ -1,33 +1,32 @@
 """`ShardedDataset`: shards as a dataset, for streaming by `dataflow.DataLoader` and for random access.
 
-It is also a map-style `torch.utils.data.Dataset` (`len`, `[i]`, `__getitems__`), so torch's own DataLoader
-and every sampler accept it; random access reads the values of one sample where the format tells where they
-lie (tar, tokens), and whole blocks, a few of which are kept, where it does not (Parquet, Arrow, JSONL).
+It is also a map-style `torch.utils.data.Dataset` (`len`, `[i]`, `__getitems__`; `[i:j]` gives columns), so
+torch's own DataLoader and every sampler accept it; random access reads the values of one sample where the
+format tells where they lie (tar, tokens), and whole blocks, a few of which are kept, where it does not
+(Parquet, Arrow, JSONL).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import structs
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import TypeVar
 
-from dataflow.batch.random_access import RandomAccess, transformed
+from dataflow.batch.random_access import RandomAccess
 from dataflow.batch.transforms import fingerprint_of, wants_rng
 from dataflow.limits import Cache, told_of_memory
-from dataflow.outputs.columns import Randomness
 from dataflow.outputs.output import Output, columns_read, staged_outputs
 from dataflow.shard_order import Sharded
 from dataflow.sources.manifests import Manifest
@@ -48,6 +47,7 @@ from sharding.catalog.schema import DatasetSchema
 from sharding.catalog.table import BlockTable, Catalog
 from sharding.errors import SampleError
 from sharding.hub.names import is_pinned, parse_name
+from sharding.order.balanced import Balance, BalancedOrder
 from sharding.order.permutations import mix_key
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
@@ -55,9 +55,9 @@ from sharding.printable import listed, printable
 from sharding.urls import is_local, local_path
 
 if TYPE_CHECKING:
-    from dataflow.sources.joins import JoinReport
+    from dataflow.sources.joins import Join as Join
     from prefetch.control.pause import ReadPause
-    from sharding.plan.matches import MatchTable
+    from sharding.mixture.shares import Weight
     from sharding.plan.split import By
 
 
@@ -70,22 +70,6 @@ OnError = str | Callable[[SampleError], bool]
 
 S = TypeVar("S", default=dict[str, Any])
 """A sample: what `transform` returns, or else a dict of columns."""
-
-
-class Join(Struct, frozen=True, eq=False, kw_only=True):
-    """Another dataset, whose columns come beside a dataset's own."""
-
-    other: ShardedDataset[Any]
-    """With the columns that it brings along, as they are delivered."""
-    matches: MatchTable
-    amplification: float
-    """Times that its blocks may be read in an epoch."""
-    report: JoinReport
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The columns that it brings along."""
-        return frozenset(output.name for output in self.other.outputs)
 
 
 class ShardedDataset(Sharded, Dataset[S]):
@@ -107,7 +91,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             columns, without "__key__" and "__url__".
         decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Video(...)`,
             `Audio(...)`, `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image",
-            "bytes", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack the column.
+            "bytes", "pil", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack it.
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
             that is a function of (seed, epoch, sample). One with a `batch` form, such as `Tokenize(...)`,
             is called with many samples: see `dataflow.batch.transforms.BatchTransform`.
@@ -118,8 +102,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         cache: a `Cache`, which keeps blocks of remote shards on this machine; a `DataLoader` that streams
             the dataset uses it, random access does not. None: every epoch reads from the store.
         catalog: path of a saved catalog, or a `Catalog`. Without it, one is kept in the user's cache folder.
-        dtype: type of a token in a raw token file, such as "uint16". None: as a file beside it says.
+        dtype: type of a token in a raw token file, such as "uint16". None: as its header or a `.json` says.
         length: tokens of a sample, for the formats "tokens", "megatron" and "litdata".
+        header: bytes before the tokens of a raw file. None: llm.c's header is known, and skipped; 0: none.
         allow_unfinished: read the whole samples of tar and Arrow files that end too early, which are
             errors otherwise; a warning names them, and `stats()` counts them.
         manifest: a table that names the files of a folder, the source, with labels and more: the path of a
@@ -163,6 +148,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         catalog: str | os.PathLike[str] | Catalog | None = None,
         dtype: str | None = None,
         length: int | None = None,
+        header: int | None = None,
         allow_unfinished: bool = False,
         manifest: str | os.PathLike[str] | Manifest | None = None,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
@@ -189,6 +175,7 @@ class ShardedDataset(Sharded, Dataset[S]):
                 catalog=catalog,
                 dtype=dtype,
                 length=length,
+                header=header,
                 block_bytes=block_bytes,
                 progress=progress,
                 storage_options=self.storage_options,
@@ -215,13 +202,14 @@ class ShardedDataset(Sharded, Dataset[S]):
         """The samples this dataset consists of: all of the catalog's, or fewer in a view."""
         self.joins: tuple[Join, ...] = ()
         """The joins that were made to it, in this order."""
+        self.balance: Balance | None = None
+        """The times that samples come in an epoch, in a view that is `balanced`; None: once each."""
         self._is_joined = False
         """True if its samples are read beside those of another dataset, by whose numbers they draw."""
         self._num_splits = 0
         self.seed = 0
         self.epoch = 0
         self._access = RandomAccess()
-        self._told = set[str]()
         if folder.energon is not None:
             self.selection = folder.selection(self.source())
 
@@ -235,17 +223,19 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def features(self) -> dict[str, Any]:
-        """The features that Hugging Face `datasets` wrote of the stored columns, or of folders of classes.
+        """The features of columns, as `datasets` of Hugging Face wrote them, or folders of classes have them.
 
-        Name -> description, as JSON has it: `dataset.features["label"]["names"]` are the names of classes,
-        `datasets.Features.from_dict(dataset.features)` gives the package's own values. Of the first shard.
+        Delivered name -> description, as JSON has it: `dataset.features["label"]["names"]` are the names of
+        classes, `datasets.Features.from_dict(dataset.features)` gives the package's own values. Of the first
+        shard.
         """
-        from sharding.formats.arrow.columns import TabularFormat
-        from sharding.formats.arrow.schema import features_of
+        from dataflow.sources.views import features_by_name
 
-        if not isinstance(self.codec, TabularFormat) or not self.catalog.num_blocks:
-            return {name: json.loads(spec.feature) for name, spec in self.schema.items() if spec.feature}
-        return features_of(self.codec.schema(bytes(self.catalog.block(0).footer)))
+        features = features_by_name(self._own_outputs, self.catalog, self.codec)
+        for join in self.joins_used:
+            brought = [output for output in self.outputs if output.name in join.names]
+            features |= features_by_name(brought, join.other.catalog, join.other.codec)
+        return features
 
     # ---- streaming ----------------------------------------------------------------------------------
 
@@ -338,6 +328,8 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     def windows(self, epoch: int, shuffle: Shuffle, *, seed: int) -> SelectedOrder:
         """The order of one epoch."""
+        if self.balance is not None:
+            return BalancedOrder(self.selection, self.balance, shuffle, seed=seed, epoch=epoch)
         return SelectedOrder(self.selection, shuffle, seed=seed, epoch=epoch)
 
     @property
@@ -353,6 +345,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         mark = self.catalog.fingerprint()
         if not self.selection.is_whole:
             mark += f"-{self.selection.digest}"
+        if self.balance is not None:
+            mark += f"*{self.balance.digest}"
         if self.joins:  # hashed: a state has room for so many characters, whatever was joined
             joined = " ".join(join.other.fingerprint() for join in self.joins)
             mark += f"+{hashlib.blake2b(joined.encode(), digest_size=8).hexdigest()}"
@@ -443,6 +437,30 @@ class ShardedDataset(Sharded, Dataset[S]):
 
         return self._view(matching(self.source(), self.selection, expression))
 
+    def balanced(
+        self, by: str, weights: Mapping[Any, Weight] | Sequence[Weight] | None = None
+    ) -> ShardedDataset[S]:
+        """The samples with classes in equal shares of an epoch as long as before, or in those of `weights`.
+
+        How often a sample comes is a function of seed and epoch: as often as any of its class, or once more,
+        which over the epochs evens out. An epoch reads each block once. What is drawn at random for a sample
+        (crops, `rng=`) is the same each time that it comes in one epoch. Labels are read now and kept in the
+        user's cache folder. Other views come before this one, which has no samples by index.
+
+        Args:
+            by: a column of integers, text or bytes that is delivered.
+            weights: label -> share of the samples, `{"cat": 2, "dog": 1}`, for every class, or one number a
+                class in the order of labels; 0 leaves a class out. None: all alike.
+
+        Raises `ValueError` for another column, and weights that do not fit, or by which a class never comes.
+        """
+        from dataflow.sources.views import balance_of
+
+        view = self._view(self.selection)
+        with told_of_memory(f"balance {len(self):,} samples", "balance fewer", [self.catalog]):
+            view.balance = balance_of(self, by, weights)
+        return view
+
     def join(
         self,
         other: ShardedDataset[Any],
@@ -472,20 +490,11 @@ class ShardedDataset(Sharded, Dataset[S]):
         Raises `ValueError` for names that both deliver, keys that repeat in `other`, keys of unlike types, no
         key in common, and an order of `other` that takes more reads than `amplification` allows.
         """
-        from dataflow.sources.joins import JoinSide, check_joinable, columns_beside, match_sides
+        from dataflow.sources.joins import Join, match_datasets
 
-        names = (on, on) if isinstance(on, str) else tuple(on)
-        if len(names) != 2:
-            raise ValueError(f"on must be the name of a column, or one of each dataset, got {on!r}")
         if not isinstance(other, ShardedDataset):
             raise TypeError(f"a ShardedDataset is joined to another one, got {type(other).__name__}")
-        check_joinable(self, other)
-        outputs = columns_beside(self.outputs, other.outputs, names, suffix)
-        sides = [
-            JoinSide(one.source(), one.selection, name)
-            for one, name in zip((self, other), names, strict=True)
-        ]
-        found = match_sides(*sides, amplification=amplification)
+        outputs, found = match_datasets(self, other, on, suffix=suffix, amplification=amplification)
         brought = other._view(other.selection)
         brought.outputs, brought._all_columns, brought._is_joined = outputs, False, True
         view = self._view(found.selection)
@@ -514,6 +523,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         return view
 
     def _view(self, selection: Selection) -> ShardedDataset[S]:
+        if self.balance is not None and selection is not self.selection:
+            raise ValueError("a balanced dataset has no other samples: choose or join them, then balanced()")
         view = object.__new__(type(self))
         view.__setstate__(self.__getstate__())
         view.selection, view._resolve = selection, self._resolve
@@ -524,38 +535,25 @@ class ShardedDataset(Sharded, Dataset[S]):
     def __len__(self) -> int:
         return len(self.selection)
 
-    def __getitem__(self, index: int) -> S:
-        """One sample: a dict of its columns, transformed. Negative indices count from the end."""
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> S: ...
+    @overload
+    def __getitem__(self, index: slice | Sequence[int] | NDArray[np.integer] | Tensor) -> Any: ...
+    def __getitem__(self, index: Any) -> Any:
+        """One sample: a dict of its columns, transformed. Negative indices count from the end.
+
+        A slice or a list of integers gives the samples' columns, as a batch has them: made of transformed
+        samples where there is a `transform`, before `batch_transform`. `subset` gives a view.
+        """
         if isinstance(index, slice):
-            raise TypeError(
-                "a dataset takes one index at a time; for a slice, use dataset.subset(slice(...))"
-            )
-        sample: S = self.__getitems__([index])[0]
-        return sample
+            index = range(*index.indices(len(self)))
+        if np.ndim(index):
+            return self._access.columns(self, index)
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[S]:
         """Several samples at once; torch's DataLoader calls it with a batch of indices."""
-        samples = np.fromiter(map(operator.index, indices), np.int64)  # a float would be rounded silently
-        total = len(self)
-        if not len(samples):
-            return []
-        if ((samples < -total) | (samples >= total)).any():
-            raise IndexError(f"sample index out of range: {indices} in a dataset of {total}")
-        blocks, rows = self.selection.locate(np.where(samples < 0, samples + total, samples))
-        with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
-            columns, values = self._access.build(
-                partial(self.source, is_awaited=True),
-                self.outputs,
-                blocks,
-                rows,
-                Randomness(self.seed, self.epoch),
-            )
-        if columns.bad:
-            raise columns.bad[min(columns.bad)]
-        columns.warn_once(self._told)
-        if self.transform is None:
-            return values  # type: ignore[return-value]
-        return transformed(values, columns, self.transform, wants_rng=self.transform_wants_rng)
+        return self._access.samples(self, indices)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what worker processes get: all but what is open, and how outputs were made."""
@@ -574,6 +572,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         yield "format", self.catalog.format
         for output in self.outputs[:_COLUMNS_SHOWN]:
             yield f"column {printable(output.name)}", output.description()
+        yield "classes", "balanced" if self.balance else ""
         yield "joined to", "; ".join(f"{join.other!r}" for join in self.joins)
 
     def _line(self) -> Iterator[str]:
@@ -581,7 +580,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         num, _, of = samples.partition(" ")
         columns = listed_shortly(output.name for output in self.outputs)
         yield f"{num} samples {of}{' ' if of else ''}in {shards} shards"
-        yield f"{self.catalog.format}, columns {columns}"
+        yield f"{self.catalog.format}, columns {columns}{', classes balanced' if self.balance else ''}"
         yield from (f"joined to {join.other!r}" for join in self.joins)
 
 

@@ -126,7 +126,8 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             only: no batches, as in torch.
         shuffle: None or False: file order over shards, no shuffle over other datasets. True: a windowed
             shuffle over shards, as in torch over others. Over shards also a `Shuffle`.
-        sampler: as in torch: the order of the indices, in place of `shuffle`. Not over shards.
+        sampler: as in torch: the order of the indices, in place of `shuffle`. Not over shards, where
+            `dataset.balanced(...)` draws classes by weights.
         batch_sampler: as in torch: lists of indices, one a batch. Not over shards.
         num_workers: builders of batches on this rank; 0: whoever asks builds. None: 0 over other datasets;
             over shards as many as this rank has cores: processes where functions of yours may hold the
@@ -259,7 +260,8 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             given = _as_it_lies(given)
         if order is None:
             own = f"a {type(dataset).__name__} has an order of its own and is read by threads: "
-            _refuse(own, given, _NOT_OVER_SHARDS)
+            draws = given["sampler"] is not None or given["batch_sampler"] is not None
+            _refuse(own, given, _NOT_OVER_SHARDS, _INSTEAD_OF_SAMPLERS if draws else "")
             if given["batch_size"] is None:
                 raise ValueError("batch_size=None is not for shards: they are read in batches")
             settings = StreamSettings(**{name: given[name] for name in StreamSettings.__dataclass_fields__})
@@ -498,6 +500,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
 _NOT_OVER_SHARDS = "sampler", "batch_sampler", "generator", "in_order", "prefetch_across_epochs"
 """Arguments of `DataLoader` that a dataset with an order of its own refuses."""
+_INSTEAD_OF_SAMPLERS = "; dataset.balanced(by=..., weights=...) draws classes, dataset.subset(...) samples"
 _OVER_SHARDS_ONLY = (
     *("topology", "device", "tail", "builders", "ship_blocks", "max_worker_restarts", "batching"),
     "mark_repeats",
@@ -529,11 +532,11 @@ def _described_size(dataset: Any) -> str:
         return kind
 
 
-def _refuse(why: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
+def _refuse(why: str, given: Mapping[str, Any], names: Sequence[str], cure: str = "") -> None:
     """Raise `ValueError` where an argument of these names is not its default."""
     refused = [f"{name}=" for name in names if _is_given(given[name], _DEFAULTS[name])]
     if refused:
-        raise ValueError(f"{why}{', '.join(refused)} cannot be used here")
+        raise ValueError(f"{why}{', '.join(refused)} cannot be used here{cure}")
 
 
 def _is_given(value: Any, default: Any) -> bool:

@@ -307,8 +307,7 @@ class Mixture(Sharded):
 
     def _order(self, source: int, epoch: int, shuffle: Shuffle, seed: int) -> SelectedOrder:
         own = source_seed(seed, source)
-        selection = self.sources[source].selection
-        return SelectedOrder(selection, shuffle.of_source(source), seed=own, epoch=epoch)
+        return self.sources[source].windows(epoch, shuffle.of_source(source), seed=own)
 
     def windows(
         self, epoch: int, shuffle: Shuffle, *, seed: int, interleaving: Interleaving | None = None

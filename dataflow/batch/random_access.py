@@ -6,18 +6,19 @@ as a whole only (Parquet, Arrow, JSON Lines), the last few stay.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
 from dataflow.batch.transforms import transformed_together
+from dataflow.limits import told_of_memory
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness
-from dataflow.outputs.output import Output
 from dataflow.staging.rows import RowReader, WindowPart
 from dataflow.staging.source import Source
 from dataflow.staging.window import StagedRows
@@ -34,44 +35,67 @@ class RandomAccess:
 
     def __init__(self) -> None:
         self._opened: _OpenSource | None = None
+        self._warned = set[str]()
 
-    def build(
-        self,
-        open_source: Callable[[], Source],
-        outputs: Sequence[Output],
-        blocks: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        randomness: Randomness,
-    ) -> tuple[ChunkColumns, list[dict[str, Any]]]:
-        """Some samples, and their columns, which have the errors of those that are bad.
-
-        Args:
-            open_source: what is read; called once a process.
-            outputs: the columns that samples have.
-            blocks: [n] the block of each sample.
-            rows: [n] its row in the block.
-            randomness: what random augmentation is a function of.
-
-        Raises what reading raises.
-        """
+    def samples(self, dataset: Any, indices: Sequence[SupportsIndex]) -> list[Any]:
+        """The samples of a `ShardedDataset` at some indices, transformed. Raises what reading raises."""
         from dataflow.batch.samples import samples_of
 
-        opened = self._opened
-        if opened is None or opened.pid != os.getpid():
-            # Without a lock, which another thread may have held when this process was forked; threads that
-            # come at the same time open one each.
-            opened = self._opened = _OpenSource(open_source())
-        parts = opened.parts(blocks, rows, randomness)
-        columns = ChunkColumns(
-            ChunkRows(len(rows), lambda: parts),
-            opened.arena,
-            randomness,
-            may_load=True,
-            closing=threading.Event(),
-        )
-        batch = {output.name: output.build(columns).whole(columns) for output in outputs}
-        samples = samples_of(batch, outputs, len(rows))
-        return columns, [samples[at] for at in range(len(rows))]
+        numbers = np.fromiter(map(operator.index, indices), np.int64)  # a float would be rounded silently
+        if not len(numbers):
+            return []
+        columns, batch = self._build(dataset, numbers)
+        rows = samples_of(batch, dataset.outputs, len(numbers))
+        values = [rows[at] for at in range(len(numbers))]
+        if dataset.transform is None:
+            return values
+        return transformed(values, columns, dataset.transform, wants_rng=dataset.transform_wants_rng)
+
+    def columns(self, dataset: Any, indices: Sequence[int]) -> Any:
+        """The same samples as a batch has them. `TypeError` for what is no list of integers."""
+        numbers = np.asarray(indices, None if len(indices) else np.int64)
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+            raise TypeError(
+                f"indices must be a list of integers, got {numbers.ndim}-D {numbers.dtype}; a mask goes to "
+                "dataset.subset(mask)"
+            )
+        if not len(numbers):
+            raise IndexError(f"no sample of {len(dataset)} is asked for: there are no columns of none")
+        if dataset.transform is None:
+            return self._build(dataset, numbers)[1]
+        from dataflow.batch.samples import collated
+
+        return collated(self.samples(dataset, numbers.tolist()))
+
+    def _build(self, dataset: Any, samples: NDArray[np.integer]) -> tuple[ChunkColumns, dict[str, Any]]:
+        """The columns of some samples, and what they are in a batch."""
+        if dataset.balance is not None:
+            raise TypeError(
+                "only a dataflow.DataLoader balances classes: index what balanced() was called on"
+            )
+        total, randomness = len(dataset), Randomness(dataset.seed, dataset.epoch)
+        if (outside := samples[(samples < -total) | (samples >= total)]).size:
+            raise IndexError(f"sample index out of range: {outside[0]} in a dataset of {total}")
+        blocks, rows = dataset.selection.locate(np.where(samples < 0, samples + total, samples))
+        with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
+            opened = self._opened
+            if opened is None or opened.pid != os.getpid():
+                # Without a lock, which another thread may have held when this process was forked; threads
+                # that come at the same time open one each.
+                opened = self._opened = _OpenSource(dataset.source(is_awaited=True))
+            parts = opened.parts(blocks, rows, randomness)
+            columns = ChunkColumns(
+                ChunkRows(len(rows), lambda: parts),
+                opened.arena,
+                randomness,
+                may_load=True,
+                closing=threading.Event(),
+            )
+            batch = {output.name: output.build(columns).whole(columns) for output in dataset.outputs}
+        if columns.bad:
+            raise columns.bad[min(columns.bad)]
+        columns.warn_once(self._warned)
+        return columns, batch
 
 
 class _OpenSource:

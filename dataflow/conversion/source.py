@@ -17,12 +17,12 @@ from dataflow.conversion.identity import described
 from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count
 from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
 from dataflow.conversion.target import TOKENS, Target, check_row, targets_of, with_schema
-from dataflow.conversion.values import plain_value
 from dataflow.conversion.work import WINDOW_BLOCKS, MadeSamples, NewSamples, Recipe, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import parse_bytes
 from sharding.errors import DataflowError
 from sharding.formats.arrow.columns import TabularFormat
+from sharding.write.values import plain_value
 
 DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SHARD_SAMPLES = 10_000
@@ -127,11 +127,13 @@ class ConvertSource:
         if isinstance(source, ShardedDataset):
             if not len(source):
                 raise ValueError("there are no samples to convert")
-            raw = to == "tar" and map is None and filter is None
+            if source.balance is not None:
+                raise ValueError(
+                    "a balanced dataset has other samples each epoch: convert what it was made of"
+                )
+            raw = to == "tar" and map is None and filter is None and source.codec.columns_are_extensions
             self.rows = stored_rows(source, raw=raw) if are_stored(source) else DeliveredRows(source)
-            self._are_members = (
-                raw and isinstance(self.rows, StoredRows) and self.rows.codec.columns_are_extensions
-            )
+            self._are_members = raw and isinstance(self.rows, StoredRows)
         elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
             self.rows = DeliveredRows(source)
         elif not isinstance(source, Iterable):

@@ -100,10 +100,17 @@ def _torch_load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
+def _pil_image(data: bytes) -> Any:
+    import PIL.Image
+
+    return PIL.Image.open(io.BytesIO(data)).convert("RGB")
+
+
 CONVERTERS: dict[str, Callable[[bytes], Any]] = {
     "text": bytes.decode,
     "json": json.loads,
     "npy": _from_npy,
+    "pil": _pil_image,
     "pickle": _unpickle,
     "torch": _torch_load,
 }

@@ -339,7 +339,7 @@ class ChunkColumns:
         for row, column, kind in self.remarks:
             if kind not in warned:
                 warned.add(kind)
-                warnings.warn(odd_text(str(self.rows.sample_error(row, kind, column))), stacklevel=4)
+                warnings.warn(odd_text(str(self.rows.sample_error(row, kind, column))), stacklevel=6)
 
     def note_missing(self, column: str, lacking: str | None) -> None:
         """Note the rows without a value; `lacking`: what is wrong where it is missing, None: nothing."""

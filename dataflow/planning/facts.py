@@ -18,6 +18,8 @@ def facts_of(dataset: ShardedDataset | Mixture) -> dict[str, Any]:
         facts = {"data": "dataset", **facts_of_catalog(dataset.catalog)}
         if not dataset.selection.is_whole:
             facts["view"] = f"{len(dataset):,} ({short_digest(dataset.selection.digest)})"
+        if dataset.balance:
+            facts["balanced"] = dataset.balance.digest[:8]
         if dataset.joins:
             facts["joins"] = short_digest(" ".join(join.other.fingerprint() for join in dataset.joins))
         return facts

@@ -8,14 +8,16 @@ ones each window reads the blocks that it needs, which a shuffle brings together
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dataflow.dataset import Join
 from dataflow.planning.plan import StreamPlan
-from sharding.order.selection import SelectedOrder
 from sharding.order.shuffle import Shuffle
 from sharding.plan.matches import allowance, reads_in_windows
+
+if TYPE_CHECKING:
+    from dataflow.dataset import Join
 
 _KEPT_IN_LIMIT = 4
 
@@ -35,7 +37,7 @@ def _bytes_in_memory(join: Join) -> int:
     """Return the bytes of all blocks that hold matches, stored and decoded."""
     table, blocks = join.other.catalog.blocks, np.unique(join.matches.other_blocks)
     num_rows = int(table.num_samples[blocks].sum())
-    staged = sum(output.staged_bytes(num_rows) for output in join.other.outputs)
+    staged: int = sum(output.staged_bytes(num_rows) for output in join.other.outputs)
     rounded = (1 << 10) * len(blocks) * len(join.other.outputs)
     return int((table.length + table.nbytes)[blocks].sum()) + staged + rounded
 
@@ -51,7 +53,7 @@ def check_reads(plan: StreamPlan, memory_limit: int) -> None:
             if join.other.reads_values or (number, at) in kept:
                 continue
             shuffle = plan.shuffle.of_source(number)
-            order = SelectedOrder(source.selection, shuffle, seed=plan.seed, epoch=0)
+            order = source.windows(0, shuffle, seed=plan.seed)
             nbytes = join.other.catalog.blocks.length
             times = reads_in_windows(order, join.matches, nbytes)
             if times > join.amplification:

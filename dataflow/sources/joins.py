@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataflow.outputs.output import Output
@@ -61,6 +62,22 @@ class JoinReport:
     amplification: float
     """Bytes of the other's blocks that are read in file order, over the bytes of those that are needed. 1:
     it is ordered alike."""
+
+
+class Join(Struct, frozen=True, eq=False, kw_only=True):
+    """Another dataset, whose columns come beside a dataset's own."""
+
+    other: Any
+    """A `ShardedDataset`, with the columns that it brings along, as they are delivered."""
+    matches: MatchTable
+    amplification: float
+    """Times that its blocks may be read in an epoch."""
+    report: JoinReport
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The columns that it brings along."""
+        return frozenset(output.name for output in self.other.outputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +193,7 @@ def match_sides(own: JoinSide, other: JoinSide, *, amplification: float) -> KeyM
         warnings.warn(
             f"{report.without_match:,} of {len(keys):,} samples have no match and are left out: "
             f"{listed(report.first_without_match)}{' ...' if report.without_match > _NAMED else ''}",
-            stacklevel=3,
+            stacklevel=4,
         )
     return KeyMatch(selection=own.selection.at(np.flatnonzero(has_match)), matches=matches, report=report)
 
@@ -252,8 +269,13 @@ def columns_beside(
     return renamed
 
 
-def check_joinable(own: Any, other: Any) -> None:
-    """Raise `ValueError` where one `ShardedDataset` cannot be joined to another, whatever their columns."""
+def match_datasets(
+    own: Any, other: Any, on: str | tuple[str, str], *, suffix: str | None, amplification: float
+) -> tuple[tuple[Output, ...], KeyMatch]:
+    """The columns that one `ShardedDataset` brings to another, and the matches; as `ShardedDataset.join`."""
+    names = (on, on) if isinstance(on, str) else tuple(on)
+    if len(names) != 2:
+        raise ValueError(f"on must be the name of a column, or one of each dataset, got {on!r}")
     if other.transform is not None or other.batch_transform is not None:
         raise ValueError(
             "the dataset that is joined has a transform= or batch_transform=, which would not be called: "
@@ -263,5 +285,12 @@ def check_joinable(own: Any, other: Any) -> None:
         raise ValueError(
             "cameras of a LeRobot dataset are not joined to anything yet: leave them out by columns="
         )
+    if other.balance is not None:
+        raise ValueError("the dataset that is joined is balanced: call balanced() on the joined one")
     if other.joins:
         raise ValueError("the dataset that is joined is itself joined: write a.join(b).join(c)")
+    outputs = columns_beside(own.outputs, other.outputs, names, suffix)
+    sides = [
+        JoinSide(one.source(), one.selection, name) for one, name in zip((own, other), names, strict=True)
+    ]
+    return outputs, match_sides(*sides, amplification=amplification)

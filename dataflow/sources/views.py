@@ -1,4 +1,4 @@
-"""The selections behind the views of a `ShardedDataset`: by index, by hash, by condition.
+"""The selections behind the views of a `ShardedDataset`: by index, by hash, by condition; and by class.
 
 Only a condition on rows reads data: the columns it looks at, of the blocks that their statistics do not rule
 out. One on the members of tar's samples is decided by the catalog. Formats that are no tables have rows of
@@ -7,7 +7,8 @@ numbers, text and bytes; whole blocks of them are read, unless what is asked for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -15,11 +16,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from torch import Tensor
 
+from dataflow.outputs.output import Output
+from dataflow.ragged import Ragged
 from dataflow.staging.rows import read_columns
 from dataflow.staging.source import Source
 from sharding.arrow_arrays import bits, bool_array, number_array
-from sharding.blocks import Block, Column, ColumnSpec, Masked, Spans
+from sharding.blocks import Block, Column, ColumnSpec, Format, Masked, Spans
 from sharding.catalog.predicate import (
     Predicate,
     blocks_that_may_match,
@@ -30,13 +34,18 @@ from sharding.catalog.reading import read_block
 from sharding.catalog.schema import NO_SCHEMA
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
-from sharding.formats.arrow.schema import arrow_type
+from sharding.formats.arrow.schema import arrow_type, features_of
+from sharding.lengths.kept import KeptLengths, LengthsFile
+from sharding.mixture.shares import Weight, exact_numbers
+from sharding.order.balanced import Balance, drawn_of_classes
 from sharding.order.selection import MOST_DRAWN, Selection
 from sharding.spans import gathered
 
-_FILTER_THREADS = 16
+_THREADS = 16
 _SAMPLES_AT_ONCE = 1 << 20
 """Number of samples whose members are looked at together: a condition costs more than a small block has."""
+
+_LABELS_AT_ONCE = 1 << 12
 
 
 def picked(selection: Selection, indices: Any) -> Selection:
@@ -109,7 +118,7 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
 def _where(left: Selection, matches: Callable[[int], NDArray[np.bool_]]) -> Selection:
     """The samples that match; `matches` tells it of all samples of a block, and is called in threads."""
     blocks = np.flatnonzero(left.num_samples).tolist()
-    with ThreadPoolExecutor(_FILTER_THREADS, thread_name_prefix="dataflow-filter") as pool:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-filter") as pool:
         masks = dict(zip(blocks, pool.map(matches, blocks), strict=True))
     return left.where(lambda block, rows: masks[block][rows])
 
@@ -187,3 +196,93 @@ def _with_members(source: Source, selection: Selection, expression: Any) -> Sele
         ends = np.cumsum([block.num_samples for block in blocks])
         masks.update(zip(own, np.split(holds, ends[:-1]), strict=True))
     return selection.where(lambda block, rows: masks[block][rows])
+
+
+# ---- what columns say ------------------------------------------------------------------------------------
+
+
+def features_by_name(outputs: Sequence[Output], catalog: Catalog, codec: Format) -> dict[str, Any]:
+    """The stored features of columns that are each made of one stored column, by the names delivered."""
+    if isinstance(codec, TabularFormat) and catalog.num_blocks:
+        stored = features_of(codec.schema(bytes(catalog.block(0).footer)))
+    else:
+        stored = {name: json.loads(spec.feature) for name, spec in catalog.schema.items() if spec.feature}
+    named = {one.name: one.sources[0] for one in outputs if len(one.sources) == 1 and not one.suffix}
+    return {name: stored[source] for name, source in named.items() if source in stored}
+
+
+def balance_of(dataset: Any, by: str, weights: Mapping[Any, Weight] | Sequence[Weight] | None) -> Balance:
+    """The balance of a `ShardedDataset` by a column, as `ShardedDataset.balanced` says it."""
+    labels = dataset.select([by])
+    labels.transform = labels.batch_transform = None
+    names, first, classes, size = np.unique(
+        _kept_classes(labels, by), return_index=True, return_inverse=True, return_counts=True
+    )
+    if weights is None:
+        weights = [1] * len(names)
+    elif isinstance(weights, Mapping):
+        weights = _in_order(weights, _labels(labels, by, first).tolist())
+    if len(weights) != len(names):
+        raise ValueError(f"column {by!r} has {len(names):,} classes, and weights {len(weights):,} numbers")
+    exact = exact_numbers(weights)
+    drawn = drawn_of_classes(len(dataset), exact)
+    if never := [at for at, weight in enumerate(exact) if weight and not drawn[at]]:
+        label = _labels(labels, by, first[never[:1]]).tolist()[0]
+        raise ValueError(
+            f"{len(never):,} classes with a weight, such as {label!r} of {size[never[0]]:,} samples, would "
+            f"not come in an epoch of {len(dataset):,} samples: raise their weights, or give them 0"
+        )
+    return Balance(classes.astype(np.int32), drawn)
+
+
+def _in_order(weights: Mapping[Any, Weight], labels: Sequence[Any]) -> list[Weight]:
+    """The weights of classes, one a label."""
+    if unknown := [label for label in weights if label not in labels]:
+        raise ValueError(f"weights name {unknown[0]!r}, which is no class; the first are {labels[:10]}")
+    if missing := [label for label in labels if label not in weights]:
+        raise ValueError(f"weights lack class {missing[0]!r}; 0 leaves a class out")
+    return [weights[label] for label in labels]
+
+
+def _kept_classes(dataset: Any, by: str) -> NDArray[np.int32]:
+    """The class of each sample, numbered in the order of labels; from the user's cache folder, or read."""
+    if not len(dataset):
+        raise ValueError("there are no samples to balance")
+    (output,) = dataset.outputs
+    marks = ("classes", output.description(), *output.sources, dataset.fingerprint())
+    catalog = dataset.catalog.fingerprint()
+    file = LengthsFile(
+        num_samples=len(dataset), catalog=catalog, facts=marks, catalog_path=dataset.catalog_path
+    )
+    kept = KeptLengths([file])
+    if output.function or not kept.is_complete:
+        _labels(dataset, by, np.zeros(1, np.int64))  # raises for what is no label, before all are read
+        labels = _labels(dataset, by, np.arange(len(dataset)))
+        classes = np.unique(labels, return_inverse=True)[1]
+        if output.function:  # which nothing tells from another one
+            return classes.astype(np.int32)
+        kept.forget()
+        kept.note(np.arange(len(dataset)), classes)
+        kept.save()
+    return kept.lengths
+
+
+def _labels(dataset: Any, by: str, samples: NDArray[np.int64]) -> NDArray[Any]:
+    """The labels of some samples, of integers or as objects, [n]."""
+    parts = np.array_split(samples, -(-len(samples) // _LABELS_AT_ONCE))
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-labels") as pool:
+        labels = np.concatenate([*pool.map(lambda part: _as_array(dataset[part][by]), parts)])
+    if labels.dtype.kind not in "biu" and not all(isinstance(label, (str, bytes)) for label in labels):
+        raise ValueError(
+            f"classes are integers, text or bytes; column {by!r} is {dataset.outputs[0].description()}"
+        )
+    return labels
+
+
+def _as_array(column: Any) -> NDArray[Any]:
+    if isinstance(column, Tensor) and column.dim() == 1:
+        return column.numpy()
+    rows = [row.numpy().tobytes() for row in column.rows()] if isinstance(column, Ragged) else [*column]
+    labels = np.empty(len(rows), object)
+    labels[:] = rows
+    return labels

@@ -39,7 +39,7 @@ class FullWindows:
         self._order, self._size = order, size
 
         def find(first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-            return order.selection.locate(order.samples(np.arange(first, end)))
+            return order.rows_at(np.arange(first, end))
 
         # A window is asked for its blocks, then for its samples.
         self._find = lru_cache(1)(find)

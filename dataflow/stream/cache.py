@@ -29,8 +29,6 @@ from sharding.catalog.table import Catalog
 from sharding.mixture.windows import source_seed
 from sharding.order.order import Order
 from sharding.order.permutations import splitmix64
-from sharding.order.selection import SelectedOrder
-from sharding.order.shuffle import Shuffle
 from sharding.plan.matches import MatchTable
 from sharding.plan.next_use import LaneRange, lanes_of_shard_indices, next_uses, windows_of_blocks
 from sharding.plan.placement import shard_index_of
@@ -96,15 +94,11 @@ def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, topology: To
     return SourceUse(
         catalog=dataset.datasets_read[at].catalog,
         matches=dataset.joins_used[at - 1].matches if at else None,
-        order_of=partial(_order, dataset, shuffle, seed),
+        order_of=partial(dataset.windows, shuffle=shuffle, seed=seed),
         samples=len(dataset) / share if share else np.inf,
         lanes=_lanes(plan, shuffle.num_lanes, topology),
         sparse=shuffle.kind == "full",
     )
-
-
-def _order(dataset: ShardedDataset, shuffle: Shuffle, seed: int, epoch: int) -> Order:
-    return SelectedOrder(dataset.selection, shuffle, seed=seed, epoch=epoch)
 
 
 def _lanes(plan: StreamPlan, num_lanes: int, topology: Topology) -> LaneRange:

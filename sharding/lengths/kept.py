@@ -107,11 +107,11 @@ class KeptLengths:
         return hashlib.blake2b(self.lengths.tobytes(), digest_size=16).hexdigest()
 
     def note(self, samples: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-        """Note the lengths of some samples, each listed once."""
+        """Note the lengths of some samples."""
         known = (lengths != LEFT_OUT) & (lengths <= _MOST)
-        samples = samples[known]
+        samples, at = np.unique(samples[known], return_index=True)  # a balanced one comes again
         num_new = int(np.count_nonzero(self.lengths[samples] == LEFT_OUT))
-        self.lengths[samples] = lengths[known]
+        self.lengths[samples] = lengths[known][at]
         self._num_missing -= num_new
         self._num_unsaved += num_new
 

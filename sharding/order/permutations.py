@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 _U64 = (1 << 64) - 1
 _GAMMA, _MUL1, _MUL2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _CHUNK = 1 << 14  # elements hashed at a time, so that the temporaries stay in the L2 cache
-BLOCK_ORDER, WINDOW_ORDER, FULL_ORDER, DRAW, EXCHANGE, LANE_ORDER, GLOBALS = 1, 2, 3, 4, 5, 6, 7
+BLOCK_ORDER, WINDOW_ORDER, FULL_ORDER, DRAW, EXCHANGE, LANE_ORDER, GLOBALS, CLASS_ORDER = range(1, 9)
 """Purposes of a key: part of it, so that no two share a stream."""
 
 

@@ -68,7 +68,7 @@ class Selection:
         return selection
 
     def __len__(self) -> int:
-        return int(self._start[-1])
+        return int(self.start[-1])
 
     @property
     def is_whole(self) -> bool:
@@ -84,8 +84,13 @@ class Selection:
         digest.update(self._bits.tobytes())
         return digest.hexdigest()
 
+    @property
+    def lists_rows(self) -> bool:
+        """Return whether the n-th kept sample of some block may be another row than its n-th."""
+        return bool(len(self._bits))
+
     @cached_property
-    def _start(self) -> Ints:
+    def start(self) -> Ints:
         """[blocks + 1] kept samples before each block."""
         return np.concatenate(([0], np.cumsum(self.num_samples))).astype(np.int64)
 
@@ -106,16 +111,16 @@ class Selection:
         """
         if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) < len(self):
             raise IndexError(f"positions must be in [0, {len(self)})")
-        blocks = np.searchsorted(self._start, positions, side="right") - 1
-        nth = positions - self._start[blocks]
-        if not len(self._bits):
+        blocks = np.searchsorted(self.start, positions, side="right") - 1
+        nth = positions - self.start[blocks]
+        if not self.lists_rows:
             return blocks, nth
         used, ordinal = np.unique(blocks, return_inverse=True)
         return blocks, self.rows_of(used, ordinal, nth)
 
     def rows_of(self, blocks: Ints, ordinal: NDArray[np.integer], nth: Ints) -> Ints:
         """Row in its block of the `nth[i]`-th kept sample of `blocks[ordinal[i]]`, int64 [n]."""
-        if not len(self._bits):
+        if not self.lists_rows:
             return nth
         parts = [self.rows(block) for block in blocks.tolist()]
         first = np.cumsum([0, *map(len, parts)])
@@ -126,11 +131,11 @@ class Selection:
 
     def between(self, start: int, stop: int) -> Selection:
         """The kept samples at positions [start, stop), 0 <= start and stop <= len."""
-        begin = np.maximum(self._start[:-1], start)
-        end = np.minimum(self._start[1:], stop)
+        begin = np.maximum(self.start[:-1], start)
+        end = np.minimum(self.start[1:], stop)
         rows: dict[int, Ints | None] = {}
         for block in np.flatnonzero(end > begin).tolist():
-            first = int(self._start[block])
+            first = int(self.start[block])
             all_of_it = self._is_whole(block) and end[block] - begin[block] == self.num_samples[block]
             own = slice(int(begin[block]) - first, int(end[block]) - first)
             if all_of_it:
@@ -194,3 +199,7 @@ class SelectedOrder(Order):
         """Block ordinal int32 [k], and row in the stored block int64 [k], of each index or of those given."""
         ordinal, nth = super().window_samples(window, indices)
         return ordinal, self.selection.rows_of(self.window_blocks(window), ordinal, nth)
+
+    def rows_at(self, positions: Ints) -> tuple[Ints, Ints]:
+        """Block, and row in the stored block, of the sample at each position, two int64 [n]."""
+        return self.selection.locate(super().samples(positions))

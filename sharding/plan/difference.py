@@ -38,6 +38,7 @@ _PHRASES = {
 }
 """The words for facts whose names are no setting's; the others are shown as `name=value`."""
 _CURES = {
+    "balanced": "balanced() by the labels and weights that it had, or none",
     "blocks": "the block_bytes= (or catalog) that it had",
     "bytes": "the shards that it had, as they were",
     "joins": "the join that it had, or none",

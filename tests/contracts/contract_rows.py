@@ -349,6 +349,19 @@ def with_crops(folder: Path) -> ShardedDataset:
     return ShardedDataset(str(folder / "images.tar"), decode={"png": crop}, block_bytes=10_000)
 
 
+def write_classes(folder: Path) -> None:
+    """Of three classes in unlike numbers."""
+    kinds = ["cat" if n % 4 else "owl" if n % 3 else "dog" for n in range(47)]
+    rows = [{"n": n, "kind": kind, "tokens": [n] * (n * 7 % 11)} for n, kind in enumerate(kinds)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "classes.parquet", row_group_size=4)
+
+
+@functools.cache
+def balanced(folder: Path, *columns: str) -> ShardedDataset:
+    dataset = ShardedDataset(str(folder / "*.parquet"), columns=["kind", *columns], block_bytes=1)
+    return dataset.balanced("kind", {"cat": 1, "dog": 2, "owl": 1.5}).select(columns)
+
+
 def write_alternatives(folder: Path) -> None:
     """One shard has the first member only, one the second, one both or the second."""
     for shard, numbers in enumerate((range(15), range(15, 30), range(30, 47))):
@@ -404,6 +417,23 @@ ROWS: dict[str, Row] = {
         {"shuffle": NODES},
     ),
     "random crops": Row(write_images, with_crops, {"shuffle": NODES}),
+    "balanced": Row(write_classes, lambda folder: balanced(folder, "n"), {"shuffle": NODES}),
+    "balanced, full shuffle": Row(
+        write_classes, lambda folder: balanced(folder, "n"), {"shuffle": Shuffle("full")}
+    ),
+    "balanced, split": Row(
+        write_classes,
+        lambda folder: balanced(folder, "tokens"),
+        {"batching": BATCHINGS["split"]("tokens"), "shuffle": NODES},
+        packed_rows,
+    ),
+    "balanced, mixture": Row(
+        write_classes,
+        lambda folder: Mixture(
+            {balanced(folder, "n"): 2, balanced(folder, "n").select(["n"]): 1}, stop="all"
+        ),
+        {"shuffle": NODES},
+    ),
     "joined": Row(write_joined, joined),
     "missing values": Row(write_nulls, declared),
     "absent members": Row(write_members, with_members),

@@ -61,6 +61,7 @@ every_row = pytest.mark.parametrize("name", ROWS)
 PLANS = [
     *("in file order", "blocks", "lanes of nodes", "full shuffle", "view", "joined"),
     *("mixture, all", "mixture, in file order", "mixture, weights set", "packed", "budget", "buckets"),
+    *("balanced", "balanced, full shuffle", "balanced, split", "balanced, mixture"),
     *("packed mixture", "packed mixture, tokens", "measured packed", "measured packed mixture, tokens"),
 ]
 """A row of each kind of plan, for what no format and no function of the user's changes."""

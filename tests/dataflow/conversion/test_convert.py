@@ -456,7 +456,7 @@ def test_a_full_disk_loses_nothing_that_was_finished(
     [
         (None, "mds", "column 'x' has no value .* map= may fill it in"),
         (True, "mds", "column 'x': MDS has no encoding for a value of type bool"),
-        (object(), "parquet", "column 'x' is of type object, which no Parquet file holds"),
+        (object(), "parquet", "column 'x': no Arrow type holds a value of type object .* map= may give"),
         (object(), "tar", "column 'x' is of type object, which no tar holds"),
         (np.array([{}]), "tar", "array of objects"),
         (1 << 70, "mds", "does not fit int64"),

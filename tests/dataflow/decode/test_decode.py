@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -142,6 +143,15 @@ def test_what_a_function_returns_is_listed_and_arrays_are_tensors(tmp_path: Path
     """Also those that cannot be written to."""
     dataset = tar_dataset(tmp_path, [{"x": b"ab"}] * 2, decode={"x": lambda b: np.frombuffer(b, np.uint8)})
     assert [value.tolist() for value in first(dataset)["x"]] == [[97, 98]] * 2
+
+
+def test_pil_gives_pictures_of_three_channels(tmp_path: Path) -> None:
+    """As `.decode("pil")` of webdataset does, which many bring along."""
+    grey, data = PIL.Image.new("L", (6, 4), 7), io.BytesIO()
+    grey.save(data, "PNG")
+    dataset = tar_dataset(tmp_path, [{"png": data.getvalue()}], decode={"png": "pil"})
+    (image,) = first(dataset)["png"]
+    assert (image.mode, image.size, image.getpixel((5, 3))) == ("RGB", (6, 4), (7, 7, 7))
 
 
 @pytest.mark.parametrize(("name", "text", "value"), [("float", b" 2.5\n", 2.5), ("x.flt", b"-1e3", -1000.0)])

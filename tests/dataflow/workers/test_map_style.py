@@ -41,8 +41,31 @@ def test_any_list_of_indices_gives_its_samples_in_that_order(made: Make, name: s
         assert got == [data.samples[i] for i in indices]
 
 
-def test_no_indices_give_no_samples(made: Make) -> None:
-    assert made("tar").open().__getitems__([]) == []
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_slice_or_a_list_of_indices_gives_columns_as_a_batch_has_them(made: Make, name: str) -> None:
+    data = made(name)
+    dataset = data.open()
+    with DataLoader(dataset, 7, shuffle=False) as loader:
+        batch = next(iter(loader))
+    columns = dataset[:7]
+    assert {k: type(v) for k, v in columns.items()} == {k: type(v) for k, v in batch.items()}
+    assert rows_of(columns) == rows_of(batch) == data.samples[:7]
+    assert rows_of(dataset[-1::-9]) == data.samples[-1::-9]
+    for indices in ([3, -1, 3], range(2, 9, 3), np.array([4, 1]), torch.tensor([2, 2])):
+        assert rows_of(dataset[indices]) == [data.samples[i] for i in indices]
+
+
+def test_a_slice_of_transformed_samples_is_collated_as_a_batch_is(made: Make) -> None:
+    dataset = made("tar").open(transform=lambda s: {"n": s["cls"] * 10})
+    assert dataset[2:5]["n"].tolist() == [20, 30, 40]
+
+
+def test_no_indices_give_no_samples_and_no_columns(made: Make) -> None:
+    dataset = made("tar").open()
+    assert dataset.__getitems__([]) == []
+    for indices in ([], slice(NUM_SAMPLES, None)):
+        with pytest.raises(IndexError, match="no sample"):
+            dataset[indices]
 
 
 @pytest.mark.parametrize("index", [NUM_SAMPLES, -NUM_SAMPLES - 1, 10**12])
@@ -55,10 +78,11 @@ def test_indices_out_of_range_are_index_errors(made: Make, index: int) -> None:
 
 def test_what_is_no_integer_is_no_index(made: Make) -> None:
     dataset: Any = made("tar").open()
-    with pytest.raises(TypeError, match=r"subset\(slice"):
-        dataset[0:3]
     with pytest.raises(TypeError, match="integer"):
         dataset[1.0]
+    for indices in ([0.0, 1.0], [True] * NUM_SAMPLES, [[0, 1]]):
+        with pytest.raises(TypeError, match=r"list of integers.*subset\(mask\)"):
+            dataset[indices]
     with pytest.raises(TypeError, match="integer"):
         dataset.__getitems__(np.array([0.0, 1.5]))
 

@@ -135,3 +135,12 @@ def test_lengths_that_an_earlier_release_kept_are_found_anew(tmp_path, monkeypat
     kept.note(np.arange(2), np.array([5, 6]))
     kept.save()
     assert KeptLengths([file]).lengths.tolist() == [5, 6]
+
+
+def test_a_sample_that_comes_twice_counts_once_among_the_lengths_known(tmp_path, monkeypatch):
+    """A balanced dataset has some again in one epoch, and others not at all."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = KeptLengths([LengthsFile(num_samples=3, catalog="c", facts=["m"])])
+    kept.note(np.array([2, 0, 2]), np.array([7, 5, 7]))
+    assert kept.lengths.tolist() == [5, LEFT_OUT, 7]
+    assert not kept.is_complete
