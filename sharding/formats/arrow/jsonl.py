@@ -5,14 +5,19 @@ a time, and parses it on the way: that finds the broken lines before training do
 each key (`json_scan`), from which types follow (`json_types`). The schema travels with every block, so all
 blocks of a shard decode to the same types (`json_lines`).
 
+A file that is one JSON array of objects, or `{"data": [...]}`, is one block too, whose lines are its items.
+
 Indexing takes the memory of a block, whatever the file holds, and so does decoding: lines are at most
 `max_line_bytes` long, and of keys that most lines lack blocks have few lines.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
+from io import BytesIO
 from itertools import pairwise
 from typing import BinaryIO
 
@@ -29,6 +34,10 @@ from sharding.formats.arrow.json_scan import LineScanner, TooManyKeysError
 from sharding.formats.arrow.json_types import JSON_TEXT, Seen, problems
 from sharding.formats.arrow.schema import BROKEN, decoded_bytes, leaves, schema_in, specs_of
 
+_ARRAY = {b"array": b""}
+"""Metadata of the schema of a file that is one array."""
+_STARTS_ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[|(\{)\s*"data"\s*:\s*\[)')
+_MOST_ARRAY_BYTES = 64 << 20
 _FEWER_KEYS = 'write keys that are data as values: {"key": ..., "value": ...}'
 
 
@@ -59,14 +68,14 @@ class JsonlFormat(TabularFormat):
                 `max_line_bytes`, or there are more than `max_columns` keys; offsets count bytes of the
                 decompressed file.
         """
-        compressed = compression_of(shard.url) is not None
-        if compressed:
-            file = open_decompressed(file, shard.url)
-        else:
-            file.seek(0)
+        is_whole = compression_of(shard.url) is not None
+        array, array_bytes = _lines_of_array(_opened(file, shard), shard.url)
+        file = _opened(file, shard) if array is None else BytesIO(array)
+        is_whole = is_whole or array is not None
+        max_line_bytes = self.max_line_bytes if array is None else len(array)
         scanner, runs = LineScanner(self.max_columns), list[tuple[int, int, int, int]]()
         try:
-            for offset, lines in _whole_lines(file, shard, block_bytes, self.max_line_bytes):
+            for offset, lines in _whole_lines(file, shard, block_bytes, max_line_bytes):
                 runs.append((offset, len(lines), *scanner.scan(lines, offset)))
         except LineError as fault:
             raise CorruptShardError(shard.url, fault.reason, fault.at) from fault
@@ -74,17 +83,19 @@ class JsonlFormat(TabularFormat):
             reason = f"with this line there are more than {self.max_columns} different keys; {_FEWER_KEYS}"
             more = "or accept more with format=JsonlFormat(max_columns=...)"
             raise CorruptShardError(shard.url, f"{reason}; {more}", error.args[0]) from error
-        schema = pa.schema([one.field(key, key) for key, one in scanner.root.children.items()])
+        fields = [one.field(key, key) for key, one in scanner.root.children.items()]
+        schema = pa.schema(fields, None if array is None else _ARRAY)
         num_rows = sum(rows for _, _, rows, _ in runs)
         specs = specs_of(schema, null_free=_null_free(scanner.root, num_rows))
-        if not compressed:
+        if not is_whole:
             runs = self._cut(file, runs, scanner.num_keys)
         blocks = [
             (offset, length, length + 8 * elements + sum(decoded_bytes(specs, rows)), rows)
             for offset, length, rows, elements in runs
         ]
-        if compressed:
-            blocks = [(0, shard.size, sum(b[2] for b in blocks), sum(b[3] for b in blocks))]
+        if is_whole:
+            nbytes = array_bytes + sum(b[2] for b in blocks)
+            blocks = [(0, shard.size, nbytes, sum(b[3] for b in blocks))]
         table = np.array([block for block in blocks if block[3]], np.int64).reshape(-1, 4)
         offset, length, nbytes, rows = np.ascontiguousarray(table.T)
         return ShardScan(offset, length, nbytes, rows, schema=specs, footer=schema.serialize().to_pybytes())
@@ -119,7 +130,7 @@ class JsonlFormat(TabularFormat):
 
     def sample_offsets(self, block: Block, data: memoryview | None) -> NDArray[np.int64] | None:
         """Return where the lines begin that are not blank."""
-        if data is None:
+        if data is None or _is_array(bytes(block.footer)):
             return None
         if compression_of(block.shard.url) is not None:
             data = decompress(data, block.shard.url, limit_bytes=block.nbytes)
@@ -146,6 +157,8 @@ class JsonlFormat(TabularFormat):
                 raise CorruptShardError(block.shard.url, problem, stage="decode")
         if compression_of(block.shard.url) is not None:
             data = decompress(data, block.shard.url, limit_bytes=block.nbytes)
+        if _is_array(footer):
+            data = memoryview(_lines_of_array(BytesIO(data), block.shard.url)[0] or b"")
         try:
             reader = _reader(footer, None if columns is None else tuple(columns), texts)
             table, num_rows = reader.read(data)
@@ -156,6 +169,43 @@ class JsonlFormat(TabularFormat):
         if num_rows != block.num_samples:
             raise block.corrupt(f"{num_rows} samples where {block.num_samples} were indexed")
         return table
+
+
+def _opened(file: BinaryIO, shard: Shard) -> BinaryIO:
+    """The file from its beginning, decompressed."""
+    file.seek(0)
+    return file if compression_of(shard.url) is None else open_decompressed(file, shard.url)
+
+
+@lru_cache(maxsize=64)
+def _is_array(footer: bytes) -> bool:
+    return bool(schema_in(footer).metadata == _ARRAY)
+
+
+def _lines_of_array(file: BinaryIO, url: str) -> tuple[bytes | None, int]:
+    """The items of a file that is one array of objects, a line each, and its bytes; None: it is none."""
+    text = _read(file, 4096)
+    match = _STARTS_ARRAY.match(text)
+    if match is None:
+        return None, 0
+    text += _read(file, _MOST_ARRAY_BYTES + 1 - len(text))
+    may_be_lines = match[1] is not None  # which begin with an object, too
+    if len(text) > _MOST_ARRAY_BYTES and not may_be_lines:
+        reason = f"is one JSON array of more than {_MOST_ARRAY_BYTES >> 20} MiB"
+        raise CorruptShardError(url, f"{reason}: write it as lines: jq -c '.[]' {url} > lines.jsonl")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if may_be_lines:
+            return None, 0
+        raise CorruptShardError(url, f"is one JSON array, and is damaged: {error}") from error
+    items = value if isinstance(value, list) else value["data"]
+    odd = next((number for number, item in enumerate(items) if not isinstance(item, dict)), None)
+    if may_be_lines and (odd is not None or len(value) > 1):
+        return None, 0
+    if odd is not None:
+        raise CorruptShardError(url, f"is one JSON array whose item {odd} is no object, as samples are")
+    return b"".join(json.dumps(item).encode() + b"\n" for item in items), len(text)
 
 
 @lru_cache(maxsize=64)
