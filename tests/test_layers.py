@@ -282,7 +282,7 @@ MOST_LINES = {
     "dataflow/integrations": 920,
     "dataflow/live": 2_200,
     "dataflow/outputs": 2_650,
-    "dataflow/planning": 1_250,
+    "dataflow/planning": 1_253,
     "dataflow/processes": 1_500,
     "dataflow/progress": 480,
     "dataflow/sources": 3_000,
