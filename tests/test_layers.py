@@ -273,7 +273,7 @@ MOST_LINES = {
     "dataflow": 3_200,
     "dataflow/actors": 1_100,
     "dataflow/batch": 2_300,
-    "dataflow/conversion": 3_080,
+    "dataflow/conversion": 3_095,
     "dataflow/decode": 2_350,
     "dataflow/engines": 900,
     "dataflow/grad": 3_200,

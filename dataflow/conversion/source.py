@@ -179,7 +179,8 @@ class ConvertSource:
             catalog = source.catalog
             named = f"{catalog.fingerprint()} {' '.join(output.name for output in source.outputs)}"
             facts: Any = catalog.rows.column("version").to_pylist(), source.selection.digest
-            values |= {"transform": source.transform, "decode": source.outputs}
+            drawn = (source.seed, source.epoch) if source.transform_wants_rng else ()
+            values |= {"transform": source.transform, "decode": source.outputs, "seed": drawn}
             values["join"] = tuple((join.other, join.matches) for join in source.joins)
         else:
             named, facts = f"{type(source).__module__}.{type(source).__qualname__}", source
