@@ -259,7 +259,7 @@ MOST_LINES = {
     "sharding/order": 1_650,
     "sharding/plan": 1_450,
     "sharding/topology": 950,
-    "sharding/write": 1_630,
+    "sharding/write": 1_650,
     "prefetch": 700,
     "prefetch/cache": 1_000,
     "prefetch/control": 1_350,
