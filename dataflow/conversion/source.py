@@ -16,13 +16,13 @@ from dataflow.conversion.folder import OutputFolder
 from dataflow.conversion.identity import described
 from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count
 from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
-from dataflow.conversion.target import TOKENS, Target, check_row, targets_of, with_schema
+from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
 from dataflow.conversion.work import WINDOW_BLOCKS, MadeSamples, NewSamples, Recipe, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import parse_bytes
 from sharding.errors import DataflowError
 from sharding.formats.arrow.columns import TabularFormat
-from sharding.write.values import plain_value
+from sharding.write.values import check_row, plain_value
 
 DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SHARD_SAMPLES = 10_000
