@@ -378,7 +378,8 @@ def test_every_formats_own_suffixes_lead_to_it(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_known_of_a_format_before_it_is_imported_is_true(name):
-    entry, given = ENTRIES[name], {"dtype": "uint16", "length": 4, "allow_unfinished": True, "version": "3"}
+    entry = ENTRIES[name]
+    given = {"dtype": "uint16", "length": 4, "header": 0, "allow_unfinished": True, "version": "3"}
     codec = resolve_format(name, [], **{option: given[option] for option in entry.options})
     assert codec.options() == {option: given[option] for option in entry.options}
     assert codec.sibling_suffix == entry.sibling_suffix
