@@ -27,7 +27,7 @@ from sharding.catalog.storage import failure_text, store_errors, version_of
 from sharding.errors import DataflowError
 from sharding.redaction import identity_of
 from sharding.urls import is_chain, is_local, local_path, naming_part, protocol_of, url_to_fs
-from sharding.write.file import PARTIAL, NewFile, abort_uploads
+from sharding.write.file import PARTIAL, NewFile
 
 CATALOG_NAME = "dataset.catalog"
 LISTING_NAME = "index.json"
@@ -266,9 +266,21 @@ class OutputFolder:
                     self.remove(f"{folder}/{name}" if folder else name)
 
     def abort_uploads(self) -> None:
-        """End uploads in parts of shards that a killed worker had begun; one that stays is told of."""
+        """End uploads in parts of shards that a killed worker had begun, which S3 lists; or tell of them."""
+        fs, path = url_to_fs(self.url, self.options)
+        if not hasattr(fs, "list_multipart_uploads"):
+            return
+        bucket, key, _ = fs.split_path(f"{path.rstrip('/')}/")
+        after: dict[str, str] | None = {}
         try:
-            abort_uploads(self.url, self.options, _RUN.match)
+            while after is not None:
+                found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **after)
+                for upload in found.get("Uploads", ()):
+                    if _RUN.match(upload["Key"].removeprefix(key)):
+                        named = {name: upload[name] for name in ("Key", "UploadId")}
+                        fs.call_s3("abort_multipart_upload", Bucket=bucket, **named)
+                names = ("KeyMarker", "UploadIdMarker") if found.get("IsTruncated") else ()
+                after = {name: found[f"Next{name}"] for name in names} or None
         except Exception as error:
             warnings.warn(
                 f"{identity_of(self.url)}: parts of shards that were not finished may be left, unseen but "

@@ -12,7 +12,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -127,28 +127,6 @@ class NewFile:
     def _refuse_existing(self) -> None:
         if not self._overwrite and self._fs.exists(self._path):
             raise FileExistsError(f"{identity_of(self.url)} exists; to replace it, give overwrite=True")
-
-
-def abort_uploads(folder: str, options: Mapping[str, Any], is_ours: Callable[[str], object]) -> None:
-    """End the uploads in parts to files of a folder whose names are ours. Only S3 lists such.
-
-    Raises what the store does.
-    """
-    fs, path = url_to_fs(folder, options)
-    if not hasattr(fs, "list_multipart_uploads"):
-        return
-    bucket, key, _ = fs.split_path(f"{path.rstrip('/')}/")
-    after: dict[str, str] = {}
-    while True:
-        found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **after)
-        for upload in found.get("Uploads", ()):
-            if is_ours(upload["Key"].removeprefix(key)):
-                fs.call_s3(
-                    "abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                )
-        if not found.get("IsTruncated"):
-            return
-        after = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
 
 
 def no_room(error: BaseException | None) -> OSError | None:
