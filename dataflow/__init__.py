@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         RayClusterError as RayClusterError,
     )
     from dataflow.batch.packed import PackedRows as PackedRows
-    from dataflow.conversion.errors import ConversionError as ConversionError
+    from dataflow.conversion.folder import ConversionError as ConversionError
     from dataflow.conversion.run import Converted as Converted, convert as convert
     from dataflow.dataset import ShardedDataset
     from dataflow.decode.audio import Audio as Audio
@@ -84,7 +84,7 @@ _MODULES = {
     "Audio": "dataflow.decode.audio",
     "BuilderActorError": "dataflow.actors.cluster",
     "ChatTemplate": "dataflow.text.chat",
-    "ConversionError": "dataflow.conversion.errors",
+    "ConversionError": "dataflow.conversion.folder",
     "Converted": "dataflow.conversion.run",
     "CorruptShardError": "sharding.errors",
     "DisagreementError": "dataflow.grad.agreement",

@@ -106,8 +106,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         cache: a `Cache`, which keeps blocks of remote shards on this machine; a `DataLoader` that streams
             the dataset uses it, random access does not. None: every epoch reads from the store.
         catalog: path of a saved catalog, or a `Catalog`. Without it, one is kept in the user's cache folder.
-        dtype: type of a token in a raw token file, such as "uint16". None: as a file beside it says.
+        dtype: type of a token in a raw token file, such as "uint16". None: as its header or a `.json` says.
         length: tokens of a sample, for the formats "tokens", "megatron" and "litdata".
+        header: bytes before the tokens of a raw file. None: llm.c's header is known, and skipped; 0: none.
         allow_unfinished: read the whole samples of tar and Arrow files that end too early, which are
             errors otherwise; a warning names them, and `stats()` counts them.
         manifest: a table that names the files of a folder, the source, with labels and more: the path of a
@@ -151,6 +152,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         catalog: str | os.PathLike[str] | Catalog | None = None,
         dtype: str | None = None,
         length: int | None = None,
+        header: int | None = None,
         allow_unfinished: bool = False,
         manifest: str | os.PathLike[str] | Manifest | None = None,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
@@ -177,6 +179,7 @@ class ShardedDataset(Sharded, Dataset[S]):
                 catalog=catalog,
                 dtype=dtype,
                 length=length,
+                header=header,
                 block_bytes=block_bytes,
                 progress=progress,
                 storage_options=self.storage_options,

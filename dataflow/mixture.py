@@ -424,7 +424,17 @@ def _in_common_types(sources: Sequence[ShardedDataset]) -> tuple[ShardedDataset,
         common = replace(common, note=sources[has.index(True) if any(has) else 0].catalog.shard(0).url)
         for own, wider in zip(types, specs, strict=True):
             own.update(dict.fromkeys(wider, common))
-    return tuple(source.delivering(names, own) for source, own in zip(sources, types, strict=True))
+    views = [source.delivering(names, own) for source, own in zip(sources, types, strict=True)]
+    columns: list[Sequence[Output]] = list(zip(*(view.outputs for view in views), strict=True))
+    for number, column in enumerate(columns):
+        arrays = [output.as_array() for output in column]
+        if any(output != column[0] for output in column) and all(one == arrays[0] for one in arrays):
+            columns[number] = arrays  # of one dtype and shape, wherever formats leave them
+    for number, (view, *outputs) in enumerate(zip(views, *columns, strict=True)):
+        if any(one is not other for one, other in zip(outputs, view.outputs, strict=True)):
+            views[number] = view._view(view.selection)
+            views[number].outputs = tuple(outputs)
+    return tuple(views)
 
 
 def _common_outputs(sources: Sequence[ShardedDataset]) -> tuple[Output, ...]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from decimal import Decimal
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -31,6 +32,8 @@ ALTERNATIVE = "/"
 """Stands between the names of alternatives in the name of a column, whose value is the first of them that a
 sample has: for formats whose columns are extensions, none of which has this sign."""
 
+DECIMAL = '{"_type": "Decimal"}'
+"""The feature of columns of decimals, whose values are their digits."""
 DEFAULT_BLOCK_BYTES = 2 << 20
 """Bytes a block aims at where the format has no unit of its own."""
 
@@ -252,7 +255,7 @@ class Format(ABC):
         A name as in `decode=` ("pickle" is refused), or a function of one value's bytes that can be pickled,
         whose arrays become tensors; None: the bytes are delivered.
         """
-        return None
+        return decimal_of if spec.feature == DECIMAL else None
 
     @abstractmethod
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
@@ -341,6 +344,27 @@ class Format(ABC):
         none = np.iinfo(np.int64).max
         first = np.minimum.reduce([np.where(one.lengths >= 0, one.starts, none) for one in spans])
         return block.offset + np.where(first == none, 0, first)
+
+
+def decimal_of(data: bytes) -> Decimal:
+    """Return the number that digits are."""
+    return Decimal(bytes(data).decode())
+
+
+def common_dtype(dtypes: Collection[str]) -> str | None:
+    """The narrowest dtype whose numbers are all of these; integers and floats alone have one."""
+    if len(dtypes) == 1:
+        return next(iter(dtypes))
+    kinds = {np.dtype(dtype).kind for dtype in dtypes}
+    if not kinds <= set("iuf"):
+        return None
+    if "f" in kinds:
+        # The widest of what each needs beside the widest float: int16 and uint16 both fit float32.
+        widest = np.result_type(*(dtype for dtype in dtypes if np.dtype(dtype).kind == "f"))
+        return max((np.result_type(dtype, widest) for dtype in dtypes), key=lambda kind: kind.itemsize).name
+    if kinds == {"i", "u"} and "uint64" in dtypes:
+        return "uint64"
+    return np.result_type(*sorted(dtypes)).name
 
 
 def spec_text(spec: ColumnSpec) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from dataflow.conversion.errors import ConversionError
-from dataflow.conversion.folder import index_name
+from dataflow.conversion.folder import ConversionError, index_name
 from dataflow.conversion.plan import Plan
 from dataflow.conversion.rows import StoredRows
 from dataflow.conversion.source import ConvertSource

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batch.transforms import fingerprint_of
-from dataflow.conversion.errors import ConversionError
+from dataflow.conversion.folder import ConversionError
 from dataflow.conversion.target import Target
 
-VERSION = 1
+VERSION = 2
 Ints = NDArray[np.int64]
 
 
@@ -30,13 +28,19 @@ class Plan:
     """A conversion: of what, how, and into which shards."""
 
     source: str
-    """The identity of the source: a catalog's fingerprint, or a type and a length."""
+    """The identity of the source: a catalog's fingerprint, or a type and a length; and a hash."""
     functions: Mapping[str, str]
-    """"map", "filter": name and hash of the source text."""
+    """"map", "filter", and what the dataset has: name and hash."""
+    unknown: Mapping[str, str]
+    """The ones that cannot be told from others, and why."""
+    identity: str | None = None
+    """The user's word for source and functions; None: these are compared."""
     options: Mapping[str, Any]
     bounds: Sequence[int] | None
     """Shard k has the positions `bounds[k]` up to `bounds[k + 1]`; None: of an iterable, as many each."""
     target: Target
+    run: int = 0
+    """Number of the conversion into its folder."""
 
     @property
     def num_shards(self) -> int | None:
@@ -44,8 +48,8 @@ class Plan:
         return None if self.bounds is None else len(self.bounds) - 1
 
     def digest(self) -> str:
-        """Return a hash of it, which receipts of its shards bear."""
-        return hashlib.blake2b(self.to_json(), digest_size=8).hexdigest()
+        """Return a hash of it, which receipts of its shards bear. What vouches for it does not count."""
+        return hashlib.blake2b(replace(self, identity=None).to_json(), digest_size=8).hexdigest()
 
     def to_json(self) -> bytes:
         """Return the file of it."""
@@ -56,7 +60,10 @@ class Plan:
             "version": VERSION,
             "source": self.source,
             "functions": dict(self.functions),
+            "unknown": dict(self.unknown),
+            "identity": self.identity,
             "options": dict(self.options),
+            "run": self.run,
             "target": target,
             "bounds": None if self.bounds is None else list(self.bounds),
         }
@@ -71,7 +78,7 @@ class Plan:
                 raise ValueError(f"it is of version {plan['version']}, this release writes {VERSION}")
             target = dict(plan["target"])
             target["schema"] = base64.b64decode(target["schema"])
-            names = ("source", "functions", "options", "bounds")
+            names = ("source", "functions", "unknown", "identity", "options", "bounds", "run")
             return cls(target=Target(**target), **{name: plan[name] for name in names})
         except (LookupError, TypeError, ValueError) as error:
             raise ConversionError(
@@ -81,47 +88,23 @@ class Plan:
     def differences(self, other: Plan) -> list[str]:
         """Return what differs from a plan that was found, in words. What samples show is not compared."""
         found: list[str] = []
+        is_vouched = self.identity is not None and other.identity in (None, self.identity)
+        if self.identity is not None and not is_vouched:
+            found.append(f"identity= was {other.identity!r}, and is {self.identity!r}")
         for what, was, now in (
             ("source", {"source": other.source}, {"source": self.source}),
             ("function", other.functions, self.functions),
             ("option", other.options, self.options),
         ):
-            for name in sorted({*was, *now}):
+            for name in sorted({*was, *now} if what == "option" or not is_vouched else ()):
+                shown = name if what != "function" else f"{name}="
                 if was.get(name) != now.get(name):
-                    shown = name if what != "function" else f"{name}="
                     found.append(f"{shown} was {was.get(name)!r}, and is {now.get(name)!r}")
+                elif what != "option" and (reason := self.unknown.get(name) or other.unknown.get(name)):
+                    found.append(f"{shown} may be another, as nobody can tell of {reason}")
         if not found and other.bounds != self.bounds:
             found.append("the shards have other samples")
         return found
-
-
-def function_identity(function: Any) -> str:
-    """Return what identifies a function: its name, and a hash of its text or of its own fingerprint."""
-    if function is None:
-        return ""
-    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
-    if name.endswith(":"):
-        name = f"{type(function).__module__}:{type(function).__qualname__}"
-    text = fingerprint_of(function)
-    if not text:
-        wrapped = getattr(function, "func", None)
-        if wrapped is not None:
-            named = f"{function.args!r} {sorted(function.keywords.items())!r}"
-            return f"{function_identity(wrapped)} with {_hash(named)}"
-        try:
-            text = inspect.getsource(function if inspect.isroutine(function) else type(function))
-        except (OSError, TypeError):
-            code = getattr(function, "__code__", None)
-            text = (
-                repr(function) if code is None else f"{code.co_code!r} {code.co_consts!r} {code.co_names!r}"
-            )
-        if not inspect.isroutine(function):
-            text += repr(sorted(vars(function).items(), key=str)) if hasattr(function, "__dict__") else ""
-    return f"{name} {_hash(text)}"
-
-
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def bounds_by_bytes(num_samples: Ints, nbytes: Ints, shard_bytes: int) -> list[int]:

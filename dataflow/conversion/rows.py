@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
@@ -18,12 +18,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dataflow.conversion.values import decode_of, values_of
+from dataflow.staging.rows import BlockRows, read_rows
+from dataflow.staging.source import Source
+from prefetch.memory.mapping import Mappings
 from prefetch.retries import RetryPolicy
-from prefetch.store.ranges import read_located
 from prefetch.store.reader import StoreReader
 from sharding.arrow_arrays import number_array
-from sharding.blocks import Block, Columns, Format
-from sharding.catalog.reading import ColumnReader, read_block
+from sharding.blocks import Block, Format
 from sharding.catalog.table import Catalog
 from sharding.errors import SampleError
 from sharding.formats.arrow.columns import TabularFormat
@@ -105,18 +106,17 @@ class StoredRows:
 
     def batches(self, positions: Ints) -> Iterator[list[Sample]]:
         """See `Rows`. What lies together is read together; else each block once, for all its rows."""
-        blocks, rows = self.selection.locate(positions)
-        with closing(self._reader()) as reader:
-            if len(blocks) and (np.diff(blocks) >= 0).all():
-                for own in np.split(np.arange(len(blocks)), np.flatnonzero(np.diff(blocks)) + 1):
-                    yield self._samples(reader, int(blocks[own[0]]), rows[own])
-                return
-            found: list[Sample] = [{}] * len(positions)
-            for number in np.unique(blocks).tolist():
-                own = np.flatnonzero(blocks == number)
-                for at, sample in zip(own.tolist(), self._samples(reader, number, rows[own]), strict=True):
-                    found[at] = sample
-        yield found
+        names = [*self.columns.values(), *([KEY] if self.codec.has_keys else [])]
+        ascends, found = not (np.diff(positions) < 0).any(), dict[int, Sample]()
+        with self._opened() as source:
+            for part in read_rows(source, self.selection, positions, names, is_checked=True):
+                samples = self._samples(part)
+                if ascends:
+                    yield samples
+                else:
+                    found.update(zip(part.at.tolist(), samples, strict=True))
+        if found:
+            yield [found[at] for at in range(len(positions))]
 
     def blocks(self, positions: Ints) -> list[tuple[Block, Ints]]:
         """Return the blocks of ascending positions, each with its rows."""
@@ -128,9 +128,9 @@ class StoredRows:
     def tables(self, positions: Ints) -> Iterator[pa.Table]:
         """Yield Arrow tables of all columns at ascending positions, each in its shard's own types."""
         assert isinstance(self.codec, TabularFormat)
-        with closing(self._reader()) as reader:
+        with self._opened() as source:
             for block, rows in self.blocks(positions):
-                table = self.codec.table(block, read_block(block, reader.read_into), None)
+                table = self.codec.table(block, source.read_block(block), None)
                 if len(rows) < block.num_samples:
                     together = len(rows) == rows[-1] - rows[0] + 1
                     table = table.slice(rows[0], len(rows)) if together else table.take(number_array(rows))
@@ -138,47 +138,36 @@ class StoredRows:
 
     def stored(self, positions: Ints) -> Iterator[tuple[Block, memoryview]]:
         """Yield the bytes of whole blocks at ascending positions."""
-        with closing(self._reader()) as reader:
+        with self._opened() as source:
             for block, rows in self.blocks(positions):
                 assert len(rows) == block.num_samples
-                yield block, read_block(block, reader.read_into)
+                yield block, source.read_block(block)
 
-    def _reader(self) -> StoreReader:
-        return StoreReader(self._options, policy=self._policy)
+    @contextmanager
+    def _opened(self) -> Iterator[Source]:
+        with closing(StoreReader(self._options, policy=self._policy)) as reader:
+            yield Source(
+                catalog=self.catalog, format=self.codec, reader=reader, outputs=(), mappings=Mappings()
+            )
 
-    def _samples(self, reader: StoreReader, number: int, rows: Ints) -> list[Sample]:
-        block = self.catalog.block(number)
-        names = [*self.columns.values(), *([KEY] if self.codec.has_keys else [])]
-        columns, at = self._decoded(reader, block, names, rows)
-        values, specs = dict[str, list[Any]](), self.catalog.schema
+    def _samples(self, part: BlockRows) -> list[Sample]:
+        values, specs, block = dict[str, list[Any]](), self.catalog.schema, part.block
         for name, source in self.columns.items():
             try:
-                values[name] = values_of(columns[source], specs.get(source), self._decode[source], at)
+                values[name] = values_of(part.columns[source], specs.get(source), self._decode[source])
             except (ValueError, TypeError) as error:
                 reason = f"column {name!r} of a sample from {block.first_in_shard} on: {error}"
                 raise SampleError(block.shard.url, reason, block.offset, stage="decode") from error
         if self.codec.has_keys:
-            keys = values_of(columns[KEY], None, None, at)
+            keys = values_of(part.columns[KEY], None, None)
             values[KEY] = [key.decode("utf-8", "surrogateescape") for key in keys]
+        rows = zip(*values.values(), strict=True)
         if self.codec.columns_are_extensions:
             return [
                 {name: value for name, value in zip(values, row, strict=True) if value is not None}
-                for row in zip(*values.values(), strict=True)
+                for row in rows
             ]
-        return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-
-    def _decoded(
-        self, reader: StoreReader, block: Block, names: list[str], rows: Ints
-    ) -> tuple[Columns, slice | Ints]:
-        """Decode a block, or what a few of its rows need of it; and which rows of that are asked for."""
-        if 4 * len(rows) < block.num_samples:
-            located = self.codec.locate(block, names)
-            if located is not None:
-                return read_located(block, located, self.catalog.schema, reader.read_into, rows), slice(None)
-        columns = ColumnReader(self.catalog, self.codec, names)
-        decoded = columns.decode(block, columns.read(block, reader.read_into))
-        whole = len(rows) == block.num_samples and bool((rows == np.arange(len(rows))).all())
-        return decoded, slice(None) if whole else rows
+        return [dict(zip(values, row, strict=True)) for row in rows]
 
 
 class DeliveredRows:

@@ -6,7 +6,6 @@ believed, so a restart goes on where the last one was stopped.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,17 +18,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.conversion.dispatch import ShownShards, warm_up, write_all, write_iterable
-from dataflow.conversion.errors import ConversionError
-from dataflow.conversion.folder import CATALOG_NAME, KEPT, LISTING_NAME, OutputFolder
+from dataflow.conversion.folder import CATALOG_NAME, LISTING_NAME, PLAN, ConversionError, OutputFolder
 from dataflow.conversion.plan import Plan
 from dataflow.conversion.source import ConvertSource, opened_source, tokenizing
 from dataflow.conversion.target import SUFFIXES, TOKENS
 from dataflow.conversion.verify import Asked, verify_shards
-from dataflow.conversion.work import Recipe, codec_of
+from dataflow.conversion.work import Recipe, codec_of, finished_shards
 from dataflow.sources.indexing import index
 from dataflow.sources.opening import save_catalog
 from prefetch.store.retrier import Retrier
 from sharding.redaction import identity_of
+from sharding.urls import is_local, local_path
 from sharding.write.mds import index_entry, index_json
 
 _BATCH_SIZE = 1000
@@ -86,6 +85,7 @@ def convert(
     executor: Executor | None = None,
     verify: bool | int = False,
     overwrite: bool = False,
+    identity: str | None = None,
     checksum: bool = True,
     progress: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -122,7 +122,10 @@ def convert(
         workers: processes that write. None: one a core. Iterables are written by this process.
         executor: a `concurrent.futures.Executor` that writes, in place of processes of this machine.
         verify: compare what was written with the source: True: all samples, or how many, drawn at random.
-        overwrite: remove what another conversion wrote to `dest`.
+        overwrite: begin anew beside what another conversion wrote to `dest`, and remove that at the end.
+            Meanwhile there are both: open the catalog, not the folder.
+        identity: your word that source and functions are those of the conversion that was begun under this
+            name, or under none: they are not compared. For what cannot be told apart in another process.
         checksum: keep a CRC-32 of each block in the catalog, which later reads are checked against.
         progress: show a progress bar; None: on a terminal.
         storage_options: for the fsspec filesystem of `dest`, and of `source` where that is a URL.
@@ -142,6 +145,7 @@ def convert(
         (8, 8)
     """
     began, options = time.monotonic(), dict(storage_options or {})
+    _check_destination(dest)
     if to not in SUFFIXES:
         raise ValueError(f"to must be one of {', '.join(SUFFIXES)}, got {to!r}")
     if shard_size is not None and shard_samples is not None:
@@ -156,6 +160,7 @@ def convert(
         warm_up(source, to, (map, filter))
     if batched is not False and (map is None or batched < 1):
         raise ValueError(f"batched must be True or a number of samples >= 1, with map=, got {batched}")
+    folder = OutputFolder(os.fspath(dest), options)
     opened = opened_source(source, columns, filter, options, progress)
     filter = None if isinstance(filter, pc.Expression) else filter  # noqa: A001
     token_options: dict[str, Any] = {}
@@ -182,14 +187,15 @@ def convert(
         shuffle=shuffle,
         schema=schema,
     )
-    folder = OutputFolder(os.fspath(dest), options)
     asked = Asked.of(verify, source_of)
-    wanted = source_of.plan(shard_size, shard_samples, token_options, checksum)
+    wanted = source_of.plan(shard_size, shard_samples, token_options, checksum, identity)
+    _refuse_own(folder, source_of)
     with folder.held():
         plan = _agreed(folder, wanted, source_of, overwrite=overwrite, token_options=token_options)
+        folder = OutputFolder(folder.url, options, plan.run)
         folder.clear()
         recipe = source_of.recipe(plan, folder, checksum=checksum)
-        receipts = folder.receipts(recipe.digest)
+        receipts = finished_shards(recipe, sums=verify is not False)
         skipped = len(receipts)
         with ShownShards(plan, receipts, progress) as shown:
             if plan.bounds is None:
@@ -211,6 +217,25 @@ def convert(
     )
 
 
+def _check_destination(dest: Any) -> None:
+    """Raise `ValueError` where this is no folder: somebody forgot it, and named one source more."""
+    text = os.fspath(dest) if isinstance(dest, (str, os.PathLike)) else ""
+    if not text or not isinstance(text, str):
+        raise ValueError(f"dest must be a folder, which the shards are written to, got {dest!r}")
+    what = (
+        "a pattern"
+        if {"*", "?"} & {*text}
+        else "a file"
+        if is_local(text) and os.path.isfile(local_path(text))
+        else ""
+    )
+    if what:
+        raise ValueError(
+            f"the destination, {identity_of(text)}, is {what}: name a folder after the sources, or was it "
+            "forgotten?"
+        )
+
+
 def _agreed(
     folder: OutputFolder,
     wanted: Plan,
@@ -220,33 +245,54 @@ def _agreed(
     token_options: Mapping[str, Any],
 ) -> Plan:
     """The plan that the folder has, if it is this one; else the new one, which it gets."""
-    name = f"{KEPT}/plan.json"
-    found = folder.read(name)
+    found = folder.read(PLAN)
+    if found is not None:
+        folder.abort_uploads()
     if found is not None and not overwrite:
-        plan = Plan.from_json(found, identity_of(folder.of(name)))
+        plan = Plan.from_json(found, identity_of(folder.of(PLAN)))
         differences = wanted.differences(plan)
         if differences:
             raise ConversionError(
                 f"{identity_of(folder.url)} has another conversion: {'; '.join(differences)}. Give another "
-                "folder, or overwrite=True (--overwrite), which removes its shards"
+                "folder; or overwrite=True (--overwrite), which removes it once the new one is whole; or "
+                "identity='...' (--identity), if source and functions do the same all the same"
             )
+        if wanted.identity not in (None, plan.identity):
+            plan = replace(plan, identity=wanted.identity)
+            folder.write(PLAN, plan.to_json())
         return plan
-    if found is not None:
-        folder.forget()
-    else:
+    if found is None:
         _refuse_foreign(folder, wanted.target.to, overwrite=overwrite)
-    plan = replace(wanted, target=source.target(token_options))
-    folder.write(name, plan.to_json())
+    plan = replace(wanted, target=source.target(token_options), run=folder.next_run(found))
+    OutputFolder(folder.url, folder.options, plan.run).begin()
+    folder.write(PLAN, plan.to_json())
+    # Nothing leads to what runs in between had begun; the first one stays until another is whole.
+    folder.forget({plan.run, *(folder.whole_runs() or [min(folder.runs(), default=0)])})
     return plan
+
+
+def _refuse_own(folder: OutputFolder, source: ConvertSource) -> None:
+    """Raise where the destination holds a file of the source, which it would mix with what is written."""
+    url = folder.holding(source.files())
+    if url is not None:
+        raise ConversionError(
+            f"the source's {identity_of(url)} lies in the destination, {identity_of(folder.url)}: a "
+            "conversion never replaces its own source; give another folder"
+        )
 
 
 def _refuse_foreign(folder: OutputFolder, to: str, *, overwrite: bool) -> None:
     """Raise where files lie in the folder that no conversion wrote: they would be read with the shards."""
-    others = sorted(name for name in folder.sizes() if not name.startswith("."))
+    others = sorted(name for name in folder.entries() if not name.startswith("."))
     if others and not overwrite:
         raise ConversionError(
             f"{identity_of(folder.url)} has files that no conversion wrote, such as {others[0]!r}: give an "
-            "empty folder, or overwrite=True (--overwrite), which leaves those of other names"
+            "empty folder, or overwrite=True (--overwrite), which leaves them beside the shards"
+        )
+    if to == "mds" and LISTING_NAME in others:
+        raise ConversionError(
+            f"{identity_of(folder.of(LISTING_NAME))} names shards that no conversion wrote, and can be "
+            "replaced by none: give an empty folder"
         )
 
 
@@ -259,12 +305,13 @@ def _finish(
     progress: bool | None,
     executor: Executor | None,
 ) -> None:
-    """Index the shards, and save their catalog; for MDS, `index.json`, too."""
+    """Index the shards, and save their catalog; for MDS, `index.json`, too. Then remove those of before."""
     folder, to = recipe.folder, recipe.target.to
     folder.clear()
     written = [receipts[number] for number in sorted(receipts) if receipts[number]["name"]]
     if not written:
         raise ConversionError("filter= and map= leave no sample: nothing was written")
+    folder.put_whole({folder.run, *folder.whole_runs()})
     if to == "mds":
         encodings = dict(sorted(recipe.target.columns.items()))
         entries = [index_entry(encodings, one["name"], one["samples"], one["bytes"], {}) for one in written]
@@ -279,5 +326,7 @@ def _finish(
             checksums = np.array([crc for one in written for crc in one["blocks"]], np.uint32)
             catalog = catalog.with_checksums(checksums)
         save_catalog(catalog, folder.of(CATALOG_NAME), folder.options, retrier)
-    done = {"plan": recipe.digest, "shards": len(written), "catalog": CATALOG_NAME}
-    folder.write(f"{KEPT}/done.json", json.dumps(done).encode())
+    if to != "mds" and folder.has_older(".mds"):  # before its shards: whoever reads by it has all or none
+        folder.remove(LISTING_NAME)
+    folder.forget({folder.run})
+    folder.put_whole({folder.run})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataflow.conversion.folder import OutputFolder
-from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count, function_identity
+from dataflow.conversion.identity import described
+from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count
 from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
-from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
-from dataflow.conversion.values import plain_value
+from dataflow.conversion.target import TOKENS, Target, check_row, targets_of, with_schema
 from dataflow.conversion.work import WINDOW_BLOCKS, MadeSamples, NewSamples, Recipe, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import parse_bytes
 from sharding.errors import DataflowError
 from sharding.formats.arrow.columns import TabularFormat
+from sharding.write.values import plain_value
 
 DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SHARD_SAMPLES = 10_000
@@ -120,6 +122,7 @@ class ConvertSource:
         """True if values are members of tars that go to tars as they are."""
         self._iterated: Iterator[Any] | None = None
         self._seen: list[Any] = []
+        self._datasets: list[ShardedDataset[Any]] = []
         self._failed: Exception | None = None
         if isinstance(source, ShardedDataset):
             if not len(source):
@@ -128,11 +131,9 @@ class ConvertSource:
                 raise ValueError(
                     "a balanced dataset has other samples each epoch: convert what it was made of"
                 )
-            raw = to == "tar" and map is None and filter is None
+            raw = to == "tar" and map is None and filter is None and source.codec.columns_are_extensions
             self.rows = stored_rows(source, raw=raw) if are_stored(source) else DeliveredRows(source)
-            self._are_members = (
-                raw and isinstance(self.rows, StoredRows) and self.rows.codec.columns_are_extensions
-            )
+            self._are_members = raw and isinstance(self.rows, StoredRows)
         elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
             self.rows = DeliveredRows(source)
         elif not isinstance(source, Iterable):
@@ -143,6 +144,10 @@ class ConvertSource:
             raise ValueError(
                 "an iterable has no order to shuffle: write it first, and shuffle what was written"
             )
+
+    def files(self) -> Iterator[str]:
+        """Yield the URLs of all shards that are read, also by functions, once `identities` found them."""
+        return chain.from_iterable(dataset.catalog.locations for dataset in self._datasets)
 
     @property
     def way(self) -> str:
@@ -165,13 +170,34 @@ class ConvertSource:
                 return "members"
         return "samples"
 
-    def identity(self) -> str:
-        """Return what tells this source from others."""
-        if isinstance(self.source, ShardedDataset):
-            names = [one.name for one in self.source.outputs]
-            return f"{self.source.fingerprint()} {' '.join(names)}"
-        kind = f"{type(self.source).__module__}.{type(self.source).__qualname__}"
-        return kind if self.rows is None else f"{kind} of {len(self.rows)}"
+    def identities(self) -> tuple[str, dict[str, str], dict[str, str]]:
+        """Return what tells source and functions from others; and what cannot be told apart, and why."""
+        source = self.source
+        values = {"map": self.map, "filter": self.filter}
+        if isinstance(source, ShardedDataset):
+            self._datasets.append(source)
+            catalog = source.catalog
+            named = f"{catalog.fingerprint()} {' '.join(output.name for output in source.outputs)}"
+            facts: Any = catalog.rows.column("version").to_pylist(), source.selection.digest
+            values |= {"transform": source.transform, "decode": source.outputs}
+            values["join"] = tuple((join.other, join.matches) for join in source.joins)
+        else:
+            named, facts = f"{type(source).__module__}.{type(source).__qualname__}", source
+            named += "" if self.rows is None else f" of {len(self.rows)}"
+        told, unknown = described({"source": facts, **values}, self._known)
+        return f"{named} {told.pop('source').rpartition(' ')[2]}", told, unknown
+
+    def _known(self, value: Any) -> Any:
+        """Return what a dataset counts by."""
+        if not isinstance(value, ShardedDataset):
+            return None
+        self._datasets.append(value)
+        return (
+            (value.catalog.fingerprint(), value.catalog.rows.column("version").to_pylist()),
+            (value.selection.digest, value.outputs, value.decoding),
+            (value.transform, [(join.other, join.matches) for join in value.joins]),
+            (value.seed, value.epoch, value.on_error),
+        )
 
     def plan(
         self,
@@ -179,6 +205,7 @@ class ConvertSource:
         shard_samples: int | None,
         token_options: Mapping[str, Any],
         checksum: bool,
+        identity: str | None,
     ) -> Plan:
         """The plan without what the first samples show."""
         bounds: list[int] | None = None
@@ -192,7 +219,7 @@ class ConvertSource:
         else:
             shard_samples = shard_samples or DEFAULT_SHARD_SAMPLES
         self._has_whole_blocks = bounds is not None and self._are_at_blocks(bounds)
-        functions = {"map": function_identity(self.map), "filter": function_identity(self.filter)}
+        source, functions, unknown = self.identities()
         options = {
             "to": self.to,
             "shard_size": shard_size,
@@ -207,7 +234,13 @@ class ConvertSource:
         }
         target = Target(to=self.to, columns={})
         return Plan(
-            source=self.identity(), functions=functions, options=options, bounds=bounds, target=target
+            source=source,
+            functions=functions,
+            unknown=unknown,
+            identity=identity,
+            options=options,
+            bounds=bounds,
+            target=target,
         )
 
     def _by_bytes(self, size: int) -> list[int]:
@@ -342,6 +375,7 @@ class _Probe(Target):
         """Return the sample."""
         if not isinstance(sample, Mapping):
             return super().fitted(sample, key)
+        check_row(sample)
         return {name: plain_value(value) for name, value in sample.items()}
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from dataflow.conversion.rows import KEY, Sample
-from dataflow.conversion.values import npy_bytes, plain_value
+from dataflow.conversion.values import npy_bytes
 from sharding.formats.extensions import rule_of_extension
 from sharding.printable import listed
+from sharding.write.arrays import array_of
 from sharding.write.mds import encoding_of
+from sharding.write.values import check_keys, json_value, plain_value
 from sharding.write.writer import ShardWriter
 
 SUFFIXES = {"tar": ".tar", "parquet": ".parquet", "mds": ".mds", "tokens": ".bin", "megatron": ".bin"}
@@ -29,6 +32,9 @@ _ADDED = {"int": "cls", "text": "txt", "json": "json", "npy": "npy"}
 _PICTURES = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"RIFF", "webp"))
 _PLAIN = frozenset({bytes, str, int, float, bool, type(None)})
 """Types of values that are as they should be."""
+_NESTED = frozenset({list, tuple, dict})
+_DEEPEST = 100
+"""Lists and dicts in one another: pyarrow ends the process where they have no end."""
 _TOKEN_COLUMNS = ("tokens", "input_ids")
 
 
@@ -45,6 +51,8 @@ class Target:
     """True if values are the bytes of a tar's members, whose extensions are the columns' names."""
     schema: bytes = b""
     """Arrow's schema of Parquet shards, serialized."""
+    rounds: bool = False
+    """True if the user named the schema, to whose types floats may be rounded."""
     row_group_size: int = 1024
     dtype: str | None = None
     length: int | None = None
@@ -55,9 +63,9 @@ class Target:
         """Return the writer of one shard, which replaces what is there."""
         more: dict[str, Any] = {}
         if self.to == "parquet":
-            more = {"schema": self.arrow_schema, "row_group_size": self.row_group_size}
+            more = {"schema": self.arrow_schema, "row_group_size": self.row_group_size, "rounds": self.rounds}
         elif self.to == "mds":
-            more = {"columns": dict(self.columns)}
+            more = {"columns": dict(self.columns), "rounds": False}
         elif self.to in TOKENS:
             more = {"dtype": self.dtype, "length": self.length, "end_token": self.end_token}
             more["tokenizer"] = self.tokenizer
@@ -80,6 +88,7 @@ class Target:
         is_plain = self.to in ("mds", "parquet") and _PLAIN.issuperset(map(type, row.values()))
         if is_plain and row.keys() == self.columns.keys():
             return row
+        check_row(row)
         fields = {
             name: value if type(value) in _PLAIN else plain_value(value)
             for name, value in row.items()
@@ -100,7 +109,11 @@ class Target:
             more = fields.keys() - self.columns.keys()
             if more:
                 raise ValueError(f"the first samples have no column {listed(sorted(more))}: give schema=")
-            return {name: _row_value(name, fields.get(name), self.columns[name]) for name in self.columns}
+            return {
+                name: value if value is None or kind != "json" else _json_text(name, value)
+                for name, kind in self.columns.items()
+                for value in [fields.get(name)]
+            }
         return {KEY: key, "tokens": fields[next(iter(self.columns))]}
 
     def _member(self, name: str, value: Any) -> Iterable[tuple[str, Any]]:
@@ -119,6 +132,30 @@ class Target:
                 "map= may give it one type"
             )
         yield extension, data
+
+
+def check_row(row: Mapping[Any, Any]) -> None:
+    """Raise `ValueError` for names that are no text, and lists and dicts in one another without an end."""
+    for name, value in row.items():
+        if not isinstance(name, str):
+            raise ValueError(
+                f"a column is called {name!r}, of type {type(name).__name__}: names are text; map= may give "
+                "others"
+            )
+        _check_depth(name, value, _DEEPEST)
+
+
+def _check_depth(name: str, value: Any, left: int) -> None:
+    if type(value) not in _NESTED:
+        return
+    if not left:
+        raise ValueError(
+            f"column {name!r} holds itself, or is nested over {_DEEPEST} deep: map= may flatten it"
+        )
+    items = value.values() if type(value) is dict else value
+    if not _NESTED.isdisjoint(map(type, items)):
+        for item in items:
+            _check_depth(name, item, left - 1)
 
 
 def targets_of(
@@ -141,7 +178,11 @@ def targets_of(
         encodings = {name: _encoding(name, values) for name, values in sorted(firsts.items())}
         return replace(target, columns=encodings, is_strict=True)
     if to == "parquet":
-        return with_schema(target, schema or _schema(firsts))
+        types = schema or with_pictures(_schema(firsts), firsts)
+        target = with_schema(replace(target, rounds=schema is not None), types)
+        texts = [name for name, kind in target.columns.items() if kind in ("string", "large_string")]
+        of_json = {name: "json" for name in texts if any(map(_is_json, firsts.get(name, ())))}
+        return replace(target, columns={**target.columns, **of_json})
     return replace(target, columns={_token_column(firsts): "tokens"}, is_strict=False)
 
 
@@ -160,9 +201,9 @@ def _stored(name: str, value: Any) -> tuple[str, Any]:
         return "bytes", bytes(value)
     if isinstance(value, str):
         return "text", value.encode()
-    if isinstance(value, (bool, int, np.integer)):
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return "int", str(int(value)).encode()
-    if isinstance(value, (float, np.floating, np.bool_, np.ndarray)):
+    if isinstance(value, (bool, float, np.floating, np.bool_, np.ndarray)):
         array = np.asarray(value)
         if array.dtype.hasobject:
             raise ValueError(
@@ -170,24 +211,11 @@ def _stored(name: str, value: Any) -> tuple[str, Any]:
             )
         return "npy", npy_bytes(array)
     if isinstance(value, (dict, list, tuple)):
-        try:
-            text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"column {name!r}: a {type(value).__name__} is stored as JSON, and {error}; map= may give "
-                "each item a column"
-            ) from error
-        return "json", text.encode()
+        return "json", _json_text(name, value).encode()
     raise ValueError(
         f"column {name!r} is of type {type(value).__name__}, which no tar holds: map= may give bytes, text, "
         "numbers, arrays, or lists and dicts of those"
     )
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is none of JSON's types")
 
 
 def _kind_of_extension(extension: str) -> str:
@@ -198,8 +226,7 @@ def _kind_of_extension(extension: str) -> str:
 
 def _extension(name: str, kind: str, value: Any) -> str:
     if kind == "bytes":
-        head = bytes(value[:12])
-        picture = next((one for magic, one in _PICTURES if head.startswith(magic)), "")
+        picture = _picture(bytes(value[:12]))
         return name if not picture or rule_of_extension(name) == "image" else f"{name}.{picture}"
     return name if rule_of_extension(name) == kind else f"{name}.{_ADDED[kind]}"
 
@@ -233,75 +260,60 @@ _FILL = "map= may fill it in, or columns= leave it out"
 def _schema(firsts: Mapping[str, list[Any]]) -> pa.Schema:
     fields = []
     for name, values in firsts.items():
-        kinds = [kind for value in values if (kind := _arrow_type(name, value)) != pa.null()]
-        if not kinds:
-            raise ValueError(f"column {name!r} has no value in the first samples: give schema=")
         try:
-            merged = pa.unify_schemas(
-                [pa.schema([(name, kind)]) for kind in dict.fromkeys(kinds)], promote_options="permissive"
-            )
-        except pa.ArrowException as error:
+            kind = pa.string() if any(map(_is_json, values)) else array_of(values).type
+        except (pa.ArrowException, ArithmeticError, TypeError, ValueError) as error:
             raise ValueError(
-                f"column {name!r} is {' and '.join(dict.fromkeys(map(str, kinds)))}: map= may give one type"
+                f"column {name!r}: {error}: map= may give one type, of bytes, text, numbers, arrays or lists"
             ) from error
-        fields.append(merged.field(0))
+        if not values or _is_null(kind):
+            raise ValueError(f"column {name!r} has no value in the first samples: give schema=")
+        fields.append(pa.field(name, kind))
     return pa.schema(fields)
 
 
-def _arrow_type(name: str, value: Any) -> pa.DataType:
-    if isinstance(value, np.ndarray):
-        kind = _of_dtype(name, value.dtype)
-        for _ in range(value.ndim):
-            kind = pa.list_(kind)
-        return kind
-    if isinstance(value, np.generic):
-        return _of_dtype(name, value.dtype)
-    if isinstance(value, dict):
-        return pa.string()
-    if type(value) in _ARROW:
-        return _ARROW[type(value)]
-    try:
-        kind = pa.array([value]).type
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise ValueError(
-            f"column {name!r} is of type {type(value).__name__}, which no Parquet file holds ({error}): map= "
-            "may give bytes, text, numbers, arrays or lists"
-        ) from error
-    if isinstance(value, (list, tuple)) and _has_struct(kind):
-        return pa.string()
-    return pa.null() if _is_null(kind) else kind
+def with_pictures(schema: pa.Schema, firsts: Mapping[str, list[Any]]) -> pa.Schema:
+    """The schema that says of columns whose first values are pictures that they are, as `datasets` does."""
+    features: dict[str, Any] = {}
+    for name, values in firsts.items():
+        depth = isinstance(values[0], list)
+        items = list(chain.from_iterable(values)) if depth else values
+        if items and isinstance(items[0], bytes) and _picture(items[0]):
+            image = {"_type": "Image"}
+            features[name] = {"feature": image, "_type": "List"} if depth else image
+    if not features:
+        return schema
+    return schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
 
 
-_ARROW = {bytes: pa.binary(), str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
-"""Types of values; who asks pyarrow has it import pandas, which takes longer than a shard."""
+def _picture(value: bytes) -> str:
+    """The ending of a picture that bytes are; "": they are none that is known."""
+    return next((ending for magic, ending in _PICTURES if value.startswith(magic)), "")
 
 
-def _of_dtype(name: str, dtype: np.dtype[Any]) -> pa.DataType:
-    try:
-        return pa.from_numpy_dtype(dtype)
-    except pa.ArrowException as error:
-        raise ValueError(
-            f"column {name!r} is {dtype}, which no Parquet file holds: map= may give another"
-        ) from (error)
-
-
-def _has_struct(kind: pa.DataType) -> bool:
-    return pa.types.is_struct(kind) or (pa.types.is_list(kind) and _has_struct(kind.value_type))
+def _is_json(value: Any) -> bool:
+    """True if a value is stored as JSON: a dict, or a list with one inside."""
+    return isinstance(value, dict) or (isinstance(value, (list, tuple)) and any(map(_is_json, value)))
 
 
 def _is_null(kind: pa.DataType) -> bool:
     return pa.types.is_null(kind) or (pa.types.is_list(kind) and _is_null(kind.value_type))
 
 
-def _row_value(name: str, value: Any, kind: str) -> Any:
-    if isinstance(value, np.ndarray) and value.ndim > 1:
-        return value.tolist()
-    if kind == "string" and isinstance(value, (dict, list, tuple)):
-        try:
-            return json.dumps(value, ensure_ascii=False, default=_plain)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"column {name!r} is stored as JSON, and {error}") from error
-    return value
+def _json_text(name: str, value: Any) -> str:
+    if not isinstance(value, (dict, list, tuple)):
+        raise ValueError(
+            f"column {name!r} is {type(value).__name__} here, and JSON in the first samples: map= may give "
+            "it one type"
+        )
+    try:
+        check_keys(value)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=json_value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"column {name!r}: a {type(value).__name__} is stored as JSON, and {error}; map= may give each "
+            "item a column"
+        ) from error
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------

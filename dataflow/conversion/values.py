@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from sharding.blocks import ABSENT, MISSING, Column, ColumnSpec, Format, Masked, Spans
 from sharding.byte_lists import list_items
 from sharding.formats.extensions import rule_of_extension
+from sharding.formats.streaming.stored_values import png_of
+from sharding.write.values import PYTHON_DTYPES
 
 Decode = Callable[[Any], Any]
-
-_PYTHON = frozenset({"int64", "float64", "bool"})
-"""dtypes for which Python has a type of the same values."""
 
 
 def npy_bytes(value: NDArray[Any]) -> bytes:
@@ -43,9 +42,9 @@ def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
 
     `ValueError` for values that would have to be unpickled.
     """
-    if spec.kind != "bytes":
-        return None
     rule = codec.rule(spec)
+    if spec.kind not in ("bytes", "bytes_list") and not callable(rule):
+        return None
     if codec.columns_are_extensions:
         own = rule_of_extension(name)
         rule = None if own == "pickle" else own  # such bytes are written as they are
@@ -53,6 +52,8 @@ def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
         return rule
     if rule == "pickle":
         raise ValueError(f"column {name!r} is pickled, which is not read; name the others: columns=[...]")
+    if spec.feature_type == "Image":
+        return png_of
     named: dict[str, Decode] = {
         "int": int,
         "float": float,
@@ -63,45 +64,32 @@ def decode_of(name: str, spec: ColumnSpec, codec: Format) -> Decode | None:
     return named.get(rule or "")
 
 
-def values_of(
-    column: Column, spec: ColumnSpec | None, decode: Decode | None, rows: slice | NDArray[np.int64]
-) -> list[Any]:
-    """Return the values of some rows of a column; None where a sample has none."""
+def values_of(column: Column, spec: ColumnSpec | None, decode: Decode | None) -> list[Any]:
+    """Return the values of a column; None where a sample has none."""
     if isinstance(column, Masked):
-        values: list[Any] = _numbers(column.values[rows])
-        return [value if here else None for value, here in zip(values, column.lacks[rows] == 0, strict=True)]
+        values: list[Any] = _numbers(column.values)
+        return [value if here else None for value, here in zip(values, column.lacks == 0, strict=True)]
     if not isinstance(column, Spans):
-        return _numbers(column[rows])
-    starts, lengths = column.starts[rows], column.lengths[rows]
+        return _numbers(column)
+    starts, lengths = column.starts, column.lengths
     kind = "bytes" if spec is None else spec.kind
     if kind == "list":
-        own = Spans(column.buffer, starts, lengths, column.element)
         return [
-            own.value(i).copy() if length >= 0 else _missing(length)
+            column.value(i).copy() if length >= 0 else _missing(length)
             for i, length in enumerate(lengths.tolist())
         ]
     if kind == "bytes_list":
-        return _byte_lists(column.buffer.view(np.uint8), starts, lengths)
+        lists = _byte_lists(column.buffer.view(np.uint8), starts, lengths)
+        return lists if decode is None else [one and list(map(decode, one)) for one in lists]
     view = np.ascontiguousarray(column.buffer).data.cast("B")
     pairs = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-    if kind == "text":
+    if kind == "text" and decode is None:
         return [str(view[a:b], "utf-8") if b >= a else _missing(b - a) for a, b in pairs]
     if kind == "json":
         decode = json.loads
     if decode is None:
         return [bytes(view[a:b]) if b >= a else _missing(b - a) for a, b in pairs]
     return [decode(bytes(view[a:b])) if b >= a else _missing(b - a) for a, b in pairs]
-
-
-def plain_value(value: Any) -> Any:
-    """Return what a delivered value is here: tensors as arrays, and those of one number as the number."""
-    if hasattr(value, "detach") and hasattr(value, "numpy"):
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, np.generic) and value.dtype.name in _PYTHON:
-        return value.item()
-    return value
 
 
 def _missing(length: int) -> Any:
@@ -115,7 +103,7 @@ def _text(data: Any) -> str:
 
 
 def _numbers(array: NDArray[Any]) -> list[Any]:
-    if array.ndim == 1 and array.dtype.name in _PYTHON:
+    if array.ndim == 1 and array.dtype.name in PYTHON_DTYPES:
         return array.tolist()  # type: ignore[no-any-return]
     return list(array if array.ndim == 1 else array.copy())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,13 +13,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataflow.conversion.errors import ConversionError
+from dataflow.conversion.folder import ConversionError
 from dataflow.conversion.rows import KEY, StoredRows
 from dataflow.conversion.source import ConvertSource, stored_rows
+from dataflow.conversion.target import TOKENS
 from dataflow.conversion.work import MadeSamples, NewSamples, Recipe, as_schema, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.progress.bar import ProgressBar
+from sharding.errors import DataflowError
 from sharding.urls import file_name
+from sharding.write.arrays import array_of
+from sharding.write.values import plain_value
 
 Ints = NDArray[np.int64]
 
@@ -30,6 +35,8 @@ class Asked:
     num_samples: int | None
     """Drawn at random; None: all."""
     again: Callable[[], Iterator[Any]] | None
+    dataset: ShardedDataset | None
+    """The source, where what it delivers should be what the result delivers."""
 
     @classmethod
     def of(cls, verify: bool | int, source: ConvertSource) -> Asked | None:
@@ -46,7 +53,8 @@ class Asked:
                     "__iter__ begins anew"
                 )
             again = source.source.__iter__
-        return cls(None if verify is True else verify, again)
+        is_same = isinstance(source.rows, StoredRows) and source.map is None and source.source.decoding
+        return cls(None if verify is True else verify, again, source.source if is_same else None)
 
 
 def verify_shards(
@@ -83,6 +91,8 @@ def verify_shards(
                     recipe=recipe, number=number, receipt=receipt, rows=rows, first=first, given=given
                 )
                 shard.compare(result)
+                if asked.dataset is not None and recipe.target.to not in TOKENS:
+                    shard.compare_delivered(asked.dataset, written)
                 compared += len(rows)
             first += receipt["samples"]
             bar.show(number + 1)
@@ -132,6 +142,27 @@ class _ComparedShard:
         for row, was, now in zip(self.rows.tolist(), made, found, strict=True):
             self._same(row, was, now)
 
+    def compare_delivered(self, source: ShardedDataset, written: ShardedDataset) -> None:
+        """Raise `ConversionError` where the first row is delivered otherwise than the source delivers it."""
+        if self.receipt["read"] != self.receipt["samples"]:
+            return
+        row, columns = int(self.rows[0]), self.recipe.target.columns
+        try:
+            was = source[int(self.recipe.positions(self.number)[row])]
+        except DataflowError:  # a bad sample, whose stored values are all that can be compared
+            return
+        now = written[self.first + row]
+        for name, value in was.items():
+            known = columns.get(name, "") if self.recipe.target.to == "tar" else ""
+            names = [one for one in (name, known) if one in now]
+            found = now[names[-1]] if names else None
+            if not _is_delivered_alike(value, found):
+                place = f"{self.receipt['name']}, sample {row}, column {name!r}"
+                raise ConversionError(
+                    f"{place}: {_short(found)} is delivered, and {_short(value)} by the source: map= may "
+                    "give what the target has, or leave it out"
+                )
+
     def _same(self, row: int, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         names = {*was, *now} - ({KEY} if self.recipe.target.to != "tar" else set())
         for name in sorted(names):
@@ -168,9 +199,9 @@ class _ComparedShard:
 
     def _as_rows(self) -> Iterator[dict[str, Any]]:
         """The rows as Parquet gives them back."""
-        schema = self.recipe.target.arrow_schema
+        schema, rounds = self.recipe.target.arrow_schema, self.recipe.target.rounds
         for sample in self._fitted():
-            row = {field.name: pa.array([sample[field.name]], field.type) for field in schema}
+            row = {field.name: array_of([sample[field.name]], field.type, rounds=rounds) for field in schema}
             yield from pa.table(row).to_pylist()
 
     def _tables(self) -> Iterator[dict[str, Any]]:
@@ -208,9 +239,22 @@ def is_same(was: Any, now: Any) -> bool:
         return len(was) == len(now) and all(map(is_same, was, now))
     if isinstance(was, dict) and isinstance(now, dict):
         return was.keys() == now.keys() and all(is_same(was[name], now[name]) for name in was)
-    if type(was) is not type(now):
+    if type(was) is not type(now) and {type(was), type(now)} != {int, float}:
         return False
     return bool(was == now) or (was != was and now != now)
+
+
+def _is_delivered_alike(was: Any, now: Any) -> bool:
+    was, now = plain_value(was), plain_value(now)
+    if isinstance(was, (list, tuple)) and isinstance(now, (list, tuple)):
+        return len(was) == len(now) and all(map(_is_delivered_alike, was, now))
+    if isinstance(was, (dict, list)) and isinstance(now, str):  # Parquet has JSON as text
+        return bool(json.loads(now) == was)
+    if was is None or now is None:  # NaN of floats
+        return was is now or was != was or now != now
+    if isinstance(was, np.ndarray) or isinstance(now, np.ndarray):
+        return np.shape(was) == np.shape(now) and is_same(*map(np.asarray, (was, now)))
+    return is_same(was, now)
 
 
 def _short(value: Any) -> str:

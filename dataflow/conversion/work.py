@@ -1,16 +1,17 @@
 """Write one shard of a conversion: what a worker does, in whatever process or machine.
 
 A shard is made of its plan and the source alone, so whoever writes it again writes the same bytes. It appears
-whole under its name, then its receipt does: bytes, samples, CRC-32 of each block. A worker
-that dies leaves at most a temporary file.
+whole under its name, then its receipt does: bytes and times, samples, CRC-32 of each block. A worker that
+dies leaves at most a temporary file.
 """
 
 from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, compress
@@ -20,8 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dataflow.conversion.errors import ConversionError
-from dataflow.conversion.folder import OutputFolder, index_name, write_errors
+from dataflow.conversion.folder import THREADS, ConversionError, OutputFolder, index_name, write_errors
 from dataflow.conversion.rows import KEY, Rows, Sample, StoredRows
 from dataflow.conversion.target import SUFFIXES, TOKENS, Target
 from prefetch.store.reader import StoreReader
@@ -115,9 +115,9 @@ class MadeSamples(NamedTuple):
         return SampleError(url, reason, key=own if key is None else str(key), stage=stage)
 
 
-def shard_name(number: int, to: str) -> str:
-    """Return the name of a shard."""
-    return f"shard.{number:05d}.mds" if to == "mds" else f"shard-{number:06d}{SUFFIXES[to]}"
+def shard_name(number: int, to: str, mark: str) -> str:
+    """Return the name of a shard; `mark`: that of its run."""
+    return f"shard.{number:05d}{mark}.mds" if to == "mds" else f"shard-{number:06d}{mark}{SUFFIXES[to]}"
 
 
 def write_packed(packed: bytes, number: int) -> dict[str, Any]:
@@ -139,7 +139,8 @@ def _unpacked(packed: bytes) -> Recipe:
 
 def write_shard(recipe: Recipe, number: int, given: NewSamples | None = None) -> dict[str, Any]:
     """Write a shard, and then its receipt, which is returned."""
-    folder, name = recipe.folder, shard_name(number, recipe.target.to)
+    folder = recipe.folder
+    name = shard_name(number, recipe.target.to, folder.mark)
     url = folder.of(name)
     writer = recipe.target.writer(url, folder.options)
     try:
@@ -155,19 +156,47 @@ def write_shard(recipe: Recipe, number: int, given: NewSamples | None = None) ->
         error.add_note(f"shard {name} was not written; what was finished before stays")
         raise
     shards = writer.shards
-    files = {shard.url.rpartition("/")[2]: shard.num_bytes for shard in shards}
     receipt = {
         "plan": recipe.digest,
         "shard": number,
         "name": name if shards else "",
         "read": num_read,
         "samples": sum(shard.num_samples for shard in shards),
-        "bytes": sum(files.values()),
-        "files": files,
+        "bytes": sum(shard.num_bytes for shard in shards),
+        "files": [shard.url.rpartition("/")[2] for shard in shards],
         "blocks": block_checksums(recipe, url) if shards and recipe.checksum else [],
     }
     folder.put_receipt(number, receipt)
     return receipt
+
+
+def finished_shards(recipe: Recipe, *, sums: bool) -> dict[int, dict[str, Any]]:
+    """The receipts of shards that are as they were written, by number.
+
+    Size and etag or time tell; where these differ, or of all if `sums`, the CRC-32 of blocks do.
+    """
+
+    def is_as_written(receipt: Mapping[str, Any], is_sure: bool) -> bool:
+        if is_sure and not (sums and recipe.checksum):
+            return True
+        if not recipe.checksum or not (is_sure or [*receipt["files"]] in ([], [receipt["name"]])):
+            return is_sure
+        url = recipe.folder.of(receipt["name"])
+        with suppress(DataflowError):
+            is_same = not receipt["name"] or block_checksums(recipe, url) == receipt["blocks"]
+            if is_same and not is_sure:
+                recipe.folder.put_receipt(receipt["shard"], receipt)
+            return bool(is_same)
+        return False
+
+    found = recipe.folder.receipts(recipe.digest)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="dataflow-convert") as pool:
+        are_same = list(pool.map(lambda one: is_as_written(*one), found.values()))
+    return {
+        number: receipt
+        for (number, (receipt, _)), is_same in zip(found.items(), are_same, strict=True)
+        if is_same
+    }
 
 
 def block_checksums(recipe: Recipe, url: str) -> list[int]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from prefetch.errors import MemoryLimitError
 from sharding.blocks import Spans
+from sharding.spans import numbers_at
 
 Array = NDArray[Any]
 BadRows = Sequence[tuple[int, str]]
@@ -53,6 +54,19 @@ def parse_ints(column: Spans) -> tuple[NDArray[np.int64], BadRows]:
 def parse_floats(column: Spans) -> tuple[NDArray[np.float64], BadRows]:
     """Decimal numbers in ASCII: values float64 [n], and the rows that are none."""
     return _parse_each(float, column, np.float64)
+
+
+def stored_numbers(column: Spans, *, dtype: str, shape: tuple[int, ...]) -> tuple[Array, BadRows]:
+    """Numbers as they are stored: values [n, *shape], and the rows that are none."""
+    width = math.prod(shape) * np.dtype(dtype).itemsize
+    good = np.flatnonzero(column.lengths == width)
+    values = np.zeros((len(column), *shape), dtype)
+    values[good] = numbers_at(column.buffer.view(np.uint8), column.starts[good], dtype, shape)
+    bad = np.flatnonzero(column.lengths != width).tolist() if len(good) < len(column) else ()
+    told = {
+        row: LACKING if column.lengths[row] < 0 else f"it has not the {width} bytes of others" for row in bad
+    }
+    return values, list(told.items())
 
 
 def _right_aligned(column: Spans, width: int) -> NDArray[np.uint8]:

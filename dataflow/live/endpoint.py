@@ -76,7 +76,8 @@ class NodeAnswers:
     ) -> None:
         self._parent, self._limit_s, self._read, self._deadline_s = parent, limit_s, read, deadline_s
         self._is_local = is_local
-        self._num_open = 0
+        self._open: dict[asyncio.StreamWriter, bool] = {}
+        """The connections, the oldest first, and whether each is silent: has asked nothing yet."""
 
     def records(self) -> list[TrainingRecord]:
         """Return the newest record of each rank of the parent's job on this node."""
@@ -108,21 +109,25 @@ class NodeAnswers:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection: one request, within the deadline."""
-        self._num_open += 1
+        if len(self._open) >= _MOST_CONNECTIONS:  # silent clients must not keep out one that asks
+            oldest = next((other for other, is_silent in self._open.items() if is_silent), writer)
+            self._open.pop(oldest, None)
+            oldest.transport.abort()
+        self._open[writer] = True
         try:
-            if self._num_open <= _MOST_CONNECTIONS:
-                async with asyncio.timeout(self._deadline_s):
-                    await self._serve(reader, writer)
+            async with asyncio.timeout(self._deadline_s):
+                await self._serve(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # the client is gone, too slow, or no client of HTTP
         finally:
-            self._num_open -= 1
+            self._open.pop(writer, None)
             if writer.transport.get_write_buffer_size():
                 writer.transport.abort()  # what a slow client has not taken is dropped
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
+        self._open[writer] = False
         parts = head.partition(b"\r\n")[0].decode("latin-1").split(" ")
         host = _host_in(head)
         if self._is_local and host is not None and not is_for_loopback(host):

@@ -184,7 +184,7 @@ def from_page(page: bytes) -> TrainingRecord | None:
         return None
     try:
         record = msgspec.json.decode(body, type=TrainingRecord)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
     return record if record.version == VERSION else None
 
@@ -196,7 +196,18 @@ def to_json(records: list[TrainingRecord]) -> bytes:
 
 def from_json(text: bytes) -> list[TrainingRecord]:
     """Return the records of a JSON list. `ValueError` if it is none."""
-    return msgspec.json.decode(text, type=list[TrainingRecord])
+    try:
+        return msgspec.json.decode(text, type=list[TrainingRecord])
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply for records") from error
+
+
+def newest_version(text: bytes) -> int:
+    """Return the newest version of the records in a JSON list; 0: there are none."""
+    try:
+        return max((one.version for one in msgspec.json.decode(text, type=list[_Versioned])), default=0)
+    except (ValueError, RecursionError):
+        return 0
 
 
 def why_unread(page: bytes) -> str:
@@ -209,7 +220,7 @@ def why_unread(page: bytes) -> str:
         return "it is damaged, or its disk was full"
     try:
         version = msgspec.json.decode(body, type=_Versioned).version
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         version = VERSION
     if version == VERSION:
         return "it is damaged"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.decode.values import LACKING, BadRows
+from dataflow.decode.values import LACKING, BadRows, stored_numbers
 from dataflow.outputs.columns import ChunkColumns, ChunkRows
 from dataflow.outputs.output import BuiltColumn, Default, Output, split_rows
 from dataflow.staging.columns import StagedArray, StagedPresence
@@ -88,7 +89,7 @@ class ArrayOutput(FixedOutput):
             return bool(column.dtype == ("uint8" if self.parse else self.source_dtype))
         shape = self.shape[:-1] if len(self.sources) > 1 else self.shape
         values = column.values if isinstance(column, Masked) else column
-        return self.parse is None and bool(values.dtype == self.source_dtype and values.shape[1:] == shape)
+        return bool(values.dtype == self.source_dtype and values.shape[1:] == shape)
 
     def staged_bytes(self, num_rows: int) -> int:
         """Bytes of the window's array."""
@@ -149,6 +150,14 @@ class RowsOutput(FixedOutput):
 
     kind: ClassVar[str] = "spans"
     is_copied: ClassVar[bool] = True
+
+    def as_array(self) -> Output:
+        """The output of the same tensors that other formats give it, which stores no addresses of them."""
+        if self.dtype != self.source_dtype:
+            return self
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        parse = partial(stored_numbers, dtype=self.dtype, shape=self.shape)
+        return ArrayOutput(**{**own, "parse": parse})
 
     @property
     def _stored_dtype(self) -> str:

@@ -168,6 +168,10 @@ class Output(StagedOutput, ABC):
         """The sources that every sample must have."""
         return self.sources
 
+    def as_array(self) -> Output:
+        """The output of the same values that other formats give it."""
+        return self
+
     def description(self) -> str:
         """Return what it delivers, for messages: kind, dtype and what else decides."""
         missing = "" if self.default is None else f" ({self.default.value!r} where missing)"

@@ -52,12 +52,14 @@ def resolve_outputs(
     """
     own = schema
     schema = {**schema, **dict.fromkeys(cameras, ColumnSpec("bytes"))}
-    chosen = _chosen(schema, columns, codec)
+    chosen = _chosen(schema, columns, codec, check)
     needed = [source for sources, _ in chosen.values() for source in sources]
     if check is not None:
         check([*needed, *(_moments() if cameras.keys() & {*needed} else ())])
     rules = decode if isinstance(decode, Mapping) else {}
     unknown = sorted(set(rules) - set(chosen) - set(schema))
+    if unknown and check is not None:
+        check(unknown)
     if unknown:
         raise ValueError(f"decode names {unknown[0]!r}, which is no column; columns: {_listed(schema)}")
     for name in sorted(set(rules) - set(chosen)):
@@ -119,6 +121,7 @@ def _chosen(
     schema: Mapping[str, ColumnSpec],
     columns: Sequence[str] | Mapping[str, str | Sequence[str]] | None,
     codec: Format,
+    check: Callable[[Sequence[str]], None] | None,
 ) -> dict[str, tuple[tuple[str, ...], bool]]:
     """Return by name the columns that each is made of, and whether it is made of several, even of one."""
     if isinstance(columns, str):
@@ -135,10 +138,13 @@ def _chosen(
     for name, (sources, _) in chosen.items():
         known = {*schema, *KEY_COLUMNS}
         missing = [s for s in sources if not known.issuperset(codec.alternatives(s))]
+        if missing and check is not None:
+            check(missing)
         if missing or not sources:
-            raise ValueError(
-                f"column {(missing or [name])[0]!r} does not exist; the dataset has: {_listed(schema)}"
-            )
+            absent = (missing or [name])[0]
+            if parts := [column for column in schema if column.startswith(f"{absent}.")]:
+                raise ValueError(f"column {absent!r} is a struct: name its parts, {listed(parts)}")
+            raise ValueError(f"column {absent!r} does not exist; the dataset has: {_listed(schema)}")
     if not chosen and columns is None:
         raise ValueError(
             "the dataset has no column of a type that can be delivered (docs/reference/formats.md lists them)"

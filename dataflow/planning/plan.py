@@ -187,6 +187,13 @@ class StreamPlan:
             return None
         return [int(count) for count in mixture.spec.first(epoch)]
 
+    def meant(self, state: PlanState, of: ShardedDataset | Mixture) -> PlanState:
+        """The state, or over other samples and batches the next epoch's, where nothing of its own is left."""
+        is_same = state.fingerprint.partition("@")[0] == of.fingerprint() and not self.planner
+        if is_same or not state.ends_epoch or isinstance(of, Mixture):
+            return state
+        return replace(state, epoch=state.epoch + 1, position=0)
+
     def resumed(
         self, state: PlanState, *, of: ShardedDataset | Mixture, data: Facts, shuffle: Shuffle
     ) -> StreamPlan:

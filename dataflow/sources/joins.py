@@ -20,11 +20,10 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from dataflow.outputs.output import Output
-from dataflow.staging.columns import StagedOutput, StagedSpans
-from dataflow.staging.rows import open_rows
+from dataflow.sources.views import column_array
+from dataflow.staging.rows import read_columns
 from dataflow.staging.source import Source
-from prefetch.memory.arena import Arena
-from sharding.arrow_arrays import bool_array, number_array
+from sharding.arrow_arrays import number_array
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.order.selection import Selection
@@ -40,7 +39,6 @@ from sharding.plan.matches import (
 from sharding.printable import listed
 
 _KEY_THREADS = 16
-_ARENA_BYTES = 64 << 20
 _NAMED = 5
 """Samples that are named of those without a match."""
 
@@ -139,26 +137,8 @@ class JoinSide:
 
     def _values(self, number: int) -> pa.Array:
         """The keys of a block whose values are bytes."""
-        import pyarrow.compute as pc
-
-        output = StagedOutput(name=self.on, sources=(self.on,))
-        source = replace(self.source, outputs=(output,), all_columns=False)
-        arena, blocks = Arena(limit_bytes=_ARENA_BYTES), np.array([number])
-        window = open_rows(source, arena, blocks, self.selection.rows(number), share="few")
-        rows = window.rows
-        for read in window.reads():
-            read()
-        spans = window.staged[self.on]
-        assert isinstance(spans, StagedSpans)
-        buffer, starts = window.buffer_of(spans, rows, self.on)
-        lengths = np.maximum(spans.lengths[rows], 0)
-        offsets = np.concatenate(([0], np.cumsum(lengths)))
-        text = buffer[np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])]
-        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(text)]
-        keys = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(rows), buffers)
-        is_missing = spans.lengths[rows] < 0
-        window.close()
-        return pc.if_else(bool_array(~is_missing), keys, None) if is_missing.any() else keys
+        block, rows = self.catalog.block(number), self.selection.rows(number)
+        return column_array(read_columns(self.source, block, [self.on], rows, gap_bytes=0)[self.on])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

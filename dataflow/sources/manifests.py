@@ -12,7 +12,7 @@ import os
 import posixpath
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import pyarrow as pa
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from dataflow.sources.tables.separated import Dialect, read_separated
 from sharding.blocks import Block, Column, Columns, ColumnSpec, Masked, Shard, Spans, spec_text
 from sharding.catalog.storage import open_url, read_file, shard_info
 from sharding.errors import CorruptShardError, ShardReadError
@@ -37,7 +38,7 @@ _RESERVED = {KEY_COLUMN, "__url__"}
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Dialect):
     """A table that says which files a dataset consists of, and more about each: `ShardedDataset(manifest=)`.
 
     A row is a sample, in the order of the table; a file may have several rows. Its columns are delivered
@@ -50,6 +51,10 @@ class Manifest:
         classes: a column of text that is delivered as class numbers; `dataset.features` has their names,
             which are sorted. A mapping of the column to a list of names fixes them: for several splits.
         size: the column of the files' bytes. "": the store is asked for them, by a request each over HTTP.
+        separator: between cells of CSV and TSV; "": of CSV "," or ";" or a tab, as the header shows.
+        quote: around cells with separators in them; "": none; None: '"' in CSV, none in TSV.
+        encoding: of CSV and TSV.
+        types: of columns of CSV and TSV: "text", "int", "float" or the name of one of Arrow's types.
 
     Raises:
         ValueError: an ending that is no manifest's.
@@ -144,9 +149,10 @@ def read_manifest(
     url = _found(os.fspath(manifest.path), folder, options)
     data = _read(url, options)
     for mark, encoding in _BYTE_ORDER_MARKS.items():
-        if data.startswith(mark):
-            raise CorruptShardError(url, f"the manifest is {encoding} text: save it as UTF-8")
-    table = _table(url, data, manifest.file)
+        if data.startswith(mark) and manifest.encoding == "utf-8":
+            cure = f"save it as UTF-8, or give encoding={encoding!r}"
+            raise CorruptShardError(url, f"the manifest is {encoding} text: {cure}")
+    table = _table(url, data, manifest)
     names = table.column_names
     if manifest.file not in names:
         if not is_sure:
@@ -205,13 +211,16 @@ def _read(url: str, options: Mapping[str, Any] | None) -> bytes:
 # ---- tables ---------------------------------------------------------------------------------------------
 
 
-def _table(url: str, data: bytes, file_column: str) -> pa.Table:
+def _table(url: str, data: bytes, manifest: Manifest) -> pa.Table:
     """The manifest as Arrow has it, structs not flattened."""
     ending = ending_of_table(url)
     if not data:
         raise CorruptShardError(url, "the manifest is empty (0 bytes)")
     if ending in ("csv", "tsv"):
-        return _separated(url, data, "," if ending == "csv" else "\t", file_column)
+        return read_separated(url, data, ending, manifest.file, manifest)
+    if any(getattr(manifest, one.name) != getattr(Dialect(), one.name) for one in fields(Dialect)):
+        names = ", ".join(one.name for one in fields(Dialect))
+        raise ValueError(f"{names} say how CSV and TSV are written, and {identity_of(url)} is neither")
     if ending == "parquet":
         return _parquet(url, data)
     return _lines(url, data.removeprefix(b"\xef\xbb\xbf"))
@@ -233,53 +242,6 @@ def _parquet(url: str, data: bytes) -> pa.Table:
         return file.read()
     except (pa.ArrowException, OSError) as error:
         raise CorruptShardError(url, f"the manifest is no Parquet file: {error}") from error
-
-
-def _separated(url: str, data: bytes, delimiter: str, file_column: str) -> pa.Table:
-    from pyarrow import csv
-
-    def read(texts: Sequence[str]) -> pa.Table:
-        return csv.read_csv(
-            io.BytesIO(data),
-            # One block: types follow from all rows, and errors count them.
-            read_options=csv.ReadOptions(use_threads=False, block_size=len(data) + 1),
-            parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-            convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string())),
-        )
-
-    try:
-        table = read([file_column])
-        _check_utf8(url, table)
-        dates = [one.name for one in table.schema if pa.types.is_temporal(one.type)]
-        if dates:
-            table = read([file_column, *dates])
-    except pa.ArrowInvalid as error:
-        raise CorruptShardError(url, f"the manifest is no table: {error}") from error
-    if data.count(b'"') % 2 and _ends_in_quotes(table):
-        raise CorruptShardError(url, 'the manifest has a quote (") that nothing closes before its end')
-    return table
-
-
-def _check_utf8(url: str, table: pa.Table) -> None:
-    try:
-        _ = table.column_names
-    except UnicodeDecodeError as error:
-        raise CorruptShardError(url, "the names of columns are no UTF-8 text: save it as UTF-8") from error
-    for one in table.schema:
-        if pa.types.is_binary(one.type):
-            for row, value in enumerate(table.column(one.name).to_pylist()):
-                try:
-                    (value or b"").decode()
-                except UnicodeDecodeError as error:
-                    raise CorruptShardError(
-                        url, f"column {one.name!r} of row {row + 1} is no UTF-8 text: save it as UTF-8"
-                    ) from error
-
-
-def _ends_in_quotes(table: pa.Table) -> bool:
-    """Return whether the last row has text over several lines, as one has whose quote is not closed."""
-    last = table.slice(max(0, table.num_rows - 1)).to_pylist()
-    return any(isinstance(value, str) and "\n" in value for row in last for value in row.values())
 
 
 def _lines(url: str, data: bytes) -> pa.Table:
@@ -339,6 +301,7 @@ def _sizes(url: str, table: pa.Table, name: str) -> NDArray[np.int64]:
 def _columns(url: str, table: pa.Table) -> tuple[Columns, dict[str, ColumnSpec]]:
     """The columns of a table as samples have them; those without any value are left out."""
     from sharding.formats.arrow.columns import columns_of, flattened
+    from sharding.formats.arrow.json_types import PROBLEM
     from sharding.formats.arrow.schema import spec_of
 
     flat = flattened(table)
@@ -353,17 +316,17 @@ def _columns(url: str, table: pa.Table) -> tuple[Columns, dict[str, ColumnSpec]]
             continue
         if spec is None or spec.kind not in ("fixed", "text", "json", "list") or spec.shape:
             what = str(one.type) if spec is None else spec_text(spec)
-            raise ValueError(
-                f"column {one.name!r} of the manifest {identity_of(url)} is {what}, and manifests have "
-                "numbers, text, lists of numbers and JSON: take it out of the table"
-            )
+            reason = f"column {one.name!r} is {what}, and manifests have numbers, text, lists and JSON"
+            note = (one.metadata or {}).get(PROBLEM, reason.encode()).decode()
+            schema[one.name] = ColumnSpec("unreadable", note=f"{note}; columns= may leave it out")
+            continue
         if one.name in _RESERVED or "/" in one.name:
             raise ValueError(
                 f"the manifest {identity_of(url)} has a column {one.name!r}, a name that files cannot have: "
                 "rename it"
             )
         schema[one.name] = spec
-    columns = columns_of(flat, list(schema), block)
+    columns = columns_of(flat, [name for name in schema if schema[name].kind != "unreadable"], block)
     for name, column in columns.items():
         if _lacks(column).any():
             schema[name] = replace(schema[name], optional=True)
@@ -410,7 +373,8 @@ def _number_classes(
     if schema[name].kind != "text" or not isinstance(column, Spans):
         raise ValueError(
             f"classes must be a column of text, and {name!r} of {identity_of(url)} is "
-            f"{spec_text(schema[name])}: numbers are delivered as they are, so leave classes= out"
+            f"{spec_text(schema[name])}: numbers are delivered as they are, so leave classes= out, or give "
+            f"types={{{name!r}: 'text'}}"
         )
     values = [
         column.value(row).tobytes().decode() if there else ""

@@ -59,6 +59,7 @@ class Opening(Struct, frozen=True, kw_only=True):
     catalog: str | os.PathLike[str] | Catalog | None
     dtype: str | None
     length: int | None
+    header: int | None
     block_bytes: int
     progress: bool | None
     storage_options: Mapping[str, Any]
@@ -130,6 +131,7 @@ class Opening(Struct, frozen=True, kw_only=True):
             urls,
             dtype=self.dtype,
             length=self.length,
+            header=self.header,
             allow_unfinished=self.allow_unfinished,
             exists=SmallFiles(options, retrier).exists,
         )

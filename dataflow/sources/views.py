@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.outputs.output import Output
 from dataflow.ragged import Ragged
+from dataflow.staging.rows import read_columns
 from dataflow.staging.source import Source
-from prefetch.store.ranges import read_located
+from sharding.arrow_arrays import bits, bool_array, number_array
 from sharding.blocks import Block, Column, ColumnSpec, Format, Masked, Spans
 from sharding.catalog.predicate import (
     Predicate,
@@ -30,7 +30,7 @@ from sharding.catalog.predicate import (
     member_schema,
     member_table,
 )
-from sharding.catalog.reading import ColumnReader, read_block
+from sharding.catalog.reading import read_block
 from sharding.catalog.schema import NO_SCHEMA
 from sharding.catalog.table import Catalog
 from sharding.formats.arrow.columns import TabularFormat
@@ -42,8 +42,6 @@ from sharding.order.selection import MOST_DRAWN, Selection
 from sharding.spans import gathered
 
 _THREADS = 16
-_FAR_BYTES = 64 << 10
-"""The bytes between values from which on each is read by itself; below it, whole blocks are."""
 _SAMPLES_AT_ONCE = 1 << 20
 """Number of samples whose members are looked at together: a condition costs more than a small block has."""
 
@@ -144,17 +142,15 @@ def _with_values(source: Source, selection: Selection, expression: Any) -> Selec
         raise ValueError(f"this dataset of format {codec.name!r} has no columns to filter by; {others}")
     condition = Predicate(expression, pa.schema(fields))
     catalog.schema.check(condition.columns)
-    reader = ColumnReader(catalog, codec, condition.columns)
 
     def matches(number: int) -> NDArray[np.bool_]:
         block = catalog.block(number)
-        spans = codec.locate(block, condition.columns) if codec.locates_numbers else None
-        if spans is not None and block.length > _FAR_BYTES * len(spans) * block.num_samples:
-            columns = read_located(block, spans, catalog.schema, source.reader.read_into)
-        else:
-            columns = reader.decode(block, reader.read(block, source.reader.read_into))
+        columns = read_columns(source, block, condition.columns)
         try:
-            arrays = {name: _as_arrow(column, catalog.schema[name]) for name, column in columns.items()}
+            arrays = {
+                name: column_array(column).cast(arrow_type(catalog.schema[name]))
+                for name, column in columns.items()
+            }
         except pa.ArrowException as error:
             raise block.corrupt(f"the filter {expression} cannot look at it: {error}") from error
         return condition.holds(pa.table(arrays))
@@ -166,18 +162,18 @@ def _is_value(spec: ColumnSpec) -> bool:
     return spec.kind in ("text", "bytes") or (spec.kind == "fixed" and not spec.shape)
 
 
-def _as_arrow(column: Column, spec: ColumnSpec) -> pa.Array:
+def column_array(column: Column) -> pa.Array:
+    """The values of a decoded column of numbers, or of bytes or text, which come as large binary."""
     if isinstance(column, Masked):
-        return pa.array(column.values, mask=column.lacks != 0).cast(arrow_type(spec))
+        return pa.array(column.values, mask=column.lacks != 0)
     if not isinstance(column, Spans):
-        return pa.array(np.ascontiguousarray(column)).cast(arrow_type(spec))
+        numbers: NDArray[Any] = np.ascontiguousarray(column)
+        return bool_array(numbers) if numbers.dtype == bool else number_array(numbers)
     lengths = np.maximum(column.lengths, 0)
     contents = gathered(column.buffer.view(np.uint8), column.starts, lengths)
-    buffers = [None, pa.py_buffer(np.append(0, np.cumsum(lengths))), pa.py_buffer(contents)]
-    values = pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
-    if (column.lengths < 0).any():
-        values = pc.if_else(pa.array(column.lengths >= 0), values, None)
-    return values.cast(arrow_type(spec))
+    valid = None if (column.lengths >= 0).all() else bits(column.lengths >= 0)
+    buffers = [valid, pa.py_buffer(np.append(0, np.cumsum(lengths))), pa.py_buffer(contents)]
+    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
 
 
 def _with_members(source: Source, selection: Selection, expression: Any) -> Selection:

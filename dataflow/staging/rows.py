@@ -5,7 +5,8 @@ only parts of long values, just these are read, if the format can tell where the
 whole blocks. What is built of the rows does not show which it was.
 
 `open_rows` gives one window, as the stream needs it. A `RowReader` also shares blocks that can be decoded as
-a whole only among all who need them, so its rows may lie in several windows.
+a whole only among all who need them, so its rows may lie in several windows. `read_rows` gives columns as
+they are decoded, to those who build no batches.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -27,10 +28,13 @@ from dataflow.staging.mapped import MappedWindow
 from dataflow.staging.source import Source
 from dataflow.staging.window import NotLocatableError, Share, StagedRows, StagedWindow
 from prefetch.memory.arena import Arena
+from prefetch.store.ranges import read_located
 from prefetch.work import Task
+from sharding.blocks import Block, Column, Columns, Masked, Spans
 
 if TYPE_CHECKING:
     from dataflow.staging.reading import ReadWindow
+    from sharding.order.selection import Selection
 
 
 Ints = NDArray[np.int64]
@@ -38,6 +42,8 @@ Ints = NDArray[np.int64]
 _MOST_MAPPED = 1 << 13
 """Shards of a window that is mapped: the system allows 65,530 mappings, and several windows are open."""
 _NO_ROWS = np.zeros(0, np.int64)
+_GAP_BYTES = 64 << 10
+"""The bytes that one more request is worth."""
 
 
 def open_rows(
@@ -93,6 +99,74 @@ def counted_through(
     rows = (np.cumsum(counts) - counts)[ordinal]
     rows += row
     return blocks[is_used], rows
+
+
+class BlockRows(NamedTuple):
+    """The samples at some positions that lie in one block."""
+
+    block: Block
+    at: Ints
+    """[n] which of the positions they are, ascending."""
+    columns: Columns
+    """Their values, [n]."""
+
+
+def read_rows(
+    source: Source, selection: Selection, positions: Ints, columns: Sequence[str], *, is_checked: bool = False
+) -> Iterator[BlockRows]:
+    """Yield columns of the samples at some positions, each block once, in the order of blocks.
+
+    Args:
+        source: what is read, and with what.
+        selection: the samples that positions count.
+        positions: [n] in any order; one may come again.
+        columns: names of stored columns, or "__key__" where samples have keys.
+        is_checked: whether blocks that have checksums are held to them: they are read whole then.
+
+    Raises as reading and decoding do.
+    """
+    blocks, rows = selection.locate(positions)
+    order = np.argsort(blocks, kind="stable")
+    numbers, first = np.unique(blocks[order], return_index=True)
+    for number, at in zip(numbers.tolist(), np.split(order, first[1:]), strict=False):
+        block = source.catalog.block(number)
+        yield BlockRows(block, at, read_columns(source, block, columns, rows[at], is_checked=is_checked))
+
+
+def read_columns(
+    source: Source,
+    block: Block,
+    columns: Sequence[str],
+    rows: Ints | None = None,
+    *,
+    is_checked: bool = False,
+    gap_bytes: int = _GAP_BYTES,
+) -> Columns:
+    """Columns of some rows of a block, [n] in their order; None: of all. See `read_rows`.
+
+    Values are read by themselves where the format tells where they lie, and they lie so many bytes apart.
+    """
+    is_whole = rows is None or (len(rows) == block.num_samples and not (np.diff(rows) != 1).any())
+    if is_checked and block.checksum is not None:
+        decoded = source.reader_of(columns).decode(block, source.read_block(block))
+    else:
+        spans = source.format.locate(block, columns)
+        if spans:
+            wanted = slice(None) if is_whole else rows
+            sizes = sum(int(np.maximum(one.lengths[wanted], 0).sum()) for one in spans.values())
+            count = block.num_samples if is_whole or rows is None else len(rows)
+            if gap_bytes * count + sizes < block.length:
+                own = None if is_whole else rows
+                return read_located(block, spans, source.catalog.schema, source.read_into, own)
+        reader = source.reader_of(columns)
+        decoded = reader.decode(block, reader.read(block, source.read_into))
+    return decoded if is_whole else {name: _taken(column, rows) for name, column in decoded.items()}
+
+
+def _taken(column: Column, rows: Any) -> Column:
+    if isinstance(column, Spans):
+        return Spans(column.buffer, column.starts[rows], column.lengths[rows], column.element)
+    return Masked(column.values[rows], column.lacks[rows]) if isinstance(column, Masked) else column[rows]
 
 
 class WindowPart(Struct, frozen=True):

@@ -125,6 +125,9 @@ class Source:
     """True if values are read whole where parts would do: what joined samples draw is not known then."""
     may_map: bool = True
     """True if local files are mapped where that saves a copy."""
+    _readers: dict[tuple[str, ...], ColumnReader] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _locates: dict[int, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -222,12 +225,25 @@ class Source:
 
         return ColumnReader(self.catalog, self.format, self.columns, with_all=self.all_columns)
 
-    def read_table(self, block: Block, columns: Sequence[str]) -> pa.Table:
-        """Some columns of a block of a tabular format, as `ColumnReader.table`; only their bytes are read."""
+    def reader_of(self, columns: Sequence[str]) -> ColumnReader:
+        """Decodes these columns of whole blocks."""
         from sharding.catalog.reading import ColumnReader
 
-        reader = ColumnReader(self.catalog, self.format, columns)
-        return reader.table(block, reader.read(block, self.reader.read_into))
+        key = tuple(columns)
+        if key not in self._readers:
+            self._readers[key] = ColumnReader(self.catalog, self.format, key)
+        return self._readers[key]
+
+    def read_table(self, block: Block, columns: Sequence[str]) -> pa.Table:
+        """Some columns of a block of a tabular format, as `ColumnReader.table`; only their bytes are read."""
+        reader = self.reader_of(columns)
+        return reader.table(block, reader.read(block, self.read_into))
+
+    def read_block(self, block: Block) -> memoryview:
+        """The stored bytes of a block, which are held to its checksum, where it has one."""
+        data = np.empty(block.length, np.uint8)
+        self.read_into(block.shard, block.offset, data, checksum=block.checksum)
+        return data.data
 
     @property
     def first_number(self) -> int:

@@ -473,7 +473,8 @@ class StreamLoader:
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a mapping, got {type(state).__name__}")
         fields = {k: v for k, v in state.items() if k not in ("skipped_samples", "epoch_named")}
-        loaded, skipped = PlanState.from_json(fields), state.get("skipped_samples")
+        loaded = self._plan.meant(PlanState.from_json(fields), self.dataset)
+        skipped = state.get("skipped_samples")
         named = state.get("epoch_named")
         for name, count in (("skipped_samples", skipped), ("epoch_named", 0 if named is None else named)):
             if type(count) is not int or count < 0:

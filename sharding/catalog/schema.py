@@ -84,6 +84,10 @@ class DatasetSchema(Mapping[str, ColumnSpec]):
         for name in columns:
             if name in self._conflicts:
                 raise self._conflicts[name].error()
+            if name not in self.specs and (owners := self.owners.get(name)):
+                url, spec = owners[0]
+                what = f"column {name!r} is {spec.note}, which has no array form"
+                raise Conflict(shard=url, reason=f"{what}: name the others in columns=").error()
 
 
 def group_schemas(

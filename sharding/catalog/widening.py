@@ -5,7 +5,7 @@ finest unit, lists of one length the type of lists of any, and lists of numbers 
 their JSON. Values that are lists by nature, as in protobuf, are lists where they have other numbers of items.
 Where values decide (integers beside float64, int64 beside uint64, times in a finer unit) they are checked
 when they are decoded. Bools and numbers, times with and without a zone, dates and times, text and bytes mean
-unlike things: they have no common type.
+unlike things: they have no common type. Nor do decimals and other numbers or text.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from sharding.blocks import ColumnSpec
+from sharding.blocks import DECIMAL, ColumnSpec, common_dtype
 
 _UNITS = ("s", "ms", "us", "ns")
 _DATES = {"date32[day]": "int32", "date64[ms]": "int64"}
@@ -39,6 +37,8 @@ def _common_type(typed: Sequence[ColumnSpec], of_lists: bool) -> ColumnSpec | No
     if not typed:
         return ColumnSpec("json" if of_lists else "text")
     kinds = {spec.kind for spec in typed}
+    if len({spec.feature == DECIMAL for spec in typed}) > 1:
+        return None
     if typed and all(spec.is_repeated for spec in typed) and len({_form(spec) for spec in typed}) > 1:
         return _common_list(typed, kinds)
     if kinds == {"list", "json"} and not any(spec.unit for spec in typed):
@@ -80,7 +80,7 @@ def _common_element(elements: Collection[tuple[str, str]]) -> tuple[str, str] | 
     """Type and unit of numbers that are all of these."""
     units = {unit for _, unit in elements}
     if units == {""}:
-        dtype = _common_dtype({dtype for dtype, _ in elements})
+        dtype = common_dtype({dtype for dtype, _ in elements})
         return None if dtype is None else (dtype, "")
     if "" in units:
         return None
@@ -101,21 +101,6 @@ def _common_time(units: Collection[str]) -> tuple[str, str] | None:
     return ("int32" if finest.startswith("time32") else "int64"), finest
 
 
-def _common_dtype(dtypes: Collection[str]) -> str | None:
-    if len(dtypes) == 1:
-        return next(iter(dtypes))
-    kinds = {np.dtype(dtype).kind for dtype in dtypes}
-    if not kinds <= set("iuf"):
-        return None
-    if "f" in kinds:
-        # The widest of what each needs beside the widest float: int16 and uint16 both fit float32.
-        widest = np.result_type(*(dtype for dtype in dtypes if np.dtype(dtype).kind == "f"))
-        return max((np.result_type(dtype, widest) for dtype in dtypes), key=lambda kind: kind.itemsize).name
-    if kinds == {"i", "u"} and "uint64" in dtypes:
-        return "uint64"
-    return np.result_type(*sorted(dtypes)).name
-
-
 def _with_facts(merged: ColumnSpec, specs: Sequence[ColumnSpec]) -> ColumnSpec:
     """The type with what is known of values in all shards."""
     ranges = [spec.size_range for spec in specs if spec.kind != "null"]
@@ -134,4 +119,5 @@ def _with_facts(merged: ColumnSpec, specs: Sequence[ColumnSpec]) -> ColumnSpec:
 
 def is_alike(one: ColumnSpec, other: ColumnSpec) -> bool:
     """Return whether values of the two types are delivered alike."""
-    return (one.kind, one.dtype, one.shape, one.unit) == (other.kind, other.dtype, other.shape, other.unit)
+    kinds = [(spec.kind, spec.dtype, spec.shape, spec.unit, spec.feature == DECIMAL) for spec in (one, other)]
+    return kinds[0] == kinds[1]

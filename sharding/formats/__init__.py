@@ -67,7 +67,7 @@ ENTRIES = {
     "tokens": FormatEntry(
         where="sharding.formats.tokens:TokensFormat",
         suffixes=(".npy", ".bin"),
-        options=("dtype", "length"),
+        options=("dtype", "length", "header"),
         takes_any_bytes=True,
     ),
     "megatron": FormatEntry(
@@ -130,6 +130,7 @@ def resolve_format(
     *,
     dtype: str | None = None,
     length: int | None = None,
+    header: int | None = None,
     allow_unfinished: bool = False,
     version: str | None = None,
     exists: Callable[[str], bool] | None = None,
@@ -141,6 +142,7 @@ def resolve_format(
         urls: the shards, as `expand` lists them.
         dtype: numpy dtype of a token; for "tokens" only.
         length: tokens of a sample; for "tokens", "megatron" and "litdata".
+        header: bytes before the tokens of a raw file; for "tokens".
         allow_unfinished: read files that end too early; for "tar", "arrow" and "arrow-stream".
         version: of a table; for "delta" and "iceberg".
         exists: tells "megatron" from "tokens" by the sibling `.idx`, and "litdata" by `index.json`; without
@@ -152,6 +154,7 @@ def resolve_format(
     options = {
         "dtype": dtype,
         "length": length,
+        "header": header,
         "allow_unfinished": allow_unfinished or None,
         "version": version,
     }

@@ -32,6 +32,10 @@ _SIDECAR_BYTES = 1 << 16
 SIDECAR_SUFFIX = ".json"
 """The suffix of the file beside a `.bin` that describes it: {"dtype": name, "length": number or null,
 ...}."""
+_HEADER = 1024
+"""Bytes of llm.c's header: magic, version, number of tokens, and what is not used, as int32."""
+_MAGICS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+"""By magic, the version that is known and the dtype of tokens: GPT-2's, as in speed runs, and Llama 3's."""
 COLUMN = "tokens"
 """Name of the only column."""
 
@@ -43,6 +47,8 @@ class TokensFormat(Format):
         dtype: numpy integer dtype of a token; None: `.npy` files tell it themselves, of `.bin` files the
             `.json` beside them does that `ShardWriter` writes.
         length: tokens a sample is trained on; a sample holds one more. None: the `.json` tells.
+        header: bytes before the tokens of `.bin`, which are skipped. None: those of llm.c's header, if the
+            file begins with its magic; 0: the file is raw.
 
     Thread-safe, stateless: blocks carry dtype and length, so a saved catalog decodes as it was indexed.
     """
@@ -51,20 +57,26 @@ class TokensFormat(Format):
     token_column = COLUMN
     has_empty_samples = False
     may_lack_sibling = True
+    header: int | None = None
 
-    def __init__(self, *, dtype: str | None = None, length: int | None = None) -> None:
+    def __init__(
+        self, *, dtype: str | None = None, length: int | None = None, header: int | None = None
+    ) -> None:
+        if header is not None and (not isinstance(header, int) or header < 0):
+            raise ValueError(f"header must be >= 0 (bytes before the tokens), got {header!r}")
         if length is not None and (not isinstance(length, int | np.integer) or length < 1):
             raise ValueError(f"length must be >= 1 (tokens a sample), got {length!r}")
         if dtype is not None and (np.dtype(dtype).kind not in "iu" or not np.dtype(dtype).isnative):
             raise ValueError(f"dtype must be an integer type in native byte order, got {dtype!r}")
         self.dtype = None if dtype is None else np.dtype(dtype).name
         self.length: int | None = None if length is None else int(length)
+        self.header = header
         if self.dtype is None or length is None:
             self.sibling_suffix = SIDECAR_SUFFIX
 
     def options(self) -> dict[str, str | int]:
         """Return the options that shape the blocks; see `Format.options`."""
-        options = {"dtype": self.dtype, "length": self.length}
+        options = {"dtype": self.dtype, "length": self.length, "header": self.header}
         return {name: value for name, value in options.items() if value is not None}
 
     def scan(
@@ -87,7 +99,11 @@ class TokensFormat(Format):
         if file.read(6) == _NPY_MAGIC:
             dtype, start, num_tokens = self._npy(file, shard, size)
         else:
-            dtype, start, num_tokens = self._raw(shard, size, self.dtype or described.get("dtype"))
+            file.seek(0)
+            header = 0 if described else self.header
+            dtype, start, num_tokens = self._raw(
+                file, shard, size, self.dtype or described.get("dtype"), header
+            )
         return self.windows(start, num_tokens, dtype, length, block_bytes)
 
     def windows(
@@ -137,15 +153,20 @@ class TokensFormat(Format):
         shape, strides = (block.num_samples, length + 1), (length * dtype.itemsize, dtype.itemsize)
         return {COLUMN: np.lib.stride_tricks.as_strided(flat, shape, strides, writeable=False)}
 
-    def _raw(self, shard: Shard, size: int, name: str | None) -> tuple[np.dtype[Any], int, int]:
+    def _raw(
+        self, file: BinaryIO, shard: Shard, size: int, name: str | None, start: int | None
+    ) -> tuple[np.dtype[Any], int, int]:
+        if start is None:
+            name, start = _header(file.read(12), shard, size, name)
         if name is None:
             reason = "a raw token file does not tell its dtype; pass dtype=, for example dtype='uint16'"
             raise CorruptShardError(shard.url, reason)
         dtype = np.dtype(name)
-        if size % dtype.itemsize:
-            reason = f"{size} bytes are no whole number of {dtype.name} tokens of {dtype.itemsize} bytes"
-            raise CorruptShardError(shard.url, reason, size - size % dtype.itemsize)
-        return dtype, 0, size // dtype.itemsize
+        nbytes = max(0, size - start)
+        if nbytes % dtype.itemsize:
+            reason = f"{nbytes} bytes are no whole number of {dtype.name} tokens of {dtype.itemsize} bytes"
+            raise CorruptShardError(shard.url, reason, size - nbytes % dtype.itemsize)
+        return dtype, start, nbytes // dtype.itemsize
 
     def _npy(self, file: BinaryIO, shard: Shard, size: int) -> tuple[np.dtype[Any], int, int]:
         shape, dtype = _npy_header(file, shard)
@@ -159,6 +180,23 @@ class TokensFormat(Format):
             reason = f"{size - start} bytes where the header tells {shape[0]} {dtype.name} tokens"
             raise CorruptShardError(shard.url, reason, start)
         return dtype, start, shape[0]
+
+
+def _header(head: bytes, shard: Shard, size: int, name: str | None) -> tuple[str | None, int]:
+    """The dtype of a raw file's tokens, and where they begin: behind llm.c's header, if it has one."""
+    magic, version, count = np.frombuffer(head.ljust(12, b"\0"), "<i4").tolist()
+    if magic not in _MAGICS:
+        return name, 0
+    known, dtype = _MAGICS[magic][0], name or _MAGICS[magic][1]
+    if version != known or _HEADER + count * np.dtype(dtype).itemsize != size:
+        raise CorruptShardError(
+            shard.url,
+            f"it begins as llm.c's header does (magic {magic}), with version {version}, of which {known} is "
+            f"known, and {count} tokens, which should be {dtype} and take the rest of its {size} bytes: "
+            "header=1024 skips it, header=0 reads it as tokens",
+            0,
+        )
+    return dtype, _HEADER
 
 
 def _sidecar(file: BinaryIO, shard: Shard, size: int) -> dict[str, Any]:

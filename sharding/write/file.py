@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from sharding.redaction import identity_of, redact_logs
+from sharding.redaction import hide_secrets, identity_of, redact_logs
 from sharding.urls import has_glob_signs, url_to_fs
 
 PARTIAL = ".partial"
@@ -103,9 +103,16 @@ class NewFile:
         if file is None:
             return
         if self._temporary == self._path:
-            with suppress(AttributeError):
-                file.discard()
             file.closed = True  # fsspec closes a file when it is collected, which would upload it
+            try:
+                getattr(file, "discard", lambda: None)()
+            except Exception as error:  # the store may be the reason why we are here
+                hide_secrets(error)
+                warnings.warn(
+                    f"parts of {identity_of(self.url)}, which was not finished, may be left in the store, "
+                    f"unseen but paid for: {error}; end that upload, or have a lifecycle rule do it",
+                    stacklevel=2,
+                )
             return
         with suppress(Exception):  # flushing may fail again for the reason we are here
             file.close()

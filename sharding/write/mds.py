@@ -16,6 +16,7 @@ import numpy as np
 
 from sharding.errors import SampleError
 from sharding.write.file import NewFile
+from sharding.write.values import check_keys, plain_value
 
 _MOST_BYTES = (1 << 32) - 1
 """Bytes of a shard, at most: its offsets are u32."""
@@ -55,11 +56,15 @@ class NewMdsShard:
     Args:
         file: where it goes.
         columns: column -> encoding, as `MDSWriter` takes them.
+        rounds: whether floats may be rounded to the encodings.
     """
 
-    def __init__(self, file: NewFile, *, columns: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, file: NewFile, *, columns: Mapping[str, str] | None = None, rounds: bool = False
+    ) -> None:
         self._file, self._samples, self._num_bytes = file, list[bytes](), 0
-        self._columns = None if columns is None else _Columns(columns)
+        self._rounds = rounds
+        self._columns = None if columns is None else _Columns(columns, rounds)
 
     def add(self, sample: Mapping[str, Any]) -> None:
         """Append a sample: a value for each column."""
@@ -73,7 +78,8 @@ class NewMdsShard:
         encoded: list[bytes] = []
         try:
             if self._columns is None:
-                self._columns = _Columns({name: _named(name, value) for name, value in samples[0].items()})
+                encodings = {name: _named(name, value) for name, value in samples[0].items()}
+                self._columns = _Columns(encodings, self._rounds)
             encoded.extend(self._columns.encoded(samples))
         except ValueError as error:
             named = str(len(self._samples) + len(encoded) if key is None else key)
@@ -103,12 +109,12 @@ class NewMdsShard:
 class _Columns:
     """The columns of a shard, and how they are encoded. `ValueError` for encodings that are not written."""
 
-    def __init__(self, columns: Mapping[str, str]) -> None:
+    def __init__(self, columns: Mapping[str, str], rounds: bool) -> None:
         for name, encoding in columns.items():
             if encoding.partition(":")[0] not in ENCODINGS:
                 raise ValueError(f"column {name!r}: encoding must be one of {', '.join(ENCODINGS)}")
         self.encodings = {name: columns[name] for name in sorted(columns)}
-        self._writers = [(name, _writer_of(encoding)) for name, encoding in self.encodings.items()]
+        self._writers = [(name, _writer_of(encoding, rounds)) for name, encoding in self.encodings.items()]
         self._varies = [_size_of(encoding) is None for encoding in self.encodings.values()]
         self._pack = Struct(f"<{sum(self._varies)}I").pack
         self.config = json.dumps(config_of(self.encodings), sort_keys=True).encode()
@@ -187,7 +193,7 @@ def _size_of(encoding: str) -> int | None:
     )
 
 
-def _writer_of(encoding: str) -> Callable[[Any], bytes]:
+def _writer_of(encoding: str, rounds: bool) -> Callable[[Any], bytes]:
     kind, _, config = encoding.partition(":")
     if kind in ("bytes", "jpeg", "png"):
         return _bytes
@@ -197,7 +203,7 @@ def _writer_of(encoding: str) -> Callable[[Any], bytes]:
         return _json
     if kind == "ndarray":
         return _array(np.dtype(config or "uint8"), names_dtype=not config)
-    return _number(np.dtype("int64" if kind == "int" else kind))
+    return _number(np.dtype("int64" if kind == "int" else kind), rounds)
 
 
 def _bytes(value: Any) -> bytes:
@@ -217,37 +223,29 @@ def _text(value: Any) -> bytes:
 def _json(value: Any) -> bytes:
     if not isinstance(value, (dict, list, str, int, float, bool)):
         raise TypeError("a JSON value is asked for")
+    check_keys(value)
     return json.dumps(value, allow_nan=False).encode()
 
 
-def _number(dtype: np.dtype[Any]) -> Callable[[Any], bytes]:
-    pack = (
-        Struct("<" + dtype.char).pack
-        if dtype.char not in "lL"
-        else Struct("<" + "qQ"[dtype.char == "L"]).pack
-    )
-    is_float = dtype.kind == "f"
-
-    usual = float if is_float else int
+def _number(dtype: np.dtype[Any], rounds: bool) -> Callable[[Any], bytes]:
+    form = Struct("<" + {"l": "q", "L": "Q"}.get(dtype.char, dtype.char))
+    is_float, is_exact = dtype.kind == "f", dtype.name in ("int64", "float64")
+    kinds = (int, float, np.integer, np.floating) if is_float else (int, np.integer)
 
     def write(value: Any) -> bytes:
-        if type(value) is usual:
-            return packed(value)
-        if isinstance(value, np.ndarray) and value.ndim == 0:
-            value = value[()]
-        if isinstance(value, (bool, np.bool_)) or not isinstance(
-            value, (int, float, np.number) if is_float else (int, np.integer)
-        ):
-            raise TypeError(f"a number of {dtype.name} is asked for")
-        if isinstance(value, np.generic) and not np.can_cast(value.dtype, dtype):
-            raise TypeError(f"{value.dtype.name} does not fit {dtype.name}")
-        return packed(value)
-
-    def packed(value: Any) -> bytes:
+        if type(value) is not (float if is_float else int):
+            value = plain_value(value)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise TypeError(f"a number of {dtype.name} is asked for")
         try:
-            return pack(value)
+            packed = form.pack(value)
         except Exception as error:
             raise ValueError(f"{value} does not fit {dtype.name}") from error
+        if is_float and not (is_exact and type(value) is float):
+            found = form.unpack(packed)[0]
+            if found != value and value == value and not (rounds and isinstance(value, (float, np.floating))):
+                raise ValueError(f"{value!r} would be {found!r} in {dtype.name}")
+        return packed
 
     return write
 

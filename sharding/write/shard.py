@@ -10,16 +10,16 @@ import gzip
 import json
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, BinaryIO, Protocol, cast
 
 import numpy as np
 
 from sharding.compression import compression_of
 from sharding.errors import SampleError
-from sharding.formats.extensions import INT_EXTENSIONS, PICKLED_EXTENSIONS
+from sharding.formats.extensions import INT_EXTENSIONS, PICKLED_EXTENSIONS, rule_of_extension
 from sharding.formats.tar.samples import split_name
 from sharding.write.file import NewFile
+from sharding.write.values import check_keys, json_value
 
 Sample = Mapping[str, Any]
 _BLOCK, _RECORD = 512, 10_240
@@ -92,6 +92,8 @@ class NewTarShard:
 
             self._encode = make_encoder(default_handlers)
         try:
+            if rule_of_extension(name) == "json":
+                check_keys(value)
             return bytes(self._encode({name: value})[name])
         except ImportError:
             raise
@@ -130,70 +132,87 @@ class NewTarShard:
         return None
 
 
-class NewTableShard:
-    """A Parquet or Arrow shard. Where no schema is given, the first row group decides it."""
+class TypesDifferError(SampleError):
+    """Rows that are held back have values of a wider type, or columns, than the shard that is begun."""
 
-    def __init__(self, file: NewFile, *, format: str, row_group_size: int, schema: Any = None) -> None:  # noqa: A002
+
+class NewTableShard:
+    """A Parquet or Arrow shard. Where no schema is given, the first row group decides it.
+
+    Args:
+        file: where it goes.
+        format: "parquet", "arrow" or "arrow-stream".
+        row_group_size: rows that are written together.
+        schema: types of the columns, as the user names them; None: those that hold the first rows.
+        types: those of shards before, where no schema is given; this one adds its own.
+        rounds: whether numbers may be rounded to a type of `schema`.
+    """
+
+    def __init__(
+        self,
+        file: NewFile,
+        *,
+        format: str,  # noqa: A002
+        row_group_size: int,
+        schema: Any = None,
+        types: dict[str, Any] | None = None,
+        rounds: bool = False,
+    ) -> None:
         self._file, self._row_group_size, self._schema = file, row_group_size, schema
-        self._format = format
-        self._rows: list[Sample] = []
-        self._num_written = 0
+        self._format, self._types, self._rounds = format, types if schema is None else None, rounds
         self._writer: Any = None
+        self.rows: list[Sample] = []
+        """The rows that are held back until their row group is full."""
+        self.num_written = 0
 
     def add(self, sample: Sample) -> None:
         """Append a row; a value of the wrong type is noticed when its row group is written."""
         if not sample:
             raise SampleError(self._file.url, "a sample needs a field", stage="write")
-        self._rows.append(dict(sample))
-        if len(self._rows) >= self._row_group_size:
-            self._flush()
+        self.add_many([dict(sample)])
 
     def add_many(self, samples: Sequence[Sample]) -> None:
         """Append rows as `add` does, without a copy: they must not change any more."""
-        left = list(samples)
-        while left:
-            room = self._row_group_size - len(self._rows)
-            self._rows += left[:room]
-            del left[:room]
-            if len(self._rows) >= self._row_group_size:
-                self._flush()
+        self.rows += samples
+        while len(self.rows) >= self._row_group_size:
+            self._flush()
 
     def add_table(self, table: Any) -> None:
         """Append the rows of a table, in row groups of its own."""
-        import pyarrow as pa
-
-        self._flush()
-        if self._schema is None:
-            self._schema = table.schema
-        if self._writer is None:
-            self._writer = self._opened(pa.PythonFile(self._file, mode="w"), self._schema)
-        self._writer.write_table(table, self._row_group_size)
+        while self.rows:
+            self._flush()
+        self._write(table, self._row_group_size)
 
     def finish(self) -> Mapping[str, bytes]:
         """Write the last rows and the footer."""
-        self._flush()
+        while self.rows:
+            self._flush()
+        self.end()
+        return {}
+
+    def end(self) -> None:
+        """Write the footer."""
         if self._writer is not None:
             self._writer.close()
-        return {}
 
     def abandon(self) -> None:
         """Close the writer; a discarded file swallows the footer."""
-        self._rows.clear()
-        if self._writer is not None:
-            self._writer.close()
+        self.rows.clear()
+        self.end()
 
     def _flush(self) -> None:
+        rows = self.rows[: self._row_group_size]
+        self._write(self._table(rows), len(rows))
+        del self.rows[: len(rows)]
+
+    def _write(self, table: Any, rows_of_group: int) -> None:
         import pyarrow as pa
 
-        if not self._rows:
-            return
-        table = self._table(pa)
         if self._writer is None:
-            self._schema = table.schema
-            self._writer = self._opened(pa.PythonFile(self._file, mode="w"), table.schema)
-        self._writer.write_table(table, len(self._rows))
-        self._num_written += len(self._rows)
-        self._rows.clear()
+            self._schema = self._schema or table.schema
+            self._writer = self._opened(pa.PythonFile(self._file, mode="w"), self._schema)
+        self._writer.write_table(table, rows_of_group)
+        self.num_written += table.num_rows
 
     def _opened(self, file: Any, schema: Any) -> Any:
         import pyarrow as pa
@@ -204,58 +223,71 @@ class NewTableShard:
             return pq.ParquetWriter(file, schema)
         return (pa.ipc.new_file if self._format == "arrow" else pa.ipc.new_stream)(file, schema)
 
-    def _table(self, pa: Any) -> Any:
-        types = {} if self._schema is None else {field.name: field.type for field in self._schema}
-        names = dict.fromkeys(name for row in self._rows for name in row)
-        unknown = names.keys() - types.keys() if types else ()
-        if unknown:
-            listed = ", ".join(sorted(unknown))
-            raise self._refused(next(iter(unknown)), f"columns that the first row group lacks: {listed}")
-        columns = {}
-        for name in types or names:
-            try:
-                columns[name] = _array(pa, [row.get(name) for row in self._rows], types.get(name))
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise self._refused(name, f"column {name!r}: {error}", types.get(name)) from error
-        return pa.table(columns, schema=self._schema)
-
-    def _refused(self, column: str, reason: str, kind: Any = None) -> SampleError:
-        """The error of a column, by the first row whose value is not of its type."""
-        found = self._first_unfit(column, kind) if kind is not None else None
-        rows = [number for number, row in enumerate(self._rows) if row.get(column) is not None]
-        number = found if found is not None else rows[0] if len(rows) == 1 else None
-        key = None
-        if number is not None:
-            key = str(self._rows[number].get("__key__", self._num_written + number))
-        return SampleError(self._file.url, f"{reason}; schema= tells the types", key=key, stage="write")
-
-    def _first_unfit(self, column: str, kind: Any) -> int | None:
-        """The first of the rows held whose value a type cannot hold."""
+    def _table(self, rows: Sequence[Sample]) -> Any:
         import pyarrow as pa
 
-        for number, row in enumerate(self._rows):
-            try:
-                pa.array([row.get(column)], kind)
-            except (pa.ArrowException, TypeError, ValueError, OverflowError):
-                return number
+        kinds = {} if self._schema is None else {field.name: field.type for field in self._schema}
+        names = dict.fromkeys(name for row in rows for name in row)
+        if kinds and (unknown := sorted(names.keys() - kinds.keys())):
+            reason = f"columns that the first row group lacks: {', '.join(unknown)}"
+            raise self._refused(rows, unknown[0], reason, None, self._types is not None)
+        columns = {name: self._array(name, rows, kinds.get(name)) for name in kinds or names}
+        return pa.table(columns, schema=self._schema)
+
+    def _array(self, name: str, rows: Sequence[Sample], kind: Any) -> Any:
+        """A column of rows; without a schema, in the type that these rows or those before show."""
+        import pyarrow as pa
+
+        from sharding.write.arrays import array_of, as_kind, common_type
+
+        values, widens = [row.get(name) for row in rows], False
+        try:
+            if self._types is None:
+                return array_of(values, kind, rounds=self._rounds)
+            array = array_of(values)
+            common = common_type(self._types.get(name, pa.null()), array.type)
+            if kind is None:
+                self._types[name] = common
+                return as_kind(array, common) if pa.types.is_null(array.type) else array
+            widens = common != kind
+            return as_kind(array, kind)
+        except (pa.ArrowException, ArithmeticError, TypeError, ValueError) as error:
+            raise self._refused(rows, name, f"column {name!r}: {error}", kind, widens) from error
+
+    def _refused(
+        self, rows: Sequence[Sample], column: str, reason: str, kind: Any, widens: bool
+    ) -> SampleError:
+        """The error of a column, by the first row whose value is not of its type.
+
+        `widens`: whether the next shard can hold the rows.
+        """
+        number = self._first_unfit(rows, column, kind)
+        key = None if number is None else str(rows[number].get("__key__", self.num_written + number))
+        cure = "schema= tells the types" if self._types is not None else "map= or schema= may give one type"
+        if widens:
+            cure += ", and with %06d in the pattern another shard begins"
+        error = TypesDifferError if widens else SampleError
+        return error(self._file.url, f"{reason}; {cure}", key=key, stage="write")
+
+    def _first_unfit(self, rows: Sequence[Sample], column: str, kind: Any) -> int | None:
+        """The first of some rows whose value a type, or that of the rows before, cannot hold."""
+        import pyarrow as pa
+
+        from sharding.write.arrays import array_of, as_kind, common_type
+
+        if kind is None and self._schema is not None:
+            return next((number for number, row in enumerate(rows) if column in row), None)
+        arrays, common = list[Any](), pa.null() if kind is None else kind
+        number = 0
+        try:
+            for number, row in enumerate(rows):  # noqa: B007 - the number of the one that fails
+                arrays.append(array_of([row.get(column)]))
+                common = kind or common_type(common, arrays[-1].type)
+            for number, array in enumerate(arrays):  # noqa: B007
+                as_kind(array, common, rounds=self._rounds)
+        except (pa.ArrowException, ArithmeticError, TypeError, ValueError):
+            return number
         return None
-
-
-def _array(pa: Any, values: list[Any], kind: Any) -> Any:
-    """An Arrow array. Plain values by hand: `pa.array` looks for pandas, whose import takes a second."""
-    from sharding.arrow_arrays import bytes_array, number_array, text_array
-
-    kinds = set(map(type, values))
-    if kind == pa.int64() and kinds == {int}:
-        return number_array(np.array(values, np.int64))
-    if kind == pa.float64() and kinds == {float}:
-        return number_array(np.array(values, np.float64))
-    with suppress(OverflowError):  # more than one array of this type holds: Arrow makes several
-        if kind == pa.string() and kinds == {str}:
-            return text_array(values, kind)
-        if kind == pa.binary() and kinds == {bytes}:
-            return bytes_array(values, kind)
-    return pa.array(values, kind)
 
 
 class NewJsonlShard:
@@ -265,7 +297,7 @@ class NewJsonlShard:
         self._url, self._compressor = file.url, _compressor(file)
         self._out = self._compressor or file
         self._encode = json.JSONEncoder(
-            ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain
+            ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=json_value
         ).encode
 
     def add(self, sample: Sample) -> None:
@@ -274,6 +306,7 @@ class NewJsonlShard:
             if not sample:
                 raise ValueError("a sample needs a field")
             line = self._encode(dict(sample)).encode()
+            check_keys(sample)
         except (TypeError, ValueError) as error:
             key = sample.get("__key__")
             reason = f"it cannot be written as JSON: {error}"
@@ -291,14 +324,6 @@ class NewJsonlShard:
     def abandon(self) -> None:
         """Close the stream; a discarded file swallows what it flushes."""
         self.finish()
-
-
-def _plain(value: Any) -> Any:
-    """Return what JSON has for a number or an array of numpy or torch."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    kind = type(value).__name__
-    raise TypeError(f"a value of type {kind} is none of JSON's; tar and Parquet shards hold byte strings")
 
 
 def header_of(name: str, size: int) -> bytes:

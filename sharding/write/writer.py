@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from sharding.compression import compression_of
 from sharding.errors import ShardWriteError
 from sharding.formats import ENTRIES, has_suffix, sibling, suffix_of
 from sharding.write.file import NewFile, no_room, space_at
 from sharding.write.mds import NewMdsShard
-from sharding.write.shard import NewJsonlShard, NewShard, NewTableShard, NewTarShard, Sample
+from sharding.write.shard import NewJsonlShard, NewShard, NewTableShard, NewTarShard, Sample, TypesDifferError
 from sharding.write.tokens import NewTokenShard, TokenOptions
 
 DEFAULT_SHARD_BYTES = 1 << 30
@@ -58,8 +58,10 @@ class ShardWriter:
         overwrite: replace shards that exist; otherwise they raise `FileExistsError`.
         allow_pickle: write extensions and arrays that reading would have to unpickle.
         row_group_size: samples in a Parquet row group, or a record batch of Arrow.
-        schema: `pyarrow.Schema` of Parquet and Arrow shards; None: what the first row group shows.
+        schema: `pyarrow.Schema` of Parquet and Arrow shards; None: the narrowest types that hold the rows of
+            a row group. Where a later one needs wider types, the next shard begins.
         columns: of MDS shards, column -> encoding as Streaming names them; None: what the first sample shows.
+        rounds: whether floats are rounded to the types of `schema` and `columns`; else such are refused.
         start: number of the first shard.
         dtype: of a token, such as "uint16"; token shards need it.
         length: tokens of a sample where the reader of token shards gives no `length=`.
@@ -87,6 +89,7 @@ class ShardWriter:
         row_group_size: int = DEFAULT_ROW_GROUP_SIZE,
         schema: Any = None,
         columns: Mapping[str, str] | None = None,
+        rounds: bool = True,
         start: int = 0,
         dtype: str | None = None,
         length: int | None = None,
@@ -113,15 +116,14 @@ class ShardWriter:
         elif columns is not None and name != "mds":
             raise ValueError(f"columns= is for format 'mds', not for {name!r}")
         elif name == "mds":
-            self._new_shard = partial(NewMdsShard, columns=columns)
+            self._new_shard = partial(NewMdsShard, columns=columns, rounds=rounds and columns is not None)
         elif name == "tar":
             self._new_shard = partial(NewTarShard, allow_pickle=allow_pickle)
         elif name == "jsonl":
             self._new_shard = NewJsonlShard
         else:
-            self._new_shard = partial(
-                NewTableShard, format=name, row_group_size=row_group_size, schema=schema
-            )
+            typed = {"schema": schema, "types": None if schema is not None else {}, "rounds": rounds}
+            self._new_shard = partial(NewTableShard, format=name, row_group_size=row_group_size, **typed)
         self._shards: list[WrittenShard] = []
         self._file: NewFile | None = None
         self._shard: NewShard | None = None
@@ -198,10 +200,24 @@ class ShardWriter:
             self.close()
         try:
             put(self._shard or self._begin())
+        except TypesDifferError:
+            self._put_into_the_next()
         except BaseException as error:
             self._raise_if_no_room(error)
             raise
-        self._num_samples += num_samples
+        else:
+            self._num_samples += num_samples
+
+    def _put_into_the_next(self) -> None:
+        """End a shard before the rows that it holds back: their types are none of its own."""
+        shard = self._shard
+        assert isinstance(shard, NewTableShard)
+        if self._number is None:
+            raise
+        rows, self._num_samples = list(shard.rows), shard.num_written
+        shard.rows.clear()
+        self.close()
+        self._put(lambda shard: cast(NewTableShard, shard).add_many(rows), len(rows))
 
     def close(self) -> None:
         """Finish the shard in progress; writing may go on in the next one."""
@@ -209,8 +225,14 @@ class ShardWriter:
             self._abandon()
             return
         try:
+            try:
+                beside = self._shard.finish()
+            except TypesDifferError:
+                self._put_into_the_next()
+                self.close()
+                return
             # What lies beside a shard comes first: a shard that is there can be read.
-            for suffix, content in self._shard.finish().items():
+            for suffix, content in beside.items():
                 self._write_beside(suffix, content)
             self._file.commit()
         except BaseException as error:

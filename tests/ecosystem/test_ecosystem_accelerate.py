@@ -192,6 +192,20 @@ def test_a_loader_over_shards_keeps_its_order_and_resumes_in_a_later_epoch(tmp_p
     assert [head + rest, after] == whole[1:]
 
 
+def test_a_state_goes_on_with_other_data_between_epochs_only(tmp_path: Path) -> None:
+    def make(name: str, num_samples: int) -> Any:
+        dataset = make_shards(tmp_path / name, num_samples)
+        return prepare_loader(accelerator(), DataLoader(dataset, 10, shuffle=True, seed=3))
+
+    loader = make("old", 40)
+    states = [loader.state_dict() for _ in loader]
+    grown = make("grown", 60)
+    with pytest.raises(ValueError, match=r"4 shards, and this loader has 6 shards.*give the shards"):
+        grown.load_state_dict(states[1])
+    grown.load_state_dict(loader.state_dict())
+    assert sorted(chain(*epochs(grown, 1)[0])) == [*range(60)]
+
+
 def test_prepare_refuses_to_take_a_loader_over_shards_apart(tmp_path: Path) -> None:
     prepared = accelerator().prepare(DataLoader(make_shards(tmp_path), 4))
     with pytest.raises(TypeError, match=r"dataflow\.integrations\.accelerate\.prepare_loader"):

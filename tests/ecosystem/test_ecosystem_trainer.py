@@ -164,6 +164,20 @@ def test_a_run_over_shards_resumes_with_the_next_batch_from_any_checkpoint(
         assert again.loader.stats().batches == 30 - done, "batches were read to be dropped"
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_a_checkpoint_goes_on_with_other_data_between_epochs_only(tmp_path: Path, strategy: str) -> None:
+    settings: dict[str, Any] = {"keeps_place": True, "save_strategy": strategy, "save_steps": 5}
+    trained(over_shards(make_shards(tmp_path / "old")), tmp_path, num_train_epochs=2, **settings)
+    grown = over_shards(make_shards(tmp_path / "grown", 60))
+    if strategy == "steps":
+        again = trainer_of(grown, tmp_path / "again", keeps_place=True, max_steps=25)
+        with pytest.raises(ValueError, match=r"4 shards, and this loader has 6 shards.*give the shards"):
+            again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    again = trainer_of(grown, tmp_path / "again", keeps_place=True, max_steps=30)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    assert sorted(chain(*again.model.steps[:15])) == [*range(60)]
+
+
 def test_checkpoints_at_the_ends_of_epochs_resume_with_the_next_epoch(tmp_path: Path) -> None:
     make = over_shards(make_shards(tmp_path), num_workers=2, prepared=True)
     settings: dict[str, Any] = {"keeps_place": True, "save_strategy": "epoch"}

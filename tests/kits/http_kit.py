@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import http.server
+import re
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,6 +168,10 @@ class S3Server(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _S3Handler)
         self.objects: dict[str, bytes] = {}
+        self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
+        """Uploads in parts that were begun: id -> "bucket/key", number -> bytes."""
+        self.refuses: Callable[[str, str], bool] = lambda verb, query: False
+        """Asked about each request that writes: whether it is forbidden."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -199,7 +205,9 @@ class _S3Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
-        if "list-type" in query:
+        if "uploads" in query:
+            self._list_uploads(query["prefix"][0])
+        elif "list-type" in query:
             self._list({name: values[0] for name, values in query.items()})
         else:
             self._object()
@@ -211,8 +219,65 @@ class _S3Handler(http.server.BaseHTTPRequestHandler):
             while size := int(whole.partition(b"\r\n")[0].partition(b";")[0], 16):
                 start = whole.index(b"\r\n") + 2
                 body, whole = body + whole[start : start + size], whole[start + size + 2 :]
-        self.server.objects[self._name()] = body
+        query = parse_qs(urlsplit(self.path).query)
+        if self._is_refused():
+            return
+        if "uploadId" in query:
+            self.server.uploads[query["uploadId"][0]][1][int(query["partNumber"][0])] = body
+        else:
+            self.server.objects[self._name()] = body
         self._say(200, b"", ETag='"1"')
+
+    def do_POST(self) -> None:
+        """Begin an upload in parts, or complete it; or remove objects."""
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        query = parse_qs(urlsplit(self.path).query, keep_blank_values=True)
+        if self._is_refused():
+            return
+        if "delete" in query:
+            for key in re.findall(r"<Key>(.*?)</Key>", body.decode()):
+                self.server.objects.pop(f"{self._name().rstrip('/')}/{key}", None)
+            self._say(200, b"<DeleteResult></DeleteResult>")
+        elif "uploads" in query:
+            name = uuid.uuid4().hex
+            self.server.uploads[name] = self._name(), {}
+            text = (
+                f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
+            )
+            self._say(200, text.encode())
+        else:
+            key, parts = self.server.uploads.pop(query["uploadId"][0])
+            self.server.objects[key] = b"".join(part for _, part in sorted(parts.items()))
+            self._say(200, b"<CompleteMultipartUploadResult></CompleteMultipartUploadResult>")
+
+    def do_DELETE(self) -> None:
+        """Abort an upload, or remove an object."""
+        query = parse_qs(urlsplit(self.path).query)
+        if self._is_refused():
+            return
+        if "uploadId" in query:
+            self.server.uploads.pop(query["uploadId"][0])
+        else:
+            self.server.objects.pop(self._name(), None)
+        self._say(204, b"")
+
+    def _is_refused(self) -> bool:
+        refused = self.server.refuses(self.command, urlsplit(self.path).query)
+        if refused:
+            self._say(403, b"<Error><Code>AccessDenied</Code></Error>")
+        return refused
+
+    def _list_uploads(self, prefix: str) -> None:
+        if self._is_refused():
+            return
+        found = [
+            f"<Upload><Key>{escape(key)}</Key><UploadId>{name}</UploadId></Upload>"
+            for name, (path, _) in self.server.uploads.items()
+            for key in [path.removeprefix(f"{self._name().rstrip('/')}/")]
+            if key.startswith(prefix)
+        ]
+        text = f"<ListMultipartUploadsResult>{''.join(found)}</ListMultipartUploadsResult>"
+        self._say(200, text.encode())
 
     def _name(self) -> str:
         return unquote(urlsplit(self.path).path.lstrip("/"))

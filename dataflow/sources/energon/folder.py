@@ -11,6 +11,7 @@ import json
 import os
 import re
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -49,7 +50,7 @@ _SAMPLE_TYPE = re.compile(rf"({_TYPES})Sample")
 _CLASS = re.compile(rf"CrudeWebdataset|StandardWebdatasetFactory|({_TYPES})Webdataset")
 _FIELD = re.compile(r"([^\[\]]+)((?:\[[^\[\]]+\])*)")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
-_MOST_NAMES = 10_000_000
+_MOST_NAMES = 1_000_000
 _NEWEST = 7
 """The newest version of Megatron-Energon whose datasets were tried."""
 
@@ -136,8 +137,13 @@ class EnergonDataset(Struct, frozen=True, kw_only=True):
         bounds = self.part.bounds(len(kept))
         if bounds != (0, len(kept)):
             kept = kept.between(*bounds)
-        above = {one[:at] for one in self.excluded for at, sign in enumerate(one) if sign == "/"}
-        apart = kept.of_blocks(np.array([name in above for name in names])[blocks.shard])
+        excluded = sorted(self.excluded)
+
+        def is_above(name: str) -> bool:
+            first = bisect_left(excluded, f"{name}/")
+            return first < len(excluded) and excluded[first].startswith(f"{name}/")
+
+        apart = kept.of_blocks(np.array([is_above(name) for name in names])[blocks.shard])
         keys = keys_of(apart) if len(apart) else []
         first = np.cumsum([0, *apart.num_samples])
 
@@ -192,7 +198,8 @@ def find_energon(
     if part.split not in splits.split_parts:
         raise ValueError(f"{url} has no part {part.split!r}: split= is one of {listed(splits.split_parts)}")
     known = info.shard_counts
-    excluded = frozenset(_braced(splits.exclude, url, sum(known.values()) + len(known)))
+    most = min(_MOST_NAMES, sum(known.values()) + len(known))
+    excluded = frozenset(_braced(splits.exclude, url, most))
     counts = dict[str, int]()
     for name in _braced(splits.split_parts[part.split], url, len(known)):
         if leaves_folder(name):
@@ -267,7 +274,7 @@ def _braced(patterns: Sequence[str], url: str, most: int) -> Iterator[str]:
             names = list(islice(braceexpand(pattern), most + 1))
             most -= len(names)
             if most < 0:
-                raise ValueError("there are not so many names in the dataset")
+                raise ValueError("stands for more names than the dataset has, or than 1,000,000 in all")
         except (ValueError, RecursionError) as error:
             raise CorruptShardError(url, f"the pattern {pattern!r:.200}: {error}") from error
         yield from names

@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -23,7 +23,7 @@ from sharding.errors import CorruptShardError
 from sharding.printable import listed
 from sharding.urls import is_local, local_path
 
-_DEEPEST = 16
+_DEEPEST, _MOST_DATASETS = 16, 10_000
 _AMOUNTS = {"blend": "weight", "blend_epochized": "repetitions"}
 _REFERENCE = {"path", "split_part", "dataset_config", "split_config", "subset", "subflavors"}
 
@@ -55,6 +55,8 @@ class _File:
     split: str
     files: SmallFiles
     depth: int = 0
+    references: list[str] = field(default_factory=list)
+    """The paths that were followed from the first file on."""
 
     def blend(self, within: EnergonPart) -> Blend:
         """Read the file."""
@@ -109,6 +111,11 @@ class _File:
         if not all(isinstance(one, str) for one in (node.get("path"), split, *named.values())):
             raise self._damaged("a dataset needs a path, and names are text", node)
         path = _from_folder_of(self.url, node["path"])
+        self.references.append(path)
+        if len(self.references) > _MOST_DATASETS:
+            raise ValueError(
+                f"{self.url}: metadatasets refer to more than {_MOST_DATASETS:,} datasets and files"
+            )
         if path.endswith(".yaml"):
             if named:
                 raise ValueError(f"{self.url}: {next(iter(named))} is not for a metadataset ({path})")

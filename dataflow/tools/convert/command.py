@@ -144,7 +144,12 @@ class ConvertSettings:
         flag_value="all",
         metavar="[N]",
     )
-    overwrite: bool = option("Remove what another conversion wrote to DEST.", bool, False)
+    identity: str | None = option(
+        "Your word that source and functions are those that were begun with.", default=None, metavar="NAME"
+    )
+    overwrite: bool = option(
+        "Begin anew beside what another conversion wrote to DEST, and remove that at the end.", bool, False
+    )
 
 
 @click.command(short_help="Write a dataset as shards of another format, order or size.")
@@ -175,7 +180,9 @@ def convert(settings: ConvertSettings) -> None:
 
     *sources, dest = settings.dataset.source
     if not sources:
-        raise click.UsageError("name a source and a destination: dataflow convert SOURCE DEST --to FORMAT")
+        raise click.UsageError(
+            f"the destination is missing: dataflow convert {dest} DEST --to {settings.to}, a folder"
+        )
     opened = dataflow.ShardedDataset(
         sources[0] if len(sources) == 1 else sources, columns=settings.columns, **settings.dataset.options
     )
@@ -198,6 +205,7 @@ def convert(settings: ConvertSettings) -> None:
             workers=settings.engine.workers,
             executor=executor,
             verify=settings.verify,
+            identity=settings.identity,
             overwrite=settings.overwrite,
             storage_options=settings.dataset.storage_options,
         )

@@ -1,20 +1,17 @@
-"""Reading the labels that `dataflow inspect --label` asks for, and nothing else where the format allows it.
-
-A column of tables is read by itself, in Parquet without the others; any other by a pass over the data in file
-order.
-"""
+"""Reading the labels that `dataflow inspect --label` asks for, and nothing else where a format allows it."""
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.conversion.values import decode_of, values_of
 from dataflow.dataset import ShardedDataset
-from dataflow.loader import DataLoader
-from sharding.formats.arrow.columns import TabularFormat
+from dataflow.staging.rows import read_columns
 
 _USUAL_LABELS = ("label", "labels", "cls", "class", "target", "y")
 
@@ -38,11 +35,7 @@ def labels_of(dataset: ShardedDataset, name: str | None) -> tuple[NDArray[Any] |
     if name not in dataset.schema:
         raise ValueError(f"there is no column {name!r}; there are {', '.join(dataset.schema)}")
     dataset.schema.check([name])
-    codec = dataset.catalog.codec()
-    if isinstance(codec, TabularFormat):
-        values = _table_column(dataset, name)
-    else:
-        values = _loaded_column(dataset, name)
+    values = _values_of(dataset, name)
     if values.ndim != 1 or values.dtype.kind not in "biufUSO":
         raise ValueError(f"labels must be one number or text a sample, got column {name!r} {values.dtype}")
     if values.dtype.kind == "f":
@@ -51,27 +44,18 @@ def labels_of(dataset: ShardedDataset, name: str | None) -> tuple[NDArray[Any] |
     return codes.astype(np.int64), f"column {name}, {len(distinct):,} values"
 
 
-def _table_column(dataset: ShardedDataset, name: str) -> NDArray[Any]:
-    """One column of all shards; of the others no more than lies between."""
-    source, catalog = dataset.source(), dataset.catalog
+def _values_of(dataset: ShardedDataset, name: str) -> NDArray[Any]:
+    """One column of all shards, NaN where a number is missing."""
+    source, catalog, spec = dataset.source(), dataset.catalog, dataset.schema[name]
+    decode, values = decode_of(name, spec, dataset.codec), list[Any]()
+    if decode is None and spec.kind == "bytes" and dataset.codec.columns_are_extensions:
+        raise ValueError(f"labels must be one number or text a sample; column {name!r} holds bytes")
     with closing(source.reader):
-        tables = [source.read_table(catalog.block(at), [name]) for at in range(catalog.num_blocks)]
-    return np.concatenate([table.column(name).to_numpy() for table in tables])
-
-
-def _loaded_column(dataset: ShardedDataset, name: str) -> NDArray[Any]:
-    """One column by a pass over the data in file order."""
-    one = ShardedDataset(
-        dataset.catalog.urls[0],
-        catalog=dataset.catalog,
-        columns=[name],
-        storage_options=dataset.storage_options,
-    )
-    parts = []
-    with DataLoader(one, batch_size=4096, shuffle=False, drop_last=False) as loader:
-        for batch in loader:
-            values = batch[name]
-            if isinstance(values, tuple):
-                raise ValueError(f"labels must be one number or text a sample; column {name!r} holds bytes")
-            parts.append(np.asarray(values))
-    return np.concatenate(parts)
+        for number in range(catalog.num_blocks):
+            column = read_columns(source, catalog.block(number), [name])[name]
+            values += values_of(column, spec, decode)
+    if missing := values.count(None):
+        if any(isinstance(value, (str, bytes)) for value in values):
+            raise ValueError(f"{missing:,} of {len(values):,} samples have no {name!r}: filter them out")
+        values = [math.nan if value is None else value for value in values]
+    return np.array(values, object if any(isinstance(value, bytes) for value in values[:1]) else None)

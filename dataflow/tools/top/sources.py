@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pwd
 import socket
@@ -19,7 +18,7 @@ from typing import Any, Protocol, Self, cast
 from urllib.parse import SplitResult, urlsplit
 
 from dataflow.live.reading import page_folders, pages_in, unread_pages
-from dataflow.live.record import VERSION, TrainingRecord, from_json
+from dataflow.live.record import VERSION, TrainingRecord, from_json, newest_version
 from sharding.errors import DataflowError
 from sharding.printable import printable_name
 from sharding.redaction import without_secrets
@@ -197,17 +196,9 @@ def _parts_of(url: str) -> SplitResult:
 
 def _why_no_records(text: bytes) -> str:
     """Say what an answer is that holds no records of this version."""
-    found: Any = None
-    with suppress(ValueError):
-        found = json.loads(text)
-    versions = (
-        [one.get("version") for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    )
-    newer = [one for one in versions if isinstance(one, int) and one > VERSION]
-    if newer:
-        return (
-            f"is of a newer dataflow (its pages have version {newer[0]}, this one reads {VERSION}): {UPGRADE}"
-        )
+    newer = newest_version(text)
+    if newer > VERSION:
+        return f"is of a newer dataflow (its pages have version {newer}, this one reads {VERSION}): {UPGRADE}"
     return "sends no figures of a training: is it the address that DATAFLOW_METRICS names?"
 
 

@@ -132,7 +132,7 @@ def columns_of(
 
     Raises:
         CorruptShardError: a wanted column is not there, or its offsets point outside its buffers.
-        ShardError: the column's type cannot be delivered (decimal, interval, list of byte strings, ...), a
+        ShardError: the column's type cannot be delivered (interval, list of byte strings, ...), a
             value is none of the type that it is brought to, or two columns have a wanted name.
     """
     flat, known = flattened(table), [column.name for column in named_columns(table.schema)]
@@ -401,6 +401,8 @@ def _byte_spans(array: pa.Array) -> Spans:
         return Spans(np.empty(0, np.uint8), np.zeros(n, np.int64), np.full(n, MISSING, np.int64))
     if _is_view(array.type):
         array = _cleared_views(array).cast(pa.large_binary())
+    if pa.types.is_decimal(array.type):
+        array = array.cast(pa.string())
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     offsets = elements_of(array.buffers()[1], np.int64 if wide else np.int32, n + 1, array.offset).astype(
         np.int64

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
+from sharding.blocks import DECIMAL, Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError, ShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns
 from sharding.formats.arrow.schema import (
@@ -249,7 +249,8 @@ def _parse(footer: bytes) -> _ParsedFooter:
     paths = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
     names = tuple(column.name for column in named_columns(schema))
     specs = {name: spec for name, field in leaves(schema) if name in paths and (spec := spec_of(field.type))}
-    texts = {name: paths[name] for name, spec in specs.items() if spec.kind in ("text", "bytes")}
+    encoded = [name for name, spec in specs.items() if spec.kind in ("text", "bytes")]
+    texts = {name: paths[name] for name in encoded if specs[name].feature != DECIMAL}
     counted = {
         name: paths[name]
         for name, spec in specs.items()

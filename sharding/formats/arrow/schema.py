@@ -1,11 +1,12 @@
 """Translate an Arrow schema: one `ColumnSpec` per column, structs flattened.
 
 Fixed-width numbers, times (as integers in their unit), fixed-size lists and fixed-size binary are "fixed";
-strings are "text", byte strings "bytes", lists of numbers "list". A struct of bytes and path is "bytes", too,
-beside its leaves; lists of either are "bytes_list". Other nested types are "json" if JSON can say all that is
-in them: text, numbers, bools and nulls. Extension types count as what they store. Decimals, intervals and
-nested types of anything else (byte strings, times, unions) cannot be delivered. Nulls, and lists of them, say
-nothing of their type: other shards do (`sharding.catalog.schema`).
+strings are "text", byte strings "bytes", lists of numbers "list". Decimals are "text", their digits, with a
+feature of their own. A struct of bytes and path is "bytes", too, beside its leaves; lists of either are
+"bytes_list". Other nested types are "json" if JSON can say all that is in them: text, numbers, bools and
+nulls. Extension types count as what they store. Intervals and nested types of anything else (byte strings,
+times, unions) cannot be delivered. Nulls, and lists of them, say nothing of their type: other shards do
+(`sharding.catalog.schema`).
 
 The features that Hugging Face `datasets` writes are JSON in the metadata of the schema: name -> description,
 nested as the columns are, such as `{"image": {"_type": "Image"}, "label": {"names": ["cat", "dog"], "_type":
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from sharding.blocks import ColumnSpec
+from sharding.blocks import DECIMAL, ColumnSpec
 from sharding.formats.arrow.json_types import JSON_TEXT, PROBLEM, UNREADABLE
 
 BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
@@ -47,6 +48,8 @@ _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}
 """Arrow's names where they are not numpy's; `to_pandas_dtype` imports pandas in older releases of pyarrow."""
 
 _FEATURES = b"huggingface"
+_DECIMAL_BYTES = 96
+"""More than the digits of a decimal, of 256 bits at most."""
 _MEDIA_WORDS = {
     "Image": ("image", "img", "photo", "picture", "jpg", "jpeg", "png", "webp"),
     "Audio": ("audio", "sound", "speech", "voice", "wav", "mp3", "flac"),
@@ -80,9 +83,8 @@ def specs_of(schema: pa.Schema, *, null_free: Collection[str] = ()) -> dict[str,
         spec = spec_of(field.type) or _undelivered(field)
         stored = f"{name}.bytes" if is_media(field.type) else name
         optional = spec.kind not in ("fixed", *_NEVER_DECODED) and field.nullable and stored not in null_free
-        specs[name] = replace(
-            spec, optional=optional, feature=feature, is_part=is_part, is_index=name in indexes
-        )
+        spec = replace(spec, feature=feature or spec.feature, is_part=is_part, is_index=name in indexes)
+        specs[name] = replace(spec, optional=optional)
     return specs
 
 
@@ -133,7 +135,9 @@ def decoded_bytes(specs: Mapping[str, ColumnSpec], rows: int) -> tuple[int, int]
     """Bytes of the fixed-width columns, and bytes of the spans' starts and lengths, for so many rows."""
     fixed = [fixed_bytes(s) for s in specs.values() if s.kind == "fixed"]
     others = sum(spec.kind in _NEVER_DECODED for spec in specs.values())
-    return rows * sum(fixed), rows * SPAN_BYTES * (len(specs) - len(fixed) - others)
+    spans = SPAN_BYTES * (len(specs) - len(fixed) - others)
+    decimals = sum(spec.feature == DECIMAL for spec in specs.values())
+    return rows * sum(fixed), rows * (spans + _DECIMAL_BYTES * decimals)
 
 
 def fixed_bytes(spec: ColumnSpec) -> int:
@@ -170,6 +174,8 @@ def spec_of(kind: pa.DataType) -> ColumnSpec | None:
         return ColumnSpec("bytes")
     if pa.types.is_fixed_size_binary(kind):
         return ColumnSpec("fixed", "uint8", (kind.byte_width,))
+    if pa.types.is_decimal(kind):
+        return ColumnSpec("text", feature=DECIMAL)
     dtype = dtype_of(kind)
     return None if dtype is None else ColumnSpec("fixed", dtype.name, unit=_unit_of(kind))
 

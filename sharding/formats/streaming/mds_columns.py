@@ -11,10 +11,10 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from sharding.blocks import Block, Column, ColumnSpec, Spans
+from sharding.blocks import Block, Column, ColumnSpec, Spans, decimal_of
 from sharding.errors import CorruptShardError
 from sharding.formats.streaming.layout import SampleLayout, StoredColumn
-from sharding.formats.streaming.stored_values import byte_lists, decimal_of, pixels_as_files
+from sharding.formats.streaming.stored_values import byte_lists, pixels_as_files
 from sharding.spans import Ints, numbers_at, rows_at
 
 _NUMBERS = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import struct
+import zlib
 from collections.abc import Callable
-from decimal import Decimal
 
 import numpy as np
 
@@ -16,11 +17,31 @@ from sharding.spans import Bytes, Ints
 _PNM = {"L": ("P5", 1), "P": ("P5", 1), "RGB": ("P6", 3), "RGBA": ("P6", 4)}
 """By Pillow's mode: the sign of the PNM file that has the same bytes, but for transparency; bytes a pixel."""
 _PIXELS = struct.Struct("<III")
+_PNM_HEAD = re.compile(rb"P(4(?=\n\d+ \d+\n)|[56](?=\n\d+ \d+\n255\n))\n(\d+) (\d+)\n")
+"""The head of the file that raw pixels are read as."""
+_PNG_ROWS = {b"4": (1, 0, 1), b"5": (8, 0, 8), b"6": (8, 2, 24)}
+"""By kind of PNM: the depth and the type of color of PNG, and bits of a pixel."""
 
 
-def decimal_of(data: bytes) -> Decimal:
-    """The number that its digits are."""
-    return Decimal(data.decode())
+def png_of(data: bytes) -> bytes:
+    """Return pixels that are stored raw as a PNG of them; any other picture stays the bytes it is."""
+    head = _PNM_HEAD.match(data)
+    if head is None:
+        return data
+    kind, width, height = head[1], int(head[2]), int(head[3])
+    depth, color, bits = _PNG_ROWS[kind]
+    first, row_bytes = head.end() + (0 if kind == b"4" else len(b"255\n")), (width * bits + 7) // 8
+    if len(data) != first + height * row_bytes:
+        return data
+    rows = np.frombuffer(data, np.uint8, offset=first).reshape(height, row_bytes)
+    rows = ~rows if kind == b"4" else rows  # a bit of PBM is black, of PNG white
+    pixels = np.pad(rows, ((0, 0), (1, 0))).tobytes()  # each row begins with its filter: none
+    size = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+    chunks = ((b"IHDR", size), (b"IDAT", zlib.compress(pixels)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
 
 
 def pixels_as_files(buffer: Bytes, starts: Ints, lengths: Ints, corrupt: Callable[[str], Exception]) -> Spans:

@@ -115,7 +115,7 @@ def _check_type(field: pa.Field, stored: pa.Field, listed: TableFile, shard: Sha
     one, other = spec_of(field.type), spec_of(stored.type)
     if one is None or other is None or other.kind == "null":
         return
-    unlike = one.kind != other.kind or (
+    unlike = (one.kind, one.feature) != (other.kind, other.feature) or (
         one.kind == "fixed" and (one.shape != other.shape or _family(other) not in _FAMILIES[_family(one)])
     )
     if unlike and {one.kind, other.kind} != {"list", "json"}:

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -455,7 +456,7 @@ def test_a_full_disk_loses_nothing_that_was_finished(
     [
         (None, "mds", "column 'x' has no value .* map= may fill it in"),
         (True, "mds", "column 'x': MDS has no encoding for a value of type bool"),
-        (object(), "parquet", "column 'x' is of type object, which no Parquet file holds"),
+        (object(), "parquet", "column 'x': no Arrow type holds a value of type object .* map= may give"),
         (object(), "tar", "column 'x' is of type object, which no tar holds"),
         (np.array([{}]), "tar", "array of objects"),
         (1 << 70, "mds", "does not fit int64"),
@@ -479,7 +480,9 @@ def test_a_later_value_of_another_type_names_its_column(tmp_path: Path) -> None:
 def test_verify_finds_what_is_not_as_the_source_gives_it(source: str, tmp_path: Path) -> None:
     made = convert(source, tmp_path / "a", to="mds", shard_samples=40, workers=1, checksum=False)
     path = Path(made.files[0])
+    then = path.stat()
     path.write_bytes(path.read_bytes().replace(b"bild 17", b"Bild 17"))
+    os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
     with pytest.raises(ConversionError, match="sample 17, column 'txt': 'Bild 17 ü' is not 'bild 17 ü'"):
         convert(source, tmp_path / "a", to="mds", shard_samples=40, workers=1, checksum=False, verify=True)
 
@@ -531,6 +534,51 @@ def test_the_command_converts_and_says_what_was_finished_before(source: str, tmp
     assert "20 samples were compared with the source: all are the same" in again
     assert "has another conversion: filter= was" in run("--map", "conversion_kit:renamed")
     assert "'conversion_kit:other' is not there" in run("--map", "conversion_kit:other")
+
+
+def test_a_destination_that_was_forgotten_is_named(source: str, tmp_path: Path) -> None:
+    first, *files = sorted(map(str, Path(source).parent.iterdir()))
+    for command, words in (
+        ([source], rf"destination is missing: dataflow convert {re.escape(source)} DEST --to mds"),
+        ([first, *files], rf"the destination, {re.escape(files[-1])}, is a file"),
+        ([first, source], rf"the destination, {re.escape(source)}, is a pattern"),
+    ):
+        result = CliRunner().invoke(main, ["convert", *command, "--to", "mds"])
+        assert result.exit_code == 2 or result.exit_code == 1
+        assert re.search(words, " ".join(result.output.split()))
+    for dest in ("", None, 1):
+        with pytest.raises(ValueError, match="dest must be a folder"):
+            convert(source, dest, to="mds")  # type: ignore[arg-type]
+
+
+def holding_itself(columns: list[Any]) -> Any:
+    values: list[Any] = columns
+    for _ in range(120):
+        values = [1, values]
+    columns.append(columns)
+    return {"x": columns, "deep": values}
+
+
+@pytest.mark.parametrize("to", ["parquet", "tar", "mds", "tokens"])
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"x": holding_itself([])["x"]}, "column 'x' holds itself, or is nested over 100 deep"),
+        ({"x": {"y": holding_itself([])["deep"]}}, "column 'x' holds itself, or is nested over 100 deep"),
+        ({1: "text"}, "a column is called 1, of type int: names are text"),
+    ],
+)
+def test_what_holds_itself_or_has_no_name_is_named_by_its_sample(
+    tmp_path: Path, to: str, value: Any, words: str
+) -> None:
+    more: dict[str, Any] = {"length": 2} if to == "tokens" else {}
+    with pytest.raises(SampleError, match=words) as caught:
+        convert([{"x": 1}], tmp_path, to=to, map=lambda _: value, workers=1, **more)
+    assert caught.value.key == "0"
+    fine = [{"x": [1, 2]}] * 80
+    with pytest.raises(SampleError, match=words) as caught:
+        convert([*fine, value], tmp_path, to="parquet", workers=1)
+    assert caught.value.key == "80"
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------

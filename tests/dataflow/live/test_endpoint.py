@@ -10,7 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -226,6 +226,17 @@ def test_clients_that_hang_or_speak_no_http_do_not_keep_others_waiting(served: M
         slow[2].sendall(b"GET /metrics HTTP/1.1\r\n\r\n")  # and never reads
         assert got(served, "/metrics")[0] == 200
         assert b" 400 " in slow[1].recv(100)
+
+
+def test_any_number_of_silent_clients_do_not_keep_out_one_that_asks(served: MetricsEndpoint) -> None:
+    host, _, port = served.address.rpartition(":")
+    with ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20)) for _ in range(40)
+        ]
+        assert got(served, "/healthz")[0] == 200
+        with suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b"", "the oldest is ended"
 
 
 def test_a_page_of_somebody_else_whose_name_points_here_is_refused(served: MetricsEndpoint) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dataflow.live.health import health_of
 from dataflow.live.names import name_of, name_of_urls, role_of
 from dataflow.live.page import LivePage
 from dataflow.live.reading import read_pages, remove_old
-from dataflow.live.record import TrainingRecord, from_page, to_page
+from dataflow.live.record import _HEADER, _MAGIC, TrainingRecord, from_page, to_page, why_unread
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -231,6 +232,15 @@ def test_half_a_page_is_none(folder: Path) -> None:
     changed = bytearray(page)
     changed[-2] ^= 1
     assert from_page(bytes(changed)) is None
+
+
+def test_a_page_that_is_nested_deeply_is_none(folder: Path) -> None:
+    next(iter(DataLoader(range(8))))
+    deep = b', "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    body = to_page(only(folder), 1)[_HEADER.size : -1] + deep
+    page = _HEADER.pack(_MAGIC, 1, len(body), zlib.crc32(body)) + body
+    assert from_page(page) is None
+    assert why_unread(page) == "it is damaged"
 
 
 def trained_in_a_child(*, dies: bool) -> None:

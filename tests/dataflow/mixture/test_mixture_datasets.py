@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets_kit import make_ints_tar, make_jsonl, make_parquet
 
-from dataflow import Mixture, ShardedDataset, Shuffle
+from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter, Shuffle, convert
 
 
 @pytest.fixture
@@ -171,3 +172,45 @@ def test_members_must_deliver_the_same_columns(tmp_path: Path) -> None:
         Mixture([table.open(columns=["x"]), table.open(columns=["x"], on_error="skip")])
     with pytest.raises(ValueError, match="batch_transform"):
         Mixture([table.open(columns=["x"]), table.open(columns=["x"], batch_transform=len)])
+
+
+# ---- formats that store numbers in other places ---------------------------------------------------------
+
+
+def numbers_as(folder: Path, form: str, first: int) -> ShardedDataset[Any]:
+    """Ten samples of numbers and text, in a format; "mds" in place and "checked" as whole blocks are read."""
+    rows = [{"x": first + i, "f": i / 4, "t": f"{first + i}"} for i in range(10)]
+    if form in ("mds", "checked"):
+        made = convert(rows, folder / form, to="mds", workers=1, progress=False)
+        return ShardedDataset(f"{folder}/mds/*.mds" if form == "mds" else made.catalog)
+    with ShardWriter(f"{folder}/{form}.{form}") as writer:
+        writer.write_many(rows)
+    return ShardedDataset(f"{folder}/{form}.{form}")
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    "forms", [("mds", "parquet"), ("jsonl", "mds"), ("arrow", "checked", "parquet"), ("mds", "checked")]
+)
+def test_columns_of_one_dtype_and_shape_mix_whatever_format_has_them(
+    tmp_path: Path, forms: tuple[str, ...], shuffle: bool
+) -> None:
+    sources = [numbers_as(tmp_path, form, 100 * number) for number, form in enumerate(forms)]
+    mixture = Mixture(sources)
+    found = {}
+    for _ in range(2):
+        with DataLoader(mixture, 4, shuffle=shuffle) as loader:
+            for batch in loader:
+                assert (batch["x"].dtype, batch["f"].dtype) == (torch.int64, torch.float64)
+                values = zip(batch["t"], batch["f"].tolist(), strict=True)
+                found |= dict(zip(batch["x"].tolist(), values, strict=True))
+    want = {100 * n + i: (str(100 * n + i), i / 4) for n in range(len(forms)) for i in range(10)}
+    assert found == want
+
+
+def test_columns_of_other_dtypes_do_not_mix(tmp_path: Path) -> None:
+    parquet = numbers_as(tmp_path, "parquet", 0)
+    made = convert([{"x": np.int32(1), "f": 0.5, "t": ""}], tmp_path / "mds", to="mds", workers=1)
+    with pytest.raises(ValueError, match=r"column 'x' is spans int32 \[\] in source 1 and array int64 \[\]"):
+        Mixture([parquet, ShardedDataset(f"{tmp_path}/mds").select(["x", "f", "t"])])
+    assert made.samples == 1

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -203,7 +204,16 @@ DAMAGE: dict[str, tuple[str, str, str]] = {
     "other keys": (SPLIT, "{split_parts: {}, shuffle: true}", "unknown field `shuffle`"),
     "no list": (SPLIT, "split_parts: {train: tars/a.tar}", r"Expected `array`, got `str`.*train|\$\.split"),
     "too many names": (SPLIT, "split_parts: {train: ['tars/{0..99999999999}.tar']}", "too many names"),
-    "many patterns": (SPLIT, "split_parts: {train: ['{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}']}", "not so many"),
+    "many patterns": (
+        SPLIT,
+        "split_parts: {train: ['{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}']}",
+        "more names than",
+    ),
+    "patterns of patterns": (
+        SPLIT,
+        "{split_parts: {train: [tars/a.tar]}, exclude: ['tars/a.tar/{0..999999}{0..999999}']}",
+        "more names than the dataset has, or than 1,000,000",
+    ),
     "unbalanced": (SPLIT, "split_parts: {train: ['tars/{a.tar']}", r"pattern|does not know"),
     "an unsafe tag": (SPLIT, "!!python/object/apply:os.system ['true']", "could not determine a constructor"),
     "no YAML": (SPLIT, "split_parts: [", r"split\.yaml.*is damaged"),
@@ -373,6 +383,30 @@ def test_what_a_metadataset_asks_for_in_vain_is_refused_by_name(what: str, image
     )
     with pytest.raises((DataflowError, ValueError), match=message):
         Mixture.from_energon(path)
+
+
+def test_metadatasets_that_name_ever_more_datasets_are_refused(tmp_path: Path) -> None:
+    for number in range(12):
+        path = "nowhere" if number == 11 else f"m{number + 1}.yaml"
+        node = f"{{blend: [{', '.join([f'{{path: {path}}}'] * 10)}]}}"
+        (tmp_path / f"m{number}.yaml").write_text(
+            f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {node}\n"
+        )
+    with pytest.raises(ValueError, match="refer to more than 10,000 datasets"):
+        Mixture.from_energon(tmp_path / "m0.yaml")
+
+
+def test_a_name_of_many_folders_is_excluded_in_little_memory(images: Path) -> None:
+    (images / ".nv-meta" / SPLIT).write_text(
+        f"{{split_parts: {{train: [tars/a.tar]}}, exclude: ['{'x/' * 60_000}', tars/a.tarx/0, tars/b.tar/0]}}"
+    )
+    tracemalloc.start()
+    try:
+        whole = ShardedDataset(images)
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+    assert len(whole) == whole.catalog.num_samples, "no sample has such a name"
 
 
 def test_files_of_metadatasets_are_told_apart(images: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -279,6 +281,110 @@ def test_a_table_that_is_no_manifest_is_told_where_it_is_wrong(
     (folder / "m.csv").write_bytes(table)
     with pytest.raises(error, match=f"(?s)m\\.csv.*{text}" if "m\\.csv" not in text else text):
         ShardedDataset(folder, manifest="m.csv")
+
+
+# ---- dialects and exact values ------------------------------------------------------------------------
+
+
+def column(folder: Path, cells: Sequence[str], ending: str = "csv", **dialect: Any) -> list[Any]:
+    """What a column of a manifest with these cells is delivered as."""
+    separator = dialect.get("separator") or {"csv": ",", "tsv": "\t"}[ending]
+    lines = [separator.join(row) for row in [("file_name", "x"), *(("3.jpg", cell) for cell in cells)]]
+    encoding = dialect.get("encoding", "utf-8")
+    (folder / f"m.{ending}").write_bytes(("\n".join(lines) + "\n").encode(encoding))
+    dataset = opened(
+        folder, manifest=Manifest(folder / f"m.{ending}", **dialect), columns=["x"], decode="auto"
+    )
+    return [plain(dataset[i]["x"]) for i in range(len(cells))]
+
+
+@pytest.mark.parametrize(
+    ("cells", "dialect", "values"),
+    [
+        (["9007199254740993", "-5"], {}, [9007199254740993, -5]),
+        (["9223372036854775808", "18446744073709551615", "1"], {}, [1 << 63, (1 << 64) - 1, 1]),
+        (["1e3", "0.5"], {}, [1000.0, 0.5]),
+        (["1", "2.5", "9007199254740992"], {}, [1.0, 2.5, 2.0**53]),
+        (["10000000000000000000001", "5"], {"types": {"x": "text"}}, ["10000000000000000000001", "5"]),
+        (["00501", "94110"], {"types": {"x": "text"}}, ["00501", "94110"]),
+        (["1", "2"], {"types": {"x": "float"}}, [1.0, 2.0]),
+        (["1", "300"], {"types": {"x": "uint16"}}, [1, 300]),
+        (["NA", "", "null"], {"types": {"x": "text"}}, ["NA", "", "null"]),
+        (["a,b", "ü"], {"separator": ";"}, ["a,b", "ü"]),
+        (["'a,b'", "c"], {"quote": "'"}, ["a,b", "c"]),
+        (['say "a"', '"'], {"quote": ""}, ['say "a"', '"']),
+        (["ü", "é"], {"encoding": "latin-1"}, ["ü", "é"]),
+        (["ü", "é"], {"encoding": "utf-16"}, ["ü", "é"]),
+    ],
+)
+def test_cells_are_what_they_say(
+    folder: Path, cells: list[str], dialect: dict[str, Any], values: list[Any]
+) -> None:
+    assert column(folder, cells, **dialect) == values
+
+
+@pytest.mark.parametrize(
+    "cells", [["1" + 22 * "0", "5"], [str(1 << 63), "-1"], [str((1 << 53) + 1) * 2, "0.5"]]
+)
+def test_integers_that_nothing_holds_are_an_error_for_who_asks_for_them(
+    folder: Path, cells: list[str]
+) -> None:
+    with pytest.raises(
+        CorruptShardError, match=r"integer \d+ in row 1, which no type of 64 bits holds.*'text'"
+    ):
+        column(folder, cells)
+    assert len(opened(folder, manifest="m.csv", columns=["jpg"])) == 2
+
+
+def test_zeros_before_numbers_are_named_and_kept_as_text(folder: Path) -> None:
+    with pytest.warns(UserWarning, match=r"numbers with zeros before them, such as '00501' in row 2"):
+        assert column(folder, ["94110", "00501", "0"]) == [94110, 501, 0]
+    manifest = Manifest(folder / "m.csv", classes="x", types={"x": "text"})
+    assert opened(folder, manifest=manifest).features["x"]["names"] == ["0", "00501", "94110"]
+
+
+def test_tabs_separate_cells_of_tsv_whatever_quotes_are_in_them(folder: Path) -> None:
+    assert column(folder, ['"open', 'a "b" c', "d,e"], "tsv") == ['"open', 'a "b" c', "d,e"]
+    assert column(folder, ['"a b"', "c"], "tsv", quote='"') == ["a b", "c"]
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_the_header_shows_what_separates_cells(folder: Path, separator: str) -> None:
+    (folder / "m.csv").write_text(TABLE.replace(",", separator), newline="")
+    assert [row["n"] for row in rows(opened(folder, manifest="m.csv", columns=["n"]))] == [7, 8, 9, 10]
+
+
+@pytest.mark.parametrize(
+    ("ending", "dialect", "error", "text"),
+    [
+        ("csv", {"types": {"y": "text"}}, ValueError, "types names 'y', which"),
+        (
+            "csv",
+            {"types": {"x": "number"}},
+            ValueError,
+            "'x' must be text, int, float or one of Arrow's types",
+        ),
+        ("csv", {"types": {"x": "int8"}}, CorruptShardError, "no table: .*int8.*types= of Manifest"),
+        ("csv", {"encoding": "ascii"}, CorruptShardError, "no ascii text"),
+        ("jsonl", {"separator": ";"}, ValueError, "separator, quote, encoding, types say how CSV and TSV"),
+    ],
+)
+def test_a_dialect_that_does_not_fit_is_told(
+    folder: Path, ending: str, dialect: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    (folder / f"m.{ending}").write_text(
+        "file_name,x\n3.jpg,300ü\n" if ending == "csv" else '{"file_name":"3.jpg"}'
+    )
+    with pytest.raises(error, match=text):
+        opened(folder, manifest=Manifest(folder / f"m.{ending}", **dialect))
+
+
+def test_columns_that_no_sample_can_have_refuse_who_asks_for_them_alone(folder: Path) -> None:
+    table = {"file_name": ["3.jpg"], "bytes": [[b"a"]], "price": [Decimal("1.50")]}
+    pq.write_table(pa.table(table), folder / "m.parquet")
+    assert rows(opened(folder, manifest="m.parquet", columns=["jpg", "price"]))[0]["price"] == Decimal("1.50")
+    with pytest.raises(CorruptShardError, match="column 'bytes' is list of bytes, and manifests have"):
+        opened(folder, manifest="m.parquet")
 
 
 @pytest.mark.parametrize(

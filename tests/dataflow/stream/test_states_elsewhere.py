@@ -220,6 +220,29 @@ def test_between_two_epochs_the_next_one_is_that_of_these_data_with_the_states_s
             assert [numbers(batch) for batch in resumed] == [numbers(batch) for batch in batches]
 
 
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_after_the_last_batch_of_an_epoch_other_data_begin_the_next_one(name: str, tmp_path: Path) -> None:
+    """Frameworks save there, inside their loop. In the same loader nothing more comes of that epoch."""
+    row = DIFFERENCES[name]
+    first, other = row.loaders(tmp_path)
+    with first, other:
+        if isinstance(other.dataset, Mixture) or first.batching is not None:
+            pytest.skip("units and shares do not tell that it is the last batch")
+        batches = iter(first)
+        for _ in range(len(first)):
+            next(batches)
+        state = first.state_dict()
+        other.load_state_dict(state)
+        assert (other.seed, other.epoch, other.state_dict()["position"]) == (7, 1, 0)
+        assert list(batches) == []
+        other.load_state_dict(state)
+        got = [numbers(batch) for batch in other]
+        other.load_state_dict(first.state_dict())
+        assert [numbers(batch) for batch in other] == got
+        first.load_state_dict(state)
+        assert list(first) == []
+
+
 def test_a_loader_takes_its_own_order_whatever_it_had_loaded_before(tmp_path: Path) -> None:
     """Windows of the state of before are none of these data."""
     write_lines(tmp_path, a=range(40), b=range(40, 60), c=range(60, 100))

@@ -393,11 +393,27 @@ def test_an_endpoint_that_hangs_is_given_up_in_time(begun: bytes) -> None:
     assert fault == f"{url} does not answer: nothing whole within 0.2 s"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 200_000,
+        b'{"version":' * 200_000,
+        b'[{"version": 1, "more": ' + b"[" * 200_000 + b"]" * 200_000 + b"}]",
+        b'[{"version": 1' + b"0" * 200_000 + b"}]",
+        b"[" + b"[]," * 200_000 + b"[]]",
+    ],
+)
+def test_json_that_is_nested_or_large_is_no_figures(text: bytes) -> None:
+    with answering(ok(text)) as url:
+        assert "sends no figures of a training" in Endpoint(url).read().fault
+
+
 def test_an_endpoint_that_is_none_is_told_so() -> None:
     with answering(b"HTTP/1.0 404 Not Found\r\n\r\n") as url:
         assert "it says 404 Not Found; is it a training's endpoint?" in Endpoint(url).read().fault
-    with answering(ok(b"<html>")) as url:
-        assert "sends no figures of a training" in Endpoint(url).read().fault
+    for text in (b"<html>", b"[" * 100_000, b'[{"version": ' + b"[" * 100_000):
+        with answering(ok(text)) as url:
+            assert "sends no figures of a training" in Endpoint(url).read().fault
     with answering(ok(b'[{"version": 7}]')) as url:
         assert (
             "is of a newer dataflow (its pages have version 7, this one reads 1)"

@@ -290,7 +290,6 @@ def test_a_null_inside_a_list_of_integers_spoils_that_list_alone(kind):
 @pytest.mark.parametrize(
     "array",
     [
-        pa.array([1]).cast(pa.decimal128(30, 2)),
         pa.array([(1, 2, 3)], pa.month_day_nano_interval()),
         pa.array([[[b"ab"]]]),
     ],

@@ -69,6 +69,57 @@ def test_a_sample_larger_than_a_block_is_a_block():
     assert scan.num_samples.tolist() == [1, 1, 1]
 
 
+def with_header(tokens: np.ndarray, magic: int, version: int, count: int | None = None) -> bytes:
+    """A file of llm.c."""
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    return header.tobytes() + tokens.tobytes()
+
+
+HEADERS = st.sampled_from([(20240520, 1, "uint16"), (20240801, 7, "uint32")])
+
+
+@given(st.integers(0, 300), st.integers(1, 40), st.integers(1, 500), HEADERS, st.booleans())
+def test_a_header_of_llm_c_is_skipped_and_says_the_dtype(count, length, block_bytes, header, is_named):
+    magic, version, dtype = header
+    tokens = tokens_of(count, dtype)
+    content = with_header(tokens, magic, version)
+    for fmt in (
+        TokensFormat(dtype=dtype if is_named else None, length=length),
+        TokensFormat(dtype=dtype, length=length, header=1024),
+    ):
+        blocks = decoded_blocks(fmt, content, "t.bin", block_bytes=block_bytes)
+        got = [block["tokens"] for block in blocks] or [np.empty((0, length + 1), dtype)]
+        np.testing.assert_array_equal(np.concatenate(got), windows(tokens, length))
+    raw = decoded_blocks(TokensFormat(dtype=dtype, length=1, header=0), content, "t.bin")
+    assert raw[0]["tokens"].ravel()[: 4 // tokens.itemsize].tobytes() == np.int32(magic).tobytes()[:4]
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype", "says"),
+    [
+        (with_header(tokens_of(9, "uint16"), 20240520, 2), "uint16", "version 2, of which 1 is known"),
+        (
+            with_header(tokens_of(9, "uint16"), 20240520, 1, 8),
+            "uint16",
+            "and 8 tokens, which should be uint16",
+        ),
+        (with_header(tokens_of(9, "uint32"), 20240801, 7), "uint16", "take the rest of its 1060 bytes"),
+        (with_header(tokens_of(9, "uint16"), 20240801, 7), None, "uint32 and take the rest"),
+        (np.int32(20240520).tobytes(), "uint16", "version 0"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_an_error_that_names_the_ways_on(content, dtype, says):
+    with pytest.raises(CorruptShardError, match=f"magic 202.*{says}.*header=1024 skips it, header=0 reads"):
+        scan_of(TokensFormat(dtype=dtype, length=2), content, "t.bin")
+
+
+def test_a_header_is_an_option_that_a_catalog_keeps():
+    assert TokensFormat(length=4, header=0).options() == {"length": 4, "header": 0}
+    with pytest.raises(ValueError, match="header must be >= 0"):
+        TokensFormat(length=4, header=-1)
+
+
 def test_windows_are_read_only_views_of_the_block():
     content = tokens_of(1000, "uint16").tobytes()
     (columns,) = decoded_blocks(TokensFormat(dtype="uint16", length=9), content, "t.bin")

@@ -1,0 +1,182 @@
+"""Tables of text, CSV and TSV: their dialect, and types that change no value.
+
+Numbers are those of Arrow's reader, but for two things that it does silently. Integers that no int64 holds
+would be floats: they are uint64, or an error for who asks for them. Numbers with zeros before them are named
+in a warning, as only text keeps them. Dates are text, and so are columns that the user says are text.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from sharding.errors import CorruptShardError
+from sharding.formats.arrow.json_types import PROBLEM, UNREADABLE
+from sharding.redaction import identity_of
+
+_SEPARATORS = {"csv": ",;\t", "tsv": "\t"}
+"""By ending, what may stand between cells: the first that the header has."""
+_TYPES = {"text": pa.string(), "int": pa.int64(), "float": pa.float64()}
+_INTEGER, _ZEROS, _MOST_EXACT = r"^\s*[+-]?\d+\s*$", r"^\s*[+-]?0\d+\s*$", 1 << 53
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """The way in which a CSV or TSV file is written.
+
+    Args:
+        separator: between cells; "": of CSV "," or ";" or a tab, as its header shows, of TSV a tab.
+        quote: around cells with separators or ends of lines in them; "": none; None: '"' in CSV, none in TSV.
+        encoding: of the text.
+        types: column -> "text", "int", "float" or the name of one of Arrow's types.
+    """
+
+    separator: str = ""
+    quote: str | None = None
+    encoding: str = "utf-8"
+    types: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_separated(url: str, data: bytes, ending: str, text: str, dialect: Dialect) -> pa.Table:
+    """Read a CSV or TSV file.
+
+    Args:
+        url: its name, for messages.
+        data: its bytes.
+        ending: "csv" or "tsv".
+        text: a column that is text, if it is there; it then tells the separator.
+        dialect: how it is written.
+
+    Raises:
+        CorruptShardError: it is no such table.
+        ValueError: there is no such type or column.
+    """
+    from pyarrow import csv
+
+    if dialect.encoding != "utf-8":
+        try:
+            data = data.decode(dialect.encoding).encode()
+        except (LookupError, UnicodeDecodeError) as error:
+            raise CorruptShardError(url, f"the manifest is no {dialect.encoding} text: {error}") from error
+    header = data.removeprefix(b"\xef\xbb\xbf").split(b"\n", 1)[0].decode("utf-8", "replace").rstrip("\r")
+    separator = dialect.separator or _separator_of(header, _SEPARATORS[ending], text)
+    quote = ('"' if ending == "csv" else "") if dialect.quote is None else dialect.quote
+    wanted = {text: pa.string()} | {name: _type_of(url, name, kind) for name, kind in dialect.types.items()}
+
+    def read(columns: Mapping[str, pa.DataType]) -> pa.Table:
+        return csv.read_csv(
+            io.BytesIO(data),
+            # One block: types follow from all rows, and errors count them.
+            read_options=csv.ReadOptions(use_threads=False, block_size=len(data) + 1),
+            parse_options=csv.ParseOptions(
+                delimiter=separator, quote_char=quote or False, newlines_in_values=bool(quote)
+            ),
+            convert_options=csv.ConvertOptions(column_types=columns),
+        )
+
+    try:
+        table = read(wanted)
+        _check_utf8(url, table)
+        found = [one.name for one in table.schema if one.name not in wanted and _may_change(one.type)]
+        if found:
+            table = _exact(url, table, read(wanted | dict.fromkeys(found, pa.string())))
+    except pa.ArrowInvalid as error:
+        cure = "separator=, quote=, encoding= and types= of Manifest tell how it is written"
+        raise CorruptShardError(url, f"the manifest is no table: {error}; {cure}") from error
+    if unknown := sorted(dialect.types.keys() - {*table.column_names}):
+        raise ValueError(f"types names {unknown[0]!r}, which {identity_of(url)} has not")
+    if quote and data.count(quote.encode()) % 2 and _ends_in_quotes(table):
+        raise CorruptShardError(url, f"the manifest has a quote ({quote}) that nothing closes before its end")
+    return table
+
+
+def _separator_of(header: str, candidates: str, name: str) -> str:
+    """The separator of names of columns: one that shows a wanted one, else one that is there."""
+    split = {one: [cell.strip().strip('"') for cell in header.split(one)] for one in candidates}
+    shows = [one for one, cells in split.items() if name in cells]
+    return next(iter([*shows, *filter(header.__contains__, candidates), candidates[0]]))
+
+
+def _type_of(url: str, name: str, kind: str) -> pa.DataType:
+    try:
+        return _TYPES.get(kind) or pa.type_for_alias(kind)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"types of {identity_of(url)}: column {name!r} must be text, int, float or one of Arrow's types, "
+            f"got {kind!r}"
+        ) from error
+
+
+def _may_change(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind))
+
+
+def _exact(url: str, table: pa.Table, texts: pa.Table) -> pa.Table:
+    """The table with dates as text, and no number that is not what its text says."""
+    for number, one in enumerate(table.schema):
+        text = texts.column(number)
+        if pa.types.is_temporal(one.type):
+            table = table.set_column(number, one.name, text)
+        elif text.type == one.type:
+            continue
+        elif pa.types.is_integer(one.type):
+            zeros = pc.index(pc.match_substring_regex(text, _ZEROS), True).as_py()
+            if zeros >= 0:
+                warnings.warn(
+                    f"column {one.name!r} of {identity_of(url)} has numbers with zeros before them, such as "
+                    f"{text[zeros].as_py()!r} in row {zeros + 1}, which are read as integers: "
+                    f"types={{{one.name!r}: 'text'}} keeps them",
+                    stacklevel=2,
+                )
+        elif pa.types.is_floating(one.type):
+            table = table.set_column(number, *_large_integers(one, table.column(number), text))
+    return table
+
+
+def _large_integers(
+    one: pa.Field, numbers: pa.ChunkedArray, text: pa.ChunkedArray
+) -> tuple[pa.Field, pa.ChunkedArray]:
+    """A column of floats, of integers if all its texts are some; unreadable if it rounds one."""
+    whole = pc.match_substring_regex(text, _INTEGER)
+    large = pc.and_(whole, pc.greater(pc.abs(numbers), float(_MOST_EXACT))).fill_null(False)
+    at = pc.index(large, True).as_py()
+    if at < 0:
+        return one, numbers
+    if pc.all(pc.or_(whole, pc.is_null(numbers))).as_py():
+        with suppress(pa.ArrowInvalid):
+            found = pc.if_else(whole, pc.utf8_trim_whitespace(text), None).cast(pa.uint64())
+            return pa.field(one.name, pa.uint64()), found
+    reason = (
+        f"column {one.name!r} has the integer {text[at].as_py()} in row {at + 1}, which no type of 64 bits "
+        f"holds beside the others: types={{{one.name!r}: 'text'}} reads text"
+    )
+    nulls = pa.ExtensionArray.from_storage(UNREADABLE, pa.nulls(len(numbers)))
+    return pa.field(one.name, UNREADABLE, metadata={PROBLEM: reason.encode()}), nulls
+
+
+def _check_utf8(url: str, table: pa.Table) -> None:
+    cure = "save it as UTF-8, or name its encoding, as in Manifest(path, encoding='latin-1')"
+    try:
+        _ = table.column_names
+    except UnicodeDecodeError as error:
+        raise CorruptShardError(url, f"the names of columns are no UTF-8 text: {cure}") from error
+    for one in table.schema:
+        if pa.types.is_binary(one.type):
+            for row, value in enumerate(table.column(one.name).to_pylist()):
+                try:
+                    (value or b"").decode()
+                except UnicodeDecodeError as error:
+                    what = f"column {one.name!r} of row {row + 1} is no UTF-8 text"
+                    raise CorruptShardError(url, f"{what}: {cure}") from error
+
+
+def _ends_in_quotes(table: pa.Table) -> bool:
+    """Return whether the last row has text over several lines, as one has whose quote is not closed."""
+    last = table.slice(max(0, table.num_rows - 1)).to_pylist()
+    return any(isinstance(value, str) and "\n" in value for row in last for value in row.values())

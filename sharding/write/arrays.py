@@ -1,0 +1,269 @@
+"""Rows' values as Arrow arrays that say what was given: no value is cast, rounded or taken for another.
+
+A column has the narrowest type that holds each of its values, as readers bring the types of unlike shards
+together. Values of several types (1 beside 1.5) become one array only where each stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from sharding.arrow_arrays import bits, bool_array, bytes_array, number_array, text_array
+from sharding.blocks import common_dtype
+from sharding.formats.arrow.schema import dtype_of, is_bytes, is_list, is_text
+from sharding.write.values import plain_value
+
+_MOST_ITEMS = (1 << 31) - 1
+_NONE = type(None)
+Valid = NDArray[np.bool_]
+
+
+def array_of(values: Sequence[Any], kind: pa.DataType | None = None, *, rounds: bool = False) -> pa.Array:
+    """Return values, None among them, as an Arrow array.
+
+    Args:
+        values: Python's, numpy's and torch's, and lists, tuples and dicts of them.
+        kind: the type of the array; None: the narrowest that holds all.
+        rounds: whether numbers may be rounded to `kind`, which the user named.
+
+    Raises:
+        TypeError: a value is none of the type, or two have no type in common.
+        ValueError: a number does not fit the type.
+        OverflowError: no array has so many items.
+    """
+    types = set(map(type, values))
+    if not types <= _BUILDERS.keys():
+        values = [value if type(value) in _BUILDERS else _known(value) for value in values]
+        types = set(map(type, values))
+    if np.ndarray in types:
+        types = set(map(_layout, values))
+    types.discard(_NONE)
+    if len(types) <= 1:
+        first = next((value for value in values if value is not None), None)
+        build: Callable[[Any], pa.Array] = _BUILDERS.get(type(first), _by_arrow)
+        return as_kind(build(values), kind, rounds=rounds)
+    groups: dict[Any, list[int]] = {}
+    for number, value in enumerate(values):
+        groups.setdefault(_layout(value), []).append(number)
+    arrays = [array_of([values[number] for number in rows]) for rows in groups.values()]
+    if kind is None:
+        kind = arrays[0].type
+        for array in arrays:
+            kind = common_type(kind, array.type)
+    joined = pa.concat_arrays([as_kind(array, kind, rounds=rounds) for array in arrays])
+    return joined.take(number_array(np.argsort(np.concatenate(list(groups.values())))))
+
+
+def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """Return the narrowest type of values of both. `TypeError`: they mean unlike things."""
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if _is_number(one) and _is_number(other):
+        number: Any = common_dtype({str(dtype_of(kind)) for kind in (one, other)})
+        return pa.from_numpy_dtype(np.dtype(number))
+    for is_kind, large in ((is_text, pa.large_string()), (is_bytes, pa.large_binary())):
+        if is_kind(one) and is_kind(other):
+            return large
+    if pa.types.is_decimal(one) and pa.types.is_decimal(other):
+        scale = max(one.scale, other.scale)
+        digits = max(one.precision - one.scale, other.precision - other.scale) + scale
+        if digits <= pa.decimal256(1).bit_width:
+            return (pa.decimal128 if digits <= 38 else pa.decimal256)(digits, scale)
+    if is_list(one) and is_list(other):
+        return pa.list_(common_type(one.value_type, other.value_type))
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        fields = {field.name: field.type for field in one}
+        for field in other:
+            fields[field.name] = common_type(fields.get(field.name, pa.null()), field.type)
+        return pa.struct(fields)
+    raise TypeError(f"{one} and {other} have no type in common")
+
+
+def as_kind(array: pa.Array, kind: pa.DataType | None, *, rounds: bool = False) -> pa.Array:
+    """Return an array as one of another type that holds the same values. Raises as `array_of` does."""
+    own = array.type
+    if kind is None or kind == own:
+        return array
+    if pa.types.is_null(own):
+        return pa.nulls(len(array), kind)
+    if pa.types.is_dictionary(kind):
+        coded = as_kind(array, kind.value_type, rounds=rounds).dictionary_encode()
+        return pa.DictionaryArray.from_arrays(coded.indices.cast(kind.index_type), coded.dictionary)
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.wrap_array(as_kind(array, kind.storage_type, rounds=rounds))
+    if is_list(own) and (is_list(kind) or pa.types.is_fixed_size_list(kind)):
+        items = as_kind(array.flatten(), kind.value_type, rounds=rounds)
+        lengths = array.value_lengths().fill_null(0).to_numpy()
+        return _list_array(lengths, _valid(array), items).cast(kind)
+    if pa.types.is_struct(own) and pa.types.is_struct(kind):
+        names = [field.name for field in kind]
+        if more := [field.name for field in own if field.name not in names]:
+            raise TypeError(f"{kind} has no field {more[0]!r}")
+        children = [
+            as_kind(array.field(field.name), field.type, rounds=rounds)
+            if own.get_field_index(field.name) >= 0
+            else pa.nulls(len(array), field.type)
+            for field in kind
+        ]
+        return pa.StructArray.from_arrays(children, fields=list(kind), mask=_mask(array))
+    if _is_number(own) and _is_number(kind):
+        return _as_number(array, kind, rounds)
+    alike = (is_text, is_bytes, pa.types.is_decimal, pa.types.is_timestamp, pa.types.is_duration)
+    fits = any(is_kind(own) and is_kind(kind) for is_kind in (*alike, pa.types.is_time, pa.types.is_date))
+    fits |= is_bytes(own) and pa.types.is_fixed_size_binary(kind)
+    if pa.types.is_integer(own) and pa.types.is_decimal(kind):
+        return array.cast(pa.decimal256(76, kind.scale)).cast(kind)
+    if not fits or (getattr(own, "tz", None) is None) != (getattr(kind, "tz", None) is None):
+        raise TypeError(f"{own} is no {kind}")
+    return array.cast(kind)
+
+
+def _as_number(array: pa.Array, kind: pa.DataType, rounds: bool) -> pa.Array:
+    if pa.types.is_floating(array.type) and not pa.types.is_floating(kind) and not rounds:
+        raise TypeError(f"{array.type} is no {kind}")
+    made = array.cast(kind)  # no integer is rounded or cut here
+    if pa.types.is_floating(array.type) and pa.types.is_floating(kind):
+        given = array.drop_null().to_numpy(zero_copy_only=False)
+        found = made.drop_null().to_numpy(zero_copy_only=False).astype(given.dtype)
+        lost = np.isinf(found) & ~np.isinf(given) if rounds else (found != given) & (given == given)
+        if lost.any():
+            raise ValueError(f"{given[lost][0].item()!r} ({array.type}) does not fit {kind}")
+    return made
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _layout(value: Any) -> Any:
+    """The kind of values of one array: the type, and of numpy's arrays dtype and dimensions."""
+    return (value.dtype, value.ndim) if type(value) is np.ndarray else type(value)
+
+
+def _known(value: Any) -> Any:
+    """A value of a type that `_BUILDERS` has, or that Arrow knows."""
+    value = plain_value(value)
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("a masked array has no type of its own: fill it")
+    if isinstance(value, (set, frozenset)):
+        raise TypeError("a set has no order: give a sorted list")
+    if isinstance(value, np.ndarray):
+        return value.view(np.ndarray)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+# ---- arrays of values of one type -----------------------------------------------------------------------
+
+
+def _by_arrow(values: Any) -> pa.Array:
+    if len({getattr(value, "tzinfo", None) is None for value in values if value is not None}) > 1:
+        raise TypeError("times with and without a time zone have no type in common")
+    try:
+        return pa.array(values)
+    except pa.ArrowException as error:
+        kind = next(type(value).__name__ for value in values if value is not None)
+        raise TypeError(f"no Arrow type holds a value of type {kind} ({error})") from error
+
+
+def _ints(values: Sequence[int | None]) -> pa.Array:
+    if None not in values:
+        with suppress(OverflowError):
+            return number_array(np.array(values, np.int64))
+    try:
+        return pa.array(values, pa.int64())
+    except OverflowError:
+        low, high = (pick(value for value in values if value is not None) for pick in (min, max))
+        if low < 0 or high >> 64:
+            raise TypeError(f"integers from {low} to {high} fit no type of 64 bits") from None
+        return pa.array(values, pa.uint64())
+
+
+def _plain(kind: pa.DataType, by_hand: Callable[[Any], pa.Array]) -> Callable[[Sequence[Any]], pa.Array]:
+    """`pa.array` looks for pandas, whose import takes a second."""
+
+    def build(values: Sequence[Any]) -> pa.Array:
+        if None not in values:
+            with suppress(OverflowError):  # more than one array of this type holds: Arrow makes several
+                return by_hand(values)
+        return pa.array(values, kind)
+
+    return build
+
+
+def _lists(values: Sequence[Any]) -> pa.Array:
+    lengths = np.fromiter((len(value or ()) for value in values), np.int64, len(values))
+    valid = np.fromiter((value is not None for value in values), np.bool_, len(values))
+    return _list_array(lengths, valid, array_of(list(chain.from_iterable(filter(None, values)))))
+
+
+def _arrays(values: Sequence[NDArray[Any] | None]) -> pa.Array:
+    """Lists as deep as arrays of one dtype have dimensions."""
+    there = [value for value in values if value is not None]
+    valid = np.fromiter((value is not None for value in values), np.bool_, len(values))
+    shapes, flat = np.array([value.shape for value in there]), np.concatenate([v.reshape(-1) for v in there])
+    flat = flat.astype(flat.dtype.newbyteorder("="), copy=False)
+    if flat.dtype.kind in "iuf" and flat.dtype.itemsize <= 8:
+        items = number_array(flat)
+    elif flat.dtype.kind == "b":
+        items = bool_array(flat)
+    else:
+        items = array_of(flat.tolist()) if flat.dtype.hasobject else _by_arrow(flat)
+    for depth in range(shapes.shape[1] - 1, 0, -1):
+        lengths = np.repeat(shapes[:, depth], shapes[:, :depth].prod(axis=1))
+        items = _list_array(lengths, np.ones(len(lengths), np.bool_), items)
+    lengths = np.zeros(len(values), np.int64)
+    lengths[valid] = shapes[:, 0]
+    return _list_array(lengths, valid, items)
+
+
+def _structs(values: Sequence[dict[str, Any] | None]) -> pa.Array:
+    names = list(dict.fromkeys(chain.from_iterable(filter(None, values))))
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError("a dict needs fields, and their names are text")
+    children = [array_of([None if value is None else value.get(name) for value in values]) for name in names]
+    mask = np.fromiter((value is None for value in values), np.bool_, len(values))
+    return pa.StructArray.from_arrays(children, names, mask=bool_array(mask))
+
+
+def _list_array(lengths: NDArray[np.int64], valid: Valid, items: pa.Array) -> pa.Array:
+    if len(items) > _MOST_ITEMS:
+        raise OverflowError(f"{len(items):,} items in lists of one row group: give a smaller row_group_size")
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    buffers = [None if valid.all() else bits(valid), pa.py_buffer(offsets)]
+    return pa.Array.from_buffers(pa.list_(items.type), len(lengths), buffers, children=[items])
+
+
+def _valid(array: pa.Array) -> Valid:
+    return np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
+
+
+def _mask(array: pa.Array) -> pa.Array:
+    return bool_array(~_valid(array))
+
+
+_BUILDERS: dict[type, Callable[[Sequence[Any]], pa.Array]] = {
+    _NONE: lambda values: pa.nulls(len(values)),
+    int: _ints,
+    float: _plain(pa.float64(), lambda values: number_array(np.array(values, np.float64))),
+    bool: _plain(pa.bool_(), lambda values: bool_array(np.array(values, np.bool_))),
+    str: _plain(pa.string(), lambda values: text_array(values, pa.string())),
+    bytes: _plain(pa.binary(), lambda values: bytes_array(values, pa.binary())),
+    list: _lists,
+    tuple: _lists,
+    np.ndarray: _arrays,
+    dict: _structs,
+}

@@ -1,0 +1,97 @@
+"""What a conversion writes is delivered as the source delivers it: raw pictures, and all else."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conversion_kit import make_source, mds_of, picture, pil_value
+
+from dataflow import ConversionError, ShardedDataset, convert
+from sharding.formats.streaming.stored_values import png_of
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (4, 5, 7, 3), np.uint8)
+
+
+@pytest.mark.parametrize("to", ["tar", "parquet", "mds"])
+@pytest.mark.parametrize("mode", ["1", "L", "RGB", "RGBA"])
+def test_raw_pixels_become_png_and_are_delivered_as_they_were(tmp_path: Path, mode: str, to: str) -> None:
+    rows = [{"image": pil_value(pixels, mode)} for pixels in PIXELS]
+    source = ShardedDataset(mds_of(tmp_path / "mds", {"image": "pil"}, rows))
+    made = convert(source, tmp_path / "out", to=to, workers=1, verify=True)
+    written = ShardedDataset(made.catalog)
+    for i in range(4):
+        (image,) = (value for name, value in written[i].items() if name.startswith("image"))
+        assert image.shape == (3, 5, 7)
+        assert (image == source[i]["image"]).all()
+    (stored,) = (
+        value for name, value in ShardedDataset(made.catalog, decode=None)[0].items() if name[0] == "i"
+    )
+    assert bytes(stored)[:4] == b"\x89PNG"
+
+
+def test_lists_of_raw_pixels_become_lists_of_png(tmp_path: Path) -> None:
+    pils = [pil_value(pixels, "RGB") for pixels in PIXELS]
+    value = struct.pack("<II", 0, 4) + struct.pack("<4I", *map(len, pils)) + b"".join(pils)
+    source = mds_of(tmp_path / "mds", {"images": "list[pil]"}, [{"images": value}])
+    made = convert(source, tmp_path / "out", to="parquet", workers=1, verify=True)
+    images = ShardedDataset(made.catalog)[0]["images"]
+    assert [image.tolist() for image in images] == [pixels.transpose(2, 0, 1).tolist() for pixels in PIXELS]
+
+
+def test_pictures_in_parquet_are_delivered_as_pictures(tmp_path: Path) -> None:
+    made = convert(make_source(tmp_path), tmp_path / "out", to="parquet", workers=1, verify=True)
+    written = ShardedDataset(made.catalog)
+    assert (written.schema["jpg"].feature_type, tuple(written[3]["jpg"].shape)) == ("Image", (3, 8, 8))
+
+
+@pytest.mark.parametrize("data", [b"P6\n2 1\n255\n" + bytes(6), b"P5\n2 1\n255\n12", b"P4\n9 1\n\xff\x00"])
+def test_pixels_are_png_of_any_kind(data: bytes) -> None:
+    assert png_of(data)[:8] == b"\x89PNG\r\n\x1a\n"
+    assert png_of(data) == png_of(bytes(data))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", picture(1), b"P6\n2 1\n65535\n" + bytes(12), b"P6 2 1 255\n" + bytes(6), b"P5\n2 1\n255\n123"],
+)
+def test_other_bytes_stay_as_they_are(data: bytes) -> None:
+    assert png_of(data) == data
+
+
+def test_verify_compares_what_is_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the feature of pictures, Parquet has the bytes that were stored, and delivers no image."""
+    monkeypatch.setattr("dataflow.conversion.target._PICTURES", ())
+    with pytest.raises(
+        ConversionError, match=r"shard-000000.parquet, sample 0, column 'jpg': .* is delivered, and"
+    ):
+        convert(make_source(tmp_path), tmp_path / "out", to="parquet", workers=1, verify=True)
+
+
+@pytest.mark.parametrize("to", ["tar", "parquet", "mds"])
+def test_all_kinds_of_columns_are_delivered_alike(tmp_path: Path, to: str) -> None:
+    columns: dict[str, Any] = {
+        "i": pa.array([1, 2, 3], pa.int16()),
+        "f": [0.1, 0.5, 2.0],
+        "t": ["a", "ü", ""],
+        "b": [b"a", b"bc", b"\xff"],
+        "l": [[1.5], [2.0], [1, 2]],
+        "n": [[{"a": 1}], [{"a": 2}], [{"a": 3}]],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "0.parquet")
+    source = ShardedDataset(f"{tmp_path}/0.parquet")
+    made = convert(source, tmp_path / "out", to=to, shuffle=3, workers=1, verify=True)
+    assert made.verified == 3
+
+
+@pytest.mark.parametrize("to", ["tar", "parquet"])
+def test_bools_stay_bools(tmp_path: Path, to: str) -> None:
+    made = convert([{"x": True}, {"x": False}], tmp_path / "out", to=to, workers=1, verify=True)
+    found = [next(iter(ShardedDataset(made.catalog)[i].values())) for i in range(2)]
+    assert [str(np.asarray(value).dtype) for value in found] == ["bool"] * 2
+    assert list(map(bool, found)) == [True, False]
