@@ -37,7 +37,7 @@ from dataflow.sources.manifests import Manifest
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import Opening
 from dataflow.staging.source import MatchSource, Source
-from dataflow.tables import Row, listed_shortly
+from dataflow.tables import ColumnTable, Row, listed_shortly
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import Mappings
 from prefetch.retries import RetryPolicy
@@ -73,6 +73,10 @@ OnError = str | Callable[[SampleError], bool]
 
 S = TypeVar("S", default=dict[str, Any])
 """A sample: what `transform` returns, or else a dict of columns."""
+
+
+class ShownSchema(ColumnTable, DatasetSchema):
+    """A schema that is shown as a table."""
 
 
 class ShardedDataset(Sharded, Dataset[S]):
@@ -217,11 +221,11 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def schema(self) -> DatasetSchema:
-        """Column name -> `ColumnSpec`, of all shards (not of `columns=`).
+        """Column name -> `ColumnSpec`, of all shards (not of `columns=`); `print` shows a table.
 
         `schema.conflicts` has the columns that shards have in types that do not go together.
         """
-        return self.catalog.schema
+        return ShownSchema(**vars(self.catalog.schema))
 
     @property
     def features(self) -> dict[str, Any]:
