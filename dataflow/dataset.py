@@ -37,7 +37,7 @@ from dataflow.sources.manifests import Manifest
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import Opening
 from dataflow.staging.source import MatchSource, Source
-from dataflow.tables import Row, listed_shortly
+from dataflow.tables import ColumnTable, Row, listed_shortly
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import Mappings
 from prefetch.retries import RetryPolicy
@@ -75,6 +75,10 @@ S = TypeVar("S", default=dict[str, Any])
 """A sample: what `transform` returns, or else a dict of columns."""
 
 
+class ShownSchema(ColumnTable, DatasetSchema):
+    """A schema that is shown as a table."""
+
+
 class ShardedDataset(Sharded, Dataset[S]):
     """Samples of sharded files, wherever they lie.
 
@@ -90,8 +94,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
             columns: `{"features": ["f0", "f1"], "label": "y"}`; one of columns of bytes makes lists of what
             each sample has of them: `{"images": ["0.jpg", "1.jpg"]}`, or `"*.jpg"` for all that match.
-            `{"image": "jpg|png"}` takes the first of these members of a tar that a sample has. None: all
-            columns, without "__key__" and "__url__".
+            `{"image": "jpg|png"}` takes the first of these members. None: all but "__key__" and "__url__".
         decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Video(...)`,
             `Audio(...)`, `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image",
             "bytes", "pil", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack it.
@@ -108,11 +111,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         dtype: type of a token in a raw token file, such as "uint16". None: as its header or a `.json` says.
         length: tokens of a sample, for the formats "tokens", "megatron" and "litdata".
         header: bytes before the tokens of a raw file. None: llm.c's header is known, and skipped; 0: none.
-        allow_unfinished: read the whole samples of tar and Arrow files that end too early, which are
-            errors otherwise; a warning names them, and `stats()` counts them.
-        manifest: a table that names the files of a folder, the source, with labels and more: the path of a
-            CSV, TSV, JSON Lines or Parquet file with a column "file_name", or a `Manifest`. None:
-            `metadata.csv` in the folder, or one with another of these endings, if it is there.
+        allow_unfinished: read the whole samples of tar and Arrow files that end too early, with a warning.
+        manifest: a table that names the files of a folder, the source: the path of a CSV, TSV, JSON Lines or
+            Parquet file with a column "file_name", or a `Manifest`. None: `metadata.csv` or alike, if there.
         classes: the names of class folders, in the order of their numbers. None: sorted, of all splits.
         types: those of columns in names of folders, `day=5/`: `{"day": "int64"}`. None: int32 or text.
         block_bytes: bytes of a block, the unit of reads and shuffles. Parquet and Arrow have their own.
@@ -217,11 +218,11 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     @property
     def schema(self) -> DatasetSchema:
-        """Column name -> `ColumnSpec`, of all shards (not of `columns=`).
+        """Column name -> `ColumnSpec`, of all shards (not of `columns=`); `print` shows a table.
 
         `schema.conflicts` has the columns that shards have in types that do not go together.
         """
-        return self.catalog.schema
+        return ShownSchema(**vars(self.catalog.schema))
 
     @property
     def features(self) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from io import BytesIO
 from itertools import pairwise
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +34,7 @@ from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, s
 from sharding.formats.arrow.json_scan import LineScanner, TooManyKeysError
 from sharding.formats.arrow.json_types import JSON_TEXT, Seen, problems
 from sharding.formats.arrow.schema import BROKEN, decoded_bytes, leaves, schema_in, specs_of
+from sharding.redaction import identity_of
 
 _ARRAY = {b"array": b""}
 """Metadata of the schema of a file that is one array."""
@@ -69,7 +71,7 @@ class JsonlFormat(TabularFormat):
                 decompressed file.
         """
         is_whole = compression_of(shard.url) is not None
-        array, array_bytes = _lines_of_array(_opened(file, shard), shard.url)
+        array, array_bytes = _lines_of_array(_opened(file, shard), shard.url, warns=True)
         file = _opened(file, shard) if array is None else BytesIO(array)
         is_whole = is_whole or array is not None
         max_line_bytes = self.max_line_bytes if array is None else len(array)
@@ -83,6 +85,13 @@ class JsonlFormat(TabularFormat):
             reason = f"with this line there are more than {self.max_columns} different keys; {_FEWER_KEYS}"
             more = "or accept more with format=JsonlFormat(max_columns=...)"
             raise CorruptShardError(shard.url, f"{reason}; {more}", error.args[0]) from error
+        if scanner.doubled is not None:
+            line, key = scanner.doubled
+            warnings.warn(
+                f"{identity_of(shard.url)}, line {line}: key {key!r} is there twice in an object: "
+                "the last counts, as for json.loads",
+                stacklevel=2,
+            )
         fields = [one.field(key, key) for key, one in scanner.root.children.items()]
         schema = pa.schema(fields, None if array is None else _ARRAY)
         num_rows = sum(rows for _, _, rows, _ in runs)
@@ -182,8 +191,11 @@ def _is_array(footer: bytes) -> bool:
     return bool(schema_in(footer).metadata == _ARRAY)
 
 
-def _lines_of_array(file: BinaryIO, url: str) -> tuple[bytes | None, int]:
-    """The items of a file that is one array of objects, a line each, and its bytes; None: it is none."""
+def _lines_of_array(file: BinaryIO, url: str, *, warns: bool = False) -> tuple[bytes | None, int]:
+    """The items of a file that is one array of objects, a line each, and its bytes; None: it is none.
+
+    `warns`: of keys that are there twice.
+    """
     text = _read(file, 4096)
     match = _STARTS_ARRAY.match(text)
     if match is None:
@@ -193,8 +205,17 @@ def _lines_of_array(file: BinaryIO, url: str) -> tuple[bytes | None, int]:
     if len(text) > _MOST_ARRAY_BYTES and not may_be_lines:
         reason = f"is one JSON array of more than {_MOST_ARRAY_BYTES >> 20} MiB"
         raise CorruptShardError(url, f"{reason}: write it as lines: jq -c '.[]' {url} > lines.jsonl")
+    doubled: list[str] = []
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        known = dict(pairs)
+        if len(known) < len(pairs) and not doubled:
+            keys = [key for key, _ in pairs]
+            doubled.append(next(key for key in keys if keys.count(key) > 1))
+        return known
+
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=object_of if warns else None)
     except (ValueError, RecursionError) as error:
         if may_be_lines:
             return None, 0
@@ -205,6 +226,9 @@ def _lines_of_array(file: BinaryIO, url: str) -> tuple[bytes | None, int]:
         return None, 0
     if odd is not None:
         raise CorruptShardError(url, f"is one JSON array whose item {odd} is no object, as samples are")
+    if doubled:
+        told = f"{identity_of(url)}: key {doubled[0]!r} is there twice in an object of its array"
+        warnings.warn(f"{told}: the last counts, as for json.loads", stacklevel=3)
     return b"".join(json.dumps(item).encode() + b"\n" for item in items), len(text)
 
 
