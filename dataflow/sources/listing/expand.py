@@ -163,7 +163,7 @@ def _look_up(
         return [_http_file(url, options)]
     if is_glob(url) and not _exists(url, options):
         return _glob(url, options, kind)
-    entries = known.get(url) or entries_of(url, options)
+    entries = known[url] if url in known else entries_of(url, options)
     if entries is None:
         return [_canonical(url)]
     return _list_directory(url, entries, kind, options, is_alone=is_alone)
