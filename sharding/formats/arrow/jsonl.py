@@ -22,7 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan
-from sharding.compression import compression_of, decompress, open_decompressed
+from sharding.compression import WINDOW_BYTES, compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, columns_of
 from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, starts_of_lines
@@ -40,6 +40,7 @@ class JsonlFormat(TabularFormat):
     Args:
         max_line_bytes: bytes of the longest line that indexing accepts; it takes up to 20 times the memory.
         max_columns: columns that indexing accepts: each takes some hundred bytes in every shard.
+        window_bytes: window of a zstd frame that indexing accepts, up to 2 GiB: reading it takes so much.
     """
 
     name = "jsonl"
@@ -47,11 +48,14 @@ class JsonlFormat(TabularFormat):
     max_cells = 8 << 20
     """Lines times columns of a block, at most: values that are missing take as much as others."""
 
-    def __init__(self, *, max_line_bytes: int = 16 << 20, max_columns: int = 50_000) -> None:
+    def __init__(
+        self, *, max_line_bytes: int = 16 << 20, max_columns: int = 50_000, window_bytes: int = WINDOW_BYTES
+    ) -> None:
         for name, value in (("max_line_bytes", max_line_bytes), ("max_columns", max_columns)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         self.max_line_bytes, self.max_columns = max_line_bytes, max_columns
+        self.window_bytes = window_bytes
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Read and parse the whole file once, in the memory of a block. An empty file has no samples.
@@ -63,7 +67,7 @@ class JsonlFormat(TabularFormat):
         """
         compressed = compression_of(shard.url) is not None
         if compressed:
-            file = open_decompressed(file, shard.url)
+            file = open_decompressed(file, shard.url, window_bytes=self.window_bytes)
         else:
             file.seek(0)
         scanner, runs = LineScanner(self.max_columns), list[tuple[int, int, int, int]]()
