@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
@@ -28,13 +29,15 @@ from dataflow.batch.random_access import RandomAccess
 from dataflow.batch.transforms import fingerprint_of, wants_rng
 from dataflow.limits import Cache, told_of_memory
 from dataflow.outputs.output import Output, columns_read, staged_outputs
+from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
+from dataflow.sources.listing.claims import SourceArguments
+from dataflow.sources.listing.places import Places
 from dataflow.sources.manifests import Manifest
 from dataflow.sources.missing import raise_missing
-from dataflow.sources.named import resolve_folder
 from dataflow.sources.opening import Opening
 from dataflow.staging.source import MatchSource, Source
-from dataflow.tables import Row, listed_shortly
+from dataflow.tables import ColumnTable, Row, listed_shortly
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import Mappings
 from prefetch.retries import RetryPolicy
@@ -72,6 +75,10 @@ S = TypeVar("S", default=dict[str, Any])
 """A sample: what `transform` returns, or else a dict of columns."""
 
 
+class ShownSchema(ColumnTable, DatasetSchema):
+    """A schema that is shown as a table."""
+
+
 class ShardedDataset(Sharded, Dataset[S]):
     """Samples of sharded files, wherever they lie.
 
@@ -93,8 +100,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             `Audio(...)`, `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image",
             "bytes", "pil", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack it.
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
-            that is a function of (seed, epoch, sample). One with a `batch` form, such as `Tokenize(...)`,
-            is called with many samples: see `dataflow.batch.transforms.BatchTransform`.
+            that is a function of (seed, epoch, sample). A `batch` form, as of `Tokenize(...)`, gets many.
         batch_transform: called with each batch.
         storage_options: keyword arguments for the fsspec filesystem.
         retry: a `RetryPolicy`: when a store that fails is asked again, and when it is given up. None: 120 s
@@ -105,13 +111,12 @@ class ShardedDataset(Sharded, Dataset[S]):
         dtype: type of a token in a raw token file, such as "uint16". None: as its header or a `.json` says.
         length: tokens of a sample, for the formats "tokens", "megatron" and "litdata".
         header: bytes before the tokens of a raw file. None: llm.c's header is known, and skipped; 0: none.
-        allow_unfinished: read the whole samples of tar and Arrow files that end too early, which are
-            errors otherwise; a warning names them, and `stats()` counts them.
-        manifest: a table that names the files of a folder, the source, with labels and more: the path of a
-            CSV, TSV, JSON Lines or Parquet file with a column "file_name", or a `Manifest`. None:
-            `metadata.csv` in the folder, or one with another of these endings, if it is there.
-        block_bytes: bytes of a block, the unit of reads and shuffles, of tar, JSON Lines and token files;
-            Parquet and Arrow have row groups and record batches.
+        allow_unfinished: read the whole samples of tar and Arrow files that end too early, with a warning.
+        manifest: a CSV, TSV, JSON Lines or Parquet table that names the files of the source, a folder: a path
+            or a `Manifest`. None: `metadata.csv`, or with another ending, in the folder, if it is there.
+        classes: the names of class folders, in the order of their numbers. None: sorted, of all splits.
+        types: those of columns in names of folders, `day=5/`: `{"day": "int64"}`. None: int32 or text.
+        block_bytes: bytes of a block, the unit of reads and shuffles. Parquet and Arrow have their own.
         on_error: for samples that cannot be decoded or transformed: "raise", "skip", or a function of the
             `SampleError` that says whether to skip. What is skipped is counted and listed in `stats()`.
         error_budget: samples that may be skipped before the error is raised all the same.
@@ -151,6 +156,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         header: int | None = None,
         allow_unfinished: bool = False,
         manifest: str | os.PathLike[str] | Manifest | None = None,
+        classes: Sequence[str] | None = None,
+        types: Mapping[str, str] | None = None,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         on_error: OnError = "raise",
         error_budget: int = 1000,
@@ -167,34 +174,28 @@ class ShardedDataset(Sharded, Dataset[S]):
             raise ValueError(f"retry must be a dataflow.RetryPolicy, got {retry!r}")
         self.storage_options = dict(storage_options or {})
         self.retry, self._hosts = retry or RetryPolicy(), Hosts()
-        given = (source, format, config, split, columns, decode)
+        asked = SourceArguments(
+            format=format, catalog=catalog, config=config, split=split, revision=revision, manifest=manifest,
+            classes=classes, types=types, columns=columns, decode=decode,
+        )  # fmt: skip
         with Retrier(self.retry, self._hosts) as retrier:
-            folder = resolve_folder(*given, options=self.storage_options, retrier=retrier)
             opening = Opening(
-                format=folder.format,
-                catalog=catalog,
-                dtype=dtype,
-                length=length,
-                header=header,
-                block_bytes=block_bytes,
-                progress=progress,
-                storage_options=self.storage_options,
-                allow_unfinished=allow_unfinished,
-                config=folder.config,
-                split=folder.split,
-                revision=revision,
-                manifest=Manifest(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest,
-            )
-            self.catalog = opening.find(folder.source, retrier)
-        named = source if catalog is None and is_catalog(source) else catalog
-        path = str(named) if isinstance(named, (str, os.PathLike)) else ""
+                asked=asked, places=Places(self.storage_options, retrier), dtype=dtype, length=length,
+                header=header, block_bytes=block_bytes, progress=progress, allow_unfinished=allow_unfinished,
+            )  # fmt: skip
+            listing, self.catalog = opening.find(source)
+        kept = source if catalog is None and is_catalog(source) else catalog
+        path = str(kept) if isinstance(kept, (str, os.PathLike)) else ""
         self.catalog_path = local_path(path) if path and is_local(path) else None
         """The file where its catalog was saved, if the user said where, and on this machine."""
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
         self.codec = self.catalog.codec() if isinstance(format, str) else format
         self.decoding = decode if decode is None or decode == "auto" else "own"
-        self._resolve: Callable[..., tuple[Output, ...]] | None = folder.resolver(self.codec)
+        self._resolve: Callable[..., tuple[Output, ...]] | None = partial(
+            resolve_outputs, columns=listing.columns, decode=listing.decode, codec=self.codec,
+            cameras=listing.cameras,
+        )  # fmt: skip
         self.outputs = self._resolve(self.catalog.schema, check=self.catalog.schema.check)
         self.catalog = self.catalog.reading(columns_read(self.outputs))
         self._all_columns = columns is None
@@ -210,16 +211,18 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.seed = 0
         self.epoch = 0
         self._access = RandomAccess()
-        if folder.energon is not None:
-            self.selection = folder.selection(self.source())
+        if listing.selects is not None:
+            from dataflow.sources.joins import selected
+
+            self.selection = selected(listing.selects, self.source())
 
     @property
     def schema(self) -> DatasetSchema:
-        """Column name -> `ColumnSpec`, of all shards (not of `columns=`).
+        """Column name -> `ColumnSpec`, of all shards (not of `columns=`); `print` shows a table.
 
         `schema.conflicts` has the columns that shards have in types that do not go together.
         """
-        return self.catalog.schema
+        return ShownSchema(**vars(self.catalog.schema))
 
     @property
     def features(self) -> dict[str, Any]:
@@ -357,8 +360,10 @@ class ShardedDataset(Sharded, Dataset[S]):
     @property
     def commit(self) -> str:
         """The commit that was opened of a dataset on the Hub, or the version of a table; "": it has none."""
-        first, version = self.catalog.shard(0).url, str(self.catalog.options.get("version", ""))
-        return str(parse_name(first).revision) if is_pinned(first) else version
+        if is_pinned(first := self.catalog.shard(0).url):
+            return str(parse_name(first).revision)
+        is_table = self.catalog.format in ("delta", "iceberg")
+        return str(self.catalog.options["version"]) if is_table else ""
 
     def check_missing(self) -> None:
         """Raise `SampleError` where a sample is known to lack a column that is not `Optional`.

@@ -92,6 +92,9 @@ class StreamAttribute(Generic[T]):
     anew from what they find there.
     """
 
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc  # what `help` shows
+
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
@@ -305,17 +308,20 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     def _engine(self) -> LoaderEngine:
         return self._stream if self._stream is not None else DropInEngine(self)
 
-    batches_left = StreamAttribute[int | None]()
-    batching = StreamAttribute[Batching | None]()
-    device = StreamAttribute[torch.device]()
-    epoch = StreamAttribute[int]()
-    mark_repeats = StreamAttribute[bool]()
-    memory_limit = StreamAttribute[int]()  # over other data, an attribute of the loader
-    seed = StreamAttribute[int]()
-    shuffle = StreamAttribute[Shuffle]()
-    tail = StreamAttribute[Tail]()
-    topology = StreamAttribute[Topology]()
-    window_reason = StreamAttribute[str]()
+    batches_left = StreamAttribute[int | None]("Batches of the next loop on this rank; None: not known.")
+    batching = StreamAttribute[Batching | None]("The rule of batches by length; None: there is none.")
+    device = StreamAttribute[torch.device]("The device that batches come on.")
+    epoch = StreamAttribute[int]("The epoch that runs, or runs next; `set_epoch` chooses it.")
+    mark_repeats = StreamAttribute[bool]("Whether batches have a column `__repeat__`.")
+    memory_limit = StreamAttribute[int]("Bytes that the loader may hold.")  # over other data, an attribute
+    mixture = StreamAttribute[Any](
+        "The mixture as it goes on: `print` says from which sample on weights that were set hold."
+    )
+    seed = StreamAttribute[int]("The seed of order and augmentation.")
+    shuffle = StreamAttribute[Shuffle]("The shuffle, with what the loader chose.")
+    tail = StreamAttribute[Tail]("The rule for the last, incomplete batch of all ranks.")
+    topology = StreamAttribute[Topology]("Which rank this is, and how many there are.")
+    window_reason = StreamAttribute[str]("Why windows are as large as they are.")
 
     # ---- iterating ----------------------------------------------------------------------------------
 

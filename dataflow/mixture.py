@@ -335,6 +335,7 @@ class Mixture(Sharded):
         for share, source in islice(zip(self.shares, self.sources, strict=True), _SOURCES_SHOWN):
             yield f"{float(share):.3g} of", repr(source)
         yield "sources", f"{len(self.sources):,}"
+        yield "set", self._weights_set
         yield "stop", self.spec.stop or "repeats"
         yield "shares of", self.spec.counts
 
@@ -345,6 +346,16 @@ class Mixture(Sharded):
         )
         counts = ', shares="tokens"' if self.spec.counts == "tokens" else ""
         yield f"{listed_shortly(parts, _SOURCES_SHOWN)}; stop={self.spec.stop or 'repeats'}{counts}"
+        yield self._weights_set
+
+    @property
+    def _weights_set(self) -> str:
+        """The weights that a loader was told last, and from where on it has them, in words; "": none."""
+        if not self.spec.changes.steps:
+            return ""
+        epoch, position, weights = self.spec.changes.steps[-1]
+        shares = listed_shortly((f"{float(weight):.3g}" for weight in weights), _SOURCES_SHOWN)
+        return f"weights {shares} from sample {position:,} of epoch {epoch} on"
 
 
 def _check_ranks_agree(text: str, timeout_s: float) -> None:

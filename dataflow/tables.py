@@ -6,8 +6,10 @@ Everything here is for `print`, `repr` and notebooks. It reads nothing and never
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from html import escape
+from typing import Any
 
 from sharding.printable import listed, printable
 
@@ -68,6 +70,58 @@ def html_table(title: str, rows: Iterable[Row]) -> str:
     )
     caption = f'<caption style="text-align:left"><b>{escape(title)}</b></caption>'
     return f"<table>{caption}<tbody>{cells}</tbody></table>"
+
+
+class ColumnTable:
+    """A schema that `print`, `repr` and notebooks show as a table of its columns."""
+
+    def __repr__(self) -> str:
+        return described(self, lambda: _text_columns(_schema_rows(self)))
+
+    def _repr_html_(self) -> str:
+        return described(self, lambda: _html_columns(_schema_rows(self)), escape)
+
+
+def _text_columns(rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of cells side by side, the first of them as heads."""
+    kept = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*kept, strict=True)]
+    padded = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in kept)
+    return "\n".join(padded)
+
+
+def _html_columns(rows: Iterable[Sequence[str]]) -> str:
+    """Return the same for a notebook, escaped."""
+    head, *others = ([escape(cell) for cell in row] for row in rows)
+    lines = ["".join(f'<td style="text-align:left">{cell}</td>' for cell in row) for row in others]
+    heads = "".join(f'<th style="text-align:left">{cell}</th>' for cell in head)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody><tr>{'</tr><tr>'.join(lines)}</tr></tbody></table>"
+
+
+def _schema_rows(schema: Any) -> Iterator[Sequence[str]]:
+    """Yield heads, and of each column name, type, shape or elements, whether it is missing, a decoder."""
+    from sharding.blocks import spec_text
+
+    yield "column", "type", "shape", "missing", "decode=, such as"
+    for name, spec in schema.items():
+        low, high = spec.size_range or (None, None)
+        sizes = "" if low is None else f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        shape = str([*spec.shape]) if spec.shape else sizes
+        kind = "see schema.conflicts" if name in schema.conflicts else spec_text(replace(spec, shape=()))
+        yield name, kind, shape, "in some" if spec.optional else "", _decoder_of(name, spec)
+
+
+def _decoder_of(name: str, spec: Any) -> str:
+    """Return what `decode=` may have for a column; "": it is delivered as it is stored."""
+    from sharding.formats.extensions import rule_of_extension
+
+    is_bytes = spec.kind in ("bytes", "bytes_list")
+    what = rule_of_extension(name) if is_bytes else spec.kind if spec.kind in ("text", "json") else None
+    named = {"image": "Image(size=224)", "list": "Pad()", "fixed": ""}
+    rule = named.get(spec.feature_type.lower() or what or spec.kind, f'"{what}"' if what else "")
+    if not rule and is_bytes:
+        rule = "a function of bytes"
+    return f"Optional({rule}{', ' if rule else ''}mask=True)" if spec.optional else rule
 
 
 def one_line(name: str, parts: Iterable[str]) -> str:

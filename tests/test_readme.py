@@ -122,6 +122,15 @@ def test_every_public_name_is_in_the_table_and_nothing_else() -> None:
     assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == sorted(dataflow.__all__)
 
 
+def test_all_that_is_public_has_its_name_on_the_page() -> None:
+    page = (REFERENCE / "names.md").read_text("utf-8")
+    own = [
+        name for name, one in vars(dataflow.DataLoader).items() if callable(one) or hasattr(one, "__get__")
+    ]
+    names = {*dataflow._MODULES, *(name for name in own if not name.startswith("_"))}
+    assert sorted(name for name in names if f"`{name}`" not in page) == []
+
+
 def test_every_format_is_in_the_table() -> None:
     table = (REFERENCE / "formats.md").read_text("utf-8").partition("| `format=` |")[2].partition("\n\n")[0]
     assert tuple(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == FORMATS

@@ -8,7 +8,7 @@ numbers, text and bytes; whole blocks of them are read, unless what is asked for
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -207,8 +207,17 @@ def features_by_name(outputs: Sequence[Output], catalog: Catalog, codec: Format)
         stored = features_of(codec.schema(bytes(catalog.block(0).footer)))
     else:
         stored = {name: json.loads(spec.feature) for name, spec in catalog.schema.items() if spec.feature}
+    stored = dict(_flattened(stored))
     named = {one.name: one.sources[0] for one in outputs if len(one.sources) == 1 and not one.suffix}
     return {name: stored[source] for name, source in named.items() if source in stored}
+
+
+def _flattened(features: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield features, and behind each of a struct those of its fields, by names with dots."""
+    for name, feature in features.items():
+        yield prefix + name, feature
+        if isinstance(feature, Mapping) and "_type" not in feature:
+            yield from _flattened(feature, f"{prefix}{name}.")
 
 
 def balance_of(dataset: Any, by: str, weights: Mapping[Any, Weight] | Sequence[Weight] | None) -> Balance:

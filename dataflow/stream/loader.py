@@ -331,6 +331,14 @@ class StreamLoader:
         check_known(plan)
         return plan
 
+    @property
+    def mixture(self) -> Mixture | None:
+        """The mixture as the next batch has it, also with weights that wait for that; None: one dataset."""
+        plan = self._plan
+        if plan.lacks_weights(self.dataset):
+            plan = plan.with_weights(self._loops.epoch, self._loops.position, self.dataset)
+        return plan.dataset if isinstance(plan.dataset, Mixture) else None
+
     def _take_weights(self, epoch: int, position: int) -> None:
         """Go on, from a position on, with the weights that were set for the mixture since the last call."""
         if self._plan.lacks_weights(self.dataset):

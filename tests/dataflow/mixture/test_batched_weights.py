@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from collections import Counter
 from collections.abc import Mapping
 from itertools import chain, product
@@ -134,6 +135,9 @@ def test_what_is_planned_after_the_megabatch_has_the_new_shares(folder: Path, ki
     mixture = mixture_of(folder, kind, shares=shares, stop="all")
     with loader_of(mixture, batch_size=1) as loader:
         batches = run(loader, {2: [0, 0, 1]}, epochs=1)
+        since = re.search(r"weights 0, 0, 1 from sample ([0-9]+) of epoch 0 on", repr(loader.mixture))
+    assert since is not None
+    assert int(since[1]) > 0
     sources = [{token // 1000 for token in chain(*batch) if token} for batch in batches]
     last_old = max(at for at, found in enumerate(sources) if found - {3})
     of_two_megabatches = 2 * WINDOW * max(length("b", n) for n in range(SIZES["b"])) / 24

@@ -329,3 +329,21 @@ def test_what_are_no_weights_is_refused(sources: list[ShardedDataset]) -> None:
     assert mixture.weights_set is None
     with pytest.raises(ValueError, match="set_weights needs a mixture by weights"):
         Mixture(sources, repeats=[1, 1, 1]).set_weights([1, 1, 1])
+
+
+def test_the_mixture_of_a_loader_shows_weights_that_wait_and_from_which_sample_on_they_hold(
+    sources: list[ShardedDataset],
+) -> None:
+    mixture = Mixture(dict(zip(sources, (2, 1, 1), strict=True)), stop="all")
+    with loader_of(mixture) as loader, loader_of(sources[0]) as single:
+        assert single.mixture is None
+        assert "weights" not in repr(loader.mixture)
+        loop = iter(loader)
+        next(loop), next(loop)
+        mixture.set_weights([0, 1, 3])
+        text = f"weights 0, 0.25, 0.75 from sample {2 * BATCH} of epoch 0 on"
+        assert text in repr(loader.mixture)
+        assert text in loader.mixture._repr_html_()
+        next(loop)
+        assert text in repr(loader.mixture), "they hold now"
+        assert "weights" not in repr(mixture), "other loaders over it may stand elsewhere"

@@ -134,6 +134,28 @@ def test_classes_of_other_names_and_other_nested_types_are_no_matter_of_other_co
         ShardedDataset(source, columns=["label"])
 
 
+def test_features_go_by_the_names_that_columns_are_delivered_by(tmp_path: Path) -> None:
+    label, value = {"_type": "ClassLabel", "names": ["a", "b"]}, {"_type": "Value", "dtype": "int64"}
+    metadata = {
+        "huggingface": json.dumps(
+            {"info": {"features": {"label": label, "s": {"deep": {"k": value}}, "z": value}}}
+        )
+    }
+    table = pa.table({"label": [0], "s": [{"deep": {"k": 1}}], "z": [0]}).replace_schema_metadata(metadata)
+    source = write(tmp_path, "parquet", [table])
+    dataset: ShardedDataset = ShardedDataset(source)
+    assert dataset.features.keys() == {output.name for output in dataset.outputs}
+    renamed: ShardedDataset = ShardedDataset(
+        source, columns={"y": "label", "k": "s.deep.k", "two": ["z", "z"]}
+    )
+    assert renamed.features == {"y": label, "k": value}
+    assert renamed.select(["k"]).features == {"k": value}
+    pq.write_table(table, tmp_path / "other.parquet")
+    other: ShardedDataset = ShardedDataset(str(tmp_path / "other.parquet"), columns=["z", "label"])
+    joined = renamed.select(["k"]).join(other, on="z", suffix="_2").select(["k", "label"])
+    assert joined.features == {"k": value, "label": label}
+
+
 def test_the_index_command_prints_conflicts_and_does_not_fail(tmp_path: Path, capsys: Any) -> None:
     source = write(tmp_path, "parquet", of_x(["a"], [1]))
     assert main(["index", source, "--output", str(tmp_path / "c.catalog")], standalone_mode=False) in (

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import pydoc
+import re
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from datasets_kit import Make
 
 from dataflow import (
     DataLoader,
     GradSchedule,
+    Image,
     Mixture,
+    Optional,
     Packed,
+    Pad,
     ShardedDataset,
     ShardWriter,
     Shuffle,
@@ -22,6 +30,7 @@ from dataflow import (
     Topology,
 )
 from dataflow.batch.packed import PaddedRows
+from dataflow.loader import StreamAttribute
 from dataflow.tables import Shown
 
 
@@ -115,3 +124,38 @@ def test_tables_of_a_notebook_escape_names(dataset: ShardedDataset[Any]) -> None
             assert html.startswith("<table>")
             assert html.count("<b>") == 1  # the caption's
             assert "&lt;b&gt;" in html
+
+
+@pytest.mark.parametrize("name", ["tar", "parquet", "jsonl", "files", "mds", "array_record"])
+def test_a_schema_is_a_table_whose_decoders_can_be_used(made: Make, name: str) -> None:
+    dataset = made(name).open()
+    head, *lines = str(dataset.schema).splitlines()
+    assert head.split() == ["column", "type", "shape", "missing", "decode=,", "such", "as"]
+    assert [line.split()[0] for line in lines] == [*dataset.schema]
+    assert dataset.schema._repr_html_().count("<tr>") == len(dataset.schema) + 1  # type: ignore[attr-defined]
+    at = head.index("decode=")
+    examples = {line.split()[0]: line[at:] for line in lines if line[at:]}
+    terms = {"Image": Image, "Optional": Optional, "Pad": Pad}
+    for column, example in examples.items():
+        decode = {column: len if example == "a function of bytes" else eval(example, terms)}
+        made(name).open(decode=decode, columns=[column])
+
+
+def test_a_table_of_columns_has_shapes_and_what_some_samples_lack(tmp_path: Path) -> None:
+    rows = [{"n": n, "<v>": [1.5, 2.5], "s": None if n else "text"} for n in range(3)]
+    schema = pa.schema([("n", pa.int8()), ("<v>", pa.list_(pa.float32(), 2)), ("s", pa.string())])
+    pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "a.parquet")
+    shown = ShardedDataset(str(tmp_path / "a.parquet")).schema
+    lines = [line.split() for line in str(shown).splitlines()[1:]]
+    assert lines[:2] == [["n", "int8"], ["<v>", "float32", "[2]"]]
+    assert lines[2] == ["s", "text", "in", "some", 'Optional("text",', "mask=True)"]
+    assert '<td style="text-align:left">&lt;v&gt;</td>' in shown._repr_html_()  # type: ignore[attr-defined]
+
+
+def test_attributes_of_a_loader_have_text_for_help() -> None:
+    text = pydoc.render_doc(DataLoader, renderer=pydoc.plaintext)
+    names = [name for name, one in vars(DataLoader).items() if isinstance(one, (StreamAttribute, property))]
+    public = [name for name in names if not name.startswith("_")]
+    assert len(public) > 12
+    for name in public:
+        assert re.search(rf"^ \|  {name}\n \|      [A-Z].*\.", text, re.MULTILINE), name
