@@ -99,8 +99,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             `Audio(...)`, `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image",
             "bytes", "pil", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack it.
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
-            that is a function of (seed, epoch, sample). One with a `batch` form, such as `Tokenize(...)`,
-            is called with many samples: see `dataflow.batch.transforms.BatchTransform`.
+            that is a function of (seed, epoch, sample). A `batch` form, as of `Tokenize(...)`, gets many.
         batch_transform: called with each batch.
         storage_options: keyword arguments for the fsspec filesystem.
         retry: a `RetryPolicy`: when a store that fails is asked again, and when it is given up. None: 120 s

@@ -5,6 +5,7 @@ The fixtures were written by deltalake and pyiceberg; `expected.json` is what th
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import sys
@@ -108,6 +109,22 @@ def test_so_is_an_iceberg_table_by_its_folder_or_metadata(source: str) -> None:
     metadata = next(path.name for path in (ICEBERG / "grown" / "metadata").glob("*.metadata.json"))
     dataset = ShardedDataset(source.format(in_memory(ICEBERG / "grown"), metadata))
     assert in_order(stored_rows(dataset)) == in_order(list(told(ICEBERG)["grown"].values())[-1])
+
+
+def test_metadata_of_iceberg_in_gzip_is_read_within_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`write.metadata.compression-codec=gzip` names it so; 16 bytes of it tell nobody that they are gzip."""
+    table = shutil.copytree(ICEBERG / "grown", tmp_path / "grown")
+    (plain,) = (table / "metadata").glob("*.metadata.json")
+    plain.with_name(plain.name.replace(".metadata.json", ".gz.metadata.json")).write_bytes(
+        gzip.compress(plain.read_bytes())
+    )
+    plain.unlink()
+    assert len(ShardedDataset(table)) == len(ShardedDataset(ICEBERG / "grown"))
+    monkeypatch.setattr("dataflow.sources.tables.iceberg._MOST_BYTES", 1000)
+    with pytest.raises(CorruptShardError, match="decompresses to more than 1000 bytes"):
+        ShardedDataset(table)
 
 
 def test_tables_of_s3_are_read_with_the_options_of_its_filesystem() -> None:
