@@ -170,6 +170,16 @@ def test_what_was_begun_twice_and_never_finished_is_kept_once(tmp_path: Path) ->
     assert sorted(path.name for path in folder.glob("*.mds")) == [f"shard.0000{i}-r3.mds" for i in range(3)]
 
 
+def test_a_folder_of_two_conversions_is_no_dataset(tmp_path: Path) -> None:
+    written(tmp_path, OLD, "tar")
+    assert killed_before_step(4, lambda: written(tmp_path, NEW, "tar", overwrite=True))
+    with pytest.raises(DataflowError, match=r"two conversions, such as .*-r1\.tar.* open dataset\.catalog"):
+        ShardedDataset(str(tmp_path))
+    assert rows_of(tmp_path) == OLD
+    written(tmp_path, NEW, "tar")
+    assert len(ShardedDataset(str(tmp_path))) == len(NEW)
+
+
 # ---- its own shards of before ---------------------------------------------------------------------------
 
 
