@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
@@ -28,10 +29,12 @@ from dataflow.batch.random_access import RandomAccess
 from dataflow.batch.transforms import fingerprint_of, wants_rng
 from dataflow.limits import Cache, told_of_memory
 from dataflow.outputs.output import Output, columns_read, staged_outputs
+from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
+from dataflow.sources.listing.claims import SourceArguments
+from dataflow.sources.listing.places import Places
 from dataflow.sources.manifests import Manifest
 from dataflow.sources.missing import raise_missing
-from dataflow.sources.named import resolve_folder
 from dataflow.sources.opening import Opening
 from dataflow.staging.source import MatchSource, Source
 from dataflow.tables import ColumnTable, Row, listed_shortly
@@ -114,8 +117,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         manifest: a table that names the files of a folder, the source, with labels and more: the path of a
             CSV, TSV, JSON Lines or Parquet file with a column "file_name", or a `Manifest`. None:
             `metadata.csv` in the folder, or one with another of these endings, if it is there.
-        block_bytes: bytes of a block, the unit of reads and shuffles, of tar, JSON Lines and token files;
-            Parquet and Arrow have row groups and record batches.
+        classes: the names of class folders, in the order of their numbers. None: sorted, of all splits.
+        types: those of columns in names of folders, `day=5/`: `{"day": "int64"}`. None: int32 or text.
+        block_bytes: bytes of a block, the unit of reads and shuffles. Parquet and Arrow have their own.
         on_error: for samples that cannot be decoded or transformed: "raise", "skip", or a function of the
             `SampleError` that says whether to skip. What is skipped is counted and listed in `stats()`.
         error_budget: samples that may be skipped before the error is raised all the same.
@@ -155,6 +159,8 @@ class ShardedDataset(Sharded, Dataset[S]):
         header: int | None = None,
         allow_unfinished: bool = False,
         manifest: str | os.PathLike[str] | Manifest | None = None,
+        classes: Sequence[str] | None = None,
+        types: Mapping[str, str] | None = None,
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         on_error: OnError = "raise",
         error_budget: int = 1000,
@@ -171,34 +177,28 @@ class ShardedDataset(Sharded, Dataset[S]):
             raise ValueError(f"retry must be a dataflow.RetryPolicy, got {retry!r}")
         self.storage_options = dict(storage_options or {})
         self.retry, self._hosts = retry or RetryPolicy(), Hosts()
-        given = (source, format, config, split, columns, decode)
+        asked = SourceArguments(
+            format=format, catalog=catalog, config=config, split=split, revision=revision, manifest=manifest,
+            classes=classes, types=types, columns=columns, decode=decode,
+        )  # fmt: skip
         with Retrier(self.retry, self._hosts) as retrier:
-            folder = resolve_folder(*given, options=self.storage_options, retrier=retrier)
             opening = Opening(
-                format=folder.format,
-                catalog=catalog,
-                dtype=dtype,
-                length=length,
-                header=header,
-                block_bytes=block_bytes,
-                progress=progress,
-                storage_options=self.storage_options,
-                allow_unfinished=allow_unfinished,
-                config=folder.config,
-                split=folder.split,
-                revision=revision,
-                manifest=Manifest(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest,
-            )
-            self.catalog = opening.find(folder.source, retrier)
-        named = source if catalog is None and is_catalog(source) else catalog
-        path = str(named) if isinstance(named, (str, os.PathLike)) else ""
+                asked=asked, places=Places(self.storage_options, retrier), dtype=dtype, length=length,
+                header=header, block_bytes=block_bytes, progress=progress, allow_unfinished=allow_unfinished,
+            )  # fmt: skip
+            listing, self.catalog = opening.find(source)
+        kept = source if catalog is None and is_catalog(source) else catalog
+        path = str(kept) if isinstance(kept, (str, os.PathLike)) else ""
         self.catalog_path = local_path(path) if path and is_local(path) else None
         """The file where its catalog was saved, if the user said where, and on this machine."""
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
         self.codec = self.catalog.codec() if isinstance(format, str) else format
         self.decoding = decode if decode is None or decode == "auto" else "own"
-        self._resolve: Callable[..., tuple[Output, ...]] | None = folder.resolver(self.codec)
+        self._resolve: Callable[..., tuple[Output, ...]] | None = partial(
+            resolve_outputs, columns=listing.columns, decode=listing.decode, codec=self.codec,
+            cameras=listing.cameras,
+        )  # fmt: skip
         self.outputs = self._resolve(self.catalog.schema, check=self.catalog.schema.check)
         self.catalog = self.catalog.reading(columns_read(self.outputs))
         self._all_columns = columns is None
@@ -214,8 +214,10 @@ class ShardedDataset(Sharded, Dataset[S]):
         self.seed = 0
         self.epoch = 0
         self._access = RandomAccess()
-        if folder.energon is not None:
-            self.selection = folder.selection(self.source())
+        if listing.selects is not None:
+            from dataflow.sources.joins import selected
+
+            self.selection = selected(listing.selects, self.source())
 
     @property
     def schema(self) -> DatasetSchema:
@@ -361,8 +363,10 @@ class ShardedDataset(Sharded, Dataset[S]):
     @property
     def commit(self) -> str:
         """The commit that was opened of a dataset on the Hub, or the version of a table; "": it has none."""
-        first, version = self.catalog.shard(0).url, str(self.catalog.options.get("version", ""))
-        return str(parse_name(first).revision) if is_pinned(first) else version
+        if is_pinned(first := self.catalog.shard(0).url):
+            return str(parse_name(first).revision)
+        is_table = self.catalog.format in ("delta", "iceberg")
+        return str(self.catalog.options["version"]) if is_table else ""
 
     def check_missing(self) -> None:
         """Raise `SampleError` where a sample is known to lack a column that is not `Optional`.

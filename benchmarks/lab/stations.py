@@ -4,7 +4,8 @@ Every call in every thread of this process is traced: from `DataLoader(...)` to 
 from one batch to another of the same epoch once the loader runs (`steady`). Told are the different functions
 of the packages that ran, and their files. Functions whose body is one line are left out, as are generated
 ones. What builder processes do is not seen. `source`: how many functions take a parameter of that name, and
-in how many folders.
+in how many folders. `--argument dataset` follows what the first function that takes a parameter of this name
+is given: which functions have that very object, under any name, until the first batch is there.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ SAMPLES, BATCH, WARM, STEADY = 2048, 32, 12, 8
 class CallTrace:
     """The functions of the packages that are called while it is `on`, by threads begun inside `tracing`."""
 
-    def __init__(self) -> None:
+    def __init__(self, argument: str = "") -> None:
         self.on = False
         self._seen: set[CodeType] = set()
+        self._argument = argument
+        self._followed: list[object] = []
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -54,8 +57,19 @@ class CallTrace:
             threading.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, argument: object) -> None:
-        if self.on and event == "call":
+        if self.on and event == "call" and self._is_given(frame):
             self._seen.add(frame.f_code)
+
+    def _is_given(self, frame: FrameType) -> bool:
+        """Whether a function has the object that is followed, but for its own methods; True: none is."""
+        code = frame.f_code
+        if not self._argument or not file_of(code):
+            return not self._argument
+        values = {name: frame.f_locals.get(name) for name in taken_by(code)}
+        if not self._followed and self._argument in values:
+            self._followed.append(values[self._argument])
+        values.pop("self", None)
+        return any(value is each for value in values.values() for each in self._followed)
 
     def taken(self) -> set[tuple[str, str]]:
         """File and name of each function since the last call."""
@@ -74,6 +88,11 @@ def is_station(code: CodeType) -> bool:
     if file_of(code).partition("/")[0] not in PACKAGES or code.co_name.startswith("<"):
         return False
     return len({line for _, _, line in code.co_lines() if line} - {code.co_firstlineno}) > 1
+
+
+def taken_by(code: CodeType) -> tuple[str, ...]:
+    """The names of a function's parameters."""
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
 
 def tar_of_jpegs(folder: Path) -> None:
@@ -113,9 +132,11 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Path], DataLoader]]] = 
 }
 
 
-def stations(write: Callable[[Path], None], make: Callable[[Path], DataLoader]) -> dict[str, Any]:
+def stations(
+    write: Callable[[Path], None], make: Callable[[Path], DataLoader], argument: str = ""
+) -> dict[str, Any]:
     """What is told of one case: by part, functions, files, and the names."""
-    trace, parts = CallTrace(), {}
+    trace, parts = CallTrace(argument), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write(folder)
@@ -163,8 +184,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="file to which the figures and all names are written")
     parser.add_argument("--names", action="store_true", help="print the functions, too")
+    parser.add_argument("--argument", default="", help="count those that are given it, such as dataset")
     arguments = parser.parse_args()
-    told = {name: stations(*case) for name, case in CASES.items()}
+    told = {name: stations(*case, arguments.argument) for name, case in CASES.items()}
     source = takers_of("source")
     for name, parts in told.items():
         for part, found in parts.items():

@@ -16,13 +16,13 @@ from dataflow.conversion.folder import OutputFolder
 from dataflow.conversion.identity import described
 from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count
 from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
-from dataflow.conversion.target import TOKENS, Target, check_row, targets_of, with_schema
+from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
 from dataflow.conversion.work import WINDOW_BLOCKS, MadeSamples, NewSamples, Recipe, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import parse_bytes
 from sharding.errors import DataflowError
 from sharding.formats.arrow.columns import TabularFormat
-from sharding.write.values import plain_value
+from sharding.write.values import check_row, plain_value
 
 DEFAULT_SHARD_BYTES = 128 << 20
 DEFAULT_SHARD_SAMPLES = 10_000
@@ -179,7 +179,8 @@ class ConvertSource:
             catalog = source.catalog
             named = f"{catalog.fingerprint()} {' '.join(output.name for output in source.outputs)}"
             facts: Any = catalog.rows.column("version").to_pylist(), source.selection.digest
-            values |= {"transform": source.transform, "decode": source.outputs}
+            drawn = (source.seed, source.epoch) if source.transform_wants_rng else ()
+            values |= {"transform": source.transform, "decode": source.outputs, "seed": drawn}
             values["join"] = tuple((join.other, join.matches) for join in source.joins)
         else:
             named, facts = f"{type(source).__module__}.{type(source).__qualname__}", source

@@ -21,7 +21,7 @@ from sharding.formats.extensions import rule_of_extension
 from sharding.printable import listed
 from sharding.write.arrays import array_of
 from sharding.write.mds import encoding_of
-from sharding.write.values import check_keys, json_value, plain_value
+from sharding.write.values import check_keys, check_row, json_value, plain_value
 from sharding.write.writer import ShardWriter
 
 SUFFIXES = {"tar": ".tar", "parquet": ".parquet", "mds": ".mds", "tokens": ".bin", "megatron": ".bin"}
@@ -32,9 +32,6 @@ _ADDED = {"int": "cls", "text": "txt", "json": "json", "npy": "npy"}
 _PICTURES = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG\r\n\x1a\n", "png"), (b"RIFF", "webp"))
 _PLAIN = frozenset({bytes, str, int, float, bool, type(None)})
 """Types of values that are as they should be."""
-_NESTED = frozenset({list, tuple, dict})
-_DEEPEST = 100
-"""Lists and dicts in one another: pyarrow ends the process where they have no end."""
 _TOKEN_COLUMNS = ("tokens", "input_ids")
 
 
@@ -132,30 +129,6 @@ class Target:
                 "map= may give it one type"
             )
         yield extension, data
-
-
-def check_row(row: Mapping[Any, Any]) -> None:
-    """Raise `ValueError` for names that are no text, and lists and dicts in one another without an end."""
-    for name, value in row.items():
-        if not isinstance(name, str):
-            raise ValueError(
-                f"a column is called {name!r}, of type {type(name).__name__}: names are text; map= may give "
-                "others"
-            )
-        _check_depth(name, value, _DEEPEST)
-
-
-def _check_depth(name: str, value: Any, left: int) -> None:
-    if type(value) not in _NESTED:
-        return
-    if not left:
-        raise ValueError(
-            f"column {name!r} holds itself, or is nested over {_DEEPEST} deep: map= may flatten it"
-        )
-    items = value.values() if type(value) is dict else value
-    if not _NESTED.isdisjoint(map(type, items)):
-        for item in items:
-            _check_depth(name, item, left - 1)
 
 
 def targets_of(

@@ -68,27 +68,27 @@ def resolve_outputs(
             raise ValueError(
                 f"decode names {name!r}, a part of column {whole!r}: name that, or both in columns="
             )
-    outputs: list[Output] = []
+    outputs, names = list[Output](), [*chosen]
     for name, (sources, is_list) in chosen.items():
         rule = rules.get(name, "auto") if decode is not None else None
         if decode not in (None, "auto") and not isinstance(decode, Mapping):
             rule = decode
         if len(sources) == 1 and sources[0] in cameras:
             camera = _camera(name, cameras[sources[0]], rule, own)
-            outputs += [camera, *camera.pads_beside([*chosen])]
+            outputs += [camera, *camera.pads_beside(names)]
             continue
         specs = [schema_of(schema, source) for source in sources]
         resolve = partial(_several, name, sources) if is_list else partial(_single, name, sources[0])
         if not isinstance(rule, Optional):
             output = resolve(specs, rule, codec)
-            outputs += [output, *output.pads_beside([*chosen])]
+            outputs += [output, *output.pads_beside(names)]
             continue
         # What some lack no longer keeps the others from being of one length.
         output = resolve([replace(spec, optional=False) for spec in specs], rule.rule, codec)
         output = output.optional(rule.default, has_mask=rule.mask)
-        outputs += [output, *output.pads_beside([*chosen])]
+        outputs += [output, *output.pads_beside(names)]
         if rule.mask:
-            outputs.append(mask_of(output, [*chosen]))
+            outputs.append(mask_of(output, names))
     if not codec.columns_are_extensions:
         return tuple(outputs)
     return tuple(replace(one, is_member=True, others=_others(one.sources, own)) for one in outputs)
@@ -135,8 +135,8 @@ def _chosen(
     else:
         named = {name: (name,) for name in columns}
     chosen = {name: _matched(schema, sources, codec) for name, sources in named.items()}
+    known = {*schema, *KEY_COLUMNS}
     for name, (sources, _) in chosen.items():
-        known = {*schema, *KEY_COLUMNS}
         missing = [s for s in sources if not known.issuperset(codec.alternatives(s))]
         if missing and check is not None:
             check(missing)

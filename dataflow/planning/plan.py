@@ -189,10 +189,10 @@ class StreamPlan:
 
     def meant(self, state: PlanState, of: ShardedDataset | Mixture) -> PlanState:
         """The state, or over other samples and batches the next epoch's, where nothing of its own is left."""
-        is_same = state.fingerprint.partition("@")[0] == of.fingerprint() and not self.planner
-        if is_same or not state.ends_epoch or isinstance(of, Mixture):
-            return state
-        return replace(state, epoch=state.epoch + 1, position=0)
+        is_other = self.planner or state.fingerprint.partition("@")[0] != of.fingerprint()
+        is_at_end = state.batching is None and 0 < state.num_samples <= state.position
+        is_over = is_other and is_at_end and not isinstance(of, Mixture)
+        return replace(state, epoch=state.epoch + 1, position=0) if is_over else state
 
     def resumed(
         self, state: PlanState, *, of: ShardedDataset | Mixture, data: Facts, shuffle: Shuffle

@@ -13,6 +13,7 @@ beside the listings, for an hour. Without a launcher, each process asks.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 import zlib
@@ -25,9 +26,13 @@ from typing import Any
 from msgspec import structs
 
 from dataflow.progress.bar import ProgressBar
+from dataflow.sources.listing.claims import Listing, SourceArguments, Spec, claim_shards, refuse_unmeant
+from dataflow.sources.listing.places import Places
+from dataflow.sources.listing.shards import check_sets
 from prefetch.cache.claims import Claims
 from prefetch.store.retrier import Retrier
 from prefetch.store.small_files import SmallFiles
+from sharding.catalog.listings import is_listing, shards_listed
 from sharding.catalog.storage import open_url, store_errors
 from sharding.formats import has_suffix
 from sharding.hub.access import HubAccess
@@ -36,9 +41,11 @@ from sharding.hub.card import CARD_FILES, card_configs
 from sharding.hub.layout import split_files
 from sharding.hub.names import HubName, is_hub, parse_name
 from sharding.hub.snapshot import Snapshot, fetch_snapshot, hub_folder
+from sharding.redaction import identity_of
 from sharding.urls import is_glob, is_http, is_local, local_path
 from sharding.write.file import private_folder
 
+_SAVED_DICT = "dataset_dict.json"
 _PATIENCE_S = 60.0
 """For a listing that another process fetches."""
 _QUICK_S = 1.0
@@ -57,10 +64,7 @@ def at_commits(
     revision: str | None,
     format: str,  # noqa: A002
 ) -> Any:
-    """Sources with repositories among them, these at their commits; of a single one the files of its split.
-
-    Raises what `resolve_source` raises.
-    """
+    """Sources with repositories among them, at their commits; of a single one the files of its split."""
     access = HubAccess.given(options)
     pinned = [_pinned(one, access, retrier, revision) if is_hub(one) else one for one in texts]
     if len(texts) != 1:
@@ -96,7 +100,7 @@ def files_of_folder(
     split: str | None,
     format: str,  # noqa: A002
 ) -> list[str]:
-    """The files of a folder's split, which lie as on the Hub. Raises what `resolve_source` raises."""
+    """The files of a folder's split, which lie as on the Hub."""
     is_folder = os.path.isdir(local_path(url)) if is_local(url) else not is_glob(url)
     if is_http(url) or (not is_folder and not SmallFiles(options, retrier).exists(url)):
         raise ValueError(f"config= and split= are for a folder or a repository of the Hub, got {url!r}")
@@ -107,14 +111,70 @@ def files_of_folder(
             files = [file.removeprefix(root).strip("/") for file in fs.find(root)]
             cards = {
                 name: fs.cat_file(f"{root.rstrip('/')}/{name}", end=CARD_BYTES).decode(errors="replace")
-                for name in CARD_FILES
+                for name in (*CARD_FILES, _SAVED_DICT)
                 if name in files
             }
         return files, cards
 
     files, cards = retrier(look, url)
-    found = split_files(files, card_configs(cards, url), where=url, config=config, split=split, format=format)
-    return [f"{local_path(url) if is_local(url) else url.rstrip('/')}/{file}" for file in found]
+    saved = cards.pop(_SAVED_DICT, None)
+    configs = card_configs(cards, url) if saved is None else _saved_splits(saved)
+    found = split_files(files, configs, where=url, config=config, split=split, format=format)
+    place = local_path(url) if is_local(url) else url.rstrip("/")
+    folders = {_folder(file) for file in found}
+    lists = {
+        _folder(name): listed
+        for name in filter(is_listing, files)
+        if _folder(name) in folders and (listed := shards_listed(f"{place}/{name}", options)) is not None
+    }
+    check_sets([file for file in found if _folder(file) not in lists], identity_of(place))
+    urls: dict[str, None] = {}
+    for file in found:
+        urls |= dict.fromkeys(lists.get(_folder(file), [f"{place}/{file}"]))
+    return list(urls)
+
+
+def _folder(file: str) -> str:
+    return file.rpartition("/")[0]
+
+
+def _saved_splits(saved: str) -> list[dict[str, Any]]:
+    """The splits of a `DatasetDict` that was saved, as the config of a README would say them."""
+    names = json.loads(saved)["splits"]
+    files = {name: f"{name}/*.arrow" for name in names}
+    return [{"config_name": "default", "data_files": files}]
+
+
+def claim_repository(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
+    """The shards of repositories, these at their commits; of a single one the files of its split."""
+    refuse_unmeant(spec, asked)
+    named = at_commits(
+        spec.texts,
+        places.options,
+        places.retrier,
+        config=asked.config,
+        split=asked.split,
+        revision=str(asked.revision) if asked.revision else None,
+        format=asked.format_name,
+    )
+    texts = [named] if isinstance(named, str) else named
+    return claim_shards(structs.replace(spec, source=named, texts=texts), asked, places)
+
+
+def claim_folder(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
+    """The files of a folder's split, which lie as on the Hub."""
+    refuse_unmeant(spec, asked)
+    return asked.listing(
+        files_of_folder(
+            spec.text,
+            places.options,
+            places.retrier,
+            config=asked.config,
+            split=asked.split,
+            format=asked.format_name,
+        ),
+        spec=spec,
+    )
 
 
 # ---- listings -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ is a table of sample numbers (`sharding.plan.matches`) and what has no match, co
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -62,6 +62,15 @@ class JoinReport:
     amplification: float
     """Bytes of the other's blocks that are read in file order, over the bytes of those that are needed. 1:
     it is ordered alike."""
+
+
+def selected(selects: Callable[..., Selection], source: Source) -> Selection:
+    """The samples that a description beside the shards counts in; closes the reader of `source`."""
+    with closing(source.reader):
+        kept: Selection = selects(
+            source.catalog, lambda apart: JoinSide(source, apart, "__key__").keys().to_pylist()
+        )
+        return kept
 
 
 class Join(Struct, frozen=True, eq=False, kw_only=True):

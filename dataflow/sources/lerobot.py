@@ -19,9 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataflow.decode.episodes import Camera, EpisodeVideos
+from dataflow.sources.listing.claims import Listing, SourceArguments, Spec
+from dataflow.sources.listing.expand import expand
+from dataflow.sources.listing.places import Places
 from prefetch.store.small_files import SmallFiles
 from sharding.blocks import Shard
-from sharding.catalog.expand import expand
 from sharding.catalog.storage import open_url, shard_info, shard_of
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.urls import is_local
@@ -75,6 +77,14 @@ def open_lerobot(source: Any, options: Mapping[str, Any], files: SmallFiles) -> 
             ),
         )
     return RobotDataset(data=list(dict.fromkeys(data)), cameras=cameras)
+
+
+def claim(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
+    """The shards and cameras of a folder of LeRobot."""
+    if (asked.config, asked.split, asked.revision) != (None, None, None):
+        raise ValueError("config=, split= and revision= are not for a folder of LeRobot")
+    robot = open_lerobot(spec.source, places.options, places.files)
+    return asked.listing(robot.data, format="parquet", cameras=robot.cameras)
 
 
 def _height_width(shape: Sequence[int], names: Any) -> tuple[int, int]:

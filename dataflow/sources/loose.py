@@ -8,6 +8,8 @@ the sorted names of folders, files come by class, folder and name. Links are fol
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import re
@@ -18,36 +20,37 @@ from typing import Any
 from urllib.parse import quote
 
 import numpy as np
-import pyarrow as pa
-from msgspec import Struct, structs
+from msgspec import structs
 from numpy.typing import NDArray
 
-from dataflow.sources.folders import UNKNOWN, Folders, folders_in, listing, split_of
+from dataflow.sources.file_catalogs import LooseFiles
+from dataflow.sources.listing.claims import MANIFESTS, Listing, SourceArguments, Spec
+from dataflow.sources.listing.expand import braced
+from dataflow.sources.listing.folders import (
+    KIND_OF,
+    KINDS,
+    UNKNOWN,
+    Folders,
+    folders_in,
+    listing,
+    split_of,
+)
+from dataflow.sources.listing.places import Places
 from dataflow.sources.manifests import (
-    NAMES,
     Manifest,
     ManifestRows,
-    first_missing,
+    folder_of,
     paths_of,
     raise_absent,
     read_manifest,
 )
-from sharding.arrow_arrays import bytes_array, number_array, text_array
-from sharding.blocks import DEFAULT_BLOCK_BYTES
-from sharding.catalog.expand import braced
-from sharding.catalog.file import BLOCK_TYPE, COLUMNS
 from sharding.catalog.storage import open_url, store_errors
-from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats import format_of_suffix, has_suffix
 from sharding.formats.files import (
     NO_CLASS,
-    FilesFormat,
-    all_facts,
     ending_of,
     key_of,
-    rows_of,
-    schema_of,
 )
 from sharding.hub.names import is_hub
 from sharding.printable import listed, printable_name
@@ -63,86 +66,12 @@ from sharding.urls import (
     naming_part,
 )
 
-KINDS = {
-    "images": ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"),
-    "sounds": ("wav", "flac", "mp3", "ogg", "opus", "m4a"),
-    "videos": ("mp4", "mov", "mkv", "webm", "avi"),
-}
-"""Endings of files that are samples under `format="auto"`; images are those of torchvision."""
-_KIND_OF = {ending: kind for kind, endings in KINDS.items() for ending in endings}
-_KIND_ENDING = re.compile(rf"\.({'|'.join(_KIND_OF)}|{{({'|'.join(_KIND_OF)}|,)+}})$")
-"""Ends names and patterns of such files, braces among them."""
 _PLAIN = "/~!$&'()*+,;=:@"
 """Signs that stand for themselves in the path of a URL."""
 _PER_SHARD = 100
 """Files of a kind for each shard that lies among them, at least: fewer are the pictures of a repository."""
 _NAMED = 5
 _log = logging.getLogger("dataflow")
-
-
-class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
-    """Files in reading order, as a listing had them."""
-
-    urls: list[str]
-    sizes: NDArray[np.int64]
-    versions: list[str]
-    name_lengths: NDArray[np.int64]
-    """[n] characters at the end of each URL that name the file below what was listed."""
-    class_numbers: NDArray[np.int32]
-    class_names: list[str]
-    """Names of the classes by number; empty: the files have none."""
-    num_left_out: int
-    """Files and folders of the listing that are no samples."""
-    manifest: ManifestRows | None = None
-    """The rows of the manifest that names the files, in their order; None: none does."""
-
-    def catalog(self, block_bytes: int = DEFAULT_BLOCK_BYTES) -> Catalog:
-        """The catalog of the files, each a shard of one block and one sample."""
-        names = [identity_of(url) for url in self.urls]
-        for name in names:
-            if not name.isascii():
-                _check_text(name)
-        endings = np.array([ending_of(name) for name in names])
-        sizes_of, missing = {}, {}
-        for ending in np.unique(endings).tolist():
-            own = endings == ending
-            sizes_of[ending] = int(self.sizes[own].min()), int(self.sizes[own].max())
-            if not own.all():
-                missing[ending] = int(own.argmin()), ""
-        schema = schema_of(sizes_of, self.class_names)
-        if self.manifest is not None:
-            if both := schema.keys() & self.manifest.schema.keys():
-                raise ValueError(
-                    f"the manifest {identity_of(self.manifest.url)} has a column {min(both)!r}, as the "
-                    "column of files with that ending is called: rename it"
-                )
-            schema |= self.manifest.schema
-            missing |= first_missing(self.manifest.columns)
-        catalog = Catalog(
-            FilesFormat.name, {}, block_bytes, [schema], rows=self._rows(names), missing=missing
-        )
-        return catalog.signed_by(self.urls)
-
-    def _rows(self, names: Sequence[str]) -> pa.Table:
-        n = len(names)
-        facts = all_facts(self.class_numbers, self.name_lengths, self.num_left_out)
-        offsets = np.arange(n + 1, dtype=np.int64)
-        footers = [None, pa.py_buffer(offsets * facts.itemsize), pa.py_buffer(facts)]
-        index = pa.nulls(n, pa.large_binary())
-        if self.manifest is not None and self.manifest.columns:
-            index = bytes_array(list(rows_of(self.manifest.columns, n)))
-        sizes, zeros, ones = map(number_array, (self.sizes, np.zeros(n, np.int64), np.ones(n, np.int64)))
-        counts = [zeros, sizes, sizes, ones]
-        blocks = pa.StructArray.from_arrays([*counts, index], fields=list(BLOCK_TYPE))
-        columns = [
-            text_array(names),
-            sizes,
-            text_array(self.versions),
-            pa.LargeBinaryArray.from_buffers(pa.large_binary(), n, footers),
-            number_array(np.zeros(n, np.int32)),
-            pa.LargeListArray.from_arrays(number_array(offsets), blocks),
-        ]
-        return pa.Table.from_arrays(columns, schema=COLUMNS)
 
 
 def find_loose(
@@ -152,6 +81,7 @@ def find_loose(
     any_kind: bool = False,
     manifest: Manifest | None = None,
     split: str | None = None,
+    classes: Sequence[str] | None = None,
 ) -> LooseFiles | None:
     """The loose files that a source means; None: it means none.
 
@@ -161,6 +91,7 @@ def find_loose(
         any_kind: take files of every ending, of globs and folders; else images, sounds and videos.
         manifest: names the files of a folder, which is the source.
         split: of a folder with a folder for each split, the one that is read.
+        classes: names of folders, in the order of their numbers. None: sorted, those of all splits.
 
     Raises:
         ShardReadError: nothing is there, links go in a circle, or a class has no file.
@@ -180,10 +111,12 @@ def find_loose(
         return None
     patterns = [piece for text in texts for piece in braced(text, options)]
     if split is not None:
-        return _of_split(patterns, options, split, any_kind=any_kind)
+        return _of_split(patterns, options, split, any_kind=any_kind, classes=classes)
     if len(patterns) == 1 and _is_folder(patterns[0], options):
-        return _of_folder(patterns[0], options, any_kind=any_kind)
-    if not any_kind and any(ending_of(file_name(pattern)) not in _KIND_OF for pattern in patterns):
+        return _of_folder(patterns[0], options, any_kind=any_kind, classes=classes)
+    if classes is not None:
+        raise ValueError("classes= are for a folder with a folder for each class")
+    if not any_kind and any(ending_of(file_name(pattern)) not in KIND_OF for pattern in patterns):
         return None
     if not any(map(is_http, patterns)):
         return _of_patterns(patterns, options)
@@ -192,31 +125,49 @@ def find_loose(
     return None  # HTTP has no patterns
 
 
-def may_be_loose(source: Any) -> bool:
-    """Return whether a source may mean loose files, by its name and one listing of a folder of this machine.
+def claim_files(spec: Spec, asked: SourceArguments, places: Places) -> Listing | None:
+    """The files that are a sample each; None: the source means others."""
+    if (asked.config, asked.revision) != (None, None) or spec.kind not in (
+        "folder",
+        "file",
+        "pattern",
+        "list",
+    ):
+        return None
+    return _claimed(spec.source, asked, places, None)
 
-    Whether a remote folder does, only its listing tells: the store is not asked for it here.
-    """
-    items = list(source) if isinstance(source, (list, tuple)) else [source]
-    texts = [os.fspath(item) for item in items if isinstance(item, (str, os.PathLike))]
-    if len(texts) == 1 and is_http(texts[0]) and texts[0].endswith("/"):
-        return True  # nothing else is found by a server's pages
-    if len(texts) == 1 and is_local(texts[0]) and os.path.isdir(path := local_path(texts[0])):
-        return not any(
-            has_suffix(name) and not name.startswith((".", "_")) and name not in NAMES
-            for name in os.listdir(path)
+
+def claim_manifest(spec: Spec, asked: SourceArguments, places: Places) -> Listing | None:
+    """The files that a table names: `manifest=`, or a source of its own."""
+    source, manifest = spec.source, asked.manifest
+    manifest = Manifest(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest
+    if spec.kind in ("catalog", "opened") or asked.format not in ("auto", "files"):
+        if manifest is not None:
+            raise ValueError("manifest= is for a folder of files, not for a catalog or another format")
+        return None
+    if (asked.config, asked.revision) != (None, None):
+        return None
+    if manifest is None:
+        source, manifest = folder_of(spec.text), Manifest(spec.text)
+    return _claimed(source, asked, places, manifest)
+
+
+def _claimed(
+    source: Any, asked: SourceArguments, places: Places, manifest: Manifest | None
+) -> Listing | None:
+    def find() -> LooseFiles | None:
+        return find_loose(
+            source,
+            places.options,
+            any_kind=asked.format == "files",
+            manifest=manifest,
+            split=asked.split,
+            classes=asked.classes,
         )
-    return bool(texts) and all(_KIND_ENDING.search(file_name(text).lower()) for text in texts)
 
-
-def is_listed_alike(kept: Catalog, built: Catalog) -> bool:
-    """Return whether a kept catalog is of the very files that another one was built of."""
-    listing = ["url", "size", "version", "footer", "blocks"]
-    return (
-        kept.format == built.format
-        and list(kept.schemas) == list(built.schemas)
-        and kept.rows.select(listing).equals(built.rows.select(listing))
-    )
+    first = source[0] if isinstance(source, (list, tuple)) and source else source
+    files = places.retrier(find, str(first), may_ask_nobody=True)
+    return None if files is None else asked.listing(files.urls, files=files)
 
 
 def _is_folder(url: str, options: Mapping[str, Any] | None) -> bool:
@@ -224,7 +175,7 @@ def _is_folder(url: str, options: Mapping[str, Any] | None) -> bool:
         return os.path.isdir(local_path(url))
     if is_http(url):
         return url.endswith("/")
-    if is_glob(url) or ending_of(file_name(url)) in _KIND_OF:
+    if is_glob(url) or ending_of(file_name(url)) in KIND_OF:
         return False
     fs, path = open_url(url, options)
     with store_errors(url):
@@ -235,9 +186,18 @@ def _is_folder(url: str, options: Mapping[str, Any] | None) -> bool:
 
 
 def _of_folder(
-    url: str, options: Mapping[str, Any] | None, *, any_kind: bool, above: tuple[str, str] = ("", "")
+    url: str,
+    options: Mapping[str, Any] | None,
+    *,
+    any_kind: bool,
+    above: tuple[str, str] = ("", ""),
+    classes: Sequence[str] | None = None,
 ) -> LooseFiles | None:
-    """The loose files of a folder; `above`: the folder with a manifest for this one, and its name there."""
+    """The loose files of a folder.
+
+    `above`: the folder with a manifest for this one, and its name there. `classes`: all, in the order of
+    their numbers; None: those of this folder.
+    """
     try:
         folders, num_hidden = listing(url, options)
     except ShardReadError as error:
@@ -285,16 +245,26 @@ def _of_folder(
             "classes",
             stacklevel=2,
         )
-    by_class: dict[str, list[str]] = {name: [] for name in top}
+    if classes is not None and (unknown := sorted({*top} - {*classes})):
+        raise ValueError(
+            f"{identity_of(url)} has a folder {unknown[0]!r}, and classes= are {listed(classes)}"
+        )
+    names = top if classes is None else list(classes)
+    by_class: dict[str, list[str]] = {name: [] for name in names}
     for path in samples:
         if path:
             by_class[path.partition("/")[0]].append(path)
     files, numbers = list[tuple[str, str, int, str]](), list[int]()
-    for number, name in enumerate(top):
+    for number, name in enumerate(names):
         for path in sorted(by_class[name]):
             files += ((path, *one) for one in sorted(samples[path]))
         numbers += [number] * (len(files) - len(numbers))
-    return _loose(url, files, numbers, top, num_files - len(files))
+    found = _loose(url, files, numbers, names, num_files - len(files))
+    return found if names == top else structs.replace(found, numbering=_digest(names))
+
+
+def _digest(classes: Sequence[str]) -> str:
+    return hashlib.blake2b(json.dumps(classes).encode(), digest_size=8).hexdigest()
 
 
 def _chooser(folders: Folders, *, any_kind: bool) -> Callable[[str], bool] | None:
@@ -304,11 +274,11 @@ def _chooser(folders: Folders, *, any_kind: bool) -> Callable[[str], bool] | Non
     endings = Counter(ending_of(name) for files in folders.values() for name, _, _ in files)
     kinds, num_in_shards = Counter[str](), 0
     for ending, count in endings.items():
-        if ending in _KIND_OF:
-            kinds[_KIND_OF[ending]] += count
+        if ending in KIND_OF:
+            kinds[KIND_OF[ending]] += count
         elif format_of_suffix("x." + ending):
             num_in_shards += count
-    num_in_shards -= sum(has_suffix(name) for name, _, _ in folders[""] if name in NAMES)
+    num_in_shards -= sum(has_suffix(name) for name, _, _ in folders[""] if name in MANIFESTS)
     if not kinds or max(kinds.values()) <= _PER_SHARD * num_in_shards:
         return None
     wanted = KINDS[kinds.most_common(1)[0][0]]
@@ -330,7 +300,7 @@ def _manifest_in(
     url: str, folders: Folders, options: Mapping[str, Any] | None, within: str = ""
 ) -> ManifestRows | None:
     """The manifest that lies in a folder of files, of those `within` another one; None: there is none."""
-    there = [name for name, _, _ in folders[""] if name in NAMES]
+    there = [name for name, _, _ in folders[""] if name in MANIFESTS]
     if len(there) > 1:
         raise ValueError(
             f"{identity_of(url)} has several manifests ({listed(sorted(there))}): name one by manifest="
@@ -410,14 +380,17 @@ def _of_rows(
 
 def _of_several_splits(url: str, names: Sequence[str], otherwise: str) -> ValueError:
     one = next(filter(None, map(split_of, names)))
-    return ValueError(
-        f"{identity_of(url)} has a folder for each split ({listed(names)}): name one, as in "
-        f"ShardedDataset({identity_of(url)!r}, split={one!r}){otherwise}"
-    )
+    told = f"{identity_of(url)} has a folder for each split ({listed(names)})"
+    return ValueError(f"{told}: name one, as in split={one!r}{otherwise}")
 
 
 def _of_split(
-    patterns: Sequence[str], options: Mapping[str, Any] | None, split: str, *, any_kind: bool
+    patterns: Sequence[str],
+    options: Mapping[str, Any] | None,
+    split: str,
+    *,
+    any_kind: bool,
+    classes: Sequence[str] | None,
 ) -> LooseFiles | None:
     """The loose files in the folder of a split; None: the source means others."""
     if len(patterns) != 1 or not _is_folder(url := patterns[0], options):
@@ -426,7 +399,14 @@ def _of_split(
     splits = {one: name for name in reversed(names) if (one := split_of(name))}
     name = split if split in names else splits.get(split_of(split) or split)
     if name is not None:
-        return _of_folder(below(url, name), options, any_kind=any_kind, above=(url, name))
+        if classes is None:  # of all splits: one that lacks a class has the numbers of the others
+            own = {*folders_in(below(url, name), options)}
+            of_others = [
+                folders_in(below(url, one), options) for one in names if split_of(one) and one != name
+            ]
+            classes = sorted(own.union(*of_others)) if own else None
+        place = below(url, name)
+        return _of_folder(place, options, any_kind=any_kind, above=(url, name), classes=classes)
     if any(_of_folder(below(url, one), options, any_kind=any_kind) for one in [*splits.values()][:1]):
         raise ValueError(
             f"split must be one of {listed(sorted(splits))}: {identity_of(url)} has the folders "
@@ -535,7 +515,7 @@ def _check_keys(names: Iterable[str]) -> None:
 
 def _kind(name: str) -> str:
     ending = ending_of(name)
-    return _KIND_OF.get(ending, ending)
+    return KIND_OF.get(ending, ending)
 
 
 def _common_length(roots: Collection[str]) -> int:
@@ -548,13 +528,6 @@ def _common_length(roots: Collection[str]) -> int:
 
 
 # ---- what they have in common ----------------------------------------------------------------------------
-
-
-def _check_text(name: str) -> None:
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{printable_name(name)} has a name that is not UTF-8: rename the file") from error
 
 
 def _loose(

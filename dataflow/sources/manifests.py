@@ -30,8 +30,6 @@ from sharding.redaction import identity_of
 from sharding.urls import file_name, is_local, local_path, naming_part
 
 ENDINGS = ("csv", "tsv", "jsonl", "ndjson", "parquet")
-NAMES = tuple(f"metadata.{ending}" for ending in ("csv", "tsv", "jsonl", "parquet"))
-"""Names by which a manifest is found in the folder of its files, as Hugging Face finds it."""
 _MOST_BYTES, _MOST_ROWS = (1 << 31) - 1, 50_000_000
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _RESERVED = {KEY_COLUMN, "__url__"}
@@ -106,15 +104,6 @@ class ManifestRows(Struct, frozen=True, eq=False, kw_only=True):
 def ending_of_table(url: str) -> str:
     """The ending of a file's name, in lower case."""
     return file_name(url).rpartition(".")[2].lower()
-
-
-def is_table(source: Any) -> bool:
-    """Return whether a source is a CSV or TSV file, which is no shard."""
-    return (
-        isinstance(source, (str, os.PathLike))
-        and isinstance(text := os.fspath(source), str)
-        and ending_of_table(text) in ("csv", "tsv")
-    )
 
 
 def folder_of(url: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from sharding.catalog.storage import exists, read_file
 from sharding.errors import ShardReadError
 from sharding.formats import beside
-from sharding.formats.streaming.listing import LISTING_NAME, Listing, read_listing
+from sharding.formats.streaming.listing import LISTING_NAME, LISTING_NAMES, IndexFile, read_listing
 from sharding.urls import file_name, is_local, local_path, naming_part
 
 _MOST_ABOVE = 8
@@ -22,10 +22,10 @@ _MOST_ABOVE = 8
 
 def is_listing(url: str) -> bool:
     """Return whether a file is one that lists shards, by its name."""
-    return file_name(url) == LISTING_NAME
+    return file_name(url) in LISTING_NAMES
 
 
-def load_listing(url: str, options: Mapping[str, Any] | None) -> Listing | None:
+def load_listing(url: str, options: Mapping[str, Any] | None) -> IndexFile | None:
     """Read an `index.json`; None: it is of neither library.
 
     Raises `ShardReadError` where it cannot be read, and `CorruptShardError` where it is damaged.
@@ -54,7 +54,7 @@ def entries_of(urls: Sequence[str], options: Mapping[str, Any] | None) -> dict[s
 
     Raises `ShardReadError` where a store fails, and `CorruptShardError` for a list that is damaged.
     """
-    known: dict[str, Listing | None] = {}
+    known: dict[str, IndexFile | None] = {}
     entries: dict[str, Any] = {}
     first, last = min(map(_folder, urls)), max(map(_folder, urls))
     same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
@@ -82,7 +82,7 @@ def _folder(url: str) -> str:
     return part[: part.rindex(name)]
 
 
-def _if_there(url: str, options: Mapping[str, Any] | None) -> Listing | None:
+def _if_there(url: str, options: Mapping[str, Any] | None) -> IndexFile | None:
     try:
         return load_listing(url, options) if exists(url, options) else None
     except ShardReadError as error:

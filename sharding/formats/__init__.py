@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
+from typing import Any
 
 from msgspec import Struct
 
@@ -97,9 +98,10 @@ ENTRIES = {
         where="sharding.formats.records.array_record:ArrayRecordFormat",
         suffixes=(".array_record", ".arrayrecord"),
     ),
-    "files": FormatEntry(where="sharding.formats.files:FilesFormat", suffixes=()),
+    "files": FormatEntry(where="sharding.formats.files:FilesFormat", suffixes=(), options=("classes",)),
     "delta": FormatEntry(where=f"{_TABLES}:DeltaFormat", suffixes=(), options=("version",)),
     "iceberg": FormatEntry(where=f"{_TABLES}:IcebergFormat", suffixes=(), options=("version",)),
+    "hive": FormatEntry(where=f"{_TABLES}:HiveFormat", suffixes=(), options=("version",)),
 }
 """By name, all formats that there are. One more is a file and an entry here."""
 FORMATS = tuple(ENTRIES)
@@ -128,37 +130,23 @@ def resolve_format(
     name_or_instance: str | Format,
     urls: Sequence[str],
     *,
-    dtype: str | None = None,
-    length: int | None = None,
-    header: int | None = None,
-    allow_unfinished: bool = False,
-    version: str | None = None,
     exists: Callable[[str], bool] | None = None,
+    **options: Any,
 ) -> Format:
     """The codec of a dataset.
 
     Args:
         name_or_instance: a name of `FORMATS`, "auto" to go by the endings of all urls, or an instance.
         urls: the shards, as `expand` lists them.
-        dtype: numpy dtype of a token; for "tokens" only.
-        length: tokens of a sample; for "tokens", "megatron" and "litdata".
-        header: bytes before the tokens of a raw file; for "tokens".
-        allow_unfinished: read files that end too early; for "tar", "arrow" and "arrow-stream".
-        version: of a table; for "delta" and "iceberg".
         exists: tells "megatron" from "tokens" by the sibling `.idx`, and "litdata" by `index.json`; without
             it `.bin` means "tokens".
+        options: those of formats, as `ENTRIES` has them; None and False: not given. `dtype` of a token,
+            `length` of a sample and bytes of a `header`, `allow_unfinished`, `version` of a table, `classes`.
 
     Raises:
         ValueError: unknown or mixed endings, an unknown name, or an option of another format.
     """
-    options = {
-        "dtype": dtype,
-        "length": length,
-        "header": header,
-        "allow_unfinished": allow_unfinished or None,
-        "version": version,
-    }
-    options = {option: value for option, value in options.items() if value is not None}
+    options = {name: value for name, value in options.items() if value is not None and value is not False}
     name = name_or_instance
     if not isinstance(name, str):
         _refuse_options(name.name, options, ())

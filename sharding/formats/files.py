@@ -53,12 +53,23 @@ _LISTED = 32
 
 
 class FilesFormat(Format):
-    """The `Format` of single files. Thread-safe, stateless."""
+    """The `Format` of single files. Thread-safe, stateless.
+
+    Args:
+        classes: tells how they are numbered, where that is not by the folder's own sorted names.
+    """
 
     name = "files"
     has_keys = True
     columns_are_extensions = True
     if_changed = "loose files are listed when the dataset is opened: open it again"
+
+    def __init__(self, *, classes: str = "") -> None:
+        self.classes = classes
+
+    def options(self) -> dict[str, str | int]:
+        """Return what tells how classes are numbered."""
+        return {"classes": self.classes} if self.classes else {}
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Index one file that no listing told of: it has no class, and its name is its key."""

@@ -29,11 +29,12 @@ from sharding.printable import listed
 _SHARDED = "data/{split}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9]*.*"
 _SHARD_NAME = re.compile(r"data/(.+?)-[0-9]{5}-of-[0-9]{5}.*\..*")
 _SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
-_KEYWORDS = {
+KEYWORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
+"""Names of folders and files by split, as `datasets` knows them."""
 _SEPARATORS = "-._ 0-9"
 _IN_FOLDER_NAME = (
     "**/{keyword}/**",
@@ -183,12 +184,12 @@ def _default_patterns(paths: Sequence[str], data_dir: str) -> dict[str, list[str
                     f"the name of a split must be letters, digits, '_' and '.', got {name!r} by {path!r}"
                 )
             names.add(name)
-        ordered = [name for name in _KEYWORDS if name in names] + sorted(names - _KEYWORDS.keys())
+        ordered = [name for name in KEYWORDS if name in names] + sorted(names - KEYWORDS.keys())
         return {name: [_SHARDED.format(split=name)] for name in ordered}
     for shapes in (_IN_FOLDER_NAME, _IN_FILE_NAME):
         splits = {
             split: [shape.format(keyword=word, sep=_SEPARATORS) for word in words for shape in shapes]
-            for split, words in _KEYWORDS.items()
+            for split, words in KEYWORDS.items()
         }
         found = {
             split: patterns
@@ -248,14 +249,15 @@ def _below(path: str, folder: str) -> str:
 
 
 def _of_one_format(files: Sequence[str], format: str, label: str) -> list[str]:  # noqa: A002
-    kinds = {path: _kind(path) for path in files}
+    kinds = {path: _kind(path) or _kind_without_ending(path, format) for path in files}
     counts = Counter(
         kind
         for path, kind in kinds.items()
         if kind and (posixpath.basename(path) not in _METADATA or len(files) == 1)
     ) or Counter(kind for kind in kinds.values() if kind)
     if not counts:
-        raise DataflowError(f"{label} has no data files among its {len(files)} files")
+        text = f"{label} has no data files among its {len(files)} files"
+        raise DataflowError(f"{text}; give format= if those without an ending are some")
     names = list(ENTRIES)
     kind = max(counts, key=lambda one: (counts[one], one == "parquet", one in names, one))
     if kind not in names and format == "auto":
@@ -265,6 +267,11 @@ def _of_one_format(files: Sequence[str], format: str, label: str) -> list[str]: 
             f"(read are: {', '.join(names)}); give format= if they are one of these"
         )
     return [path for path, one in kinds.items() if one == kind]
+
+
+def _kind_without_ending(path: str, format: str) -> str | None:  # noqa: A002
+    is_shard = format in ENTRIES and not suffix_of(path) and not posixpath.basename(path).startswith("_")
+    return format if is_shard else None
 
 
 def _kind(path: str) -> str | None:

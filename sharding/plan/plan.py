@@ -203,11 +203,6 @@ class PlanState:
         if not isinstance(text, str) or len(text) > 128 or not (text.isascii() and text.isprintable()):
             raise ValueError(f"fingerprint must be at most 128 printable ASCII characters, got {text!r}")
 
-    @property
-    def ends_epoch(self) -> bool:
-        """Return whether it is of samples, and nothing of its epoch is left."""
-        return self.batching is None and 0 < self.num_samples <= self.position
-
     def to_json(self) -> dict[str, object]:
         """The state as JSON types, with the same keys whatever it holds.
 

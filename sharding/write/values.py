@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 PYTHON_DTYPES = frozenset({"int64", "float64", "bool"})
 """dtypes for which Python has a type of the same values."""
+_NESTED = frozenset({list, tuple, dict})
+_DEEPEST = 100
+"""Lists and dicts in one another, at most: where they have no end, neither has who looks at them."""
 
 
 def plain_value(value: Any) -> Any:
@@ -44,3 +49,28 @@ def check_keys(value: Any) -> None:
     for inner in value:
         if isinstance(inner, (dict, list, tuple)):
             check_keys(inner)
+
+
+def are_flat(rows: Sequence[Mapping[Any, Any]]) -> bool:
+    """Return whether rows have names that are text, and no lists or dicts: `check_row` passes all."""
+    values = chain.from_iterable(row.values() for row in rows)
+    return {str}.issuperset(map(type, chain.from_iterable(rows))) and _NESTED.isdisjoint(map(type, values))
+
+
+def check_row(row: Mapping[Any, Any]) -> None:
+    """Raise `ValueError` for names that are no text, and lists and dicts in one another without an end."""
+    for name, value in row.items():
+        if not isinstance(name, str):
+            raise ValueError(f"a column is called {name!r}, of type {type(name).__name__}: names are text")
+        _check_depth(name, value, _DEEPEST)
+
+
+def _check_depth(name: str, value: Any, left: int) -> None:
+    if type(value) not in _NESTED:
+        return
+    if not left:
+        raise ValueError(f"column {name!r} holds itself, or is nested over {_DEEPEST} deep: flatten it")
+    items = value.values() if type(value) is dict else value
+    if not _NESTED.isdisjoint(map(type, items)):
+        for item in items:
+            _check_depth(name, item, left - 1)

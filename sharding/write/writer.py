@@ -15,12 +15,13 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from sharding.compression import compression_of
-from sharding.errors import ShardWriteError
+from sharding.errors import SampleError, ShardWriteError
 from sharding.formats import ENTRIES, has_suffix, sibling, suffix_of
 from sharding.write.file import NewFile, no_room, space_at
 from sharding.write.mds import NewMdsShard
 from sharding.write.shard import NewJsonlShard, NewShard, NewTableShard, NewTarShard, Sample, TypesDifferError
 from sharding.write.tokens import NewTokenShard, TokenOptions
+from sharding.write.values import are_flat, check_row
 
 DEFAULT_SHARD_BYTES = 1 << 30
 DEFAULT_ROW_GROUP_SIZE = 1024
@@ -149,6 +150,7 @@ class ShardWriter:
             ShardWriteError: there is no room (an `OSError`, too). The shard in progress is gone, those before
                 it are whole.
         """
+        self._check([sample])
         self._put(lambda shard: shard.add(sample), 1)
 
     def write_many(self, samples: Sequence[Sample]) -> None:
@@ -158,6 +160,7 @@ class ShardWriter:
         """
         if not samples:
             return
+        self._check(samples)
 
         def put(shard: NewShard) -> None:
             if isinstance(shard, (NewMdsShard, NewTableShard)):
@@ -167,6 +170,18 @@ class ShardWriter:
                 shard.add(sample)
 
         self._put(put, len(samples))
+
+    def _check(self, samples: Sequence[Sample]) -> None:
+        """Raise `SampleError` for the first that has a name which is no text, or holds itself."""
+        if are_flat(samples):
+            return
+        for number, sample in enumerate(samples, self._num_samples):
+            try:
+                check_row(sample)
+            except ValueError as error:
+                url = self._next_url() if self._file is None else self._file.url
+                key = str(sample.get("__key__", number))
+                raise SampleError(url, str(error), key=key, stage="write") from error
 
     def write_table(self, table: Any) -> None:
         """Append the rows of a `pyarrow.Table` to a Parquet or Arrow shard, as row groups of their own.

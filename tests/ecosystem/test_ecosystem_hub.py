@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from dataflow.sources.named import resolve_source
+from dataflow.sources.listing.claims import SourceArguments, resolve
+from dataflow.sources.listing.places import Places
 from prefetch.store.retrier import Retrier
 
 with warnings.catch_warnings():
@@ -89,7 +90,9 @@ def test_a_split_has_the_files_that_datasets_finds(name: str, tmp_path: Path) ->
         builder = datasets.load_dataset_builder(str(tmp_path), config, cache_dir=str(tmp_path / ".cache"))
         for split, theirs in builder.config.data_files.items():
             with Retrier() as retrier:
-                ours = resolve_source(tmp_path, {}, retrier, config=config, split=str(split))
+                ours = resolve(
+                    tmp_path, SourceArguments(config=config, split=str(split)), Places({}, retrier)
+                ).urls
             assert ours == [os.path.normpath(file) for file in theirs]
 
 
@@ -102,7 +105,7 @@ def test_the_default_config_is_that_of_datasets(tmp_path: Path) -> None:
     )
     theirs = datasets.get_dataset_default_config_name(str(tmp_path))
     with Retrier() as retrier:
-        ours = resolve_source(tmp_path, {}, retrier, split="train")
+        ours = resolve(tmp_path, SourceArguments(split="train"), Places({}, retrier)).urls
     assert (theirs, ours) == ("y", [str(tmp_path / "b.parquet")])
 
 

@@ -8,11 +8,10 @@ columns by name, and what takes code of the dataset's author is refused.
 from __future__ import annotations
 
 import json
-import os
 import re
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -21,16 +20,15 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from dataflow.sources.listing.claims import Listing, SourceArguments, Spec
+from dataflow.sources.listing.places import Places
 from prefetch.store.small_files import SmallFiles
-from sharding.catalog.build import CATALOG_SUFFIX
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, ShardReadError
-from sharding.formats import has_suffix
 from sharding.hub.card import yaml_value
-from sharding.hub.names import is_hub
 from sharding.order.selection import Selection
 from sharding.printable import listed
-from sharding.urls import is_glob, is_http, is_local, leaves_folder, local_path
+from sharding.urls import is_local, leaves_folder, local_path
 
 T = TypeVar("T")
 Columns = dict[str, str] | list[str] | None
@@ -156,31 +154,37 @@ class EnergonDataset(Struct, frozen=True, kw_only=True):
         return kept.where(is_kept) if keys else kept
 
 
-def find_energon(
-    source: object,
-    files: SmallFiles,
-    *,
-    format: object,  # noqa: A002
-    config: str | None = None,
-    split: str | None = None,
-) -> EnergonDataset | None:
-    """Read `.nv-meta` of a folder; None: the source is no such folder.
+def claim(spec: Spec, asked: SourceArguments, places: Places) -> Listing | None:
+    """The tars of a part, with columns and rules for them; None: the source is no folder.
 
     Raises `ValueError` for what is not read, `CorruptShardError` for files that contradict each other.
     """
-    if isinstance(source, EnergonPart):
-        part = source
-    elif format not in ("auto", "energon") or not isinstance(source, (str, os.PathLike)):
-        return None
-    else:
-        path = os.fspath(source)
-        if path.endswith((".yaml", ".yml")):
-            raise ValueError(
-                f"{path!r} is YAML: a metadataset of Megatron-Energon opens with Mixture.from_energon(...)"
-            )
-        if format == "auto" and not _is_energon(path, files):
+    if asked.revision is not None:
+        raise ValueError(f"revision= is not for a folder of Megatron-Energon, got {asked.revision!r}")
+    part = spec.source
+    if not isinstance(part, EnergonPart):
+        if not spec.texts or spec.kind == "list":
             return None
-        part = EnergonPart(path=path, split=split or "train", dataset_config=config or "dataset.yaml")
+        if spec.text.endswith((".yaml", ".yml")):
+            raise ValueError(
+                f"{spec.text!r} is YAML: a metadataset of Megatron-Energon opens with "
+                "Mixture.from_energon(...)"
+            )
+        config, split = asked.config or "dataset.yaml", asked.split or "train"
+        part = EnergonPart(path=spec.text, split=split, dataset_config=config)
+    dataset = read_energon(part, places.files)
+    columns, decode = asked.columns, asked.decode
+    if columns is None:
+        columns, rules = fields_of(dataset, places.files)
+        if rules and (decode == "auto" or isinstance(decode, Mapping)):
+            decode = {**rules, **(decode if isinstance(decode, Mapping) else {})}
+    return asked.listing(
+        dataset.shards, format="tar", columns=columns, decode=decode, selects=dataset.selection
+    )
+
+
+def read_energon(part: EnergonPart, files: SmallFiles) -> EnergonDataset:
+    """Read `.nv-meta` of a folder."""
     root = part.path.rstrip("/")
     root = local_path(root) if is_local(root) else root
     info_url = _first_there(root, [".info.json", ".info.yaml"], files)
@@ -213,20 +217,6 @@ def find_energon(
     if not counts:
         raise ValueError(f"part {part.split!r} of {url} has no tars but those that it excludes")
     return EnergonDataset(part=part, root=root, counts=counts, excluded=excluded)
-
-
-def _is_energon(path: str, files: SmallFiles) -> bool:
-    """Return whether a folder has a description; asks a store once or twice, and no server of HTTP."""
-    if is_local(path):
-        return os.path.isdir(os.path.join(local_path(path), _META))
-    is_file = has_suffix(path) or path.endswith((CATALOG_SUFFIX, ".json", ".csv", ".tsv"))
-    is_table = path.startswith("iceberg://")  # of a catalog, which is no store
-    if is_file or is_table or is_glob(path) or "{" in path or is_http(path) or is_hub(path):
-        return False
-    try:
-        return bool(_first_there(path.rstrip("/"), [".info.json", ".info.yaml"], files))
-    except ShardReadError:
-        return False  # whoever lists the folder says what is wrong
 
 
 def _first_there(root: str, names: Sequence[str], files: SmallFiles) -> str:

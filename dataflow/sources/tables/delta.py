@@ -22,10 +22,10 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
+from dataflow.sources.listing.expand import DELTA_LOG
 from dataflow.sources.tables.delta_log import Log
 from dataflow.sources.tables.files import TableVersion, below, name_of
 from prefetch.store.small_files import SmallFiles
-from sharding.catalog.expand import DELTA_LOG
 from sharding.catalog.storage import version_of
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats.tables.fitting import FIELD_ID, TableFile

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
 
-from dataflow.sources.tables.files import TableVersion
-from prefetch.store.retrier import Retrier
+from dataflow.sources.listing.claims import Listing, SourceArguments, Spec
+from dataflow.sources.listing.expand import ICEBERG_METADATA
+from dataflow.sources.listing.places import Places
+from dataflow.sources.listing.shards import shards_in
+from dataflow.sources.tables.files import TableVersion, below
 from prefetch.store.small_files import SmallFiles
-from sharding.catalog.expand import DELTA_LOG, ICEBERG_METADATA, TableFolderError, expand, table_in
-from sharding.errors import DataflowError, ShardReadError
-from sharding.hub.names import is_hub
+from sharding.errors import DataflowError
 from sharding.redaction import identity_of
 from sharding.urls import is_glob, is_local, local_path
 
 _CATALOG = "iceberg://"
 _ENDING = ".metadata.json"
-KINDS = ("delta", "iceberg")
-R = TypeVar("R")
 
 
-def by_table(
-    source: Any,
-    use: Callable[[TableVersion], R],
-    otherwise: Callable[[], R],
-    options: Mapping[str, Any],
-    retrier: Retrier,
-    *,
-    format: object = "auto",  # noqa: A002
-    revision: str | int | None = None,
-) -> R:
-    """Return what `use` makes of a table, or `otherwise` of a source that is none.
-
-    Whether a store's folder is a table, `otherwise` finds out, as it lists it: it raises `TableFolderError`.
+def claim_delta(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
+    """The files of a Delta table at a version.
 
     Raises:
         ImportError: the package that reads its log is not installed.
@@ -41,55 +27,37 @@ def by_table(
         ShardReadError: it cannot be read, lacks files that it lists, or holds what is not read.
         DataflowError: it is empty.
     """
-    one = source[0] if isinstance(source, (list, tuple)) and len(source) == 1 else source
-    kind, url = _kind_of(one, format), one
-    if kind is None:
-        try:
-            is_named = format == "auto" and isinstance(one, (str, os.PathLike)) and not is_hub(str(one))
-            if is_named and revision is not None:  # of what is no table it is refused before that is listed
-                retrier(lambda: expand(source, options), str(one), may_ask_nobody=True)
-            return otherwise()
-        except TableFolderError as found:
-            if format not in ("auto", "parquet"):
-                raise ValueError(f"{found}: leave format={format!r} out") from None
-            kind, url = found.kind, found.url
-    table = _open(kind, os.fspath(url), options, retrier, revision)
+    return _claimed("delta", spec, asked, places)
+
+
+def claim_iceberg(spec: Spec, asked: SourceArguments, places: Places) -> Listing | None:
+    """The files of an Iceberg table at a snapshot; None: it is none. Raises what `claim_delta` raises."""
+    if spec.kind == "folder" and asked.format != "iceberg":
+        names = places.names(below(spec.text.rstrip("/"), ICEBERG_METADATA))
+        is_plain = asked.format == "parquet" and shards_in(places.names(spec.text))
+        if is_plain or not any(name.endswith(_ENDING) for name in names):
+            return None
+    return _claimed("iceberg", spec, asked, places)
+
+
+def _claimed(kind: str, spec: Spec, asked: SourceArguments, places: Places) -> Listing:
+    if len(spec.texts) != 1:
+        raise ValueError(f"format={kind!r} takes one table, got {spec.source!r}")
+    if asked.format_name not in ("auto", "parquet", kind):
+        raise ValueError(
+            f"{identity_of(spec.text)} is a {kind} table, whose log says which of its files count: leave "
+            f"format={asked.format_name!r} out"
+        )
+    table = _open(kind, spec.text, places.files, asked.revision)
     if not table.files:
         raise DataflowError(f"{table.name} is empty: it has no files")
-    try:
-        return use(table)
-    except ShardReadError as error:
-        raise _explain_missing(error, table) from error
+    if (asked.config, asked.split) != (None, None):
+        raise ValueError(f"config= and split= are not for tables, got them for {table.name}")
+    return asked.listing(list(table.files), format=table.codec, facts=table.files, table=table.name)
 
 
-def _kind_of(one: object, format: object) -> str | None:  # noqa: A002
-    """The kind of table that a text, or a look at a folder of this machine, says that a source is."""
-    if format in KINDS:
-        if not isinstance(one, (str, os.PathLike)):
-            raise ValueError(f"format={format!r} takes one table, got {one!r}")
-        return str(format)
-    if format != "auto" or not isinstance(one, (str, os.PathLike)):
-        return None
-    text = os.fspath(one)
-    if not isinstance(text, str) or is_hub(text):
-        return None
-    if text.startswith(_CATALOG) or text.endswith(_ENDING):
-        return "iceberg"
-    if is_local(text) and os.path.isdir(path := local_path(text)):
-        inner = [name for name in (DELTA_LOG, ICEBERG_METADATA) if os.path.isdir(os.path.join(path, name))]
-        if inner == [ICEBERG_METADATA] and not any(
-            name.endswith(_ENDING) for name in os.listdir(os.path.join(path, ICEBERG_METADATA))
-        ):
-            return None
-        return table_in(inner)
-    return None
-
-
-def _open(
-    kind: str, url: str, options: Mapping[str, Any], retrier: Retrier, revision: str | int | None
-) -> TableVersion:
+def _open(kind: str, url: str, store: SmallFiles, revision: str | int | None) -> TableVersion:
     """A table of this kind at a version; None: the last one."""
-    store = SmallFiles(options, retrier)
     if is_local(url) and not url.startswith(_CATALOG):
         url = local_path(url)
     if is_glob(url) and not (is_local(url) and os.path.exists(url)):
@@ -108,17 +76,3 @@ def _open(
     from dataflow.sources.tables.iceberg import open_iceberg
 
     return open_iceberg(url.rstrip("/"), store, revision)
-
-
-def _explain_missing(error: ShardReadError, table: TableVersion) -> ShardReadError:
-    """The error of a file that a table lists and that is not there, with what may have taken it away."""
-    if not error.reason.startswith("no such file"):
-        return error
-    other = ShardReadError(
-        error.shard,
-        f"no such file, which {table.name} lists: vacuum, expire_snapshots or somebody removed it. Open a "
-        "later version, or restore the file",
-    )
-    for note in getattr(error, "__notes__", ()):
-        other.add_note(note)
-    return other

@@ -21,9 +21,9 @@ from pyiceberg.table import StaticTable, Table
 from pyiceberg.table.metadata import TableMetadata, TableMetadataUtil
 from pyiceberg.transforms import IdentityTransform
 
+from dataflow.sources.listing.expand import ICEBERG_METADATA
 from dataflow.sources.tables.files import TableVersion, below, name_of
 from prefetch.store.small_files import SmallFiles
-from sharding.catalog.expand import ICEBERG_METADATA
 from sharding.compression import HEAD_BYTES, compression_in, open_decompressed
 from sharding.errors import CorruptShardError, DataflowError, ShardReadError
 from sharding.formats.tables.fitting import TableFile

@@ -82,6 +82,8 @@ class Sweep(Requirement):
     )
     evict: bool = option("Ask the kernel to drop these files from memory before each case.", bool, False)
     require_cold: bool = option('Fail where the evidence does not allow the word "cold".', bool, False)
+    split: str | None = option("Split of a folder, or of a dataset on the Hub.", None, None, metavar="NAME")
+    config: str | None = option("Config of such a dataset.", None, None, metavar="NAME")
     storage_options: Mapping[str, Any] = storage_options()
 
     def __post_init__(self) -> None:

@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dataflow.sources.opening import load_catalog, shards_of
+from dataflow.sources.listing.claims import SourceArguments, resolve
+from dataflow.sources.listing.places import Places
 from dataflow.tools.bench.direct import DirectProcesses, DirectReader
 from dataflow.tools.bench.evidence import Evidence, Label, device_bytes, evict, label_of, resident_share
 from dataflow.tools.bench.reads import (
@@ -49,7 +50,6 @@ from dataflow.tools.verdicts.verdict import verdict_of
 from prefetch.store.reader import NO_FAULTS, ReadStats, StoreReader
 from prefetch.store.retrier import Retrier
 from sharding.blocks import Shard
-from sharding.catalog.build import is_catalog
 from sharding.catalog.storage import open_url, shard_info, shard_of
 from sharding.errors import DataflowError, ShardReadError
 from sharding.redaction import without_secrets
@@ -221,7 +221,12 @@ def _sample_bytes(settings: Sweep) -> float | None:
 
     try:
         source = settings.source[0] if len(settings.source) == 1 else list(settings.source)
-        catalog = ShardedDataset(source, storage_options=dict(settings.storage_options)).catalog
+        catalog = ShardedDataset(
+            source,
+            config=settings.config,
+            split=settings.split,
+            storage_options=dict(settings.storage_options),
+        ).catalog
     except ShardReadError:
         raise
     except (DataflowError, ValueError) as error:
@@ -234,10 +239,12 @@ def _sample_bytes(settings: Sweep) -> float | None:
 
 def _shards(settings: Sweep, pool: Executor, retrier: Retrier) -> list[Shard]:
     source, options = settings.source, settings.storage_options
-    if len(source) == 1 and is_catalog(source[0]):
-        urls = load_catalog(source[0], options, retrier).locations
-    else:
-        urls = shards_of(list(source), options, retrier)
+    listing = resolve(
+        list(source),
+        SourceArguments(config=settings.config, split=settings.split),
+        Places(options, retrier),
+    )
+    urls = listing.urls if listing.catalog is None else listing.catalog.locations
 
     def look(url: str) -> Shard:
         fs, path = open_url(url, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -19,17 +19,6 @@ from dataflow.tools.terminal.options import (
     part,
     plain_errors,
 )
-
-
-def _columns(
-    _ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]
-) -> list[str] | dict[str, str] | None:
-    if not given:
-        return None
-    if not any("=" in one for one in given):
-        return list(given)
-    pairs = (one.partition("=") for one in given)
-    return {new: old or new for new, _, old in pairs}
 
 
 def _token(_ctx: click.Context, _param: click.Parameter, given: str | None) -> int | str | None:
@@ -101,15 +90,6 @@ class ConvertSettings:
         default=None,
         metavar="MODULE:FUNCTION",
         callback=_function,
-    )
-    columns: list[str] | dict[str, str] | None = option(
-        "Column to take, or NEW=OLD to rename one; may be repeated.",
-        default=None,
-        flag="--column",
-        callback=_columns,
-        multiple=True,
-        metavar="NAME",
-        show_default="all",
     )
     shuffle: int | None = option(
         "Seed of a shuffle: blocks anywhere, samples mixed among 512 of them.",
@@ -183,9 +163,7 @@ def convert(settings: ConvertSettings) -> None:
         raise click.UsageError(
             f"the destination is missing: dataflow convert {dest} DEST --to {settings.to}, a folder"
         )
-    opened = dataflow.ShardedDataset(
-        sources[0] if len(sources) == 1 else sources, columns=settings.columns, **settings.dataset.options
-    )
+    opened = replace(settings.dataset, source=sources).open_with()
     with settings.engine.started(has_workers=True) as executor:
         made = dataflow.convert(
             opened,

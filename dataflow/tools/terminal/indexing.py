@@ -19,11 +19,9 @@ from numpy.typing import NDArray
 from dataflow.engines import run_all
 from dataflow.progress.bar import ProgressBar
 from dataflow.sources.indexing import in_order, index, shared_out
-from dataflow.sources.loose import find_loose, may_be_loose
-from dataflow.sources.named import resolve_folder
-from dataflow.sources.opening import checking, load_catalog, save_catalog, shards_of
-from dataflow.sources.tables.files import TableVersion
-from dataflow.sources.tables.finding import by_table
+from dataflow.sources.listing.claims import Listing, SourceArguments, looked_again, resolve
+from dataflow.sources.listing.places import Places
+from dataflow.sources.opening import checking, load_catalog, save_catalog, with_codec
 from dataflow.tools.terminal.report import Part, Sentence, Table, bytes_text, show
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Retrier
@@ -33,14 +31,12 @@ from sharding.catalog.build import (
     CATALOG_SUFFIX,
     changes,
     default_catalog_path,
-    is_catalog,
     unfinished_text,
 )
-from sharding.catalog.expand import LooksUp, found_again
 from sharding.catalog.reading import read_block
 from sharding.catalog.table import Catalog
-from sharding.errors import CorruptShardError
-from sharding.formats import FORMATS, resolve_format
+from sharding.errors import CorruptShardError, ShardReadError
+from sharding.formats import FORMATS
 from sharding.hub.access import options_elsewhere
 from sharding.lengths.kept import copy_beside
 from sharding.redaction import identity_of, without_secrets
@@ -89,34 +85,22 @@ def index_source(
     """
     if output is not None and not output.endswith(CATALOG_SUFFIX):
         raise ValueError(f"--output must end in {CATALOG_SUFFIX}, got {output!r}")
-    _refuse_loose(source, dataset_options)
-    named = dict(dataset_options)
-    revision, options = named.pop("revision", None), named.get("storage_options", {})
-    kind = named.get("format", "auto")
+    given = dict(dataset_options)
+    asked = SourceArguments(
+        **{name: given.pop(name) for name in SourceArguments.__struct_fields__ if name in given}
+    )
     with Retrier() as retrier:
-        if len(source) == 1 and not is_catalog(source[0]):
-            told = resolve_folder(source[0], kind, None, None, (), None, options=options, retrier=retrier)
-            source = [told.source] if isinstance(told.source, str) else told.source
-            named["format"] = told.format
+        places = Places(given.pop("storage_options", {}), retrier)
+        listing = resolve(list(source), asked, places)
 
-        def look(looks_up: LooksUp) -> list[str]:
-            if len(source) == 1 and is_catalog(source[0]):
-                return []
-            return shards_of(list(source), options, retrier, looks_up, revision=revision)
-
-        def use(urls: list[str], table: TableVersion | None = None) -> tuple[CatalogTarget, Catalog]:
-            target = _target(source, urls, dict(named), output, block_bytes, retrier, table)
+        def brought_up(listing: Listing) -> tuple[CatalogTarget, Catalog]:
+            target = _target(source, listing, asked, places, given, output, block_bytes)
             return target, _brought_up(target, retrier, executor, checksum=checksum)
 
-        target, catalog = by_table(
-            list(source),
-            lambda table: use(list(table.files), table),
-            lambda: found_again(look, use),
-            options,
-            retrier,
-            format=named.get("format", "auto"),
-            revision=revision,
-        )
+        try:
+            target, catalog = brought_up(listing)
+        except ShardReadError as error:
+            target, catalog = brought_up(looked_again(listing, asked, places, error))
         show([*_parts(catalog, target.path)])
         if lengths:
             if not is_local(target.path):
@@ -126,18 +110,6 @@ def index_source(
             num_files, folder = copy_beside(catalog.fingerprint(), local_path(target.path))
             show([f"{num_files} of lengths, in {folder}" if num_files else _NO_LENGTHS])
         return catalog
-
-
-def _refuse_loose(source: Sequence[str], dataset_options: Mapping[str, Any]) -> None:
-    """Raise for loose files: they have no catalog that is looked for."""
-    is_named = dataset_options.get("format") == "files"
-    if is_named or (dataset_options.get("format", "auto") == "auto" and may_be_loose(source)):
-        options = dataset_options.get("storage_options", {})
-        if not is_catalog(source[0]) and find_loose(list(source), options, any_kind=is_named) is not None:
-            raise ValueError(
-                f"{identity_of(source[0])} means loose files, which are listed each time they are opened: "
-                "nothing is to be indexed; ShardedDataset(..., catalog='x.catalog') keeps a catalog"
-            )
 
 
 def _brought_up(
@@ -170,27 +142,30 @@ def _brought_up(
 
 def _target(
     source: Sequence[str],
-    urls: list[str],
-    format_options: dict[str, Any],
+    listing: Listing,
+    asked: SourceArguments,
+    places: Places,
+    format_options: Mapping[str, Any],
     output: str | None,
     block_bytes: int | None,
-    retrier: Retrier,
-    table: TableVersion | None,
 ) -> CatalogTarget:
-    options = format_options.pop("storage_options", {})
-    codec: Format
-    if len(source) == 1 and is_catalog(source[0]):
-        if format_options:
+    if listing.files is not None:
+        raise ValueError(
+            f"{identity_of(source[0])} means loose files, which are listed each time they are opened: "
+            "nothing is to be indexed; ShardedDataset(..., catalog='x.catalog') keeps a catalog"
+        )
+    if listing.catalog is not None:
+        if format_options or asked.format != "auto":
             raise ValueError(
                 "a catalog knows its format: leave out --format, --dtype, --length and --allow-unfinished"
             )
-        catalog = load_catalog(source[0], options, retrier)
+        catalog = listing.catalog
         urls, codec = catalog.locations, catalog.codec()
         size, path = block_bytes or catalog.block_bytes, output or source[0]
     else:
-        exists = SmallFiles(options, retrier).exists
-        given = format_options.pop("format", "auto")
-        codec = resolve_format(table.codec if table else given, urls, **format_options, exists=exists)
+        listing = with_codec(listing, asked, places, **format_options)
+        assert isinstance(listing.format, Format)
+        urls, codec = list(listing.urls), listing.format
         size = block_bytes or DEFAULT_BLOCK_BYTES
         path = output or default_catalog_path(urls, codec, size)
     return CatalogTarget(
@@ -198,8 +173,8 @@ def _target(
         codec=codec,
         block_bytes=size,
         path=path,
-        storage_options=options,
-        listed=table.files if table else None,
+        storage_options=places.options,
+        listed=listing.facts,
     )
 
 

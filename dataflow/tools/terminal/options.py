@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sharding.errors import DataflowError
+from sharding.formats import FORMATS
 from sharding.printable import printable
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def plain_errors(command: Command) -> Command:
         except _EXPECTED as error:
             if traceback:
                 raise
-            raise click.ClickException(_error_text(error)) from None
+            raise click.ClickException(_typed(_error_text(error))) from None
         except KeyboardInterrupt as stopped:  # what it has cost is in its notes
             for note in getattr(stopped, "__notes__", ()):
                 click.echo(f"\n{note}", err=True)
@@ -58,6 +60,19 @@ def _error_text(error: BaseException) -> str:
     return printable("\n".join([text, *(f"  {lines[0].rstrip(':')}" for lines in notes if lines)]))
 
 
+def _typed(text: str) -> str:
+    """A message with this command's options in place of arguments: `--split train` of `split='train'`."""
+    of_dataset = {each.name for each in dataclasses.fields(DatasetArguments)}
+    params = click.get_current_context().command.params
+    names = {each.name: each.opts[0] for each in params if each.name in of_dataset}
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        return match[0] if name not in names else f"{names[name]} {value or ''}".strip()
+
+    return re.sub(r"\b(?<![-.])(\w+)=(?:'([^']*)'|(?=[\s,;:)]|$))", flag, text)
+
+
 # ---- settings -------------------------------------------------------------------------------------------
 
 
@@ -70,7 +85,7 @@ def option(
         text: its help.
         kind: click's type; bool makes a flag.
         default: of the field and of the option, or a callable that makes it; without one it is required.
-        flag: such as "--in-flight"; "": the field's name.
+        flag: such as "--in-flight", or several; "": the field's name.
         more: what `click.option` takes besides.
     """
     more |= {"help": text} | ({"is_flag": True} if kind is bool else {"type": kind})
@@ -80,7 +95,7 @@ def option(
         more = {"default": default, "show_default": default is not None and default is not False} | more
 
     def declared(name: str) -> Callable[[Command], Command]:
-        return click.option(flag or f"--{name.replace('_', '-')}", name, **more)
+        return click.option(*(flag or f"--{name.replace('_', '-')}").split(), name, **more)
 
     given = {"default_factory" if callable(default) else "default": default}
     return dataclasses.field(**given, metadata={"click": declared})
@@ -273,6 +288,16 @@ def _named_values(_ctx: click.Context, _param: click.Parameter, values: Sequence
     return named
 
 
+def _columns(
+    _ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]
+) -> list[str] | dict[str, str] | None:
+    names = [name for one in given for name in one.split(",")]
+    if not any("=" in name for name in names):
+        return names or None
+    pairs = (name.partition("=") for name in names)
+    return {new: old or new for new, _, old in pairs}
+
+
 def storage_options() -> Any:
     """The field for what a filesystem is made with: a mapping of names to values."""
     return option(
@@ -343,8 +368,8 @@ class DatasetArguments:
     source: Sequence[str] = argument(nargs=-1, required=True)
     """Sources as `ShardedDataset` takes them, one or several."""
     format: str = option(
-        "Format of the shards: tar, parquet, arrow, arrow-stream, jsonl, tokens, megatron, delta, iceberg, "
-        "or auto, which goes by the file endings.",
+        f"Format of the shards: {', '.join(FORMATS)}, energon, lerobot, or auto, which goes by the file "
+        "endings.",
         default="auto",
         metavar="NAME",
     )
@@ -359,6 +384,18 @@ class DatasetArguments:
         show_default="none: token files need it",
     )
     allow_unfinished: bool = option("Also read tar and Arrow files that end too early.", bool, False)
+    split: str | None = option("Split of a folder, or of a dataset on the Hub.", None, None, metavar="NAME")
+    config: str | None = option("Config of such a dataset.", None, None, metavar="NAME")
+    columns: list[str] | dict[str, str] | None = option(
+        "Column to take, or NEW=OLD to rename one; may be repeated.",
+        None,
+        None,
+        "--columns --column",
+        callback=_columns,
+        multiple=True,
+        metavar="NAME",
+        show_default="all",
+    )
     revision: str | None = option(
         "Version of a table, or revision of a dataset on the Hub.",
         None,
@@ -371,8 +408,8 @@ class DatasetArguments:
     @property
     def options(self) -> dict[str, Any]:
         """Named arguments of `ShardedDataset`: those that say something."""
-        names = ("format", "dtype", "length", "allow_unfinished", "revision", "storage_options")
-        values = {name: getattr(self, name) for name in names}
+        names = ("format", "split", "config", "columns", "dtype", "length", "allow_unfinished", "revision")
+        values = {name: getattr(self, name) for name in (*names, "storage_options")}
         return {name: value for name, value in values.items() if value and value != "auto"}
 
     def open_with(self, **more: Any) -> Any:

@@ -162,8 +162,9 @@ def missing_column(spec: ColumnSpec, num_rows: int, reason: int = MISSING) -> Co
 
 def check_columns(columns: Sequence[str] | None, of_shard: Sequence[str], block: Block) -> None:
     """Raise `CorruptShardError` for the first name that the shard does not have."""
+    known = {*of_shard} if columns else ()
     for name in columns or ():
-        if name not in of_shard:
+        if name not in known:
             raise block.corrupt(f"no column {name!r}; the shard has {', '.join(of_shard) or 'no columns'}")
 
 

@@ -7,8 +7,8 @@ decodes alone: pyarrow reads the footer and the block's bytes as one stream. Of 
 byte strings and lists are not copied (those of small batches are, once), of a single batch nothing is. Where
 large batches of numbers and text alone lie is in the index, and they are looked at without pyarrow.
 
-Dictionaries may grow (delta batches). A dictionary that is *replaced* on the way would mean different
-things in different blocks, and is an error.
+Dictionaries may grow (delta batches). Where one is *replaced* on the way, as streams may, each block has an
+index that says which of the footer's messages hold for it.
 """
 
 from __future__ import annotations
@@ -74,10 +74,9 @@ class ArrowFileFormat(TabularFormat):
         For compressed batches the 8-byte prefixes that tell the buffers' true sizes are read, too.
 
         Raises:
-            CorruptShardError: neither file nor stream, truncated, or a dictionary is replaced.
+            CorruptShardError: neither file nor stream, or truncated.
         """
         layout = read_layout(file, shard, allow_unfinished=self.allow_unfinished)
-        _check_dictionaries(layout.dictionaries, shard)
         footer = b"".join([layout.schema, *(bytes_of(file, m) for m in layout.dictionaries)])
         try:
             schema = _schema_of(footer, layout.footer)
@@ -88,6 +87,9 @@ class ArrowFileFormat(TabularFormat):
             raise CorruptShardError(shard.url, f"unreadable Arrow schema: {error}", 0) from error
         specs = with_items(specs, _mean_items(schema, batches, columns_of_kind(specs, "bytes_list")))
         blocks = _joined(batches, block_bytes)
+        index = _plain_indexes(blocks, schema) if is_little_endian(layout.schema) else None
+        if _are_replaced(layout.dictionaries):
+            index = _dictionary_indexes(blocks, layout.dictionaries, len(layout.schema))
         sizes = _BlockSizes(
             schema, specs, max((m.body_length / max(1, m.rows) for m in layout.dictionaries), default=0)
         )
@@ -99,7 +101,7 @@ class ArrowFileFormat(TabularFormat):
             schema=specs,
             footer=footer,
             unfinished=layout.unfinished,
-            index=_plain_indexes(blocks, schema) if is_little_endian(layout.schema) else None,
+            index=index,
         )
 
     def check(self, block: Block) -> None:
@@ -123,7 +125,7 @@ class ArrowFileFormat(TabularFormat):
         return self._table(block, data, columns, full=True)
 
     def _table(self, block: Block, data: memoryview, columns: Sequence[str] | None, full: bool) -> pa.Table:
-        footer = bytes(block.footer)
+        footer = _own_footer(block)
         try:
             names, roots = _names(footer)
             check_columns(columns, names, block)
@@ -197,13 +199,36 @@ def _check_lengths(batches: Iterable[Message], schema: pa.Schema, shard: Shard) 
             raise CorruptShardError(shard.url, reason, message.offset)
 
 
-def _check_dictionaries(dictionaries: Iterable[Message], shard: Shard) -> None:
-    earlier: set[int] = set()
-    for message in dictionaries:
-        if message.dictionary in earlier and not message.is_delta:
-            reason = "a dictionary is replaced between batches; write with unify_dictionaries=True"
-            raise CorruptShardError(shard.url, reason, message.offset)
-        earlier.add(message.dictionary)
+def _are_replaced(dictionaries: Iterable[Message]) -> bool:
+    """Return whether a dictionary has other entries in some batches than in those before."""
+    whole = [message.dictionary for message in dictionaries if not message.is_delta]
+    return len({*whole}) < len(whole)
+
+
+def _dictionary_indexes(
+    blocks: Iterable[Sequence[Message]], dictionaries: Sequence[Message], schema_bytes: int
+) -> list[bytes]:
+    """The parts of the footer that hold for each block: the schema, and dictionaries as they are there."""
+    ends = list(accumulate((m.length for m in dictionaries), initial=schema_bytes))
+    in_force: dict[int, list[tuple[int, int]]] = {}
+    indexes, at = list[bytes](), 0
+    for block in blocks:
+        while at < len(dictionaries) and dictionaries[at].offset < block[0].offset:
+            message = dictionaries[at]
+            before = in_force.get(message.dictionary, []) if message.is_delta else []
+            in_force[message.dictionary] = [*before, (ends[at], ends[at + 1])]
+            at += 1
+        parts = sorted(part for own in in_force.values() for part in own)
+        indexes.append(np.array([(0, schema_bytes), *parts], "<i8").tobytes())
+    return indexes
+
+
+def _own_footer(block: Block) -> bytes:
+    """The schema and the dictionaries of a block."""
+    footer = bytes(block.footer)
+    if not len(block.index) or _plain_footer(footer) is not None:
+        return footer
+    return b"".join(footer[start:end] for start, end in np.frombuffer(block.index, "<i8").reshape(-1, 2))
 
 
 def _joined(batches: Iterable[Message], block_bytes: int) -> list[list[Message]]:
@@ -412,6 +437,11 @@ def _plain_index(batches: Sequence[Message], known: dict[str, _Plain | None]) ->
 def _check_index(block: Block) -> None:
     """Raise `ValueError` where an index does not fit its block."""
     if not len(block.index):
+        return
+    if _plain_footer(bytes(block.footer)) is None and len(block.index) % 16 == 0:
+        parts = np.frombuffer(block.index, "<i8")
+        if (np.diff(parts, prepend=0) < 0).any() or parts[-1] > len(block.footer):
+            raise ValueError("a dictionary lies outside the footer")
         return
     table = _index_table(block)
     if table is None or (table < 0).any() or table[:, 3].sum() != block.num_samples:

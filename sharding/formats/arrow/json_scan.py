@@ -9,6 +9,7 @@ key.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ from sharding.formats.arrow.json_types import (
 
 _LEARNED_LINES = 64
 """Lines looked at value by value, before it is tried again whether others are like them."""
+_LOOKED_FOR_DOUBLED = 1000
+"""The first lines, in which doubled keys are looked for where they are looked at value by value."""
 _STEADY_KEYS = 500
 """Up to so many, a row is made anew for each new key; beyond only where some lines brought none."""
 _KINDS = {bool: BOOL, int: INTEGER, float: FRACTION, str: TEXT}
@@ -74,6 +77,9 @@ class LineScanner:
 
     def __init__(self, max_keys: int) -> None:
         self.root, self.num_keys = Seen(), 0
+        self.doubled: tuple[int, str] | None = None
+        """A line, counted from 1 on without empty ones, and a key that it has twice, if any was seen."""
+        self._num_lines = 0
         self._max_keys = max_keys
         self._rows: _ScannedRow | None = None
         self._is_steady = False
@@ -92,6 +98,7 @@ class LineScanner:
             lines = lines_of(piece)
             num_rows += len(lines)
             elements += self._scan_lines(lines, _Positions(piece, offset + at))
+            self._num_lines += len(lines)
         return num_rows, elements
 
     def _scan_lines(self, lines: Sequence[bytes], positions: _Positions) -> int:
@@ -103,6 +110,8 @@ class LineScanner:
             done += count
             if count < len(some):
                 some = lines[done : done + _LEARNED_LINES]
+                if self.doubled is None and self._num_lines + done < _LOOKED_FOR_DOUBLED:
+                    self.doubled = _doubled_in(some, self._num_lines + done + 1)
                 elements += self._learn(some, positions.of(done, len(some)))
                 done += len(some)
         return elements
@@ -140,6 +149,23 @@ class LineScanner:
         if self.num_keys > self._max_keys:
             raise TooManyKeysError(at)
         return Seen()
+
+
+def _doubled_in(lines: Sequence[bytes], first: int) -> tuple[int, str] | None:
+    """The first line, of which the first has this number, with a key twice in an object, and the key."""
+    doubled: list[str] = []
+
+    def note(pairs: list[tuple[str, Any]]) -> None:
+        if len(pairs) > len({key for key, _ in pairs}):
+            counts = Counter(key for key, _ in pairs)
+            doubled.append(next(key for key, count in counts.items() if count > 1))
+
+    for number, line in enumerate(lines, first):
+        with suppress(ValueError, RecursionError):
+            json.loads(line, object_pairs_hook=note)
+        if doubled:
+            return number, doubled[0]
+    return None
 
 
 def _check_utf8(piece: bytes, at: int) -> None:

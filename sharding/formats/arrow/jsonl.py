@@ -11,6 +11,7 @@ Indexing takes the memory of a block, whatever the file holds, and so does decod
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import pairwise
@@ -28,6 +29,7 @@ from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, s
 from sharding.formats.arrow.json_scan import LineScanner, TooManyKeysError
 from sharding.formats.arrow.json_types import JSON_TEXT, Seen, problems
 from sharding.formats.arrow.schema import BROKEN, decoded_bytes, leaves, schema_in, specs_of
+from sharding.redaction import identity_of
 
 _FEWER_KEYS = 'write keys that are data as values: {"key": ..., "value": ...}'
 
@@ -74,6 +76,13 @@ class JsonlFormat(TabularFormat):
             reason = f"with this line there are more than {self.max_columns} different keys; {_FEWER_KEYS}"
             more = "or accept more with format=JsonlFormat(max_columns=...)"
             raise CorruptShardError(shard.url, f"{reason}; {more}", error.args[0]) from error
+        if scanner.doubled is not None:
+            line, key = scanner.doubled
+            warnings.warn(
+                f"{identity_of(shard.url)}, line {line}: key {key!r} is there twice in an object: "
+                "the last counts, as for json.loads",
+                stacklevel=2,
+            )
         schema = pa.schema([one.field(key, key) for key, one in scanner.root.children.items()])
         num_rows = sum(rows for _, _, rows, _ in runs)
         specs = specs_of(schema, null_free=_null_free(scanner.root, num_rows))

@@ -1,7 +1,7 @@
 """The `index.json` of a dataset of Streaming (MDS) or LitData: its shards, and what it says of each.
 
-Both libraries write one file of that name into the folder of the shards; its keys tell whose it is. Its names
-are relative to that folder, and none may lead out of it.
+Both libraries write one file of that name into the folder of the shards; its keys tell whose it is. So does
+`datasets.save_to_disk` with `state.json`. Names are relative to that folder, and none may lead out of it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from sharding.redaction import identity_of
 from sharding.urls import leaves_folder
 
 LISTING_NAME = "index.json"
+LISTING_NAMES = (LISTING_NAME, "state.json")
 _SPLIT_CURES = {
     "json": "read its files as JSON Lines: give a list of them and format='jsonl'",
     "csv": "read them with pandas, and write shards with dataflow.ShardWriter",
 }
 
 
-class Listing(Struct, frozen=True):
+class IndexFile(Struct, frozen=True):
     """The contents of an `index.json`."""
 
     shards: Sequence[Sequence[str]]
@@ -32,8 +33,8 @@ class Listing(Struct, frozen=True):
     """By each of these names, what is said of the shard."""
 
 
-def read_listing(raw: bytes, url: str) -> Listing | None:
-    """Read an `index.json`; None: it is neither library's.
+def read_listing(raw: bytes, url: str) -> IndexFile | None:
+    """Read an `index.json` or `state.json`; None: it is of none of these libraries.
 
     Raises:
         CorruptShardError: it contradicts itself, is of an unknown version, or names files outside its folder.
@@ -41,7 +42,7 @@ def read_listing(raw: bytes, url: str) -> Listing | None:
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        if b'"shards"' in raw or b'"chunks"' in raw:
+        if any(key in raw for key in (b'"shards"', b'"chunks"', b'"_data_files"')):
             raise _corrupt(
                 url, f"is no JSON ({error}): copy it again from where the dataset was written"
             ) from error
@@ -52,10 +53,14 @@ def read_listing(raw: bytes, url: str) -> Listing | None:
         return _checked(_mds(value, url), url, "shards")
     if isinstance(value.get("chunks"), list) and isinstance(value.get("config"), dict):
         return _checked(_litdata(value, url), url, "chunks")
+    if isinstance(files := value.get("_data_files"), list) and "_fingerprint" in value:
+        names = [one.get("filename") if isinstance(one, dict) else one for one in files]
+        shards = [_safe([name], number, url) for number, name in enumerate(names)]
+        return _checked(IndexFile(shards, {name: {} for (name,) in shards}), url, "shards")
     return None
 
 
-def _mds(value: Mapping[str, Any], url: str) -> Listing:
+def _mds(value: Mapping[str, Any], url: str) -> IndexFile:
     shards: list[list[str]] = []
     entries: dict[str, Mapping[str, Any]] = {}
     for number, shard in enumerate(value["shards"]):
@@ -76,10 +81,10 @@ def _mds(value: Mapping[str, Any], url: str) -> Listing:
         ]
         shards.append(_safe(names, number, url))
         entries.update(dict.fromkeys(shards[-1], shard))
-    return Listing(shards, entries)
+    return IndexFile(shards, entries)
 
 
-def _litdata(value: Mapping[str, Any], url: str) -> Listing:
+def _litdata(value: Mapping[str, Any], url: str) -> IndexFile:
     shards: list[list[str]] = []
     entries: dict[str, Mapping[str, Any]] = {}
     for number, chunk in enumerate(value["chunks"]):
@@ -87,7 +92,7 @@ def _litdata(value: Mapping[str, Any], url: str) -> Listing:
             raise _corrupt(url, f"chunk {number} is {chunk!r}")
         shards.append(_safe([chunk.get("filename")], number, url))
         entries[shards[-1][0]] = {"chunk": chunk, "config": value["config"]}
-    return Listing(shards, entries)
+    return IndexFile(shards, entries)
 
 
 def _safe(names: Sequence[Any], number: int, url: str) -> list[str]:
@@ -102,7 +107,7 @@ def _safe(names: Sequence[Any], number: int, url: str) -> list[str]:
     return list(names)
 
 
-def _checked(listing: Listing, url: str, what: str) -> Listing:
+def _checked(listing: IndexFile, url: str, what: str) -> IndexFile:
     if not listing.shards:
         raise _corrupt(url, f"lists no {what}: the dataset is empty")
     if len(listing.entries) < sum(map(len, listing.shards)):

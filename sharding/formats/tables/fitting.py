@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from sharding.blocks import ColumnSpec, Shard
 from sharding.errors import CorruptShardError, ShardError
@@ -27,10 +27,11 @@ class TableFile(Struct, frozen=True, eq=False, kw_only=True):
 
     table: str
     """The table and its version, for messages."""
-    schema: pa.Schema
-    """The columns of the table. Files of all versions of a table may share it."""
-    size: int
-    """Bytes of the file."""
+    schema: pa.Schema | None
+    """The columns of the table. Files of all versions of a table may share it. None: those that are stored,
+    and constants of other names."""
+    size: int | None
+    """Bytes of the file; None: the table does not say."""
     num_rows: int | None = None
     """Rows of the file; None: the table does not say."""
     constants: Mapping[str, pa.Scalar]
@@ -46,14 +47,20 @@ class TableFile(Struct, frozen=True, eq=False, kw_only=True):
 def fitted(listed: TableFile, stored: pa.Schema, shard: Shard) -> pa.RecordBatch:
     """The row of facts of a file with these columns."""
     fields, values = [], []
-    found = _found(listed, stored, shard)
+    schema = listed.schema
+    if schema is None:
+        constants = {name: value for name, value in listed.constants.items() if name not in stored.names}
+        beside = [pa.field(name, value.type) for name, value in constants.items()]
+        schema = pa.schema([*stored, *beside])
+        listed = structs.replace(listed, schema=schema, constants=constants)
+    found = _found(listed, schema, stored, shard)
 
     def add(field: pa.Field, metadata: Mapping[bytes, bytes], value: pa.Scalar | None = None) -> None:
         fields.append(pa.field(field.name, field.type, metadata=metadata))
         is_there = value is not None and value.is_valid
         values.append(pa.repeat(value, 1).cast(field.type) if is_there else pa.nulls(1, field.type))
 
-    for field in listed.schema:
+    for field in schema:
         own = found[field.name]
         value = listed.constants.get(field.name, listed.defaults.get(field.name))
         if own is None:
@@ -82,11 +89,11 @@ def _flat(field: pa.Field) -> list[pa.Field]:
     return [leaf for part in field.type for leaf in _flat(part.with_name(f"{field.name}.{part.name}"))]
 
 
-def _found(listed: TableFile, stored: pa.Schema, shard: Shard) -> dict[str, str | None]:
+def _found(listed: TableFile, schema: pa.Schema, stored: pa.Schema, shard: Shard) -> dict[str, str | None]:
     """Return by column of the table what it is called in the file; None: the file does not have it."""
     ids = {_id_of(field): field.name for field in stored if _id_of(field) is not None}
     found: dict[str, str | None] = {}
-    for field in listed.schema:
+    for field in schema:
         if field.name in listed.constants:
             found[field.name] = None
         elif listed.by_id and ids:

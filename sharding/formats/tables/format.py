@@ -80,11 +80,11 @@ class TableFormat(ParquetFormat):
         if listed is None:
             reason = f"is indexed as a file of a table: give the folder of the {self.name} table"
             raise CorruptShardError(shard.url, reason)
-        if shard.size != listed.size:
+        if listed.size not in (None, shard.size):
             raise CorruptShardError(
                 shard.url,
-                f"has {shard.size:,} bytes, and {listed.table} says that it has {listed.size:,}: it was cut "
-                "short or written over; restore the file, or open another version",
+                f"has {shard.size:,} bytes, and {listed.table} says that it has {listed.size or 0:,}: it was "
+                "cut short or written over; restore the file, or open another version",
             )
         own = super().scan(file, shard, block_bytes=block_bytes)
         num_rows = int(own.num_samples.sum())
@@ -97,7 +97,7 @@ class TableFormat(ParquetFormat):
         stored = super().schema(own.footer)
         footer = _footer(fitted(listed, stored, shard), own.footer)
         opened = _opened(footer)
-        specs = _specs(opened, own.schema)
+        specs = _specs(opened, own.schema, may_be_index=listed.schema is None)
         more = {name: spec for name, spec in specs.items() if _is_made(opened, name, spec, own.schema)}
         row_bytes = sum(decoded_bytes(more, 1))
         missing = {name: own.missing[of] for name, of in opened.stored.items() if of in own.missing}
@@ -183,6 +183,12 @@ class IcebergFormat(TableFormat):
     name = "iceberg"
 
 
+class HiveFormat(TableFormat):
+    """Files in folders that are called by values, `label=cat/`; the version has names and types of these."""
+
+    name = "hive"
+
+
 # ---- footers --------------------------------------------------------------------------------------------
 
 
@@ -259,7 +265,7 @@ def _nulls(row: pa.RecordBatch) -> list[str]:
     ]
 
 
-def _specs(opened: _Opened, own: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
+def _specs(opened: _Opened, own: Mapping[str, ColumnSpec], *, may_be_index: bool) -> dict[str, ColumnSpec]:
     """Describe the columns, given those that the file has."""
     of_table, specs = specs_of(opened.schema), {}
     for name in opened.names:
@@ -270,7 +276,7 @@ def _specs(opened: _Opened, own: Mapping[str, ColumnSpec]) -> dict[str, ColumnSp
             spec = before if spec.kind != "fixed" else replace(before, dtype=spec.dtype, unit=spec.unit)
         elif spec.kind not in ("fixed", "other"):
             spec = replace(spec, optional=name in _nulls(opened.row))
-        specs[name] = replace(spec, is_index=False)
+        specs[name] = replace(spec, is_index=spec.is_index and may_be_index)
     for field in opened.row.schema:
         if note := (field.metadata or {}).get(UNFIT):
             specs[field.name] = ColumnSpec("unreadable", note=note.decode())

@@ -277,6 +277,12 @@ def joined(rows: str, key: str) -> ShardedDataset:
     )
 
 
+def drawn(rows: str, k: int) -> ShardedDataset:
+    dataset = ShardedDataset(rows, transform=lambda sample, rng: {"x": rng.integers(100) + sample["x"]})
+    dataset.seed = k
+    return dataset
+
+
 def touched(rows: str, seconds: int) -> str:
     if seconds:
         os.utime(sorted(Path(rows).parent.iterdir())[0], (seconds, seconds))
@@ -286,6 +292,7 @@ def touched(rows: str, seconds: int) -> str:
 DATASETS: dict[str, Callable[[str, int], Any]] = {
     "transform": lambda rows, k: ShardedDataset(rows, transform=lambda sample: {"x": sample["x"] * k}),
     "decode": lambda rows, k: ShardedDataset(rows, decode={"t": [doubled, thrice][k - 1]}),
+    "seed": drawn,
     "join": lambda rows, k: joined(rows, "tu"[k - 1]),
     "source": lambda rows, k: touched(rows, k - 1),
     "source of another order": lambda rows, k: sorted(map(str, Path(rows).parent.iterdir()))[:: 3 - 2 * k],

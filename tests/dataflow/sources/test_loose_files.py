@@ -21,7 +21,8 @@ from dataflow import (
     ShardWriter,
     Shuffle,
 )
-from dataflow.sources.loose import LooseFiles, find_loose
+from dataflow.sources.file_catalogs import LooseFiles
+from dataflow.sources.loose import find_loose
 from dataflow.tools.terminal.indexing import index_source
 from sharding.errors import ShardChangedError
 
@@ -263,9 +264,7 @@ def test_a_class_without_files_is_an_error_as_in_torchvision(tmp_path: Path) -> 
 
 def test_folders_of_splits_are_named(tmp_path: Path) -> None:
     write(tmp_path, {"train/a/1.jpg": b"1", "val/a/2.jpg": b"2"})
-    with pytest.raises(
-        ValueError, match=rf"a folder for each split \(train, val\).*{tmp_path}.*split='train'"
-    ):
+    with pytest.raises(ValueError, match=r"a folder for each split \(train, val\): name one.*split='train'"):
         ShardedDataset(tmp_path)
 
 

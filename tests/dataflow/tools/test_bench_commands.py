@@ -395,7 +395,7 @@ def test_ranks_share_the_blocks(tars):
     ("arguments", "message"),
     [
         (("missing.tar", "--compute-ms", 5), "no such file"),
-        (("tokens.bin", "--compute-ms", 5), "needs length="),
+        (("tokens.bin", "--compute-ms", 5), "needs --length"),
         (("nowhere:make", "--compute-ms", 5), "there is no module 'nowhere'"),
         (("own_data:plain", "--compute-ms", 5), "dataflow bench compare"),
         (("own_data:plain", "--compute-ms", 5, "--length", 3), "leave out the options that describe shards"),

@@ -238,8 +238,8 @@ def test_storage_options_are_json_or_text(tmp_path):
     ("arguments", "line"),
     [
         (["missing.tar"], "Error: missing.tar: no such file (stage: index)"),
-        (["x.bin"], "format 'tokens' needs length= (tokens a sample, >= 1): nothing beside it tells"),
-        (["x.bin", "--length", "8"], "dtype='uint16'"),
+        (["x.bin"], "format 'tokens' needs --length (tokens a sample, >= 1): nothing beside it tells"),
+        (["x.bin", "--length", "8"], "--dtype uint16"),
         (["x.bin", "--length", "8", "--dtype", "uint16", "--output", "x.bin"], "must end in .catalog"),
         (["x.bin", "--format", "nonsense"], "nonsense"),
         (["x.bin", "--length", "8", "--dtype", "uint16", "--output", "x.bin/c.catalog"], "Error: "),
@@ -315,3 +315,13 @@ def test_where_figures_are_to_go_is_looked_at_before_they_are_measured(command, 
 )
 def test_bytes_are_told_in_decimal_units(count, text):
     assert bytes_text(count) == text
+
+
+@pytest.mark.parametrize("command", [["index"], ["inspect"], ["bench", "storage", "--seconds", "0.01"]])
+def test_every_command_takes_a_split_and_says_so(command, tmp_path):
+    for name in ("train", "test"):
+        pq.write_table(pa.table({"x": [1, 2]}), tmp_path / f"{name}.parquet")
+    code, text = run_command(*command, tmp_path)
+    assert code == 1
+    assert "several splits (train, test): name one, as in --split train" in text
+    assert run_command(*command, tmp_path, "--split", "train")[0] == 0

@@ -24,6 +24,7 @@ from formats_kit import RecordFormat, records
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, strategies as st
 
+from dataflow.sources.listing.expand import expand
 from sharding.blocks import ColumnSpec, Shard, ShardScan
 from sharding.catalog.build import (
     build_catalog,
@@ -33,7 +34,6 @@ from sharding.catalog.build import (
     find_catalog,
     is_catalog,
 )
-from sharding.catalog.expand import expand
 from sharding.catalog.file import arrow_rows, read_table, write_table
 from sharding.catalog.schema import group_schemas, merge_schemas
 from sharding.catalog.storage import check_shard, version_of
@@ -125,7 +125,7 @@ def test_a_memory_store_gives_the_same_blocks(shards):
     fs = fsspec.filesystem("memory")
     for url in shards:
         fs.put_file(url, f"{root}/{os.path.basename(url)}")
-    copy = build(expand(root, suffixes=(".rec",)), RecordFormat())
+    copy = build(expand(f"{root}/*.rec"), RecordFormat())
     local = build(shards, RecordFormat())
     assert copy.block(4).shard.version.startswith("mtime:")
     assert copy.fingerprint() == local.fingerprint()

@@ -22,13 +22,13 @@ from http_kit import RangeServer, serving
 from parameters_kit import others_in_full
 
 from dataflow import Cache, DataLoader, ShardedDataset, ShardWriter
+from dataflow.sources.listing.expand import expand
 from dataflow.timing import VARIABLE
 from dataflow.tools.cli import main
 from prefetch.cache.entry import tag_of
 from prefetch.store.retrier import Retrier, notice_of
 from sharding.blocks import Shard
 from sharding.catalog.build import default_catalog_path
-from sharding.catalog.expand import expand
 from sharding.catalog.storage import failure_text, open_url
 from sharding.catalog.table import Catalog
 from sharding.errors import DataflowError, ShardError, ShardReadError

@@ -214,10 +214,39 @@ def test_growing_dictionaries_are_read_and_kept_out_of_blocks(layout):
     assert rows_of(blocks) == oracle(content)
 
 
-def test_a_replaced_dictionary_is_refused_with_the_cure():
+WORDS = st.lists(st.text("abc", max_size=2), min_size=1, max_size=4, unique=True)
+
+
+@given(
+    st.lists(st.tuples(WORDS, WORDS, st.integers(0, 5)), min_size=1, max_size=6),
+    st.booleans(),
+    st.integers(1, 2000),
+)
+def test_replaced_dictionaries_are_read_block_by_block(batches, has_deltas, block_bytes):
+    rng = np.random.default_rng(0)
+    names = ["one", "other", "n"]
+    made = []
+    for one, other, rows in batches:
+        arrays = [
+            pa.DictionaryArray.from_arrays(rng.integers(0, len(words), rows).astype(np.int32), words)
+            for words in (one, other)
+        ]
+        made.append(pa.RecordBatch.from_arrays([*arrays, pa.array(range(rows), pa.int64())], names))
+    content = written(made, "stream", emit_dictionary_deltas=has_deltas)
+    blocks = decoded_blocks(ArrowStreamFormat(), content, URL, block_bytes=block_bytes)
+    assert rows_of(blocks) == oracle(content)
+    alone = decoded_blocks(ArrowStreamFormat(), content, URL, ["other"], block_bytes=block_bytes)
+    assert rows_of(alone) == [{"other": row["other"]} for row in oracle(content)]
+
+
+def test_an_index_of_dictionaries_outside_the_footer_is_damage():
     content = written(growing_dictionaries(["a", "b"], ["c", "d"]), "stream")
-    with pytest.raises(CorruptShardError, match="unify_dictionaries=True"):
-        scan_of(ArrowFileFormat(), content, URL)
+    fmt = ArrowFileFormat()
+    block = blocks_of(scan_of(fmt, content, URL), shard_of(content, URL))[1]
+    fmt.check(block)
+    for parts in ([0, 1 << 40], [8, 0], [-8, 0]):
+        with pytest.raises(ValueError, match="outside the footer"):
+            fmt.check(replace(block, index=np.array(parts, "<i8").tobytes()))
 
 
 @BOTH_LAYOUTS

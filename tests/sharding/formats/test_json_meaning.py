@@ -135,6 +135,7 @@ def column_of(content: bytes, url: str, name: str, block_bytes: int) -> list[Any
     return values
 
 
+@pytest.mark.filterwarnings("ignore:.*the last counts")
 @given(
     LINES,
     st.integers(1, 200),

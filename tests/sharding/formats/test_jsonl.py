@@ -279,3 +279,21 @@ def test_two_columns_of_one_name_are_named():
     content = jsonl([{"a.b": 1, "a": {"b": 2}}])
     ways = "two columns are named 'a.b': the column 'a.b' and field 'b' of 'a'"
     assert scan_of(FORMAT, content, URL).schema["a.b"].note.startswith(ways)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says", "rows"),
+    [
+        (['{"a":1,"a":2}', '{"a":3}'], "line 1: key 'a' is", [{"a": 2}, {"a": 3}]),
+        (['{"a":1}', '{"a":{"b":1,"b":2}}'], "line 2: key 'b' is", None),
+        (['{"n":1}'] * 70 + ['{"n":1,"x":[{"z":1,"z":2}]}'], "line 71: key 'z' is", None),
+    ],
+)
+def test_of_a_key_that_is_there_twice_the_last_counts_with_one_warning(lines, says, rows):
+    content = "\n".join(lines).encode()
+    with pytest.warns(UserWarning, match=f"{says} there twice in an object: the last counts") as caught:
+        scan_of(JsonlFormat(), content, "t.jsonl")
+    assert len(caught) == 1
+    if rows is not None:
+        with pytest.warns(UserWarning, match="the last counts"):
+            assert rows_of(decoded_blocks(JsonlFormat(), content, "t.jsonl")) == rows

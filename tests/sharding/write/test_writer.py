@@ -505,3 +505,29 @@ def test_a_refused_sample_leaves_the_others(tmp_path: Path) -> None:
         assert isinstance(caught.value.__cause__, TypeError)
         writer.write({"__key__": "c", "json": 2})
     assert [json.loads(sample["json"]) for sample in read_back(f"{tmp_path}/a.tar")] == [1, 2]
+
+
+HOLDS_ITSELF: list[Any] = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
+
+
+@pytest.mark.parametrize("ending", ["tar", "parquet", "arrow", "jsonl", "mds"])
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"json": HOLDS_ITSELF}, "column 'json' holds itself, or is nested over 100 deep"),
+        ({"json": {"a": (HOLDS_ITSELF,)}}, "column 'json' holds itself, or is nested over 100 deep"),
+        ({"json": [1], 1: "text"}, "a column is called 1, of type int: names are text"),
+    ],
+)
+def test_what_holds_itself_or_has_no_name_is_an_error_of_its_sample(
+    tmp_path: Path, ending: str, bad: dict[Any, Any], words: str
+) -> None:
+    with ShardWriter(f"{tmp_path}/0.{ending}") as shards:
+        shards.write({"__key__": "first", "json": "[1]"})
+        with pytest.raises(SampleError, match=words) as caught:
+            shards.write({"__key__": "second", **bad})
+        with pytest.raises(SampleError, match=words) as of_many:
+            shards.write_many([{"json": "[2]"}, bad])
+    assert (caught.value.key, of_many.value.key) == ("second", "2")
+    assert [shard.num_samples for shard in shards.shards] == [1]

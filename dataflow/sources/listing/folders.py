@@ -6,6 +6,7 @@ Links are followed; hidden files and what systems leave behind are counted only.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +14,19 @@ from typing import Any
 from sharding.catalog.build import CATALOG_SUFFIX
 from sharding.catalog.storage import VERSION_KEYS, open_url, store_errors, version_of
 from sharding.errors import ShardReadError
+from sharding.hub.layout import KEYWORDS
 from sharding.urls import file_name, is_http, is_local, local_path
 
-SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
+KINDS = {
+    "images": ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"),
+    "sounds": ("wav", "flac", "mp3", "ogg", "opus", "m4a"),
+    "videos": ("mp4", "mov", "mkv", "webm", "avi"),
 }
-"""Names of folders by split, as Hugging Face `datasets` knows them."""
+"""Endings of files that are samples under `format="auto"`; images are those of torchvision."""
+KIND_OF = {ending: kind for kind, endings in KINDS.items() for ending in endings}
+MEDIA_ENDINGS = tuple(f".{ending}" for ending in KIND_OF)
+KIND_ENDING = re.compile(rf"\.({'|'.join(KIND_OF)}|{{({'|'.join(KIND_OF)}|,)+}})$")
+"""Ends names and patterns of such files, braces among them."""
 UNKNOWN = -1
 """The size of a file that a listing does not tell, as pages of HTTP servers do not."""
 _NO_DATA = {"thumbs.db", "desktop.ini", "__macosx"}
@@ -129,4 +135,4 @@ def folders_in(url: str, options: Mapping[str, Any] | None) -> list[str]:
 
 def split_of(name: str) -> str | None:
     """The split that a folder of this name holds; None: it is called like none."""
-    return next((split for split, names in SPLITS.items() if name.lower() in names), None)
+    return next((split for split, names in KEYWORDS.items() if name.lower() in names), None)

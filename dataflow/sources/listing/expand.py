@@ -5,7 +5,7 @@ expand first, as in bash (order kept, zero padding kept), then globs and directo
 and sorted; of MDS and LitData, the `index.json` in a directory lists it. The result has no duplicates, and
 local shards are absolute paths. What is spelled out is not looked up at a remote store: a thousand URLs of a
 brace pattern cost no request here. Where one of them turns out to be a folder, or not to be there,
-`found_again` looks.
+`looked_again` (`claims`) lists again.
 
 A name that exists means what is called so, whatever signs are in it; and a glob below folders that exist by
 their names is one below these.
@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from dataflow.sources.listing.places import Entries, entries_of
+from dataflow.sources.listing.shards import check_one_split, check_sets, shards_in
 from sharding.catalog.listings import is_listing, shards_listed
 from sharding.catalog.storage import open_url, store_errors
 from sharding.errors import ShardReadError
@@ -37,32 +39,17 @@ from sharding.urls import (
 _IPV6 = re.compile(r"://(?:[^/@]*@)?\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*(?:%[^/\]]*)?\]")
 DELTA_LOG, ICEBERG_METADATA = "_delta_log", "metadata"
 """Folders that tables keep their logs in."""
-R = TypeVar("R")
 LooksUp = Literal["", "patterns", "folders"]
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-
-
-class TableFolderError(ValueError):
-    """A folder is that of a table, whose log says which of its files count."""
-
-    def __init__(self, url: str, kind: str) -> None:
-        super().__init__(f"{identity_of(url)} is a {kind} table, whose log says which of its files count")
-        self.url, self.kind = url, kind
-
-
-def table_in(folders: Collection[str]) -> str | None:
-    """The kind of table that a folder with these folders in it is; None: of none."""
-    if DELTA_LOG in folders:
-        return "delta"
-    return "iceberg" if ICEBERG_METADATA in folders else None
 
 
 def expand(
     source: Source,
     storage_options: Mapping[str, Any] | None = None,
     *,
-    suffixes: Collection[str] | None = None,
+    format: str = "auto",  # noqa: A002
     looks_up: LooksUp = "",
+    known: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """List the URLs of all shards a source stands for, in reading order, with passwords and signatures.
 
@@ -70,22 +57,24 @@ def expand(
         source: path or URL, brace pattern (`train-{0000..1023}.tar`), glob (`*`, `**`, `?`, `[...]`),
             directory, or a list or tuple of those, whose order is kept. fsspec chains (`::`) stay chains.
         storage_options: keyword arguments of the fsspec filesystem.
-        suffixes: endings taken from a directory, e.g. (".tar",); None takes every known format's.
+        format: name of the format whose files are taken from a directory, or of any; see `shards_in`.
             Sub-directories, names that start with "." or "_", and empty files of text beside others are
-            left out.
+            left out. What `index.json` or the `state.json` of `datasets` lists is taken as it says.
         looks_up: what is asked of a remote store although it is spelled out: "patterns", whether those with
             braces are names; "folders", whether other names are of folders, too.
+        known: by URL, what is known to lie in folders, as fsspec lists it.
 
     Raises:
-        ValueError: not a source, unbalanced braces, a shard named twice, or a glob over HTTP.
-        ShardReadError: nothing is there, or the store refuses to say.
+        ValueError: not a source, unbalanced braces, a shard named twice, a glob over HTTP, or a directory
+            of several splits.
+        ShardReadError: nothing is there, a set of shards is not whole, or the store refuses to say.
     """
     items = [source] if isinstance(source, (str, os.PathLike)) else source
     if not isinstance(items, (list, tuple)) or not items:
         raise ValueError(
             f"source must be a path, a URL or a list of them, got {without_secrets(repr(source))}"
         )
-    texts = [_text(item) for item in items]
+    texts = [checked_text(item) for item in items]
     pieces = [
         piece for text in texts for piece in _expand_braces(text, storage_options, looks_up=bool(looks_up))
     ]
@@ -95,46 +84,23 @@ def expand(
         if is_name and not (os.path.isdir(local_path(piece)) if is_local(piece) else looks_up == "folders"):
             urls.append(_canonical(piece))
             continue
-        try:
-            urls += _look_up(piece, storage_options, suffixes)
-        except TableFolderError as found:
-            if len(pieces) > 1:
-                raise ValueError(f"{found}: open each table by itself, and mix them by a Mixture") from None
-            raise
+        urls += _look_up(piece, storage_options, format, known or {}, is_alone=len(pieces) == 1)
     return _without_duplicates(urls)
 
 
-def found_again(look: Callable[[LooksUp], list[str]], use: Callable[[list[str]], R]) -> R:
-    """Return what `use` makes of a source's shards; with others where a name turns out to be of no file.
-
-    `look`: calls `expand`.
-    """
-    urls = look("")
-    try:
-        return use(urls)
-    except ShardReadError as error:
-        if not error.reason.startswith(("no such file", "is a directory")):
-            raise
-        again = urls
-        with suppress(ShardReadError):
-            again = look("folders" if error.reason.startswith("is") else "patterns")
-        if again == urls:
-            raise
-    return use(again)
-
-
-def _text(item: object) -> str:
+def checked_text(item: object) -> str:
+    """A text that names files. `ValueError` for what is none, or cannot be read."""
     text = os.fspath(item) if isinstance(item, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
         raise ValueError(f"a shard must be a path or a URL, got {item!r}")
     if "::" in text and "://" not in text and os.path.lexists(text.partition("/")[0]):
         return os.path.abspath(text)  # a relative path, whose name would be a chain's
-    shown = without_secrets(text)
     if _IPV6.search(text):  # fsspec takes "::" for a chain, and brackets are a glob's
-        raise ValueError(f"an IPv6 address in brackets cannot be read; give the host by its name: {shown!r}")
+        rule = "an IPv6 address in brackets cannot be read; give the host by its name"
+        raise ValueError(f"{rule}: {without_secrets(text)!r}")
     if has_unquoted_password(text):
         rule = "a password in a URL has '/', '?' and '#' as %2F, %3F and %23 (urllib.parse.quote does it)"
-        raise ValueError(f"{rule}; got another one for {shown!r}")
+        raise ValueError(f"{rule}; got another one for {without_secrets(text)!r}")
     return text
 
 
@@ -144,7 +110,7 @@ def _canonical(url: str) -> str:
 
 def braced(text: str, options: Mapping[str, Any] | None = None) -> list[str]:
     """The texts that braces in one stand for; a name that exists is not taken apart."""
-    return _expand_braces(_text(text), options, looks_up=False)
+    return _expand_braces(checked_text(text), options, looks_up=False)
 
 
 def _expand_braces(pattern: str, options: Mapping[str, Any] | None, *, looks_up: bool) -> list[str]:
@@ -188,23 +154,19 @@ def _exists(url: str, options: Mapping[str, Any] | None) -> bool:
     return False
 
 
-def _look_up(url: str, options: Mapping[str, Any] | None, suffixes: Collection[str] | None) -> list[str]:
+def _look_up(
+    url: str, options: Mapping[str, Any] | None, kind: str, known: Mapping[str, Any], *, is_alone: bool
+) -> list[str]:
     if is_listing(url) and not is_glob(url):
         return shards_listed(_canonical(url), options) or [_canonical(url)]
     if is_http(url):
         return [_http_file(url, options)]
     if is_glob(url) and not _exists(url, options):
-        return _glob(url, options, suffixes)
-    fs, path = open_url(_canonical(url), options)
-    with store_errors(url):
-        info = fs.info(path)
-        is_directory = info["type"] == "directory" or (not info["size"] and _has_children(fs, path))
-    return _list_directory(url, fs, path, suffixes, options) if is_directory else [_canonical(url)]
-
-
-def _has_children(fs: Any, path: str) -> bool:
-    """Return whether an empty object of a store is what stands for a folder."""
-    return any(_below(entry["name"], path) for entry in fs.ls(path, detail=True))
+        return _glob(url, options, kind)
+    entries = known.get(url) or entries_of(url, options)
+    if entries is None:
+        return [_canonical(url)]
+    return _list_directory(url, entries, kind, options, is_alone=is_alone)
 
 
 def _below(name: str, folder: str) -> str:
@@ -223,7 +185,7 @@ def _http_file(url: str, options: Mapping[str, Any] | None) -> str:
     return url
 
 
-def _glob(pattern: str, options: Mapping[str, Any] | None, suffixes: Collection[str] | None) -> list[str]:
+def _glob(pattern: str, options: Mapping[str, Any] | None, kind: str) -> list[str]:
     fs, path = open_url(_canonical(pattern), options)
     with store_errors(pattern):
         matches = _matches(fs, path)
@@ -231,12 +193,12 @@ def _glob(pattern: str, options: Mapping[str, Any] | None, suffixes: Collection[
             matches = {n: info for n, info in matches.items() if not file_name(n).startswith(".")}
         files = _files(matches.values())
         for name, info in matches.items():  # Spark calls folders `x.parquet`
-            if info["type"] == "directory" and has_suffix(name, suffixes):
+            if info["type"] == "directory" and has_suffix(name):
                 entries = fs.ls(name, detail=True)
                 if any(file_name(entry["name"]) == DELTA_LOG for entry in entries):
                     reason = "is a delta table, whose log says which of its files count: give this folder"
                     raise ShardReadError(name, f"{reason}, not a pattern")
-                files |= _files(entries, folder=name, suffixes=suffixes)
+                files |= _files(entries, folder=name, kind=kind)
     if not files:
         only = f"; it matches {len(matches)} directories" if matches else ""
         raise ShardReadError(pattern, f"no file matches this pattern{only}")
@@ -262,46 +224,44 @@ def _matches(fs: Any, path: str) -> dict[str, dict[str, Any]]:
 
 
 def _list_directory(
-    url: str, fs: Any, path: str, suffixes: Collection[str] | None, options: Mapping[str, Any] | None
+    url: str, entries: Entries, format_name: str, options: Mapping[str, Any] | None, *, is_alone: bool
 ) -> list[str]:
-    with store_errors(url):
-        entries = fs.ls(path, detail=True)
-    for name in (entry["name"] for entry in entries if is_listing(entry["name"])):
+    fs, path = open_url(_canonical(url), options)
+    for name in sorted(entry["name"] for entry in entries if is_listing(entry["name"])):
         listed = shards_listed(_in_place_of(path, url.rstrip("/"), name, fs), options)
         if listed is not None:
             return listed
-    kind = table_in({file_name(one["name"]) for one in entries if one["type"] == "directory"})
-    if kind == "delta" and not suffixes:  # of files that the log removed, some are still there
-        raise TableFolderError(url, kind)
-    shards = _files(entries, folder=path, suffixes=suffixes)
+    folders = [file_name(one["name"]) for one in entries if one["type"] == "directory"]
+    if DELTA_LOG in folders:  # of files that the log removed, some are still there
+        raise ValueError(
+            f"{identity_of(url)} is a Delta table, whose log says which of its files count: open each table "
+            "by itself, and mix them by a Mixture"
+        )
+    shards = _files(entries, folder=path, kind=format_name)
     if not shards:
         from sharding.formats.unread import unread_text
 
         names = [entry["name"] for entry in entries if entry["type"] != "directory"]
         if unread := unread_text(names or [url.rstrip("/")]):
             raise ShardReadError(url, unread)
-        if kind is not None and _has_metadata(fs, path):
-            raise TableFolderError(url, kind)
-        below = sum(entry["type"] == "directory" for entry in entries)
-        cure = "; it has sub-directories: give a glob such as '<directory>/**/*.tar'" if below else ""
-        raise ShardReadError(
-            url, f"the directory holds no shards among its {len(entries) - below} files{cure}"
-        )
-    return [_in_place_of(path, url.rstrip("/"), name, fs) for name in sorted(shards)]
-
-
-def _has_metadata(fs: Any, path: str) -> bool:
-    """Return whether a folder holds the metadata of an Iceberg table."""
-    with store_errors(path):
-        entries = fs.ls(f"{path.rstrip('/')}/{ICEBERG_METADATA}", detail=False)
-    return any(name.endswith(".metadata.json") for name in entries)
+        cure = "; it has sub-directories: give a glob such as '<directory>/**/*.tar'" if folders else ""
+        if ICEBERG_METADATA in folders:
+            cure += "; if it is an Iceberg table, open it by itself"
+        num_files = len(entries) - len(folders)
+        raise ShardReadError(url, f"the directory holds no shards among its {num_files} files{cure}")
+    found = [_in_place_of(path, url.rstrip("/"), name, fs) for name in sorted(shards)]
+    names, where = list(map(file_name, found)), identity_of(url.rstrip("/"))
+    if is_alone:
+        check_one_split(names, where)
+    check_sets(names, where)
+    return found
 
 
 def _files(
     entries: Iterable[Mapping[str, Any]],
     *,
     folder: str | None = None,
-    suffixes: Collection[str] | None = None,
+    kind: str = "auto",
 ) -> set[str]:
     """The files of a listing, by path; of a folder, its shards.
 
@@ -315,13 +275,15 @@ def _files(
         if entry["type"] != "directory" and entry["name"].rstrip("/") not in {*folders, folder}
     }
     if folder is not None:
-        sizes = {name: size for name, size in sizes.items() if _is_shard(file_name(name), suffixes)}
-    filled = {name for name, size in sizes.items() if size != 0 or not may_be_empty(name)}
+        shards = {*shards_in([file_name(name) for name in sizes], kind)}
+        sizes = {name: size for name, size in sizes.items() if file_name(name) in shards}
+    filled = {name for name, size in sizes.items() if not may_be_empty(name) or _size(name, size) != 0}
     return filled or set(sizes)
 
 
-def _is_shard(name: str, suffixes: Collection[str] | None) -> bool:
-    return not name.startswith((".", "_")) and has_suffix(name, suffixes)
+def _size(path: str, size: int | None) -> int | None:
+    """The bytes of a file; of one of this machine whose listing has no sizes, it is asked for."""
+    return os.stat(path).st_size if size is None and os.path.exists(path) else size
 
 
 def _in_place_of(path: str, url: str, listed: str, fs: Any) -> str:

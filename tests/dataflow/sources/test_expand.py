@@ -16,7 +16,7 @@ from formats_kit import RecordFormat
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings, strategies as st
 
-from sharding.catalog.expand import expand
+from dataflow.sources.listing.expand import expand
 from sharding.errors import ShardReadError
 from sharding.formats import ENTRIES, FORMATS, has_suffix, resolve_format, sibling, suffix_of
 from sharding.urls import file_name, is_chain, is_local, local_path
@@ -131,7 +131,7 @@ def test_a_directory_gives_its_shards_and_not_those_below(folder):
 
 def test_a_directory_gives_only_the_wanted_endings(folder):
     (folder / "x.parquet").write_bytes(b"x")
-    assert names(expand(folder, suffixes=(".parquet",))) == ["x.parquet"]
+    assert names(expand(folder, format="parquet")) == ["x.parquet"]
 
 
 def test_a_directory_may_have_the_ending_of_a_shard(tmp_path):
@@ -378,7 +378,9 @@ def test_every_formats_own_suffixes_lead_to_it(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_known_of_a_format_before_it_is_imported_is_true(name):
-    entry, given = ENTRIES[name], {"dtype": "uint16", "length": 4, "allow_unfinished": True, "version": "3"}
+    given = {"dtype": "uint16", "length": 4, "header": 4, "allow_unfinished": True, "version": "3"}
+    given["classes"] = "x"
+    entry = ENTRIES[name]
     codec = resolve_format(name, [], **{option: given[option] for option in entry.options})
     assert codec.options() == {option: given[option] for option in entry.options}
     assert codec.sibling_suffix == entry.sibling_suffix

@@ -1,0 +1,95 @@
+"""Say which files of a folder are the shards that its writer meant: of one format, one split, one writing.
+
+Names tell. Pure: names in, names out, in the order given.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from sharding.errors import ShardReadError
+from sharding.formats import ENTRIES, format_of_suffix, has_suffix, suffix_of
+from sharding.hub.layout import KEYWORDS
+from sharding.printable import listed
+
+_SIGN = "[-._ 0-9]"
+_IN_NAME = {
+    split: re.compile(rf"(?:^|{_SIGN})(?:{'|'.join(words)}){_SIGN}") for split, words in KEYWORDS.items()
+}
+"""Signs of each split in file names, as `datasets` knows them."""
+_OF_SET = re.compile(r"(.*?)-?(\d{5,})-of-(\d{5,})(.*)")
+_NAMED = 3
+
+
+def shards_in(names: Collection[str], format: str = "auto") -> list[str]:  # noqa: A002
+    """The shards among the files of a folder: by the endings of a format, or of any; else those without one.
+
+    Beside tars that img2dataset wrote, its tables of what became of each URL are none.
+    """
+    names = [name for name in names if not name.startswith((".", "_"))]
+    suffixes = ENTRIES[format].suffixes if format in ENTRIES else ()
+    shards = [name for name in names if has_suffix(name, suffixes)] or list(filter(has_suffix, names))
+    if not shards:
+        return [name for name in names if not suffix_of(name)] if suffixes else []
+    if {".tar", ".parquet"} == {*map(suffix_of, shards)}:
+        tars = {name for name in shards if suffix_of(name) == ".tar"}
+        stems = [name.removesuffix(".tar") for name in tars]
+        if {f"{stem}{end}" for stem in stems for end in ("_stats.json", ".parquet")} <= {*names}:
+            return [name for name in shards if name in tars]
+    return shards
+
+
+def splits_in(names: Sequence[str]) -> dict[str, list[str]]:
+    """The files of each split that the names of some tell."""
+    found = {split: [name for name in names if sign.search(name)] for split, sign in _IN_NAME.items()}
+    return {split: files for split, files in found.items() if files}
+
+
+def check_one_split(names: Sequence[str], where: str) -> None:
+    """Raise `ValueError` where the names of a folder's shards tell of several splits, and of nothing else."""
+    splits = splits_in(names)
+    if not splits:
+        return
+    first, files = next(iter(splits.items()))
+    others = [name for name in names if not any(sign.search(name) for sign in _IN_NAME.values())]
+    cure = f"name one, as in split={first!r}, or files by a pattern, as in '{where}/*.*'"
+    if others:
+        told = f"{where} holds {files[0]!r}, of the split {first!r}, and {len(others):,} shards of none"
+        text = f"{told}, such as {others[0]!r}: all are read. If that is not meant, {cure}"
+        warnings.warn(text, stacklevel=2)
+    elif len({*map(tuple, splits.values())}) > 1:
+        raise ValueError(f"{where} holds the shards of several splits ({listed(splits)}): {cure}")
+
+
+def check_sets(names: Collection[str], where: str) -> None:
+    """Raise `ShardReadError` where shards called `x-00001-of-00004` are not whole, or of two writings."""
+    sets = defaultdict[tuple[str, str], dict[str, list[int]]](lambda: defaultdict(list))
+    for name in names:
+        if match := _OF_SET.fullmatch(name):
+            stem, number, total, rest = match.groups()
+            ending = format_of_suffix(name) or rest
+            sets[stem, ending][total].append(int(number))
+    for (stem, _), numbers in sets.items():
+        if len(numbers) > 1:
+            totals = " beside ".join(f"-of-{total}" for total in sorted(numbers))
+            raise ShardReadError(
+                where,
+                f"holds shards {stem}-*{totals}, of two writings: take one of them away, or name the other's "
+                "files by a pattern",
+            )
+        ((total, there),) = numbers.items()
+        lacking = sorted({*range(int(total))} - {*there}) if int(total) < 10 * len(there) + 1_000 else []
+        if len(there) == int(total) and not lacking:
+            continue
+        more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+        which = (
+            f": {listed([f'{one:05d}' for one in lacking[:_NAMED]])}{more} are not there" if lacking else ""
+        )
+        raise ShardReadError(
+            where,
+            f"holds {len(there):,} shards {stem}-*-of-{total}{which}. Copy them again, or name those that "
+            "count by a pattern",
+        )

@@ -1,0 +1,118 @@
+"""Columns that the names of folders tell: `label=cat/part-0.parquet`, as Hive, Spark and pandas write them.
+
+Types are those of pyarrow's `partitioning="hive"`: int32 where all values of a key are such numbers, else
+text. A key that a file stores, too, is the column that is stored.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from dataflow.sources.listing.claims import Listing
+from dataflow.sources.tables.files import TableVersion
+from sharding.blocks import Format
+from sharding.formats.tables.fitting import TableFile
+from sharding.redaction import identity_of
+from sharding.urls import is_http, is_local, local_path
+
+_MISSING = "__HIVE_DEFAULT_PARTITION__"
+_INTEGER = re.compile(r"-?\d+", re.ASCII)
+_SIGNS = re.compile(r"[*?\[{]")
+
+
+def parted_by_folders(
+    codec: Format, listing: Listing, types: Mapping[str, str] | None
+) -> TableVersion | None:
+    """Parquet files with the columns that folders below the source are called by; None: there are none.
+
+    Args:
+        codec: the format of the files.
+        listing: the files. What the source's own folder and those above are called by is no column.
+        types: column -> type as pyarrow calls it, such as "int64", in place of the one that values tell.
+
+    Raises `ValueError` for types of no such column, and for values that are not of their type.
+    """
+    if not types and not any("=" in url for url in listing.urls):
+        return None
+    urls = listing.urls
+    root = _root_of(listing.spec.source if listing.spec else None, urls)
+    values = {url: _values_of(url, root) for url in urls}
+    types = types or {}
+    texts: dict[str, set[str]] = {}
+    for own in values.values():
+        for key, text in own.items():
+            texts.setdefault(key, set()).add(text)
+    if unknown := sorted({*types} - {*texts}):
+        raise ValueError(f"types names {unknown[0]!r}, and no folder is called '{unknown[0]}=...'")
+    if not texts:
+        return None
+    kinds = {key: _type_of(key, found - {_MISSING}, types) for key, found in texts.items()}
+    files = {
+        url: TableFile(
+            table=f"the folders of {identity_of(root)}",
+            schema=None,
+            size=None,
+            constants={key: _scalar(own.get(key, _MISSING), kind, key, url) for key, kind in kinds.items()},
+        )
+        for url, own in values.items()
+    }
+    version = ", ".join(f"{key}: {kind}" for key, kind in kinds.items())
+    if codec.name == "parquet":
+        return TableVersion(format="hive", url=root, version=version, files=files)
+    warnings.warn(
+        f"{identity_of(urls[0])} and others lie in folders called by values ({version}), which are columns "
+        f"of Parquet files only: of {codec.name} they are not delivered",
+        stacklevel=2,
+    )
+    return None
+
+
+def _root_of(source: Any, urls: Sequence[str]) -> str:
+    """The folder that a source begins with; of several sources, the one that all files have in common."""
+    if isinstance(source, (list, tuple)) and len(source) == 1:
+        source = source[0]
+    if isinstance(source, (str, os.PathLike)):
+        text = os.fspath(source)
+        sign = _SIGNS.search(text)
+        root = text[: sign.start()].rpartition("/")[0] if sign else text.rstrip("/")
+        root = local_path(root) if is_local(text) else root
+        if all(url.startswith(f"{root}/") for url in urls):
+            return root
+    folders = [url.split("/")[:-1] for url in urls]
+    first, last = min(folders), max(folders)
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return "/".join(first[:same])
+
+
+def _values_of(url: str, root: str) -> dict[str, str]:
+    """Key -> value of the folders of a file below the root."""
+    path = identity_of(url).removeprefix(identity_of(root)).rpartition("/")[0]
+    parts = (unquote(path) if is_http(url) else path).split("/")
+    pairs = (part.partition("=") for part in parts)
+    return {unquote(key): unquote(value) for key, equals, value in pairs if equals and key}
+
+
+def _type_of(key: str, texts: Collection[str], types: Mapping[str, str]) -> pa.DataType:
+    if name := types.get(key):
+        try:
+            return pa.type_for_alias("string" if name == "text" else name)
+        except ValueError as error:
+            raise ValueError(f"types has {name!r} for {key!r}, which is no type of pyarrow's") from error
+    is_number = texts and all(_INTEGER.fullmatch(text) and -(2**31) <= int(text) < 2**31 for text in texts)
+    return pa.int32() if is_number else pa.string()
+
+
+def _scalar(text: str, kind: pa.DataType, key: str, url: str) -> pa.Scalar:
+    if text == _MISSING:
+        return pa.scalar(None, kind)
+    try:
+        return pa.scalar(text).cast(kind)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"the folder {key}={text} of {identity_of(url)} is no {kind}") from error
