@@ -24,7 +24,7 @@ from pyiceberg.transforms import IdentityTransform
 from dataflow.sources.listing.expand import ICEBERG_METADATA
 from dataflow.sources.tables.files import TableVersion, below, name_of
 from prefetch.store.small_files import SmallFiles
-from sharding.compression import compression_in
+from sharding.compression import HEAD_BYTES, compression_in, open_decompressed
 from sharding.errors import CorruptShardError, DataflowError, ShardReadError
 from sharding.formats.tables.fitting import TableFile
 from sharding.redaction import identity_of
@@ -32,6 +32,7 @@ from sharding.urls import is_http, is_local, leaves_folder, local_path
 
 _VERSIONED = re.compile(r"(?:v(\d+)|(\d+)-[0-9a-fA-F-]+)(\.gz)?\.metadata\.json")
 _THREADS = 16
+_MOST = 256 << 20  # of compressed metadata: parsed, it takes many times as much
 _DELETES = (
     "has rows that are deleted by delete files, which are not read: CALL system.rewrite_data_files with "
     "'delete-file-threshold' => '1' writes the files anew; open the snapshot that it makes"
@@ -201,17 +202,17 @@ def _folder_of(file: str) -> str:
 
 
 def _parsed(content: bytes, url: str) -> TableMetadata:
-    import gzip
-
+    name = identity_of(url)
     try:
-        if compression_in(content[:16]) == "gzip":
-            content = gzip.decompress(content)
+        if compression_in(content[:HEAD_BYTES]) == "gzip":
+            content = open_decompressed(io.BytesIO(content), name, limit_bytes=_MOST, kind="gzip").read()
         return TableMetadataUtil.parse_raw(content.decode())
-    except Exception as error:  # pydantic's, zlib's, pyiceberg's own
+    except CorruptShardError as error:  # damaged, or a few bytes that expand to all memory
+        raise CorruptShardError(name, f"{error.reason}; expire_snapshots makes it small") from error
+    except Exception as error:  # pydantic's, pyiceberg's own
         first = str(error).strip().splitlines()[0]
-        raise CorruptShardError(
-            identity_of(url), f"is no metadata of an Iceberg table: {type(error).__name__}: {first}"
-        ) from error
+        reason = f"is no metadata of an Iceberg table: {type(error).__name__}: {first}"
+        raise CorruptShardError(name, reason) from error
 
 
 def _snapshot_of(metadata: TableMetadata, revision: str | int | None, url: str) -> int | None:

@@ -27,7 +27,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan
-from sharding.compression import compression_of, decompress, open_decompressed
+from sharding.compression import WINDOW_BYTES, compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, columns_of
 from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, starts_of_lines
@@ -49,6 +49,7 @@ class JsonlFormat(TabularFormat):
     Args:
         max_line_bytes: bytes of the longest line that indexing accepts; it takes up to 20 times the memory.
         max_columns: columns that indexing accepts: each takes some hundred bytes in every shard.
+        window_bytes: window of a zstd frame that indexing accepts, up to 2 GiB: reading it takes so much.
     """
 
     name = "jsonl"
@@ -56,11 +57,14 @@ class JsonlFormat(TabularFormat):
     max_cells = 8 << 20
     """Lines times columns of a block, at most: values that are missing take as much as others."""
 
-    def __init__(self, *, max_line_bytes: int = 16 << 20, max_columns: int = 50_000) -> None:
+    def __init__(
+        self, *, max_line_bytes: int = 16 << 20, max_columns: int = 50_000, window_bytes: int = WINDOW_BYTES
+    ) -> None:
         for name, value in (("max_line_bytes", max_line_bytes), ("max_columns", max_columns)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         self.max_line_bytes, self.max_columns = max_line_bytes, max_columns
+        self.window_bytes = window_bytes
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Read and parse the whole file once, in the memory of a block. An empty file has no samples.
@@ -71,8 +75,8 @@ class JsonlFormat(TabularFormat):
                 decompressed file.
         """
         is_whole = compression_of(shard.url) is not None
-        array, array_bytes = _lines_of_array(_opened(file, shard), shard.url, warns=True)
-        file = _opened(file, shard) if array is None else BytesIO(array)
+        array, array_bytes = _lines_of_array(self._opened(file, shard), shard.url, warns=True)
+        file = self._opened(file, shard) if array is None else BytesIO(array)
         is_whole = is_whole or array is not None
         max_line_bytes = self.max_line_bytes if array is None else len(array)
         scanner, runs = LineScanner(self.max_columns), list[tuple[int, int, int, int]]()
@@ -179,11 +183,12 @@ class JsonlFormat(TabularFormat):
             raise block.corrupt(f"{num_rows} samples where {block.num_samples} were indexed")
         return table
 
-
-def _opened(file: BinaryIO, shard: Shard) -> BinaryIO:
-    """The file from its beginning, decompressed."""
-    file.seek(0)
-    return file if compression_of(shard.url) is None else open_decompressed(file, shard.url)
+    def _opened(self, file: BinaryIO, shard: Shard) -> BinaryIO:
+        """The file from its beginning, decompressed."""
+        file.seek(0)
+        if compression_of(shard.url) is None:
+            return file
+        return open_decompressed(file, shard.url, window_bytes=self.window_bytes)
 
 
 @lru_cache(maxsize=64)
