@@ -94,14 +94,12 @@ class ShardedDataset(Sharded, Dataset[S]):
         columns: columns to deliver; a mapping renames them, and a list as its value stacks numeric
             columns: `{"features": ["f0", "f1"], "label": "y"}`; one of columns of bytes makes lists of what
             each sample has of them: `{"images": ["0.jpg", "1.jpg"]}`, or `"*.jpg"` for all that match.
-            `{"image": "jpg|png"}` takes the first of these members of a tar that a sample has. None: all
-            columns, without "__key__" and "__url__".
+            `{"image": "jpg|png"}` takes the first of these members. None: all but "__key__" and "__url__".
         decode: "auto", None for raw bytes, or a mapping of column to `Image(...)`, `Video(...)`,
             `Audio(...)`, `Pad(...)`, a function of bytes, or "int", "float", "text", "json", "npy", "image",
             "bytes", "pil", "pickle", "torch", or `Optional(...)` of one of these, where samples may lack it.
         transform: called with each sample (a dict); if it takes `rng=`, it gets a `numpy.random.Generator`
-            that is a function of (seed, epoch, sample). One with a `batch` form, such as `Tokenize(...)`,
-            is called with many samples: see `dataflow.batch.transforms.BatchTransform`.
+            that is a function of (seed, epoch, sample). A `batch` form, as of `Tokenize(...)`, gets many.
         batch_transform: called with each batch.
         storage_options: keyword arguments for the fsspec filesystem.
         retry: a `RetryPolicy`: when a store that fails is asked again, and when it is given up. None: 120 s
@@ -112,11 +110,9 @@ class ShardedDataset(Sharded, Dataset[S]):
         dtype: type of a token in a raw token file, such as "uint16". None: as its header or a `.json` says.
         length: tokens of a sample, for the formats "tokens", "megatron" and "litdata".
         header: bytes before the tokens of a raw file. None: llm.c's header is known, and skipped; 0: none.
-        allow_unfinished: read the whole samples of tar and Arrow files that end too early, which are
-            errors otherwise; a warning names them, and `stats()` counts them.
-        manifest: a table that names the files of a folder, the source, with labels and more: the path of a
-            CSV, TSV, JSON Lines or Parquet file with a column "file_name", or a `Manifest`. None:
-            `metadata.csv` in the folder, or one with another of these endings, if it is there.
+        allow_unfinished: read the whole samples of tar and Arrow files that end too early, with a warning.
+        manifest: a table that names the files of a folder, the source: the path of a CSV, TSV, JSON Lines or
+            Parquet file with a column "file_name", or a `Manifest`. None: `metadata.csv` or alike, if there.
         classes: the names of class folders, in the order of their numbers. None: sorted, of all splits.
         types: those of columns in names of folders, `day=5/`: `{"day": "int64"}`. None: int32 or text.
         block_bytes: bytes of a block, the unit of reads and shuffles. Parquet and Arrow have their own.

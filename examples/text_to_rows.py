@@ -37,14 +37,12 @@ def main() -> None:
     """Print what the batches hold."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_data(folder)
-        # [measured]
         documents = ShardedDataset(f"{folder}/text-*.jsonl", transform=Tokenize(tokenizer, eos="<|end|>"))
         with DataLoader(documents, 4, shuffle=True, seed=1, batching=Packed(128, "input_ids")) as loader:
             for batch in loader:
                 rows = batch["input_ids"]
                 print(f"{list(rows.tokens.shape)} tokens of {len(rows.segments.length)} documents")
             print(f"{loader.stats().lengths.efficiency:.1%} of the places hold tokens")
-        # [end]
 
         stage = ChatTemplate(tokenizer, template=TEMPLATE)
         chats = ShardedDataset(f"{folder}/chats-*.jsonl", transform=stage)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _ENDINGS = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"}
+WINDOW_BYTES = 128 << 20
+"""Window of a zstd frame that is decompressed, unless more is asked for: so much memory it takes."""
+_MOST_WINDOW_BYTES = 2 << 30
 HEAD_BYTES = 4 << 10
 """The bytes that `compression_in` looks at, at most."""
 _INPUT_BYTES = 64 << 10
@@ -94,14 +97,14 @@ def decompress(
         CorruptShardError: corrupt, truncated, or larger than the limit (stage "decode"; offset in the
             decompressed bytes).
     """
-    source = io.BytesIO(data)
+    source = io.BytesIO(data)  # whose windows were looked at when it was indexed
     if limit_bytes is None:
         grown = bytearray()
-        for piece in _inflated(source.read, url, kind, stage="decode"):
+        for piece in _inflated(source.read, url, kind, _MOST_WINDOW_BYTES, stage="decode"):
             grown += piece
         return memoryview(grown)
     out, size = memoryview(bytearray(limit_bytes)), 0
-    for piece in _inflated(source.read, url, kind, stage="decode"):
+    for piece in _inflated(source.read, url, kind, _MOST_WINDOW_BYTES, stage="decode"):
         end = size + len(piece)
         if end > limit_bytes:
             reason = f"decompresses to more than the {limit_bytes} bytes it had when it was indexed"
@@ -112,9 +115,16 @@ def decompress(
 
 
 def open_decompressed(
-    file: BinaryIO, url: str, *, limit_bytes: int | None = None, kind: str | None = None
+    file: BinaryIO,
+    url: str,
+    *,
+    limit_bytes: int | None = None,
+    kind: str | None = None,
+    window_bytes: int = WINDOW_BYTES,
 ) -> BinaryIO:
     """A reader of the decompressed bytes of `file`, from its beginning, in little memory; `kind` as above.
+
+    `window_bytes`: the window of a zstd frame, which is kept in memory, at most.
 
     It seeks forwards by reading on; seeking backwards raises `io.UnsupportedOperation`. Seeking to the
     end verifies the rest of the file. Not thread-safe. Closing it leaves `file` open.
@@ -123,14 +133,18 @@ def open_decompressed(
         CorruptShardError: while reading: corrupt, truncated, or larger than `limit_bytes` (stage "index").
     """
     file.seek(0)
-    return cast(BinaryIO, _InflatedReader(file, url, limit_bytes, kind))
+    return cast(
+        BinaryIO, _InflatedReader(file, url, limit_bytes=limit_bytes, kind=kind, window_bytes=window_bytes)
+    )
 
 
 class _InflatedReader(io.RawIOBase):
     """Forward-only reader over pieces of decompressed bytes."""
 
-    def __init__(self, file: BinaryIO, url: str, limit_bytes: int | None, kind: str | None) -> None:
-        self._pieces = _inflated(file.read, url, kind, stage="index")
+    def __init__(
+        self, file: BinaryIO, url: str, *, limit_bytes: int | None, kind: str | None, window_bytes: int
+    ) -> None:
+        self._pieces = _inflated(file.read, url, kind, window_bytes, stage="index")
         self._piece = memoryview(b"")
         self._position = 0
         self._url, self._limit_bytes = url, limit_bytes
@@ -174,13 +188,15 @@ class _InflatedReader(io.RawIOBase):
         return piece
 
 
-def _inflated(read: Callable[[int], bytes], url: str, kind: str | None, *, stage: str) -> Iterator[bytes]:
+def _inflated(
+    read: Callable[[int], bytes], url: str, kind: str | None, window_bytes: int, *, stage: str
+) -> Iterator[bytes]:
     """The decompressed bytes in pieces: member after member, until the input ends with one complete."""
     kind = kind or compression_of(url)
     if kind is None:
         raise ValueError(f"no compression is known by the ending of {url!r}; known are {', '.join(_ENDINGS)}")
-    new_member, feed, failure = _codec(kind)
-    good_bytes, num_ended = 0, 0
+    new_member, feed, failure = _codec(kind, window_bytes)
+    good_bytes, num_ended, head = 0, 0, b""
     member: Any = None
     try:
         while stored := read(_INPUT_BYTES):
@@ -191,21 +207,38 @@ def _inflated(read: Callable[[int], bytes], url: str, kind: str | None, *, stage
                     if kind == "gzip" and num_ended and data[0] == 0:
                         data = memoryview(bytes(data).lstrip(b"\0"))
                         continue
-                    member = new_member()
+                    member, head = new_member(), bytes(data[:18])
                 piece, data = feed(member, data)
                 good_bytes += len(piece)
                 yield piece
                 if member.eof:
                     member, num_ended = None, num_ended + 1
     except failure as error:
+        reason = _too_wide(head, window_bytes) if kind == "zstd" else ""
         raise CorruptShardError(
-            url, f"corrupt {kind} data: {error}", offset=good_bytes, stage=stage
+            url, reason or f"corrupt {kind} data: {error}", offset=good_bytes, stage=stage
         ) from error
     if member is not None:
         raise CorruptShardError(url, f"the {kind} data is truncated", offset=good_bytes, stage=stage)
 
 
-def _codec(kind: str) -> tuple[Callable[[], Any], _Feed, type[Exception]]:
+def _too_wide(head: bytes, window_bytes: int) -> str:
+    """Say that the window of a frame, which begins so, is larger than the memory for it; "": it is not."""
+    import zstandard
+
+    try:
+        size = zstandard.get_frame_parameters(head).window_size
+    except zstandard.ZstdError:
+        return ""
+    if size <= window_bytes:
+        return ""
+    cure = "compress it anew without --long"
+    if size <= _MOST_WINDOW_BYTES:
+        cure += f", or give format=TarFormat(window_bytes={size}), JsonlFormat(...) for JSON Lines"
+    return f"its zstd window is {size:,} bytes, and windows of {window_bytes:,} are read: {cure}"
+
+
+def _codec(kind: str, window_bytes: int) -> tuple[Callable[[], Any], _Feed, type[Exception]]:
     """Return how to start a member, how to feed it, and how it fails."""
     if kind != "zstd":
         wbits = 31 if kind == "gzip" else 15
@@ -214,7 +247,7 @@ def _codec(kind: str) -> tuple[Callable[[], Any], _Feed, type[Exception]]:
         import zstandard
     except ImportError as error:
         raise ImportError("reading .zst files needs `pip install 'dataflow-loader[zstd]'`") from error
-    decompressor = zstandard.ZstdDecompressor()
+    decompressor = zstandard.ZstdDecompressor(max_window_size=window_bytes)
     return decompressor.decompressobj, _feed_zstd, zstandard.ZstdError
 
 

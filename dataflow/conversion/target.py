@@ -100,6 +100,11 @@ class Target:
             return fields
         key = str(row.get(KEY, key))
         if self.to == "tar":
+            if "." in key.rpartition("/")[2]:
+                raise ValueError(
+                    f"the key {key!r} has a dot in its last part, where tars end it: map=lambda sample: "
+                    "{**sample, '__key__': sample['__key__'].replace('.', '_')} gives another"
+                )
             members = dict(member for name, value in fields.items() for member in self._member(name, value))
             return {KEY: key, **members}
         if self.to == "parquet":
@@ -120,6 +125,11 @@ class Target:
         if self.are_members:
             yield name, value
             return
+        if name != name.lower() or "/" in name or name.startswith("_"):
+            raise ValueError(
+                f"column {name!r} is no ending of a tar's member, which has no '/', no capitals and no '_' "
+                "first: map= or columns={new: old} renames it"
+            )
         kind, data = _stored(name, value)
         extension = self.columns.get(name) or _extension(name, kind, value)
         was = _kind_of_extension(extension)

@@ -228,6 +228,12 @@ def _of_folder(
     is_split = filled == {name for name in filled if split_of(name)}
     if len(splits) > 1 or (is_split and not any(files for path, files in samples.items() if "/" not in path)):
         raise _of_several_splits(url, top, "")
+    nested = [f"{path}/{name}" for path, files in folders.items() for name, *_ in files if name in MANIFESTS]
+    if nested:
+        raise ValueError(
+            f"{identity_of(url)} has a manifest in a folder below, {nested[0]!r}: give that folder as the "
+            f"source, or the table by manifest=, with names from {identity_of(url)} on"
+        )
     empty = [name for name in top if name not in filled]
     if empty:
         more = f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
@@ -307,7 +313,7 @@ def _manifest_in(
         )
     if not there:
         return None
-    return read_manifest(Manifest(below(url, there[0])), url, options, is_sure=False, within=within)
+    return read_manifest(Manifest(below(url, there[0])), url, options, within=within)
 
 
 def _of_manifest(url: str, manifest: Manifest, options: Mapping[str, Any] | None) -> LooseFiles:

@@ -29,7 +29,7 @@ from sharding.printable import listed, printable_name
 from sharding.redaction import identity_of
 from sharding.urls import file_name, is_local, local_path, naming_part
 
-ENDINGS = ("csv", "tsv", "jsonl", "ndjson", "parquet")
+ENDINGS = ("csv", "tsv", "jsonl", "ndjson", "json", "parquet")
 _MOST_BYTES, _MOST_ROWS = (1 << 31) - 1, 50_000_000
 _BYTE_ORDER_MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _RESERVED = {KEY_COLUMN, "__url__"}
@@ -43,8 +43,8 @@ class Manifest(Dialect):
     beside the file: numbers as tensors, text as text, nested values of JSON as Python objects.
 
     Args:
-        path: a CSV, TSV, JSON Lines (`.jsonl`) or Parquet file, anywhere; a relative path is also looked for
-            in the folder of the files.
+        path: a CSV, TSV, JSON Lines (`.jsonl`, `.json`) or Parquet file, anywhere; a relative path is also
+            looked for in the folder of the files.
         file: the column of file names, relative to the folder.
         classes: a column of text that is delivered as class numbers; `dataset.features` has their names,
             which are sorted. A mapping of the column to a list of names fixes them: for several splits.
@@ -118,16 +118,14 @@ def read_manifest(
     folder: str,
     options: Mapping[str, Any] | None,
     *,
-    is_sure: bool = True,
     within: str = "",
 ) -> ManifestRows | None:
-    """Read a manifest of the files below a folder.
+    """Read a manifest of the files below a folder; None: no row is about a folder `within` it.
 
     Args:
         manifest: how it is to be read.
         folder: path or URL; a relative path of the manifest may lie below it.
         options: keyword arguments of the fsspec filesystem.
-        is_sure: whether it must be one; else None is returned of a table that names no files.
         within: a folder below that one, whose files alone count, by their names there.
 
     Raises:
@@ -144,12 +142,10 @@ def read_manifest(
     table = _table(url, data, manifest)
     names = table.column_names
     if manifest.file not in names:
-        if not is_sure:
-            return None
         raise ValueError(
             f"the manifest {identity_of(url)} has no column {manifest.file!r} of file names; it has "
             f"{listed(names) or 'none'}: name the column, as in ShardedDataset(folder, "
-            "manifest=Manifest(path, file='filename'))"
+            "manifest=Manifest(path, file='filename')), or take the table out of the folder"
         )
     twice = [name for name, count in Counter(names).items() if count > 1 and name]
     if twice:

@@ -23,7 +23,7 @@ from dataflow.ragged import Ragged
 from dataflow.staging.rows import read_columns
 from dataflow.staging.source import Source
 from sharding.arrow_arrays import bits, bool_array, number_array
-from sharding.blocks import Block, Column, ColumnSpec, Format, Masked, Spans
+from sharding.blocks import Block, ColumnSpec, Format, Masked, Spans
 from sharding.catalog.predicate import (
     Predicate,
     blocks_that_may_match,
@@ -136,21 +136,17 @@ def _schemas(catalog: Catalog, codec: TabularFormat) -> list[pa.Schema]:
 def _with_values(source: Source, selection: Selection, expression: Any) -> Selection:
     """The samples whose numbers, text or bytes an expression is true of, in a format that is no table."""
     codec, catalog = source.format, source.catalog
-    fields = [(name, arrow_type(spec)) for name, spec in catalog.schema.items() if _is_value(spec)]
-    if not fields:
+    types = {name: arrow_type(spec) for name, spec in catalog.schema.items() if _is_value(spec)}
+    if not types:
         others = "those of Parquet, Arrow, JSONL, MDS, LitData, TFRecord, ArrayRecord and tar have"
         raise ValueError(f"this dataset of format {codec.name!r} has no columns to filter by; {others}")
-    condition = Predicate(expression, pa.schema(fields))
+    condition = Predicate(expression, pa.schema(types))
     catalog.schema.check(condition.columns)
 
     def matches(number: int) -> NDArray[np.bool_]:
-        block = catalog.block(number)
-        columns = read_columns(source, block, condition.columns)
+        columns = read_columns(source, block := catalog.block(number), condition.columns)
         try:
-            arrays = {
-                name: column_array(column).cast(arrow_type(catalog.schema[name]))
-                for name, column in columns.items()
-            }
+            arrays = {name: column_array(column).cast(types[name]) for name, column in columns.items()}
         except pa.ArrowException as error:
             raise block.corrupt(f"the filter {expression} cannot look at it: {error}") from error
         return condition.holds(pa.table(arrays))
@@ -162,13 +158,12 @@ def _is_value(spec: ColumnSpec) -> bool:
     return spec.kind in ("text", "bytes") or (spec.kind == "fixed" and not spec.shape)
 
 
-def column_array(column: Column) -> pa.Array:
-    """The values of a decoded column of numbers, or of bytes or text, which come as large binary."""
+def column_array(column: Any) -> pa.Array:
+    """The values of a decoded `Column` of numbers, or of bytes or text, which come as large binary."""
     if isinstance(column, Masked):
         return pa.array(column.values, mask=column.lacks != 0)
     if not isinstance(column, Spans):
-        numbers: NDArray[Any] = np.ascontiguousarray(column)
-        return bool_array(numbers) if numbers.dtype == bool else number_array(numbers)
+        return bool_array(column) if column.dtype == bool else number_array(column)
     lengths = np.maximum(column.lengths, 0)
     contents = gathered(column.buffer.view(np.uint8), column.starts, lengths)
     valid = None if (column.lengths >= 0).all() else bits(column.lengths >= 0)

@@ -170,7 +170,7 @@ class S3Server(http.server.ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
         """Uploads in parts that were begun: id -> "bucket/key", number -> bytes."""
-        self.refuses: Callable[[str, str], bool] = lambda verb, query: False
+        self.refuses: Callable[[str, str], bool] = lambda verb, path: False
         """Asked about each request that writes: whether it is forbidden."""
 
     @property
@@ -262,7 +262,7 @@ class _S3Handler(http.server.BaseHTTPRequestHandler):
         self._say(204, b"")
 
     def _is_refused(self) -> bool:
-        refused = self.server.refuses(self.command, urlsplit(self.path).query)
+        refused = self.server.refuses(self.command, self.path)
         if refused:
             self._say(403, b"<Error><Code>AccessDenied</Code></Error>")
         return refused

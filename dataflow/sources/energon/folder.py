@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -112,8 +112,8 @@ class EnergonDataset(Struct, frozen=True, kw_only=True):
     root: str
     counts: dict[str, int]
     """The samples of each tar of the part, by its path in the folder."""
-    excluded: frozenset[str]
-    """"tar/key" of the samples that are left out."""
+    excluded: dict[str, str]
+    """By "tar/key" of the samples that are left out, the pattern that names them."""
 
     @property
     def shards(self) -> list[str]:
@@ -144,6 +144,15 @@ class EnergonDataset(Struct, frozen=True, kw_only=True):
         apart = kept.of_blocks(np.array([is_above(name) for name in names])[blocks.shard])
         keys = keys_of(apart) if len(apart) else []
         first = np.cumsum([0, *apart.num_samples])
+        if keys and len(kept) == blocks.num_samples.sum():
+            shards = np.repeat(blocks.shard, apart.num_samples).tolist()
+            there = {f"{names[shard]}/{key.decode()}" for shard, key in zip(shards, keys, strict=True)}
+            tars = sorted({f"{names[shard]}/" for shard in shards})
+            patterns = {name: pattern for name, pattern in self.excluded.items() if name not in there}
+            elsewhere = {pattern for name, pattern in patterns.items() if not _tar_of(name, tars)}
+            found = {self.excluded[name] for name in there & self.excluded.keys()}
+            if unknown := sorted({*patterns.values()} - elsewhere - found):
+                raise _names_nothing(unknown[0], f"{self.root}/{_META}")
 
         def is_kept(block: int, rows: Any) -> Any:
             shard = names[blocks.shard[block]]
@@ -203,9 +212,15 @@ def read_energon(part: EnergonPart, files: SmallFiles) -> EnergonDataset:
         raise ValueError(f"{url} has no part {part.split!r}: split= is one of {listed(splits.split_parts)}")
     known = info.shard_counts
     most = min(_MOST_NAMES, sum(known.values()) + len(known))
-    excluded = frozenset(_braced(splits.exclude, url, most))
+    tars, excluded, known_patterns = sorted(f"{name}/" for name in known), dict[str, str](), set[str]()
+    for name, pattern in _braced(splits.exclude, url, most):
+        excluded.setdefault(name, pattern)
+        if name in known or _tar_of(name, tars):
+            known_patterns.add(pattern)
+    if unknown := [pattern for pattern in splits.exclude if pattern not in known_patterns]:
+        raise _names_nothing(unknown[0], url)
     counts = dict[str, int]()
-    for name in _braced(splits.split_parts[part.split], url, len(known)):
+    for name, _ in _braced(splits.split_parts[part.split], url, len(known)):
         if leaves_folder(name):
             raise CorruptShardError(url, f"the name {name!r} leads out of the folder")
         if name not in known:
@@ -217,6 +232,17 @@ def read_energon(part: EnergonPart, files: SmallFiles) -> EnergonDataset:
     if not counts:
         raise ValueError(f"part {part.split!r} of {url} has no tars but those that it excludes")
     return EnergonDataset(part=part, root=root, counts=counts, excluded=excluded)
+
+
+def _tar_of(name: str, tars: Sequence[str]) -> str:
+    """The one of some tars, sorted, each with a slash behind it, that a sample is in; "": none is."""
+    at = bisect_right(tars, name)
+    return tars[at - 1] if at and name.startswith(tars[at - 1]) else ""
+
+
+def _names_nothing(name: str, url: str) -> ValueError:
+    told = f"exclude in {url} names {name[:100]!r}, and there is no such tar or sample"
+    return ValueError(f"{told}: correct it, as what it means would be trained on")
 
 
 def _first_there(root: str, names: Sequence[str], files: SmallFiles) -> str:
@@ -253,8 +279,8 @@ def _converted(value: Any, kind: type[T], url: str) -> T:
         raise CorruptShardError(url, f"is not what Megatron-Energon writes: {error}") from error
 
 
-def _braced(patterns: Sequence[str], url: str, most: int) -> Iterator[str]:
-    """The names that patterns stand for; raises where these are more than there can be."""
+def _braced(patterns: Sequence[str], url: str, most: int) -> Iterator[tuple[str, str]]:
+    """The names that patterns stand for, and the pattern; raises where these are more than there can be."""
     from braceexpand import braceexpand
 
     for pattern in patterns:
@@ -267,7 +293,7 @@ def _braced(patterns: Sequence[str], url: str, most: int) -> Iterator[str]:
                 raise ValueError("stands for more names than the dataset has, or than 1,000,000 in all")
         except (ValueError, RecursionError) as error:
             raise CorruptShardError(url, f"the pattern {pattern!r:.200}: {error}") from error
-        yield from names
+        yield from ((name, pattern) for name in names)
 
 
 # ---- fields ---------------------------------------------------------------------------------------------

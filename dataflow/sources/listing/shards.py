@@ -21,6 +21,8 @@ _IN_NAME = {
 }
 """Signs of each split in file names, as `datasets` knows them."""
 _OF_SET = re.compile(r"(.*?)-?(\d{5,})-of-(\d{5,})(.*)")
+_OF_RUN = re.compile(r"(?:shard-\d{6}|shard\.\d{5})(?P<run>-r\d+)?\..+")
+"""Shards of `convert`, and which of the conversions into a folder they are of."""
 _NAMED = 3
 
 
@@ -66,6 +68,11 @@ def check_one_split(names: Sequence[str], where: str) -> None:
 
 def check_sets(names: Collection[str], where: str) -> None:
     """Raise `ShardReadError` where shards called `x-00001-of-00004` are not whole, or of two writings."""
+    runs = {match["run"]: name for name in names if (match := _OF_RUN.fullmatch(name))}
+    if len(runs) > 1:
+        names = listed(sorted(runs.values()))
+        cure = "open dataset.catalog, which is whole, or start the one that was not finished again"
+        raise ShardReadError(where, f"holds shards of two conversions, such as {names}: {cure}")
     sets = defaultdict[tuple[str, str], dict[str, list[int]]](lambda: defaultdict(list))
     for name in names:
         if match := _OF_SET.fullmatch(name):

@@ -39,7 +39,7 @@ def parted_by_folders(
 
     Raises `ValueError` for types of no such column, and for values that are not of their type.
     """
-    if not types and not any("=" in url for url in listing.urls):
+    if not types and codec.name != "hive" and not any("=" in url for url in listing.urls):
         return None
     urls = listing.urls
     root = _root_of(listing.spec.source if listing.spec else None, urls)
@@ -51,6 +51,8 @@ def parted_by_folders(
             texts.setdefault(key, set()).add(text)
     if unknown := sorted({*types} - {*texts}):
         raise ValueError(f"types names {unknown[0]!r}, and no folder is called '{unknown[0]}=...'")
+    if not texts and codec.name == "hive":
+        raise ValueError(f"format='hive' is for folders called by values, and none of {root} is")
     if not texts:
         return None
     kinds = {key: _type_of(key, found - {_MISSING}, types) for key, found in texts.items()}
@@ -64,7 +66,7 @@ def parted_by_folders(
         for url, own in values.items()
     }
     version = ", ".join(f"{key}: {kind}" for key, kind in kinds.items())
-    if codec.name == "parquet":
+    if codec.name in ("parquet", "hive"):
         return TableVersion(format="hive", url=root, version=version, files=files)
     warnings.warn(
         f"{identity_of(urls[0])} and others lie in folders called by values ({version}), which are columns "

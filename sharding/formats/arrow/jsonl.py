@@ -5,24 +5,29 @@ a time, and parses it on the way: that finds the broken lines before training do
 each key (`json_scan`), from which types follow (`json_types`). The schema travels with every block, so all
 blocks of a shard decode to the same types (`json_lines`).
 
+A file that is one JSON array of objects, or `{"data": [...]}`, is one block too, whose lines are its items.
+
 Indexing takes the memory of a block, whatever the file holds, and so does decoding: lines are at most
 `max_line_bytes` long, and of keys that most lines lack blocks have few lines.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import lru_cache
+from io import BytesIO
 from itertools import pairwise
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan
-from sharding.compression import compression_of, decompress, open_decompressed
+from sharding.compression import WINDOW_BYTES, compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, columns_of
 from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, starts_of_lines
@@ -31,6 +36,10 @@ from sharding.formats.arrow.json_types import JSON_TEXT, Seen, problems
 from sharding.formats.arrow.schema import BROKEN, decoded_bytes, leaves, schema_in, specs_of
 from sharding.redaction import identity_of
 
+_ARRAY = {b"array": b""}
+"""Metadata of the schema of a file that is one array."""
+_STARTS_ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[|(\{)\s*"data"\s*:\s*\[)')
+_MOST_ARRAY_BYTES = 64 << 20
 _FEWER_KEYS = 'write keys that are data as values: {"key": ..., "value": ...}'
 
 
@@ -40,6 +49,7 @@ class JsonlFormat(TabularFormat):
     Args:
         max_line_bytes: bytes of the longest line that indexing accepts; it takes up to 20 times the memory.
         max_columns: columns that indexing accepts: each takes some hundred bytes in every shard.
+        window_bytes: window of a zstd frame that indexing accepts, up to 2 GiB: reading it takes so much.
     """
 
     name = "jsonl"
@@ -47,11 +57,14 @@ class JsonlFormat(TabularFormat):
     max_cells = 8 << 20
     """Lines times columns of a block, at most: values that are missing take as much as others."""
 
-    def __init__(self, *, max_line_bytes: int = 16 << 20, max_columns: int = 50_000) -> None:
+    def __init__(
+        self, *, max_line_bytes: int = 16 << 20, max_columns: int = 50_000, window_bytes: int = WINDOW_BYTES
+    ) -> None:
         for name, value in (("max_line_bytes", max_line_bytes), ("max_columns", max_columns)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         self.max_line_bytes, self.max_columns = max_line_bytes, max_columns
+        self.window_bytes = window_bytes
 
     def scan(self, file: BinaryIO, shard: Shard, *, block_bytes: int) -> ShardScan:
         """Read and parse the whole file once, in the memory of a block. An empty file has no samples.
@@ -61,14 +74,14 @@ class JsonlFormat(TabularFormat):
                 `max_line_bytes`, or there are more than `max_columns` keys; offsets count bytes of the
                 decompressed file.
         """
-        compressed = compression_of(shard.url) is not None
-        if compressed:
-            file = open_decompressed(file, shard.url)
-        else:
-            file.seek(0)
+        is_whole = compression_of(shard.url) is not None
+        array, array_bytes = _lines_of_array(self._opened(file, shard), shard.url, warns=True)
+        file = self._opened(file, shard) if array is None else BytesIO(array)
+        is_whole = is_whole or array is not None
+        max_line_bytes = self.max_line_bytes if array is None else len(array)
         scanner, runs = LineScanner(self.max_columns), list[tuple[int, int, int, int]]()
         try:
-            for offset, lines in _whole_lines(file, shard, block_bytes, self.max_line_bytes):
+            for offset, lines in _whole_lines(file, shard, block_bytes, max_line_bytes):
                 runs.append((offset, len(lines), *scanner.scan(lines, offset)))
         except LineError as fault:
             raise CorruptShardError(shard.url, fault.reason, fault.at) from fault
@@ -83,17 +96,19 @@ class JsonlFormat(TabularFormat):
                 "the last counts, as for json.loads",
                 stacklevel=2,
             )
-        schema = pa.schema([one.field(key, key) for key, one in scanner.root.children.items()])
+        fields = [one.field(key, key) for key, one in scanner.root.children.items()]
+        schema = pa.schema(fields, None if array is None else _ARRAY)
         num_rows = sum(rows for _, _, rows, _ in runs)
         specs = specs_of(schema, null_free=_null_free(scanner.root, num_rows))
-        if not compressed:
+        if not is_whole:
             runs = self._cut(file, runs, scanner.num_keys)
         blocks = [
             (offset, length, length + 8 * elements + sum(decoded_bytes(specs, rows)), rows)
             for offset, length, rows, elements in runs
         ]
-        if compressed:
-            blocks = [(0, shard.size, sum(b[2] for b in blocks), sum(b[3] for b in blocks))]
+        if is_whole:
+            nbytes = array_bytes + sum(b[2] for b in blocks)
+            blocks = [(0, shard.size, nbytes, sum(b[3] for b in blocks))]
         table = np.array([block for block in blocks if block[3]], np.int64).reshape(-1, 4)
         offset, length, nbytes, rows = np.ascontiguousarray(table.T)
         return ShardScan(offset, length, nbytes, rows, schema=specs, footer=schema.serialize().to_pybytes())
@@ -128,7 +143,7 @@ class JsonlFormat(TabularFormat):
 
     def sample_offsets(self, block: Block, data: memoryview | None) -> NDArray[np.int64] | None:
         """Return where the lines begin that are not blank."""
-        if data is None:
+        if data is None or _is_array(bytes(block.footer)):
             return None
         if compression_of(block.shard.url) is not None:
             data = decompress(data, block.shard.url, limit_bytes=block.nbytes)
@@ -155,6 +170,8 @@ class JsonlFormat(TabularFormat):
                 raise CorruptShardError(block.shard.url, problem, stage="decode")
         if compression_of(block.shard.url) is not None:
             data = decompress(data, block.shard.url, limit_bytes=block.nbytes)
+        if _is_array(footer):
+            data = memoryview(_lines_of_array(BytesIO(data), block.shard.url)[0] or b"")
         try:
             reader = _reader(footer, None if columns is None else tuple(columns), texts)
             table, num_rows = reader.read(data)
@@ -165,6 +182,59 @@ class JsonlFormat(TabularFormat):
         if num_rows != block.num_samples:
             raise block.corrupt(f"{num_rows} samples where {block.num_samples} were indexed")
         return table
+
+    def _opened(self, file: BinaryIO, shard: Shard) -> BinaryIO:
+        """The file from its beginning, decompressed."""
+        file.seek(0)
+        if compression_of(shard.url) is None:
+            return file
+        return open_decompressed(file, shard.url, window_bytes=self.window_bytes)
+
+
+@lru_cache(maxsize=64)
+def _is_array(footer: bytes) -> bool:
+    return bool(schema_in(footer).metadata == _ARRAY)
+
+
+def _lines_of_array(file: BinaryIO, url: str, *, warns: bool = False) -> tuple[bytes | None, int]:
+    """The items of a file that is one array of objects, a line each, and its bytes; None: it is none.
+
+    `warns`: of keys that are there twice.
+    """
+    text = _read(file, 4096)
+    match = _STARTS_ARRAY.match(text)
+    if match is None:
+        return None, 0
+    text += _read(file, _MOST_ARRAY_BYTES + 1 - len(text))
+    may_be_lines = match[1] is not None  # which begin with an object, too
+    if len(text) > _MOST_ARRAY_BYTES and not may_be_lines:
+        reason = f"is one JSON array of more than {_MOST_ARRAY_BYTES >> 20} MiB"
+        raise CorruptShardError(url, f"{reason}: write it as lines: jq -c '.[]' {url} > lines.jsonl")
+    doubled: list[str] = []
+
+    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        known = dict(pairs)
+        if len(known) < len(pairs) and not doubled:
+            keys = [key for key, _ in pairs]
+            doubled.append(next(key for key in keys if keys.count(key) > 1))
+        return known
+
+    try:
+        value = json.loads(text, object_pairs_hook=object_of if warns else None)
+    except (ValueError, RecursionError) as error:
+        if may_be_lines:
+            return None, 0
+        raise CorruptShardError(url, f"is one JSON array, and is damaged: {error}") from error
+    items = value if isinstance(value, list) else value["data"]
+    odd = next((number for number, item in enumerate(items) if not isinstance(item, dict)), None)
+    if may_be_lines and (odd is not None or len(value) > 1):
+        return None, 0
+    if odd is not None:
+        raise CorruptShardError(url, f"is one JSON array whose item {odd} is no object, as samples are")
+    if doubled:
+        told = f"{identity_of(url)}: key {doubled[0]!r} is there twice in an object of its array"
+        warnings.warn(f"{told}: the last counts, as for json.loads", stacklevel=3)
+    return b"".join(json.dumps(item).encode() + b"\n" for item in items), len(text)
 
 
 @lru_cache(maxsize=64)

@@ -32,7 +32,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import ALTERNATIVE, Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
-from sharding.compression import compression_of, decompress, open_decompressed
+from sharding.compression import WINDOW_BYTES, compression_of, decompress, open_decompressed
 from sharding.errors import CorruptShardError
 from sharding.formats.tar.header import BLOCK, COPIED, MAGIC, NO_MAGIC, ODD_SIZE, SIZE
 from sharding.formats.tar.header_chains import octal_sizes
@@ -61,6 +61,7 @@ class TarFormat(Format):
     Args:
         allow_unfinished: read the whole samples of files that end before their archive does, too.
         max_members: files of a compressed shard that indexing accepts; each takes some 600 bytes of memory.
+        window_bytes: window of a zstd frame that indexing accepts, up to 2 GiB: reading it takes so much.
     """
 
     name = "tar"
@@ -68,10 +69,13 @@ class TarFormat(Format):
     has_empty_samples = False
     columns_are_extensions = True
 
-    def __init__(self, *, allow_unfinished: bool = False, max_members: int = 500_000) -> None:
+    def __init__(
+        self, *, allow_unfinished: bool = False, max_members: int = 500_000, window_bytes: int = WINDOW_BYTES
+    ) -> None:
         if not isinstance(max_members, int) or max_members < 1:
             raise ValueError(f"max_members must be an integer >= 1, got {max_members!r}")
         self.allow_unfinished, self.max_members = allow_unfinished, max_members
+        self.window_bytes = window_bytes
 
     def options(self) -> dict[str, str | int]:
         """Return the options that shape the blocks; see `Format.options`."""
@@ -83,7 +87,7 @@ class TarFormat(Format):
         An archive without samples gives zero blocks.
         """
         compressed = compression_of(shard.url) is not None
-        plain = open_decompressed(file, shard.url) if compressed else file
+        plain = open_decompressed(file, shard.url, window_bytes=self.window_bytes) if compressed else file
         most = self.max_members if compressed else None  # a plain one is as long as what indexing it takes
         members = list_members(plain, shard.url, allow_unfinished=self.allow_unfinished, max_members=most)
         samples = group_members(members, shard.url)

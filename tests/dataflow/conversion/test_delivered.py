@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from conversion_kit import make_source, mds_of, picture, pil_value
 
-from dataflow import ConversionError, ShardedDataset, convert
+from dataflow import ConversionError, SampleError, ShardedDataset, convert
 from sharding.formats.streaming.stored_values import png_of
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (4, 5, 7, 3), np.uint8)
@@ -95,3 +95,24 @@ def test_bools_stay_bools(tmp_path: Path, to: str) -> None:
     found = [next(iter(ShardedDataset(made.catalog)[i].values())) for i in range(2)]
     assert [str(np.asarray(value).dtype) for value in found] == ["bool"] * 2
     assert list(map(bool, found)) == [True, False]
+
+
+def undotted(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "__key__": sample["__key__"].replace(".", "_")}
+
+
+def test_a_key_with_a_dot_is_refused_by_a_tar_with_the_map_that_cures_it(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "v1.2.jpg").write_bytes(picture(1))
+    with pytest.raises(
+        SampleError, match=r"the key 'v1\.2' has a dot .*: map=lambda sample: \{\*\*sample, .*'_'\)\}"
+    ):
+        convert(str(tmp_path / "p"), tmp_path / "a", to="tar", workers=1)
+    made = convert(str(tmp_path / "p"), tmp_path / "b", to="tar", map=undotted, workers=1)
+    assert ShardedDataset(made.catalog, columns=["__key__"])[0] == {"__key__": "v1_2"}
+
+
+@pytest.mark.parametrize("name", ["Label", "a/b", "_hidden"])
+def test_columns_that_no_tar_keeps_are_refused_and_not_left_out(tmp_path: Path, name: str) -> None:
+    with pytest.raises((SampleError, ValueError), match=f"column '{name}' is no ending of a tar's member"):
+        convert([{name: 1, "x": 2}], tmp_path / "a", to="tar", workers=1)

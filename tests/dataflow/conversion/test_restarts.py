@@ -137,7 +137,8 @@ def test_a_kill_at_any_step_of_overwriting_leaves_the_old_set_or_the_new_one_who
                 raw = shard["raw_data"]
                 assert (folder / raw["basename"]).stat().st_size == raw["bytes"]
         is_begun = json.loads((folder / ".convert/plan.json").read_text())["run"] == 1
-        written(folder, NEW, to, overwrite=not is_begun or step % 2 == 0)
+        has_receipts = any((folder / ".convert/shards-r1").glob("0*.json"))
+        written(folder, NEW, to, overwrite=not (is_begun and has_receipts) or step % 2 == 0)
         assert rows_of(folder) == NEW
         assert len([name for name in digest(folder) if name.startswith("shard")]) == 3
         assert len(list((folder / ".convert").glob("shards*"))) == 1
@@ -168,6 +169,16 @@ def test_what_was_begun_twice_and_never_finished_is_kept_once(tmp_path: Path) ->
     assert sorted(path.name for path in folder.glob("*.mds")) == ["shard.00000-r2.mds", "shard.00000.mds"]
     written(folder, NEW, overwrite=True)
     assert sorted(path.name for path in folder.glob("*.mds")) == [f"shard.0000{i}-r3.mds" for i in range(3)]
+
+
+def test_a_folder_of_two_conversions_is_no_dataset(tmp_path: Path) -> None:
+    written(tmp_path, OLD, "tar")
+    assert killed_before_step(4, lambda: written(tmp_path, NEW, "tar", overwrite=True))
+    with pytest.raises(DataflowError, match=r"two conversions, such as .*-r1\.tar.* open dataset\.catalog"):
+        ShardedDataset(str(tmp_path))
+    assert rows_of(tmp_path) == OLD
+    written(tmp_path, NEW, "tar")
+    assert len(ShardedDataset(str(tmp_path))) == len(NEW)
 
 
 # ---- its own shards of before ---------------------------------------------------------------------------

@@ -289,3 +289,33 @@ def test_a_state_of_other_class_numbers_is_refused(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="was taken with classes=None"),
     ):
         loader.load_state_dict(state)
+
+
+# ---- manifests ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("metadata.csv", "image|label\na/1.jpg|cat\n", "no column 'file_name'"),
+        ("metadata.csv", "filename,label\na/1.jpg,cat\n", "no column 'file_name'.*it has filename, label"),
+        ("metadata.csv", "image_file_name,mask_file_name\na/1.jpg,a/1.jpg\n", "no column 'file_name'"),
+        ("metadata.tsv", "file_name,label\na/1.jpg,cat\n", "no column 'file_name'"),
+        ("a/metadata.csv", "file_name,label\n1.jpg,cat\n", "manifest in a folder below, 'a/metadata.csv'"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_an_error_and_folders_are_no_classes(
+    name: str, text: str, said: str, tmp_path: Path
+) -> None:
+    pictures(tmp_path, "a/1.jpg", "b/1.jpg")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said) as error:
+        ShardedDataset(tmp_path)
+    assert name in str(error.value)
+
+
+def test_a_manifest_may_be_called_json_if_it_holds_lines(tmp_path: Path) -> None:
+    pictures(tmp_path, "1.jpg")
+    (tmp_path / "labels.json").write_text('{"file_name": "1.jpg", "label": "cat"}\n')
+    dataset = ShardedDataset(tmp_path, manifest="labels.json", columns=["label"])
+    assert dataset[0]["label"] == "cat"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from dataflow import DataLoader, Optional, ShardedDataset, Shuffle, TokenBudget
-from sharding.errors import ShardError
+from sharding.errors import CorruptShardError, ShardError
 from sharding.lengths.column_lengths import column_lengths
 
 ROWS: list[dict[str, Any]] = [
@@ -112,3 +113,52 @@ def test_lines_mean_the_same_however_they_are_dealt_to_files(kind: str, tmp_path
         else:
             got.append([one["x"] for one in samples])
     assert repr(got) == repr([[float(v) if kind == "numbers" and v else v for v in values]] * 2)
+
+
+ITEMS = [{"id": i, "text": f"é{i}\n", "more": [1, {"a": None}], "big": 2**63 + i} for i in range(20)]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("whole", [ITEMS, {"data": ITEMS}], ids=["array", "data"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_one_array_of_objects_is_its_items(indent: int | None, whole: Any, name: str, tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
+    text = json.dumps(whole, indent=indent).encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else b"\n" + text)
+    dataset, expected = (ShardedDataset(tmp_path / one, format="jsonl") for one in (name, lines))
+    assert dataset.schema == expected.schema
+    assert [dataset[i] for i in range(20)] == [expected[i] for i in range(20)]
+    with DataLoader(dataset, batch_size=20) as loader:
+        (batch,) = loader
+        assert batch["id"].tolist() == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[{"a": 1}, 2]', "is one JSON array whose item 1 is no object"),
+        ('[{"a": 1}, {"a"', "is one JSON array, and is damaged"),
+        ('{"data": [{"a": 1}', "not JSON"),
+    ],
+)
+def test_an_array_that_holds_no_samples_is_an_error(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(CorruptShardError, match=said):
+        ShardedDataset(tmp_path / "a.jsonl")
+
+
+def test_a_large_array_is_an_error_with_the_line_that_converts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sharding.formats.arrow.jsonl._MOST_ARRAY_BYTES", 1 << 20)
+    (tmp_path / "a.json").write_text(json.dumps([{"a": "x" * (1 << 20)}]))
+    with pytest.raises(CorruptShardError, match=r"more than 1 MiB: write it as lines: jq -c .*a\.json"):
+        ShardedDataset(tmp_path / "a.json", format="jsonl")
+
+
+def test_lines_with_a_column_data_stay_lines(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"data": [1, 2]}\n')
+    (tmp_path / "b.jsonl").write_text('{"data": [{"a": 1}]}\n{"data": []}\n')
+    (tmp_path / "c.jsonl").write_text('{"data": [{"a": 1}], "n": 1}\n')
+    assert [len(ShardedDataset(tmp_path / f"{name}.jsonl")) for name in "abc"] == [1, 2, 1]

@@ -297,3 +297,22 @@ def test_of_a_key_that_is_there_twice_the_last_counts_with_one_warning(lines, sa
     if rows is not None:
         with pytest.warns(UserWarning, match="the last counts"):
             assert rows_of(decoded_blocks(JsonlFormat(), content, "t.jsonl")) == rows
+
+
+def wide_zst(content: bytes, window_log: int) -> bytes:
+    """A frame as `zstd --long` writes it into a pipe: its size is not told, and its window is."""
+    zstandard = pytest.importorskip("zstandard")
+    params = zstandard.ZstdCompressionParameters(window_log=window_log, write_content_size=False)
+    compressor = zstandard.ZstdCompressor(compression_params=params).compressobj()
+    return compressor.compress(content) + compressor.flush()
+
+
+@pytest.mark.parametrize("window_log", [27, 28])
+def test_a_window_of_zstd_is_named_where_it_is_too_wide_and_read_where_it_may_be(window_log):
+    content = wide_zst(b'{"a":1}\n{"a":2}\n', window_log)
+    fmt = JsonlFormat(window_bytes=1 << window_log)
+    assert rows_of(decoded_blocks(fmt, content, "t.jsonl.zst")) == [{"a": 1}, {"a": 2}]
+    if window_log == 28:
+        text = r"its zstd window is 268,435,456 bytes, and .* of 134,217,728 are .*window_bytes=268435456"
+        with pytest.raises(CorruptShardError, match=text):
+            scan_of(JsonlFormat(), content, "t.jsonl.zst")

@@ -323,6 +323,7 @@ def test_nbytes_bounds_what_typical_data_holds_and_is_not_far_above(column, name
         assert scan.nbytes.sum() <= 8 * sum(held) + 2000 * len(held)
 
 
+@pytest.mark.filterwarnings("ignore:a.jsonl, line 1. key 'a' is there twice:UserWarning")
 def test_nested_values_are_the_text_of_their_line():
     rows = [b'[ {"b": 1e2 ,"a":1, "a" : "\\u00e9" } ]', b"[[1.0,  1],true]", b'["NaN", NaN]', b'["\\ud800"]']
     content = b"".join(b'{"i": 0, "x" :  %s \t}\n' % row for row in rows)
