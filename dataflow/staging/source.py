@@ -250,8 +250,17 @@ class Source:
         """The number of its first sample: its random numbers depend on no other source's size."""
         return self.number << _SOURCE_SHIFT
 
+    @cached_property
+    def _has_others(self) -> bool:
+        return any(spec.kind == "other" for own in self.catalog.schemas for spec in own.values())
+
     def locates(self, blocks: NDArray[np.int64]) -> bool:
-        """Return whether values of all these blocks lie in the stored bytes: not so in compressed shards."""
+        """Return whether values of all these blocks lie in the stored bytes: not so in compressed shards.
+
+        Nor where a column is asked for that nothing delivers: whoever decodes the block says so.
+        """
+        if self.all_columns and self._has_others:
+            return False
         shards, first = np.unique(self.catalog.blocks.shard[blocks], return_index=True)
         for shard, number in zip(shards.tolist(), blocks[first].tolist(), strict=True):
             if shard not in self._locates:

@@ -32,7 +32,8 @@ from sharding.urls import is_http, is_local, leaves_folder, local_path
 
 _VERSIONED = re.compile(r"(?:v(\d+)|(\d+)-[0-9a-fA-F-]+)(\.gz)?\.metadata\.json")
 _THREADS = 16
-_MOST = 256 << 20  # of compressed metadata: parsed, it takes many times as much
+_MOST_BYTES = 512 << 20
+"""Bytes of metadata, at most, that a file in gzip holds."""
 _DELETES = (
     "has rows that are deleted by delete files, which are not read: CALL system.rewrite_data_files with "
     "'delete-file-threshold' => '1' writes the files anew; open the snapshot that it makes"
@@ -202,17 +203,17 @@ def _folder_of(file: str) -> str:
 
 
 def _parsed(content: bytes, url: str) -> TableMetadata:
-    name = identity_of(url)
     try:
         if compression_in(content[:HEAD_BYTES]) == "gzip":
-            content = open_decompressed(io.BytesIO(content), name, limit_bytes=_MOST, kind="gzip").read()
+            content = open_decompressed(
+                io.BytesIO(content), identity_of(url), limit_bytes=_MOST_BYTES, kind="gzip"
+            ).read()
         return TableMetadataUtil.parse_raw(content.decode())
-    except CorruptShardError as error:  # damaged, or a few bytes that expand to all memory
-        raise CorruptShardError(name, f"{error.reason}; expire_snapshots makes it small") from error
-    except Exception as error:  # pydantic's, pyiceberg's own
+    except Exception as error:  # pydantic's, zlib's, pyiceberg's own
         first = str(error).strip().splitlines()[0]
-        reason = f"is no metadata of an Iceberg table: {type(error).__name__}: {first}"
-        raise CorruptShardError(name, reason) from error
+        raise CorruptShardError(
+            identity_of(url), f"is no metadata of an Iceberg table: {type(error).__name__}: {first}"
+        ) from error
 
 
 def _snapshot_of(metadata: TableMetadata, revision: str | int | None, url: str) -> int | None:

@@ -126,11 +126,14 @@ class MdsColumn(StoredColumn, frozen=True):
     @property
     def is_rewritten(self) -> bool:
         """Return whether values are delivered in other bytes than they are stored in."""
-        return self.encoding in _LISTS or self.encoding == "pil" or self.items != ""
+        is_listed = self.encoding in _LISTS or self.items != ""
+        return is_listed or self.encoding == "pil" or not _is_known(self.encoding)
 
     def spec(self) -> ColumnSpec:
         """Return the kind of the column."""
         encoding, _, config = self.encoding.partition(":")
+        if not _is_known(self.encoding):
+            return ColumnSpec("other", note=f"MDS's {self.encoding}")
         if encoding in _NUMBERS:
             return ColumnSpec("fixed", _NUMBERS[encoding])
         if self.items:
@@ -150,6 +153,8 @@ class MdsColumn(StoredColumn, frozen=True):
     def decode(self, buffer: NDArray[np.uint8], starts: Ints, lengths: Ints, block: Block) -> Column:
         """Return the values that lie in a block's bytes at these places, [n]."""
         spec = self.spec()
+        if spec.kind == "other":
+            raise self.corrupt(block)(f"{spec.note} is not read: leave the column out by columns=")
         if spec.kind == "fixed":
             return numbers_at(buffer, starts, spec.dtype, spec.shape)
         if not self.is_rewritten:
@@ -207,23 +212,28 @@ def _known(name: Any, encoding: Any, size: Any, items: Any = "") -> tuple[str, s
         raise ValueError(f"a column is {name!r} of encoding {encoding!r}")
     kind, _, config = encoding.partition(":")
     expected: int | None = None
-    if kind == "ndarray":
+    if not _is_known(encoding):  # it refuses who asks for it alone
+        expected = size if type(size) is int and 0 < size < 1 << 32 else None
+    elif kind == "ndarray":
         dtype, _, shape = config.partition(":")
-        if dtype and dtype not in _VALUE_DTYPES.values():
-            raise ValueError(f"column {name!r} is of encoding {encoding!r}, which is not known")
         if shape:
             expected = int(np.prod(_shape(shape), dtype=np.int64)) * np.dtype(dtype).itemsize
             if min(_shape(shape)) < 1 or expected >= 1 << 32:
                 raise ValueError(f"column {name!r} is of encoding {encoding!r}")
     elif encoding in _NUMBERS:
         expected = np.dtype(_NUMBERS[encoding]).itemsize
-    elif encoding not in (*_LISTS, *_IMAGES, "pil", "bytes", "str", "json", "pkl", *_TEXT_NUMBERS):
-        raise ValueError(f"column {name!r} is of encoding {encoding!r}, which is not known")
     if size != expected:
         raise ValueError(
             f"column {name!r} of encoding {encoding!r} has values of {size} bytes, not {expected}"
         )
     return name, encoding, expected, items
+
+
+def _is_known(encoding: str) -> bool:
+    kind, _, config = encoding.partition(":")
+    if kind == "ndarray":
+        return config.partition(":")[0] in ("", *_VALUE_DTYPES.values())
+    return encoding in (*_NUMBERS, *_LISTS, *_IMAGES, "pil", "bytes", "str", "json", "pkl", *_TEXT_NUMBERS)
 
 
 def _shape(text: str) -> tuple[int, ...]:
