@@ -104,10 +104,6 @@ class Listing(Struct, frozen=True, kw_only=True):
     """True if a part of that text may turn out to be a folder or a pattern."""
 
 
-def _always(spec: Spec, asked: SourceArguments, places: Places) -> bool:
-    return True
-
-
 class Row(Struct, frozen=True):
     """One meaning that a source may have."""
 
@@ -121,7 +117,7 @@ class Row(Struct, frozen=True):
     """Names of `format=` that go with it; (): all."""
     endings: tuple[str, ...] = ()
     """The ends of files that it may be; (): any."""
-    may_claim: Callable[[Spec, SourceArguments, Places], bool] = _always
+    may_claim: Callable[[Spec, SourceArguments, Places], bool] = lambda spec, asked, places: True
     """A cheap look, before what claims it is imported."""
 
     def is_asked(self, spec: Spec, asked: SourceArguments) -> bool:

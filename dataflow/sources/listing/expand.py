@@ -163,8 +163,9 @@ def _look_up(
         return [_http_file(url, options)]
     if is_glob(url) and not _exists(url, options):
         return _glob(url, options, kind)
-    entries = known[url] if url in known else entries_of(url, options)
-    if entries is None:
+    is_file = is_local(url) and os.path.isfile(_canonical(url))
+    entries = None if is_file or url in known else entries_of(url, options)
+    if (entries := known.get(url, entries)) is None:
         return [_canonical(url)]
     return _list_directory(url, entries, kind, options, is_alone=is_alone)
 
