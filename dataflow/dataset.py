@@ -207,8 +207,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         self._is_joined = False
         """True if its samples are read beside those of another dataset, by whose numbers they draw."""
         self._num_splits = 0
-        self.seed = 0
-        self.epoch = 0
+        self.seed = self.epoch = 0
         self._access = RandomAccess()
         if listing.selects is not None:
             from dataflow.sources.joins import selected
@@ -227,9 +226,8 @@ class ShardedDataset(Sharded, Dataset[S]):
     def features(self) -> dict[str, Any]:
         """The features of columns, as `datasets` of Hugging Face wrote them, or folders of classes have them.
 
-        Delivered name -> description, as JSON has it: `dataset.features["label"]["names"]` are the names of
-        classes, `datasets.Features.from_dict(dataset.features)` gives the package's own values. Of the first
-        shard.
+        Delivered name -> description, as JSON has it: `dataset.features["label"]["names"]` names classes, and
+        `datasets.Features.from_dict(dataset.features)` gives the package's own values. Of the first shard.
         """
         from dataflow.sources.views import features_by_name
 
@@ -461,8 +459,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         from dataflow.sources.views import balance_of
 
         view = self._view(self.selection)
-        with told_of_memory(f"balance {len(self):,} samples", "balance fewer", [self.catalog]):
-            view.balance = balance_of(self, by, weights)
+        view.balance = balance_of(self, by, weights)
         return view
 
     def join(

@@ -99,7 +99,7 @@ def _html_columns(rows: Iterable[Sequence[str]]) -> str:
 
 
 def _schema_rows(schema: Any) -> Iterator[Sequence[str]]:
-    """Yield heads, and of each column name, type, shape or elements, whether it is missing, a decoder."""
+    """Yield heads, and of each column name, type, shape or elements, whether it may be missing, a decoder."""
     from sharding.blocks import spec_text
 
     yield "column", "type", "shape", "missing", "decode=, such as"
@@ -108,7 +108,7 @@ def _schema_rows(schema: Any) -> Iterator[Sequence[str]]:
         sizes = "" if low is None else f"{low:,}" if low == high else f"{low:,} to {high:,}"
         shape = str([*spec.shape]) if spec.shape else sizes
         kind = "see schema.conflicts" if name in schema.conflicts else spec_text(replace(spec, shape=()))
-        yield name, kind, shape, "in some" if spec.optional else "", _decoder_of(name, spec)
+        yield name, kind, shape, "maybe" if spec.optional else "", _decoder_of(name, spec)
 
 
 def _decoder_of(name: str, spec: Any) -> str:
@@ -118,7 +118,8 @@ def _decoder_of(name: str, spec: Any) -> str:
     is_bytes = spec.kind in ("bytes", "bytes_list")
     what = rule_of_extension(name) if is_bytes else spec.kind if spec.kind in ("text", "json") else None
     named = {"image": "Image(size=224)", "list": "Pad()", "fixed": ""}
-    rule = named.get(spec.feature_type.lower() or what or spec.kind, f'"{what}"' if what else "")
+    what = "image" if spec.feature_type == "Image" else what
+    rule = named.get(what or spec.kind, f'"{what}"' if what else "")
     if not rule and is_bytes:
         rule = "a function of bytes"
     return f"Optional({rule}{', ' if rule else ''}mask=True)" if spec.optional else rule

@@ -193,9 +193,6 @@ def _with_members(source: Source, selection: Selection, expression: Any) -> Sele
     return selection.where(lambda block, rows: masks[block][rows])
 
 
-# ---- what columns say ------------------------------------------------------------------------------------
-
-
 def features_by_name(outputs: Sequence[Output], catalog: Catalog, codec: Format) -> dict[str, Any]:
     """The stored features of columns that are each made of one stored column, by the names delivered."""
     if isinstance(codec, TabularFormat) and catalog.num_blocks:
@@ -253,11 +250,9 @@ def _kept_classes(dataset: Any, by: str) -> NDArray[np.int32]:
     if not len(dataset):
         raise ValueError("there are no samples to balance")
     (output,) = dataset.outputs
-    marks = ("classes", output.description(), *output.sources, dataset.fingerprint())
-    catalog = dataset.catalog.fingerprint()
-    file = LengthsFile(
-        num_samples=len(dataset), catalog=catalog, facts=marks, catalog_path=dataset.catalog_path
-    )
+    marks = ("classes", output.description(), repr(output.default), *output.sources, dataset.fingerprint())
+    catalog, path = dataset.catalog.fingerprint(), dataset.catalog_path
+    file = LengthsFile(num_samples=len(dataset), catalog=catalog, facts=marks, catalog_path=path)
     kept = KeptLengths([file])
     if output.function or not kept.is_complete:
         _labels(dataset, by, np.zeros(1, np.int64))  # raises for what is no label, before all are read

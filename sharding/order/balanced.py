@@ -43,7 +43,7 @@ class Balance:
 
     def __init__(self, classes: NDArray[np.int32], drawn: Ints) -> None:
         if len(classes) > MOST_LISTED:
-            raise MemoryError(f"{len(classes):,} samples, and at most {MOST_LISTED:,} are balanced")
+            raise ValueError(f"there are {len(classes):,} samples, and at most {MOST_LISTED:,} are balanced")
         self._classes, self._drawn = classes, drawn
         self._ranks: tuple[int, NDArray[np.int32]] | None = None
 

@@ -111,22 +111,6 @@ def test_so_is_an_iceberg_table_by_its_folder_or_metadata(source: str) -> None:
     assert in_order(stored_rows(dataset)) == in_order(list(told(ICEBERG)["grown"].values())[-1])
 
 
-def test_metadata_of_iceberg_in_gzip_is_read_within_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`write.metadata.compression-codec=gzip` names it so; 16 bytes of it tell nobody that they are gzip."""
-    table = shutil.copytree(ICEBERG / "grown", tmp_path / "grown")
-    (plain,) = (table / "metadata").glob("*.metadata.json")
-    plain.with_name(plain.name.replace(".metadata.json", ".gz.metadata.json")).write_bytes(
-        gzip.compress(plain.read_bytes())
-    )
-    plain.unlink()
-    assert len(ShardedDataset(table)) == len(ShardedDataset(ICEBERG / "grown"))
-    monkeypatch.setattr("dataflow.sources.tables.iceberg._MOST_BYTES", 1000)
-    with pytest.raises(CorruptShardError, match="decompresses to more than 1000 bytes"):
-        ShardedDataset(table)
-
-
 def test_tables_of_s3_are_read_with_the_options_of_its_filesystem() -> None:
     with s3_server() as server:
         for table in (DELTA / "grown", ICEBERG / "grown"):
@@ -538,6 +522,37 @@ def test_damaged_metadata_of_iceberg_is_named(which: str, tmp_path: Path) -> Non
         CorruptShardError, match=r"no metadata of an Iceberg table|cannot be read by pyiceberg"
     ):
         ShardedDataset(table)
+
+
+def compressed(table: Path) -> Path:
+    """The metadata of a table, as `write.metadata.compression-codec=gzip` has it written."""
+    plain = next((table / "metadata").glob("*.metadata.json"))
+    packed = plain.with_name(plain.name.replace(".metadata.json", ".gz.metadata.json"))
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    return packed
+
+
+def test_metadata_of_iceberg_may_be_compressed(tmp_path: Path) -> None:
+    table = copied(ICEBERG / "grown", tmp_path)
+    compressed(table)
+    assert stored_rows(ShardedDataset(table)) == stored_rows(ShardedDataset(ICEBERG / "grown"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "bomb"])
+def test_compressed_metadata_that_is_cut_or_expands_without_end_is_named(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = copied(ICEBERG / "grown", tmp_path)
+    packed = compressed(table)
+    if damage == "cut":
+        packed.write_bytes(packed.read_bytes()[:1000])
+    else:
+        monkeypatch.setattr("dataflow.sources.tables.iceberg._MOST", 1 << 20)
+        packed.write_bytes(gzip.compress(b" " * (2 << 20)))
+    with pytest.raises(CorruptShardError, match="expire_snapshots") as raised:
+        ShardedDataset(table)
+    assert raised.value.shard == str(packed)
 
 
 def test_a_manifest_that_is_gone_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -147,20 +147,26 @@ def _has_manifest(spec: Spec, asked: SourceArguments, places: Places) -> bool:
     return asked.manifest is not None
 
 
+def _has_shards(spec: Spec, places: Places, but: Collection[str] = ()) -> bool:
+    """Return whether a file in a folder ends as a format's do."""
+    names = places.names(spec.text)
+    return any(has_suffix(name) and name not in but and not name.startswith((".", "_")) for name in names)
+
+
 def _are_files(spec: Spec, asked: SourceArguments, places: Places) -> bool:
     if asked.split is not None:
         return True
     if spec.kind == "folder":
-        names = [name for name in places.names(spec.text) if name not in MANIFESTS]
-        return not any(has_suffix(name) and not name.startswith((".", "_")) for name in names)
+        return not _has_shards(spec, places, MANIFESTS)
     return all(KIND_ENDING.search(file_name(text).lower()) for text in spec.texts)
 
 
 def _are_splits(spec: Spec, asked: SourceArguments, places: Places) -> bool:
     if (asked.config, asked.split) != (None, None):
         return True
-    is_here = spec.kind == "folder" and is_local(spec.text)
-    return is_here and not shards_in(places.names(spec.text), asked.format_name)
+    if spec.kind != "folder" or not is_local(spec.text) or _has_shards(spec, places):
+        return False
+    return not shards_in(places.names(spec.text), asked.format_name)
 
 
 _NAMED = ("folder", "file", "pattern", "list")

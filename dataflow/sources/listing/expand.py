@@ -163,7 +163,7 @@ def _look_up(
         return [_http_file(url, options)]
     if is_glob(url) and not _exists(url, options):
         return _glob(url, options, kind)
-    entries = known.get(url) or entries_of(url, options)
+    entries = known[url] if url in known else entries_of(url, options)
     if entries is None:
         return [_canonical(url)]
     return _list_directory(url, entries, kind, options, is_alone=is_alone)
@@ -275,8 +275,8 @@ def _files(
         if entry["type"] != "directory" and entry["name"].rstrip("/") not in {*folders, folder}
     }
     if folder is not None:
-        shards = {*shards_in([file_name(name) for name in sizes], kind)}
-        sizes = {name: size for name, size in sizes.items() if file_name(name) in shards}
+        paths = {file_name(path): path for path in sizes}
+        sizes = {paths[name]: sizes[paths[name]] for name in shards_in(paths, kind)}
     filled = {name for name, size in sizes.items() if not may_be_empty(name) or _size(name, size) != 0}
     return filled or set(sizes)
 

@@ -28,24 +28,22 @@ class Places:
     def __init__(self, options: Mapping[str, Any], retrier: Retrier) -> None:
         self.options, self.retrier = options, retrier
         self.files = SmallFiles(options, retrier)
-        self.known: dict[str, Entries] = {}
-        """By URL, the folders that were listed."""
+        self.known: dict[str, Entries | None] = {}
+        """By URL, what lies in folders that were listed; None: it is a file of a store."""
 
     def folder(self, url: str) -> Entries | None:
         """The files and folders in a folder; None: it is no folder, or none that can be listed."""
-        if url not in self.known:
-            if is_local(url):
-                found = _entries_here(local_path(url))
-            elif is_http(url) or is_glob(url) or "{" in url:
-                return None
-            else:
-                found = None
-                with suppress(ShardReadError):  # whoever reads it says what is wrong
-                    found = self.retrier(lambda: entries_of(url, self.options), url, may_ask_nobody=True)
-            if found is None:
-                return None
-            self.known[url] = found
-        return self.known[url]
+        if url in self.known:
+            return self.known[url]
+        if is_local(url):
+            if (found := _entries_here(local_path(url))) is not None:
+                self.known[url] = found
+        elif not (is_http(url) or is_glob(url) or "{" in url):
+            with suppress(ShardReadError):  # whoever reads it says what is wrong
+                self.known[url] = self.retrier(
+                    lambda: entries_of(url, self.options), url, may_ask_nobody=True
+                )
+        return self.known.get(url)
 
     def names(self, url: str, kind: str = "file") -> list[str]:
         """The names of the files, or folders, in a folder; none where it is no folder."""

@@ -31,17 +31,17 @@ def shards_in(names: Collection[str], format: str = "auto") -> list[str]:  # noq
 
     Beside tars that img2dataset wrote, its tables of what became of each URL are none.
     """
-    names = [name for name in names if not name.startswith((".", "_"))]
-    suffixes = ENTRIES[format].suffixes if format in ENTRIES else ()
-    shards = [name for name in names if has_suffix(name, suffixes)] or list(filter(has_suffix, names))
-    if not shards:
-        return [name for name in names if not suffix_of(name)] if suffixes else []
-    if {".tar", ".parquet"} == {*map(suffix_of, shards)}:
-        tars = {name for name in shards if suffix_of(name) == ".tar"}
-        stems = [name.removesuffix(".tar") for name in tars]
-        if {f"{stem}{end}" for stem in stems for end in ("_stats.json", ".parquet")} <= {*names}:
-            return [name for name in shards if name in tars]
-    return shards
+    endings = {name: suffix_of(name) for name in names if not name.startswith((".", "_"))}
+    wanted = ENTRIES[format].suffixes if format in ENTRIES else ()
+    there = {*endings.values()}
+    known = there.intersection(wanted) or {ending for ending in there if ending and has_suffix(f"x{ending}")}
+    if not known:
+        return [name for name, ending in endings.items() if not ending] if wanted else []
+    if known == {".tar", ".parquet"}:
+        stems = [name.removesuffix(".tar") for name, ending in endings.items() if ending == ".tar"]
+        if {f"{stem}{end}" for stem in stems for end in ("_stats.json", ".parquet")} <= endings.keys():
+            known = {".tar"}
+    return [name for name, ending in endings.items() if ending in known]
 
 
 def splits_in(names: Sequence[str]) -> dict[str, list[str]]:

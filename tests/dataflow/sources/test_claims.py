@@ -122,7 +122,11 @@ def test_a_folder_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(type(store), name, counting)
     with Retrier() as retrier:
         assert len(resolve(f"memory:/{tmp_path}", SourceArguments(), Places({}, retrier)).urls) == 1
-    assert [name for name, path in asked if path == str(tmp_path)] == ["info", "ls"]
+        assert [name for name, path in asked if path == str(tmp_path)] == ["info", "ls"]
+        asked.clear()
+        source = f"memory:/{tmp_path}/a.parquet"
+        assert resolve(source, SourceArguments(), Places({}, retrier)).urls == [source]
+    assert [name for name, _ in asked] == ["info"]  # whether it is a folder
 
 
 def test_an_error_says_what_was_looked_for(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pydoc
 import re
 from collections.abc import Iterator
@@ -148,7 +149,16 @@ def test_a_table_of_columns_has_shapes_and_what_some_samples_lack(tmp_path: Path
     shown = ShardedDataset(str(tmp_path / "a.parquet")).schema
     lines = [line.split() for line in str(shown).splitlines()[1:]]
     assert lines[:2] == [["n", "int8"], ["<v>", "float32", "[2]"]]
-    assert lines[2] == ["s", "text", "in", "some", 'Optional("text",', "mask=True)"]
+    assert lines[2] == ["s", "text", "maybe", 'Optional("text",', "mask=True)"]
+    label = pa.array([[0]]), {"_type": "List", "feature": {"_type": "ClassLabel", "names": ["a"]}}
+    features = {"huggingface": json.dumps({"info": {"features": {"labels": label[1]}}})}
+    table = pa.table({"labels": label[0]}).replace_schema_metadata(features)
+    pq.write_table(table, tmp_path / "b.parquet")
+    assert (
+        str(ShardedDataset(str(tmp_path / "b.parquet")).schema)
+        .splitlines()[1]
+        .endswith("Optional(Pad(), mask=True)")
+    )
     assert '<td style="text-align:left">&lt;v&gt;</td>' in shown._repr_html_()  # type: ignore[attr-defined]
 
 
