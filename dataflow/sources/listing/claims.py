@@ -26,6 +26,7 @@ from dataflow.sources.listing.places import Places
 from dataflow.sources.listing.shards import shards_in
 from sharding.blocks import Format
 from sharding.catalog.build import is_catalog
+from sharding.catalog.listings import is_listing
 from sharding.catalog.table import Catalog
 from sharding.errors import ShardReadError
 from sharding.formats import has_suffix
@@ -166,7 +167,8 @@ def _are_splits(spec: Spec, asked: SourceArguments, places: Places) -> bool:
         return True
     if spec.kind != "folder" or not is_local(spec.text) or _has_shards(spec, places):
         return False
-    return not shards_in(places.names(spec.text), asked.format_name)
+    names = places.names(spec.text)
+    return not any(map(is_listing, names)) and not shards_in(names, asked.format_name)
 
 
 _NAMED = ("folder", "file", "pattern", "list")
