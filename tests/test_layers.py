@@ -269,7 +269,7 @@ MOST_LINES = {
     "sharding/order": 1_650,
     "sharding/plan": 1_450,
     "sharding/topology": 950,
-    "sharding/write": 1_675,
+    "sharding/write": 1_695,
     "prefetch": 700,
     "prefetch/cache": 1_000,
     "prefetch/control": 1_350,

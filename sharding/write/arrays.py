@@ -6,6 +6,7 @@ together. Values of several types (1 beside 1.5) become one array only where eac
 
 from __future__ import annotations
 
+from array import array as plain_array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -38,11 +39,13 @@ def array_of(values: Sequence[Any], kind: pa.DataType | None = None, *, rounds: 
         ValueError: a number does not fit the type.
         OverflowError: no array has so many items.
     """
-    types = set(map(type, values))
+    types: set[Any] = set(map(type, values))
     if not types <= _BUILDERS.keys():
         values = [value if type(value) in _BUILDERS else _known(value) for value in values]
         types = set(map(type, values))
-    if np.ndarray in types:
+    if types == {np.ndarray}:
+        types = {(value.dtype, value.ndim) for value in values}
+    elif np.ndarray in types:
         types = set(map(_layout, values))
     types.discard(_NONE)
     if len(types) <= 1:
@@ -178,10 +181,10 @@ def _by_arrow(values: Any) -> pa.Array:
         raise TypeError(f"no Arrow type holds a value of type {kind} ({error})") from error
 
 
-def _ints(values: Sequence[int | None]) -> pa.Array:
+def _ints(values: Sequence[Any]) -> pa.Array:
     if None not in values:
         with suppress(OverflowError):
-            return number_array(np.array(values, np.int64))
+            return number_array(np.frombuffer(plain_array("q", values), np.int64))
     try:
         return pa.array(values, pa.int64())
     except OverflowError:
@@ -212,8 +215,13 @@ def _lists(values: Sequence[Any]) -> pa.Array:
 def _arrays(values: Sequence[NDArray[Any] | None]) -> pa.Array:
     """Lists as deep as arrays of one dtype have dimensions."""
     there = [value for value in values if value is not None]
-    valid = np.fromiter((value is not None for value in values), np.bool_, len(values))
-    shapes, flat = np.array([value.shape for value in there]), np.concatenate([v.reshape(-1) for v in there])
+    valid = np.ones(len(values), np.bool_)
+    if len(there) < len(values):
+        valid = np.fromiter((value is not None for value in values), np.bool_, len(values))
+    if there[0].ndim == 1:
+        shapes, flat = np.fromiter(map(len, there), np.int64, len(there))[:, None], np.concatenate(there)
+    else:
+        shapes, flat = np.array([v.shape for v in there]), np.concatenate([v.reshape(-1) for v in there])
     flat = flat.astype(flat.dtype.newbyteorder("="), copy=False)
     if flat.dtype.kind in "iuf" and flat.dtype.itemsize <= 8:
         items = number_array(flat)
@@ -258,7 +266,9 @@ def _mask(array: pa.Array) -> pa.Array:
 _BUILDERS: dict[type, Callable[[Sequence[Any]], pa.Array]] = {
     _NONE: lambda values: pa.nulls(len(values)),
     int: _ints,
-    float: _plain(pa.float64(), lambda values: number_array(np.array(values, np.float64))),
+    float: _plain(
+        pa.float64(), lambda values: number_array(np.frombuffer(plain_array("d", values), np.float64))
+    ),
     bool: _plain(pa.bool_(), lambda values: bool_array(np.array(values, np.bool_))),
     str: _plain(pa.string(), lambda values: text_array(values, pa.string())),
     bytes: _plain(pa.binary(), lambda values: bytes_array(values, pa.binary())),

@@ -231,21 +231,28 @@ def _number(dtype: np.dtype[Any], rounds: bool) -> Callable[[Any], bytes]:
     form = Struct("<" + {"l": "q", "L": "Q"}.get(dtype.char, dtype.char))
     is_float, is_exact = dtype.kind == "f", dtype.name in ("int64", "float64")
     kinds = (int, float, np.integer, np.floating) if is_float else (int, np.integer)
+    usual, pack = float if is_float else int, form.pack
+    is_kept = is_exact or not is_float
 
     def write(value: Any) -> bytes:
-        if type(value) is not (float if is_float else int):
+        if type(value) is usual and is_kept:
+            return packed(value)
+        if type(value) is not usual:
             value = plain_value(value)
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise TypeError(f"a number of {dtype.name} is asked for")
-        try:
-            packed = form.pack(value)
-        except Exception as error:
-            raise ValueError(f"{value} does not fit {dtype.name}") from error
-        if is_float and not (is_exact and type(value) is float):
-            found = form.unpack(packed)[0]
+        data = packed(value)
+        if is_float:
+            found = form.unpack(data)[0]
             if found != value and value == value and not (rounds and isinstance(value, (float, np.floating))):
                 raise ValueError(f"{value!r} would be {found!r} in {dtype.name}")
-        return packed
+        return data
+
+    def packed(value: Any) -> bytes:
+        try:
+            return pack(value)
+        except Exception as error:
+            raise ValueError(f"{value} does not fit {dtype.name}") from error
 
     return write
 

@@ -10,6 +10,8 @@ import numpy as np
 
 PYTHON_DTYPES = frozenset({"int64", "float64", "bool"})
 """dtypes for which Python has a type of the same values."""
+_TEXT = frozenset({str})
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 _NESTED = frozenset({list, tuple, dict})
 _DEEPEST = 100
 """Lists and dicts in one another, at most: where they have no end, neither has who looks at them."""
@@ -40,15 +42,17 @@ def json_value(value: Any) -> Any:
 def check_keys(value: Any) -> None:
     """Raise `TypeError` for a key that JSON would make text of."""
     if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                raise TypeError(f"the key {key!r} is no text, as JSON's keys are")
+        if not _TEXT.issuperset(map(type, value)):
+            for key in value:
+                if not isinstance(key, str):
+                    raise TypeError(f"the key {key!r} is no text, as JSON's keys are")
         value = value.values()
     elif not isinstance(value, (list, tuple)):
         return
-    for inner in value:
-        if isinstance(inner, (dict, list, tuple)):
-            check_keys(inner)
+    if not _PLAIN.issuperset(map(type, value)):
+        for inner in value:
+            if isinstance(inner, (dict, list, tuple)):
+                check_keys(inner)
 
 
 def are_flat(rows: Sequence[Mapping[Any, Any]]) -> bool:

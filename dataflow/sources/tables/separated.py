@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.json_types import PROBLEM, UNREADABLE
@@ -119,6 +118,8 @@ def _may_change(kind: pa.DataType) -> bool:
 
 def _exact(url: str, table: pa.Table, texts: pa.Table) -> pa.Table:
     """The table with dates as text, and no number that is not what its text says."""
+    import pyarrow.compute as pc  # no plain tar needs it
+
     for number, one in enumerate(table.schema):
         text = texts.column(number)
         if pa.types.is_temporal(one.type):
@@ -143,6 +144,8 @@ def _large_integers(
     one: pa.Field, numbers: pa.ChunkedArray, text: pa.ChunkedArray
 ) -> tuple[pa.Field, pa.ChunkedArray]:
     """A column of floats, of integers if all its texts are some; unreadable if it rounds one."""
+    import pyarrow.compute as pc
+
     whole = pc.match_substring_regex(text, _INTEGER)
     large = pc.and_(whole, pc.greater(pc.abs(numbers), float(_MOST_EXACT))).fill_null(False)
     at = pc.index(large, True).as_py()
