@@ -24,7 +24,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from dataflow.sources.file_catalogs import LooseFiles
-from dataflow.sources.listing.claims import MANIFESTS, Listing, SourceArguments, Spec
+from dataflow.sources.listing.claims import MANIFESTS, Listing, SourceArguments, Spec, claim_shards
 from dataflow.sources.listing.expand import braced
 from dataflow.sources.listing.folders import (
     KIND_OF,
@@ -39,12 +39,13 @@ from dataflow.sources.listing.places import Places
 from dataflow.sources.manifests import (
     Manifest,
     ManifestRows,
+    ending_of_table,
     folder_of,
     paths_of,
     raise_absent,
     read_manifest,
 )
-from sharding.catalog.storage import open_url, store_errors
+from sharding.catalog.storage import open_url, read_file, store_errors
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats import format_of_suffix, has_suffix
 from sharding.formats.files import (
@@ -52,6 +53,7 @@ from sharding.formats.files import (
     ending_of,
     key_of,
 )
+from sharding.formats.tables.separated import separator_of
 from sharding.hub.names import is_hub
 from sharding.printable import listed, printable_name
 from sharding.redaction import identity_of
@@ -71,6 +73,7 @@ _PLAIN = "/~!$&'()*+,;=:@"
 _PER_SHARD = 100
 """Files of a kind for each shard that lies among them, at least: fewer are the pictures of a repository."""
 _NAMED = 5
+_HEAD_BYTES, _HEAD_ROWS = 1 << 18, 100
 _log = logging.getLogger("dataflow")
 
 
@@ -138,7 +141,7 @@ def claim_files(spec: Spec, asked: SourceArguments, places: Places) -> Listing |
 
 
 def claim_manifest(spec: Spec, asked: SourceArguments, places: Places) -> Listing | None:
-    """The files that a table names: `manifest=`, or a source of its own."""
+    """The files that a table names: `manifest=`, or a source of its own; else its rows are samples."""
     source, manifest = spec.source, asked.manifest
     manifest = Manifest(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest
     if spec.kind in ("catalog", "opened") or asked.format not in ("auto", "files"):
@@ -147,9 +150,24 @@ def claim_manifest(spec: Spec, asked: SourceArguments, places: Places) -> Listin
         return None
     if (asked.config, asked.revision) != (None, None):
         return None
+    if manifest is None and asked.format == "auto" and not _names_files(spec.text, places):
+        return structs.replace(claim_shards(spec, asked, places), format="csv")
     if manifest is None:
         source, manifest = folder_of(spec.text), Manifest(spec.text)
     return _claimed(source, asked, places, manifest)
+
+
+def _names_files(url: str, places: Places) -> bool:
+    """Return whether a table names files, or may have been meant to, as texts of its first rows do."""
+    head = places.retrier(lambda: read_file(url, places.options, _HEAD_BYTES), url)
+    lines = head.decode("utf-8-sig", "replace").splitlines()[:_HEAD_ROWS]
+    separator, folder = separator_of(head, ending_of_table(url), "file_name"), folder_of(url)
+    rows = [[cell.strip().strip('"') for cell in line.split(separator)] for line in lines]
+    beside = {*places.names(folder)} - {file_name(url)}
+    above = {*places.names(folder, "directory")}
+    texts = {text.removeprefix("./") for row in rows[1:] for text in row}
+    is_beside = any(one in beside or ("/" in one and one.partition("/")[0] in above) for one in texts)
+    return is_beside or not rows or "file_name" in rows[0]
 
 
 def _claimed(

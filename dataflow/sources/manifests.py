@@ -20,11 +20,11 @@ import pyarrow as pa
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from dataflow.sources.tables.separated import Dialect, read_separated
 from sharding.blocks import Block, Column, Columns, ColumnSpec, Masked, Shard, Spans, spec_text
 from sharding.catalog.storage import open_url, read_file, shard_info
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats.files import KEY_COLUMN, class_label
+from sharding.formats.tables.separated import Dialect, read_separated
 from sharding.printable import listed, printable_name
 from sharding.redaction import identity_of
 from sharding.urls import file_name, is_local, local_path, naming_part

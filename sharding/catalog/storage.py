@@ -208,14 +208,16 @@ def exists(url: str, storage_options: Mapping[str, Any] | None = None) -> bool:
         return True
 
 
-def read_file(url: str, storage_options: Mapping[str, Any] | None = None) -> bytes:
-    """The bytes of a small file, such as an index. `ShardReadError` where it cannot be read."""
+def read_file(
+    url: str, storage_options: Mapping[str, Any] | None = None, num_bytes: int | None = None
+) -> bytes:
+    """The first bytes of a file, or all of a small one. `ShardReadError` where it cannot be read."""
     with store_errors(url):
         if is_local(url):
             with open(local_path(url), "rb") as file:
-                return file.read()
+                return file.read(num_bytes)
         fs, path = open_url(url, storage_options)
-        return bytes(fs.cat_file(path))
+        return bytes(fs.cat_file(path, end=num_bytes))
 
 
 def shard_of(url: str, info: Info) -> Shard:

@@ -65,6 +65,8 @@ ENTRIES = {
         may_be_compressed=True,
         may_be_empty=True,
     ),
+    "csv": FormatEntry(where="sharding.formats.tables.text:SeparatedFormat", suffixes=()),
+    "text": FormatEntry(where="sharding.formats.tables.text:TextFormat", suffixes=(), may_be_empty=True),
     "tokens": FormatEntry(
         where="sharding.formats.tokens:TokensFormat",
         suffixes=(".npy", ".bin"),

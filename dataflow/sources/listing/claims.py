@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from dataflow.sources.listing.expand import (
     DELTA_LOG,
@@ -174,11 +174,12 @@ _CATALOG = "dataflow.sources.opening:claim_catalog"
 _ENERGON = "dataflow.sources.energon.folder:claim"
 _MANIFEST = "dataflow.sources.loose:claim_manifest"
 _FILES = "dataflow.sources.loose:claim_files"
+_HERE = "dataflow.sources.listing.claims"
 _TABLES = "dataflow.sources.tables.finding"
 ROWS = (
     Row("catalog", "*.catalog", _CATALOG, ("catalog",)),
     Row("manifest", "manifest=", _MANIFEST, _CATALOGS, may_claim=_has_manifest),
-    Row("manifest", "*.csv, *.tsv", _MANIFEST, ("file",), ("auto", "files"), (".csv", ".tsv")),
+    Row("table", "*.csv, *.tsv", _MANIFEST, ("file",), ("auto", "files"), (".csv", ".tsv")),
     Row("LeRobot", "", "dataflow.sources.lerobot:claim", _CATALOGS, ("lerobot",)),
     Row("Megatron-Energon", "", _ENERGON, _CATALOGS, ("energon",)),
     Row("Delta table", "", f"{_TABLES}:claim_delta", _ANY, ("delta",)),
@@ -200,7 +201,8 @@ ROWS = (
         "splits", "split=, config=, or no file beside its folders", "dataflow.sources.hub:claim_folder",
         _NAMED, may_claim=_are_splits,
     ),
-    Row("shards", "endings of the formats", "dataflow.sources.listing.claims:claim_shards", _ANY),
+    Row("text", "*.txt", f"{_HERE}:claim_text", ("file",), ("auto",), (".txt",)),
+    Row("shards", "endings of the formats", f"{_HERE}:claim_shards", _ANY),
 )  # fmt: skip
 """Meanings of a source, in this order; the last row claims or raises."""
 
@@ -311,6 +313,11 @@ def refuse_unmeant(spec: Spec, asked: SourceArguments) -> None:
         )
     if (asked.config, asked.split) != (None, None) and len(spec.texts) != 1:
         raise ValueError("config= and split= are for one repository or folder, not for a list of sources")
+
+
+def claim_text(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
+    """A text file that is named alone: its lines are samples."""
+    return structs.replace(claim_shards(spec, asked, places), format="text")
 
 
 def claim_shards(spec: Spec, asked: SourceArguments, places: Places, looks_up: LooksUp = "") -> Listing:

@@ -81,7 +81,7 @@ class JsonlFormat(TabularFormat):
         max_line_bytes = self.max_line_bytes if array is None else len(array)
         scanner, runs = LineScanner(self.max_columns), list[tuple[int, int, int, int]]()
         try:
-            for offset, lines in _whole_lines(file, shard, block_bytes, max_line_bytes):
+            for offset, lines in whole_lines(file, shard, block_bytes, max_line_bytes, "JsonlFormat"):
                 runs.append((offset, len(lines), *scanner.scan(lines, offset)))
         except LineError as fault:
             raise CorruptShardError(shard.url, fault.reason, fault.at) from fault
@@ -270,8 +270,8 @@ def _null_free(seen: Seen, num_rows: int, prefix: str = "") -> frozenset[str]:
     return frozenset(names)
 
 
-def _whole_lines(
-    file: BinaryIO, shard: Shard, block_bytes: int, max_line_bytes: int
+def whole_lines(
+    file: BinaryIO, shard: Shard, block_bytes: int, max_line_bytes: int, codec: str
 ) -> Iterator[tuple[int, bytes]]:
     """(offset, lines) over the whole file: as many whole lines as `block_bytes` hold, at least one."""
     offset, text = 0, b""
@@ -284,7 +284,7 @@ def _whole_lines(
             text = text[end:]
         elif len(text) > max(block_bytes, max_line_bytes):
             reason = f"this line is longer than {max_line_bytes} bytes"
-            more_text = "accept longer ones with format=JsonlFormat(max_line_bytes=...)"
+            more_text = f"accept longer ones with format={codec}(max_line_bytes=...)"
             raise CorruptShardError(shard.url, f"{reason}; {more_text}", offset)
     if text:
         yield offset, text

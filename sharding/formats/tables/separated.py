@@ -2,7 +2,8 @@
 
 Numbers are those of Arrow's reader, but for two things that it does silently. Integers that no int64 holds
 would be floats: they are uint64, or an error for who asks for them. Numbers with zeros before them are named
-in a warning, as only text keeps them. Dates are text, and so are columns that the user says are text.
+in a warning, as only text keeps them. Dates are text, and so are columns that the user says are text. Where
+the user cannot say so, columns of both kinds are text.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Dialect:
     types: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_separated(url: str, data: bytes, ending: str, text: str, dialect: Dialect) -> pa.Table:
+def read_separated(
+    url: str, data: bytes, ending: str, text: str, dialect: Dialect | None, types: pa.Schema | None = None
+) -> pa.Table:
     """Read a CSV or TSV file.
 
     Args:
@@ -50,7 +53,8 @@ def read_separated(url: str, data: bytes, ending: str, text: str, dialect: Diale
         data: its bytes.
         ending: "csv" or "tsv".
         text: a column that is text, if it is there; it then tells the separator.
-        dialect: how it is written.
+        dialect: how it is written, of a manifest; None: of a table whose user cannot say.
+        types: of all columns, where they are known; only these columns are read.
 
     Raises:
         CorruptShardError: it is no such table.
@@ -58,15 +62,18 @@ def read_separated(url: str, data: bytes, ending: str, text: str, dialect: Diale
     """
     from pyarrow import csv
 
+    what, cure = "the manifest", "separator=, quote=, encoding= and types= of Manifest tell how it is written"
+    if is_alone := dialect is None:
+        dialect, what, cure = Dialect(), "it", "JSON Lines or Parquet leave no doubt"
     if dialect.encoding != "utf-8":
         try:
             data = data.decode(dialect.encoding).encode()
         except (LookupError, UnicodeDecodeError) as error:
-            raise CorruptShardError(url, f"the manifest is no {dialect.encoding} text: {error}") from error
-    header = data.removeprefix(b"\xef\xbb\xbf").split(b"\n", 1)[0].decode("utf-8", "replace").rstrip("\r")
-    separator = dialect.separator or _separator_of(header, _SEPARATORS[ending], text)
+            raise CorruptShardError(url, f"{what} is no {dialect.encoding} text: {error}") from error
+    separator = dialect.separator or separator_of(data, ending, text)
     quote = ('"' if ending == "csv" else "") if dialect.quote is None else dialect.quote
-    wanted = {text: pa.string()} | {name: _type_of(url, name, kind) for name, kind in dialect.types.items()}
+    wanted = {} if is_alone else {text: pa.string()}
+    wanted |= {name: _type_of(url, name, kind) for name, kind in dialect.types.items()}
 
     def read(columns: Mapping[str, pa.DataType]) -> pa.Table:
         return csv.read_csv(
@@ -76,27 +83,32 @@ def read_separated(url: str, data: bytes, ending: str, text: str, dialect: Diale
             parse_options=csv.ParseOptions(
                 delimiter=separator, quote_char=quote or False, newlines_in_values=bool(quote)
             ),
-            convert_options=csv.ConvertOptions(column_types=columns),
+            convert_options=csv.ConvertOptions(
+                column_types=columns, include_columns=[] if types is None else types.names
+            ),
         )
 
     try:
+        if types is not None:
+            return read({one.name: one.type for one in types})
         table = read(wanted)
         _check_utf8(url, table)
         found = [one.name for one in table.schema if one.name not in wanted and _may_change(one.type)]
         if found:
-            table = _exact(url, table, read(wanted | dict.fromkeys(found, pa.string())))
+            table = _exact(url, table, read(wanted | dict.fromkeys(found, pa.string())), is_alone)
     except pa.ArrowInvalid as error:
-        cure = "separator=, quote=, encoding= and types= of Manifest tell how it is written"
-        raise CorruptShardError(url, f"the manifest is no table: {error}; {cure}") from error
+        raise CorruptShardError(url, f"{what} is no table: {error}; {cure}") from error
     if unknown := sorted(dialect.types.keys() - {*table.column_names}):
         raise ValueError(f"types names {unknown[0]!r}, which {identity_of(url)} has not")
     if quote and data.count(quote.encode()) % 2 and _ends_in_quotes(table):
-        raise CorruptShardError(url, f"the manifest has a quote ({quote}) that nothing closes before its end")
+        raise CorruptShardError(url, f"{what} has a quote ({quote}) that nothing closes before its end")
     return table
 
 
-def _separator_of(header: str, candidates: str, name: str) -> str:
+def separator_of(data: bytes, ending: str, name: str) -> str:
     """The separator of names of columns: one that shows a wanted one, else one that is there."""
+    header = data.removeprefix(b"\xef\xbb\xbf").split(b"\n", 1)[0].decode("utf-8", "replace").rstrip("\r")
+    candidates = _SEPARATORS[ending]
     split = {one: [cell.strip().strip('"') for cell in header.split(one)] for one in candidates}
     shows = [one for one, cells in split.items() if name in cells]
     return next(iter([*shows, *filter(header.__contains__, candidates), candidates[0]]))
@@ -113,22 +125,26 @@ def _type_of(url: str, name: str, kind: str) -> pa.DataType:
 
 
 def _may_change(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind))
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return bool(is_number or pa.types.is_temporal(kind) or pa.types.is_null(kind))
 
 
-def _exact(url: str, table: pa.Table, texts: pa.Table) -> pa.Table:
+def _exact(url: str, table: pa.Table, texts: pa.Table, is_alone: bool) -> pa.Table:
     """The table with dates as text, and no number that is not what its text says."""
     import pyarrow.compute as pc  # no plain tar needs it
 
-    for number, one in enumerate(table.schema):
-        text = texts.column(number)
-        if pa.types.is_temporal(one.type):
-            table = table.set_column(number, one.name, text)
+    schema, columns = [*table.schema], table.columns
+    for number, one in enumerate(schema):
+        text, as_text = texts.column(number), pa.field(one.name, pa.string())
+        if pa.types.is_temporal(one.type) or (is_alone and pa.types.is_null(one.type)):
+            schema[number], columns[number] = as_text, text
         elif text.type == one.type:
             continue
         elif pa.types.is_integer(one.type):
             zeros = pc.index(pc.match_substring_regex(text, _ZEROS), True).as_py()
-            if zeros >= 0:
+            if zeros >= 0 and is_alone:
+                schema[number], columns[number] = as_text, text
+            elif zeros >= 0:
                 warnings.warn(
                     f"column {one.name!r} of {identity_of(url)} has numbers with zeros before them, such as "
                     f"{text[zeros].as_py()!r} in row {zeros + 1}, which are read as integers: "
@@ -136,8 +152,10 @@ def _exact(url: str, table: pa.Table, texts: pa.Table) -> pa.Table:
                     stacklevel=2,
                 )
         elif pa.types.is_floating(one.type):
-            table = table.set_column(number, *_large_integers(one, table.column(number), text))
-    return table
+            exact, numbers = _large_integers(one, columns[number], text)
+            is_unfit = is_alone and exact.type == UNREADABLE
+            schema[number], columns[number] = (as_text, text) if is_unfit else (exact, numbers)
+    return pa.Table.from_arrays(columns, schema=pa.schema(schema))
 
 
 def _large_integers(
@@ -164,7 +182,7 @@ def _large_integers(
 
 
 def _check_utf8(url: str, table: pa.Table) -> None:
-    cure = "save it as UTF-8, or name its encoding, as in Manifest(path, encoding='latin-1')"
+    cure = "save it as UTF-8, or name a manifest's encoding, as in Manifest(path, encoding='latin-1')"
     try:
         _ = table.column_names
     except UnicodeDecodeError as error:
