@@ -91,6 +91,10 @@ def equal(was: Any, now: Any) -> bool:
         return len(was) == len(now) and all(map(equal, was, now))
     if isinstance(was, dict) and isinstance(now, dict):
         return was.keys() == now.keys() and all(equal(was[name], now[name]) for name in was)
+    if isinstance(was, np.datetime64 | datetime.date) and isinstance(now, int):  # loaders count in a unit
+        if isinstance(was, datetime.datetime) and was.tzinfo:
+            was = was.astimezone(datetime.UTC).replace(tzinfo=None)
+        return any(np.datetime64(now, unit) == np.datetime64(was) for unit in ("D", "s", "ms", "us", "ns"))
     if isinstance(was, np.datetime64):
         return bool(was == np.datetime64(now)) or now.value == was.astype("M8[ns]").astype(int)
     kinds = [int, float] if {type(was), type(now)} <= {int, float} else [type(was)]
