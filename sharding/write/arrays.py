@@ -9,7 +9,8 @@ from __future__ import annotations
 from array import array as plain_array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def array_of(values: Sequence[Any], kind: pa.DataType | None = None, *, rounds: 
         values = [value if type(value) in _BUILDERS else _known(value) for value in values]
         types = set(map(type, values))
     if types == {np.ndarray}:
-        types = {(value.dtype, value.ndim) for value in values}
+        types = set(map(attrgetter("dtype", "ndim"), values))
     elif np.ndarray in types:
         types = set(map(_layout, values))
     types.discard(_NONE)
@@ -182,9 +183,8 @@ def _by_arrow(values: Any) -> pa.Array:
 
 
 def _ints(values: Sequence[Any]) -> pa.Array:
-    if None not in values:
-        with suppress(OverflowError):
-            return number_array(np.frombuffer(plain_array("q", values), np.int64))
+    with suppress(OverflowError, TypeError):  # too large, or None
+        return number_array(np.frombuffer(plain_array("q", values), np.int64))
     try:
         return pa.array(values, pa.int64())
     except OverflowError:
@@ -195,29 +195,26 @@ def _ints(values: Sequence[Any]) -> pa.Array:
 
 
 def _plain(kind: pa.DataType, by_hand: Callable[[Any], pa.Array]) -> Callable[[Sequence[Any]], pa.Array]:
-    """`pa.array` looks for pandas, whose import takes a second."""
-
+    # `pa.array` looks for pandas, whose import takes a second.
     def build(values: Sequence[Any]) -> pa.Array:
-        if None not in values:
-            with suppress(OverflowError):  # more than one array of this type holds: Arrow makes several
-                return by_hand(values)
+        with suppress(OverflowError, TypeError):  # more than one array holds: Arrow makes several; or None
+            return by_hand(values)
         return pa.array(values, kind)
 
     return build
 
 
 def _lists(values: Sequence[Any]) -> pa.Array:
-    lengths = np.fromiter((len(value or ()) for value in values), np.int64, len(values))
-    valid = np.fromiter((value is not None for value in values), np.bool_, len(values))
-    return _list_array(lengths, valid, array_of(list(chain.from_iterable(filter(None, values)))))
+    valid = np.array([value is not None for value in values], np.bool_)
+    there = values if valid.all() else [value or () for value in values]
+    lengths = np.fromiter(map(len, there), np.int64, len(values))
+    return _list_array(lengths, valid, array_of(list(chain.from_iterable(there))))
 
 
 def _arrays(values: Sequence[NDArray[Any] | None]) -> pa.Array:
     """Lists as deep as arrays of one dtype have dimensions."""
-    there = [value for value in values if value is not None]
-    valid = np.ones(len(values), np.bool_)
-    if len(there) < len(values):
-        valid = np.fromiter((value is not None for value in values), np.bool_, len(values))
+    valid = np.array([value is not None for value in values], np.bool_)
+    there: list[Any] = list(compress(values, valid))
     if there[0].ndim == 1:
         shapes, flat = np.fromiter(map(len, there), np.int64, len(there))[:, None], np.concatenate(there)
     else:
@@ -269,7 +266,7 @@ _BUILDERS: dict[type, Callable[[Sequence[Any]], pa.Array]] = {
     float: _plain(
         pa.float64(), lambda values: number_array(np.frombuffer(plain_array("d", values), np.float64))
     ),
-    bool: _plain(pa.bool_(), lambda values: bool_array(np.array(values, np.bool_))),
+    bool: _plain(pa.bool_(), lambda values: bool_array(np.frombuffer(plain_array("b", values), np.bool_))),
     str: _plain(pa.string(), lambda values: text_array(values, pa.string())),
     bytes: _plain(pa.binary(), lambda values: bytes_array(values, pa.binary())),
     list: _lists,

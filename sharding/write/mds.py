@@ -24,6 +24,7 @@ _NUMBERS = ("int", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8,
 _FLOATS = ("float16", "float32", "float64")
 _ARRAYS = frozenset(name for name in (*_NUMBERS[1:], *_FLOATS))
 """dtypes of arrays."""
+_encode_json = json.JSONEncoder(allow_nan=False).encode
 _PICTURES = ((b"\xff\xd8\xff", "jpeg"), (b"\x89PNG\r\n\x1a\n", "png"))
 ENCODINGS = ("bytes", "str", "json", "jpeg", "png", "ndarray", *_NUMBERS, *_FLOATS)
 """Encodings that are written; an array's dtype may follow: "ndarray:float32"."""
@@ -224,7 +225,7 @@ def _json(value: Any) -> bytes:
     if not isinstance(value, (dict, list, str, int, float, bool)):
         raise TypeError("a JSON value is asked for")
     check_keys(value)
-    return json.dumps(value, allow_nan=False).encode()
+    return _encode_json(value).encode()
 
 
 def _number(dtype: np.dtype[Any], rounds: bool) -> Callable[[Any], bytes]:

@@ -10,6 +10,7 @@ import gzip
 import json
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, BinaryIO, Protocol, cast
 
 import numpy as np
@@ -23,7 +24,6 @@ from sharding.write.values import check_keys, json_value
 
 Sample = Mapping[str, Any]
 _BLOCK, _RECORD = 512, 10_240
-"""Extensions that webdataset writes with `str` and reads with `int`."""
 
 
 class NewShard(Protocol):
@@ -169,7 +169,9 @@ class NewTableShard:
         """Append a row; a value of the wrong type is noticed when its row group is written."""
         if not sample:
             raise SampleError(self._file.url, "a sample needs a field", stage="write")
-        self.add_many([dict(sample)])
+        self.rows.append(dict(sample))
+        if len(self.rows) >= self._row_group_size:
+            self._flush()
 
     def add_many(self, samples: Sequence[Sample]) -> None:
         """Append rows as `add` does, without a copy: they must not change any more."""
@@ -227,7 +229,7 @@ class NewTableShard:
         import pyarrow as pa
 
         kinds = {} if self._schema is None else {field.name: field.type for field in self._schema}
-        names = dict.fromkeys(name for row in rows for name in row)
+        names = dict.fromkeys(chain.from_iterable(rows))
         if kinds and (unknown := sorted(names.keys() - kinds.keys())):
             reason = f"columns that the first row group lacks: {', '.join(unknown)}"
             raise self._refused(rows, unknown[0], reason, None, self._types is not None)
@@ -305,7 +307,7 @@ class NewJsonlShard:
         try:
             if not sample:
                 raise ValueError("a sample needs a field")
-            line = self._encode(dict(sample)).encode()
+            line = self._encode(sample if type(sample) is dict else dict(sample)).encode()
             check_keys(sample)
         except (TypeError, ValueError) as error:
             key = sample.get("__key__")

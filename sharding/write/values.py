@@ -51,14 +51,15 @@ def check_keys(value: Any) -> None:
         return
     if not _PLAIN.issuperset(map(type, value)):
         for inner in value:
-            if isinstance(inner, (dict, list, tuple)):
+            if type(inner) not in _PLAIN:
                 check_keys(inner)
 
 
-def are_flat(rows: Sequence[Mapping[Any, Any]]) -> bool:
-    """Return whether rows have names that are text, and no lists or dicts: `check_row` passes all."""
-    values = chain.from_iterable(row.values() for row in rows)
-    return {str}.issuperset(map(type, chain.from_iterable(rows))) and _NESTED.isdisjoint(map(type, values))
+def are_shallow(rows: Sequence[Mapping[Any, Any]]) -> bool:
+    """Return whether names are text, and no list or dict holds another: `check_row` passes all."""
+    nested = [value for row in rows for value in row.values() if type(value) in _NESTED]
+    held = chain.from_iterable([one.values() if type(one) is dict else one for one in nested])
+    return _TEXT.issuperset(map(type, {*chain.from_iterable(rows)})) and _NESTED.isdisjoint(map(type, held))
 
 
 def check_row(row: Mapping[Any, Any]) -> None:
@@ -66,15 +67,15 @@ def check_row(row: Mapping[Any, Any]) -> None:
     for name, value in row.items():
         if not isinstance(name, str):
             raise ValueError(f"a column is called {name!r}, of type {type(name).__name__}: names are text")
-        _check_depth(name, value, _DEEPEST)
+        if type(value) in _NESTED:
+            _check_depth(name, value, _DEEPEST)
 
 
 def _check_depth(name: str, value: Any, left: int) -> None:
-    if type(value) not in _NESTED:
-        return
     if not left:
         raise ValueError(f"column {name!r} holds itself, or is nested over {_DEEPEST} deep: flatten it")
     items = value.values() if type(value) is dict else value
     if not _NESTED.isdisjoint(map(type, items)):
         for item in items:
-            _check_depth(name, item, left - 1)
+            if type(item) in _NESTED:
+                _check_depth(name, item, left - 1)

@@ -21,7 +21,7 @@ from sharding.write.file import NewFile, no_room, space_at
 from sharding.write.mds import NewMdsShard
 from sharding.write.shard import NewJsonlShard, NewShard, NewTableShard, NewTarShard, Sample, TypesDifferError
 from sharding.write.tokens import NewTokenShard, TokenOptions
-from sharding.write.values import are_flat, check_row
+from sharding.write.values import are_shallow, check_row
 
 DEFAULT_SHARD_BYTES = 1 << 30
 DEFAULT_ROW_GROUP_SIZE = 1024
@@ -150,7 +150,10 @@ class ShardWriter:
             ShardWriteError: there is no room (an `OSError`, too). The shard in progress is gone, those before
                 it are whole.
         """
-        self._check([sample])
+        try:
+            check_row(sample)
+        except ValueError:
+            self._check([sample])
         self._put(lambda shard: shard.add(sample), 1)
 
     def write_many(self, samples: Sequence[Sample]) -> None:
@@ -160,7 +163,8 @@ class ShardWriter:
         """
         if not samples:
             return
-        self._check(samples)
+        if not are_shallow(samples):
+            self._check(samples)
 
         def put(shard: NewShard) -> None:
             if isinstance(shard, (NewMdsShard, NewTableShard)):
@@ -173,8 +177,6 @@ class ShardWriter:
 
     def _check(self, samples: Sequence[Sample]) -> None:
         """Raise `SampleError` for the first that has a name which is no text, or holds itself."""
-        if are_flat(samples):
-            return
         for number, sample in enumerate(samples, self._num_samples):
             try:
                 check_row(sample)
