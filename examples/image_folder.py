@@ -19,7 +19,7 @@ def main() -> None:
         # [loader]
         columns = {"image": "jpg", "label": "cls"}
         dataset = ShardedDataset(folder, columns=columns, decode={"image": Image(size=32)})
-        names = dataset.features["cls"]["names"]
+        names = dataset.features["label"]["names"]
         # [end]
         print(f"{len(dataset)} images of the classes {', '.join(names)}")
         torch.manual_seed(0)

@@ -22,7 +22,7 @@ def main() -> None:
         table = Manifest("labels.csv", file="path", classes="shape")
         columns = {"image": "jpg", "label": "shape", "caption": "caption"}
         dataset = ShardedDataset(folder, manifest=table, columns=columns, decode={"image": Image(size=32)})
-        names = dataset.features["shape"]["names"]
+        names = dataset.features["label"]["names"]
         # [end]
         print(f"{len(dataset)} images of the classes {', '.join(names)}")
         with DataLoader(dataset, batch_size=3) as loader:

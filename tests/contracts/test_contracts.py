@@ -61,7 +61,7 @@ every_row = pytest.mark.parametrize("name", ROWS)
 PLANS = [
     *("in file order", "blocks", "lanes of nodes", "full shuffle", "view", "joined"),
     *("mixture, all", "mixture, in file order", "mixture, weights set", "packed", "budget", "buckets"),
-    *("balanced", "balanced, full shuffle", "balanced, split", "balanced, mixture"),
+    "balanced",
     *("packed mixture", "packed mixture, tokens", "measured packed", "measured packed mixture, tokens"),
 ]
 """A row of each kind of plan, for what no format and no function of the user's changes."""
@@ -196,6 +196,7 @@ def test_ranks_step_together_and_share_out_the_last_batch_by_its_rule(
 
 
 @every_row
+@pytest.mark.one_in(2)
 def test_threads_build_what_the_consumer_does_and_leave_nothing(name: str, data: tuple[Path, Whole]) -> None:
     built_by(name, data, num_workers=2, workers="thread")
     assert threads_left() == []

@@ -14,6 +14,7 @@ import fsspec
 import pytest
 from conversion_kit import digest, make_source
 from fsspec.implementations.local import LocalFileSystem
+from parameters_kit import in_full
 
 from dataflow import ConversionError, DataflowError, ShardedDataset, ShardWriter, convert
 from sharding.write.file import NewFile
@@ -116,7 +117,7 @@ def killed_before_step(number: int, work: Callable[[], Any]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("to", ["mds", "tar"])
+@pytest.mark.parametrize("to", ["mds", *in_full("tar")])
 def test_a_kill_at_any_step_of_overwriting_leaves_the_old_set_or_the_new_one_whole(
     tmp_path: Path, to: str
 ) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from datasets_kit import Made, make_parquet, make_tar
 from loader_kit import stream_of
+from parameters_kit import in_full
 from threads_kit import threads_left
 from torch.utils.data import get_worker_info
 
@@ -410,7 +411,7 @@ def test_worker_init_fn_is_called_in_each_builder_which_has_its_worker_info(tar:
 
 
 @pytest.mark.here
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", *in_full("spawn")])
 def test_builders_start_as_multiprocessing_context_says(tar: Made, method: str) -> None:
     with DataLoader(tar.open(columns=["cls"]), 2, multiprocessing_context=method, num_workers=1) as loader:
         assert loader.workers == "process"

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from http_kit import RangeServer, s3_server, serving
 from hub_server import HubServer, Repo
+from parameters_kit import in_full
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter
 from sharding.errors import CorruptShardError, DataflowError, ShardReadError
@@ -26,9 +27,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]  # aiobotocore's sessions
 
-STORES = ["local", "memory", "s3", "http", "hub"]
-LISTED = ["local", "memory", "s3", "hub"]
-WRITABLE = ["local", "memory", "s3"]
+STORES = ["local", "memory", "http", *in_full("s3", "hub")]
+LISTED = ["local", "memory", *in_full("s3", "hub")]
+WRITABLE = ["local", "memory", *in_full("s3")]
 
 
 @dataclass

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from numpy.lib.array_utils import byte_bounds
+from parameters_kit import in_full
 from torch.utils.data import Dataset
 
 from dataflow import DataLoader
@@ -287,7 +288,7 @@ class Tokens(Dataset[Any]):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", *in_full("spawn")])
 def test_worker_processes_map_the_file_of_a_dataset(path: Path, method: str) -> None:
     loader = DataLoader(Tokens(path), None, num_workers=1, multiprocessing_context=method)
     assert list(loader) == [[1000 * i, str(path)] for i in range(4)]
