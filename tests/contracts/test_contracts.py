@@ -165,6 +165,7 @@ def test_any_number_of_ranks_goes_on_with_the_same_samples(name: str, data: tupl
     "name",
     others_in_full([name for name in SHARED if not (ROWS[name].is_measured or ROWS[name].weights)], *PLANS),
 )
+@pytest.mark.one_in(2)
 def test_ranks_step_together_and_share_out_the_last_batch_by_its_rule(
     name: str, tail: str, data: tuple[Path, Whole]
 ) -> None:
@@ -248,6 +249,7 @@ def built_by(name: str, data: tuple[Path, Whole], **builders: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SHARED if ROWS[name].has_plan_by_length])
+@pytest.mark.one_in(2)
 def test_credits_bound_what_a_chunk_takes_and_windows_are_staged_once(
     name: str, data: tuple[Path, Whole]
 ) -> None:
@@ -290,6 +292,7 @@ COPIES: list[Callable[[Any], Any]] = [
 
 
 @pytest.mark.parametrize("name", others_in_full(ROWS, *PLANS))
+@pytest.mark.one_in(2)
 def test_a_copy_stands_where_the_loader_stands_and_runs_by_itself(
     name: str, data: tuple[Path, Whole]
 ) -> None:
@@ -308,6 +311,7 @@ def test_a_copy_stands_where_the_loader_stands_and_runs_by_itself(
 
 
 @pytest.mark.parametrize("name", others_in_full(ROWS, *PLANS))
+@pytest.mark.one_in(2)
 def test_behind_a_loop_that_is_left_or_closed_the_next_epoch_comes_and_nothing_stays(
     name: str, data: tuple[Path, Whole]
 ) -> None:

@@ -503,6 +503,7 @@ def test_arguments_that_contradict_each_other_are_refused(source: str, tmp_path:
         convert(source, tmp_path / "b", to="mds", map=lambda one: (lock, one)[1], shard_samples=3, workers=2)
 
 
+@pytest.mark.full  # `test_worker_starts` has one of a loader
 def test_a_script_needs_no_guard_and_its_functions_may_be_its_own(source: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -186,6 +186,7 @@ def test_the_index_command_prints_conflicts_and_does_not_fail(tmp_path: Path, ca
     ids=["int", "float", "text", "bytes", "list", "json", "fixed"],
 )
 @pytest.mark.parametrize("lack", ["no column", "null type"])
+@pytest.mark.one_in(3)
 def test_a_column_that_some_shards_lack_is_missing_there(
     tmp_path: Path, ending: str, values: Any, missing: Any, rule: Any, lack: str
 ) -> None:
@@ -268,6 +269,7 @@ def test_a_field_that_some_structs_lack_is_missing_there(tmp_path: Path) -> None
     ],
     ids=lambda array: str(array.type),
 )
+@pytest.mark.one_in(3)
 def test_types_that_go_together_change_no_value(
     tmp_path: Path, ending: str, one: pa.Array, other: pa.Array
 ) -> None:

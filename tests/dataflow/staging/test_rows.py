@@ -98,6 +98,7 @@ def read(opened: StagedWindow | OpenRows) -> None:
 @pytest.mark.parametrize("maps", [True, False])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", sorted(MAKERS))
+@pytest.mark.one_in(3)
 def test_the_rows_asked_for_are_the_windows_whatever_its_kind(
     tmp_path: Path, arena: Arena, guards: FileGuards, name: str, share: Share, maps: bool
 ) -> None:

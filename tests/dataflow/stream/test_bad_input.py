@@ -695,7 +695,7 @@ def test_a_batch_that_does_not_come_in_time_is_an_error_even_if_its_transform_ha
     caught: list[BaseException] = []
 
     def transform(sample: dict[str, Any]) -> Any:
-        gate.wait(20)
+        gate.wait(40)
         return sample
 
     def consume() -> None:
@@ -705,10 +705,10 @@ def test_a_batch_that_does_not_come_in_time_is_an_error_even_if_its_transform_ha
             caught.append(error)
             raised.set()
 
-    loader = DataLoader(ints.open(transform=transform), 4, timeout=0.1)
+    loader = DataLoader(ints.open(transform=transform), 4, timeout=1)  # a builder is there within a second
     consumer = threading.Thread(target=consume)
     consumer.start()
-    came = raised.wait(5)
+    came = raised.wait(20)
     gate.set()
     consumer.join()
     loader.close()

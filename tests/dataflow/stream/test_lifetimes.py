@@ -494,6 +494,7 @@ def test_local_files_alone_are_not_read_ahead_of_the_first_batch(tmp_path: Path,
 @pytest.mark.parametrize(
     ("name", "shuffle"), in_pairs(MAKERS, [Shuffle("window", 2), Shuffle("full")]), ids=str
 )
+@pytest.mark.one_in(3)
 def test_any_fsspec_store_gives_the_same_epoch(
     tmp_path: Path, memory: Any, name: str, shuffle: Shuffle
 ) -> None:

@@ -194,6 +194,7 @@ def test_inside_an_epoch_one_cause_is_named_with_both_values_and_a_way_on(name: 
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
+@pytest.mark.one_in(2)
 def test_between_two_epochs_the_next_one_is_that_of_these_data_with_the_states_seed(
     name: str, tmp_path: Path
 ) -> None:
