@@ -67,7 +67,7 @@ class SampleOutcomes:
         now: Callable[[], float],
         built_s: Callable[[float, float], float] = lambda wall_s, _: wall_s,
     ) -> None:
-        self._built_s, self._began_thread_s = built_s, time.thread_time()
+        self._built_s, self._began_thread_s = built_s, time.thread_time() if is_shared else 0.0
         self._make, self._num_samples, self._closing, self._now = make, num_samples, closing, now
         self.may_share, self._began_s = is_shared, now()
         self._made: dict[int, Outcome] = {}

@@ -290,7 +290,7 @@ def _braced(patterns: Sequence[str], url: str, most: int) -> Iterator[tuple[str,
             names = list(islice(braceexpand(pattern), most + 1))
             most -= len(names)
             if most < 0:
-                raise ValueError("stands for more names than the dataset has, or than 1,000,000 in all")
+                raise ValueError(f"stands for more names than there are, or than {_MOST_NAMES:,} in all")
         except (ValueError, RecursionError) as error:
             raise CorruptShardError(url, f"the pattern {pattern!r:.200}: {error}") from error
         yield from ((name, pattern) for name in names)

@@ -222,7 +222,7 @@ DAMAGE: dict[str, tuple[str, str, str]] = {
     "patterns of patterns": (
         SPLIT,
         "{split_parts: {train: [tars/a.tar]}, exclude: ['tars/a.tar/{0..999999}{0..999999}']}",
-        "more names than the dataset has, or than 1,000,000",
+        "more names than there are, or than 1,000,000",
     ),
     "unbalanced": (SPLIT, "split_parts: {train: ['tars/{a.tar']}", r"pattern|does not know"),
     "an unsafe tag": (SPLIT, "!!python/object/apply:os.system ['true']", "could not determine a constructor"),
