@@ -374,7 +374,7 @@ def run_case(case: Case, channel: Channel, folder: str) -> list[str]:
     return wrong
 
 
-def left_since(before: dict[str, Any], holdings: Callable[[], dict[str, Any]]) -> list[str]:
+def left_since(before: dict[str, Counter[Any]], holdings: Callable[[], dict[str, Counter[Any]]]) -> list[str]:
     """What is there after some time that was not before."""
     deadline = time.monotonic() + _LEFT_S
     while True:
@@ -383,17 +383,11 @@ def left_since(before: dict[str, Any], holdings: Callable[[], dict[str, Any]]) -
         left = [
             f"left: {name} {after[name]}, before {before[name]}"
             for name in before
-            if _more(before, after, name)
+            if after[name] - before[name]
         ]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.05)
-
-
-def _more(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
-    if isinstance(after[name], int):
-        return bool(after[name] > before[name])
-    return bool(Counter(map(str, after[name])) - Counter(map(str, before[name])))
 
 
 # ---- the attacker ------------------------------------------------------------------------------------------
