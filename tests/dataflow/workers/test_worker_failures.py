@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from forked_kit import mortal_fork_server
 from parameters_kit import in_full, in_pairs
 from programs_kit import Script
 from torch.utils.data import default_collate
@@ -195,15 +196,16 @@ def test_when_the_fork_server_is_killed_its_workers_end_and_the_next_loop_has_an
     arrived, never = gate("arrived"), gate("never")
     dataset = Does(functools.partial(arrive_and_wait, arrived, never))
     loader = DataLoader(dataset, None, num_workers=2, multiprocessing_context="forkserver")
-    iterator = iter(loader)
-    pids = pids_of(iterator)
-    arrived.wait(), arrived.wait()
-    os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
-    with pytest.raises(WorkerDiedError, match="Killed"):
-        next(iterator)
-    assert ended(*pids)
-    dataset.does = same
-    assert values(loader) == list(range(8))
+    with mortal_fork_server():
+        iterator = iter(loader)
+        pids = pids_of(iterator)
+        arrived.wait(), arrived.wait()
+        os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="Killed"):
+            next(iterator)
+        assert ended(*pids)
+        dataset.does = same
+        assert values(loader) == list(range(8))
 
 
 def test_the_memory_of_the_cgroup_is_told(tmp_path: Path) -> None:
