@@ -146,7 +146,8 @@ class ConsumerWait:
         self._notice_s = began_s + options.notice_s
         self._deadline_s = began_s + options.timeout_s
         self._watchdog_s = min(self._deadline_s, began_s + options.watchdog_s)
-        self._was_reported = False
+        self.was_told = False
+        """True if a line said that the batch did not come."""
 
     @property
     def due_s(self) -> float:
@@ -176,10 +177,9 @@ class ConsumerWait:
             raise StallError(f"no batch within {waited_s:.0f} s{stacks}: {reason or otherwise}")
         if now_s >= self._notice_s:
             self._notice_s = self._began_s + next_notice_s(waited_s, self._first_notice_s)
-            self._was_reported = True
+            self.was_told = True
             _log.warning("no batch for %.0f s: %s", waited_s, printable(reason or otherwise))
 
     def end(self, waited_s: float) -> None:
-        """The batch came; a line says so if one said that it did not."""
-        if self._was_reported:
-            _log.warning("a batch came after %.1f s", waited_s)
+        """Say that the batch came."""
+        _log.warning("a batch came after %.1f s", waited_s)
