@@ -75,12 +75,6 @@ def center_boxes(
     return boxes
 
 
-def whole_boxes(widths: NDArray[np.int64], heights: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Boxes that take all of each image, int64 [n, 4]."""
-    zero = np.zeros_like(heights)
-    return np.stack([zero, zero, heights, widths], axis=1)
-
-
 def _tries(
     areas: NDArray[np.int64], draws: Draws, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from dataflow.decode import image as images
 from dataflow.decode.crop import (
     DRAW_FLIP,
     DRAW_LEFT,
@@ -434,6 +435,7 @@ def test_out_must_fit():
 
 
 def test_without_the_packages_the_error_names_the_extra(monkeypatch):
+    images._codec.cache_clear()
     monkeypatch.delitem(sys.modules, "dataflow.decode.jpeg", raising=False)
     monkeypatch.delattr("dataflow.decode.jpeg", raising=False)
     monkeypatch.setitem(sys.modules, "simplejpeg", None)
