@@ -12,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.crop import (
     DRAW_FLIP,
-    Draws,
     center_boxes,
     random_resized_crop_boxes,
     whole_boxes,
 )
+from dataflow.decode.values import Draws
 from prefetch.core.executor import executor
 from prefetch.core.images import CropBox, Filter, ImageForm
 from sharding.errors import DataflowError, SampleError
@@ -84,6 +84,9 @@ class Image:
         >>> dataset[0]["jpg"].shape
         torch.Size([3, 224, 224])
     """
+
+    output_by: ClassVar[str] = "dataflow.outputs.images:image_output"
+    takes_lists: ClassVar[bool] = True
 
     size: int | tuple[int, int] | None = None
     crop: Crop = "none"
