@@ -288,7 +288,7 @@ MOST_LINES = {
     "dataflow/outputs": 2_650,
     "dataflow/planning": 1_253,
     "dataflow/processes": 1_500,
-    "dataflow/progress": 480,
+    "dataflow/progress": 330,
     "dataflow/sources": 2_765,
     "dataflow/sources/energon": 550,
     "dataflow/sources/listing": 971,

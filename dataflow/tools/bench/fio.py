@@ -22,7 +22,6 @@ from sharding.errors import DataflowError, ShardReadError
 from sharding.urls import local_path
 
 _LATE_S = 60.0
-INSTALL = "fio is not installed (apt-get install fio, dnf install fio)"
 # Each file is held open: all descriptors that this user may have.
 _COMMAND = "ulimit -Sn $(ulimit -Hn); exec fio --readonly --output-format=json -"
 _JOB = """[case]
@@ -43,9 +42,13 @@ disable_clat=1
 """
 
 
-def has_fio() -> bool:
-    """Return whether fio is installed."""
-    return shutil.which("fio") is not None
+def why_no_fio(shards: Sequence[Shard], block_bytes: int) -> str:
+    """Return why fio cannot read blocks of these shards; "": it can."""
+    if shutil.which("fio") is None:
+        return "fio is not installed (apt-get install fio, dnf install fio)"
+    if all(shard.size < block_bytes for shard in shards):
+        return f"every shard is shorter than a block of {block_bytes:,} bytes, which fio cannot read"
+    return ""
 
 
 def check_direct(shards: Sequence[Shard], open_file: Callable[[str, int], int] = os.open) -> None:
@@ -78,7 +81,7 @@ def run_fio(
         from_device: bytes that this process, and what it has started, have caused to be fetched from storage.
 
     Raises:
-        ValueError: every shard is shorter than a block, or blocks are no multiple of 4096 bytes.
+        ValueError: blocks are no multiple of 4096 bytes.
         DataflowError: fio fails, or does not end.
     """
     if case.block_bytes % ALIGNMENT:
@@ -86,11 +89,6 @@ def run_fio(
             f"direct reads need blocks of a multiple of {ALIGNMENT} bytes, got {case.block_bytes}"
         )
     paths = [local_path(shard.url) for shard in shards if shard.size >= case.block_bytes]
-    if not paths:
-        raise ValueError(
-            f"every shard is shorter than a block of {case.block_bytes} bytes: give a smaller --block-size, "
-            "or --read buffered"
-        )
     is_random = case.pattern == "random"
     job = _JOB.format(
         case=case,

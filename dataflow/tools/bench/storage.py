@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from dataflow.sources.listing.claims import SourceArguments, resolve
 from dataflow.sources.listing.places import Places
 from dataflow.tools.bench.evidence import Evidence, Label, device_bytes, evict, label_of, resident_share
-from dataflow.tools.bench.fio import INSTALL, check_direct, has_fio, run_fio
+from dataflow.tools.bench.fio import check_direct, run_fio, why_no_fio
 from dataflow.tools.bench.reads import (
     ALIGNMENT,
     PERCENTILES,
@@ -157,6 +157,8 @@ class StorageFigures:
     cases: Sequence[CaseFigures]
     sample_bytes: float | None = None
     """Bytes that are read for a sample; None: not asked for."""
+    why_no_fio: str = ""
+    """The reason why local files were not read by fio; "": nobody asks."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON types."""
@@ -203,7 +205,8 @@ def bench_storage(
     cases = [Case(*each) for each in sweep]
     with Retrier() as retrier, retrier.pool(max(settings.concurrency), "dataflow-bench") as pool:
         shards = _shards(settings, pool, retrier)
-        how = _how(settings, shards)
+        without_fio = why_no_fio(shards, max(settings.block_bytes))
+        how = _how(settings, shards, without_fio)
         with _reader(how, shards, settings, pool, accounts) as reader:
             first_byte = reader.first_byte()
             figures = []
@@ -218,6 +221,7 @@ def bench_storage(
         first_byte=first_byte,
         cases=figures,
         sample_bytes=sample_bytes,
+        why_no_fio=without_fio if how == "buffered" and settings.read is None else "",
     )
 
 
@@ -264,7 +268,7 @@ def _shards(settings: Sweep, pool: Executor, retrier: Retrier) -> list[Shard]:
     return shards
 
 
-def _how(settings: Sweep, shards: Sequence[Shard]) -> How:
+def _how(settings: Sweep, shards: Sequence[Shard], why_no_fio: str) -> How:
     """Return how these shards are read. Raises what need not be measured to be known."""
     if not all(is_local(shard.url) for shard in shards):
         if settings.require_cold or settings.evict:
@@ -273,10 +277,10 @@ def _how(settings: Sweep, shards: Sequence[Shard]) -> How:
                 "from here; leave out --require-cold and --evict"
             )
         return "store"
-    if settings.read == "buffered" or (settings.read is None and not has_fio()):
+    if settings.read == "buffered" or (settings.read is None and why_no_fio):
         return "buffered"
-    if not has_fio():
-        raise DataflowError(f"{INSTALL}, and reads around the page cache are its; or use --read buffered")
+    if why_no_fio:
+        raise DataflowError(f"{why_no_fio}: read with --read buffered")
     check_direct(shards)
     return "direct"
 
@@ -455,8 +459,8 @@ def sentences(figures: StorageFigures) -> Iterator[str]:
         yield f"{word}: {group[0].label.reason}" + _where(group, cases)
     if figures.how == "direct":
         yield "what lies below the block device (a hypervisor's cache, a controller's) cannot be seen"
-    if figures.how == "buffered" and figures.settings.read is None:
-        yield f"{INSTALL}: these are reads through the page cache, and not what the device gives"
+    if figures.why_no_fio:
+        yield f"{figures.why_no_fio}: these are reads through the page cache, and not what the device gives"
     short = [one for one in cases if one.left_out]
     if short:
         most = max(one.left_out for one in short)
