@@ -30,7 +30,7 @@ from dataflow.sources.listing.claims import (
 )
 from dataflow.sources.listing.folders import UNKNOWN
 from dataflow.sources.listing.places import Places
-from dataflow.sources.tables.hive import parted_by_folders
+from dataflow.sources.tables.hive import with_folders
 from prefetch.store.retrier import Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.build import (
@@ -111,7 +111,7 @@ class Opening(Struct, frozen=True, kw_only=True):
         if (
             catalog is None
             or (catalog.urls, catalog.format, catalog.options) != same
-            or not self._fits(catalog)
+            or self.block_bytes not in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)  # the default takes any
         ):
             return self._built(listing, codec, path)
         catalog = catalog.signed_by(urls)
@@ -196,10 +196,6 @@ class Opening(Struct, frozen=True, kw_only=True):
             raise failures[0]
         return structs.replace(files, sizes=sizes, versions=versions)
 
-    def _fits(self, catalog: Catalog) -> bool:
-        """Return whether its blocks are those asked for; the default takes any."""
-        return self.block_bytes in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)
-
     def _changed(self, catalog: Catalog, *, every: bool) -> str:
         """Say which shards changed since they were indexed; "": none did.
 
@@ -249,12 +245,11 @@ def with_codec(listing: Listing, asked: SourceArguments, places: Places, **optio
 
     `options`: those of formats, as `resolve_format` takes them.
     """
-    urls = listing.urls
-    codec = resolve_format(listing.format, urls, **options, exists=places.files.exists)
-    table = parted_by_folders(codec, listing, asked.types) if listing.facts is None else None
-    if table is None:
-        return structs.replace(listing, format=codec)
-    return structs.replace(listing, format=table.codec, facts=table.files)
+    is_hive = listing.format == "hive"
+    name = "auto" if is_hive else listing.format
+    codec = resolve_format(name, listing.urls, **options, exists=places.files.exists)
+    listing = structs.replace(listing, format=codec)
+    return with_folders(listing, codec, asked.types, is_hive) if listing.facts is None else listing
 
 
 @contextmanager
