@@ -642,5 +642,5 @@ try:
 except SystemError as error:
     print("not in this process" in str(error), "worker process 0" in str(error))
 """
-    code, out, _ = run_script(text, how="forked", folder=tmp_path)
-    assert (code, out) == (0, "True True\n")
+    code, out, errors = run_script(text, how="forked", folder=tmp_path)
+    assert (code, out) == (0, "True True\n"), errors
