@@ -296,7 +296,7 @@ MOST_LINES = {
     "dataflow/planning": 1_253,
     "dataflow/processes": 1_500,
     "dataflow/progress": 330,
-    "dataflow/sources": 2_760,
+    "dataflow/sources": 2_735,
     "dataflow/sources/energon": 550,
     "dataflow/sources/listing": 969,
     "dataflow/sources/tables": 906,

@@ -35,7 +35,7 @@ from prefetch.core.executor import executor
 from prefetch.engine.builders import Builders, ThreadBuilders
 from prefetch.engine.engine import Engine
 from prefetch.engine.ledger import Ledger, State
-from prefetch.engine.stats import ConsumerWait, EngineOptions
+from prefetch.engine.stats import ConsumerWait, EngineOptions, LateBatches
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.copies import Copies
 from prefetch.memory.device import register_pinned
@@ -137,7 +137,7 @@ class Resources:
         return Copies(
             queue,
             self.arena,
-            partial(ConsumerWait, options=options),
+            partial(ConsumerWait, options=options, late=LateBatches()),
             charge=partial(self.ledger.charge, State.IN_USE),
             give_back=self.ledger.give_back,
             job_bytes=ahead.job_bytes.value,
