@@ -78,9 +78,10 @@ def test_the_first_program_learns_and_goes_on_behind_its_checkpoint(tmp_path: Pa
 
 @pytest.mark.parametrize("page", OF_EXAMPLES, ids=lambda page: page.name)
 def test_every_program_on_a_page_is_one_of_the_examples(page: Path) -> None:
-    """Which `tests/test_examples.py` runs."""
+    """Which `tests/test_examples.py` runs, or the demo."""
     text = page.read_text("utf-8")
-    included = re.findall(r"^<!-- include examples/\w+\.py(?:#\w+)? -->\n```python$", text, re.MULTILINE)
+    shown = r"(?:examples/\w+|dataflow/tools/demo)\.py"
+    included = re.findall(rf"^<!-- include {shown}(?:#\w+)? -->\n```python$", text, re.MULTILINE)
     assert len(included) == len(code_blocks(text, "python")) > 0
 
 

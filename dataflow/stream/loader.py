@@ -103,6 +103,7 @@ class StreamLoader:
         self._pause: ReadPause | None = None
         self._finalizer: Finalizer | None = None
         self._errors = ErrorBudget(dataset.on_error, dataset.error_budget)
+        self._skips_bad = dataset.on_error != "raise"
         self._counters, self._repeated = DeliveryCounters(), RepeatedBatch()
         self.epoch_named: int | None = None
         """The epoch that a framework has named last, by `ShardOrder.set_epoch`."""
@@ -394,12 +395,12 @@ class StreamLoader:
         """Return whether `on_error` may leave nothing of a batch that was planned with more."""
         planner = self._plan.planner
         leaves_out_first = planner is not None and planner.lengths is None
-        return self.dataset.on_error != "raise" and not leaves_out_first
+        return self._skips_bad and not leaves_out_first
 
     @property
     def _is_in_step(self) -> bool:
         """Return whether ranks step together, so that none of their batches may be empty."""
-        return self._rank.topology.data_world_size > 1 and self._may_be_empty
+        return self._skips_bad and self._may_be_empty and self._rank.topology.data_world_size > 1
 
     @property
     def remainder(self) -> int:

@@ -39,8 +39,6 @@ def with_folders(listing: Listing, codec: Format, types: Mapping[str, str] | Non
     Raises `ValueError` for types of no such column, and for values that are not of their type.
     """
     urls = listing.urls
-    if not types and not is_named and not any("=" in url for url in urls):
-        return listing
     root = _root_of(listing.spec.source if listing.spec else None, urls)
     values = {url: _values_of(url, root) for url in urls}
     types = types or {}

@@ -133,6 +133,6 @@ def run_fio(
 
 
 def _complaint(ended: subprocess.CompletedProcess[str]) -> str:
-    """What fio says that is wrong."""
+    """Return what fio says that is wrong."""
     lines = [line.strip() for line in (ended.stderr + ended.stdout).splitlines()]
     return next((line for line in lines if line.startswith(("fio:", "sh:"))), "")

@@ -18,8 +18,8 @@ from PIL import Image as Pillow
 
 from dataflow import DataLoader, Image, Ragged, SampleError, ShardedDataset, ShardWriter
 from dataflow.batch.samples import drop_rows
-from dataflow.decode.crop import DRAWS
 from dataflow.decode.image import decode_image
+from dataflow.decode.values import DRAWS
 from sharding.errors import CorruptShardError
 from sharding.order.permutations import uniform
 
