@@ -1,4 +1,4 @@
-"""What a rule of `decode=` is: which output decodes by it, and what is read of a column for it.
+"""The rules of `decode=`: which output decodes by it, and what is read of a column for it.
 
 `Image`, `Audio` and `Video` are such rules; columns, staging and builders know no other thing of them. An
 output that needs parts of long values, or clips of other files, says so by `StagedOutput.parts_rule` or

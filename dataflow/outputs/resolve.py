@@ -330,7 +330,7 @@ def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
 
 
 def _image(**settings: Any) -> DecoderRule:
-    """What `decode="image"` names."""
+    """Return what `decode="image"` names."""
     rule: DecoderRule = resolve_name(IMAGE)(**settings)
     return rule
 

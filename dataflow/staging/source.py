@@ -138,7 +138,7 @@ class Source:
 
     @cached_property
     def _indexes(self) -> Any:
-        """What is kept of other files: outputs that are cut out of such share it."""
+        """Return what is kept of other files: outputs that are cut out of such share it."""
         assert self.clips[0].clip_files is not None
         return self.clips[0].clip_files.new_indexes()
 

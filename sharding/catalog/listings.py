@@ -77,7 +77,7 @@ def _has(value: Mapping[str, Any], keys: Sequence[str]) -> bool:
 
 
 def _checked(listed: Sequence[tuple[Sequence[Any], Mapping[str, Any]]], url: str, what: str) -> IndexFile:
-    """What was listed, with names that stay in the folder; raises for others."""
+    """Return what was listed, with names that stay in the folder; raises for others."""
     if not listed:
         raise _corrupt(url, f"lists no {what}: the dataset is empty")
     for number, (names, _) in enumerate(listed):

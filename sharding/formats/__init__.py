@@ -42,8 +42,8 @@ class FormatEntry(Struct, frozen=True, kw_only=True):
     compressions: tuple[str, ...] = ()
     """Endings behind its own of files that it decompresses itself."""
     index: str = ""
-    """What reads its `index.json`, `(value, url) -> [(names of a shard's file, what is said of it)]` or None,
-    as "module:function"; "": it has none."""
+    """The function that reads its `index.json`, `(value, url) -> [(names of a shard's file, what is said of
+    it)]` or None, as "module:function"; "": it has none."""
     index_keys: tuple[str, ...] = ()
     """Two keys by which an `index.json` is its own; the first has the list of shards."""
 

@@ -1,4 +1,4 @@
-"""What the `index.json` of a dataset of Streaming (MDS) or LitData says of its shards.
+"""Read what the `index.json` of a dataset of Streaming (MDS) or LitData says of its shards.
 
 Both libraries write one file of that name into the folder of the shards. `sharding.catalog.listings` reads
 it, tells by its keys whose it is, and holds to be well-formed what is found here.
@@ -13,7 +13,7 @@ from sharding.errors import CorruptShardError
 from sharding.redaction import identity_of
 
 Listed = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
-"""Of each shard the names that its file may have, the one that needs no decompression first, and what is said
+"""Names that the file of each shard may have, the one that needs no decompression first, and what is said
 of it."""
 
 LISTING_NAME = "index.json"
