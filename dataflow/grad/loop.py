@@ -17,9 +17,9 @@ from dataflow.grad.lookahead import LookAhead
 from dataflow.grad.negotiation import Control, Negotiation
 from dataflow.grad.step import Microbatch, Position, Replay, Step
 from dataflow.grad.wrapper import copied_buffers
-from dataflow.live.watched import LiveSchedule
-from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
-from dataflow.timing.steps import StepRecorder
+from dataflow.telemetry.status.loaders import ScheduleStatus
+from dataflow.telemetry.timing.phases import Phase, PhaseLedger, StepInfo
+from dataflow.telemetry.timing.steps import StepRecorder
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class StepLoop:
         phases: PhaseLedger,
         gate: IoGate | None,
         control: Control | None,
-        live: LiveSchedule | None = None,
+        live: ScheduleStatus | None = None,
     ) -> None:
         self._live = live
         self.boundary, self.phases, self._gate, self._control = boundary, phases, gate, control
@@ -196,7 +196,7 @@ class StepLoop:
             self._tell(self._live, info, plan.forwards[rank], exposed_s)
         return info
 
-    def _tell(self, live: LiveSchedule, info: StepInfo, microbatches: int, exposed_s: float | None) -> None:
+    def _tell(self, live: ScheduleStatus, info: StepInfo, microbatches: int, exposed_s: float | None) -> None:
         """Have the step counted on the page of this process."""
         seconds = info.seconds
         live.window(

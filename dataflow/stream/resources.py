@@ -32,6 +32,7 @@ from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import Inflight
 from prefetch.control.pause import ReadPause
 from prefetch.core.executor import executor
+from prefetch.counts import ReadStats
 from prefetch.engine.builders import Builders, ThreadBuilders
 from prefetch.engine.engine import Engine
 from prefetch.engine.ledger import Ledger, State
@@ -40,7 +41,6 @@ from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.copies import Copies
 from prefetch.memory.device import register_pinned
 from prefetch.memory.guards import FileGuards
-from prefetch.store.reader import ReadStats
 from sharding.urls import is_local, naming_part
 
 if TYPE_CHECKING:
