@@ -415,7 +415,7 @@ class WorkerStats(StatsSnapshot):
     """Bytes of those batches. From processes, all that was sent; otherwise tensors and arrays in lists,
     tuples and mappings. 0 with many batches: they are made of other objects."""
     elapsed_s: float
-    """Seconds since the first loop began; 0 before."""
+    """Seconds in loops, from the beginning of each to its last batch or its end; 0 before the first."""
     starved_s: float
     """Seconds the training code waited in `iter` and `next`. Near 0: the loader keeps up. Near `elapsed_s`:
     it is the bottleneck, as it is by nature where the batches are made in this process."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,6 @@ def array_interface(address: int, nbytes: int) -> dict[str, Any]:
     return {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-class _Memory:
-    def __init__(self, address: int, nbytes: int, owner: object) -> None:
-        self.__array_interface__ = array_interface(address, nbytes)
-        self._owner = owner
-
-
 def memory_at(address: int, nbytes: int, owner: object = None) -> NDArray[np.uint8]:
     """Memory that lives as long as `owner`, writable uint8 [nbytes].
 
@@ -29,4 +24,4 @@ def memory_at(address: int, nbytes: int, owner: object = None) -> NDArray[np.uin
     None: others keep the memory, and the array goes nowhere. Not by a ctypes array: each length would be a
     type of its own, which is never freed.
     """
-    return np.asarray(_Memory(address, nbytes, owner))
+    return np.asarray(SimpleNamespace(__array_interface__=array_interface(address, nbytes), owner=owner))

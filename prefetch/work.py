@@ -102,6 +102,9 @@ class StreamWindow(Protocol):
 class Wait(Protocol):
     """A wait of the consumer, which is told about and given up in time. Times are seconds on one clock."""
 
+    was_told: bool
+    """True if `tell` has said something."""
+
     @property
     def due_s(self) -> float:
         """The time at which `tell` has something to do."""
@@ -112,5 +115,5 @@ class Wait(Protocol):
         ...
 
     def end(self, waited_s: float) -> None:
-        """Record that the wait is over."""
+        """Say that the wait is over, where `was_told`."""
         ...

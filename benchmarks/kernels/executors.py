@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from benchmarks.report import save_figures
 from prefetch.core.executor import executor
-from prefetch.core.plan import BuildPlan, PlanColumn
+from prefetch.core.plan import PlanColumn
 from sharding.order.permutations import SeededPermutations, seeded_permutations
 
 CASES = {
@@ -107,11 +107,10 @@ def ways() -> dict[str, tuple[int, dict[str, Callable[[], object]]]]:
         column = PlanColumn(
             name=name, base=memory.ctypes.data, step=step, index=places, each=each, out=out, widen=widen
         )
-        plan = BuildPlan(num_rows=rows, columns=[column])
         found[name] = (
             rows,
             {
-                "compiled": partial(executor().run, plan),
+                "compiled": partial(executor().run, rows, [column]),
                 "torch": by_torch(memory, places, step, each, widen, out),
             },
         )

@@ -39,7 +39,7 @@ from dataflow.batch.samples import (
 )
 from dataflow.batch.sharing import Finishing, Outcome, SampleOutcomes, building_s
 from dataflow.batch.transforms import batch_form, lists_of, trains_nothing, transformed_together
-from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, raise_if_closing
+from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, closed_error
 from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.outputs.objects import described
 from dataflow.outputs.output import BuiltColumn, Output, make_copies
@@ -106,12 +106,6 @@ class BuildSettings(Struct, frozen=True, kw_only=True):
     def takes_samples(self) -> bool:
         """Return whether batches are made of single samples."""
         return bool(self.collate) or any(transform for transform, _ in self.transforms)
-
-    @property
-    def transforms_one_by_one(self) -> bool:
-        """Return whether samples are given to a transform one by one, and to none together with others."""
-        together = any(batch_form(transform) and not wants_rng for transform, wants_rng in self.transforms)
-        return not together and any(transform for transform, _ in self.transforms)
 
     @property
     def last_function(self) -> str:
@@ -252,9 +246,19 @@ class BatchBuilder:
             self.columns, self.built, self.rows = None, [], NO_ROWS
 
     def _parts(self, columns: ChunkColumns) -> Generator[PartialChunk[Delivered]]:
-        context, sizes = self.context, list[int](self.plan.sizes.tolist())
-        values = [self._values(built, sizes) for built in self.built]
-        names = [output.name for output in context.settings.outputs]
+        context, sizes, settings = self.context, list[int](self.plan.sizes.tolist()), self.settings
+        values, aheads = list[Iterable[Any]](), list[Callable[[int], int]]()
+        takes_each = settings.takes_samples and self._takes_each
+        for built in self.built:
+            if built.each is not None and takes_each:
+                ends = zip(itertools.accumulate(sizes), sizes, strict=True)
+                values.append([OnDemand(built.each, range(end - size, end)) for end, size in ends])
+                continue
+            assert built.split is not None
+            values.append(built.split(sizes))
+            if built.ahead is not None:
+                aheads.append(built.ahead)
+        names = [output.name for output in settings.outputs]
         batches = (dict(zip(names, batch, strict=True)) for batch in zip(*values, strict=True))
         if self.is_planned:
             numbered = enumerate(zip(batches, sizes, strict=True), self.plan.first_batch)
@@ -264,14 +268,13 @@ class BatchBuilder:
         row, began_s = 0, context.now()
         resumed_s, thread_s = began_s, context.thread_s()
         for number, size in enumerate(sizes, self.plan.first_batch):
-            raise_if_closing(context.closing)
-            ahead = sum(
-                built.ahead(size) for built in self.built if built.ahead and not self._is_single(built)
-            )
-            if ahead:
+            if context.closing.is_set():
+                raise closed_error()
+            if ahead := sum([ahead_of(size) for ahead_of in aheads]):
                 yield PartialChunk(slot_bytes=ahead)
                 resumed_s, thread_s = context.now(), context.thread_s()
-            self._seed_globals(row, of_batch=True)
+            if context.seed_globals is not None:
+                self._seed(context.seed_globals, row, of_batch=True)
             try:
                 delivered.append((yield from self.delivered(number, next(batches), row, size)))
             except EngineClosedError:
@@ -285,15 +288,15 @@ class BatchBuilder:
             heap_bytes, most_bytes = heap_bytes + own_bytes, max(most_bytes, own_bytes)
             row += size
             is_last = row == self.rows.num_rows
-            flush_now = not is_last and context.now() - began_s >= context.settings.hand_over_s
-            if is_last or flush_now or ahead or heap_bytes >= context.settings.charge_bytes:
+            flush_now = not is_last and context.now() - began_s >= settings.hand_over_s
+            if is_last or flush_now or ahead or heap_bytes >= settings.charge_bytes:
                 context.heap.made(heap_bytes)
                 # While samples are put together, they are there as well as their batch.
-                made_bytes = heap_bytes + (most_bytes if context.settings.takes_samples else 0)
+                made_bytes = heap_bytes + (most_bytes if settings.takes_samples else 0)
                 build_s = context.now() - resumed_s + self._shared_s
                 if not self._shared_s:  # else it may be another thread by now
                     own_s = context.thread_s() - thread_s
-                    build_s = building_s(build_s, own_s, context.settings.num_builders)
+                    build_s = building_s(build_s, own_s, settings.num_builders)
                 part = PartialChunk(
                     delivered,
                     heap_bytes=heap_bytes,
@@ -308,45 +311,39 @@ class BatchBuilder:
                 if flush_now:
                     began_s = resumed_s
 
-    def _values(self, built: BuiltColumn, sizes: Sequence[int]) -> Iterable[Any]:
-        """One value a batch of a column; of one that is decoded sample by sample, where that is done."""
-        if built.each is None or not self._is_single(built):
-            return built.values(sizes)
-        ends = list(itertools.accumulate(sizes))
-        return [OnDemand(built.each, range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
-
-    def _is_single(self, built: BuiltColumn) -> bool:
-        """Return whether a column is decoded sample by sample, between two calls of the transform.
+    @property
+    def _takes_each(self) -> bool:
+        """Return whether columns are decoded sample by sample, between two calls of the transform.
 
         Decoded samples of any size are then there one by one. Rows of packed batches are whole.
         """
-        return (
-            built.each is not None
-            and self.settings.transforms_one_by_one
-            and (self.plan.segments is None or self.settings.collate is not None)
-        )
+        transforms = [(transform, rng) for transform, rng in self.settings.transforms if transform]
+        together = any(batch_form(transform) and not wants_rng for transform, wants_rng in transforms)
+        is_whole = self.plan.segments is not None and self.settings.collate is None
+        return bool(transforms) and not together and not is_whole
 
-    def _seed_globals(self, row: int, *, of_batch: bool) -> None:
+    def _seed(self, seed_globals: Callable[[int], None], row: int, *, of_batch: bool) -> None:
         """Let the global generators depend on a sample alone, or on the first one of a batch."""
-        if self.context.seed_globals is not None:
-            key = self._randomness.key(*self.rows.find(row), of_batch=of_batch)
-            self.context.seed_globals(key)
+        seed_globals(self._randomness.key(*self.rows.find(row), of_batch=of_batch))
 
     @property
     def is_planned(self) -> bool:
         """Return whether its bytes were known before: no function of the user's runs, no object is made."""
-        assert self.columns is not None
-        if self.columns.bad or self.columns.remarks or self.settings.does_something:
-            return False
-        return all(output.is_view for output in self.settings.outputs)
+        columns, settings = self.columns, self.settings
+        assert columns is not None
+        is_odd = columns.bad or columns.remarks or settings.does_something
+        return not is_odd and all(output.is_view for output in settings.outputs)
 
     def delivered(self, number: int, batch: dict[str, Any], row: int, size: int) -> Finishing[Delivered]:
         """A batch, whose columns are built and whose rows begin at `row`, with all done to it."""
-        skipped: list[SampleError] = []
-        result, num_samples = yield from self._finish_batch(number, batch, row, size, skipped)
+        assert self.columns is not None
+        skipped, num_samples = list[SampleError](), size
+        result: Any = batch
+        if self.columns.bad or self.settings.does_something:
+            result, num_samples = yield from self._finish_batch(number, batch, row, size, skipped)
         if self.context.pin is not None:
             result = self.context.pin(result)
-        remarks = self._remarks(row, row + size)
+        remarks = self._remarks(row, row + size) if self.columns.remarks else ()
         return Delivered(self.plan.epoch, number, result, num_samples, tuple(skipped), remarks=remarks)
 
     def _remarks(self, first: int, end: int) -> tuple[Remark, ...]:
@@ -442,7 +439,8 @@ class BatchBuilder:
             built_s=partial(building_s, num_builders=self.settings.num_builders),
         )
         for at, (index, (window, row)) in enumerate(zip(kept, origins, strict=True)):
-            raise_if_closing(self.context.closing)
+            if self.context.closing.is_set():
+                raise closed_error()
             chunk_row = first + int(index)
             if outcomes.may_share and (parts := outcomes.parts_from(at)):
                 handed_out_s = self.context.now()
@@ -545,7 +543,8 @@ class BatchBuilder:
         transform, wants_rng = settings.transforms[window.source_number]
         if transform is None:
             return sample
-        self._seed_globals(chunk_row, of_batch=False)
+        if self.context.seed_globals is not None:
+            self._seed(self.context.seed_globals, chunk_row, of_batch=False)
         if not wants_rng:
             return transform(sample)
         return transform(sample, rng=self._randomness.generator(window, row))

@@ -86,7 +86,9 @@ class BatchChunk:
         if self._copies is not None:
             sizes = [output.row_sizes(self.rows) for output in outputs]
             return self._copies.credits_for(len(self._job_ends), largest_job(self._job_ends, sizes))
-        built = sum(output.batch_bytes(self.rows) + self._laid_bytes(output) for output in outputs)
+        built = sum([output.batch_bytes(self.rows) for output in outputs])
+        if self.plan.segments is not None:
+            built += sum(map(self._laid_bytes, outputs))
         if self._context.ships_values:
             built += sum(rounded_bytes(self._stored_bytes(staged)) for staged in staged_outputs(outputs))
         return built

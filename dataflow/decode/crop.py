@@ -12,13 +12,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.decode.values import DRAWS, Draws
+
 ATTEMPTS = 10
 DRAW_TOP, DRAW_LEFT, DRAW_FLIP = 2 * ATTEMPTS, 2 * ATTEMPTS + 1, 2 * ATTEMPTS + 2
-DRAWS = 24
-"""Random numbers a sample owns: two for each try, then top, left and flip; one is spare."""
-
-Draws = NDArray[np.float64]
-"""Random numbers in [0, 1), [n, DRAWS]."""
+assert DRAW_FLIP < DRAWS, "two draws for each try, then top, left and flip; the last says where clips begin"
 
 
 def random_resized_crop_boxes(
@@ -73,12 +71,6 @@ def center_boxes(
         boxes[:, axis] = np.rint((resized - wanted) / 2) * lengths / resized
         boxes[:, axis + 2] = wanted * lengths / resized
     return boxes
-
-
-def whole_boxes(widths: NDArray[np.int64], heights: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Boxes that take all of each image, int64 [n, 4]."""
-    zero = np.zeros_like(heights)
-    return np.stack([zero, zero, heights, widths], axis=1)
 
 
 def _tries(

@@ -11,21 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.decode.crop import (
-    DRAW_FLIP,
-    Draws,
-    center_boxes,
-    random_resized_crop_boxes,
-    whole_boxes,
-)
+from dataflow.decode.crop import DRAW_FLIP, center_boxes, random_resized_crop_boxes
+from dataflow.decode.values import Draws
 from prefetch.core.executor import executor
 from prefetch.core.images import CropBox, Filter, ImageForm
+from sharding.cached_property import cached_property
 from sharding.errors import DataflowError, SampleError
 
 Crop = Literal["random_resized", "center", "none"]
@@ -85,6 +82,9 @@ class Image:
         torch.Size([3, 224, 224])
     """
 
+    output_by: ClassVar[str] = "dataflow.outputs.images:image_output"
+    takes_lists: ClassVar[bool] = True
+
     size: int | tuple[int, int] | None = None
     crop: Crop = "none"
     scale: tuple[float, float] = (0.08, 1.0)
@@ -102,6 +102,9 @@ class Image:
     max_pixels: int = _MAX_PIXELS
 
     def __post_init__(self) -> None:
+        for name in ("size", "scale", "ratio", "mean", "std"):  # lists, too: what is frozen has a hash
+            if isinstance(value := getattr(self, name), list | np.ndarray):
+                object.__setattr__(self, name, tuple(value))
         for field, kinds in (("crop", Crop), *_CHOICES):
             if getattr(self, field) not in get_args(kinds):
                 choices = ", ".join(repr(kind) for kind in get_args(kinds))
@@ -166,7 +169,7 @@ class Image:
                     "the crop would reach over the edge"
                 )
 
-    @property
+    @cached_property
     def height_width(self) -> tuple[int, int]:
         """(height, width) of the result. Raises ValueError where size is None."""
         if self.size is None:
@@ -178,7 +181,7 @@ class Image:
         """3 for RGB, 1 for L."""
         return 1 if self.mode == "L" else 3
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int, int]:
         """Shape of one result, in the wanted layout. Raises ValueError where size is None."""
         height, width = self.height_width
@@ -220,7 +223,9 @@ class Image:
         if self.crop == "center":
             shorter = self.resize_shorter or round(max(self.height_width) * 256 / 224)
             return center_boxes(widths, heights, self.height_width, shorter)
-        return whole_boxes(widths, heights)
+        whole = np.zeros((len(sizes), 4), np.int64)
+        whole[:, 2:] = sizes
+        return whole
 
     def flips(self, n: int, draws: Draws | None) -> NDArray[np.bool_]:
         """Return which of n images to mirror, [n]."""
@@ -267,7 +272,7 @@ def decode_images(
     boxes: list[list[float]] = spec.boxes(sizes, draws).tolist()
     flips: list[bool] = spec.flips(len(images), draws).tolist()
     how = codec.Decoding(gray=spec.mode == "L", fast=spec.dct == "fast", strict=spec.strict)
-    resize = executor().resizer(spec.form())
+    resize = _resizer(spec)
     # A filter looks at the image beside a part that is cut out of its resized image, as in torchvision.
     looks_beside = spec.crop == "center"
     for i, (size, box) in enumerate(zip(sizes.tolist(), boxes, strict=True)):
@@ -295,7 +300,7 @@ def resize_part(
     (box,) = spec.boxes(np.array([size], np.int64), draws).tolist()
     within = (0.0, 0.0, *size) if spec.crop == "center" else box
     crop = _crop_box(box, within, 1, flip=bool(spec.flips(1, draws)[0]))
-    resize = executor().resizer(spec.form())
+    resize = _resizer(spec)
     return lambda pixels, out: resize(pixels, crop, out)
 
 
@@ -399,6 +404,13 @@ def _required(draws: Draws | None) -> Draws:
     return draws
 
 
+@lru_cache(maxsize=64)  # a part of a batch asks for one; images of their own sizes have many
+def _resizer(spec: Image) -> Callable[[NDArray[np.uint8], CropBox, NDArray[Any]], None]:
+    """Return what makes results of pixels."""
+    return executor().resizer(spec.form())
+
+
+@cache
 def _codec() -> ModuleType:
     try:
         from dataflow.decode import jpeg

@@ -16,14 +16,11 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from dataflow.decode.crop import DRAWS, Draws
-from dataflow.decode.values import LACKING, check_fits
+from dataflow.decode.values import DRAWS, LACKING, Draws, check_fits
 from dataflow.outputs.held_bytes import Ranges
 from dataflow.staging.columns import REASONS
 from dataflow.staging.rows import WindowPart
 from dataflow.staging.window import StagedRows
-from prefetch.core.executor import executor
-from prefetch.core.plan import BuildPlan, PlanColumn
 from prefetch.errors import EngineClosedError, MemoryLimitError, SampleTooLargeError
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.interrupts import must_go_on
@@ -273,25 +270,16 @@ class ChunkColumns:
         addresses[lengths < 0] = instead
         return addresses
 
-    def copy(self, plan_columns: Sequence[PlanColumn]) -> None:
-        """Make the copies of all columns. Raises `ShardReadError` for a value whose bytes are gone."""
-        if not plan_columns:
-            return
-        status = executor().run(BuildPlan(num_rows=self.rows.num_rows, columns=plan_columns))
-        if status.any():
-            row = int(np.flatnonzero(status)[0])
-            raise self.rows.truncated(row, plan_columns[int(status[row]) - 1].name)
-
     def stored_values(self, column: str) -> list[StoredValue | None]:
         """The stored bytes of every row's value; None where the sample has none."""
         stored: list[StoredValue | None] = [None] * self.rows.num_rows
         for part in self.rows.parts:
             spans = part.spans(column)
             buffer, starts = part.window.buffer_of(spans, part.rows, column)
-            ends = starts + spans.lengths[part.rows]
-            for index, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+            ends = (starts + spans.lengths[part.rows]).tolist()
+            rows = np.arange(self.rows.num_rows)[part.chunk_rows].tolist()
+            for row, start, end in zip(rows, starts.tolist(), ends, strict=True):
                 if end >= start:
-                    row = part.chunk_row(index)
                     stored[row] = buffer[start:end], row
         return stored
 
@@ -304,7 +292,8 @@ class ChunkColumns:
         """
         if value is None:
             return None
-        raise_if_closing(self._closing)
+        if self._closing.is_set():
+            raise closed_error()
         try:
             return decode(*value)
         except BaseException as error:
@@ -341,12 +330,13 @@ class ChunkColumns:
                 warned.add(kind)
                 warnings.warn(odd_text(str(self.rows.sample_error(row, kind, column))), stacklevel=6)
 
-    def note_missing(self, column: str, lacking: str | None) -> None:
-        """Note the rows without a value; `lacking`: what is wrong where it is missing, None: nothing."""
+    def note_missing(self, column: str, why_lacking: Callable[[], str | None]) -> None:
+        """Note the rows without a value; `why_lacking`: what is wrong where it is missing, None: nothing."""
         for part in self.rows.parts:
             spans = part.spans(column)
             if not spans.has_missing:
                 continue
+            lacking = why_lacking()
             lengths = spans.lengths[part.rows]
             for index in np.flatnonzero(lengths < (MISSING if lacking is None else 0)).tolist():
                 reason = REASONS[int(lengths[index])]
@@ -366,10 +356,9 @@ class ChunkColumns:
             self.note_bad(row, column, f"holds {have[row]} elements, but {source} {cut.whole[row]}")
 
 
-def raise_if_closing(closing: threading.Event) -> None:
-    """Raise `EngineClosedError` if nobody wants what is being built."""
-    if closing.is_set():
-        raise EngineClosedError("the loader was closed while the batch was built")
+def closed_error() -> EngineClosedError:
+    """The error of a batch that nobody wants any more."""
+    return EngineClosedError("the loader was closed while the batch was built")
 
 
 def odd_text(first: str) -> str:

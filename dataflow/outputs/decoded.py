@@ -35,7 +35,7 @@ from sharding.blocks import MISSING, Column
 from sharding.errors import SampleError
 
 if TYPE_CHECKING:
-    from dataflow.decode.crop import Draws
+    from dataflow.decode.values import Draws
     from dataflow.ragged import Ragged
 
 
@@ -61,13 +61,6 @@ class PartValues(Struct, frozen=True, kw_only=True):
     target: NDArray[np.int64]
     """Its place among the values of the chunk; ascends."""
 
-    def between(self, start: int, stop: int) -> PartValues:
-        """Its values [start, stop), or up to its last."""
-        few = slice(start, stop)
-        return structs.replace(
-            self, row=self.row[few], number=self.number[few], at=self.at[few], target=self.target[few]
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedOutput(Output):
@@ -77,6 +70,8 @@ class DecodedOutput(Output):
     kinds: ClassVar[tuple[str, str, str, str]]
     """Names in messages for values of one shape, of any shape, lists of the former, and lists of the
     latter."""
+    is_stacked: bool = False
+    """True if values of a batch, which are all of one shape, become one tensor."""
     instead: ClassVar[str] = ""
     """The words for an item of a list in place of a missing value."""
 
@@ -190,7 +185,10 @@ class DecodedOutput(Output):
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Values of one shape in parts of a few, whichever samples they belong to; others batch by batch."""
-        self._note_missing(columns)
+        if self.is_joined:
+            self._note_missing_items(columns)
+        else:
+            columns.note_missing(self.name, lambda: self.lacking)
         return self._build_sized(columns) if self.is_sized else self.build_free(columns)
 
     def build_free(self, columns: ChunkColumns) -> BuiltColumn:
@@ -199,16 +197,23 @@ class DecodedOutput(Output):
 
         def values(sizes: Sequence[int]) -> Iterator[Any]:
             for batch in split_list(stored, sizes):
-                yield [self.made(columns, value, decode) for value in batch]
+                made = (self.made(columns, value, decode) for value in batch)  # no list that stays here
+                yield self.stack(columns, batch, [*made]) if self.is_stacked else [*made]
 
-        return BuiltColumn(split=values, each=lambda row: self.made(columns, stored[row], decode))
+        each = None if self.is_stacked else lambda row: self.made(columns, stored[row], decode)
+        return BuiltColumn(split=values, each=each)
+
+    def stack(self, columns: ChunkColumns, stored: Sequence[Any], values: list[Any]) -> Any:
+        """Return the values of a batch as one, where `is_stacked`; `stored`: what each was made of."""
+        raise NotImplementedError
 
     def stored(self, columns: ChunkColumns) -> list[Any]:
         """The stored bytes of every row's value, None where it is missing; of lists one list a row."""
-        stored = [columns.stored_values(each.name) for each in self.staged]
         if self.is_joined:
-            return [[value for value in row if value is not None] for row in zip(*stored, strict=True)]
-        return [[] if value is None else _items(value) for value in stored[0]] if self.is_list else stored[0]
+            sources = [columns.stored_values(each.name) for each in self.staged]
+            return [[value for value in row if value is not None] for row in zip(*sources, strict=True)]
+        stored = columns.stored_values(self.name)
+        return [[] if value is None else _items(value) for value in stored] if self.is_list else stored
 
     def made(self, columns: ChunkColumns, stored: Any, decode: Callable[..., Any]) -> Any:
         """Return what `decode` makes of bytes, row and number of a stored value, or of each of a list.
@@ -254,7 +259,15 @@ class DecodedOutput(Output):
         for part in rows.parts:
             values = self._listed(part, offsets) if self.is_list else self._single(part, out)
             for start in range(0, len(values.row), most):
-                tasks.append(partial(self._fill, columns, values.between(start, start + most), out))
+                few = slice(start, start + most)
+                own = structs.replace(
+                    values,
+                    row=values.row[few],
+                    number=values.number[few],
+                    at=values.at[few],
+                    target=values.target[few],
+                )
+                tasks.append(partial(self._fill, columns, own, out))
         split = partial(_split_lists, out, offsets) if self.is_list else partial(split_rows, out)
         return BuiltColumn(split=split, decodes=tasks)
 
@@ -336,11 +349,8 @@ class DecodedOutput(Output):
             part=part, row=row, number=number, spans=spans, at=np.arange(len(row)), target=target
         )
 
-    def _note_missing(self, columns: ChunkColumns) -> None:
-        """Note the rows that lack their value, or an item of which only the path is stored."""
-        if not self.is_joined:
-            columns.note_missing(self.name, self.lacking)
-            return
+    def _note_missing_items(self, columns: ChunkColumns) -> None:
+        """Note the rows that lack an item of which only the path is stored."""
         for part in columns.rows.parts:
             lengths = self._lengths(part)
             for row, source in np.argwhere(lengths < MISSING).tolist():

@@ -106,7 +106,8 @@ class ArrayOutput(FixedOutput):
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Rows of the windows' arrays."""
-        self._note_lengths(columns)
+        if columns.rows.cut is not None:
+            self._note_lengths(columns)
         for part in columns.rows.parts:
             staged = part.window.staged[self.name]
             assert isinstance(staged, StagedArray)
@@ -165,8 +166,9 @@ class RowsOutput(FixedOutput):
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Rows gathered from the stored bytes. Raises `SampleError` for a value of another length."""
-        self._note_lengths(columns)
-        columns.note_missing(self.name, self.lacking)
+        if columns.rows.cut is not None:
+            self._note_lengths(columns)
+        columns.note_missing(self.name, lambda: self.lacking)
         stored_bytes = math.prod(self.shape) * np.dtype(self.source_dtype).itemsize
         addresses = columns.addresses_of(self.name, stored_bytes, self.default_array)
         copies = PlanColumn(

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 from torch import Tensor
 
 _MOST_LOOKED_AT = 256
@@ -26,12 +27,11 @@ _DEEPEST = 5
 _PLAIN = frozenset((str, bytes, bytearray, int, float, complex, bool, type(None)))
 
 
-class Ranges:
+class Ranges(Struct):
     """Ranges of memory, such as those that are counted elsewhere."""
 
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+    _starts: list[int] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)
 
     def add(self, start: int, nbytes: int) -> None:
         """Add `nbytes` from an address on."""
@@ -70,10 +70,9 @@ def held_bytes(batch: Any, elsewhere: Ranges) -> int:
     return _Look(elsewhere).of(batch, _DEEPEST)
 
 
-class _Look:
-    def __init__(self, elsewhere: Ranges) -> None:
-        self._elsewhere = elsewhere
-        self._seen: set[int] = set()
+class _Look(Struct):
+    _elsewhere: Ranges
+    _seen: set[int] = field(default_factory=set)
 
     def of(self, thing: Any, depth: int) -> int:
         kind = type(thing)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.decode.values import CONVERTERS
-from dataflow.outputs.columns import ChunkColumns, StoredValue
+from dataflow.outputs.columns import ChunkColumns
 from dataflow.outputs.decoded import Bytes, DecodedOutput
-from dataflow.outputs.output import BuiltColumn, Default, Output, split_list
+from dataflow.outputs.output import Default, Output
 
 _NAMED = 20
 """Columns that a message names."""
@@ -28,8 +28,6 @@ class ObjectOutput(DecodedOutput):
 
     convert: Callable[[bytes], Any]
     """The bytes of one value -> a Python object."""
-    is_stacked: bool = False
-    """True if arrays of a batch, which are all of one shape, become one tensor."""
     is_format_rule: bool = False
     """True if the function is the format's, not the user's."""
 
@@ -59,37 +57,22 @@ class ObjectOutput(DecodedOutput):
     def decode(self, columns: ChunkColumns, data: Bytes, row: int, number: int = 0) -> Any:
         """See `DecodedOutput`. Items of lists stay what the function makes of them."""
         made = self.convert(data.tobytes())
-        return made if self.is_list else as_tensor(made)
+        return as_tensor(made) if isinstance(made, np.ndarray) and not self.is_list else made
 
-    def build_free(self, columns: ChunkColumns) -> BuiltColumn:
-        """See `DecodedOutput`."""
-        if not self.is_stacked:
-            return super().build_free(columns)
-        stored, decode = self.stored(columns), partial(self.decode, columns)
-
-        def values(sizes: Sequence[int]) -> Iterator[Tensor | list[Any]]:
-            for batch in split_list(stored, sizes):
-                yield self._stacked(columns, batch, [self.made(columns, value, decode) for value in batch])
-
-        return BuiltColumn(split=values)
-
-    def _stacked(
-        self, columns: ChunkColumns, batch: Sequence[StoredValue | None], objects: list[Any]
-    ) -> Tensor | list[Any]:
+    def stack(self, columns: ChunkColumns, stored: Sequence[Any], values: list[Any]) -> Tensor | list[Any]:
         """The arrays as one tensor, with zeros for bad ones; a list where torch has no such type."""
-        first = next((value for value in objects if isinstance(value, Tensor)), None)
+        first = next((value for value in values if isinstance(value, Tensor)), None)
         if first is None:
-            return objects
-        for value, stored in zip(objects, batch, strict=True):
+            return values
+        for value, one in zip(values, stored, strict=True):
             if value is not None and described(value) != described(first):
-                assert stored is not None
                 what = f"{described(value)}, but another sample has {described(first)}"
                 rule = "auto" if self.is_format_rule else "npy"
                 cure = (
                     f"values of one size are stacked; decode={{{self.name!r}: Optional({rule!r})}} lists them"
                 )
-                raise columns.rows.sample_error(stored[1], f"{what}: {cure}", self.name)
-        return torch.stack([torch.zeros_like(first) if value is None else value for value in objects])
+                raise columns.rows.sample_error(one[1], f"{what}: {cure}", self.name)
+        return torch.stack([torch.zeros_like(first) if value is None else value for value in values])
 
 
 def is_text(output: Output) -> bool:
@@ -102,10 +85,8 @@ def bytes_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def as_tensor(value: Any) -> Any:
-    """An array as a tensor in native byte order; as is what is none, or of a type that torch lacks."""
-    if not isinstance(value, np.ndarray):
-        return value
+def as_tensor(value: NDArray[Any]) -> Tensor | NDArray[Any]:
+    """An array as a tensor in native byte order; as it is where torch lacks its type."""
     native = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])  # keeps 0-d arrays 0-d
     try:
         return torch.from_numpy(native)

@@ -27,6 +27,7 @@ from torch import Tensor
 from dataflow.decode.values import LACKING
 from dataflow.outputs.columns import ChunkColumns, ChunkRows
 from dataflow.staging.columns import StagedOutput
+from prefetch.core.executor import executor
 from prefetch.core.plan import PlanColumn
 from sharding.blocks import ALTERNATIVE
 
@@ -67,11 +68,15 @@ class BuiltColumn(Struct, kw_only=True):
             task()
         if self.ahead is not None:
             self.ahead(size)
-        return next(iter(self.values([size])))
+        assert self.split is not None
+        return next(iter(self.split([size])))
 
 
 def make_copies(built: Sequence[BuiltColumn], columns: ChunkColumns) -> None:
-    """Make the copies of all rows, into a slot for each column."""
+    """Make the copies of all rows, into a slot for each column.
+
+    Raises `ShardReadError` for a value whose bytes are gone.
+    """
     placed = []
     for column in built:
         if column.copies is not None:
@@ -79,7 +84,12 @@ def make_copies(built: Sequence[BuiltColumn], columns: ChunkColumns) -> None:
             memory = columns.slot(column.copies.nbytes)
             placed.append(structs.replace(column.copies, out=memory))
             column.split = partial(column.views, memory, 0)
-    columns.copy(placed)
+    if not placed:
+        return
+    status = executor().run(columns.rows.num_rows, placed)
+    if status.any():
+        row = int(np.flatnonzero(status)[0])
+        raise columns.rows.truncated(row, placed[int(status[row]) - 1].name)
 
 
 class Default(Struct, frozen=True, eq=False):

@@ -81,7 +81,7 @@ class RaggedOutput(Output):
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Values one after the other in one slot."""
-        columns.note_missing(self.name, self.lacking)
+        columns.note_missing(self.name, lambda: self.lacking)
         segments = columns.segments(self.name, self.default_array)
         cut = columns.rows.cut_of(self.name)
         if cut is not None:

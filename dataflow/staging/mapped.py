@@ -23,7 +23,7 @@ from dataflow.staging.columns import ALIGN, StagedArray, StagedOutput, StagedSpa
 from dataflow.staging.source import Source
 from dataflow.staging.window import FileParts, NotLocatableError, Share, StagedWindow, WindowSamples
 from prefetch.core.executor import executor
-from prefetch.core.plan import BuildPlan, PlanColumn
+from prefetch.core.plan import PlanColumn
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuard
 from prefetch.memory.mapping import MappedShard, will_need
@@ -77,7 +77,7 @@ class WindowOfFiles(StagedWindow):
             out=buffer,
             may_load=False,
         )
-        lost = np.flatnonzero(executor().run(BuildPlan(num_rows=len(rows), columns=[copies])))
+        lost = np.flatnonzero(executor().run(len(rows), [copies]))
         if len(lost):
             raise self.truncated(int((rows if owners is None else owners)[lost[0]]), column)
         return buffer, starts

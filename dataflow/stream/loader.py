@@ -99,6 +99,7 @@ class StreamLoader:
         self._pause: ReadPause | None = None
         self._finalizer: Finalizer | None = None
         self._errors = ErrorBudget(dataset.on_error, dataset.error_budget)
+        self._skips_bad = dataset.on_error != "raise"
         self._counters, self._repeated = DeliveryCounters(), RepeatedBatch()
         self.epoch_named: int | None = None
         """The epoch that a framework has named last, by `ShardOrder.set_epoch`."""
@@ -236,8 +237,8 @@ class StreamLoader:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
         plan, began_s = self._loops.begin(loop, self._newest_plan), time.perf_counter()
         epoch, asked_s, self.loop_length = plan.order.epoch, began_s, plan.num_batches
-        begin = None if self.observer is None else self.observer.begin
-        observer = None if begin is None else begin(self, epoch, partial(self._position, plan))
+        begins = None if self.observer is None else self.observer.begin
+        observer = begins and begins(self, epoch, partial(self._position, plan))
         frame, counters, mixes = LoopFrame(), self._counters, isinstance(self.dataset, Mixture)
         try:
             while not loop.has_ended:
@@ -372,9 +373,8 @@ class StreamLoader:
 
     def _position(self, plan: RankPlan) -> EpochPosition:
         """Return where a loop begins that runs this plan."""
-        epoch = plan.order.epoch
         with self._planning():
-            whole = self._plan.epoch(epoch, 0).num_batches
+            whole = self._plan.epoch(epoch := plan.order.epoch, 0).num_batches
         if whole >= UNKNOWN or (isinstance(self.dataset, Mixture) and self.dataset.spec.stop == "never"):
             return EpochPosition(epoch, 0, None)
         return EpochPosition(epoch, whole - plan.num_batches, whole)
@@ -396,12 +396,12 @@ class StreamLoader:
         """Return whether `on_error` may leave nothing of a batch that was planned with more."""
         planner = self._plan.planner
         leaves_out_first = planner is not None and planner.lengths is None
-        return self.dataset.on_error != "raise" and not leaves_out_first
+        return self._skips_bad and not leaves_out_first
 
     @property
     def _is_in_step(self) -> bool:
         """Return whether ranks step together, so that none of their batches may be empty."""
-        return self._rank.topology.data_world_size > 1 and self._may_be_empty
+        return self._skips_bad and self._may_be_empty and self._rank.topology.data_world_size > 1
 
     @property
     def remainder(self) -> int:

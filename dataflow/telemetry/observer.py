@@ -1,4 +1,4 @@
-"""Who watches the loops over a loader: both engines of `DataLoader` tell one observer, if there is one.
+"""Observers of the loops over a loader: both engines of `DataLoader` tell one, if there is one.
 
 `LoaderObserver.begin` is told of each loop, and what it returns of the loop's batches and its end.
 That object belongs to the loop alone and dies with it: a loop that is left by `break` tells nobody.

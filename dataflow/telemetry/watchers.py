@@ -1,4 +1,4 @@
-"""Those who watch a loader: the page of this process, a record for `dataflow doctor`, a progress bar."""
+"""Decide who watches a loader: the page of this process, a record for `dataflow doctor`, a progress bar."""
 
 from __future__ import annotations
 

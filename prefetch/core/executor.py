@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.plan import BuildPlan, PlanColumn
+from prefetch.core.plan import PlanColumn
 from prefetch.core.queue import CopyQueue, column_table
 from sharding.cached_property import cached_property
 from sharding.core.compile import LIBRARY
@@ -41,17 +41,19 @@ class Executor:
         probe, out = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
         index = np.array([address_of(probe)])
         column = PlanColumn(name="probe", index=index, each=8, out=out, may_load=False)
-        return not self.run(BuildPlan(num_rows=1, columns=[column])).any()
+        return not self.run(1, [column]).any()
 
-    def run(self, plan: BuildPlan) -> NDArray[np.uint8]:
-        """Make all copies.
+    def run(self, num_rows: int, columns: Sequence[PlanColumn]) -> NDArray[np.uint8]:
+        """Make all copies of columns of so many rows.
 
         Returns uint8 [rows]: 0, or 1 + the number of the first column whose value could not be read (255 for
         columns behind that). What is in `out` for such a value is arbitrary.
         """
-        table = column_table(plan.columns)
-        status = np.empty(plan.num_rows, np.uint8)
-        self._library.core_run(address_of(table), len(table), 0, plan.num_rows, address_of(status))
+        for column in columns:
+            if len(column.index) != num_rows:
+                raise ValueError(f"column {column.name!r} has {len(column.index)} of {num_rows} rows")
+        table, status = column_table(columns), np.empty(num_rows, np.uint8)
+        self._library.core_run(address_of(table), len(table), 0, num_rows, address_of(status))
         return status
 
     def resizer(self, form: ImageForm) -> Resizer:

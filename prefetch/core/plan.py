@@ -88,8 +88,7 @@ class PlanColumn(Struct, frozen=True, kw_only=True, eq=False):
     @property
     def nbytes(self) -> int:
         """Return the bytes of all values, where they follow one another."""
-        rows = np.array([0, len(self.index)])
-        return int(self.out_bytes(rows[:1], rows[1:])[0])
+        return len(self.index) * self.row_bytes if self.lengths is None else int(self.lengths.sum())
 
     def out_bytes(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of `out` that the rows [first, last) take, where values follow one another."""
@@ -98,18 +97,6 @@ class PlanColumn(Struct, frozen=True, kw_only=True, eq=False):
         ends: NDArray[np.int64] = np.append(0, self.offsets + self.lengths)
         sizes: NDArray[np.int64] = ends[last] - ends[first]
         return sizes
-
-
-class BuildPlan(Struct, frozen=True, kw_only=True, eq=False):
-    """The copies of a chunk, column by column."""
-
-    num_rows: int
-    columns: Sequence[PlanColumn]
-
-    def __post_init__(self) -> None:
-        for column in self.columns:
-            if len(column.index) != self.num_rows:
-                raise ValueError(f"column {column.name!r} has {len(column.index)} of {self.num_rows} rows")
 
 
 COLUMN_ALIGN = 64

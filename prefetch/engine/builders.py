@@ -54,23 +54,13 @@ class Build(Protocol[T]):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class CopyStats:
-    """The copies of batches that were delivered before they were made."""
-
-    starved_s: float = 0.0
-    """Seconds that the consumer has waited for them, or made them itself."""
-    slot_bytes: int = 0
-    """The bytes of their slots."""
-    ready_batches: int = 0
-    """About how many of them lie ready."""
-
-
 class Builders(Protocol[T]):
     """Build chunks somewhere, most urgent first. Thread-safe."""
 
     num_builders: int
     """Chunks that are built at a time."""
+    copies: Copies | None = None
+    """Makes batches that were delivered before; None: all are made here."""
 
     def build(self, build: Build[T]) -> None:
         """Build a chunk, or go on with one that was suspended. Called under the engine's lock: no waits."""
@@ -84,10 +74,6 @@ class Builders(Protocol[T]):
     def work(self) -> None:
         """Do a part of it. Without the engine's lock."""
         return
-
-    def copy_stats(self) -> CopyStats:
-        """Return the copies so far."""
-        return CopyStats()
 
     def contexts(self) -> list[str]:
         """Say what is being built now and where."""
@@ -140,7 +126,7 @@ class ThreadBuilders(PriorityPool, Generic[T]):
         about: Callable[[FrameType], str] = lambda _: "",
     ) -> None:
         super().__init__(num_threads, "dataflow-build", initializer=initializer, about=about)
-        self.num_builders, self._copies = num_threads, copies
+        self.num_builders, self.copies = num_threads, copies
         self._counting = threading.Lock()  # guards the parts left and the error of each build
 
     @property
@@ -152,22 +138,13 @@ class ThreadBuilders(PriorityPool, Generic[T]):
         """See `Builders`."""
         self.run_next()
 
-    def copy_stats(self) -> CopyStats:
-        """See `Builders`."""
-        if self._copies is None:
-            return CopyStats()
-        copies = self._copies
-        return CopyStats(
-            starved_s=copies.starved_s, slot_bytes=copies.taken_bytes, ready_batches=copies.ready_batches
-        )
-
     def stats(self) -> StageStats:
         """See `Builders`."""
         own = super().stats()
-        if self._copies is None:
+        if self.copies is None:
             return own
-        busy_s, num_jobs = self._copies.queue.count()
-        threads = own.threads + self._copies.queue.num_threads
+        busy_s, num_jobs = self.copies.queue.count()
+        threads = own.threads + self.copies.queue.num_threads
         return replace(
             own,
             threads=threads,
@@ -179,14 +156,14 @@ class ThreadBuilders(PriorityPool, Generic[T]):
     def stop(self) -> None:
         """See `Builders`."""
         super().stop()
-        if self._copies is not None:
-            self._copies.queue.stop()
+        if self.copies is not None:
+            self.copies.queue.stop()
 
     def close(self, timeout_s: float | None = None) -> bool:
         """See `Builders`."""
         is_closed = super().close(timeout_s)
-        if self._copies is not None:
-            self._copies.queue.close()
+        if self.copies is not None:
+            self.copies.queue.close()
         return is_closed
 
     def build(self, build: Build[T]) -> None:
@@ -206,7 +183,8 @@ class ThreadBuilders(PriorityPool, Generic[T]):
             parts = build.chunk.begin()
         except BaseException as caught:
             progress.error = caught
-            self._end(build, caught)
+            self.account()
+            build.end(caught)
             return
         if parts:
             self._share(build, progress, parts)
@@ -266,8 +244,5 @@ class ThreadBuilders(PriorityPool, Generic[T]):
             del finished  # the consumer may have it now
         if progress.batches is not None:
             progress.batches.close()  # where a part was dropped it is not at its end
-        self._end(build, progress.error)
-
-    def _end(self, build: Build[T], error: BaseException | None) -> None:
         self.account()
-        build.end(error)
+        build.end(progress.error)

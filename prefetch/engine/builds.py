@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+from msgspec import Struct, field
+
 from prefetch.engine.builders import Builders
 from prefetch.engine.ledger import Ledger, State
 from prefetch.engine.stats import EngineOptions
@@ -34,24 +36,27 @@ def chunks_ahead(num_builders: int) -> int:
     return max(3, 2 * num_builders + 1)
 
 
-class ChunkBuild(Generic[T]):
+class ChunkBuild(Struct, Generic[T], eq=False):
     """The engine's side of a `Build`: a chunk that was dispatched, and what of it waits for the consumer."""
 
-    def __init__(self, queue: ChunkQueue[T], chunk: Chunk[T], nbytes: int, number: int) -> None:
-        self.chunk, self.number, self._queue = chunk, number, queue
-        self.progress: Any = None
-        self.nbytes = nbytes
-        """The credits of its output."""
-        self.began_s = time.perf_counter()
-        self.error: BaseException | None = None
-        self.is_done = self.is_suspended = self.is_finishing = False
-        self.partials: deque[PartialChunk[T]] = deque()
-        """The batches that are finished, and to be delivered."""
-        self.ahead_bytes = 0
-        """The bytes of slots that are charged for the next partial chunk."""
-        self.reserved_bytes = 0
-        """The credits for what the next partial chunk makes, which shows only then."""
-        self.num_delivered = 0
+    _queue: ChunkQueue[T]
+    chunk: Chunk[T]
+    nbytes: int
+    """The credits of its output."""
+    number: int
+    progress: Any = None
+    began_s: float = field(default_factory=time.perf_counter)
+    error: BaseException | None = None
+    is_done: bool = False
+    is_suspended: bool = False
+    is_finishing: bool = False
+    partials: deque[PartialChunk[T]] = field(default_factory=deque)
+    """The batches that are finished, and to be delivered."""
+    ahead_bytes: int = 0
+    """The bytes of slots that are charged for the next partial chunk."""
+    reserved_bytes: int = 0
+    """The credits for what the next partial chunk makes, which shows only then."""
+    num_delivered: int = 0
 
     @property
     def is_cancelled(self) -> bool:
@@ -88,8 +93,11 @@ class ChunkBuild(Generic[T]):
 
     def end(self, error: BaseException | None = None) -> None:
         """See `Build`."""
-        with self._queue.lock:
-            self._queue.end(self, error)
+        queue = self._queue
+        with queue.lock:
+            queue.num_running -= 1
+            queue.finish(self, error)
+            queue.on_end()
 
     @property
     def num_ready(self) -> int:
@@ -137,11 +145,11 @@ class ChunkQueue(Generic[T]):
         depth: Callable[[int], int],
     ) -> None:
         self.lock, self.ledger, self._windows, self._builders = options.monitor, ledger, windows, builders
-        self._on_end, self._depth, self._chunk_time = on_end, depth, options.chunk_time
+        self.on_end, self._depth, self._chunk_time = on_end, depth, options.chunk_time
         self.line: deque[ChunkBuild[T]] = deque()
         """The chunks that were dispatched and not delivered."""
-        self._suspended: deque[ChunkBuild[T]] = deque()
-        self._copying: deque[ChunkBuild[T]] = deque()
+        self.suspended: deque[ChunkBuild[T]] = deque()
+        self.copying: deque[ChunkBuild[T]] = deque()
         """Built, but for copies that are made while the consumer takes them."""
         self._num_chunks = 0
         """The number of chunks that were dispatched so far."""
@@ -193,7 +201,7 @@ class ChunkQueue(Generic[T]):
             self.line.append(build)
             self.num_batches += chunk.num_batches
             if error is not None:
-                self._finish(build, error)
+                self.finish(build, error)
                 self.lock.notify_all()
                 continue
             self.num_running += 1
@@ -207,7 +215,7 @@ class ChunkQueue(Generic[T]):
     @property
     def is_idle(self) -> bool:
         """Return whether all that was delivered is made: nothing here gives credits back any more."""
-        return not self.line and not self._copying
+        return not self.line and not self.copying
 
     def make_room(self, build: ChunkBuild[T]) -> bool:
         """Reserve what making the next partial chunk takes, by the last ones; whether it may be made."""
@@ -239,7 +247,7 @@ class ChunkQueue(Generic[T]):
         self._release_room(build)
         self.num_running -= 1
         build.is_suspended = True
-        self._suspended.append(build)
+        self.suspended.append(build)
         self.notify_if_deliverable()
 
     def notify_if_deliverable(self) -> None:
@@ -249,22 +257,14 @@ class ChunkQueue(Generic[T]):
 
     def resume(self) -> None:
         """Dispatch again what was suspended and has room."""
-        if not self._suspended:
-            return
-        builds, self._suspended = self._suspended, deque()
+        builds, self.suspended = self.suspended, deque()
         for build in builds:
             if self.make_room(build):
                 build.is_suspended = False
                 self.num_running += 1
                 self._builders.build(build)
             else:
-                self._suspended.append(build)
-
-    def end(self, build: ChunkBuild[T], error: BaseException | None) -> None:
-        """A chunk is built, or failed."""
-        self.num_running -= 1
-        self._finish(build, error)
-        self._on_end()
+                self.suspended.append(build)
 
     def take(self, most_bytes: int) -> tuple[Batches[T], int, int]:
         """Batches of the head, and their charged bytes of slots and of heap.
@@ -292,20 +292,15 @@ class ChunkQueue(Generic[T]):
         self.num_batches -= len(batches)
         return batches, slots, heap
 
-    def drop_head(self) -> None:
-        """The head was delivered, or its error told."""
-        build = self.line.popleft()
-        self.num_batches -= build.chunk.num_batches - build.num_delivered
-
     def drop_all(self) -> None:
         """Nothing is delivered any more."""
-        for builds in (self.line, self._suspended):
+        for builds in (self.line, self.suspended):
             builds.clear()
-        self._copying.clear()
+        self.copying.clear()
         self.num_batches = 0
 
-    def _finish(self, build: ChunkBuild[T], error: BaseException | None) -> None:
-        """Credits move, and the chunk's windows lose a user."""
+    def finish(self, build: ChunkBuild[T], error: BaseException | None) -> None:
+        """A chunk is built, or failed: credits move, and its windows lose a user."""
         self._release_room(build)
         self.ledger.move(State.BUILDING, State.READY, build.nbytes)
         if error is None:
@@ -317,14 +312,14 @@ class ChunkQueue(Generic[T]):
             self.ledger.release(State.READY, build.ahead_bytes)
         build.error, build.progress = error, None
         if error is None and build.chunk.reads_windows:
-            self._copying.append(build)
+            self.copying.append(build)
         else:
             self._windows.release(build.chunk)
         build.is_done = True
 
     def release_windows(self) -> None:
         """Let go of windows and credits of batches that were delivered before they were made."""
-        while self._copying and not self._copying[0].chunk.reads_windows:
-            build = self._copying.popleft()
+        while self.copying and not self.copying[0].chunk.reads_windows:
+            build = self.copying.popleft()
             self._windows.release(build.chunk)
             self.ledger.release(State.READY, build.nbytes)

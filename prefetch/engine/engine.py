@@ -157,7 +157,8 @@ class Engine(Generic[T]):
 
     def _drop(self, head: ChunkBuild[T]) -> None:
         """Record that all of the head was delivered."""
-        self._queue.drop_head()
+        self._queue.line.popleft()
+        self._queue.num_batches -= head.chunk.num_batches - head.num_delivered
         if head.error or not head.chunk.reads_windows:  # else its credits stay as long
             leased = head.chunk.leased_bytes
             self._ledger.move(State.READY, State.IN_USE, leased)
@@ -202,7 +203,8 @@ class Engine(Generic[T]):
         waited_s = time.perf_counter() - began_s
         self._starved_s += waited_s
         self._few_chunks_s += waited_s * has_few
-        wait.end(waited_s)
+        if wait.was_told:
+            wait.end(waited_s)
 
     def _reason(self) -> str:
         """Say what explains the wait; "": nothing that is known."""
@@ -223,8 +225,10 @@ class Engine(Generic[T]):
         if self._queue.is_closed:
             return
         try:
-            self._queue.release_windows()
-            self._queue.resume()
+            if self._queue.copying:
+                self._queue.release_windows()
+            if self._queue.suspended:
+                self._queue.resume()
             self._queue.start()
             if self._failure is None:
                 num_chunks = len(self._windows.chunks)
@@ -251,13 +255,13 @@ class Engine(Generic[T]):
             self._windows.raise_priority()
 
     def _observe(self, nbytes: int) -> Observation:
-        queue = self._queue
+        queue, copies = self._queue, self._builders.copies
         leads_s, steps_s = tuple(queue.leads_s), tuple(self._steps_s)
         queue.leads_s.clear()
         self._steps_s.clear()
         return Observation(
             delivered_batches=self._delivered,
-            starved_s=self._starved_s + self._builders.copy_stats().starved_s,
+            starved_s=self._starved_s + (copies.starved_s if copies else 0.0),
             ready_batches=queue.num_batches,
             batch_bytes=nbytes,
             now_s=time.perf_counter(),
@@ -275,14 +279,14 @@ class Engine(Generic[T]):
         if os.getpid() != self._pid:
             return NOT_STARTED  # a thread of the parent may have held the lock at the fork
         with self._changed:
-            decision, copies = self._options.depth(self._observe(0)), self._builders.copy_stats()
+            decision, copies = self._options.depth(self._observe(0)), self._builders.copies
             return EngineStats(
                 elapsed_s=time.perf_counter() - self._began_s,
-                starved_s=self._starved_s + copies.starved_s,
+                starved_s=self._starved_s + (copies.starved_s if copies else 0.0),
                 few_chunks_s=self._few_chunks_s,
                 delivered_batches=self._delivered,
-                delivered_bytes=self._delivered_bytes + copies.slot_bytes,
-                ready_batches=self._queue.num_ready + copies.ready_batches,
+                delivered_bytes=self._delivered_bytes + (copies.taken_bytes if copies else 0),
+                ready_batches=self._queue.num_ready + (copies.ready_batches if copies else 0),
                 depth=decision.value,
                 depth_reason=decision.reason,
                 open_windows=self._windows.num_open,

@@ -66,7 +66,7 @@ class EngineOptions:
     notice_s: float = FIRST_NOTICE_S
     """After this wait a line says what is waited for, and again whenever the wait has doubled."""
     late: LateBatches = field(default_factory=LateBatches)
-    """Those of this engine."""
+    """The late batches of this engine."""
     watchdog_s: float = 60.0
     """After this wait the stacks of all threads are printed, once a wait, if nothing explains it."""
     explain: Callable[[], str] = lambda: ""
@@ -175,7 +175,8 @@ class ConsumerWait:
         self._notice_s = began_s + options.notice_s
         self._deadline_s = began_s + options.timeout_s
         self._watchdog_s = min(self._deadline_s, began_s + options.watchdog_s)
-        self._was_reported = False
+        self.was_told = False
+        """True if a line said that the batch did not come."""
 
     @property
     def due_s(self) -> float:
@@ -209,15 +210,14 @@ class ConsumerWait:
                 self._is_late, self._notice_s = True, self._began_s + 2 * late.longest_s
                 late.left_out += 1
                 return
-            late.left_out -= self._is_late and not self._was_reported
+            late.left_out -= self._is_late and not self.was_told
             self._notice_s = self._began_s + next_notice_s(waited_s, self._first_notice_s)
-            self._is_late = self._was_reported = True
+            self._is_late = self.was_told = True
             others = f" ({late.left_out:,} late batches before it had no line)" if late.left_out else ""
             late.left_out = 0
             _log.warning("no batch for %.0f s: %s%s", waited_s, printable(reason or otherwise), others)
 
     def end(self, waited_s: float) -> None:
-        """The batch came; a line says so if one said that it did not."""
-        if self._was_reported:
-            self._late.longest_s = max(self._late.longest_s, waited_s)
-            _log.warning("a batch came after %.1f s", waited_s)
+        """Say that the batch came."""
+        self._late.longest_s = max(self._late.longest_s, waited_s)
+        _log.warning("a batch came after %.1f s", waited_s)

@@ -160,7 +160,8 @@ class Arena:
             self._leased_bytes += size
             if slab is not None:
                 self._free_bytes -= size
-            cold = self._take_cold() if self._free_bytes else ()
+            is_full = self._free_bytes and self._free_bytes + self._leased_bytes > self._limit_bytes
+            cold = self._take_cold() if is_full else ()
         for old in cold:
             old.unmap()
         if slab is None:

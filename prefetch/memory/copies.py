@@ -155,7 +155,8 @@ class ChunkCopies:
             now_s = time.perf_counter()
             if got == JobAnswer.READY:
                 copies.starved_s += now_s - began_s
-                wait.end(now_s - began_s)
+                if wait.was_told:
+                    wait.end(now_s - began_s)
                 return
             if got == JobAnswer.STOPPED:
                 raise EngineClosedError("the loader was closed while a batch was awaited")

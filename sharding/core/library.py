@@ -79,5 +79,4 @@ def library() -> Any:
 
 def address_of(array: NDArray[Any]) -> int:
     """Return the address at which an array begins."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]

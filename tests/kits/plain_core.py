@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from dataflow.decode import image
 from dataflow.stream import decisions
 from prefetch.addresses import memory_at
 from prefetch.core.executor import Executor
 from prefetch.core.images import CropBox, Filter, ImageForm
-from prefetch.core.plan import BuildPlan, PlanColumn
+from prefetch.core.plan import PlanColumn
 from sharding.order.permutations import seeded_permutations
 
 
@@ -32,12 +33,12 @@ def copied(column: PlanColumn) -> NDArray[np.uint8]:
     return out
 
 
-def run(plan: BuildPlan) -> NDArray[np.uint8]:
+def run(num_rows: int, columns: Sequence[PlanColumn]) -> NDArray[np.uint8]:
     """What `Executor.run` does, where all values can be read."""
-    for column in plan.columns:
+    for column in columns:
         assert column.out is not None
         column.out.reshape(-1).view(np.uint8)[:] = copied(column)
-    return np.zeros(plan.num_rows, np.uint8)
+    return np.zeros(num_rows, np.uint8)
 
 
 def interleave(columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
@@ -47,9 +48,9 @@ def interleave(columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
 def use_plain_core(patch: pytest.MonkeyPatch) -> None:
     """From now on loaders of this process do without compiled code, but for looking at files."""
     patch.setattr(decisions, "_are_copies", lambda _: False)  # they are plans of whole chunks then
-    patch.setattr(Executor, "run", lambda _, plan: run(plan))
+    patch.setattr(Executor, "run", lambda _, num_rows, columns: run(num_rows, columns))
     patch.setattr(Executor, "interleave", lambda _, columns, out: interleave(columns, out))
-    patch.setattr(Executor, "resizer", lambda _, form: partial(resize, form))
+    patch.setattr(image, "_resizer", lambda spec: partial(resize, spec.form()))
     patch.setattr(Executor, "seeded_permutations", staticmethod(seeded_permutations))
 
 

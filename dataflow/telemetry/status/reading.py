@@ -109,7 +109,7 @@ def remove_old(folder: Path, older_than_s: float = _OLD_S) -> None:
 
 
 def _written(folder: Path) -> list[tuple[float, str]]:
-    """When the pages in a folder were written, and their names, the newest first."""
+    """Return when the pages in a folder were written, and their names, the newest first."""
     found = []
     for name in _names(folder):
         with suppress(OSError):

@@ -147,7 +147,7 @@ class RecordedLoop:
     def __init__(self, recorder: LoopRecorder, owner: Any) -> None:
         self._recorder, self._owner = recorder, owner
         self._under_way: tuple[float, float, int] | None = None
-        """When the present batch was asked for, when it came, and the steps of optimizers before."""
+        """The times when the present batch was asked for and came, and the steps of optimizers before."""
         self._left = InlineFinalizer(self, partial(recorder.save, owner))
 
     def batch(self, asked_s: float) -> None:

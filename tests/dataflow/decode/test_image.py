@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from dataflow.decode import image as images
 from dataflow.decode.crop import (
     DRAW_FLIP,
     DRAW_LEFT,
     DRAW_TOP,
-    DRAWS,
     center_boxes,
     random_resized_crop_boxes,
 )
@@ -31,6 +31,7 @@ from dataflow.decode.image import (
     decode_image,
     decode_images,
 )
+from dataflow.decode.values import DRAWS
 from sharding.errors import DataflowError, SampleError
 
 cv2 = pytest.importorskip("cv2")
@@ -434,6 +435,7 @@ def test_out_must_fit():
 
 
 def test_without_the_packages_the_error_names_the_extra(monkeypatch):
+    images._codec.cache_clear()
     monkeypatch.delitem(sys.modules, "dataflow.decode.jpeg", raising=False)
     monkeypatch.delattr("dataflow.decode.jpeg", raising=False)
     monkeypatch.setitem(sys.modules, "simplejpeg", None)

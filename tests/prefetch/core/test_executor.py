@@ -20,7 +20,7 @@ from plain_core import copied, use_plain_core
 
 from dataflow import DataLoader, ShardedDataset
 from prefetch.core.executor import Executor, executor
-from prefetch.core.plan import WIDENED, BuildPlan, PlanColumn
+from prefetch.core.plan import WIDENED, PlanColumn
 
 PAGE = mmap.PAGESIZE
 CONTENT = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
@@ -84,7 +84,7 @@ def columns(draw: st.DrawFn, num_rows: int) -> PlanColumn:
 def test_plans_are_copied_as_by_the_plain_loop(data: st.DataObject, num_rows: int) -> None:
     plan_columns = data.draw(st.lists(columns(num_rows), max_size=4))
     expected = [copied(column).tobytes() for column in plan_columns]
-    status = executor().run(BuildPlan(num_rows=num_rows, columns=plan_columns))
+    status = executor().run(num_rows, plan_columns)
     assert status.tolist() == [0] * num_rows
     assert [column.out.tobytes() for column in plan_columns] == expected
 
@@ -96,7 +96,7 @@ def test_more_rows_than_one_call_copies(num_rows: int) -> None:
     lengths = rng.integers(0, 100, num_rows).tolist()
     plan_columns = [ragged([*zip(starts, lengths, strict=True)]), fixed(starts, 17)]
     expected = [copied(column).tobytes() for column in plan_columns]
-    assert not executor().run(BuildPlan(num_rows=num_rows, columns=plan_columns)).any()
+    assert not executor().run(num_rows, plan_columns).any()
     assert [column.out.tobytes() for column in plan_columns] == expected
 
 
@@ -106,7 +106,7 @@ def test_values_larger_than_all_scratch_memory() -> None:
     plan_columns += [ragged([(start, 400_001) for start in starts], gap=1)]
     plan_columns += [fixed(starts, 400_004, widen="int32", may_load=False)]
     expected = [copied(column).tobytes() for column in plan_columns]
-    assert not executor().run(BuildPlan(num_rows=3, columns=plan_columns)).any()
+    assert not executor().run(3, plan_columns).any()
     assert [column.out.tobytes() for column in plan_columns] == expected
 
 
@@ -137,20 +137,18 @@ def test_every_row_behind_the_end_of_a_cut_file_is_told_and_none_is_touched(
     first = np.zeros((len(starts), each), np.uint8)
     second = np.zeros(len(starts) * (each * 4 if widen else each), np.uint8)
     status = executor().run(
-        BuildPlan(
-            num_rows=len(starts),
-            columns=[
-                PlanColumn(name="kept", index=other, each=each, out=first),
-                PlanColumn(
-                    name="cut",
-                    index=base + starts,
-                    each=each,
-                    out=second.view("int64" if widen else "uint8"),
-                    widen=widen,
-                    may_load=False,
-                ),
-            ],
-        )
+        len(starts),
+        [
+            PlanColumn(name="kept", index=other, each=each, out=first),
+            PlanColumn(
+                name="cut",
+                index=base + starts,
+                each=each,
+                out=second.view("int64" if widen else "uint8"),
+                widen=widen,
+                may_load=False,
+            ),
+        ],
     )
     lost = starts + each > pages * PAGE
     assert status.tolist() == (2 * lost).tolist()
@@ -169,7 +167,7 @@ def test_a_row_tells_the_first_column_that_is_lost(cut: Callable[[int], int]) ->
         PlanColumn(name=name, index=own, each=8, out=np.zeros(24, np.uint8), may_load=False)
         for name, own in index.items()
     ]
-    assert executor().run(BuildPlan(num_rows=3, columns=made_columns)).tolist() == [2, 1, 0]
+    assert executor().run(3, made_columns).tolist() == [2, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +200,7 @@ def test_a_plan_that_writes_outside_its_destination_cannot_be_made() -> None:
         PlanColumn(name="x", index=index.astype(np.int32), each=8, out=np.zeros(16, np.uint8))  # type: ignore[arg-type]
     column = PlanColumn(name="x", index=index, each=8, out=np.zeros(16, np.uint8))
     with pytest.raises(ValueError, match="column 'x' has 2 of 3 rows"):
-        BuildPlan(num_rows=3, columns=[column])
+        executor().run(3, [column])
 
 
 @pytest.mark.here

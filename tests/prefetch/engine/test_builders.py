@@ -21,7 +21,7 @@ from engine_kit import (
     when_the_consumer_waits,
 )
 
-from prefetch.engine.builders import Build, CopyStats
+from prefetch.engine.builders import Build
 from prefetch.engine.stats import StageStats
 from prefetch.errors import StallError
 
@@ -36,6 +36,7 @@ class FakeBuilders:
     def __init__(self, num_builders: int = 4) -> None:
         self.num_builders = num_builders
         self.runs_here = self.needs_consumer = False
+        self.copies = None
         self.stopped = self.closed = 0
         self._submitted: deque[Build[Batch]] = deque()
         self._count = threading.Semaphore(0)
@@ -45,9 +46,6 @@ class FakeBuilders:
         self._count.release()
 
     def work(self) -> None: ...
-
-    def copy_stats(self) -> CopyStats:
-        return CopyStats()
 
     def contexts(self) -> list[str]:
         return ["in another place"]

@@ -25,6 +25,7 @@ class NoWait:
     """A wait that nobody hears of."""
 
     due_s = float("inf")
+    was_told = False
 
     def tell(self, *_: object) -> None:
         raise AssertionError("copies take no time")

@@ -23,7 +23,7 @@ from dataflow.decode.values import BadRows, parse_ints
 from dataflow.staging import locator
 from prefetch.core.executor import executor
 from prefetch.core.pages import RangeFlag
-from prefetch.core.plan import BuildPlan, PlanColumn
+from prefetch.core.plan import PlanColumn
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import MappedShard, Mappings, can_map, touch_pages, will_need
 from sharding.blocks import Shard, Spans
@@ -55,7 +55,7 @@ def copied(mapped: MappedShard, start: int, length: int) -> bytes:
     out = np.zeros(length, np.uint8)
     address = np.array([mapped.address + start])
     column = PlanColumn(name="x", index=address, each=length, out=out, may_load=False)
-    assert not executor().run(BuildPlan(num_rows=1, columns=[column])).any()
+    assert not executor().run(1, [column]).any()
     return out.tobytes()
 
 
