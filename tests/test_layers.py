@@ -225,7 +225,12 @@ MAY_USE: dict[str, set[str]] = {
         "sharding.topology",
         *LEAVES,
     },
-    "dataflow.telemetry.timing": {"dataflow.topology_exchange", "prefetch.memory", *LEAVES},
+    "dataflow.telemetry.timing": {
+        "dataflow.telemetry.status",
+        "dataflow.topology_exchange",
+        "prefetch.memory",
+        *LEAVES,
+    },
     "dataflow.workers": {
         "dataflow.telemetry",
         "dataflow.telemetry.status",

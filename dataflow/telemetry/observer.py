@@ -47,22 +47,15 @@ class LoaderObserver(Protocol):
 
 
 class ObserverGroup:
-    """Several observers of one loader."""
+    """Several observers of one loader, or of one loop."""
 
-    def __init__(self, observers: Sequence[LoaderObserver]) -> None:
+    def __init__(self, observers: Sequence[Any]) -> None:
         self._observers = observers
 
-    def begin(self, owner: Any, epoch: int, position: Callable[[], EpochPosition]) -> LoopObserver | None:
+    def begin(self, owner: Any, epoch: int, position: Callable[[], EpochPosition]) -> LoopObserver:
         """See `LoaderObserver`."""
         loops = [one.begin(owner, epoch, position) for one in self._observers]
-        return LoopObserverGroup([one for one in loops if one is not None])
-
-
-class LoopObserverGroup:
-    """Several observers of one loop."""
-
-    def __init__(self, observers: Sequence[LoopObserver]) -> None:
-        self._observers = observers
+        return ObserverGroup([one for one in loops if one is not None])
 
     def batch(self, asked_s: float) -> None:
         """See `LoopObserver`."""

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from dataflow.telemetry.status.facts import counts_of, in_one_line, totals_of
 from dataflow.telemetry.status.names import name_of, role_of
@@ -37,21 +37,6 @@ _ENDLESS = 1 << 40
 _DECIDED = ("workers", "depth", "in_flight_limit", "window_blocks", "start", "mode")
 """Figures that are decided on: beside each stands its reason."""
 _REASONS = {"in_flight_limit": "in_flight_reason", "window_blocks": "window_reason"}
-
-
-class WatchingPage(Protocol):
-    """The page that is written when that is due."""
-
-    due: float
-
-    def write(self, now: float) -> None:
-        """Write it. `now`: on the clock of `time.monotonic`."""
-
-    def event(self) -> None:
-        """Write it as something has happened, unless it was written just now."""
-
-    def name_of(self, status: LoaderStatus) -> str:
-        """Return the name of a loader on it; "": it cannot be told now."""
 
 
 class DecisionLog:
@@ -89,7 +74,7 @@ class LoaderStatus:
 
     def __init__(
         self,
-        page: WatchingPage,
+        page: Any,
         owner: Any,
         *,
         name: str | None,
@@ -253,7 +238,7 @@ class StatusLoop:
 class ScheduleStatus:
     """A `GradSchedule` on the page; it calls `window` after each window."""
 
-    def __init__(self, page: WatchingPage, **about: Any) -> None:
+    def __init__(self, page: Any, **about: Any) -> None:
         self._page, self._about = page, about
         self._offset: dict[str, float] = {}
         self.is_continued = False

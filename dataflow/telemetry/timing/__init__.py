@@ -1,7 +1,7 @@
 """Timing of training steps: phases, windows, reports with advice, traces.
 
 In: clock reads of a schedule, or of a plain loop over a loader. Out: a `Report` of one rank or of all.
-Read `phases` first, then `records` (kept by `steps` or `loops`) and `report`; `diagnosis` and `advice` say
+Read `phases` first, then `records` (kept by `steps` or `loops`) and `report`; `shares` and `diagnosis` say
 what it means. `loops` replays batches in a loader's place, `headspace_report` says what that would gain,
 `bottleneck` what measured rates of the parts say.
 """

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dataflow.telemetry.timing.diagnosis import WORTH
+from dataflow.telemetry.timing.shares import WORTH
 
 Bound = Literal["storage", "decode", "memory", "compute", "epochs"]
 

@@ -1,144 +1,253 @@
-"""A diagnosis of what holds training steps up, and what a cure would bring: pure functions of windows.
+"""One diagnosis of training steps: what holds them up, in one line, and the next action with its gain.
 
-A window takes as long as its critical rank, the one that has its own gradients last: the others wait for it.
-Its time is split into data (waiting for the loader), straggler (how much longer it computes than the median
-rank), compute (the rest of that), network (communication that nothing hid) and optimizer. Shares are sums
-over windows, so that rare long stalls count. The gain of curing a part is what remains without it:
-total / (total - part). Cures that only halve a part gain total / (total - part / 2).
+Every gain is computed from the measured seconds, and is at most that: the part is taken to vanish, or to
+halve, and nothing else to change.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median_low
 from typing import Literal
 
-from dataflow.telemetry.timing.records import StepTimes
+from dataflow.telemetry.timing.records import LoaderTimes, RankRecord, StepTimes
+from dataflow.telemetry.timing.shares import WORTH, StepShares, same_steps, shares_of, takes_turns
 
-Part = Literal["compute", "data", "network", "straggler", "optimizer"]
-PARTS: tuple[Part, ...] = ("compute", "data", "network", "straggler", "optimizer")
-Seconds = Mapping[Part, float]
+_BUSY = 0.7
+_MOST = 0.5
+_FEW_CHUNKS = 0.5
+"""Share of the waiting in which builders lacked work: where it is less, something else holds them up."""
+_FULL = 0.8
+"""Share of a memory limit: where no more was held at any time, a larger one brings nothing."""
+_LOCKED_CORES = 0.8, 1.2
+"""Cores that several busy threads keep busy, from and to, where one interpreter lock lets them run in
+turn."""
+_STORES = {
+    "": "a faster or nearer store",
+    "local": "a faster disk",
+    "remote": "a faster or nearer store, or a cache on this machine (cache=)",
+    "cached": "a larger or faster cache, or a faster or nearer store",
+}
 
-WORTH = 1.05
-"""A cure that gains less is no cure: runs differ by as much."""
-_MOSTLY = 0.6
-"""A rank that is critical in so many windows (and twice as many as by chance) is slow; otherwise ranks take
-turns."""
+Where = Literal[
+    "store",
+    "decoding and transforms",
+    "read-ahead",
+    "hand-over",
+    "training",
+    "network",
+    "slow rank",
+    "optimizer",
+]
+"""The parts of a training that may hold it up."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Diagnosis:
-    """The shares of the time of windows, and what bounds them."""
+    """The part that holds training steps up, why, and the next thing to do."""
 
-    bound: Part
-    """The part that holds the steps up."""
-    seconds: Seconds
-    """Seconds of each part, summed over the windows, on the critical ranks."""
-    gains: Mapping[Part, float]
-    """Times faster that training would become if this alone were gone (at least 1); not for compute."""
-    critical: int
-    """Index of the rank that was critical most often."""
-    critical_share: float
-    """In how many of the windows, in (0, 1]."""
+    verdict: str
+    """Such as "network-bound: 37 % exposed"."""
+    action: str
+    gain: float | None
+    """Times faster at most; None: it cannot be told from these windows."""
+    where: Where = "training"
+    """The part that holds the training up."""
 
-    @property
-    def total_s(self) -> float:
-        """The seconds of all windows."""
-        return sum(self.seconds.values())
-
-    def share(self, part: Part) -> float:
-        """Return the share of the time, in [0, 1]."""
-        return self.seconds[part] / self.total_s if self.total_s else 0.0
-
-    def halved(self, part: Part) -> float:
-        """Times faster with half of this part."""
-        return self.total_s / (self.total_s - self.seconds[part] / 2) if self.total_s else 1.0
+    def __str__(self) -> str:
+        gain = "what that gains, these figures cannot tell" if self.gain is None else gain_text(self.gain)
+        return f"{self.verdict}\nnext: {self.action} ({gain})"
 
 
-def same_steps(ranks: Sequence[Sequence[StepTimes]]) -> list[tuple[StepTimes, ...]]:
-    """Windows that all ranks have, each as a row of one entry a rank.
+def gain_text(gain: float) -> str:
+    """Such as "at most 1.59 x faster"."""
+    return f"at most {gain:.2f} x faster"
 
-    Without the first, which makes what later ones reuse, and without those whose communication was not
-    measured, unless nothing else is there.
+
+def diagnose(
+    records: Sequence[RankRecord], rows: Sequence[Sequence[StepTimes]] | None = None
+) -> tuple[StepShares, Diagnosis]:
+    """Return where the time of the ranks' steps goes, and the next action for what holds them up.
+
+    Args:
+        records: of one rank, or of all.
+        rows: their common steps, one entry a rank; None: those in the records.
+
+    Raises:
+        ValueError: no step has ended on all ranks.
     """
-    by_number = [{one.window: one for one in windows} for windows in ranks]
-    common = sorted(set.intersection(*(set(each) for each in by_number)))
-    rows = [tuple(each[number] for each in by_number) for number in common]
-    later = rows[1:] or rows
-    return [row for row in later if _is_measured(row)] or later
+    shares = shares_of(same_steps([one.windows for one in records]) if rows is None else rows)
+    return shares, _diagnosis(shares, records)
 
 
-def diagnose(rows: Sequence[Sequence[StepTimes]]) -> Diagnosis:
-    """Return what holds the ranks' common windows up. `ValueError` without any."""
-    if not rows:
-        raise ValueError("no window has ended on all ranks yet: there is nothing to report")
-    seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-    turns: Counter[int] = Counter()
-    for row in rows:
-        critical = _critical(row)
-        turns[critical] += 1
-        for part, value in _critical_parts(row, critical).items():
-            seconds[part] += value
-    total = sum(seconds.values())
-    # Computing is what remains: nobody gains by its vanishing, and it is the bound where no cure is worth it.
-    gains: dict[Part, float] = {part: _gain(total, seconds[part]) for part in PARTS if part != "compute"}
-    bound: Part = max(gains, key=lambda part: gains[part])
-    rank, times = turns.most_common(1)[0]
+def _diagnosis(shares: StepShares, records: Sequence[RankRecord]) -> Diagnosis:
+    critical = records[shares.critical]
+    if shares.bound == "data":
+        return _data(shares, critical, len(records))
+    if shares.bound == "network":
+        return _network(shares, critical, waiting_in_it=critical.world_size > len(records))
+    if shares.bound == "straggler":
+        return _straggler(shares, critical, len(records))
+    if shares.bound == "optimizer":
+        verdict = f"optimizer-bound: {shares.share('optimizer'):.0%} of the time in step()"
+        if critical.strategy != "all-reduce" and critical.world_size > 1 and critical.model == "DDP":
+            verdict += f", the exchanges of {critical.strategy} included"
+        action = (
+            "accumulate twice the microbatches a step (a larger global batch), or a fused optimizer "
+            "(fused=True) where there is one"
+        )
+        return Diagnosis(verdict, action, shares.halved("optimizer"), "optimizer")
+    if _cores_are_shared(critical):
+        return _cores(shares, critical.loader)
+    if not critical.in_schedule:
+        verdict = f"not data-bound: {shares.share('data'):.0%} waiting for the loader"
+        action = (
+            "let the loop run over a GradSchedule(loader, model, optimizer, ...): it tells computing, "
+            "communication, slow ranks and optimizer apart"
+        )
+        return Diagnosis(verdict, action, None)
+    best = max(shares.gains.values())
+    verdict = f"compute-bound: {shares.share('compute'):.0%} forward, backward and the loop itself"
+    if best < WORTH:
+        verdict += "; no cure of the rest gains 5 %"
     return Diagnosis(
-        bound=bound if gains[bound] >= WORTH else "compute",
-        seconds=seconds,
-        gains=gains,
-        critical=rank,
-        critical_share=times / len(rows),
+        verdict,
+        "look into the computation with torch.profiler: torch.compile, lower precision, larger microbatches",
+        None,
     )
 
 
-def rank_parts(rows: Sequence[Sequence[StepTimes]], rank: int) -> dict[Part, float]:
-    """Seconds of one rank; its straggler part is its waiting for the slowest rank."""
-    seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-    for row in rows:
-        one = row[rank]
-        communicating = (one.exposed_s or 0.0) + one.peers_s
-        waiting = min(communicating, max(other.own_s for other in row) - one.own_s)
-        seconds["compute"] += one.compute_s
-        seconds["data"] += one.data_s
-        seconds["network"] += communicating - waiting
-        seconds["straggler"] += waiting
-        seconds["optimizer"] += one.optimizer_s
-    return seconds
+def _data(shares: StepShares, critical: RankRecord, num_ranks: int) -> Diagnosis:
+    where = "" if num_ranks == 1 or takes_turns(shares, num_ranks) else f", most on rank {critical.rank}"
+    verdict = f"data-bound: {shares.share('data'):.0%} waiting for the loader{where}"
+    part, action = _loader_action(critical.loader)
+    return Diagnosis(verdict, action, shares.gains["data"], part)
 
 
-def takes_turns(diagnosis: Diagnosis, num_ranks: int) -> bool:
-    """Return whether no single rank is the slow one."""
-    return diagnosis.critical_share < max(_MOSTLY, min(0.9, 2 / num_ranks))
+def _cores_are_shared(one: RankRecord) -> bool:
+    """Return whether batches take most of the cores that computing may need: not where it has a device."""
+    return one.device in ("", "cpu") and (one.loader.cores_busy or 0.0) >= _MOST
 
 
-def _critical(row: Sequence[StepTimes]) -> int:
-    """Return who has its gradients last, or waited longest for data if waiting for others is in computing."""
-    measured = _is_measured(row)
-    return max(range(len(row)), key=lambda rank: row[rank].own_s if measured else row[rank].data_s)
-
-
-def _is_measured(row: Sequence[StepTimes]) -> bool:
-    """Return whether waiting for others is told apart from computing."""
-    return all(one.exposed_s is not None for one in row)
-
-
-def _critical_parts(row: Sequence[StepTimes], critical: int) -> dict[Part, float]:
-    one = row[critical]
-    slower = (
-        max(0.0, one.compute_s - median_low([other.compute_s for other in row])) if _is_measured(row) else 0.0
+def _cores(shares: StepShares, loader: LoaderTimes) -> Diagnosis:
+    verdict = (
+        f"decoding takes the cores: {loader.cores_busy:.0%} of this rank's {loader.cores:g} are busy making "
+        f"batches, {shares.share('data'):.0%} waiting for the loader"
     )
-    return {
-        "compute": one.compute_s - slower,
-        "data": one.data_s,
-        "network": (one.exposed_s or 0.0) + one.peers_s,
-        "straggler": slower,
-        "optimizer": one.optimizer_s,
-    }
+    action = (
+        "if the training computes on these cores, too: cheaper decoding or transforms (smaller images, "
+        "work done once when shards are written), or more cores"
+    )
+    return Diagnosis(verdict, action, None, "decoding and transforms")
 
 
-def _gain(total: float, part: float) -> float:
-    return total / (total - part) if part < total else (float("inf") if part else 1.0)
+def _loader_action(loader: LoaderTimes) -> tuple[Where, str]:
+    """Return which part of a loader does not keep up, and what helps."""
+    made: Where = "decoding and transforms"
+    cores_are_busy = (loader.cores_busy or 0.0) >= _BUSY
+    if loader.kind == "main":
+        return made, "make batches beside the training: DataLoader(num_workers=...), it has none"
+    if loader.kind in ("process", "thread"):
+        if cores_are_busy:
+            share = f"they keep {loader.cores_busy:.0%} of {loader.cores:g} cores busy"
+            return (
+                made,
+                f"cheaper items, or more cores: the {loader.kind} workers do not keep up, and {share}",
+            )
+        return made, f"more workers or cheaper items: the {loader.kind} workers do not keep up"
+    if loader.kind != "shards":
+        return made, "fetch ahead, by dataflow's DataLoader with num_workers=, or over shards"
+    if loader.builders == "main":
+        return made, "make batches beside the training: DataLoader(num_workers=...) has builders, 0 has none"
+    read, build = loader.read_busy or 0.0, loader.build_busy or 0.0
+    busy = f"threads that read were busy {read:.0%} of the time, {_who_builds(loader)} {build:.0%}"
+    if max(read, build) >= _BUSY:
+        if build > read:
+            return made, f"{_builders_action(loader, cores_are_busy=cores_are_busy)}: {busy}"
+        return "store", f"{_STORES[loader.store]}: {busy}; `dataflow bench loader` measures each alone"
+    if loader.memory_held is None or loader.memory_held >= _FULL:
+        return "read-ahead", f"a larger memory_limit=, so that more is fetched ahead: {busy}{_held(loader)}"
+    if loader.few_chunks and loader.few_chunks >= _FEW_CHUNKS * (loader.stall_share or 1.0):
+        at_work = build * loader.num_builders
+        return made, (
+            f"fewer workers (num_workers=), smaller batches, or longer epochs: of {loader.num_builders} that "
+            f"build {at_work:.1f} were at work, as there were not enough batches to build: {busy}"
+        )
+    return "hand-over", (
+        f"`dataflow bench loader`, which measures each part alone: {busy}{_held(loader)}, so neither "
+        "more of them nor a larger memory_limit= is the cure; short epochs or other programs may be why"
+    )
+
+
+def _who_builds(loader: LoaderTimes) -> str:
+    name = {"process": "processes", "ray": "Ray actors"}.get(loader.builders, "threads")
+    count = f"the {loader.num_builders} {name} that" if loader.num_builders else "those that"
+    return f"{count} decode and gather"
+
+
+def _held(loader: LoaderTimes) -> str:
+    return (
+        "" if loader.memory_held is None else f"; at most {loader.memory_held:.0%} of memory_limit= was held"
+    )
+
+
+def _builders_action(loader: LoaderTimes, *, cores_are_busy: bool) -> str:
+    """Return what helps where those that build do not keep up."""
+    if cores_are_busy:
+        return "cheaper decoding or transforms, or more cores"
+    cores, (least, most) = loader.build_cores, _LOCKED_CORES
+    if (
+        loader.builders == "thread"
+        and loader.num_builders > 1
+        and cores is not None
+        and least <= cores <= most
+    ):
+        return (
+            f'processes in place of threads (without workers="thread"), or cheaper transforms: the threads '
+            f"keep {cores:.1f} cores busy together, as functions do that hold the interpreter lock"
+        )
+    if cores is None:
+        return "more workers (num_workers=), or cheaper decoding or transforms"
+    return (
+        f"more workers (num_workers=, there are {loader.num_builders}), or cheaper decoding or transforms: "
+        f"they keep {cores:.1f} of {loader.cores:g} cores busy, and wait for the rest of their time"
+    )
+
+
+def _network(shares: StepShares, critical: RankRecord, *, waiting_in_it: bool) -> Diagnosis:
+    verdict = f"network-bound: {shares.share('network'):.0%} exposed"
+    if waiting_in_it:
+        action = "compare the ranks (all_ranks=True, or dataflow doctor): waiting for slower ones is in it"
+        return Diagnosis(verdict, action, shares.gains["network"], "network")
+    action = (
+        "halve the bytes (16 bits, docs/guide/strategies.md), or accumulate twice the microbatches a step"
+    )
+    if critical.strategy != "all-reduce":
+        action = "accumulate twice the microbatches a step (a larger global batch)"
+    return Diagnosis(verdict, action, shares.halved("network"), "network")
+
+
+def _straggler(shares: StepShares, critical: RankRecord, num_ranks: int) -> Diagnosis:
+    share = f"{shares.share('straggler'):.0%} waiting for the slowest rank"
+    if takes_turns(shares, num_ranks):
+        verdict = f"straggler-bound: {share}, and ranks take turns"
+        action = f"{_equal_work(critical.loader)} longer windows, in which differences even out"
+    else:
+        verdict = (
+            f"straggler-bound: {share}, rank {critical.rank} on {critical.host} "
+            f"in {shares.critical_share:.0%} of the windows"
+        )
+        action = (
+            f"look at rank {critical.rank}'s machine (clock, other processes) and at its share of the work"
+        )
+    return Diagnosis(verdict, action, shares.gains["straggler"], "slow rank")
+
+
+def _equal_work(loader: LoaderTimes) -> str:
+    if loader.batching in ("Packed", "TokenBudget"):
+        return f"batches have equal numbers of tokens already ({loader.batching}):"
+    if loader.kind == "shards":
+        how = "batching=TokenBudget(...) or Packed(...)"
+    else:
+        how = "a batch_sampler= that counts them"
+    return f"give ranks equal work: batches of equal numbers of tokens ({how}), or"

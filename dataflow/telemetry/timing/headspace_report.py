@@ -17,8 +17,8 @@ from statistics import fmean, median
 from typing import Any
 
 from dataflow.telemetry.timing import ROUND
-from dataflow.telemetry.timing.diagnosis import WORTH
 from dataflow.telemetry.timing.headspace import WARM_UP, HeadspaceRecord, MeasuredSteps
+from dataflow.telemetry.timing.shares import WORTH
 
 _FEW = 3
 _GROWN = 0.05

@@ -20,6 +20,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from dataflow.telemetry.status.facts import cores_of, rank_info
 from prefetch.weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def loader_times(
     from dataflow.stats import LoaderStats, WorkerStats
 
     stats = _stats_of(loader)
-    cores = cores_of_rank()
+    cores = cores_of(rank_info())
     always: dict[str, Any] = {"cores": cores, "file_order": file_order}
     if isinstance(stats, WorkerStats):
         busy = busy_cores(stats.worker_pids)
@@ -327,13 +328,6 @@ def shard_times(
         cores=cores,
         file_order=file_order,
     )
-
-
-def cores_of_rank() -> float:
-    """Cores of this rank: those that it may use, in equal parts where all ranks of a machine may use all."""
-    usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1") if usable == all_cores else "1"
-    return usable / max(1, int(ranks) if ranks.isdecimal() else 1)
 
 
 def busy_cores(pids: Sequence[int], proc: Path = Path("/proc")) -> float | None:

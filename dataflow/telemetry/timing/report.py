@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dataflow.telemetry.timing.advice import Advice, advise, gain_text
-from dataflow.telemetry.timing.diagnosis import PARTS, Part, diagnose, rank_parts, same_steps
+from dataflow.telemetry.timing.diagnosis import Diagnosis, diagnose, gain_text
 from dataflow.telemetry.timing.records import LoaderTimes, RankRecord, StepTimes, TraceEvent
+from dataflow.telemetry.timing.shares import PARTS, Part, rank_parts, same_steps
 from sharding.printable import printable
 
 NAMES: Mapping[Part, str] = {
@@ -67,7 +67,7 @@ class RankReport:
 class Report:
     """A report of where the time of training steps goes. `str` of it is the text; `to_json` the figures."""
 
-    advice: Advice
+    advice: Diagnosis
     bound: Part
     shares: Mapping[Part, float]
     """Shares of the steps' time, in [0, 1], on the rank that was critical in each window; they add up to
@@ -163,14 +163,14 @@ class Report:
 def report_of(records: Sequence[RankRecord]) -> Report:
     """The report of one or all ranks. `ValueError` without a window that all of them have."""
     rows = same_steps([one.windows for one in records])
-    diagnosis = diagnose(rows)
+    shares, diagnosis = diagnose(records, rows)
     return Report(
-        advice=advise(diagnosis, records),
-        bound=diagnosis.bound,
-        shares={part: diagnosis.share(part) for part in PARTS},
-        gains=dict(diagnosis.gains),
-        critical_rank=records[diagnosis.critical].rank,
-        critical_share=diagnosis.critical_share,
+        advice=diagnosis,
+        bound=shares.bound,
+        shares={part: shares.share(part) for part in PARTS},
+        gains=dict(shares.gains),
+        critical_rank=records[shares.critical].rank,
+        critical_share=shares.critical_share,
         world_size=records[0].world_size,
         windows=len(rows),
         window_s=_quantiles([max(one.total_s for one in row) for row in rows]),

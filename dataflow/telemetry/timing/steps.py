@@ -40,8 +40,8 @@ class StepRecorder:
         self._phase_since = self._step_since = ledger.now()
         self._stop = [ledger.listen(self._phase_changed), ledger.listen_waits(self._waited)]
 
-    def step_ended(self, info: StepInfo, microbatches: int, exposed_s: float | None) -> None:
-        """Keep a step, and save at times.
+    def step_ended(self, info: StepInfo, microbatches: int, exposed_s: float | None) -> StepTimes:
+        """Keep a step, and save at times. Returns what it took.
 
         Args:
             info: of the step.
@@ -62,6 +62,7 @@ class StepRecorder:
         )
         if self._recorder.keep_step(times, self._loader):
             self.save()
+        return times
 
     def record(self, *, events: bool) -> RankRecord:
         """Return what was kept so far."""

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from dataflow.stats import numbers_of, numbers_since
 from dataflow.telemetry.status.reading import boot_id
 from dataflow.telemetry.status.record import LoaderRecord, ScheduleRecord, TrainingRecord
-from dataflow.telemetry.timing.advice import advise
-from dataflow.telemetry.timing.diagnosis import PARTS, Part, diagnose
+from dataflow.telemetry.timing.diagnosis import diagnose
 from dataflow.telemetry.timing.records import LoaderTimes, RankRecord, StepTimes, busy_cores, shard_times
+from dataflow.telemetry.timing.shares import PARTS, Part
 
 MOST_PAGES = 30
 """Readings, about a second each, that the answer of what holds a training up is about."""
@@ -119,17 +119,16 @@ class RecentSteps:
         """Return the fields of a `TrainingView` that tell what holds it up."""
         if not self._rows:
             return {"verdict": "", "where": "", "action": "", "gain": None, "shares": {}}
-        diagnosis = diagnose(self._rows)
-        advice = advise(diagnosis, self._records)
+        found, diagnosis = diagnose(self._records, self._rows)
         in_schedule = self._records[0].in_schedule
         parts: Sequence[Part] = PARTS if in_schedule else ("data", "compute")
-        gain = advice.gain if advice.gain is not None and math.isfinite(advice.gain) else None
+        gain = diagnosis.gain if diagnosis.gain is not None and math.isfinite(diagnosis.gain) else None
         return {
-            "verdict": advice.verdict,
-            "where": advice.where,
-            "action": advice.action,
+            "verdict": diagnosis.verdict,
+            "where": diagnosis.where,
+            "action": diagnosis.action,
             "gain": gain,
-            "shares": {part: diagnosis.share(part) for part in parts},
+            "shares": {part: found.share(part) for part in parts},
         }
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dataflow.telemetry.timing.advice import advise
-from dataflow.telemetry.timing.diagnosis import PARTS, diagnose, rank_parts, same_steps
+from dataflow.telemetry.timing.diagnosis import Diagnosis, diagnose
 from dataflow.telemetry.timing.records import LoaderTimes, RankRecord, StepTimes, TraceEvent
 from dataflow.telemetry.timing.report import report_of, trace_of
+from dataflow.telemetry.timing.shares import PARTS, rank_parts, same_steps, shares_of
 
 LOADER = LoaderTimes("shards", 0.5, read_busy=0.9, build_busy=0.2)
 
@@ -31,6 +31,10 @@ def record(rank: int, windows: list[StepTimes], world_size: int = 2, **about: An
     return RankRecord(rank=rank, world_size=world_size, windows=tuple(windows), **{**kept, **about})
 
 
+def diagnosis(records: list[RankRecord], rows: list[list[StepTimes]]) -> Diagnosis:
+    return diagnose(records, rows)[1]
+
+
 @pytest.mark.parametrize(
     ("seconds", "bound", "gain"),
     [
@@ -41,7 +45,7 @@ def record(rank: int, windows: list[StepTimes], world_size: int = 2, **about: An
     ],
 )
 def test_the_part_whose_cure_gains_most_is_the_bound(seconds: Any, bound: str, gain: float | None) -> None:
-    found = diagnose([(window(**seconds),)])
+    found = shares_of([(window(**seconds),)])
     assert found.bound == bound
     if gain is not None:
         assert found.gains[found.bound] == pytest.approx(gain)
@@ -50,7 +54,7 @@ def test_the_part_whose_cure_gains_most_is_the_bound(seconds: Any, bound: str, g
 
 def test_half_the_bytes_gain_half_of_what_is_exposed() -> None:
     windows = [window(compute_s=6.3, exposed_s=3.7)]
-    advice = advise(diagnose([windows, windows]), [record(0, windows), record(1, windows)])
+    advice = diagnosis([record(0, windows), record(1, windows)], [windows, windows])
     assert advice.verdict == "network-bound: 37% exposed"
     assert "16 bits" in advice.action
     assert advice.gain == pytest.approx(10 / (10 - 3.7 / 2))
@@ -58,7 +62,7 @@ def test_half_the_bytes_gain_half_of_what_is_exposed() -> None:
 
 def test_a_slow_rank_is_named_and_others_wait_for_it() -> None:
     rows = [(window(exposed_s=4.5), window(compute_s=10.0, exposed_s=0.5)) for _ in range(3)]
-    found = diagnose(rows)
+    found = shares_of(rows)
     assert (found.bound, found.critical, found.critical_share) == ("straggler", 1, 1.0)
     assert found.gains["straggler"] == pytest.approx(10.5 / 6.5)
     assert rank_parts(rows, 0)["straggler"] == pytest.approx(3 * 4.0)
@@ -121,7 +125,7 @@ def test_a_rank_that_waits_for_its_loader_is_a_matter_of_data() -> None:
 )
 def test_the_cure_of_a_data_wait_follows_from_what_the_loader_says(loader: LoaderTimes, word: str) -> None:
     windows = [window(data_s=4.0)]
-    assert word in advise(diagnose([windows]), [record(0, windows, 1, loader=loader)]).action
+    assert word in diagnosis([record(0, windows, 1, loader=loader)], [windows]).action
 
 
 ASLEEP: dict[str, Any] = {"read_busy": 0.0, "build_busy": 0.98, "num_builders": 2, "memory_held": 0.08}
@@ -150,7 +154,7 @@ def test_what_is_advised_stands_on_the_figures_beside_it(
 ) -> None:
     loader = LoaderTimes("shards", 0.9, builders=builders, cores=2.0, **(ASLEEP | figures))
     windows = [window(data_s=4.0)]
-    action = advise(diagnose([windows]), [record(0, windows, 1, loader=loader)]).action
+    action = diagnosis([record(0, windows, 1, loader=loader)], [windows]).action
     assert action.startswith(begins)
     assert figure in action
     assert ("the 2 processes that decode" in action) == (builders == "process")
@@ -159,10 +163,10 @@ def test_what_is_advised_stands_on_the_figures_beside_it(
 def test_threads_that_share_one_core_are_to_be_processes_and_processes_are_to_be_more() -> None:
     windows = [window(data_s=4.0)]
     locked = LoaderTimes("shards", 0.9, builders="thread", cores=4.0, **(ASLEEP | {"build_cores": 1.02}))
-    advice = advise(diagnose([windows]), [record(0, windows, 1, loader=locked)])
+    advice = diagnosis([record(0, windows, 1, loader=locked)], [windows])
     assert advice.action.startswith('processes in place of threads (without workers="thread")')
     elsewhere = replace(locked, builders="process")
-    advice = advise(diagnose([windows]), [record(0, windows, 1, loader=elsewhere)])
+    advice = diagnosis([record(0, windows, 1, loader=elsewhere)], [windows])
     assert advice.action.startswith("more workers")
 
 
@@ -178,21 +182,21 @@ def test_a_loader_that_takes_the_cores_of_the_training_is_named_though_nobody_wa
 ) -> None:
     windows = [window(compute_s=9.8, data_s=0.2)]
     busy = replace(LOADER, cores_busy=0.78, cores=2.0)
-    advice = advise(diagnose([windows]), [record(0, windows, 1, loader=busy, **about)])
+    advice = diagnosis([record(0, windows, 1, loader=busy, **about)], [windows])
     assert advice.verdict == (
         "decoding takes the cores: 78% of this rank's 2 are busy making batches, 2% waiting for the loader"
     )
     assert "cheaper decoding or transforms" in advice.action
     assert "GradSchedule" not in advice.action
     idle = replace(LOADER, cores_busy=0.3, cores=2.0)
-    advice = advise(diagnose([windows]), [record(0, windows, 1, loader=idle, **about)])
+    advice = diagnosis([record(0, windows, 1, loader=idle, **about)], [windows])
     assert advice.verdict.startswith(verdict)
 
 
 def test_on_a_device_of_its_own_computing_does_not_compete_with_decoding() -> None:
     windows = [window(compute_s=9.8, data_s=0.2)]
     busy = replace(LOADER, cores_busy=0.78, cores=2.0)
-    advice = advise(diagnose([windows]), [record(0, windows, 1, loader=busy, device="cuda")])
+    advice = diagnosis([record(0, windows, 1, loader=busy, device="cuda")], [windows])
     assert advice.verdict.startswith("compute-bound")
 
 
