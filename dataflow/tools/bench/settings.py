@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from dataflow.tools.terminal.options import (
+    COLUMNS,
     COUNT,
     POSITIVE,
     SIZE,
@@ -84,6 +85,7 @@ class Sweep(Requirement):
     require_cold: bool = option('Fail where the evidence does not allow the word "cold".', bool, False)
     split: str | None = option("Split of a folder, or of a dataset on the Hub.", None, None, metavar="NAME")
     config: str | None = option("Config of such a dataset.", None, None, metavar="NAME")
+    columns: Any = option("Column to take, or NEW=OLD; blocks are read whole.", None, None, **COLUMNS)
     storage_options: Mapping[str, Any] = storage_options()
 
     def __post_init__(self) -> None:

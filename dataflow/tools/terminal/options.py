@@ -345,6 +345,16 @@ def _columns(
     return {new: old or new for new, _, old in pairs}
 
 
+COLUMNS: Mapping[str, Any] = {
+    "flag": "--columns --column",
+    "callback": _columns,
+    "multiple": True,
+    "metavar": "NAME",
+    "show_default": "all",
+}
+"""Arguments of `option` for the columns that are taken: a list, or a mapping where some are renamed."""
+
+
 def storage_options() -> Any:
     """The field for what a filesystem is made with: a mapping of names to values."""
     return option(
@@ -425,14 +435,7 @@ class DatasetArguments:
     split: str | None = option("Split of a folder, or of a dataset on the Hub.", None, None, metavar="NAME")
     config: str | None = option("Config of such a dataset.", None, None, metavar="NAME")
     columns: list[str] | dict[str, str] | None = option(
-        "Column to take, or NEW=OLD to rename one; may be repeated.",
-        None,
-        None,
-        "--columns --column",
-        callback=_columns,
-        multiple=True,
-        metavar="NAME",
-        show_default="all",
+        "Column to take, or NEW=OLD to rename one; may be repeated.", None, None, **COLUMNS
     )
     revision: str | None = option(
         "Version of a table, or revision of a dataset on the Hub.",
