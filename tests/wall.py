@@ -64,8 +64,6 @@ OPENED_BY = {
     "dataflow.mixture": ("dataflow.sources.energon",),  # `Mixture.from_energon`
 }
 """Modules of the core that name what is outside, since their public names do."""
-CORE_TESTS = PACKAGES
-"""Folders of `tests/` that have tests of the core."""
 
 
 def is_in(module: str, modules: Iterable[str]) -> bool:
@@ -95,10 +93,11 @@ def core_lines(root: Path = ROOT) -> int:
 
 
 def core_tests() -> list[Path]:
-    """Files of tests that import nothing outside, themselves or by what lies beside them and in `kits`."""
+    """Files of tests in folders of the core that import nothing outside, nor does what they import of tests."""
     kits = {path.stem: path for path in HERE.rglob("*.py") if "fixtures" not in path.parts}
-    files = (path for folder in CORE_TESTS for path in sorted((HERE / folder).rglob("test_*.py")))
-    return [path for path in files if not _asks_outside(path, kits, set())]
+    files = (path for package in PACKAGES for path in sorted((HERE / package).rglob("test_*.py")))
+    own = (path for path in files if not is_outside(".".join(path.relative_to(HERE).parent.parts)))
+    return [path for path in own if not _asks_outside(path, kits, set())]
 
 
 def _asks_outside(path: Path, kits: dict[str, Path], seen: set[Path]) -> bool:
