@@ -93,7 +93,7 @@ def core_lines(root: Path = ROOT) -> int:
 
 
 def core_tests() -> list[Path]:
-    """Files of tests in folders of the core that import nothing outside, nor does what they import of tests."""
+    """Files of tests in folders of the core that import nothing outside, by themselves or by kits."""
     kits = {path.stem: path for path in HERE.rglob("*.py") if "fixtures" not in path.parts}
     files = (path for package in PACKAGES for path in sorted((HERE / package).rglob("test_*.py")))
     own = (path for path in files if not is_outside(".".join(path.relative_to(HERE).parent.parts)))

@@ -253,9 +253,9 @@ def _index_shard(
     open_shard: OpenShard,
 ) -> tuple[Shard, ShardScan]:
     shard = _shard_at(opened)
-    entry = ENTRIES.get(codec.name)
+    entry = ENTRIES.get(codec.of or codec.name)
     if shard.size == 0:
-        if not may_be_empty(opened.url, codec.name):
+        if not may_be_empty(opened.url, codec.of or codec.name):
             raise CorruptShardError(shard.url, "is empty (0 bytes)")
         none = np.zeros(0, np.int64)
         return shard, ShardScan(none, none, none, none, schema={})

@@ -206,8 +206,8 @@ ROWS = (
     Row("shards", "endings of the formats", f"{_HERE}:claim_shards", _ANY),
 )  # fmt: skip
 """Meanings of a source, in this order; the last row claims or raises."""
-PARTED_BY_FOLDERS = "dataflow.sources.tables.hive:parted_by_folders"
-"""The module that makes columns of the names of folders such as `label=cat`, where shards lie in such."""
+IN_FOLDERS = "dataflow.sources.tables.hive:with_folders"
+"""The function that makes columns of the names of folders such as `label=cat`, where shards lie in such."""
 
 
 def resolve(source: Any, asked: SourceArguments, places: Places) -> Listing:

@@ -16,7 +16,7 @@ from programs_kit import run_command
 from rich.console import Console
 
 from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter
-from dataflow.timing.headspace import MeasuredSteps
+from dataflow.telemetry.timing.headspace import MeasuredSteps
 from dataflow.tools.bench import loader
 from dataflow.tools.bench.compare import (
     Contestant,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from dataflow.timing.bottleneck import Epochs, Rates, bottleneck_of
+from dataflow.telemetry.timing.bottleneck import Epochs, Rates, bottleneck_of
 from dataflow.tools.bench.evidence import Evidence, label_of
 from dataflow.tools.bench.loader import cores_text
 from dataflow.tools.bench.reads import (
