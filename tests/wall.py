@@ -23,6 +23,7 @@ PACKAGES = ("sharding", "prefetch", "dataflow")
 TEST_KIT = ("dataflow.testing", "dataflow.pytest_plugin")
 OUTSIDE = {
     "strategies and accumulation of gradients": ("dataflow.grad",),
+    "telemetry": ("dataflow.telemetry",),
     "command line": ("dataflow.tools",),
     "conversion and executors": ("dataflow.conversion", "dataflow.engines"),
     "Ray": ("dataflow.actors",),
@@ -60,6 +61,7 @@ OUTSIDE = {
 _MODULES_OUTSIDE = tuple(module for modules in OUTSIDE.values() for module in modules)
 OPENED_BY = {
     "dataflow": _MODULES_OUTSIDE,  # public names, imported when they are used
+    "dataflow.loader": ("dataflow.telemetry.status",),  # `DataLoader.health`, `.name`
     "dataflow.dataset": ("dataflow.sources.manifests",),  # the type of `manifest=`
     "dataflow.mixture": ("dataflow.sources.energon",),  # `Mixture.from_energon`
 }
