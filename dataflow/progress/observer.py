@@ -15,9 +15,9 @@ HEADSPACE = "DATAFLOW_HEADSPACE"
 """The environment variable by which `dataflow doctor --headspace` asks for batches from memory, after so many
 steps."""
 REPLAYED = "dataflow.telemetry.timing.loops:replayed"
-"""What gives these."""
+"""The function that gives these."""
 WATCHERS = "dataflow.telemetry.watchers:observe"
-"""What has a loader watched: `(loader, owner, name, role)` -> its line on the page, or None."""
+"""The function that has a loader watched: `(loader, owner, name, role)` -> its line on the page, or None."""
 _CHECKED_NAME = "dataflow.telemetry.status.names:checked_name"
 
 
