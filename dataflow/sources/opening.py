@@ -20,7 +20,7 @@ from msgspec import Struct, structs
 from dataflow.progress.bar import ProgressBar
 from dataflow.sources.indexing import INDEX_THREADS, index
 from dataflow.sources.listing.claims import (
-    IN_FOLDERS,
+    PARTED_BY_FOLDERS,
     Listing,
     SourceArguments,
     Spec,
@@ -196,7 +196,7 @@ def with_codec(listing: Listing, asked: SourceArguments, places: Places, **optio
     may_be_parted = asked.types or is_hive or any("=" in url for url in listing.urls)
     if listing.facts is not None or not may_be_parted:
         return listing
-    parted: Listing = resolve_name(IN_FOLDERS)(listing, codec, asked.types, is_hive)
+    parted: Listing = resolve_name(PARTED_BY_FOLDERS)(listing, codec, asked.types, is_hive)
     return parted
 
 

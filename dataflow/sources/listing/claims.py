@@ -206,7 +206,7 @@ ROWS = (
     Row("shards", "endings of the formats", f"{_HERE}:claim_shards", _ANY),
 )  # fmt: skip
 """Meanings of a source, in this order; the last row claims or raises."""
-IN_FOLDERS = "dataflow.sources.tables.hive:with_folders"
+PARTED_BY_FOLDERS = "dataflow.sources.tables.hive:parted_by_folders"
 """The function that makes columns of the names of folders such as `label=cat`, where shards lie in such."""
 
 

@@ -27,7 +27,9 @@ _INTEGER = re.compile(r"-?\d+", re.ASCII)
 _SIGNS = re.compile(r"[*?\[{]")
 
 
-def with_folders(listing: Listing, codec: Format, types: Mapping[str, str] | None, is_named: bool) -> Listing:
+def parted_by_folders(
+    listing: Listing, codec: Format, types: Mapping[str, str] | None, is_named: bool
+) -> Listing:
     """The listing with the columns that folders below the source are called by, if there are any.
 
     Args:

@@ -238,6 +238,7 @@ def _sample_bytes(settings: Sweep) -> float | None:
             source,
             config=settings.config,
             split=settings.split,
+            columns=settings.columns,
             storage_options=dict(settings.storage_options),
         ).catalog
     except ShardReadError:

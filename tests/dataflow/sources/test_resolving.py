@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from programs_kit import run_script
 
 from dataflow import ShardedDataset, ShardReadError
 from dataflow.sources.energon.folder import EnergonPart
@@ -148,8 +148,8 @@ def test_what_is_not_meant_is_not_imported(tmp_path: Path) -> None:
         "import sys; from dataflow import ShardedDataset; ShardedDataset(sys.argv[1]); "
         "print([name for name in sys.modules if name.startswith('dataflow.sources')])"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "a.parquet")]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code, text, _ = run_script(program, tmp_path / "a.parquet", how="forked", folder=tmp_path)
+    assert code == 0
     for name in ("energon", "tables.delta", "tables.finding", "lerobot", "loose", "hub"):
         assert f"dataflow.sources.{name}'" not in text.replace("energon.folder", "energon")
 
