@@ -9,30 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import get_worker_info
 
+from dataflow.progress.observer import HEADSPACE, LoaderObserver, ObserverGroup, Role
 from dataflow.shard_order import Sharded
-from dataflow.telemetry.observer import LoaderObserver, ObserverGroup
 from dataflow.telemetry.status import OFF
-from dataflow.telemetry.timing import HEADSPACE, VARIABLE
+from dataflow.telemetry.timing import VARIABLE
 
 if TYPE_CHECKING:
     from dataflow.telemetry.status.loaders import LoaderStatus
-    from dataflow.telemetry.status.record import Role
 
 _log = logging.getLogger("dataflow")
 
 SERVE = "DATAFLOW_METRICS"
 """The environment variable that has local rank 0 serve metrics: an address."""
-
-
-def checked_label(name: str | None, role: Role | None) -> tuple[str | None, Role | None]:
-    """Return the name and the role that a loader is given. `ValueError` if they are none."""
-    if role not in (None, "train", "validation"):
-        raise ValueError(f'role must be "train" or "validation", got {role!r}')
-    if name is not None:
-        from dataflow.telemetry.status.names import checked_name
-
-        name = checked_name(name)
-    return name, role
 
 
 def observe(loader: Any, owner: Any, name: str | None, role: Role | None) -> LoaderStatus | None:

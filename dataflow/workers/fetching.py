@@ -32,8 +32,8 @@ from dataflow.workers.worker import (
 from prefetch.weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
+    from dataflow.progress.observer import LoaderObserver, LoopObserver
     from dataflow.stats import WorkerStats
-    from dataflow.telemetry.observer import LoaderObserver, LoopObserver
     from dataflow.workers.state import EpochProgress, WorkerProgress
 
 
@@ -163,14 +163,6 @@ class DropInState:
     def has_counts(self) -> bool:
         """Return whether `stats()` has counted something."""
         return self.meter.batches > 0
-
-    @property
-    def ranks(self) -> tuple[int, int, int, int]:
-        """Rank, world size, local rank and node."""
-        from dataflow.telemetry.status.facts import rank_info
-
-        rank = rank_info()
-        return rank.rank, rank.world_size, rank.local_rank, rank.node
 
     @property
     def loop_length(self) -> int | None:

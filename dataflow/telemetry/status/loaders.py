@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dataflow.telemetry.status.facts import counts_of, in_one_line, totals_of
+from dataflow.telemetry.status.facts import counts_of, in_one_line, ranks_of, totals_of
 from dataflow.telemetry.status.names import name_of, role_of
 from dataflow.telemetry.status.record import (
     PARTS,
@@ -65,8 +65,8 @@ class LoaderStatus:
 
     Args:
         page: the page.
-        owner: what serves the loops, with `stats()`, `ranks`, `loop_length` and, over shards, `dataset`; it
-            may die at any time.
+        owner: what serves the loops, with `stats()`, `loop_length` and, over shards, `ranks` and `dataset`;
+            it may die at any time.
         name: that it is given; None: that of its dataset.
         role: that it is given; None: by its name, and by `trains`.
         is_named: whether the user gave the name.
@@ -192,7 +192,7 @@ class LoaderStatus:
             return
         try:
             stats, length = owner.stats(), owner.loop_length
-            figures, ranks = stats.to_json(), owner.ranks
+            figures, ranks = stats.to_json(), ranks_of(owner)
         except Exception:  # of a loop in another thread, which goes on meanwhile: a second later it may do
             _log.debug("a loader could not say how it fares", exc_info=True)
             return

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dataflow.telemetry.timing import HEADSPACE, ROUND, VARIABLE
+from dataflow.progress.observer import HEADSPACE
+from dataflow.telemetry.timing import ROUND, VARIABLE
 from dataflow.telemetry.timing.headspace import (
     WARM_UP,
     BatchStock,
