@@ -30,7 +30,6 @@ from dataflow.sources.listing.claims import (
 )
 from dataflow.sources.listing.folders import UNKNOWN
 from dataflow.sources.listing.places import Places
-from dataflow.sources.tables.hive import parted_by_folders
 from prefetch.store.retrier import Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
 from sharding.catalog.build import (
@@ -103,7 +102,7 @@ class Opening(Struct, frozen=True, kw_only=True):
         assert isinstance(codec, Format)
         if self.asked.catalog is None:
             path = default_catalog_path(urls, codec, self.block_bytes)
-            catalog = find_catalog(urls, codec, self.block_bytes)
+            catalog = find_catalog(path)
         else:
             path = os.fspath(self.asked.catalog)
             catalog = _kept(path, self.places)
@@ -111,7 +110,7 @@ class Opening(Struct, frozen=True, kw_only=True):
         if (
             catalog is None
             or (catalog.urls, catalog.format, catalog.options) != same
-            or not self._fits(catalog)
+            or self.block_bytes not in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)
         ):
             return self._built(listing, codec, path)
         catalog = catalog.signed_by(urls)
@@ -196,10 +195,6 @@ class Opening(Struct, frozen=True, kw_only=True):
             raise failures[0]
         return structs.replace(files, sizes=sizes, versions=versions)
 
-    def _fits(self, catalog: Catalog) -> bool:
-        """Return whether its blocks are those asked for; the default takes any."""
-        return self.block_bytes in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)
-
     def _changed(self, catalog: Catalog, *, every: bool) -> str:
         """Say which shards changed since they were indexed; "": none did.
 
@@ -208,6 +203,8 @@ class Opening(Struct, frozen=True, kw_only=True):
         if all(map(is_pinned, catalog.urls)):  # what a commit holds never changes
             return ""
         local, retrier = all(map(is_local, catalog.urls)), self.places.retrier
+        if local and catalog.is_unchanged_here():
+            return ""
         shards = range(catalog.num_shards) if local or every else _some(catalog.num_shards)
         if local:
             changed = changes(catalog)
@@ -251,10 +248,13 @@ def with_codec(listing: Listing, asked: SourceArguments, places: Places, **optio
     """
     urls = listing.urls
     codec = resolve_format(listing.format, urls, **options, exists=places.files.exists)
-    table = parted_by_folders(codec, listing, asked.types) if listing.facts is None else None
-    if table is None:
-        return structs.replace(listing, format=codec)
-    return structs.replace(listing, format=table.codec, facts=table.files)
+    are_parted = asked.types or codec.name == "hive" or any("=" in url for url in urls)
+    if listing.facts is None and are_parted:
+        from dataflow.sources.tables.hive import parted_by_folders
+
+        if (table := parted_by_folders(codec, listing, asked.types)) is not None:
+            return structs.replace(listing, format=table.codec, facts=table.files)
+    return structs.replace(listing, format=codec)
 
 
 @contextmanager

@@ -391,17 +391,12 @@ def default_catalog_path(urls: Sequence[str], codec: Format, block_bytes: int = 
     return os.path.join(kept_folder(), name)
 
 
-def find_catalog(
-    urls: Sequence[str], codec: Format, block_bytes: int = DEFAULT_BLOCK_BYTES
-) -> Catalog | None:
-    """The catalog kept for these shards; None where there is none, or it is damaged or of another release.
+def find_catalog(path: str) -> Catalog | None:
+    """The catalog kept there; None where there is none, or it is damaged or of another release.
 
     It may be out of date: ask `changes` before using it.
     """
-    path = default_catalog_path(urls, codec, block_bytes)
-    if not os.path.exists(path):
-        return None
     try:
-        return Catalog.load(path)
+        return Catalog.load(path) if os.path.exists(path) else None
     except DataflowError:
         return None  # The new catalog that the caller builds replaces it.

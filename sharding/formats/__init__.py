@@ -158,10 +158,10 @@ def resolve_format(
     if name not in ENTRIES:
         raise ValueError(f"format must be 'auto' or one of {', '.join(FORMATS)}, got {name!r}")
     entry = ENTRIES[name]
-    _refuse_options(name, options, entry.options)
+    if options:
+        _refuse_options(name, options, entry.options)
     module, _, class_name = entry.where.partition(":")
-    codec: Format = getattr(import_module(module), class_name)(**options)
-    return codec
+    return getattr(import_module(module), class_name)(**options)  # type: ignore[no-any-return]
 
 
 def catalog_options(codec: Format) -> dict[str, str | int]:

@@ -39,8 +39,6 @@ def parted_by_folders(
 
     Raises `ValueError` for types of no such column, and for values that are not of their type.
     """
-    if not types and codec.name != "hive" and not any("=" in url for url in listing.urls):
-        return None
     urls = listing.urls
     root = _root_of(listing.spec.source if listing.spec else None, urls)
     values = {url: _values_of(url, root) for url in urls}
