@@ -33,7 +33,6 @@ from dataflow.outputs.resolve import resolve_outputs
 from dataflow.shard_order import Sharded
 from dataflow.sources.listing.claims import SourceArguments
 from dataflow.sources.listing.places import Places
-from dataflow.sources.manifests import Manifest
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import Opening
 from dataflow.staging.source import MatchSource, Source
@@ -59,6 +58,7 @@ from sharding.urls import is_local, local_path
 
 if TYPE_CHECKING:
     from dataflow.sources.joins import Join as Join
+    from dataflow.sources.manifests import Manifest
     from prefetch.control.pause import ReadPause
     from sharding.mixture.shares import Weight
     from sharding.plan.split import By

@@ -53,8 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
             start_cluster()
     if config.getoption("--full"):
         settings.load_profile("full")
-    if builders := config.getoption("--builders"):
-        loader_kit.build_in(builders)
+    loader_kit.build_in(config.getoption("--builders"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -84,8 +83,9 @@ def _mark_variants(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where actors build, they read, too, but for what is about how this process reads."""
+    """Where actors build, they read, too, but for what is about how this process reads; and who builds."""
     loader_kit.reads_here = item.get_closest_marker("reads_here") is not None
+    loader_kit.chooses_itself = item.get_closest_marker("here") is not None
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

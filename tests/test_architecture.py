@@ -5,17 +5,16 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from datasets_kit import Make
+from source_kit import MODULES, ROOT, facts, imports_in
 
 import dataflow
 
-ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "sharding": set[str](),
     "prefetch": {"sharding"},
@@ -31,40 +30,10 @@ NEVER_IN_SHARDING = {
     "asyncio",
     "random",
 }
-MODULES = [path.relative_to(ROOT) for name in MAY_IMPORT for path in sorted((ROOT / name).rglob("*.py"))]
-"""Every module of the packages, as "package/.../name.py"."""
 
 
-def parsed(module: Path) -> ast.Module:
-    return ast.parse((ROOT / module).read_text(), str(module))
-
-
-tree_of = cache(parsed)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _trees_are_let_go() -> Iterator[None]:
-    """They are 300,000 objects, which every collection of garbage in later tests would look through."""
-    yield
-    tree_of.cache_clear()
-
-
-@cache
 def imported_modules(module: Path) -> tuple[str, ...]:
-    """Full names of what a module imports, inside functions and type-checking blocks too."""
-    return tuple(imports_in(parsed(module), module.parent.parts))
-
-
-def imports_in(tree: ast.Module, package: tuple[str, ...]) -> Iterator[str]:
-    """Full names of what a module in a package imports."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            name = ".".join((*above, *filter(None, [node.module])))
-            yield name
-            yield from (f"{name}.{alias.name}" for alias in node.names)
+    return facts(module).imported
 
 
 def imported_packages(module: Path) -> set[str]:
@@ -73,17 +42,6 @@ def imported_packages(module: Path) -> set[str]:
 
 def modules_of(*packages: str) -> list[Path]:
     return [module for module in MODULES if module.parts[0] in packages]
-
-
-def name_of(node: ast.expr) -> str:
-    """Last part of the name of what is called, else ""."""
-    if not isinstance(node, ast.Call):
-        return ""
-    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
-
-
-def called_names(module: Path) -> list[str]:
-    return [name_of(node) for node in ast.walk(tree_of(module)) if isinstance(node, ast.Call)]
 
 
 def every(modules: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
@@ -141,20 +99,14 @@ def test_prefetch_imports_torch_only_where_tensors_leave_this_process(module: Pa
 
 @every(modules_of("dataflow"))
 def test_dataflow_has_no_threads_but_executors_owned_by_a_with_block(module: Path) -> None:
-    assert not set(called_names(module)) & {"Thread", "Timer", "start_new_thread"}
-    owned = [
-        name_of(item.context_expr)
-        for node in ast.walk(tree_of(module))
-        if isinstance(node, ast.With)
-        for item in node.items
-    ]
-    made = [name for name in called_names(module) if name.endswith("PoolExecutor")]
-    assert made == [name for name in owned if name.endswith("PoolExecutor")]
+    assert not facts(module).called & {"Thread", "Timer", "start_new_thread"}
+    made, owned = facts(module).executors
+    assert made == owned
 
 
 @every(MODULES)
 def test_every_module_says_what_it_is_about(module: Path) -> None:
-    text = ast.get_docstring(tree_of(module))
+    text = facts(module).docstring
     assert text
     assert text[0].isupper() or text[0] == "`"
     assert len(text) > 20
@@ -162,27 +114,25 @@ def test_every_module_says_what_it_is_about(module: Path) -> None:
 
 @every(MODULES)
 def test_nothing_sleeps(module: Path) -> None:
-    assert "sleep" not in set(called_names(module))
+    assert "sleep" not in facts(module).called
 
 
 @every(MODULES)
 def test_nothing_relies_on_del(module: Path) -> None:
     """Finalisers are `weakref.finalize` with an owner; `__del__` runs when it pleases."""
-    defined = {node.name for node in ast.walk(tree_of(module)) if isinstance(node, ast.FunctionDef)}
-    assert "__del__" not in defined
+    assert "__del__" not in facts(module).functions
 
 
 @every(MODULES)
 def test_no_python_code_runs_where_a_member_of_a_set_dies(module: Path) -> None:
     """As in `weakref.WeakSet`, which swallows a Ctrl-C there: `prefetch.weak_registry` has none."""
-    names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree_of(module))}
-    assert "WeakSet" not in names
+    assert "WeakSet" not in facts(module).names
 
 
 @every(MODULES)
 def test_no_python_code_runs_where_the_object_of_a_thread_dies(module: Path) -> None:
     """As it does for those of `threading.Thread` itself: `HiddenThread` has none."""
-    assert "Thread" not in set(called_names(module))
+    assert "Thread" not in facts(module).called
 
 
 @every(MODULES)
@@ -227,7 +177,7 @@ def test_the_inner_packages_have_no_front_door(package: str) -> None:
     ],
 )
 def test_imports_are_found_in_any_form(source: str, expected: set[str]) -> None:
-    assert set(imports_in(ast.parse(source), ("sharding", "formats"))) == expected
+    assert set(imports_in(ast.walk(ast.parse(source)), ("sharding", "formats"))) == expected
 
 
 def test_the_front_door_has_all_its_names_and_imports_them_when_they_are_used() -> None:
@@ -250,26 +200,9 @@ def test_another_system_than_linux_is_refused_when_the_library_is_imported() -> 
     assert done.stderr.endswith("ImportError: dataflow runs on Linux only, and this is darwin\n")
 
 
-def test_what_only_shards_need_is_imported_only_for_them() -> None:
-    """It takes a third of a second, and memory in every process."""
-    script = """
-import sys
-def imported():
-    return {"pyarrow", "fsspec", "pandas"} & set(sys.modules)
-import dataflow.workers.process_main
-print(imported())
-from dataflow import DataLoader
-DataLoader([1])
-print(imported())
-"""
-    asked = [sys.executable, "-c", script]
-    done = subprocess.run(asked, cwd=ROOT, timeout=60, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "set()\nset()\n")
-
-
 def test_nobody_asks_for_what_is_slow_to_import_up_to_the_first_batch(made: Make) -> None:
     """pyarrow imports pandas, where it is installed, in `pyarrow.dataset`, `pa.array` and `to_numpy`: 0.3 s;
-    numpy its `ma` in `unique` of values alone: 8 ms."""
+    numpy its `ma` in `unique` of values alone: 8 ms. What only shards need takes 0.3 s, too."""
     catalogs = []
     for name in ("tar", "parquet", "tokens.bin", "jsonl"):
         made(name).open()  # makes the catalog
@@ -281,7 +214,11 @@ class Asked:
         if name in ("pandas", "numpy.ma"):
             raise SystemExit(f"{name} was asked for")
 sys.meta_path.insert(0, Asked())
-from dataflow import DataLoader, ShardedDataset
+import dataflow.workers.process_main
+from dataflow import DataLoader
+DataLoader([1])
+assert not {"pyarrow", "fsspec"} & {*sys.modules}
+from dataflow import ShardedDataset
 for catalog in sys.argv[1:]:
     print(catalog, flush=True)
     with DataLoader(ShardedDataset(catalog), 3, shuffle=True) as loader:

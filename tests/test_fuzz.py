@@ -15,7 +15,7 @@ _FOLDER = Path(__file__).parent / "fuzz"
 @pytest.mark.parametrize(
     "script",
     [
-        "damage.py --mutants 12 --seed 15",
+        "damage.py --mutants 5 --seed 15",
         *in_full(
             "ctrl_c.py --rounds 12 --seed 15",
             "kills.py --rounds 12 --seed 15",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import os
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +14,7 @@ from types import ModuleType
 
 import pytest
 from programs_kit import run_script
+from source_kit import MODULES, facts
 
 import dataflow
 from benchmarks.kernels import image_options
@@ -79,9 +78,10 @@ def test_the_first_program_learns_and_goes_on_behind_its_checkpoint(tmp_path: Pa
 
 @pytest.mark.parametrize("page", OF_EXAMPLES, ids=lambda page: page.name)
 def test_every_program_on_a_page_is_one_of_the_examples(page: Path) -> None:
-    """Which `tests/test_examples.py` runs."""
+    """Which `tests/test_examples.py` runs, or the demo."""
     text = page.read_text("utf-8")
-    included = re.findall(r"^<!-- include examples/\w+\.py(?:#\w+)? -->\n```python$", text, re.MULTILINE)
+    shown = r"(?:examples/\w+|dataflow/tools/demo)\.py"
+    included = re.findall(rf"^<!-- include {shown}(?:#\w+)? -->\n```python$", text, re.MULTILINE)
     assert len(included) == len(code_blocks(text, "python")) > 0
 
 
@@ -250,16 +250,8 @@ def test_the_page_on_errors_names_every_error_class() -> None:
     assert "CorruptShardError" in vars(errors)
 
 
-def literal_texts() -> Iterator[str]:
-    """String constants of the packages, those inside f-strings included."""
-    for path in sources():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield node.value
-
-
 def test_messages_on_the_page_on_errors_are_in_the_source() -> None:
-    known = "\n".join(literal_texts())
+    known = "\n".join(text for module in MODULES for text in facts(module).texts)
     messages = (REFERENCE / "errors.md").read_text("utf-8").partition("\n## Messages and cures\n")[2]
     cells = re.findall(r"^\| (`.*?`) \| ", messages, re.MULTILINE)
     rows = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]

@@ -7,12 +7,9 @@ end; a new one has to get a deadline, or a line here.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
-from test_architecture import MODULES, tree_of
+from source_kit import MODULES, facts, waits_of
 
-WAITS = {"wait", "join", "acquire", "result", "get", "recv", "recv_bytes", "exception", "wait_for_fork"}
-"""Methods that wait without an end where they are given no time."""
 NOT_OURS = (
     *("dataflow.conversion", "dataflow.engines", "dataflow.tools"),
     *("dataflow.testing", "dataflow.pytest_plugin", "dataflow.integrations"),
@@ -52,30 +49,12 @@ ENDS = {
 """Functions, classes or modules with waits that have no time, and why these end."""
 
 
-def waits_of(tree: ast.AST, name: str) -> Iterator[tuple[str, int]]:
-    """The functions of a module that wait without a deadline, and the lines where they do."""
-    for node in ast.iter_child_nodes(tree):
-        inner = f"{name}.{node.name}" if isinstance(node, ast.ClassDef | ast.FunctionDef) else name
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _waits_for_ever(node):
-            yield name, node.lineno
-        yield from waits_of(node, inner)
-
-
-def _waits_for_ever(call: ast.Call) -> bool:
-    given = [*call.args, *(keyword.value for keyword in call.keywords)]
-    is_none = [isinstance(value, ast.Constant) and value.value is None for value in given]
-    assert isinstance(call.func, ast.Attribute)
-    if call.func.attr == "waitpid":
-        return isinstance(given[-1], ast.Constant) and given[-1].value == 0
-    return call.func.attr in WAITS and all(is_none)
-
-
 def test_every_wait_of_the_training_thread_has_a_deadline_or_a_reason() -> None:
     found = [
         f"{where}:{line}"
         for path in MODULES
-        if not (name := ".".join(path.with_suffix("").parts)).startswith(NOT_OURS)
-        for where, line in waits_of(tree_of(path), name)
+        if not ".".join(path.with_suffix("").parts).startswith(NOT_OURS)
+        for where, line in facts(path).waits
     ]
     assert not [where for where in found if not where.startswith(tuple(ENDS))], "waits without a deadline"
     assert not [reason for reason in ENDS if not any(where.startswith(reason) for where in found)]

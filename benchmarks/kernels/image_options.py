@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image as Picture, ImageDraw, ImageFont
 
 from dataflow import Image
-from dataflow.decode.crop import DRAWS
 from dataflow.decode.image import decode_image
+from dataflow.decode.values import DRAWS
 from sharding.errors import SampleError
 
 Pixels = NDArray[np.uint8]

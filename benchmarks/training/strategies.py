@@ -1,6 +1,6 @@
 """Whether the strategies that send less train as well: final loss of a small language model, paired by seed.
 
-A byte-level transformer (`dataflow.tools.demo.train`) is trained on a text by two gloo ranks in plain DDP,
+A byte-level transformer (`dataflow.tools.demo`) is trained on a text by two gloo ranks in plain DDP,
 equal steps in every arm; seeds decide initial weights and batches, the arms only how gradients or parameters
 travel. An arm is judged by the paired difference of its final loss on held-out text from all-reduce's, with a
 95 % t-interval: parity means that the interval reaches 0 or below. Bytes are those that the sockets of rank 0
@@ -49,8 +49,7 @@ from dataflow.grad.strategies import (
 )
 from dataflow.grad.strategies.strategy import Strategy, StrategyContext
 from dataflow.testing import run_ranks
-from dataflow.tools.demo.data import write_corpus
-from dataflow.tools.demo.train import ByteTransformer, next_byte_loss
+from dataflow.tools.demo import ByteTransformer, next_byte_loss, write_corpus
 from sharding.topology.topology import Topology
 
 REFERENCE = "all-reduce"

@@ -55,7 +55,7 @@ class BatchChunk:
         self.num_batches = len(batches)
         self.needs = tuple(windows)
         self.closes: list[StagedWindow] = []
-        self.leased_bytes = self._nbytes = 0
+        self.leased_bytes = 0
         self.reads_windows = copies is not None
         """True if batches that were handed out are still to be made of its windows."""
         locate = partial(_window_parts, plan, batches, self.needs, context.arena)
@@ -77,25 +77,21 @@ class BatchChunk:
             (last if window in last.needs else first).closes.append(window)
         return first, last
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Output credits; known once the windows are staged, about where they are only planned."""
-        if self._nbytes:
-            return self._nbytes
-        outputs, nbytes = self._context.settings.outputs, 0
+        outputs = self._context.settings.outputs
         if self._context.row_bytes is not None:
-            nbytes = rounded_bytes(self.rows.num_rows * self._context.row_bytes)
-        elif self._copies is not None:
+            return rounded_bytes(self.rows.num_rows * self._context.row_bytes)
+        if self._copies is not None:
             sizes = [output.row_sizes(self.rows) for output in outputs]
-            nbytes = self._copies.credits_for(len(self._job_ends), largest_job(self._job_ends, sizes))
-        else:
-            nbytes = sum([output.batch_bytes(self.rows) for output in outputs])
-            if self.plan.segments is not None:
-                nbytes += sum(map(self._laid_bytes, outputs))
-            if self._context.ships_values:
-                nbytes += sum(rounded_bytes(self._stored_bytes(one)) for one in staged_outputs(outputs))
-        self._nbytes = nbytes
-        return nbytes
+            return self._copies.credits_for(len(self._job_ends), largest_job(self._job_ends, sizes))
+        built = sum([output.batch_bytes(self.rows) for output in outputs])
+        if self.plan.segments is not None:
+            built += sum(map(self._laid_bytes, outputs))
+        if self._context.ships_values:
+            built += sum(rounded_bytes(self._stored_bytes(staged)) for staged in staged_outputs(outputs))
+        return built
 
     def _stored_bytes(self, output: StagedOutput) -> int:
         """Return the bytes of all values of a column, as they were staged."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from dataflow.conversion.source import ConvertSource, opened_source, tokenizing
 from dataflow.conversion.target import SUFFIXES, TOKENS
 from dataflow.conversion.verify import Asked, verify_shards
 from dataflow.conversion.work import Recipe, codec_of, finished_shards
+from dataflow.engines import run_all
 from dataflow.sources.indexing import index
 from dataflow.sources.opening import save_catalog
 from prefetch.store.retrier import Retrier
@@ -319,9 +321,8 @@ def _finish(
     urls = [folder.of(one["name"]) for one in written]
     with Retrier() as retrier:
         codec = codec_of(recipe.target, urls[0])
-        catalog = index(
-            urls, codec, retrier, storage_options=folder.options, progress=progress, executor=executor
-        )
+        run = None if executor is None else partial(run_all, executor)
+        catalog = index(urls, codec, retrier, storage_options=folder.options, progress=progress, run=run)
         if recipe.checksum:
             checksums = np.array([crc for one in written for crc in one["blocks"]], np.uint32)
             catalog = catalog.with_checksums(checksums)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.decode.crop import Draws
-from dataflow.decode.media import Bytes, ClipPosition, as_tensor, begins_at, check_choices, decoders
-from dataflow.decode.mp4 import ReadBytes
-from dataflow.decode.values import check_fits
+from dataflow.decode.media import ClipPosition, as_tensor, begins_at, check_choices, decoders
+from dataflow.decode.rules import Bytes, ReadBytes
+from dataflow.decode.values import Draws, check_fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,9 @@ class Audio:
         >>> dataset[0]["wav"].shape
         torch.Size([1, 8000])
     """
+
+    output_by: ClassVar[str] = "dataflow.outputs.media:clip_output"
+    takes_lists: ClassVar[bool] = False
 
     rate: int | None = None
     seconds: float | None = None

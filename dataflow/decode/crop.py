@@ -12,13 +12,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.decode.values import DRAWS, Draws
+
 ATTEMPTS = 10
 DRAW_TOP, DRAW_LEFT, DRAW_FLIP = 2 * ATTEMPTS, 2 * ATTEMPTS + 1, 2 * ATTEMPTS + 2
-DRAWS = 24
-"""Random numbers a sample owns: two for each try, then top, left and flip; one is spare."""
-
-Draws = NDArray[np.float64]
-"""Random numbers in [0, 1), [n, DRAWS]."""
+assert DRAW_FLIP < DRAWS, "two draws for each try, then top, left and flip; the last says where clips begin"
 
 
 def random_resized_crop_boxes(

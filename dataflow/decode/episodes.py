@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.decode.media import Bytes, with_reason
-from dataflow.decode.mp4 import FrameIndex, ReadBytes, needed_frames, spans_of
+from dataflow.decode.media import with_reason
+from dataflow.decode.mp4 import FrameIndex, needed_frames, read_index, spans_of
+from dataflow.decode.rules import Bytes, ReadBytes
 from dataflow.decode.video import Video
 from sharding.blocks import Shard
 
@@ -19,6 +23,34 @@ _SPARE_FRAMES = 32
 
 MOMENT_COLUMNS = ("episode_index", "timestamp")
 """Columns of a row that say which frame is its: the episode, and seconds in it."""
+
+
+class FrameIndexes:
+    """The frames of videos that rows refer to, within so many bytes. Thread-safe."""
+
+    def __init__(self, keep_bytes: int = 256 << 20) -> None:
+        self._lock = threading.Lock()  # guards the rest
+        self._keep_bytes, self._held_bytes = keep_bytes, 0
+        self._indexes: OrderedDict[str, FrameIndex | None] = OrderedDict()
+        self._making: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+    def of(self, shard: Shard, read: ReadBytes) -> FrameIndex | None:
+        """Do as `read_index`; several threads that ask for the same read it once."""
+        with self._lock:
+            making = self._making[shard.url]
+        with making:
+            with self._lock:
+                if shard.url in self._indexes:
+                    self._indexes.move_to_end(shard.url)
+                    return self._indexes[shard.url]
+            index = read_index(read, shard.size)
+            with self._lock:
+                self._indexes[shard.url] = index
+                self._held_bytes += index.nbytes if index else 0
+                while self._held_bytes > self._keep_bytes and len(self._indexes) > 1:
+                    dropped = self._indexes.popitem(last=False)[1]
+                    self._held_bytes -= dropped.nbytes if dropped else 0
+            return index
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,7 +84,7 @@ class EpisodeVideos:
         rule: Video,
         episodes: NDArray[np.int64],
         seconds: NDArray[np.float64],
-        index_of: Callable[[Shard], FrameIndex | None],
+        indexes: FrameIndexes,
         read_of: Callable[[Shard], ReadBytes],
     ) -> list[Bytes]:
         """Return what clips at n moments need, [n] episodes and seconds: values as of `MediaRule.cut`.
@@ -67,7 +99,7 @@ class EpisodeVideos:
             shard = self.shards[file]
             index, why = None, "no MP4 whose frames can be listed"
             try:
-                index = index_of(shard)
+                index = indexes.of(shard, read_of(shard))
             except ValueError as error:
                 why = str(error)
             if index is None:
@@ -116,8 +148,37 @@ class EpisodeVideos:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class EpisodeClips:
+    """`ClipFiles` of one camera, and the rule of the clips."""
+
+    rule: Video
+    videos: EpisodeVideos
+
+    def clip_bytes(self) -> int:
+        """See `ClipFiles`."""
+        return self.videos.clip_bytes(self.rule.frames or 1)
+
+    def new_indexes(self) -> FrameIndexes:
+        """See `ClipFiles`."""
+        return FrameIndexes()
+
+    def cut(
+        self,
+        episodes: NDArray[np.int64],
+        seconds: NDArray[np.float64],
+        indexes: FrameIndexes,
+        read_of: Callable[[Shard], ReadBytes],
+    ) -> list[Bytes]:
+        """See `ClipFiles`."""
+        return self.videos.cut(self.rule, episodes, seconds, indexes, read_of)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Camera:
     """A column of a robot's dataset that is not stored in its rows."""
+
+    output_by: ClassVar[str] = "dataflow.outputs.media:camera_output"
+    sources: ClassVar[tuple[str, ...]] = MOMENT_COLUMNS
 
     height_width: tuple[int, int]
     videos: EpisodeVideos

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.decode.crop import DRAW_FLIP, Draws, center_boxes, random_resized_crop_boxes
+from dataflow.decode.crop import DRAW_FLIP, center_boxes, random_resized_crop_boxes
+from dataflow.decode.values import Draws
 from prefetch.core.executor import executor
 from prefetch.core.images import CropBox, Filter, ImageForm
 from sharding.cached_property import cached_property
@@ -80,6 +81,9 @@ class Image:
         >>> dataset[0]["jpg"].shape
         torch.Size([3, 224, 224])
     """
+
+    output_by: ClassVar[str] = "dataflow.outputs.images:image_output"
+    takes_lists: ClassVar[bool] = True
 
     size: int | tuple[int, int] | None = None
     crop: Crop = "none"

@@ -18,11 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.decode.crop import Draws
-from dataflow.decode.mp4 import ReadBytes
+from dataflow.decode.rules import Bytes, PartsRule, ReadBytes
+from dataflow.decode.values import Draws
 from sharding.errors import DataflowError
 
-Bytes = NDArray[np.uint8]
 ClipPosition = Literal["random", "middle", "start", "end"]
 """The position of a clip in its file."""
 DRAW_CLIP = 23
@@ -43,7 +42,7 @@ def check_choices(rule: object, **choices: Any) -> None:
             raise ValueError(f"{title} {name} must be one of {listed}, got {getattr(rule, name)!r}")
 
 
-class MediaRule(Protocol):
+class MediaRule(PartsRule, Protocol):
     """A rule that says what is wanted of files of sound or video: `Video` or `Audio`."""
 
     @property
@@ -57,17 +56,8 @@ class MediaRule(Protocol):
         ...
 
     @property
-    def random(self) -> bool:
-        """Return whether it needs draws."""
-        ...
-
-    @property
     def reads_parts(self) -> bool:
         """Return whether `cut` may read less than all of a value."""
-        ...
-
-    def cut(self, read: ReadBytes, length: int, draws: Draws | None) -> Bytes:
-        """Return what is needed of a value of so many bytes. Raises what `read` raises, and nothing else."""
         ...
 
     def decode(

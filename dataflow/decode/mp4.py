@@ -13,14 +13,13 @@ be read whole. What contradicts itself raises `ValueError`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-ReadBytes = Callable[[int, int], NDArray[np.uint8]]
-"""Offset in a value, bytes -> so many bytes of it."""
+from dataflow.decode.rules import ReadBytes
 
 _HEAD_BYTES = 64 << 10
 """Bytes read at a time until `moov` is found; many a file has it there."""

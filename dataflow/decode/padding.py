@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.decode.audio import Audio
-from dataflow.decode.crop import Draws
-from dataflow.decode.media import Bytes, MissingMediaSupportError, frames_of, with_frames, with_reason
-from dataflow.decode.mp4 import ReadBytes
+from dataflow.decode.media import MissingMediaSupportError, frames_of, with_frames, with_reason
+from dataflow.decode.rules import Bytes, ReadBytes
+from dataflow.decode.values import Draws
 from dataflow.decode.video import Video
 
 _NOTHING = np.empty(0, np.uint8)

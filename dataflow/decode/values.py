@@ -19,6 +19,10 @@ from sharding.blocks import Spans
 from sharding.spans import numbers_at
 
 Array = NDArray[Any]
+DRAWS = 24
+"""Random numbers that a sample owns for its decoders."""
+Draws = NDArray[np.float64]
+"""Random numbers in [0, 1), [n, DRAWS]."""
 BadRows = Sequence[tuple[int, str]]
 """Rows whose value cannot be decoded, each with the reason."""
 LACKING = "the sample lacks this column"

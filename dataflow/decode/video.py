@@ -12,15 +12,13 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.decode.crop import Draws
 from dataflow.decode.image import Image, resize_part
 from dataflow.decode.media import (
-    Bytes,
     ClipPosition,
     as_tensor,
     begins_at,
@@ -31,8 +29,9 @@ from dataflow.decode.media import (
     with_frames,
     with_reason,
 )
-from dataflow.decode.mp4 import CLIP_TICKS, FrameIndex, ReadBytes, cut, read_index
-from dataflow.decode.values import check_fits
+from dataflow.decode.mp4 import CLIP_TICKS, FrameIndex, cut, read_index
+from dataflow.decode.rules import Bytes, ReadBytes
+from dataflow.decode.values import Draws, check_fits
 
 Numbers = np.number[Any] | NDArray[np.number[Any]]
 _TICK_S = 5e-4
@@ -68,6 +67,9 @@ class Video:
         >>> dataset[0]["mp4"].shape
         torch.Size([8, 3, 112, 112])
     """
+
+    output_by: ClassVar[str] = "dataflow.outputs.media:clip_output"
+    takes_lists: ClassVar[bool] = False
 
     frames: int | None = None
     fps: float | None = None

@@ -16,8 +16,7 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from dataflow.decode.crop import DRAWS, Draws
-from dataflow.decode.values import LACKING, check_fits
+from dataflow.decode.values import DRAWS, LACKING, Draws, check_fits
 from dataflow.outputs.held_bytes import Ranges
 from dataflow.staging.columns import REASONS
 from dataflow.staging.rows import WindowPart

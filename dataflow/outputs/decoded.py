@@ -35,7 +35,7 @@ from sharding.blocks import MISSING, Column
 from sharding.errors import SampleError
 
 if TYPE_CHECKING:
-    from dataflow.decode.crop import Draws
+    from dataflow.decode.values import Draws
     from dataflow.ragged import Ragged
 
 

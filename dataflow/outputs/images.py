@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.decode.crop import Draws
 from dataflow.decode.image import Image, decode_image, decode_images, of_own_size
+from dataflow.decode.values import Draws
 from dataflow.outputs.columns import ChunkColumns
 from dataflow.outputs.decoded import Bytes, DecodedOutput, Failures, Remark
 from dataflow.outputs.output import BuiltColumn, split_list
@@ -24,6 +24,12 @@ from prefetch.memory.arena import rounded_bytes
 _LEAST_PART, _MOST_PART = 8, 32
 """Images decoded by one task: their Python costs as much for 8 as for 16."""
 _NO_SLOT = np.empty(0, np.uint8)
+
+
+def image_output(name: str, sources: tuple[str, ...], rule: Image, **what: Any) -> ImageOutput:
+    """The output of a rule for images; `what`: of lists of them, as fields of `DecodedOutput`."""
+    shape = () if rule.size is None else rule.shape
+    return ImageOutput(name=name, sources=sources, dtype=rule.dtype, shape=shape, image=rule, **what)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,19 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.decode.audio import Audio
-from dataflow.decode.crop import Draws
-from dataflow.decode.episodes import EpisodeVideos
-from dataflow.decode.media import MediaRule, MissingMediaSupportError
+from dataflow.decode.episodes import Camera, EpisodeClips, EpisodeVideos
+from dataflow.decode.image import Image
+from dataflow.decode.media import MediaRule, MissingMediaSupportError, decoders
 from dataflow.decode.padding import PadMask
+from dataflow.decode.values import Draws
 from dataflow.decode.video import Video
 from dataflow.outputs.columns import ChunkColumns
 from dataflow.outputs.decoded import Bytes, DecodedOutput, Failures, Remark
 from dataflow.outputs.fixed import MaskOutput
 from dataflow.outputs.output import Default, Output, name_beside
-from dataflow.staging.columns import StagedMoments, StagedPads
+from dataflow.staging.columns import Array, StagedArray, StagedMoments, moments_of
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
-from sharding.blocks import Column
+from sharding.blocks import Column, ColumnSpec
 from sharding.errors import SampleError
 
 PAD_SUFFIX = "_is_pad"
@@ -125,9 +126,9 @@ class EpisodeClipOutput(ClipOutput):
     episodes: EpisodeVideos = field(compare=False)
 
     @property
-    def videos(self) -> tuple[Video, EpisodeVideos]:
-        """The rule, and the files."""
-        return self.rule, self.episodes
+    def clip_files(self) -> EpisodeClips:
+        """The files, and the rule."""
+        return EpisodeClips(rule=self.rule, videos=self.episodes)
 
     @property
     def parts_rule(self) -> None:
@@ -168,6 +169,22 @@ class EpisodeClipOutput(ClipOutput):
         ]
 
 
+@dataclass
+class StagedPads(StagedArray):
+    """A flag for each frame of clips about moments that is padding, bool [rows, frames]."""
+
+    _: KW_ONLY
+    pads: Callable[[NDArray[np.int64], NDArray[np.float64]], Array] = field(kw_only=True)
+    """[n] episodes, and seconds in them -> [n, frames]."""
+
+    def put(self, first: int, columns: Sequence[Column]) -> None:
+        """Stage what the moments of one block's rows tell."""
+        episodes, seconds = moments_of(columns)
+        self.values[first : first + len(episodes)] = self.pads(
+            episodes.astype(np.int64), seconds.astype(np.float64)
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class EpisodePadOutput(MaskOutput):
     """A mask of the padding frames of a robot camera's clips: [batch, frames]. Moments tell, unread."""
@@ -183,6 +200,43 @@ class EpisodePadOutput(MaskOutput):
     def stage(self, num_rows: int, arena: Arena) -> StagedPads:
         """The window's array, [num_rows, frames]."""
         return StagedPads(self._array(num_rows, arena), pads=partial(self.episodes.beyond, self.rule))
+
+
+def clip_output(name: str, sources: tuple[str, ...], rule: Video | Audio) -> Output:
+    """The output of a rule for sound or video."""
+    decoders()  # raises where they are missing: now, not at the first batch
+    return ClipOutput(name=name, sources=sources, dtype=rule.dtype, shape=rule.shape or (), rule=rule)
+
+
+def camera_output(name: str, camera: Camera, rule: object, schema: Mapping[str, ColumnSpec]) -> Output:
+    """The frame at a row's time, or a clip about it."""
+    if rule in (None, "auto", "image"):
+        rule = Image()
+    if isinstance(rule, Image):
+        video, is_clip = Video(frames=1, clip="start", image=rule), False
+    elif isinstance(rule, Video) and rule.frames is not None and rule.clip != "random":
+        video, is_clip = rule, True
+    else:
+        raise ValueError(
+            f"decode for camera {name!r} must be Image(...), or Video(frames=..., clip='start', 'middle' or "
+            f"'end'), which says where the clip lies about the row's time; got {rule!r}"
+        )
+    if video.frame.size is None:
+        video = replace(video, size=None, image=replace(video.frame, size=camera.height_width))
+    lacking = [source for source in camera.sources if source not in schema]
+    if lacking:
+        raise ValueError(f"the shards have no column {lacking[0]!r}, which tells where frames lie")
+    decoders()
+    shape = video.shape
+    assert shape is not None
+    return EpisodeClipOutput(
+        name=name,
+        sources=camera.sources,
+        dtype=video.dtype,
+        shape=shape if is_clip else shape[1:],
+        rule=video,
+        episodes=camera.videos,
+    )
 
 
 def _failure(error: Exception) -> Exception:

@@ -12,11 +12,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dataflow.decode.rules import is_decoder
 from dataflow.decode.values import CONVERTERS, parse_floats, parse_ints
 from dataflow.outputs.fixed import ArrayOutput, RowsOutput
 from dataflow.outputs.optional import Optional, mask_of
@@ -26,10 +28,10 @@ from sharding.formats.extensions import IMAGE_EXTENSIONS, rule_of_extension
 from sharding.printable import listed
 
 if TYPE_CHECKING:
-    from dataflow.decode.episodes import Camera
-    from dataflow.decode.image import Image
+    from dataflow.decode.rules import CameraColumn, DecoderRule
 
 
+IMAGE = "dataflow.decode.image:Image"
 KEY_COLUMNS = ("__key__", "__url__")
 
 
@@ -39,7 +41,7 @@ def resolve_outputs(
     decode: object,
     *,
     codec: Format,
-    cameras: Mapping[str, Camera] = MappingProxyType({}),
+    cameras: Mapping[str, CameraColumn] = MappingProxyType({}),
     check: Callable[[Sequence[str]], None] | None = None,
 ) -> tuple[Output, ...]:
     """Decide each output column from the dataset's schema and the user's `columns=` and `decode=`.
@@ -55,7 +57,7 @@ def resolve_outputs(
     chosen = _chosen(schema, columns, codec, check)
     needed = [source for sources, _ in chosen.values() for source in sources]
     if check is not None:
-        check([*needed, *(_moments() if cameras.keys() & {*needed} else ())])
+        check([*needed, *(source for name in cameras if name in needed for source in cameras[name].sources)])
     rules = decode if isinstance(decode, Mapping) else {}
     unknown = sorted(set(rules) - set(chosen) - set(schema))
     if unknown and check is not None:
@@ -74,8 +76,9 @@ def resolve_outputs(
         if decode not in (None, "auto") and not isinstance(decode, Mapping):
             rule = decode
         if len(sources) == 1 and sources[0] in cameras:
-            camera = _camera(name, cameras[sources[0]], rule, own)
-            outputs += [camera, *camera.pads_beside(names)]
+            camera = cameras[sources[0]]
+            output = resolve_name(camera.output_by)(name, camera, rule, own)
+            outputs += [output, *output.pads_beside(names)]
             continue
         specs = [schema_of(schema, source) for source in sources]
         resolve = partial(_several, name, sources) if is_list else partial(_single, name, sources[0])
@@ -92,13 +95,6 @@ def resolve_outputs(
     if not codec.columns_are_extensions:
         return tuple(outputs)
     return tuple(replace(one, is_member=True, others=_others(one.sources, own)) for one in outputs)
-
-
-def _moments() -> tuple[str, ...]:
-    """The columns that tell where the frames of a camera lie."""
-    from dataflow.decode.episodes import MOMENT_COLUMNS
-
-    return MOMENT_COLUMNS
 
 
 def schema_of(schema: Mapping[str, ColumnSpec], name: str) -> ColumnSpec:
@@ -247,20 +243,14 @@ def _format_objects(
 
 def _decoded(name: str, source: str, spec: ColumnSpec, rule: object, codec: Format) -> Output:
     """Return the output of a decoder of byte strings, or of a function of the user's."""
-    from dataflow.decode.audio import Audio
-    from dataflow.decode.image import Image
-    from dataflow.decode.media import decoders
-    from dataflow.decode.video import Video
-    from dataflow.outputs.media import ClipOutput
     from dataflow.outputs.objects import ObjectOutput
     from dataflow.outputs.ragged import Pad, PaddedOutput
 
     sources = (source,)
-    if isinstance(rule, Image):
-        return _image(name, sources, rule)
-    if isinstance(rule, Audio | Video):
-        decoders()  # raises where they are missing: now, not at the first batch
-        return ClipOutput(name=name, sources=sources, dtype=rule.dtype, shape=rule.shape or (), rule=rule)
+    if rule == "image":
+        rule = _image()
+    if is_decoder(rule):
+        return _by_decoder(name, sources, rule)
     if isinstance(rule, Pad):
         kind = _auto_rule(source, spec, codec) if codec.columns_are_extensions else None
         if kind not in (None, "text"):  # it would fill up files in place of the values in them
@@ -271,8 +261,6 @@ def _decoded(name: str, source: str, spec: ColumnSpec, rule: object, codec: Form
         return PaddedOutput(name=name, sources=sources, dtype=spec.dtype, source_dtype=spec.dtype, pad=rule)
     if callable(rule):
         return ObjectOutput(name=name, sources=sources, convert=rule)
-    if rule == "image":
-        return _image(name, sources, Image())
     others = "None, Image(...), Video(...), Audio(...), Pad(...), Optional(...), a function of bytes"
     convert = _converter(name, rule, others, ("float", "int"))
     is_stacked = rule == "npy" and spec.size_range is not None and len({*spec.size_range}) == 1
@@ -293,14 +281,13 @@ def _list_of(name: str, sources: tuple[str, ...], rule: object, *, items: int = 
 
     `items`: of a stored list, about.
     """
-    from dataflow.decode.image import Image
     from dataflow.outputs.objects import ObjectOutput, bytes_tensor
 
     what: dict[str, Any] = {"is_list": True, "is_joined": not items, "mean_items": items or len(sources)}
     if rule == "image":
-        rule = Image()
-    if isinstance(rule, Image):
-        return _image(name, sources, rule, **what)
+        rule = _image()
+    if is_decoder(rule) and rule.takes_lists:
+        return _by_decoder(name, sources, rule, **what)
     if rule is None or rule in ("bytes", "raw", "list"):
         rule = bytes_tensor
     if not callable(rule):
@@ -335,6 +322,17 @@ def _auto_rule(source: str, spec: ColumnSpec, codec: Format) -> object:
     return own
 
 
+def _image(**settings: Any) -> DecoderRule:
+    """Return what `decode="image"` names."""
+    rule: DecoderRule = resolve_name(IMAGE)(**settings)
+    return rule
+
+
+def _by_decoder(name: str, sources: tuple[str, ...], rule: DecoderRule, **what: Any) -> Output:
+    output: Output = resolve_name(rule.output_by)(name, sources, rule, **what)
+    return output
+
+
 def _unsafe(source: str) -> ValueError:
     return ValueError(
         f"column {source!r} holds pickled data, and unpickling runs code from the dataset; "
@@ -348,12 +346,10 @@ def _feature_rule(feature: Mapping[str, Any]) -> object:
     None: the column is delivered as stored. So are sound and video: their types must not depend on whether
     torchcodec is installed.
     """
-    from dataflow.decode.image import Image
-
     if not feature.get("decode", True):
         return None
     if feature["_type"] == "Image":
-        return Image(mode="L") if feature.get("mode") == "L" else Image()
+        return _image(**({"mode": "L"} if feature.get("mode") == "L" else {}))
     return "json" if feature["_type"] == "Json" else None
 
 
@@ -409,46 +405,3 @@ def _raw(name: str, source: str, spec: ColumnSpec) -> Output:
             name=name, sources=(source,), dtype=spec.dtype, source_dtype=spec.dtype, shape=(low,)
         )
     return RaggedOutput(name=name, sources=(source,), dtype=spec.dtype, source_dtype=spec.dtype)
-
-
-def _camera(name: str, camera: Camera, rule: object, schema: Mapping[str, ColumnSpec]) -> Output:
-    """The frame at a row's time, or a clip about it."""
-    from dataflow.decode.image import Image
-    from dataflow.decode.media import decoders
-    from dataflow.decode.video import Video
-    from dataflow.outputs.media import EpisodeClipOutput
-
-    if rule in (None, "auto", "image"):
-        rule = Image()
-    if isinstance(rule, Image):
-        video, is_clip = Video(frames=1, clip="start", image=rule), False
-    elif isinstance(rule, Video) and rule.frames is not None and rule.clip != "random":
-        video, is_clip = rule, True
-    else:
-        raise ValueError(
-            f"decode for camera {name!r} must be Image(...), or Video(frames=..., clip='start', 'middle' or "
-            f"'end'), which says where the clip lies about the row's time; got {rule!r}"
-        )
-    if video.frame.size is None:
-        video = replace(video, size=None, image=replace(video.frame, size=camera.height_width))
-    lacking = [source for source in _moments() if source not in schema]
-    if lacking:
-        raise ValueError(f"the shards have no column {lacking[0]!r}, which tells where frames lie")
-    decoders()
-    shape = video.shape
-    assert shape is not None
-    return EpisodeClipOutput(
-        name=name,
-        sources=_moments(),
-        dtype=video.dtype,
-        shape=shape if is_clip else shape[1:],
-        rule=video,
-        episodes=camera.videos,
-    )
-
-
-def _image(name: str, sources: tuple[str, ...], image: Image, **what: Any) -> Output:
-    from dataflow.outputs.images import ImageOutput
-
-    shape = () if image.size is None else image.shape
-    return ImageOutput(name=name, sources=sources, dtype=image.dtype, shape=shape, image=image, **what)

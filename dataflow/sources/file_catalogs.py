@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from msgspec import Struct
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 
+from dataflow.progress.bar import ProgressBar
+from dataflow.sources.indexing import REMOTE_INDEX_THREADS
+from dataflow.sources.listing.folders import UNKNOWN
 from dataflow.sources.manifests import ManifestRows, first_missing
+from dataflow.sources.opening import QUICK_S, Opening, kept_catalog, save_catalog
 from sharding.arrow_arrays import bytes_array, number_array, text_array
 from sharding.blocks import DEFAULT_BLOCK_BYTES
 from sharding.catalog.file import BLOCK_TYPE, COLUMNS
+from sharding.catalog.storage import open_url, shard_info, version_of
 from sharding.catalog.table import Catalog
+from sharding.errors import ShardReadError
 from sharding.formats.files import FilesFormat, all_facts, ending_of, rows_of, schema_of
 from sharding.printable import printable_name
 from sharding.redaction import identity_of
@@ -36,6 +44,55 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
     """Files and folders of the listing that are no samples."""
     manifest: ManifestRows | None = None
     """The rows of the manifest that names the files, in their order; None: none does."""
+
+    def catalog_for(self, opening: Opening) -> Catalog:
+        """The catalog of the files, as a dataset is opened. One is kept where `catalog=` says."""
+        files = self._sized(opening)
+        built = files.catalog(opening.block_bytes)
+        if opening.asked.catalog is None:
+            return built
+        path, places = os.fspath(opening.asked.catalog), opening.places
+        kept = kept_catalog(path, places)
+        if kept is not None and _is_listed_alike(kept, built):
+            return kept.signed_by(built.locations)
+        save_catalog(built, path, places.options, places.retrier)
+        return built
+
+    def _sized(self, opening: Opening) -> LooseFiles:
+        """The files with sizes and versions, for which the store is asked where no listing told them.
+
+        Raises `ShardReadError` for the first that cannot be had; a note counts the others.
+        """
+        unknown = np.flatnonzero(self.sizes == UNKNOWN).tolist()
+        if not unknown:
+            return self
+        retrier, options, title = opening.places.retrier, opening.places.options, "asking for sizes"
+
+        def ask(opened: tuple[str, Any, str]) -> tuple[int, str] | ShardReadError:
+            try:
+                info = retrier(lambda: shard_info(*opened), opened[0])
+            except ShardReadError as error:
+                return error
+            return int(info["size"]), version_of(info)
+
+        sizes, versions, failures = self.sizes.copy(), list(self.versions), list[ShardReadError]()
+        opened_urls = [(self.urls[number], *open_url(self.urls[number], options)) for number in unknown]
+        with (
+            ProgressBar(
+                title, total=len(unknown), unit="file", visible=opening.progress, after_s=QUICK_S
+            ) as bar,
+            retrier.pool(REMOTE_INDEX_THREADS, "dataflow-index") as pool,
+        ):
+            for number, found in zip(unknown, bar.each(pool.map(ask, opened_urls)), strict=True):
+                if isinstance(found, ShardReadError):
+                    failures.append(found)
+                else:
+                    sizes[number], versions[number] = found
+        if failures:
+            if len(failures) > 1:
+                failures[0].add_note(f"so it is with {len(failures) - 1} more of {len(unknown):,} files")
+            raise failures[0]
+        return structs.replace(self, sizes=sizes, versions=versions)
 
     def catalog(self, block_bytes: int = DEFAULT_BLOCK_BYTES) -> Catalog:
         """The catalog of the files, each a shard of one block and one sample."""
@@ -85,7 +142,7 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
         return pa.Table.from_arrays(columns, schema=COLUMNS)
 
 
-def is_listed_alike(kept: Catalog, built: Catalog) -> bool:
+def _is_listed_alike(kept: Catalog, built: Catalog) -> bool:
     """Return whether a kept catalog is of the very files that another one was built of."""
     listing = ["url", "size", "version", "footer", "blocks"]
     return (

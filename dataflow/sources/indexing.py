@@ -1,4 +1,4 @@
-"""Index the shards of a source: in threads of this process, or as tasks on an executor.
+"""Index the shards of a source: in threads of this process, or as tasks that somebody else runs.
 
 A task indexes some shards, as this process would, and sends back what it found; the catalog is made here, and
 is the same whoever looked at the shards.
@@ -11,8 +11,7 @@ import pickle
 import platform
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,6 @@ from typing import Any, TypeVar
 
 from msgspec import Struct, structs
 
-from dataflow.engines.running import run_all
 from dataflow.progress.bar import ProgressBar
 from prefetch.retries import RetryPolicy
 from prefetch.store.retrier import Hosts, Retrier
@@ -40,6 +38,9 @@ from sharding.urls import is_local
 from sharding.write.file import NewFile, private_folder
 
 T = TypeVar("T")
+RunTasks = Callable[..., Generator[tuple[int, Any], None, None]]
+"""Runs tasks elsewhere: (function, tasks) -> (number of the task, what the function returned), in any order.
+`partial(dataflow.engines.run_all, executor)` is one."""
 
 INDEX_THREADS = 16
 REMOTE_INDEX_THREADS = 48
@@ -70,20 +71,20 @@ def index(
     storage_options: Mapping[str, Any] | None = None,
     block_bytes: int = DEFAULT_BLOCK_BYTES,
     progress: bool | None = None,
-    executor: Executor | None = None,
+    run: RunTasks | None = None,
     listed: Mapping[str, Any] | None = None,
 ) -> Catalog:
     """Build a catalog in parallel, with a progress bar (None: on a terminal).
 
     `listed`: by URL, what a table says of its files; None: a file beside the shards may say something.
-    `executor`: indexes the shards, some in each task; None: threads of this process do. Local paths are then
+    `run`: runs tasks of some shards each; None: threads of this process index them. Local paths are then
     looked for where its workers are.
     """
     options = storage_options or {}
     group = _ShardGroup(
         urls=urls,
         codec=codec,
-        storage_options=options if executor is None else options_elsewhere(urls, options),
+        storage_options=options if run is None else options_elsewhere(urls, options),
         block_bytes=block_bytes,
         listed=listed_entries(urls, codec, options, retrier) if listed is None else listed,
         policy=retrier.policy,
@@ -94,7 +95,7 @@ def index(
         found = kept.load(retrier)
         missing = [number for number in range(len(urls)) if number not in found]
         rest = structs.replace(group, urls=[urls[number] for number in missing])
-        with _scanned(rest, retrier, executor) as scanned:
+        with _scanned(rest, retrier, run) as scanned:
             new = kept.keeping(missing, scanned)
             catalog = catalog_of(
                 urls,
@@ -158,12 +159,12 @@ class _KeptScans:
 
 
 @contextmanager
-def _scanned(group: _ShardGroup, retrier: Retrier, executor: Executor | None) -> Iterator[Iterator[Scanned]]:
-    if executor is None:
+def _scanned(group: _ShardGroup, retrier: Retrier, run: RunTasks | None) -> Iterator[Iterator[Scanned]]:
+    if run is None:
         with _scanned_here(group, retrier) as scanned:
             yield scanned
     else:
-        with closing(run_all(executor, _scan, _parts(group))) as results:
+        with closing(run(_scan, _parts(group))) as results:
             yield (one for part in in_order(results) for one in part)
 
 
@@ -229,7 +230,7 @@ def shared_out(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
 
 
 def in_order(numbered: Iterator[tuple[int, T]]) -> Iterator[T]:
-    """The results of `run_all`, in the order of their tasks."""
+    """The results of tasks that were run elsewhere, in the order of the tasks."""
     early: dict[int, T] = {}
     due = 0
     for number, result in numbered:

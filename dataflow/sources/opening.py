@@ -12,14 +12,15 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import Any
 
-import numpy as np
 from msgspec import Struct, structs
 
 from dataflow.progress.bar import ProgressBar
-from dataflow.sources.indexing import INDEX_THREADS, REMOTE_INDEX_THREADS, index
+from dataflow.sources.indexing import INDEX_THREADS, index
 from dataflow.sources.listing.claims import (
+    PARTED_BY_FOLDERS,
     Listing,
     SourceArguments,
     Spec,
@@ -28,7 +29,6 @@ from dataflow.sources.listing.claims import (
     refuse_unmeant,
     resolve,
 )
-from dataflow.sources.listing.folders import UNKNOWN
 from dataflow.sources.listing.places import Places
 from prefetch.store.retrier import Retrier
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format
@@ -40,7 +40,6 @@ from sharding.catalog.build import (
     find_catalog,
     unfinished_text,
 )
-from sharding.catalog.storage import open_url, shard_info, version_of
 from sharding.catalog.table import Catalog
 from sharding.errors import OldCatalogError, ShardChangedError, ShardReadError
 from sharding.formats import resolve_format
@@ -49,10 +48,7 @@ from sharding.redaction import identity_of
 from sharding.urls import is_local
 from sharding.write.file import warn_not_kept
 
-if TYPE_CHECKING:
-    from dataflow.sources.file_catalogs import LooseFiles
-
-_QUICK_S = 1.0
+QUICK_S = 1.0
 """Seconds in which shards are mostly asked for; what takes longer shows that it goes on."""
 
 
@@ -82,7 +78,8 @@ class Opening(Struct, frozen=True, kw_only=True):
 
     def _catalog_of(self, listing: Listing) -> Catalog:
         if listing.files is not None:
-            return self._catalog_of_files(listing.files)
+            files_catalog: Catalog = listing.files.catalog_for(self)
+            return files_catalog
         if listing.catalog is not None:
             if not isinstance(self.asked.catalog, Catalog):
                 self._changed(listing.catalog, every=False)
@@ -105,7 +102,7 @@ class Opening(Struct, frozen=True, kw_only=True):
             catalog = find_catalog(path)
         else:
             path = os.fspath(self.asked.catalog)
-            catalog = _kept(path, self.places)
+            catalog = kept_catalog(path, self.places)
         same = (list(map(identity_of, urls)), codec.name, codec.options())
         if (
             catalog is None
@@ -142,58 +139,6 @@ class Opening(Struct, frozen=True, kw_only=True):
                 "has room, or give catalog= another place",
             )
         return built
-
-    def _catalog_of_files(self, files: LooseFiles) -> Catalog:
-        """The catalog of loose files. One is kept where `catalog=` says."""
-        retrier, options = self.places.retrier, self.places.options
-        files = self._sized(files, retrier)
-        built = files.catalog(self.block_bytes)
-        if self.asked.catalog is None:
-            return built
-        path = os.fspath(self.asked.catalog)
-        kept = _kept(path, self.places)
-        from dataflow.sources.file_catalogs import is_listed_alike
-
-        if kept is not None and is_listed_alike(kept, built):
-            return kept.signed_by(built.locations)
-        save_catalog(built, path, options, retrier)
-        return built
-
-    def _sized(self, files: LooseFiles, retrier: Retrier) -> LooseFiles:
-        """The files with sizes and versions, for which the store is asked where no listing told them.
-
-        Raises `ShardReadError` for the first that cannot be had; a note counts the others.
-        """
-        unknown = np.flatnonzero(files.sizes == UNKNOWN).tolist()
-        if not unknown:
-            return files
-        options, title = self.places.options, "asking for sizes"
-
-        def ask(opened: tuple[str, Any, str]) -> tuple[int, str] | ShardReadError:
-            try:
-                info = retrier(lambda: shard_info(*opened), opened[0])
-            except ShardReadError as error:
-                return error
-            return int(info["size"]), version_of(info)
-
-        sizes, versions, failures = files.sizes.copy(), list(files.versions), list[ShardReadError]()
-        opened_urls = [(files.urls[number], *open_url(files.urls[number], options)) for number in unknown]
-        with (
-            ProgressBar(
-                title, total=len(unknown), unit="file", visible=self.progress, after_s=_QUICK_S
-            ) as bar,
-            retrier.pool(REMOTE_INDEX_THREADS, "dataflow-index") as pool,
-        ):
-            for number, found in zip(unknown, bar.each(pool.map(ask, opened_urls)), strict=True):
-                if isinstance(found, ShardReadError):
-                    failures.append(found)
-                else:
-                    sizes[number], versions[number] = found
-        if failures:
-            if len(failures) > 1:
-                failures[0].add_note(f"so it is with {len(failures) - 1} more of {len(unknown):,} files")
-            raise failures[0]
-        return structs.replace(files, sizes=sizes, versions=versions)
 
     def _changed(self, catalog: Catalog, *, every: bool) -> str:
         """Say which shards changed since they were indexed; "": none did.
@@ -248,19 +193,19 @@ def with_codec(listing: Listing, asked: SourceArguments, places: Places, **optio
     """
     urls = listing.urls
     codec = resolve_format(listing.format, urls, **options, exists=places.files.exists)
-    are_parted = asked.types or codec.name == "hive" or any("=" in url for url in urls)
-    if listing.facts is None and are_parted:
-        from dataflow.sources.tables.hive import parted_by_folders
-
-        if (table := parted_by_folders(codec, listing, asked.types)) is not None:
-            return structs.replace(listing, format=table.codec, facts=table.files)
-    return structs.replace(listing, format=codec)
+    may_be_parted = asked.types or codec.name == "hive" or any("=" in url for url in urls)
+    if listing.facts is not None or not may_be_parted:
+        return structs.replace(listing, format=codec)
+    table = resolve_name(PARTED_BY_FOLDERS)(codec, listing, asked.types)
+    if table is None:
+        return structs.replace(listing, format=codec)
+    return structs.replace(listing, format=table.codec, facts=table.files)
 
 
 @contextmanager
 def checking(num_shards: int, pool_map: Map, *, visible: bool | None = None) -> Iterator[Map]:
     """Have a bar of asking for so many shards, where that takes long; yields the `map` that shows it."""
-    title, after_s = "looking for changes", _QUICK_S
+    title, after_s = "looking for changes", QUICK_S
     with ProgressBar(title, total=num_shards, unit="shard", visible=visible, after_s=after_s) as bar:
         yield lambda function, items: bar.each(pool_map(function, items))
 
@@ -280,7 +225,7 @@ def load_catalog(url: str, options: Mapping[str, Any], retrier: Retrier) -> Cata
     return retrier(lambda: Catalog.load(url, options), url)
 
 
-def _kept(path: str, places: Places) -> Catalog | None:
+def kept_catalog(path: str, places: Places) -> Catalog | None:
     """The catalog that was saved there; None where there is none, or it is of another version."""
     if not places.files.exists(path):
         return None

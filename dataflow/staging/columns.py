@@ -17,9 +17,7 @@ from sharding.blocks import ABSENT, MISSING, NULL_INSIDE, PATH_ONLY, Column, Mas
 from sharding.cached_property import cached_property
 
 if TYPE_CHECKING:
-    from dataflow.decode.episodes import EpisodeVideos
-    from dataflow.decode.media import MediaRule
-    from dataflow.decode.video import Video
+    from dataflow.decode.rules import ClipFiles, PartsRule
 
 
 Array = NDArray[Any]
@@ -194,31 +192,15 @@ class StagedMoments(StagedSpans):
 
     def put(self, first: int, columns: Sequence[Column]) -> None:
         """Stage the moments of one block's rows."""
-        for own, values in zip(self.moments, _moments(columns), strict=True):
+        for own, values in zip(self.moments, moments_of(columns), strict=True):
             own[first : first + len(values)] = values
-
-
-@dataclass
-class StagedPads(StagedArray):
-    """A flag for each frame of clips about moments that is padding, bool [rows, frames]."""
-
-    _: KW_ONLY
-    pads: Callable[[NDArray[np.int64], NDArray[np.float64]], Array] = field(kw_only=True)
-    """[n] episodes, and seconds in them -> [n, frames]."""
-
-    def put(self, first: int, columns: Sequence[Column]) -> None:
-        """Stage what the moments of one block's rows tell."""
-        episodes, seconds = _moments(columns)
-        self.values[first : first + len(episodes)] = self.pads(
-            episodes.astype(np.int64), seconds.astype(np.float64)
-        )
 
 
 _dtype = lru_cache(np.dtype)
 """A dtype by its name: to make one takes longer than to compare two."""
 
 
-def _moments(columns: Sequence[Column]) -> list[Array]:
+def moments_of(columns: Sequence[Column]) -> list[Array]:
     """Episodes, and seconds in them, of a block's rows, [n] each; -1, no episode, where one is missing."""
     moments = []
     for column in columns:
@@ -251,15 +233,15 @@ class StagedOutput:
     """Shape of one row, where all have the same."""
 
     @property
-    def videos(self) -> tuple[Video, EpisodeVideos] | None:
-        """Return which files its values are cut out of, by episode and time, its sources.
+    def clip_files(self) -> ClipFiles | None:
+        """Return the files that its values are cut out of, at the moments that its sources tell.
 
         None: they are stored.
         """
         return None
 
     @property
-    def parts_rule(self) -> MediaRule | None:
+    def parts_rule(self) -> PartsRule | None:
         """The rule for which parts of its values are read, where not all need be; None: values come whole."""
         return None
 

@@ -67,8 +67,7 @@ class ReadWindow(WindowOfFiles):
         columns = sum(output.staged_bytes(self.samples.num_rows) for output in source.outputs)
         self._clip_rows = np.unique(rows[rows >= 0]) if source.clips else np.zeros(0, np.int64)
         # How much a clip needs, only its file tells: credits are for what it needs on average.
-        cut_from = [output.videos for output in source.clips if output.videos]
-        each = sum(videos.clip_bytes(rule.frames or 1) for rule, videos in cut_from)
+        each = sum(output.clip_files.clip_bytes() for output in source.clips if output.clip_files)
         self.nbytes = columns + self._block_bytes(num_readers) + each * len(self._clip_rows)
 
     def _block_bytes(self, num_readers: int) -> int:

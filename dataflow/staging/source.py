@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +23,7 @@ from sharding.catalog.table import Catalog
 from sharding.errors import ShardChangedError, ShardReadError
 
 if TYPE_CHECKING:
-    from dataflow.decode.mp4 import FrameIndex, ReadBytes
+    from dataflow.decode.rules import ReadBytes
     from prefetch.control.gate import ReadGate
     from prefetch.control.pause import ReadPause
     from prefetch.store.ranges import Awaited
@@ -59,36 +58,6 @@ class Traffic:
             taken = self.read_bytes, self.decoded_bytes
             self.read_bytes = self.decoded_bytes = 0
         return taken
-
-
-class FrameIndexes:
-    """The frames of videos that rows refer to, within so many bytes. Thread-safe."""
-
-    def __init__(self, keep_bytes: int = 256 << 20) -> None:
-        self._lock = threading.Lock()  # guards the rest
-        self._keep_bytes, self._held_bytes = keep_bytes, 0
-        self._indexes: OrderedDict[str, FrameIndex | None] = OrderedDict()
-        self._making: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-
-    def of(self, shard: Shard, read: ReadBytes) -> FrameIndex | None:
-        """Do as `read_index`; several threads that ask for the same read it once."""
-        from dataflow.decode.mp4 import read_index
-
-        with self._lock:
-            making = self._making[shard.url]
-        with making:
-            with self._lock:
-                if shard.url in self._indexes:
-                    self._indexes.move_to_end(shard.url)
-                    return self._indexes[shard.url]
-            index = read_index(read, shard.size)
-            with self._lock:
-                self._indexes[shard.url] = index
-                self._held_bytes += index.nbytes if index else 0
-                while self._held_bytes > self._keep_bytes and len(self._indexes) > 1:
-                    dropped = self._indexes.popitem(last=False)[1]
-                    self._held_bytes -= dropped.nbytes if dropped else 0
-            return index
 
 
 class SourceCache(Struct, frozen=True):
@@ -165,12 +134,13 @@ class Source:
     @cached_property
     def clips(self) -> list[StagedOutput]:
         """The outputs whose values are cut out of other files."""
-        return [output for output in self.outputs if output.videos is not None]
+        return [output for output in self.outputs if output.clip_files is not None]
 
     @cached_property
-    def indexes(self) -> FrameIndexes:
-        """The frames of other files."""
-        return FrameIndexes()
+    def _indexes(self) -> Any:
+        """Return what is kept of other files: outputs that are cut out of such share it."""
+        assert self.clips[0].clip_files is not None
+        return self.clips[0].clip_files.new_indexes()
 
     def cut(
         self,
@@ -180,8 +150,7 @@ class Source:
         awaited: Awaited | None,
     ) -> list[NDArray[np.uint8]]:
         """Return what an output of `clips` needs for n moments, [n] episodes and seconds in them."""
-        assert output.videos is not None
-        rule, videos = output.videos
+        assert output.clip_files is not None
 
         def reading(shard: Shard) -> ReadBytes:
             def read(offset: int, nbytes: int) -> NDArray[np.uint8]:
@@ -192,10 +161,7 @@ class Source:
 
             return read
 
-        def index_of(shard: Shard) -> FrameIndex | None:
-            return self.indexes.of(shard, reading(shard))
-
-        return videos.cut(rule, episodes, seconds, index_of, reading)
+        return output.clip_files.cut(episodes, seconds, self._indexes, reading)
 
     @cached_property
     def parts(self) -> list[StagedOutput]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.decode.crop import DRAWS, Draws
+from dataflow.decode.values import DRAWS, Draws
 from dataflow.staging.columns import StagedArray, StagedMoments, StagedSpans
 from dataflow.staging.source import Source
 from prefetch.addresses import memory_at

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 from dataflow.batch.builder import BuildSettings
@@ -36,6 +37,10 @@ _FEW_CORES = 4
 """Threads that decode beside a training: each takes the lock between two values, a few percent of the
 time. Sixteen took a third of a training's rate, processes 1 to 12 % (docs/notes/benchmarks.md)."""
 
+
+_ACTORS = "dataflow.actors.builders"
+CLUSTERS = {"ray": (f"{_ACTORS}:cluster_nodes", f"{_ACTORS}:RayBuilders")}
+"""By the name that `builders=` takes: what says where builders of a cluster would run, and these builders."""
 
 _THREADS_AT_FIRST = 8
 """Threads that build until processes have started: eight fed a training 1.4 times as fast as seventeen."""
@@ -123,9 +128,7 @@ def _plan_actors(settings: StreamSettings, num_ranks: int) -> BuilderPlan:
     """Plan as many actors as were asked for, or as this rank's part of the cluster has CPUs."""
     number, reason = settings.num_workers, 'builders="ray"'
     if number is None:
-        from dataflow.actors.builders import cluster_nodes
-
-        nodes = cluster_nodes()
+        nodes = resolve_name(CLUSTERS["ray"][0])()
         number = nodes.actors_of(num_ranks)
         reason += f", {nodes.num_cpus} CPUs of its cluster" + (
             f" for {num_ranks} ranks" if num_ranks > 1 else ""

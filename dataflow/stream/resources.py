@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -21,7 +22,14 @@ from dataflow.planning.settings import StreamSettings
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
 from dataflow.stream.cache import OpenCaches
-from dataflow.stream.decisions import BuilderPlan, SessionPlan, batch_bytes, datasets_read, is_all_local
+from dataflow.stream.decisions import (
+    CLUSTERS,
+    BuilderPlan,
+    SessionPlan,
+    batch_bytes,
+    datasets_read,
+    is_all_local,
+)
 from dataflow.stream.deliveries import PendingErrors
 from dataflow.stream.stream import Stream
 from dataflow.torch_threads import one_torch_thread, setting_kept
@@ -35,7 +43,7 @@ from prefetch.core.executor import executor
 from prefetch.engine.builders import Builders, ThreadBuilders
 from prefetch.engine.engine import Engine
 from prefetch.engine.ledger import Ledger, State
-from prefetch.engine.stats import ConsumerWait, EngineOptions
+from prefetch.engine.stats import ConsumerWait, EngineOptions, LateBatches
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.copies import Copies
 from prefetch.memory.device import register_pinned
@@ -137,7 +145,7 @@ class Resources:
         return Copies(
             queue,
             self.arena,
-            partial(ConsumerWait, options=options),
+            partial(ConsumerWait, options=options, late=LateBatches()),
             charge=partial(self.ledger.charge, State.IN_USE),
             give_back=self.ledger.give_back,
             job_bytes=ahead.job_bytes.value,
@@ -284,10 +292,9 @@ def open_builders(
     """
     plan = decided.builders
     if plan.workers == "ray":
-        from dataflow.actors.builders import RayBuilders
-
         datasets = decided.plan.dataset.sources if plan.reads else ()
-        actors = RayBuilders(context, traffic=traffic, num_ranks=plan.num_ranks, datasets=datasets)
+        new_actors = resolve_name(CLUSTERS[plan.workers][1])
+        actors = new_actors(context, traffic=traffic, num_ranks=plan.num_ranks, datasets=datasets)
         return OpenBuilders(actors, lambda: ("ray", f"{plan.reason}: {actors.num_begun} are there"))
     number = plan.num_threads or (min(1, plan.num_workers) if copies else plan.num_workers)
     new_threads = partial(

@@ -7,15 +7,18 @@ arguments, missing or broken files, packages that are not installed) ends as one
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import click
 
 from dataflow.tools.bench.commands import bench
 from dataflow.tools.convert.command import convert
-from dataflow.tools.demo.settings import DemoSettings
 from dataflow.tools.doctor.command import doctor
 from dataflow.tools.inspect.settings import InspectSettings
 from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.terminal.options import (
+    COUNT,
     SIZE,
     DatasetArguments,
     EngineArguments,
@@ -174,10 +177,50 @@ def inspect_(settings: InspectSettings, dataset: DatasetArguments, files: Report
 
 
 @main.command(short_help="See it train, be interrupted and resume on this machine.")
-@options_of(DemoSettings)
+@click.option(
+    "--folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder that shards and the checkpoint are written to and kept in.",
+    show_default="a temporary folder, removed at the end",
+)
+@click.option("--keep", is_flag=True, help="Keep the temporary folder.")
+@click.option(
+    "--ranks", "num_ranks", type=COUNT, default=2, show_default=True, help="Number of processes that train."
+)
+@click.option(
+    "--steps",
+    "steps",
+    type=click.IntRange(min=2),
+    default=100,
+    show_default=True,
+    help="Number of training steps.",
+)
+@click.option(
+    "--batch-size",
+    "batch_size",
+    type=COUNT,
+    default=16,
+    show_default=True,
+    help="Number of samples, of 128 bytes each, in a batch of a rank.",
+)
+@click.option(
+    "--seed",
+    "seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the order and of the model's weights.",
+)
+@click.option(
+    "--modules",
+    "max_modules",
+    type=COUNT,
+    help="Number of Python modules to train on.",
+    show_default="all, about 11 MB",
+)
 @json_option
 @plain_errors
-def demo(settings: DemoSettings, json_path: str | None) -> None:
+def demo(json_path: str | None, **settings: Any) -> None:
     """Train on this machine's own Python sources, interrupt, resume, compare the losses.
 
     The standard library's source text becomes token shards and WebDataset tars; two gloo ranks train a
@@ -193,12 +236,12 @@ def demo(settings: DemoSettings, json_path: str | None) -> None:
       dataflow demo --folder /tmp/demo     then: dataflow index /tmp/demo/modules.catalog
     """  # noqa: D301 - click wants the control character
     click.echo("Importing torch, and writing this machine's Python sources as shards ...")
-    from dataflow.tools.demo.demo import run_demo
+    from dataflow.tools.demo import run_demo
     from dataflow.tools.terminal.report import Page, save
 
-    figures = run_demo(settings)
-    save(Page("dataflow demo", figures.to_json()), json_path)
-    if not figures.identical:
+    figures = run_demo(**settings)
+    save(Page("dataflow demo", figures), json_path)
+    if not figures["identical"]:
         raise click.exceptions.Exit(1)
 
 

@@ -18,6 +18,9 @@ from sharding.printable import printable
 
 _log = logging.getLogger("dataflow")
 
+_ALL_TOLD = 3
+"""Late batches that have lines, each."""
+
 
 @dataclass(kw_only=True)
 class EngineOptions:
@@ -135,13 +138,37 @@ NOT_STARTED = EngineStats(
 """The figures before the first batch."""
 
 
+class LateBatches:
+    """The batches of an engine that came late, and which of them have lines.
+
+    The first three have, then the 6th, 12th, 24th and so on: a machine that is slow is so for long. One that
+    is twice as late as all that had lines has one, too: it may never come.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._next_told = 0, 1
+        self.left_out = 0
+        """Late batches without a line since the last one that had one."""
+        self.longest_s = 0.0
+        """The longest wait that had a line."""
+
+    def has_line(self) -> bool:
+        """Count one more; whether it has a line by its number."""
+        self._count += 1
+        if self._count < self._next_told:
+            return False
+        self._next_told = self._count + 1 if self._count < _ALL_TOLD else 2 * self._count
+        return True
+
+
 class ConsumerWait:
     """One wait for a batch: when a line says what for, stacks are printed, and it is given up.
 
     Times are seconds on one clock.
     """
 
-    def __init__(self, began_s: float, options: EngineOptions) -> None:
+    def __init__(self, began_s: float, options: EngineOptions, late: LateBatches) -> None:
+        self._late, self._is_late = late, False
         self._began_s, self._first_notice_s = began_s, options.notice_s
         self._notice_s = began_s + options.notice_s
         self._deadline_s = began_s + options.timeout_s
@@ -176,10 +203,19 @@ class ConsumerWait:
         if now_s >= self._deadline_s:
             raise StallError(f"no batch within {waited_s:.0f} s{stacks}: {reason or otherwise}")
         if now_s >= self._notice_s:
+            late = self._late
+            if not self._is_late and not late.has_line() and waited_s < 2 * late.longest_s:
+                self._is_late, self._notice_s = True, self._began_s + 2 * late.longest_s
+                late.left_out += 1
+                return
+            late.left_out -= self._is_late and not self.was_told
             self._notice_s = self._began_s + next_notice_s(waited_s, self._first_notice_s)
-            self.was_told = True
-            _log.warning("no batch for %.0f s: %s", waited_s, printable(reason or otherwise))
+            self._is_late = self.was_told = True
+            others = f" ({late.left_out:,} late batches before it had no line)" if late.left_out else ""
+            late.left_out = 0
+            _log.warning("no batch for %.0f s: %s%s", waited_s, printable(reason or otherwise), others)
 
     def end(self, waited_s: float) -> None:
         """Say that the batch came."""
+        self._late.longest_s = max(self._late.longest_s, waited_s)
         _log.warning("a batch came after %.1f s", waited_s)

@@ -160,6 +160,8 @@ class _ServerPopen(popen_forkserver.Popen):
             except (ConnectionError, EOFError) as error:
                 _kill(server)  # it was killed, and its process is not known to have ended yet
                 killed = error
+                if server is _server:
+                    _shielded(server, _OF_ALL)  # a module may have ended it: a worker imports that itself
         raise RuntimeError(
             f"the fork server was killed {_ASKED} times as it was asked for a worker"
         ) from killed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from msgspec import Struct
@@ -41,6 +41,11 @@ class FormatEntry(Struct, frozen=True, kw_only=True):
     """True if indexing reads so little of a file that any bytes will do."""
     compressions: tuple[str, ...] = ()
     """Endings behind its own of files that it decompresses itself."""
+    index: str = ""
+    """The function that reads its `index.json`, `(value, url) -> [(names of a shard's file, what is said of
+    it)]` or None, as "module:function"; "": it has none."""
+    index_keys: tuple[str, ...] = ()
+    """Two keys by which an `index.json` is its own; the first has the list of shards."""
 
 
 _ARROW, _TABLES = "sharding.formats.arrow", "sharding.formats.tables.format"
@@ -83,12 +88,16 @@ ENTRIES = {
         where="sharding.formats.streaming.mds:MdsFormat",
         suffixes=(".mds",),
         compressions=(".zstd", ".gz", ".br", ".bz2", ".snappy"),
+        index="sharding.formats.streaming.listing:mds_shards",
+        index_keys=("shards", "version"),
     ),
     "litdata": FormatEntry(
         where="sharding.formats.streaming.litdata:LitDataFormat",
         suffixes=(".bin",),
         options=("length",),
         listed_name="chunk-",
+        index="sharding.formats.streaming.listing:litdata_chunks",
+        index_keys=("chunks", "config"),
     ),
     "tfrecord": FormatEntry(
         where="sharding.formats.records.tfrecord:TFRecordFormat",
@@ -116,7 +125,7 @@ _FORMAT_OF_SUFFIX = {
     if not entry.sibling_suffix and not entry.listed_name
 }
 _COMPRESSIONS = (".gz", ".zst")
-_LISTING = "index.json"
+LISTING_NAME = "index.json"
 """Name of the file that lists shards, for which the formats that read it have a name of their own."""
 _OWN_COMPRESSIONS = tuple(
     suffix + compression
@@ -160,8 +169,7 @@ def resolve_format(
     entry = ENTRIES[name]
     if options:
         _refuse_options(name, options, entry.options)
-    module, _, class_name = entry.where.partition(":")
-    return getattr(import_module(module), class_name)(**options)  # type: ignore[no-any-return]
+    return resolve_name(entry.where)(**options)  # type: ignore[no-any-return]
 
 
 def catalog_options(codec: Format) -> dict[str, str | int]:
@@ -242,7 +250,7 @@ def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) ->
         if entry.sibling_suffix and exists(sibling(urls[0], entry.sibling_suffix)):
             return name
         is_listed = entry.listed_name and file_name(urls[0]).startswith(entry.listed_name)
-        if is_listed and exists(beside(urls[0], _LISTING)):
+        if is_listed and exists(beside(urls[0], LISTING_NAME)):
             return name
     return next(iter(first_url))
 

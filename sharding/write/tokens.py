@@ -1,7 +1,7 @@
-"""Token shards in progress: documents in, flat tokens out, as `TokensFormat` and `MegatronFormat` read them.
+"""Token shards in progress: documents in, flat tokens out, as `TokensFormat` reads them.
 
 Beside each `.bin` lies a `.json` that says what the file itself cannot: dtype, length, end of documents,
-tokenizer. Megatron's `.idx` has where documents begin.
+tokenizer.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sharding.errors import SampleError
-from sharding.formats.megatron import index_bytes, known_dtypes
 from sharding.formats.tokens import COLUMN, SIDECAR_SUFFIX
 from sharding.write.file import NewFile
 
@@ -48,14 +47,13 @@ class TokenOptions:
 
 
 class NewTokenShard:
-    """Documents as one run of tokens; with `megatron`, with an index beside it."""
+    """Documents as one run of tokens."""
 
-    def __init__(self, file: NewFile, *, options: TokenOptions, megatron: bool) -> None:
+    format: ClassVar[str] = "tokens"
+
+    def __init__(self, file: NewFile, *, options: TokenOptions) -> None:
         self._file, self._options = file, options
         self._dtype = np.dtype(options.dtype)
-        if megatron and self._dtype.name not in known_dtypes():
-            raise ValueError(f"Megatron has no dtype {options.dtype!r}; one of {', '.join(known_dtypes())}")
-        self._megatron = megatron
         self._sizes: list[int] = []
         self._end: NDArray[Any] = np.array(
             [] if options.end_token is None else [options.end_token], self._dtype
@@ -93,14 +91,10 @@ class NewTokenShard:
         return SampleError(self._file.url, reason, key=None if key is None else str(key), stage="write")
 
     def finish(self) -> Mapping[str, bytes]:
-        """The description, and Megatron's index."""
-        sizes = np.array(self._sizes, np.int64)
-        described = {"format": "megatron" if self._megatron else "tokens", **asdict(self._options)}
-        described |= {"num_tokens": int(sizes.sum()), "num_documents": len(sizes)}
-        beside = {SIDECAR_SUFFIX: (json.dumps(described, indent=1) + "\n").encode()}
-        if self._megatron:
-            beside[".idx"] = index_bytes(sizes, self._dtype)
-        return beside
+        """The description."""
+        described = {"format": self.format, **asdict(self._options)}
+        described |= {"num_tokens": sum(self._sizes), "num_documents": len(self._sizes)}
+        return {SIDECAR_SUFFIX: (json.dumps(described, indent=1) + "\n").encode()}
 
     def abandon(self) -> None:
         """Do nothing: nothing is held back."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pkgutil import resolve_name
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -18,16 +19,19 @@ from sharding.compression import compression_of
 from sharding.errors import SampleError, ShardWriteError
 from sharding.formats import ENTRIES, has_suffix, sibling, suffix_of
 from sharding.write.file import NewFile, no_room, space_at
-from sharding.write.mds import NewMdsShard
 from sharding.write.shard import NewJsonlShard, NewShard, NewTableShard, NewTarShard, Sample, TypesDifferError
-from sharding.write.tokens import NewTokenShard, TokenOptions
+from sharding.write.tokens import TokenOptions
 from sharding.write.values import are_shallow, check_row
 
 DEFAULT_SHARD_BYTES = 1 << 30
 DEFAULT_ROW_GROUP_SIZE = 1024
 _NUMBER = re.compile(r"%0(\d+)d|%d|\{(?::0?(\d+)d?)?\}")
 _BRACES = re.compile(r"\{[^{}]*(?:\.\.|,)[^{}]*\}")
-_TOKENS = ("tokens", "megatron")
+_TOKENS = {
+    "tokens": "sharding.write.tokens:NewTokenShard",
+    "megatron": "sharding.write.megatron:NewMegatronShard",
+}
+_MDS = "sharding.write.mds:NewMdsShard"
 _FORMATS = ("tar", "parquet", "arrow", "arrow-stream", "jsonl", "mds", *_TOKENS)
 
 
@@ -111,13 +115,14 @@ class ShardWriter:
             if dtype is None:
                 raise ValueError(f"format {name!r} needs dtype=, the type of a token, such as 'uint16'")
             options = TokenOptions(dtype=dtype, length=length, end_token=end_token, tokenizer=tokenizer)
-            self._new_shard = partial(NewTokenShard, options=options, megatron=name == "megatron")
+            self._new_shard = partial(resolve_name(_TOKENS[name]), options=options)
         elif given := [option for option, value in tokens.items() if value is not None]:
             raise ValueError(f"{given[0]}= is for formats {' and '.join(_TOKENS)}, not for {name!r}")
         elif columns is not None and name != "mds":
             raise ValueError(f"columns= is for format 'mds', not for {name!r}")
         elif name == "mds":
-            self._new_shard = partial(NewMdsShard, columns=columns, rounds=rounds and columns is not None)
+            is_rounded = rounds and columns is not None
+            self._new_shard = partial(resolve_name(_MDS), columns=columns, rounds=is_rounded)
         elif name == "tar":
             self._new_shard = partial(NewTarShard, allow_pickle=allow_pickle)
         elif name == "jsonl":
@@ -167,8 +172,8 @@ class ShardWriter:
             self._check(samples)
 
         def put(shard: NewShard) -> None:
-            if isinstance(shard, (NewMdsShard, NewTableShard)):
-                shard.add_many(samples)
+            if add_many := getattr(shard, "add_many", None):
+                add_many(samples)
                 return
             for sample in samples:
                 shard.add(sample)

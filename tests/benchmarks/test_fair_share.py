@@ -1,7 +1,6 @@
-"""The arithmetic of the fairness benchmark and of medians beside fio; and the lab of narrow links."""
+"""The arithmetic of the fairness benchmark, and the lab of narrow links."""
 
 import json
-import statistics
 import subprocess
 
 import pytest
@@ -10,7 +9,6 @@ pytest.importorskip("psutil")
 
 from benchmarks.lab.fair_share import at_time, figures, jain, longest_gap
 from benchmarks.lab.network import TRIAL, lab, why_not
-from benchmarks.storage.fio import median_interval, told
 
 
 def test_equal_shares_are_fair_and_one_that_has_everything_is_not():
@@ -47,23 +45,6 @@ def test_figures_are_of_the_time_until_the_first_rank_is_through():
     assert found["each_s"] == [2, 4]
     assert (found["first_batch_s"], found["slowest_first_batch_s"]) == (3, 4)
     assert (found["retries"], found["hedges"]) == (2, 4)
-
-
-def coverage(count: int, cut: int) -> float:
-    """That the median lies between the values `cut` from both ends: by counting all signs."""
-    below = [bin(signs).count("1") for signs in range(2**count)]
-    return statistics.fmean(cut < number < count - cut for number in below)
-
-
-@pytest.mark.parametrize(("count", "cut"), [(6, 0), (8, 0), (9, 1), (12, 2), (15, 3)])
-def test_the_interval_holds_the_median_with_95_percent_and_is_the_narrowest_that_does(count, cut):
-    values = [float(value) for value in reversed(range(count))]
-    assert median_interval(values) == (cut, count - 1 - cut)
-    assert coverage(count, cut) >= 0.95 > coverage(count, cut + 1)
-
-
-def test_few_ratios_are_told_with_the_outermost():
-    assert told([1.2, 1.0, 1.1]) == {"ratio": 1.1, "low": 1.0, "high": 1.2}
 
 
 def test_each_host_of_a_lab_has_its_own_rate_and_nothing_is_left_of_it():

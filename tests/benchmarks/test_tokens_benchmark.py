@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from parameters_kit import others_in_full
 
 pytest.importorskip("psutil")
 pytest.importorskip("tokenizers")
@@ -26,7 +25,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> TextData:
     return prepared(tmp_path_factory.mktemp("tokens") / "data", megabytes=0.3)
 
 
-@pytest.mark.parametrize("loader", others_in_full(LOADERS, OURS))
+@pytest.mark.full  # benchmarks/transforms has a run of ours that is tried
+@pytest.mark.parametrize("loader", LOADERS)
 def test_each_loader_delivers_the_tokens_and_resumes(data: TextData, loader: str) -> None:
     pytest.importorskip(NEEDS[loader])
     run = run_twice(data, TokensRun(loader=loader), length=256, rows=4, window=None)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from parameters_kit import in_full
 
 pytest.importorskip("psutil")
 
@@ -26,7 +27,7 @@ THEIRS = replace(MINE, loader=TORCH, samples_per_s=600.0, first_batch_s=0.1)
 DEFAULTED = replace(MINE, loader=DEFAULT, workers=None)
 
 
-@pytest.mark.parametrize("loader", [OURS, "WebDataset", "SPDL"])
+@pytest.mark.parametrize("loader", [OURS, *in_full("WebDataset", "SPDL")])
 def test_each_loader_delivers_every_sample_once(tmp_path: Path, loader: str) -> None:
     if loader != OURS:
         pytest.importorskip(loader.lower())
@@ -44,6 +45,7 @@ def test_a_loader_that_is_wrong_is_told(tmp_path: Path) -> None:
     assert wrong(burning, [(batch[0][:1], batch[1][:1])]).startswith("batches of ")
 
 
+@pytest.mark.full
 def test_a_run_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     broken = checked(Data(tmp_path, TINY), TransformRun(kind="no", loader=TORCH, workers=1))
     assert broken.reason.startswith("ValueError")

@@ -184,6 +184,17 @@ def _serve(listener: int, alive: int) -> None:
 
 
 @contextmanager
+def mortal_fork_server() -> Iterator[None]:
+    """Inside, the fork server may be killed: behind it, another copy of this process takes its place."""
+    try:
+        yield
+    finally:
+        server: Any = forkserver._forkserver
+        server._stop()
+        fork_servers()
+
+
+@contextmanager
 def fresh_fork_server() -> Iterator[None]:
     """Inside, ranks come from a new process, as those of a program do, and not from a copy of this one."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]

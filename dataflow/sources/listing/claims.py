@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from msgspec import Struct, structs
@@ -93,7 +93,8 @@ class Listing(Struct, frozen=True, kw_only=True):
     catalog: Catalog | None = None
     """The catalog that was named; None: it is to be found or made."""
     files: Any = None
-    """The `LooseFiles` that are a sample each; None: they are shards."""
+    """Files that are a sample each, whose method `catalog_for(opening)` gives their catalog; None: they are
+    shards."""
     columns: Any = None
     decode: object = "auto"
     cameras: Mapping[str, Any] = {}
@@ -206,6 +207,8 @@ ROWS = (
     Row("shards", "endings of the formats", f"{_HERE}:claim_shards", _ANY),
 )  # fmt: skip
 """Meanings of a source, in this order; the last row claims or raises."""
+PARTED_BY_FOLDERS = "dataflow.sources.tables.hive:parted_by_folders"
+"""The module that makes columns of the names of folders such as `label=cat`, where shards lie in such."""
 
 
 def resolve(source: Any, asked: SourceArguments, places: Places) -> Listing:
@@ -223,9 +226,8 @@ def resolve(source: Any, asked: SourceArguments, places: Places) -> Listing:
         if not row.is_asked(spec, asked):
             continue
         if row.may_claim(spec, asked, places):
-            module, _, function = row.claims.partition(":")
             try:
-                listing: Listing | None = getattr(import_module(module), function)(spec, asked, places)
+                listing: Listing | None = resolve_name(row.claims)(spec, asked, places)
             except ShardReadError as error:
                 if row is ROWS[-1] and spec.kind == "folder":
                     error.add_note(f"nor has it what tells of anything else: {'; '.join(missed)}")

@@ -1,21 +1,18 @@
 """One case of a storage benchmark: blocks of one size, in one order, so many in flight, for some seconds.
 
-"In flight" is the number of threads, each with one read at a time, as fio's jobs; they may lie in several
-processes (`dataflow.tools.bench.direct`). Sequential means one stream in the order of the shards,
-whichever thread asks; random takes the blocks in a seeded permutation, each once before any comes again.
+"In flight" is the number of threads, each with one read at a time. Sequential means one stream in the order
+of the shards, whichever thread asks; random takes the blocks in a seeded permutation, each once before any
+comes again. Reads around the page cache are fio's (`dataflow.tools.bench.fio`).
 Every read's beginning and end are kept; all figures are made from them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import mmap
 import threading
 import time
 from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
@@ -36,23 +33,10 @@ Block = tuple[Shard, int, int]
 _AT_ONCE = 4096
 _KEPT = 16
 ALIGNMENT = 4096
-"""Alignment of offsets, lengths and memory: every device accepts it."""
+"""Alignment of offsets and lengths of direct reads: every device accepts it."""
 PERCENTILES = ("50", "90", "99", "99.9")
 """Percentiles that are reported, in per cent."""
 _BEYOND = 10
-
-
-def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """[nbytes] at a page's beginning, its pages touched.
-
-    In ordinary pages, as fio's: into one huge page a device may be asked in fewer pieces, and be faster.
-    """
-    memory = mmap.mmap(-1, nbytes)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    buffer = np.frombuffer(memory, np.uint8)
-    buffer.fill(0)
-    return buffer
 
 
 @dataclass(frozen=True)
@@ -62,15 +46,6 @@ class Case:
     pattern: Pattern
     block_bytes: int
     concurrency: int
-
-
-@dataclass(frozen=True)
-class CaseRequest:
-    """A case, and among how many processes its reads in flight are divided."""
-
-    case: Case
-    seconds: float
-    processes: int
 
 
 class BlockOrder:
@@ -84,7 +59,6 @@ class BlockOrder:
         self._block_bytes, self._pattern, self._seed = block_bytes, pattern, seed
         self._sizes = np.array([shard.size for shard in self._shards], np.int64)
         self._ends = np.cumsum(np.maximum(1, self._sizes // block_bytes))
-        self._shard_ends = self._ends.tolist()
         self._total = int(self._ends[-1]) if self._shards else 0
         # Made some thousand at a time: what Python does between two reads counts as the store's time.
         self._lock = threading.Lock()  # guards what is written into it; at the beginning all threads want one
@@ -116,14 +90,6 @@ class BlockOrder:
     def _made(self, part: int) -> list[Block]:
         return self.blocks(range(part * _AT_ONCE, min((part + 1) * _AT_ONCE, self._total)))
 
-    def in_line(self, number: int) -> Block:
-        """One block of the shards one after the other, whatever the order: by arithmetic alone."""
-        number %= self._total
-        at = bisect_right(self._shard_ends, number)
-        offset = (number - (self._shard_ends[at - 1] if at else 0)) * self._block_bytes
-        shard = self._shards[at]
-        return shard, offset, min(self._block_bytes, shard.size - offset)
-
     def blocks(self, positions: range) -> list[Block]:
         """Return the blocks at many positions. Nothing is kept."""
         at = np.arange(positions.start, positions.stop, positions.step, dtype=np.uint64) % np.uint64(
@@ -150,24 +116,11 @@ class CaseTimes:
     nbytes: NDArray[np.int64]
     """[n] bytes of each read."""
     cpu_s: float
-    """Processor time of the processes that read, all threads, user and system, while they did."""
+    """Processor time of the process that reads, all threads, user and system, while it does."""
     device_bytes: int | None
-    """Bytes that they caused to be fetched from storage meanwhile; None: the kernel does not say."""
+    """Bytes that it caused to be fetched from storage meanwhile; None: the kernel does not say."""
     exhausted: bool
     """True if it ended because every block was read once."""
-
-    @staticmethod
-    def together(parts: Sequence[CaseTimes]) -> CaseTimes:
-        """Return the times of several processes that read at the same time."""
-        fetched = [part.device_bytes for part in parts if part.device_bytes is not None]
-        return CaseTimes(
-            began_s=np.concatenate([part.began_s for part in parts]),
-            ended_s=np.concatenate([part.ended_s for part in parts]),
-            nbytes=np.concatenate([part.nbytes for part in parts]),
-            cpu_s=sum(part.cpu_s for part in parts),
-            device_bytes=sum(fetched) if len(fetched) == len(parts) else None,
-            exhausted=any(part.exhausted for part in parts),
-        )
 
     @property
     def seconds(self) -> float:
@@ -217,8 +170,6 @@ def run_case(
     *,
     seconds: float,
     warm_up: Callable[[int], Block] | None = None,
-    whole_blocks: bool = False,
-    line_up: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
     from_device: Callable[[], int | None] = device_bytes,
 ) -> CaseTimes:
@@ -231,8 +182,6 @@ def run_case(
         pool: has at least `case.concurrency` threads, all idle.
         seconds: when to stop asking.
         warm_up: for each thread a block that it reads before the clock starts: connections are open then.
-        whole_blocks: ask for whole blocks at the end of a shard, too, as direct reads must.
-        line_up: called when all threads are ready to read; they begin when it returns.
         clock: seconds on a clock that only goes forward.
         from_device: bytes that this process has caused to be fetched from storage so far; None: not known.
 
@@ -244,19 +193,19 @@ def run_case(
 
     def begin() -> None:
         nonlocal cpu_s, fetched
-        line_up()
         cpu_s, fetched = time.process_time(), from_device()
 
     line = threading.Barrier(case.concurrency, begin)
 
     def work(number: int) -> _ThreadTimes:
         try:
-            out, mine = aligned_buffer(case.block_bytes), blocks(number)
+            out, mine = np.zeros(case.block_bytes, np.uint8), blocks(number)
+            out.fill(0)  # its pages are there before the clock starts
             if warm_up is not None:
                 shard, offset, nbytes = warm_up(number)
                 read(shard, offset, out[:nbytes])
             line.wait()
-            return _read_on(mine, read, out, whole_blocks, seconds, failed, clock)
+            return _read_on(mine, read, out, seconds, failed, clock)
         except BaseException:
             failed.set()
             line.abort()
@@ -292,7 +241,6 @@ def _read_on(
     blocks: Iterator[Block],
     read: ReadInto,
     out: NDArray[np.uint8],
-    whole_blocks: bool,
     seconds: float,
     failed: threading.Event,
     clock: Callable[[], float],
@@ -301,7 +249,7 @@ def _read_on(
     began, ended, sizes = array("d"), array("d"), array("q")
     block_bytes, end = len(out), clock() + seconds
     for shard, offset, nbytes in blocks:
-        into = out if whole_blocks or nbytes == block_bytes else out[:nbytes]
+        into = out if nbytes == block_bytes else out[:nbytes]
         before = clock()
         read(shard, offset, into)
         now = clock()

@@ -75,10 +75,11 @@ class Sweep(Requirement):
         metavar="SIZE",
         show_default="from the catalog",
     )
-    read: Literal["direct", "buffered"] = option(
-        "Way local files are read: around the page cache, or through it as training does.",
+    read: Literal["direct", "buffered"] | None = option(
+        "Way local files are read: around the page cache by fio, or through it as training does.",
         click.Choice(["direct", "buffered"]),
-        "direct",
+        None,
+        show_default="direct where fio is installed",
     )
     evict: bool = option("Ask the kernel to drop these files from memory before each case.", bool, False)
     require_cold: bool = option('Fail where the evidence does not allow the word "cold".', bool, False)

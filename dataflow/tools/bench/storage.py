@@ -1,8 +1,8 @@
 """`dataflow bench storage` sweeps order, block size and reads in flight over shards where they lie.
 
-Local shards are read around the page cache (`dataflow.tools.bench.direct`), or buffered on demand; those and
-all remote ones with the reader that training uses (`prefetch.store.reader`), so what is measured is what
-training gets.
+Local shards are read around the page cache by fio (`dataflow.tools.bench.fio`) where it is installed, which
+tells what the device gives. Otherwise, and from all remote stores, they are read with the reader that
+training uses (`prefetch.store.reader`): what is measured is what training gets.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dataflow.sources.listing.claims import SourceArguments, resolve
 from dataflow.sources.listing.places import Places
-from dataflow.tools.bench.direct import DirectProcesses, DirectReader
 from dataflow.tools.bench.evidence import Evidence, Label, device_bytes, evict, label_of, resident_share
+from dataflow.tools.bench.fio import check_direct, run_fio, why_no_fio
 from dataflow.tools.bench.reads import (
     ALIGNMENT,
     PERCENTILES,
     BlockOrder,
     Case,
     CaseTimes,
-    ReadInto,
     absent_text,
-    aligned_buffer,
     in_turn,
     percentiles_of,
     run_case,
@@ -57,7 +57,7 @@ from sharding.urls import is_local
 
 How = Literal["direct", "buffered", "store"]
 _HOW: Mapping[How, str] = {
-    "direct": "local files, around the page cache (O_DIRECT)",
+    "direct": "local files, around the page cache, by fio",
     "buffered": "local files, through the page cache, with the reader that training uses",
     "store": "a remote store, with the reader that training uses",
 }
@@ -92,6 +92,8 @@ class CaseFigures:
     """Number of times that every block was read: above 1, some were read again."""
     exhausted: bool
     """It ended early, since every block was read once."""
+    left_out: int
+    """Shards that are shorter than a block, which fio cannot read."""
     label: Label
     faults: ReadStats
     """Faults of remote reads that were cured."""
@@ -136,6 +138,12 @@ class FirstByte:
     """Number of reads after it."""
     latency_s: Mapping[str, float | None]
 
+    @staticmethod
+    def of(nbytes: int, latencies_s: NDArray[np.float64]) -> FirstByte:
+        """Return what the seconds of all reads, [n] in order, tell."""
+        later = latencies_s[1:]
+        return FirstByte(nbytes, float(latencies_s[0]), len(later), percentiles_of(later))
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StorageFigures:
@@ -149,6 +157,8 @@ class StorageFigures:
     cases: Sequence[CaseFigures]
     sample_bytes: float | None = None
     """Bytes that are read for a sample; None: not asked for."""
+    why_no_fio: str = ""
+    """The reason why local files were not read by fio; "": nobody asks."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON types."""
@@ -195,9 +205,10 @@ def bench_storage(
     cases = [Case(*each) for each in sweep]
     with Retrier() as retrier, retrier.pool(max(settings.concurrency), "dataflow-bench") as pool:
         shards = _shards(settings, pool, retrier)
-        how = _how(settings, shards)
+        without_fio = why_no_fio(shards, max(settings.block_bytes))
+        how = _how(settings, shards, without_fio)
         with _reader(how, shards, settings, pool, accounts) as reader:
-            first_byte = _first_byte(shards, how, reader.read)
+            first_byte = reader.first_byte()
             figures = []
             for number, case in enumerate(cases):
                 progress(number, len(cases), case)
@@ -210,6 +221,7 @@ def bench_storage(
         first_byte=first_byte,
         cases=figures,
         sample_bytes=sample_bytes,
+        why_no_fio=without_fio if how == "buffered" and settings.read is None else "",
     )
 
 
@@ -256,7 +268,7 @@ def _shards(settings: Sweep, pool: Executor, retrier: Retrier) -> list[Shard]:
     return shards
 
 
-def _how(settings: Sweep, shards: Sequence[Shard]) -> How:
+def _how(settings: Sweep, shards: Sequence[Shard], why_no_fio: str) -> How:
     """Return how these shards are read. Raises what need not be measured to be known."""
     if not all(is_local(shard.url) for shard in shards):
         if settings.require_cold or settings.evict:
@@ -265,11 +277,11 @@ def _how(settings: Sweep, shards: Sequence[Shard]) -> How:
                 "from here; leave out --require-cold and --evict"
             )
         return "store"
-    if settings.read == "buffered":
+    if settings.read == "buffered" or (settings.read is None and why_no_fio):
         return "buffered"
-    odd = [size for size in settings.block_bytes if size % ALIGNMENT]
-    if odd:
-        raise ValueError(f"direct reads need blocks of a multiple of {ALIGNMENT} bytes, got {odd[0]}")
+    if why_no_fio:
+        raise DataflowError(f"{why_no_fio}: read with --read buffered")
+    check_direct(shards)
     return "direct"
 
 
@@ -277,8 +289,8 @@ def _how(settings: Sweep, shards: Sequence[Shard]) -> How:
 class _Reader:
     """A reader, and the account of its faults."""
 
-    read: ReadInto
     run: Callable[[Case, BlockOrder], CaseTimes]
+    first_byte: Callable[[], FirstByte]
     faults: Callable[[], ReadStats]
     accounts: KernelAccounts
 
@@ -289,10 +301,14 @@ def _reader(
 ) -> Iterator[_Reader]:
     seconds = settings.seconds
     if how == "direct":
-        with DirectReader(shards) as direct, DirectProcesses(shards, usable_cores()) as processes:
-            yield _Reader(
-                direct.read_into, lambda case, _: processes.run(case, seconds), lambda: NO_FAULTS, accounts
-            )
+        fio = partial(run_fio, shards=shards, from_device=accounts.from_device)
+
+        def first_block() -> FirstByte:
+            smallest = Case("random", ALIGNMENT, 1)
+            times = fio(smallest, seconds=_FIRST_BYTE_S, reads=_FIRST_BYTE_READS + 1)
+            return FirstByte.of(ALIGNMENT, times.ended_s - times.began_s)
+
+        yield _Reader(lambda case, _: fio(case, seconds=seconds), first_block, lambda: NO_FAULTS, accounts)
         return
     # What was read comes from memory the second time: a case that begins cold must not go round.
     once = how == "buffered" and (settings.evict or settings.require_cold)
@@ -312,26 +328,24 @@ def _reader(
 
     store = StoreReader(settings.storage_options)
     try:
-        yield _Reader(store.read_into, run, store.stats, accounts)
+        yield _Reader(run, lambda: _first_byte(shards, store), store.stats, accounts)
     finally:
         store.close()  # also ends reads that run, after Ctrl-C
 
 
-def _first_byte(shards: Sequence[Shard], how: How, read: ReadInto) -> FirstByte:
-    nbytes = ALIGNMENT if how == "direct" else 1
-    out = aligned_buffer(nbytes)
-    order = BlockOrder(shards, max(nbytes, 4096), "random", seed=1)
+def _first_byte(shards: Sequence[Shard], store: StoreReader) -> FirstByte:
+    out = np.zeros(1, np.uint8)
+    order = BlockOrder(shards, ALIGNMENT, "random", seed=1)
     latencies: list[float] = []
     began = now = time.perf_counter()
     for position in range(_FIRST_BYTE_READS + 1):
         shard, offset, _ = order[position]
-        read(shard, offset, out)
+        store.read_into(shard, offset, out)
         latencies.append(time.perf_counter() - now)
         now += latencies[-1]
         if now - began > _FIRST_BYTE_S:
             break
-    later = np.asarray(latencies[1:])
-    return FirstByte(nbytes, latencies[0], len(later), percentiles_of(later))
+    return FirstByte.of(1, np.asarray(latencies))
 
 
 def _measured(case: Case, shards: Sequence[Shard], how: How, settings: Sweep, reader: _Reader) -> CaseFigures:
@@ -339,10 +353,11 @@ def _measured(case: Case, shards: Sequence[Shard], how: How, settings: Sweep, re
         evict(shards)
     resident = reader.accounts.resident_share(shards) if how == "buffered" else None
     before = asdict(reader.faults())
+    left_out = sum(shard.size < case.block_bytes for shard in shards) if how == "direct" else 0
     order = BlockOrder(shards, case.block_bytes, case.pattern)
     times = reader.run(case, order)
     faults = {name: count - before[name] for name, count in asdict(reader.faults()).items()}
-    passes = len(times.nbytes) / max(1, len(order))
+    passes = len(times.nbytes) / max(1, len(order) - left_out)  # of a shorter one, the order has one block
     evidence = Evidence(
         read_bytes=times.total_bytes,
         device_bytes=times.device_bytes,
@@ -371,6 +386,7 @@ def _measured(case: Case, shards: Sequence[Shard], how: How, settings: Sweep, re
         mb_per_s_over_time=times.mb_per_s_over_time(_PARTS_OF_TIME),
         passes=passes,
         exhausted=times.exhausted,
+        left_out=left_out,
         label=label,
         faults=ReadStats(**faults),
         client_is_busy=client_is_busy(
@@ -443,6 +459,14 @@ def sentences(figures: StorageFigures) -> Iterator[str]:
         yield f"{word}: {group[0].label.reason}" + _where(group, cases)
     if figures.how == "direct":
         yield "what lies below the block device (a hypervisor's cache, a controller's) cannot be seen"
+    if figures.why_no_fio:
+        yield f"{figures.why_no_fio}: these are reads through the page cache, and not what the device gives"
+    short = [one for one in cases if one.left_out]
+    if short:
+        most = max(one.left_out for one in short)
+        yield f"{most:,} of the shards, or fewer, are shorter than a block and were not read" + _where(
+            short, cases
+        )
     few = [one for one in cases if None in one.latency_s.values()]
     if few:
         least = min(few, key=lambda one: one.reads)
@@ -462,10 +486,10 @@ def sentences(figures: StorageFigures) -> Iterator[str]:
 def client_is_busy(busy: float, reads_per_s: float, how: How, cores: int) -> bool:
     """Return whether this client may be the limit, with so many cores busy of `cores`.
 
-    The limit is all of them, or the one that an interpreter's lock allows. That one counts over remote
-    stores, whose event loop runs on one, and where buffered reads are many and small.
+    The limit is all of them, or one: of fio, which has one thread, of remote stores, whose event loop runs on
+    one, and where buffered reads are many and small, by the interpreter's lock.
     """
-    one_core = how == "store" or (how == "buffered" and reads_per_s >= _MANY_READS_PER_S)
+    one_core = how != "buffered" or reads_per_s >= _MANY_READS_PER_S
     return busy >= _BUSY_CORES * (1 if one_core else cores)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,7 @@ def _brought_up(
             retrier,
             storage_options=options,
             block_bytes=size,
-            executor=executor,
+            run=None if executor is None else partial(run_all, executor),
             listed=target.listed,
         )
     if checksum or has_checksums:

@@ -219,7 +219,7 @@ _SUSTAINED = (
 def _around(figures: Mapping[str, Any]) -> str:
     if figures["read"] == "direct":
         return "Measure on the disk itself: this file system does not show that direct reads come from it."
-    return "Read around the page cache (leave --read buffered out), or add --evict."
+    return "Read around the page cache (--read direct, which needs fio), or add --evict."
 
 
 def _throttled(one: _Rated) -> str:
@@ -231,7 +231,7 @@ def _throttled(one: _Rated) -> str:
 
 def _more_clients(figures: Mapping[str, Any]) -> str:
     if figures["read"] == "buffered":
-        return "Measure with --read direct, which reads by several processes, or with larger blocks."
+        return "Measure with --read direct, which needs fio, or with larger blocks."
     return (
         "Measure from several processes or machines at a time, as the ranks of a training read, and add up."
     )

@@ -8,8 +8,8 @@ import torch
 from media_kit import first_sample, ramp, sound
 
 from dataflow import Audio
-from dataflow.decode.crop import DRAWS
 from dataflow.decode.media import DRAW_CLIP
+from dataflow.decode.values import DRAWS
 
 
 def decoded(rule: Audio, data: bytes, clip: float = 0.0) -> torch.Tensor:

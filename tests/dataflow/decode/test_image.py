@@ -20,7 +20,6 @@ from dataflow.decode.crop import (
     DRAW_FLIP,
     DRAW_LEFT,
     DRAW_TOP,
-    DRAWS,
     center_boxes,
     random_resized_crop_boxes,
 )
@@ -32,6 +31,7 @@ from dataflow.decode.image import (
     decode_image,
     decode_images,
 )
+from dataflow.decode.values import DRAWS
 from sharding.errors import DataflowError, SampleError
 
 cv2 = pytest.importorskip("cv2")

@@ -11,9 +11,9 @@ import torch
 from media_kit import CODECS, FPS, number_of, numbers_of, video
 
 from dataflow import Image, Video
-from dataflow.decode.crop import DRAWS
 from dataflow.decode.media import DRAW_CLIP
 from dataflow.decode.mp4 import cut, read_index
+from dataflow.decode.values import DRAWS
 
 
 def draws(clip: float) -> np.ndarray:

@@ -113,7 +113,6 @@ def found() -> list[dict[str, dict[str, float]]]:
     return two.results(every_strategy)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MAKERS)
 def test_replicas_are_equal_at_the_end(found: Any, name: str) -> None:
     assert [rank[name]["between ranks"] for rank in found] == [0, 0]

@@ -40,18 +40,16 @@ FAST = {"start_method": "forkserver", "timeout_s": 60}
 one, two, three, four = map(RankSet, (1, 2, 3, 4))
 
 
-def every_strategy(work):
-    return {name: work(make) for name, make in STRATEGIES.items()}
-
-
 @two.add
 def runs_and_resumed_runs():
-    def work(make):
+    """Resumed where a strategy warms up, or where it does not any more."""
+    found = {"ddp": kit.trained(None, STEPS).parameters}
+    for number, (name, make) in enumerate(STRATEGIES.items()):
         whole = kit.trained(make(), STEPS)
-        same = {at: kit.apart(kit.resumed(make, STEPS, at).parameters, whole.parameters) for at in (1, 4)}
-        return whole.buckets, kit.spread(whole.parameters), same, whole.parameters
-
-    return every_strategy(work) | {"ddp": kit.trained(None, STEPS).parameters}
+        again = kit.resumed(make, STEPS, (1, 4)[number % 2])
+        same = kit.apart(again.parameters, whole.parameters)
+        found[name] = whole.buckets, kit.spread(whole.parameters), same, whole.parameters
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +57,10 @@ def two_ranks():
     return two.results(runs_and_resumed_runs)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(two_ranks, name):
     for rank in two_ranks:
-        assert rank[name][2] == {1: 0.0, 4: 0.0}
+        assert rank[name][2] == 0.0
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES.keys() - DRIFT))

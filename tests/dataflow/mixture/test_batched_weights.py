@@ -191,6 +191,7 @@ def test_an_epoch_in_which_weights_were_set_begins_anew(
         assert run(loader, {}) == whole + following
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "shares"), in_pairs(["known", "found"], ["samples", "tokens"]))
 def test_what_came_before_the_oldest_weights_that_are_kept_does_not_begin_anew(
     folder: Path, kind: str, shares: Any, monkeypatch: pytest.MonkeyPatch

@@ -213,7 +213,7 @@ def test_a_change_of_weights_takes_fifty_bytes_of_a_state_and_at_most_64_are_kep
     mixture, states, whole = mixture_of(sources, stop="never"), [], []
     with loader_of(mixture) as loader:
         loop = iter(loader)
-        for number in range(100):
+        for number in range(70):
             states.append(loader.state_dict())
             whole.append(next(loop)["n"].tolist())
             mixture.set_weights([1 + number % 7, 1 + number % 5, 1 + number % 3])
@@ -224,7 +224,7 @@ def test_a_change_of_weights_takes_fifty_bytes_of_a_state_and_at_most_64_are_kep
         loader.set_epoch(0)
         with pytest.raises(ValueError, match="cannot begin anew: weights were set more than 64 times"):
             next(iter(loader))
-    for cut in (1, 63, 64, 65, 66, 99):
+    for cut in (1, 63, 64, 65, 69):
         with loader_of(mixture_of(sources, stop="never")) as loader:
             loader.load_state_dict(json.loads(json.dumps(states[cut])))
             assert next(iter(loader))["n"].tolist() == whole[cut]
@@ -232,7 +232,7 @@ def test_a_change_of_weights_takes_fifty_bytes_of_a_state_and_at_most_64_are_kep
                 loader.set_epoch(0)
                 loop = iter(loader)
                 assert [next(loop)["n"].tolist() for _ in range(cut)] == whole[:cut]
-    assert len({*map(tuple, whole + following)}) == 103
+    assert len({*map(tuple, whole + following)}) == 73
 
 
 def test_a_state_of_sixteen_sources_is_small(sources: list[ShardedDataset]) -> None:

@@ -33,13 +33,6 @@ from sharding.topology.topology import Topology
 FAST = {"start_method": "forkserver"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ranks_as_of_a_program():
-    """Copies of this process would bring along its pytest."""
-    with fresh_fork_server():
-        yield
-
-
 def who(extra=""):
     return dist.get_rank(), dist.get_world_size(), extra
 
@@ -67,6 +60,7 @@ def speak(how):
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "hang":
         threading.Event().wait()
+    return "spawn_main" in Path("/proc/self/cmdline").read_text()
 
 
 def hang_in_two_threads():
@@ -186,14 +180,6 @@ def _nothing_is_left_behind(tmp_path, monkeypatch):
     assert multiprocessing.active_children() == []
 
 
-def test_each_rank_returns_its_value_and_they_come_in_rank_order():
-    assert run_ranks(who, 3, args=("x",), **FAST) == [(r, 3, "x") for r in range(3)]
-
-
-def test_ranks_are_spawned_unless_asked_otherwise():
-    assert run_ranks(who, 2, kwargs={"extra": "y"}) == [(0, 2, "y"), (1, 2, "y")]
-
-
 def test_ranks_talk_over_gloo_and_return_tensors():
     assert [value.item() for value in run_ranks(sum_of_ranks, 4, **FAST)] == [6.0] * 4
 
@@ -254,29 +240,9 @@ def test_two_jobs_at_a_time_have_ports_of_their_own():
 quiet_gloo = pytest.mark.skipif(OLD_TORCH, reason="gloo of an older torch prints when ranks connect")
 
 
-@pytest.mark.one_in(2)
 @quiet_gloo
-@pytest.mark.parametrize(
-    ("how", "error"), [("return", None), ("raise", FlawError), ("die", RankError), ("hang", TimeoutError)]
-)
-def test_output_by_rank_is_printed_with_the_ranks_number_however_they_ended(how, error, capfd):
-    with pytest.raises(error) if error else nullcontext():
-        run_ranks(speak, 2, args=(how,), output="by rank", timeout_s=2 if how == "hang" else 60, **FAST)
-    printed = capfd.readouterr().out.splitlines()
-    complete = [
-        [f"[rank {r}] {line}" for line in ("one", f"two {r}", "below Python", "from a child")] for r in (0, 1)
-    ]
-    ranks = [[line for line in printed if line.startswith(f"[rank {r}] ")] for r in (0, 1)]
-    assert printed == ranks[0] + ranks[1]
-    if error in (None, TimeoutError):
-        assert ranks == complete
-    else:  # the other one was stopped wherever it was
-        assert complete[0] in ranks or complete[1] in ranks
-
-
-@quiet_gloo
-def test_output_is_shared_unless_asked_otherwise(capfd):
-    run_ranks(speak, 1, args=("return",))
+def test_unless_asked_otherwise_ranks_are_spawned_and_output_is_shared(capfd):
+    assert run_ranks(speak, 1, kwargs={"how": "return"}) == [True]
     assert capfd.readouterr().out.splitlines() == ["one", "two 0", "from a child"]
 
 
@@ -292,7 +258,6 @@ def test_env_reaches_the_ranks_and_omp_num_threads_is_followed(monkeypatch):
 
 
 def test_variables_set_after_the_fork_server_started_reach_the_ranks(monkeypatch):
-    run_ranks(who, 1, **FAST)
     monkeypatch.setenv("SET_LATE", "yes")
     assert run_ranks(variable, 1, args=("SET_LATE",), **FAST)[0][0] == "yes"
 
@@ -399,8 +364,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("how", "method", "where"),
     [
-        (signal.SIGKILL, "forkserver", "group"),
         (signal.SIGKILL, "spawn", "before it"),
+        (signal.SIGKILL, "forkserver", "group"),
         (signal.SIGINT, "forkserver", "before it"),
         (signal.SIGINT, "spawn", "before it"),
     ],
@@ -591,23 +556,6 @@ def unnumbered(text):
     return re.sub(r":\d+: ", ": ", text)
 
 
-def test_the_options_for_explanations_hold_in_ranks(pytester):
-    body = """
-        @pytest.mark.ranks(1)
-        def test_long():
-            here = 1
-            assert list(range(40)) == [7] * 40
-        """
-    text = run_inner(pytester, body, "-vv", "--tb=short", "--showlocals").stdout.str()
-    assert "here       = 1" in text
-    assert "in test_long" in text
-    assert "    here = 1" not in text
-    assert "  39," in text
-    text = run_inner(pytester, body, "--assert=plain").stdout.str()
-    assert "E       AssertionError" in text
-    assert "At index" not in text
-
-
 def test_the_plugin_alone_imports_no_torch():
     code = (
         "import sys, importlib.util as u; s = u.spec_from_file_location('p', sys.argv[1]);"
@@ -626,3 +574,57 @@ def test_the_tests_on_the_page_about_testing_pass(pytester):
     pytester.makeconftest(conftest)
     pytester.makepyfile(test_page="\n".join(tests))
     pytest_in(pytester).assert_outcomes(passed=3)
+
+
+# ---- ranks that are no copies of this process -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks_as_of_a_program():
+    """From here on; such copies bring along its pytest and how it captures."""
+    with fresh_fork_server():
+        yield
+
+
+@pytest.mark.usefixtures("ranks_as_of_a_program")
+def test_each_rank_returns_its_value_and_they_come_in_rank_order():
+    assert run_ranks(who, 3, args=("x",), **FAST) == [(r, 3, "x") for r in range(3)]
+
+
+@pytest.mark.usefixtures("ranks_as_of_a_program")
+@pytest.mark.one_in(2)
+@quiet_gloo
+@pytest.mark.parametrize(
+    ("how", "error"), [("return", None), ("raise", FlawError), ("die", RankError), ("hang", TimeoutError)]
+)
+def test_output_by_rank_is_printed_with_the_ranks_number_however_they_ended(how, error, capfd):
+    with pytest.raises(error) if error else nullcontext():
+        run_ranks(speak, 2, args=(how,), output="by rank", timeout_s=2 if how == "hang" else 60, **FAST)
+    printed = capfd.readouterr().out.splitlines()
+    complete = [
+        [f"[rank {r}] {line}" for line in ("one", f"two {r}", "below Python", "from a child")] for r in (0, 1)
+    ]
+    ranks = [[line for line in printed if line.startswith(f"[rank {r}] ")] for r in (0, 1)]
+    assert printed == ranks[0] + ranks[1]
+    if error in (None, TimeoutError):
+        assert ranks == complete
+    else:  # the other one was stopped wherever it was
+        assert complete[0] in ranks or complete[1] in ranks
+
+
+@pytest.mark.usefixtures("ranks_as_of_a_program")
+def test_the_options_for_explanations_hold_in_ranks(pytester):
+    body = """
+        @pytest.mark.ranks(1)
+        def test_long():
+            here = 1
+            assert list(range(40)) == [7] * 40
+        """
+    text = run_inner(pytester, body, "-vv", "--tb=short", "--showlocals").stdout.str()
+    assert "here       = 1" in text
+    assert "in test_long" in text
+    assert "    here = 1" not in text
+    assert "  39," in text
+    text = run_inner(pytester, body, "--assert=plain").stdout.str()
+    assert "E       AssertionError" in text
+    assert "At index" not in text

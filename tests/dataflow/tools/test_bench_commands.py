@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import sys
 import threading
 from dataclasses import replace
@@ -28,10 +27,10 @@ from dataflow.tools.bench.compare import (
     page_of,
     size_of,
 )
-from dataflow.tools.bench.direct import DirectReader
 from dataflow.tools.bench.evidence import device_bytes, evict, resident_share
+from dataflow.tools.bench.fio import check_direct, run_fio
 from dataflow.tools.bench.in_memory import InMemory
-from dataflow.tools.bench.reads import ALIGNMENT, aligned_buffer
+from dataflow.tools.bench.reads import Case
 from dataflow.tools.bench.settings import BenchDataset, Comparison, Emulation, Sweep, named_function
 from dataflow.tools.bench.stages import Work, own_blocks, run_phase
 from dataflow.tools.bench.storage import KernelAccounts, bench_storage
@@ -70,18 +69,6 @@ def tars(tmp_path):
     return tmp_path / "tar-*.tar"
 
 
-def has_direct_reads(folder):
-    probe = folder / "probe"
-    probe.write_bytes(bytes(ALIGNMENT))
-    try:
-        os.close(os.open(probe, os.O_RDONLY | os.O_DIRECT))
-    except OSError:
-        return False
-    finally:
-        probe.unlink()
-    return True
-
-
 QUICK = ("--seconds", SECONDS)
 
 
@@ -118,34 +105,94 @@ def test_storage_prints_a_table_and_what_its_words_rest_on(shards):
     assert "p99.9 needs 10,000" in text
 
 
-def test_direct_reads_give_the_files_bytes(shards):
-    if not has_direct_reads(shards):
-        pytest.skip("this filesystem has no direct reads")
-    path = shards / "a.bin"
-    shard = Shard(str(path), path.stat().st_size, "")
-    out = aligned_buffer(8192)
-    with DirectReader([shard]) as reader:
-        reader.read_into(shard, 4096, out)
-        assert out.tobytes() == path.read_bytes()[4096:12288]
-        reader.read_into(shard, shard.size - 4096, out)  # short of what was asked at the end: no error
-        with pytest.raises(ShardReadError, match="wanted 8192 bytes"):
-            reader.read_into(replace(shard, size=shard.size + 9000), shard.size, out)
+FIO = """#!{python}
+# What fio does of a job: it notes four reads a file, of 5 ms each, and says its figures.
+import json, os, sys
+job = sys.stdin.read()
+words = dict(line.split("=") for line in job.splitlines() if "=" in line)
+names = [line.partition("=")[2] for line in job.splitlines() if line.startswith("filename=")]
+if words["bs"] == "65536":
+    print("fio: pid=7, err=5/file:io_u.c:1803, func=io_u error, error=Input/output error")
+    sys.exit(1)
+with open(os.environ["FIO_JOBS"], "a") as jobs:
+    jobs.write(json.dumps({{**words, "files": [os.path.realpath(name) for name in names]}}) + "\\n")
+with open("reads_lat.log", "w") as log:
+    for number in range(4 * len(names)):
+        log.write(f"{{10 * number + 5}}, {{5_000_000}}, 0, {{words['bs']}}, 0\\n")
+print("a note of fio's")
+print(json.dumps({{"jobs": [{{"usr_cpu": 2.0, "sys_cpu": 3.0, "job_runtime": 1000, "error": 0}}]}}))
+"""
 
 
-def test_direct_reads_are_cold_by_evidence(shards):
-    if not has_direct_reads(shards) or device_bytes() is None:
-        pytest.skip("no direct reads, or the kernel does not count device bytes")
-    evict_all(shards)
-    asked = Sweep(
-        source=[str(shards)], seconds=SECONDS, block_bytes=[4096], concurrency=[1], patterns=["random"]
+@pytest.fixture
+def fio(tmp_path, monkeypatch):
+    """A stand-in for fio, and the jobs that it was given; direct reads are said to be possible."""
+    folder, jobs = tmp_path / "bin", tmp_path / "jobs"
+    folder.mkdir()
+    (folder / "fio").write_text(FIO.format(python=f"{sys.executable} -S"))
+    (folder / "fio").chmod(0o755)
+    monkeypatch.setenv("FIO_JOBS", str(jobs))
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr("dataflow.tools.bench.storage.check_direct", lambda shards: None)
+    return lambda: [json.loads(line) for line in jobs.read_text().splitlines()]
+
+
+def counted(*amounts):
+    """The kernel's account of device bytes, one look after the other."""
+    return KernelAccounts(iter(amounts).__next__, lambda shards: pytest.fail("it is for buffered reads"))
+
+
+def test_fio_reads_around_the_page_cache_where_it_is_installed(shards, fio):
+    asked = Sweep(source=[str(shards)], seconds=0.5, block_bytes=[8192], concurrency=[3], patterns=["random"])
+    figures = bench_storage(asked, accounts=counted(0, 5, 100, 100 + 8 * 8192))
+    first, job = fio()
+    assert (first["bs"], first["iodepth"], first["number_ios"]) == ("4096", "1", "101")
+    assert (job["rw"], job["bs"], job["iodepth"], job["runtime"]) == ("randread", "8192", "3", "500000us")
+    assert (job["direct"], job["allow_file_create"]) == ("1", "0")
+    assert job["files"] == [str(shards / "a.bin"), str(shards / "b.bin")]
+    [one] = figures.cases
+    assert (figures.how, one.reads, one.total_bytes) == ("direct", 8, 8 * 8192)
+    assert (one.seconds, one.latency_s["50"], one.cpu_s_per_gb * one.total_bytes / 1e9) == pytest.approx(
+        (0.075, None, 0.05)
     )
-    [one] = bench_storage(asked).cases
-    assert one.label.word in ("cold", "mixed")  # "mixed" where the filesystem serves direct reads from memory
-    assert (one.label.word == "cold") == ("around the page cache" in one.label.reason)
+    assert one.label.word == "cold"
+    assert figures.first_byte.first_s == pytest.approx(0.005)
+    assert figures.first_byte.reads == 7
 
 
-def evict_all(shards):
-    evict([shard_of(path) for path in shards.glob("*.bin")])
+def test_without_fio_files_are_read_as_in_training_and_that_is_said(shards, monkeypatch):
+    monkeypatch.setenv("PATH", str(shards))
+    quick = (shards, "--in-flight", 1, "--pattern", "random", *QUICK)
+    code, text = run("storage", *quick)
+    assert code == 0
+    assert "through the page cache, with the reader that training uses" in text
+    assert "fio is not installed (apt-get install fio" in text
+    assert "fio" not in run("storage", *quick, "--read", "buffered")[1]
+    code, text = run("storage", *quick, "--read", "direct")
+    assert code == 1
+    assert "fio is not installed (apt-get install fio" in text
+
+
+def test_shards_that_are_shorter_than_a_block_are_left_out_and_counted(shards, fio):
+    (shards / "short.bin").write_bytes(bytes(5000))
+    quick = (shards, "--in-flight", 1, "--pattern", "sequential", *QUICK)
+    code, text = run("storage", *quick, "--block-size", "4KiB", "--block-size", "8KiB")
+    assert code == 0
+    assert (
+        "1 of the shards, or fewer, are shorter than a block and were not read (sequential 8 KiB x 1)" in text
+    )
+    assert [len(job["files"]) for job in fio()] == [3, 3, 2]
+    code, text = run("storage", *quick, "--block-size", "1MiB")
+    assert code == 0
+    assert "every shard is shorter than a block of 1,048,576 bytes, which fio cannot read: these are" in text
+    assert run("storage", *quick, "--block-size", "1MiB", "--read", "direct")[0] == 1
+
+
+def test_what_fio_complains_of_is_the_error(shards, fio):
+    with pytest.raises(
+        DataflowError, match=r"fio failed: fio: pid=7, .*Input/output error; use --read buffered"
+    ):
+        run_fio(Case("random", 65536, 1), [shard_of(shards / "a.bin")], 1.0, from_device=lambda: None)
 
 
 def shard_of(path):
@@ -233,7 +280,7 @@ def test_storage_reads_a_remote_store_with_the_production_reader(shards):
         (("empty.bin",), "nothing to read"),
     ],
 )
-def test_storage_errors_are_one_line(shards, monkeypatch, arguments, message):
+def test_storage_errors_are_one_line(shards, fio, monkeypatch, arguments, message):
     monkeypatch.chdir(shards.parent)
     (shards.parent / "empty.bin").touch()
     code, text = run("storage", *arguments)
@@ -248,20 +295,19 @@ def test_seconds_are_a_finite_number_above_0(shards, monkeypatch, command, secon
     assert run(*command, "shards", "--seconds", seconds)[0] == 2
 
 
-def test_a_file_that_may_not_be_read_is_named(shards):
-    def refuse(path, flags, *_):
-        raise PermissionError(13, "Permission denied", path)
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(13, "Permission denied"), r"a\.bin.*permission denied"),
+        (OSError(22, "Invalid argument"), "use --read buffered"),
+    ],
+)
+def test_a_shard_that_cannot_be_read_directly_is_named(shards, error, message):
+    def refuse(path, flags):
+        raise error
 
-    with pytest.raises(ShardReadError, match=r"a\.bin.*permission denied"):
-        DirectReader([shard_of(shards / "a.bin")], refuse)
-
-
-def test_a_filesystem_without_direct_reads_names_the_other_way(shards):
-    def refuse(path, flags, *_):
-        raise OSError(22, "Invalid argument", path)
-
-    with pytest.raises(ShardReadError, match="use --read buffered"):
-        DirectReader([shard_of(shards / "a.bin")], refuse)
+    with pytest.raises(ShardReadError, match=message):
+        check_direct([shard_of(shards / "a.bin")], refuse)
 
 
 # ---- loader ---------------------------------------------------------------------------------------------

@@ -342,7 +342,7 @@ def test_states_taken_every_few_batches_resume_as_exactly(every: int) -> None:
         return DataLoader(Place(9), 2, num_workers=2, snapshot_every_n_steps=every)
 
     whole = [batch.tolist() for batch in loader()]
-    for place in range(1, len(whole)):
+    for place in (1, len(whole) - 2):
         first = loader()
         list(itertools.islice(first, place))
         second = loader()

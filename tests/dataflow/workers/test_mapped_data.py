@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from numpy.lib.array_utils import byte_bounds
 from parameters_kit import in_full
 from torch.utils.data import Dataset
@@ -189,7 +189,6 @@ slices = st.builds(
     st.tuples(slices, slices),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
 def test_any_part_of_a_mapped_array_arrives(
     tmp_path_factory: pytest.TempPathFactory, dtype: Any, offset: int, cut: Any, is_transposed: bool
 ) -> None:

@@ -27,7 +27,7 @@ from dataflow import DataLoader, Shuffle
 from dataflow.state_checksum import with_checksum
 from dataflow.workers.state import decoded
 
-MUTATIONS = 300
+MUTATIONS = 150
 STRANGE = [None, True, False, 0, 1, -1, 2**70, 0.5, float("nan"), "", "x", [], [0], {}, {"kind": "full"}]
 
 

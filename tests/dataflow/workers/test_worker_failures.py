@@ -20,7 +20,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from parameters_kit import in_full
+from forked_kit import mortal_fork_server
+from parameters_kit import in_full, in_pairs
 from programs_kit import Script
 from torch.utils.data import default_collate
 from worker_kit import Does, Gate, Streams, ended, workers_of_this_process
@@ -180,7 +181,7 @@ def test_a_single_worker_that_dies_while_the_consumer_waits_is_no_time_out(
     loader = DataLoader(
         Does(functools.partial(arrive_and_wait, arrived, gate("never"))), None, num_workers=1, timeout=60
     )
-    for _ in range(20):
+    for _ in range(8):
         iterator = iter(loader)
         killer = threading.Thread(target=lambda: os.kill(int(arrived.wait()), signal.SIGKILL))
         killer.start()
@@ -195,15 +196,16 @@ def test_when_the_fork_server_is_killed_its_workers_end_and_the_next_loop_has_an
     arrived, never = gate("arrived"), gate("never")
     dataset = Does(functools.partial(arrive_and_wait, arrived, never))
     loader = DataLoader(dataset, None, num_workers=2, multiprocessing_context="forkserver")
-    iterator = iter(loader)
-    pids = pids_of(iterator)
-    arrived.wait(), arrived.wait()
-    os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
-    with pytest.raises(WorkerDiedError, match="Killed"):
-        next(iterator)
-    assert ended(*pids)
-    dataset.does = same
-    assert values(loader) == list(range(8))
+    with mortal_fork_server():
+        iterator = iter(loader)
+        pids = pids_of(iterator)
+        arrived.wait(), arrived.wait()
+        os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match="Killed"):
+            next(iterator)
+        assert ended(*pids)
+        dataset.does = same
+        assert values(loader) == list(range(8))
 
 
 def test_the_memory_of_the_cgroup_is_told(tmp_path: Path) -> None:
@@ -325,7 +327,7 @@ def test_an_index_that_no_pipe_holds_does_not_keep_the_loop_from_timing_out(
 ) -> None:
     """The parent never blocks in writing to a worker that does not read."""
     arrived, go_on = gate("arrived"), gate("go on")
-    huge = [[0] * 3_000_000, [1] * 3_000_000, [2] * 3_000_000]  # 6 MB each as a message
+    huge = [[0] * 300_000, [1] * 300_000, [2] * 300_000]  # 600 KB each as a message
     dataset = Does(functools.partial(first_of, arrived, go_on))
     loader = DataLoader(dataset, None, sampler=huge, num_workers=1, prefetch_factor=3, timeout=0.05)
     iterator = iter(loader)
@@ -375,21 +377,27 @@ def raises(make: Callable[[], BaseException], index: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "said"),
-    [
-        (functools.partial(ValueError, "bad pixel"), ValueError, "bad pixel"),
-        (functools.partial(KeyError, "label"), KeyError, "label"),
-        (functools.partial(UnicodeDecodeError, "utf8", b"\xff", 0, 1, "odd"), RuntimeError, "UnicodeDecodeE"),
-        (functools.partial(NeedsTwoError, "a.tar", 512), RuntimeError, "NeedsTwoError"),
-        (functools.partial(OSError, 5, "I/O error"), OSError, "I/O error"),
-        (lambda: local_error()("by value"), Exception, "HereOnlyError"),
-    ],
-    ids=["ValueError", "KeyError", "five arguments", "two arguments", "errno", "local class"],
+    ("case", "in_order"),
+    in_pairs(
+        [
+            (functools.partial(ValueError, "bad pixel"), ValueError, "bad pixel"),
+            (functools.partial(KeyError, "label"), KeyError, "label"),
+            (
+                functools.partial(UnicodeDecodeError, "utf8", b"\xff", 0, 1, "odd"),
+                RuntimeError,
+                "UnicodeDecodeE",
+            ),
+            (functools.partial(NeedsTwoError, "a.tar", 512), RuntimeError, "NeedsTwoError"),
+            (functools.partial(OSError, 5, "I/O error"), OSError, "I/O error"),
+            (lambda: local_error()("by value"), Exception, "HereOnlyError"),
+        ],
+        [True, False],
+    ),
 )
-@pytest.mark.parametrize("in_order", [True, False])
 def test_an_error_of_an_item_has_its_type_and_traceback_and_the_loop_goes_on(
-    make: Callable[[], BaseException], kind: type[Exception], said: str, in_order: bool
+    case: tuple[Callable[[], BaseException], type[Exception], str], in_order: bool
 ) -> None:
+    make, kind, said = case
     loader = DataLoader(Does(functools.partial(raises, make), 6), None, num_workers=2, in_order=in_order)
     found = outcomes(iter(loader))
     errors = [one for one in found if isinstance(one, Exception)]
@@ -485,9 +493,9 @@ class _GoesOn:
         return [self.at] if self.batches else self.at
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("batches", [False, True], ids=["sampler", "batch_sampler"])
-@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize(
+    ("num_workers", "batches", "goes_on"), in_pairs([0, 2], [False, True], [False, True])
+)
 def test_errors_of_samplers_come_in_their_place(num_workers: int, batches: bool, goes_on: bool) -> None:
     indices: Any = Indices(goes_on=goes_on, batches=batches)
     given: Any = {"batch_sampler": indices} if batches else {"sampler": indices, "batch_size": None}
@@ -711,9 +719,8 @@ while True:
 
 
 def test_ctrl_c_while_workers_start_is_quiet_too(gate: Callable[[str], Gate], tmp_path: Path) -> None:
-    """The fork server imports torch then."""
     arrived = gate("arrived")
-    with Script(STARTING, tmp_path, folder=tmp_path) as script:
+    with Script(STARTING, tmp_path, how="forked", folder=tmp_path) as script:
         arrived.wait()
         os.killpg(script.process.pid, signal.SIGINT)
         code, _, err = script.end()

@@ -160,7 +160,7 @@ print(threads)
 def test_one_loader_alone_forks_before_any_thread_of_ours(tmp_path: Path) -> None:
     """Its builders and what forks those that replace them."""
     shards = make_ints_tar(tmp_path).open().catalog.urls[0]
-    code, out, err = run_script(ALONE, shards, how="file", folder=tmp_path)
+    code, out, err = run_script(ALONE, shards, how="forked", folder=tmp_path)
     assert (code, out) == (0, "[1, 1, 1]\n"), err
 
 

@@ -85,7 +85,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["forkserver", *in_full("spawn")])
+@pytest.mark.full  # a forked one has it in any case: `test_worker_forks`
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_hash_seed_that_was_set_is_theirs(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,8 +243,7 @@ from worker_kit import Does
 def parent(index):
     return os.getppid()
 
-for _ in range(2):
-    assert os.getpid() not in set(DataLoader(Does(parent), None, num_workers=1))
+assert os.getpid() not in set(DataLoader(Does(parent), None, num_workers=1))
 """
 )
 
@@ -253,7 +252,7 @@ def test_where_the_default_is_a_server_workers_come_from_it_and_the_script_is_no
     tmp_path: Path,
 ) -> None:
     """As in Python 3.14."""
-    assert run_script(PARENTS_BY_DEFAULT, how="file", folder=tmp_path) == (0, "", "")
+    assert run_script(PARENTS_BY_DEFAULT, how="forked", folder=tmp_path) == (0, "", "")
 
 
 def test_a_server_that_is_killed_again_and_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,20 +307,17 @@ def test_a_worker_whose_server_dies_as_it_forks_it_does_not_take_the_tasks_of_an
 
 def test_a_start_method_that_was_set_is_used(tmp_path: Path) -> None:
     text = """
-import multiprocessing, os
+import multiprocessing
 from dataflow import DataLoader
-from prefetch.workers import starting
 from worker_kit import Does
-
-def parent(_):
-    return os.getppid(), os.getpid()
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
-    assert {pid for pid, _ in DataLoader(Does(parent), None, num_workers=1)} == {os.getpid()}
-    print("fine")
+    with DataLoader(Does(abs), None, num_workers=1) as loader:
+        iter(loader)
+        print(loader.stats().start)
 """
-    assert run_script(text, how="forked", folder=tmp_path) == (0, "fine\n", "")
+    assert run_script(text, how="forked", folder=tmp_path) == (0, "spawn\n", "")
 
 
 def test_workers_that_have_not_started_are_not_waited_for() -> None:
@@ -472,7 +468,7 @@ def test_many_python_objects_are_worth_a_word() -> None:
     loader = DataLoader(objects, None, num_workers=1, multiprocessing_context="forkserver")
     loader.worker_limits = limits
     with pytest.warns(UserWarning, match=r"bytes of Python objects, which every worker holds again"):
-        assert len(list(loader)) == 2
+        iter(loader)
     loader = DataLoader(Holds(np.zeros(1 << 20)), None, num_workers=1, multiprocessing_context="forkserver")
     loader.worker_limits = limits
     assert len(list(loader)) == 2  # arrays are shared: no word
@@ -642,5 +638,5 @@ try:
 except SystemError as error:
     print("not in this process" in str(error), "worker process 0" in str(error))
 """
-    code, out, _ = run_script(text, how="forked", folder=tmp_path)
-    assert (code, out) == (0, "True True\n")
+    code, out, errors = run_script(text, how="forked", folder=tmp_path)
+    assert (code, out) == (0, "True True\n"), errors

@@ -26,6 +26,8 @@ from engine_kit import (
     when_the_consumer_waits,
 )
 
+from prefetch.control.depth import AdaptiveDepth
+from prefetch.engine.stats import ConsumerWait, EngineOptions, LateBatches
 from prefetch.errors import StallError
 from sharding.errors import DataflowError
 
@@ -154,6 +156,28 @@ def test_a_wait_for_a_batch_that_is_being_built_names_the_code() -> None:
         )
         for line in told
     )
+
+
+def test_a_slow_machine_has_rarer_lines_and_one_that_hangs_is_told() -> None:
+    options, late = EngineOptions(num_readers=1, depth=AdaptiveDepth()), LateBatches()
+
+    def waits(seconds: float) -> list[str]:
+        """The lines of a batch that comes after so long."""
+        with lines_told() as lines:
+            wait = ConsumerWait(0.0, options, late)
+            while wait.due_s < seconds:
+                wait.tell(wait.due_s, "the disk is slow", "", nothing)
+            if wait.was_told:
+                wait.end(seconds)
+        return lines
+
+    told = [waits(4.0) for _ in range(24)]
+    line = "no batch for 3 s: the disk is slow"
+    assert [number for number, lines in enumerate(told, 1) if lines] == [1, 2, 3, 6, 12, 24]
+    assert told[0] == [line, "a batch came after 4.0 s"]
+    assert told[5][0] == f"{line} (2 late batches before it had no line)"
+    assert told[23][0] == f"{line} (11 late batches before it had no line)"
+    assert waits(9.0) == ["no batch for 8 s: the disk is slow", "a batch came after 9.0 s"]
 
 
 def test_builders_that_wait_for_a_task_are_at_no_place() -> None:
