@@ -110,7 +110,8 @@ class Opening(Struct, frozen=True, kw_only=True):
             or self.block_bytes not in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)
         ):
             return self._built(listing, codec, path)
-        catalog = catalog.signed_by(urls)
+        if same[0] != urls:
+            catalog = catalog.signed_by(urls)
         if text := self._changed(catalog, every=True):
             warnings.warn(f"{text}; indexing again", stacklevel=5)
             return self._built(listing, codec, path)

@@ -62,7 +62,8 @@ def open_rows(
     `rows` of the window are those of it that were asked for, [k]: its numbering is its own.
     """
     with suppress(NotLocatableError):  # as of shards of which some are compressed
-        if source.maps and _num_shards(source, blocks) <= _MOST_MAPPED:
+        few = len(blocks) <= _MOST_MAPPED  # or few shards: each is mapped once
+        if source.maps and (few or len(np.unique(source.catalog.blocks.shard[blocks])) <= _MOST_MAPPED):
             return MappedWindow(source, arena, blocks, rows, share=share, num_readers=num_readers)
         if share == "few" or source.parts:
             from dataflow.staging.reading import SparseWindow
@@ -71,13 +72,6 @@ def open_rows(
     from dataflow.staging.reading import ReadWindow
 
     return ReadWindow(source, arena, blocks, rows, num_readers=num_readers)
-
-
-def _num_shards(source: Source, blocks: Ints) -> int:
-    """Different shards of some blocks, as many as there are blocks at most."""
-    if len(blocks) <= _MOST_MAPPED:
-        return len(blocks)
-    return len(np.unique(source.catalog.blocks.shard[blocks]))
 
 
 def counted_through(

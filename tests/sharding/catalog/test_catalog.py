@@ -750,6 +750,22 @@ def test_a_kept_catalog_is_found_again_by_all_that_shapes_it(shards, tmp_path, m
     assert default_catalog_path(shards, codec).startswith("/home/someone/.cache/dataflow/catalogs/")
 
 
+def test_one_look_tells_that_local_shards_are_as_they_were(shards):
+    catalog = build(shards)
+    assert catalog.is_unchanged_here()
+    os.utime(shards[1], ns=(0, 0))
+    assert not catalog.is_unchanged_here()
+    assert [change.url for change in changes(catalog)] == [shards[1]]
+    os.unlink(shards[1])
+    assert not catalog.is_unchanged_here()
+
+
+def test_shards_elsewhere_are_not_looked_for_here():
+    url = f"memory://{uuid.uuid4().hex}/x.rec"
+    fsspec.filesystem("memory").pipe_file(url, records(2))
+    assert not build([url]).is_unchanged_here()
+
+
 def test_a_damaged_kept_catalog_counts_as_none(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = default_catalog_path(shards, RecordFormat())
