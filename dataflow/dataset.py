@@ -189,7 +189,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         """The file where its catalog was saved, if the user said where, and on this machine."""
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
-        self.codec = self.catalog.codec() if isinstance(format, str) else format
+        self.codec = self.catalog.codec(None if isinstance(format, str) else format)
         self.decoding = decode if decode is None or decode == "auto" else "own"
         self._resolve: Callable[..., tuple[Output, ...]] | None = partial(
             resolve_outputs, columns=listing.columns, decode=listing.decode, codec=self.codec,

@@ -19,11 +19,11 @@ from torch.utils.data import BatchSampler, default_collate, default_convert
 from typing_extensions import TypeVar
 
 from dataflow.limits import memory_limit_bytes
-from dataflow.live.unwatched import OFF, SERVE, UNWATCHED, Unwatched, checked_label
 from dataflow.shard_order import Sharded, ShardOrder, is_file_order, order_given
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.tables import Row, Shown, builders_text
-from dataflow.timing import VARIABLE
+from dataflow.telemetry.timing import HEADSPACE
+from dataflow.telemetry.watchers import checked_label, observe
 from dataflow.workers.drop_in import DropInEngine, checked_workers
 from dataflow.workers.fetching import DropInState, WorkerLoader
 from prefetch.control.depth import DepthPolicy
@@ -33,11 +33,11 @@ from sharding.plan.batch_plan import Tail
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from dataflow.live.health import LoaderHealth
-    from dataflow.live.record import Role
-    from dataflow.progress.epoch import EpochPosition
     from dataflow.stats import LoaderStats, WorkerStats
     from dataflow.stream.loader import StreamLoader
+    from dataflow.telemetry.status.health import LoaderHealth
+    from dataflow.telemetry.status.loaders import LoaderStatus
+    from dataflow.telemetry.status.record import Role
     from prefetch.control.pause import ReadPause
 
 _log = logging.getLogger("dataflow")
@@ -65,9 +65,6 @@ class LoaderEngine(Protocol):
     @property
     def read_pause(self) -> ReadPause | None:
         """Asks remote reads to wait; None where there are none."""
-
-    def begins(self) -> EpochPosition:
-        """Return where the loop begins that is asked for its first batch now."""
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next loop run this epoch."""
@@ -245,7 +242,8 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             raise ValueError(f"progress must be True, False or a title, got {progress!r}")
         self.progress = progress
         self._given_label = checked_label(name, role)
-        self._live: Unwatched | None = None
+        self._status: LoaderStatus | None = None
+        self._is_observed = False
         self._stream: StreamLoader | None = None
         of_shards = {
             "topology": topology, "device": device, "tail": tail, "builders": builders,
@@ -355,19 +353,15 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     @overload
     def __iter__(self) -> Iterator[Any]: ...
     def __iter__(self) -> Any:
-        if self._live is None:
-            self._watch()
-        if VARIABLE not in os.environ:
-            batches = iter(self._engine)
-        else:
-            from dataflow.timing.loops import watched
+        if not self._is_observed:
+            self._is_observed = True
+            owner = self._drop_in if self._stream is None else self._stream
+            self._status = observe(self, owner, *self._given_label)
+        if not os.environ.get(HEADSPACE):
+            return iter(self._engine)
+        from dataflow.telemetry.timing.loops import replayed
 
-            batches = watched(self._engine, self)
-        if not self.progress:
-            return batches
-        from dataflow.progress.epoch import with_bar
-
-        return with_bar(batches, self, self._engine.begins)
+        return replayed(self._engine, self)
 
     def _get_iterator(self) -> Any:
         return DropInEngine(self).new_iterator()  # torch's `__iter__` asks for one, which shards do not use
@@ -417,51 +411,21 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         Args:
             limit_s: seconds without a batch after which a loop that runs is taken to hang.
         """
-        from dataflow.live.health import health_by_stats, health_of
+        from dataflow.telemetry.status.health import health_by_stats, health_of
 
-        now = time.time()
-        record = self._live.record(now, time.monotonic()) if self._live is not None else None
+        record, now = None, time.time()
+        if self._status is not None:
+            self._status.ask()
+            record = self._status.record(now, time.monotonic())
         return health_by_stats(self.stats()) if record is None else health_of(record, now, limit_s)
 
     @property
     def name(self) -> str:
         """The name of this loader in metrics and `dataflow top`."""
-        if self._live is not None and self._live.name:
-            return self._live.name
-        from dataflow.live.names import name_of
+        from dataflow.telemetry.status.names import name_of
 
-        return self._given_label[0] or name_of(self.dataset)
-
-    def _watch(self) -> None:
-        """Put the loader on the page of this process, unless pages are turned off."""
-        self._live = UNWATCHED
-        if os.environ.get(OFF) == "0" or torch.utils.data.get_worker_info() is not None:
-            return
-        try:
-            self._watch_on_page()
-        except Exception:  # as of a dataset whose attributes raise: no training ends for want of a name
-            _log.warning("`dataflow top` and metrics do not see a loader", exc_info=True)
-
-    def _watch_on_page(self) -> None:
-        from dataflow.live.facts import counts_of
-        from dataflow.live.names import name_of, role_of
-        from dataflow.live.page import page_of_process
-
-        given, role = self._given_label
-        name = given or name_of(self.dataset)
-        watched = self._drop_in if self._stream is None else self._stream
-        # Not this loader: `for batch in DataLoader(...)` keeps only what serves the loop.
-        self._live = watched.live = page_of_process().add_loader(
-            watched,
-            name,
-            role or role_of(name, trains=torch.is_grad_enabled()),
-            is_given=given is not None,
-            counted={} if self._stream is None else counts_of(self.stats().to_json()),
-        )
-        if address := os.environ.get(SERVE):
-            from dataflow.live.serve import serve_as_asked
-
-            serve_as_asked(address)
+        decided = "" if self._status is None else self._status.page.name_of(self._status)
+        return decided or self._given_label[0] or name_of(self.dataset)
 
     @overload
     def stats(self: DataLoader[Sharded, B]) -> LoaderStats: ...
@@ -481,12 +445,12 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     def close(self) -> None:
         """End workers and threads. Batches handed out stay valid, and another loop may follow. Idempotent."""
         self._engine.close()
-        if self._live is not None:
-            self._live.closes()
+        if self._status is not None:
+            self._status.closes()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins with an epoch of its own, or where a loaded state says."""
-        state = {**self.__dict__, "_iterator": None, "_live": None}
+        state = {**self.__dict__, "_iterator": None, "_status": None, "_is_observed": False}
         if self._stream is None:
             state["_drop_in"] = copy.copy(self._drop_in)
         return state

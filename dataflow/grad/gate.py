@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from dataflow.timing.phases import Phase, PhaseLedger
+from dataflow.telemetry.timing.phases import Phase, PhaseLedger
 from prefetch.control.pause import ReadPause
 
 Io = Literal["auto", "open", "sync"]

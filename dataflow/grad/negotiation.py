@@ -39,7 +39,7 @@ from dataflow.grad.step import (
 from dataflow.grad.strategies.strategy import Strategy
 from dataflow.grad.strategies.switch import StrategySwitch
 from dataflow.grad.wrapper import ModelWrapper, mixes_batches
-from dataflow.timing.phases import StepInfo
+from dataflow.telemetry.timing.phases import StepInfo
 
 _COLUMNS = (
     "epoch's batches",

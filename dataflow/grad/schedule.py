@@ -47,10 +47,10 @@ from dataflow.grad.wrapper import (
     trainable,
     wrapper_of,
 )
-from dataflow.live.page import live_schedule
 from dataflow.tables import Row, Shown
-from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
-from dataflow.timing.report import Report, report_of, write_trace
+from dataflow.telemetry.status.page import schedule_status
+from dataflow.telemetry.timing.phases import Phase, PhaseLedger, StepInfo
+from dataflow.telemetry.timing.report import Report, report_of, write_trace
 from dataflow.topology_exchange import detect_topology
 from prefetch.weak_registry import WeakRegistry
 from sharding.topology.topology import Topology
@@ -173,7 +173,7 @@ class GradSchedule(Shown):
         )
         way_of = self._way_of or (self._control.way if self._control else None)
         self._gate = None if pause is None or way_of is None else IoGate(pause, self.phases, way_of)
-        self._live = live_schedule(
+        self._status = schedule_status(
             loader=str(getattr(loader, "name", "")),
             rank=self._agreement.ranks[self._agreement.rank],
             world_size=self._agreement.world_size,
@@ -196,7 +196,7 @@ class GradSchedule(Shown):
             phases=self.phases,
             gate=self._gate,
             control=self._control,
-            live=self._live,
+            status=self._status,
         )
         self._warned_of_scale = False
         self._implied: str | None = None
@@ -423,8 +423,8 @@ class GradSchedule(Shown):
         if self._gate:
             self._gate.close()
         self._loop.recorder.close()
-        if self._live is not None:
-            self._live.ends()
+        if self._status is not None:
+            self._status.ends()
         self._end_strategy()
         self._agreement.close()
 

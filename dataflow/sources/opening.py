@@ -107,7 +107,7 @@ class Opening(Struct, frozen=True, kw_only=True):
         if (
             catalog is None
             or (catalog.urls, catalog.format, catalog.options) != same
-            or self.block_bytes not in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)
+            or self.block_bytes not in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)  # the default takes any
         ):
             return self._built(listing, codec, path)
         if same[0] != urls:
@@ -192,15 +192,15 @@ def with_codec(listing: Listing, asked: SourceArguments, places: Places, **optio
 
     `options`: those of formats, as `resolve_format` takes them.
     """
-    urls = listing.urls
-    codec = resolve_format(listing.format, urls, **options, exists=places.files.exists)
-    may_be_parted = asked.types or codec.name == "hive" or any("=" in url for url in urls)
+    is_hive = listing.format == "hive"
+    name = "auto" if is_hive else listing.format
+    codec = resolve_format(name, listing.urls, **options, exists=places.files.exists)
+    listing = structs.replace(listing, format=codec)
+    may_be_parted = asked.types or is_hive or any("=" in url for url in listing.urls)
     if listing.facts is not None or not may_be_parted:
-        return structs.replace(listing, format=codec)
-    table = resolve_name(PARTED_BY_FOLDERS)(codec, listing, asked.types)
-    if table is None:
-        return structs.replace(listing, format=codec)
-    return structs.replace(listing, format=table.codec, facts=table.files)
+        return listing
+    parted: Listing = resolve_name(PARTED_BY_FOLDERS)(listing, codec, asked.types, is_hive)
+    return parted
 
 
 @contextmanager

@@ -20,9 +20,10 @@ from dataflow.dataset import ShardedDataset
 from dataflow.planning.plan import StreamPlan
 from dataflow.staging.source import SourceCache
 from dataflow.stream.read_ahead import WINDOWS_OPEN
-from prefetch.cache.block_cache import NO_CACHE, BlockCache, CacheStats
+from prefetch.cache.block_cache import BlockCache
 from prefetch.cache.entry import Entry, shard_hash, tag_of
 from prefetch.cache.folder import Stored
+from prefetch.counts import NO_CACHE, CacheStats
 from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
 from sharding.mixture.windows import source_seed

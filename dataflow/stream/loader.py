@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from dataflow.batch.delivered import UNTRAINED, Delivered
 from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import told_of_memory
-from dataflow.live.unwatched import UNWATCHED, Unwatched
 from dataflow.mixture import Mixture
 from dataflow.planning.facts import facts_of
 from dataflow.planning.joined_reads import check_reads
@@ -35,7 +34,6 @@ from dataflow.planning.plan import StreamPlan, check_known, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
 from dataflow.planning.settings import StreamSettings
 from dataflow.progress.bar import ProgressBar
-from dataflow.progress.epoch import EpochPosition
 from dataflow.stats import LoaderStats
 from dataflow.stream.decisions import (
     datasets_read,
@@ -51,6 +49,7 @@ from dataflow.stream.measuring import MeasuringStage
 from dataflow.stream.resources import warm_up
 from dataflow.stream.session import Session
 from dataflow.tables import builders_text
+from dataflow.telemetry.observer import EpochPosition, LoaderObserver
 from prefetch.control.depth import Decision
 from prefetch.control.pause import ReadPause
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError
@@ -61,9 +60,6 @@ from sharding.order.epoch_order import EpochOrder
 from sharding.plan.difference import Facts
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.topology.topology import Topology
-
-if TYPE_CHECKING:
-    from dataflow.live.watched import LoaderFigures
 
 
 class LoopFrame:
@@ -110,10 +106,10 @@ class StreamLoader:
         self._counters, self._repeated = DeliveryCounters(), RepeatedBatch()
         self.epoch_named: int | None = None
         """The epoch that a framework has named last, by `ShardOrder.set_epoch`."""
-        self._loop_length = 0
+        self.loop_length = 0
         """Batches of the loop begun last on this rank."""
-        self.live: Unwatched = UNWATCHED
-        """The loader's line on the page of this process."""
+        self.observer: LoaderObserver | None = None
+        """Is told of each loop; None: nobody watches them."""
         self._loops, self.sessions = LoopQueue(dataset), LoopSessions()
         with self._planning():
             plan, self.window_reason = first_plan(dataset, settings)
@@ -134,7 +130,7 @@ class StreamLoader:
         changing = ("_rank", "_errors", "_counters", "_loops", "sessions")
         own = {name: copy.copy(self.__dict__[name]) for name in changing}
         none = dict.fromkeys(("_finalizer", "_pause", "_length_plan"))
-        return {**self.__dict__, **own, **none, "_repeated": RepeatedBatch(), "live": UNWATCHED}
+        return {**self.__dict__, **own, **none, "_repeated": RepeatedBatch(), "observer": None}
 
     @property
     def read_pause(self) -> ReadPause | None:
@@ -247,8 +243,9 @@ class StreamLoader:
     def _batches(self, loop: EpochLoop) -> Generator[Any, None, None]:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
         plan, began_s = self._loops.begin(loop, self._newest_plan), time.perf_counter()
-        epoch, live, self._loop_length = plan.order.epoch, self.live, plan.num_batches
-        live.begins(epoch)
+        epoch, asked_s, self.loop_length = plan.order.epoch, began_s, plan.num_batches
+        begins = None if self.observer is None else self.observer.begin
+        observer = begins and begins(self, epoch, partial(self._position, plan))
         frame, counters, mixes = LoopFrame(), self._counters, isinstance(self.dataset, Mixture)
         try:
             while not loop.has_ended:
@@ -262,18 +259,21 @@ class StreamLoader:
                     if delivered.skipped:
                         session.errors.delivered(delivered.skipped)
                     counters.add(delivered)
-                    live.batch()
+                    if observer is not None:
+                        observer.batch(asked_s)
                     loop.taken += 1
                     if loop.is_whole:
                         self._deliver_last(loop, session)
                     if delivered.num_samples:
                         yield batch
+                        asked_s = time.perf_counter()
                     del delivered, batch  # while the next one is made, only the training code has this
         except GeneratorExit:
             raise  # the loop was left: whatever else ran here now would swallow a Ctrl-C
         except BaseException as error:
             self._fail(loop, error)
-            live.ends(error)
+            if observer is not None:
+                observer.end(asked_s, error)
             raise
         if loop.nothing_left:
             warnings.warn(
@@ -283,7 +283,8 @@ class StreamLoader:
                 stacklevel=2,
             )
         self._loops.end(loop, epoch)
-        live.ends()
+        if observer is not None:
+            observer.end(asked_s)
 
     def _chunk_of(self, session: Session, loop: EpochLoop) -> Iterator[Delivered]:
         """Return what a session delivers next, up to where the loop ends or goes on with another session."""
@@ -378,13 +379,13 @@ class StreamLoader:
         elif loop.finalizer is not None:  # Ctrl-C: nobody wants to wait
             loop.finalizer.fire()
 
-    def begins(self) -> EpochPosition:
-        """Return where the loop begins that is asked for its first batch now."""
-        epoch, start = self._loops.next_start()
-        left, whole = (self.epoch_plan(epoch, position).num_batches for position in (start, 0))
+    def _position(self, plan: RankPlan) -> EpochPosition:
+        """Return where a loop begins that runs this plan."""
+        with self._planning():
+            whole = self._plan.epoch(epoch := plan.order.epoch, 0).num_batches
         if whole >= UNKNOWN or (isinstance(self.dataset, Mixture) and self.dataset.spec.stop == "never"):
             return EpochPosition(epoch, 0, None)
-        return EpochPosition(epoch, whole - left, whole)
+        return EpochPosition(epoch, whole - plan.num_batches, whole)
 
     @property
     def batches_left(self) -> int | None:
@@ -572,13 +573,16 @@ class StreamLoader:
             unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
         )
 
-    def live_figures(self) -> LoaderFigures:
-        """Return what the page of this process says of the loader."""
-        from dataflow.live.watched import LoaderFigures
+    @property
+    def has_counts(self) -> bool:
+        """Return whether `stats()` has counted something."""
+        return self._counters.batches > 0 or self._errors.count > 0
 
-        topology = self._rank.topology  # as far as it is known: no other rank is asked
-        ranks = topology.rank, topology.world_size, topology.local_rank, topology.node
-        return LoaderFigures.of(self.stats(), ranks, self._loop_length)
+    @property
+    def ranks(self) -> tuple[int, int, int, int]:
+        """Rank, world size, local rank and node, as far as they are known: no other rank is asked."""
+        topology = self._rank.topology
+        return topology.rank, topology.world_size, topology.local_rank, topology.node
 
     def close(self) -> None:
         """Stop and join all threads, drop what is prefetched, and end the loops that run. Idempotent.

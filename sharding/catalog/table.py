@@ -321,8 +321,14 @@ class Catalog:
             raise ValueError(f"checksums must have shape ({self.num_blocks},), got {checksums.shape}")
         return replace(self, rows=with_checksums(self.rows, checksums.astype(np.uint32)))
 
-    def codec(self) -> Format:
-        """The format, made again from its name and options. `ValueError` if it is none of ours."""
+    def codec(self, given: Format | None = None) -> Format:
+        """The format, made again from its name and options. `ValueError` if it is none of ours.
+
+        `given`: the format of the files, where the user has an instance of it.
+        """
+        if given is not None:
+            is_hive, version = self.format == "hive", self.options.get("version")
+            return resolve_format("hive", (), version=version, of=given) if is_hive else given
         options: dict[str, Any] = dict(self.options)
         known = {option for entry in ENTRIES.values() for option in entry.options}
         for option in options.keys() - known:
@@ -414,16 +420,14 @@ class Catalog:
 
     def _validate(self) -> None:
         """Raise where facts are of other types, or numbers lead outside a shard, overflow or do not fit."""
-        kinds = {"dtype": str, "length": int, "allow_unfinished": bool, "version": str}
+        kinds = {"length": int, "header": int, "allow_unfinished": bool}  # others are text
         if type(self.format) is not str or type(self.block_bytes) is not int or self.block_bytes < 0:
             raise ValueError(f"format {self.format!r} with blocks of {self.block_bytes!r} bytes")
         for name, value in self.options.items() if self.format in ENTRIES else ():
-            if type(value) is not kinds[name]:
+            if type(value) is not kinds.get(name, str):
                 raise TypeError(f"option {name} is {value!r}")
-        codec = self.known_codec
-        if codec is not None and any(
-            one.kind == "bytes_list" for own in self.schemas for one in own.values()
-        ):
+        codec, specs = self.known_codec, (spec for own in self.schemas for spec in own.values())
+        if codec is not None and any(spec.kind == "bytes_list" for spec in specs):
             from sharding.formats.arrow.columns import TabularFormat
 
             if not isinstance(codec, TabularFormat):

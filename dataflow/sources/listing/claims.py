@@ -208,7 +208,7 @@ ROWS = (
 )  # fmt: skip
 """Meanings of a source, in this order; the last row claims or raises."""
 PARTED_BY_FOLDERS = "dataflow.sources.tables.hive:parted_by_folders"
-"""The module that makes columns of the names of folders such as `label=cat`, where shards lie in such."""
+"""The function that makes columns of the names of folders such as `label=cat`, where shards lie in such."""
 
 
 def resolve(source: Any, asked: SourceArguments, places: Places) -> Listing:

@@ -108,8 +108,17 @@ class TabularFormat(Format):
         """Columns of a shard, from its footer."""
         return schema_in(footer)
 
-    def matching_groups(self, footer: bytes, expression: Any) -> list[int] | None:
-        """Row groups that may hold rows for which a pyarrow expression is true; None: any block may."""
+    def matching_groups(
+        self, footer: bytes, expression: Any, common: Any = None, schema: pa.Schema | None = None
+    ) -> list[int] | None:
+        """Row groups that may hold rows for which a pyarrow expression is true; None: any block may.
+
+        Args:
+            footer: of the shard.
+            expression: what is asked.
+            common: another expression, which is true of all rows; None: none is known.
+            schema: of all columns that these name; None: the shard's own.
+        """
         return None
 
 

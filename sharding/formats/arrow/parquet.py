@@ -138,15 +138,18 @@ class ParquetFormat(TabularFormat):
         """Columns of a shard, from its footer."""
         return _parse(footer).schema
 
-    def matching_groups(self, footer: bytes, expression: Any) -> list[int] | None:
+    def matching_groups(
+        self, footer: bytes, expression: Any, common: Any = None, schema: pa.Schema | None = None
+    ) -> list[int] | None:
         """Row groups that may hold rows for which a pyarrow expression is true, by their statistics.
 
         pyarrow reads the statistics from a file that consists of the footer alone.
         """
         import pyarrow.dataset as ds  # it imports pandas, which takes 0.3 s
 
-        fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(_MAGIC + footer))
-        return [group.id for group in fragment.subset(expression).row_groups]
+        file = pa.BufferReader(_MAGIC + footer)
+        fragment = ds.ParquetFileFormat().make_fragment(file, partition_expression=common)
+        return [group.id for group in fragment.subset(expression, schema=schema).row_groups]
 
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """Byte ranges (offset in the file, length) that hold the wanted columns of a block.

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dataflow import GradSchedule
 from dataflow.grad.gate import IoGate, Way, checked_io
 from dataflow.grad.strategies import PostLocalSGD
-from dataflow.timing.phases import Phase, PhaseLedger
+from dataflow.telemetry.timing.phases import Phase, PhaseLedger
 from prefetch.control.pause import ReadPause
 
 WAYS = list(Way)
