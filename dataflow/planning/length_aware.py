@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from fractions import Fraction
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -26,7 +25,8 @@ from dataflow.outputs.output import Output
 from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
 from dataflow.planning.exchange import LengthExchange
 from dataflow.planning.settings import StreamSettings
-from prefetch.store.filesystems import shard_file
+from dataflow.staging.rows import read_columns
+from sharding.blocks import Block, Column
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching, Bucketed, Lengths, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
@@ -346,16 +346,13 @@ def _source_lengths(
     named = asked is not None
     join = next((join for join in dataset.joins_used if batching.column in join.names and not named), None)
     of = dataset if join is None else join.other
-    reader = of.new_reader()
-    with closing(reader), ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-lengths") as pool:
-        lengths = resolve_lengths(
-            asked,
-            of.catalog,
-            stored,
-            storage_options=of.storage_options,
-            map=pool.map,
-            open_shard=partial(shard_file, reader.read_into),
-        )
+    source = of.source()
+
+    def read(block: Block, column: str) -> Column:
+        return read_columns(source, block, [column])[column]
+
+    with closing(source.reader), ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-lengths") as pool:
+        lengths = resolve_lengths(asked, of.catalog, stored, read, map=pool.map)
     if join is not None or not dataset.selection.is_whole:
         # `lengths` are of all samples; a plan wants those of the view.
         at, row = dataset.selection.locate(np.arange(len(dataset)))

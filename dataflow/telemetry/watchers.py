@@ -46,9 +46,10 @@ def observe(loader: Any, owner: Any, name: str | None, role: Role | None) -> Loa
         except Exception:  # as of a dataset whose attributes raise: no training ends for want of a name
             _log.warning("`dataflow top` and metrics do not see a loader", exc_info=True)
     if (folder := os.environ.get(VARIABLE)) and not os.environ.get(HEADSPACE):
-        from dataflow.telemetry.timing.loops import LoopRecorder, is_in_schedule
+        from dataflow.telemetry.timing.loops import LoopRecorder
+        from dataflow.telemetry.timing.records import IN_SCHEDULES
 
-        if not is_in_schedule(loader):
+        if loader not in IN_SCHEDULES:
             observers.append(LoopRecorder(folder, loader))
     if loader.progress:
         from dataflow.telemetry.loop_bar import LoaderBar

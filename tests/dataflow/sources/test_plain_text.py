@@ -154,3 +154,14 @@ def test_a_table_whose_header_changed_behind_its_catalog_is_an_error(tmp_path: P
     os.utime(path, ns=(times, times))
     with pytest.raises(CorruptShardError, match=r"no table: .*Column 'x' in include_columns does not exist"):
         rows(dataset)
+
+
+def test_a_line_that_grew_over_the_end_of_its_block_is_an_error(tmp_path: Path) -> None:
+    path, times = tmp_path / "a.txt", 10**18
+    path.write_text("ab\ncd\n")
+    os.utime(path, ns=(times, times))
+    dataset = ShardedDataset(path, block_bytes=3)
+    path.write_text("abxcd\n")
+    os.utime(path, ns=(times, times))
+    with pytest.raises(CorruptShardError, match="the last line goes on behind it"):
+        rows(dataset)
