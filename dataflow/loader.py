@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, default_collate, default_convert
 from typing_extensions import TypeVar
 
 from dataflow.limits import memory_limit_bytes
-from dataflow.progress.observer import HEADSPACE, REPLAYED, Role, checked_label, observe
+from dataflow.progress.observer import HEADSPACE, REPLAYED, WATCHERS, Role
 from dataflow.shard_order import Sharded, ShardOrder, is_file_order, order_given
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.tables import Row, Shown, builders_text
@@ -240,7 +240,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         if not isinstance(progress, (bool, str)):
             raise ValueError(f"progress must be True, False or a title, got {progress!r}")
         self.progress = progress
-        self._given_label = checked_label(name, role)
+        self._given_label = _checked_label(name, role)
         self._status: LoaderStatus | None = None
         self._is_observed = False
         self._stream: StreamLoader | None = None
@@ -355,7 +355,11 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         if not self._is_observed:
             self._is_observed = True
             owner = self._drop_in if self._stream is None else self._stream
-            self._status = observe(self, owner, *self._given_label)
+            try:
+                self._status = resolve_name(WATCHERS)(self, owner, *self._given_label)
+            except ModuleNotFoundError as error:
+                if error.name != "dataflow.telemetry":
+                    raise
         if not os.environ.get(HEADSPACE):
             return iter(self._engine)
         return resolve_name(REPLAYED)(self._engine, self)
@@ -497,6 +501,17 @@ def _described_size(dataset: Any) -> str:
         return f"{kind} of {len(dataset):,} samples"
     except Exception:  # of whoever wrote it
         return kind
+
+
+def _checked_label(name: str | None, role: Role | None) -> tuple[str | None, Role | None]:
+    """Return the name and the role that a loader is given. `ValueError` if they are none."""
+    if role not in (None, "train", "validation"):
+        raise ValueError(f'role must be "train" or "validation", got {role!r}')
+    if name is not None:
+        from dataflow.telemetry.status.names import checked_name
+
+        name = checked_name(name)
+    return name, role
 
 
 def _refuse(why: str, given: Mapping[str, Any], cure: str = "") -> None:

@@ -311,7 +311,7 @@ MOST_LINES = {
     "dataflow/outputs": 2_650,
     "dataflow/planning": 1_250,
     "dataflow/processes": 1_500,
-    "dataflow/progress": 227,
+    "dataflow/progress": 207,
     "dataflow/sources": 2_739,
     "dataflow/sources/energon": 550,
     "dataflow/sources/listing": 971,

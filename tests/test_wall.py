@@ -6,7 +6,8 @@ import pytest
 from source_kit import MODULES, ROOT, facts
 from wall import OPENED_BY, OUTSIDE, core_lines, core_tests, is_in, is_outside, module_of
 
-MOST_CORE_LINES = 54_043
+MOST_CORE_LINES = 54_038
+"""As `wc -l` counts them in Python; 50,000 are wanted."""
 NAMES = {module_of(path): path for path in MODULES}
 
 
