@@ -87,14 +87,9 @@ class Opening(Struct, frozen=True, kw_only=True):
         if isinstance(self.asked.catalog, Catalog):
             return self.asked.catalog
         listing = with_codec(
-            listing,
-            self.asked,
-            self.places,
-            dtype=self.dtype,
-            length=self.length,
-            header=self.header,
+            listing, self.asked, self.places, dtype=self.dtype, length=self.length, header=self.header,
             allow_unfinished=self.allow_unfinished,
-        )
+        )  # fmt: skip
         urls, codec = listing.urls, listing.format
         assert isinstance(codec, Format)
         if self.asked.catalog is None:

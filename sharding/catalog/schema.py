@@ -24,8 +24,7 @@ from sharding.errors import CorruptShardError
 
 Schema = Mapping[str, ColumnSpec]
 _KINDS = ("fixed", "bytes", "text", "list", "json", "bytes_list", "null", "null_list", "other", "unreadable")
-_NO_TYPES = ("null", "null_list", "other", "unreadable")
-"""Kinds of which a column of the dataset is something else, or nothing."""
+_NO_TYPES = ("null", "null_list", "other", "unreadable")  # of which a dataset has other kinds, or none
 _MOST_ELEMENTS = 1 << 48
 """The elements of one value, at most: more could not be stored, and sizes of batches stay below the end of an
 int64."""

@@ -197,10 +197,7 @@ class Catalog:
         return list(self.rows.column("url").to_pylist())
 
     def is_unchanged_here(self) -> bool:
-        """Return whether all shards are files of this machine and as they were indexed: one look at each.
-
-        Where not, `build.changes` explains.
-        """
+        """Return whether all shards are files of this machine, as they were indexed; `changes` explains."""
         _, sizes, versions = self._shard_columns
         for url, size, version in zip(self.locations, sizes.tolist(), versions.to_pylist(), strict=True):
             try:
