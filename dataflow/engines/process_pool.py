@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import cloudpickle
@@ -41,7 +41,7 @@ class ProcessEngine(ThreadPoolExecutor):
     def __init__(self, count: int) -> None:
         super().__init__(count, thread_name_prefix="dataflow-engine")
         self._context, self._of_thread = _Context(), threading.local()
-        self._pools = set[ProcessPoolExecutor]()
+        self._pools, self._ends = set[ProcessPoolExecutor](), ExitStack()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call it in a process that is free, or in the next that is; see `Executor`."""
@@ -52,7 +52,7 @@ class ProcessEngine(ThreadPoolExecutor):
         pool = getattr(self._of_thread, "pool", None)
         if pool is None:
             # One process each: an executor of several fails all calls when one of them dies.
-            pool = self._of_thread.pool = ProcessPoolExecutor(1, self._context)
+            pool = self._of_thread.pool = self._ends.enter_context(ProcessPoolExecutor(1, self._context))
             self._pools.add(pool)
         try:
             return pool.submit(_called, call).result()
@@ -72,8 +72,8 @@ class ProcessEngine(ThreadPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the processes, too, if it waits; see `Executor`."""
         super().shutdown(wait, cancel_futures=cancel_futures)
-        for pool in list(self._pools) if wait else ():
-            pool.shutdown()
+        if wait:
+            self._ends.close()
 
 
 def _called(call: bytes) -> Any:

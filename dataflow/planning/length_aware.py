@@ -48,15 +48,13 @@ _MEGABATCHES_IN_LIMIT = 8
 
 
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
-    """Raise `ValueError` for what of the settings and the dataset does not go with `batching=`."""
+    """Raise `ValueError` for what does not go with `batching=`; without it, of shares that count tokens."""
     batching, batch_size, collate_fn = settings.batching, settings.batch_size, settings.collate_fn
-    if batching is None and is_by_tokens(dataset):
+    if batching is None:
         raise ValueError(
             'shares="tokens" counts elements of the column that batching= names: pass batching=, or '
             'give the mixture shares="samples"'
         )
-    if batching is None:
-        return
     name = type(batching).__name__
     if not isinstance(batching, Packed | TokenBudget | Bucketed):
         raise ValueError(f"batching must be Packed(...), TokenBudget(...) or Bucketed(...), got {batching!r}")

@@ -99,7 +99,7 @@ class Opening(Struct, frozen=True, kw_only=True):
         assert isinstance(codec, Format)
         if self.asked.catalog is None:
             path = default_catalog_path(urls, codec, self.block_bytes)
-            catalog = find_catalog(urls, codec, self.block_bytes)
+            catalog = find_catalog(path)
         else:
             path = os.fspath(self.asked.catalog)
             catalog = kept_catalog(path, self.places)
@@ -110,7 +110,8 @@ class Opening(Struct, frozen=True, kw_only=True):
             or self.block_bytes not in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)  # the default takes any
         ):
             return self._built(listing, codec, path)
-        catalog = catalog.signed_by(urls)
+        if same[0] != urls:
+            catalog = catalog.signed_by(urls)
         if text := self._changed(catalog, every=True):
             warnings.warn(f"{text}; indexing again", stacklevel=5)
             return self._built(listing, codec, path)
@@ -148,6 +149,8 @@ class Opening(Struct, frozen=True, kw_only=True):
         if all(map(is_pinned, catalog.urls)):  # what a commit holds never changes
             return ""
         local, retrier = all(map(is_local, catalog.urls)), self.places.retrier
+        if local and catalog.is_unchanged_here():
+            return ""
         shards = range(catalog.num_shards) if local or every else _some(catalog.num_shards)
         if local:
             changed = changes(catalog)

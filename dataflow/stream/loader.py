@@ -87,13 +87,16 @@ class StreamLoader:
         self.batching = settings.batching
         self.device, self.mark_repeats = settings.torch_device, settings.mark_repeats
         self._rank = RankTopology(settings.topology)
-        check_batching(settings, dataset)
+        if settings.batching is not None or is_by_tokens(dataset):
+            check_batching(settings, dataset)
         for source in dataset.sources:
             source.check_missing()
-            fingerprint_of(source.transform)  # raises now, not where a state is taken
+            if source.transform is not None:
+                fingerprint_of(source.transform)  # raises now, not where a state is taken
         if isinstance(dataset, Mixture):
             dataset.timeout_s = settings.timeout_s
-        self._lengths = SampleLengths(settings, dataset)
+        self._lengths = SampleLengths(settings, dataset) if settings.batching is not None else None
+        """The lengths that are measured; None: batches do not depend on them."""
         self._length_plan: UnitPlan | None = None
         """The plan of the epoch begun last."""
         self._pause: ReadPause | None = None
@@ -117,8 +120,10 @@ class StreamLoader:
             self._join_ranks()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
         self._check_batch_fits()
-        check_reads(self._plan, self.memory_limit)
-        warm_up(self.builder_plan, settings.multiprocessing_context)
+        if self._plan.has_joins:
+            check_reads(self._plan, self.memory_limit)
+        if self.builder_plan.num_processes:
+            warm_up(self.builder_plan, settings.multiprocessing_context)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, goes on by itself and reads with threads of its own.
@@ -143,7 +148,7 @@ class StreamLoader:
         Found when the loader is made, and once more if torch.distributed is initialised afterwards.
         """
         self._resolve_rank()
-        return self._rank.topology
+        return self._rank.whole()
 
     def _resolve_rank(self) -> None:
         """Know this rank, and what other ranks know: before anything that depends on them."""
@@ -156,6 +161,7 @@ class StreamLoader:
         planner = self._plan.planner
         if planner is None or not planner.is_measured or planner.are_lengths_given:
             return
+        assert self._lengths is not None
         planner = self._lengths.join_ranks(planner, self._rank.topology, self._plan.rank)
         if planner.lengths is None and is_by_tokens(self.dataset):
             planner = planner.with_lengths(self._lengths.measured(self._measure))
@@ -166,6 +172,7 @@ class StreamLoader:
         settings = replace(self.settings, shuffle=None, device=None, topology=self._rank.topology)
         loader = StreamLoader(source, settings)
         try:
+            assert loader._lengths is not None
             if not loader._lengths.are_known:
                 num_samples = len(source) // loader.topology.data_world_size
                 with ProgressBar("measuring lengths", total=num_samples, unit="sample") as bar:
@@ -350,7 +357,8 @@ class StreamLoader:
     def _deliver_last(self, loop: EpochLoop, session: Session) -> None:
         """Note that the last batch of a loop is handed out: its session serves the next one, or ends."""
         assert loop.plan is not None
-        self._lengths.save(self._rank.topology)
+        if self._lengths is not None:
+            self._lengths.save(self._rank.topology)
         if self._loops.is_last_begun(loop):
             session.epoch_done(loop.plan.order.epoch)
             self.sessions.keep(loop)
@@ -522,32 +530,26 @@ class StreamLoader:
     def new_session(self, epoch: int, start: int, memory_limit: int) -> Session:
         """A session from this position on, which may hold so many bytes."""
         plan, settings, stage, topology = self._plan, self.settings, None, self._rank.topology
-        errors = PendingErrors(self._errors)
+        errors, builders = PendingErrors(self._errors), self.builder_plan
         if plan.planner is not None and plan.planner.is_measured:
             stage = MeasuringStage(
                 plan=plan,
                 settings=settings,
                 errors=errors,
                 num_ranks=topology.world_size,
-                exchange=self._lengths.exchange,
+                exchange=self._lengths.exchange if self._lengths else None,
                 record=self._record,
             )
             plan, settings = stage.plan, stage.settings
-        decided = plan_session(plan, settings, topology, memory_limit)
+            builders = plan_builders(plan, settings, topology)
+        decided = plan_session(plan, settings, topology, memory_limit, builders)
         with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
-            return Session(
-                decided,
-                epoch,
-                start,
-                errors=errors,
-                pause=self.read_pause,
-                device=self.device,
-                stage=stage,
-            )
+            pause, device = self.read_pause, self.device
+            return Session(decided, epoch, start, errors=errors, pause=pause, device=device, stage=stage)
 
     def _record(self, order: EpochOrder, first: int, lengths: NDArray[np.int64]) -> None:
         """Keep the lengths of samples that were measured, from a position of an order on."""
-        if self._plan.planner is not None:
+        if self._plan.planner is not None and self._lengths is not None:
             self._use_planner(self._lengths.record(self._plan.planner, order, first, lengths))
             self._lengths.save(self._rank.topology, if_much=True)
 
@@ -588,7 +590,8 @@ class StreamLoader:
         Batches handed out stay valid. Another thread that waits for a batch gets a `RuntimeError`.
         """
         finalizer = self._finalizer
-        self._lengths.save(self._rank.topology)
+        if self._lengths is not None:
+            self._lengths.save(self._rank.topology)
         try:
             self.sessions.close()
         except BaseException:  # Ctrl-C: nobody wants to wait

@@ -74,9 +74,8 @@ class EpochBar:
 
     def __init__(self, settings: LoaderBar, owner: Any, position: EpochPosition, bar: ProgressBar) -> None:
         self._batch_size, self._owner, self._bar = settings.batch_size, ref(owner), bar
-        first: Stats = owner.stats()
-        self._snapshots: deque[Stats] = deque([first], maxlen=int(_RECENT_S / REDRAW_S))
-        self._first, self._text = first, ""
+        self._first, self._text = owner.stats(), ""
+        self._snapshots = deque([self._first], maxlen=int(_RECENT_S / REDRAW_S))
         self._total, self.done = position.num_batches, position.batches
 
     def draw(self) -> None:

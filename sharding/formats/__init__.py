@@ -172,12 +172,12 @@ def resolve_format(
     if name not in ENTRIES:
         raise ValueError(f"format must be 'auto' or one of {', '.join(FORMATS)}, got {name!r}")
     entry = ENTRIES[name]
-    _refuse_options(name, options, entry.options)
+    if options:
+        _refuse_options(name, options, entry.options)
     if "of" in entry.options:
         own = {option: options.pop(option) for option in [*options] if option not in ("version", "of")}
         options["inner"] = resolve_format(options.pop("of", "parquet"), (), **own)
-    codec: Format = resolve_name(entry.where)(**options)
-    return codec
+    return resolve_name(entry.where)(**options)  # type: ignore[no-any-return]
 
 
 def catalog_options(codec: Format) -> dict[str, str | int]:

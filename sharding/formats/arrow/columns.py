@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -144,7 +144,9 @@ def columns_of(
         ShardError: the column's type cannot be delivered (interval, list of byte strings, ...), a
             value is none of the type that it is brought to, or two columns have a wanted name.
     """
-    flat, known = flattened(table), [column.name for column in named_columns(table.schema)]
+    flat = flattened(table)
+    # Without structs, columns have the names that they are stored by.
+    known = flat.column_names if flat is table else [one.name for one in named_columns(table.schema)]
     check_columns(columns, known, block)
     names = set(flat.column_names)
     if len(names) < flat.num_columns:
@@ -169,7 +171,7 @@ def missing_column(spec: ColumnSpec, num_rows: int, reason: int = MISSING) -> Co
     return Masked(values, np.full(num_rows, reason, np.int8))
 
 
-def check_columns(columns: Sequence[str] | None, of_shard: Sequence[str], block: Block) -> None:
+def check_columns(columns: Sequence[str] | None, of_shard: Collection[str], block: Block) -> None:
     """Raise `CorruptShardError` for the first name that the shard does not have."""
     known = {*of_shard} if columns else ()
     for name in columns or ():
