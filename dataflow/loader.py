@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
 
 import torch
@@ -19,11 +20,10 @@ from torch.utils.data import BatchSampler, default_collate, default_convert
 from typing_extensions import TypeVar
 
 from dataflow.limits import memory_limit_bytes
+from dataflow.progress.observer import HEADSPACE, REPLAYED, Role, checked_label, observe
 from dataflow.shard_order import Sharded, ShardOrder, is_file_order, order_given
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.tables import Row, Shown, builders_text
-from dataflow.telemetry.timing import HEADSPACE
-from dataflow.telemetry.watchers import checked_label, observe
 from dataflow.workers.drop_in import DropInEngine, checked_workers
 from dataflow.workers.fetching import DropInState, WorkerLoader
 from prefetch.control.depth import DepthPolicy
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from dataflow.stream.loader import StreamLoader
     from dataflow.telemetry.status.health import LoaderHealth
     from dataflow.telemetry.status.loaders import LoaderStatus
-    from dataflow.telemetry.status.record import Role
     from prefetch.control.pause import ReadPause
 
 _log = logging.getLogger("dataflow")
@@ -338,9 +337,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             self._status = observe(self, owner, *self._given_label)
         if not os.environ.get(HEADSPACE):
             return iter(self._engine)
-        from dataflow.telemetry.timing.loops import replayed
-
-        return replayed(self._engine, self)
+        return resolve_name(REPLAYED)(self._engine, self)
 
     def _get_iterator(self) -> Any:
         return DropInEngine(self).new_iterator()  # torch's `__iter__` asks for one, which shards do not use

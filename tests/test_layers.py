@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from test_architecture import MODULES, ROOT, imported_modules
+from wall import is_outside
 
 LEAVES = {
     *("dataflow.limits", "dataflow.ragged", "dataflow.stats", "dataflow.tables", "dataflow.torch_threads"),
@@ -164,7 +165,6 @@ MAY_USE: dict[str, set[str]] = {
     },
     "dataflow.stream": {
         "dataflow.batch",
-        "dataflow.telemetry",
         "dataflow.outputs",
         "dataflow.planning",
         "dataflow.progress",
@@ -219,6 +219,7 @@ MAY_USE: dict[str, set[str]] = {
     },
     "dataflow.telemetry.serving": {"dataflow.telemetry.status", *LEAVES},
     "dataflow.telemetry.status": {
+        "dataflow.progress",
         "dataflow.shard_order",
         "prefetch.memory",
         "sharding.hub",
@@ -226,14 +227,14 @@ MAY_USE: dict[str, set[str]] = {
         *LEAVES,
     },
     "dataflow.telemetry.timing": {
+        "dataflow.progress",
         "dataflow.telemetry.status",
         "dataflow.topology_exchange",
         "prefetch.memory",
         *LEAVES,
     },
     "dataflow.workers": {
-        "dataflow.telemetry",
-        "dataflow.telemetry.status",
+        "dataflow.progress",
         "prefetch.ipc",
         "prefetch.memory",
         "prefetch.workers",
@@ -302,7 +303,7 @@ MOST_LINES = {
     "dataflow/batch": 2_300,
     "dataflow/conversion": 3_080,
     "dataflow/decode": 2_350,
-    "dataflow/engines": 900,
+    "dataflow/engines": 820,
     "dataflow/grad": 3_200,
     "dataflow/grad/adapt": 550,
     "dataflow/grad/strategies": 1_750,
@@ -310,7 +311,7 @@ MOST_LINES = {
     "dataflow/outputs": 2_650,
     "dataflow/planning": 1_250,
     "dataflow/processes": 1_500,
-    "dataflow/progress": 135,
+    "dataflow/progress": 227,
     "dataflow/sources": 2_739,
     "dataflow/sources/energon": 550,
     "dataflow/sources/listing": 971,
@@ -319,10 +320,10 @@ MOST_LINES = {
     "dataflow/stream": 3_000,
     "dataflow/testing": 650,
     "dataflow/text": 1_250,
-    "dataflow/telemetry": 310,
+    "dataflow/telemetry": 218,
     "dataflow/telemetry/serving": 665,
-    "dataflow/telemetry/status": 1_400,
-    "dataflow/telemetry/timing": 2_130,
+    "dataflow/telemetry/status": 1_403,
+    "dataflow/telemetry/timing": 2_136,
     "dataflow/tools": 555,
     "dataflow/tools/bench": 2_660,
     "dataflow/tools/convert": 190,
@@ -414,8 +415,9 @@ def test_the_picture_of_the_architecture_is_that_of_the_imports() -> None:
         for name in line[11:].split(" · "):
             inside = "" if name == "(values)" else f".{name.strip().replace('/', '.')}"
             height[top + inside] = len(lines) - number
-    imports = {package: others - {"dataflow"} for package, others in packages_imported().items()}
-    assert imports.keys() - {"dataflow"} == height.keys()
+    core = {package for package in packages_imported() if not is_outside(package)}
+    imports = {package: packages_imported()[package] & core - {"dataflow"} for package in core}
+    assert core - {"dataflow"} == height.keys()
     upwards = {
         (package, other)
         for package, others in imports.items()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from dataflow.grad.agreement import Deadline
-from dataflow.grad.boundary import Boundary, Outcome
+from dataflow.grad.boundary import Outcome, StepBoundary
 from dataflow.grad.gate import IoGate
 from dataflow.grad.lookahead import LookAhead
 from dataflow.grad.negotiation import Control, Negotiation
@@ -39,7 +39,7 @@ class StepLoop:
     def __init__(
         self,
         loader: Any,
-        boundary: Boundary,
+        boundary: StepBoundary,
         *,
         accumulate: int,
         phases: PhaseLedger,

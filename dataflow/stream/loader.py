@@ -34,6 +34,7 @@ from dataflow.planning.plan import StreamPlan, check_known, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
 from dataflow.planning.settings import StreamSettings
 from dataflow.progress.bar import ProgressBar
+from dataflow.progress.observer import EpochPosition, LoaderObserver
 from dataflow.stats import LoaderStats
 from dataflow.stream.decisions import (
     datasets_read,
@@ -49,7 +50,6 @@ from dataflow.stream.measuring import MeasuringStage
 from dataflow.stream.resources import warm_up
 from dataflow.stream.session import Session
 from dataflow.tables import builders_text
-from dataflow.telemetry.observer import EpochPosition, LoaderObserver
 from prefetch.control.depth import Decision
 from prefetch.control.pause import ReadPause
 from prefetch.errors import EngineClosedError, MemoryLimitError, StallError

@@ -13,9 +13,10 @@ from typing import Any
 from weakref import ref
 
 from dataflow.progress.bar import REDRAW_S, ProgressBar
+from dataflow.progress.observer import EpochPosition
 from dataflow.stats import LoaderStats, WorkerStats
 from dataflow.tables import number_text
-from dataflow.telemetry.observer import EpochPosition
+from dataflow.telemetry.status.facts import ranks_of
 from dataflow.topology_exchange import rank_and_world_size
 from prefetch.memory.lifetimes import InlineFinalizer
 
@@ -48,7 +49,7 @@ class LoaderBar:
 
     def begin(self, owner: Any, epoch: int, position: Callable[[], EpochPosition]) -> BarLoop | None:
         """See `LoaderObserver`."""
-        if rank_and_world_size()[0] or owner.ranks[0]:  # maybe given, for a job that nothing tells of
+        if rank_and_world_size()[0] or ranks_of(owner)[0]:  # maybe given, for a job that nothing tells of
             return None
         if self._newest is not None and (last := self._newest()) is not None:
             last.close()
@@ -73,9 +74,8 @@ class EpochBar:
 
     def __init__(self, settings: LoaderBar, owner: Any, position: EpochPosition, bar: ProgressBar) -> None:
         self._batch_size, self._owner, self._bar = settings.batch_size, ref(owner), bar
-        first: Stats = owner.stats()
-        self._snapshots: deque[Stats] = deque([first], maxlen=int(_RECENT_S / REDRAW_S))
-        self._first, self._text = first, ""
+        self._first, self._text = owner.stats(), ""
+        self._snapshots = deque([self._first], maxlen=int(_RECENT_S / REDRAW_S))
         self._total, self.done = position.num_batches, position.batches
 
     def draw(self) -> None:

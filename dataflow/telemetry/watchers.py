@@ -9,30 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import get_worker_info
 
+from dataflow.progress.observer import HEADSPACE, LoaderObserver, ObserverGroup, Role
 from dataflow.shard_order import Sharded
-from dataflow.telemetry.observer import LoaderObserver, ObserverGroup
 from dataflow.telemetry.status import OFF
-from dataflow.telemetry.timing import HEADSPACE, VARIABLE
+from dataflow.telemetry.timing import VARIABLE
 
 if TYPE_CHECKING:
     from dataflow.telemetry.status.loaders import LoaderStatus
-    from dataflow.telemetry.status.record import Role
 
 _log = logging.getLogger("dataflow")
 
 SERVE = "DATAFLOW_METRICS"
 """The environment variable that has local rank 0 serve metrics: an address."""
-
-
-def checked_label(name: str | None, role: Role | None) -> tuple[str | None, Role | None]:
-    """Return the name and the role that a loader is given. `ValueError` if they are none."""
-    if role not in (None, "train", "validation"):
-        raise ValueError(f'role must be "train" or "validation", got {role!r}')
-    if name is not None:
-        from dataflow.telemetry.status.names import checked_name
-
-        name = checked_name(name)
-    return name, role
 
 
 def observe(loader: Any, owner: Any, name: str | None, role: Role | None) -> LoaderStatus | None:
@@ -58,9 +46,10 @@ def observe(loader: Any, owner: Any, name: str | None, role: Role | None) -> Loa
         except Exception:  # as of a dataset whose attributes raise: no training ends for want of a name
             _log.warning("`dataflow top` and metrics do not see a loader", exc_info=True)
     if (folder := os.environ.get(VARIABLE)) and not os.environ.get(HEADSPACE):
-        from dataflow.telemetry.timing.loops import LoopRecorder, is_in_schedule
+        from dataflow.telemetry.timing.loops import LoopRecorder
+        from dataflow.telemetry.timing.records import IN_SCHEDULES
 
-        if not is_in_schedule(loader):
+        if loader not in IN_SCHEDULES:
             observers.append(LoopRecorder(folder, loader))
     if loader.progress:
         from dataflow.telemetry.loop_bar import LoaderBar

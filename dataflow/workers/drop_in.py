@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from dataflow.workers.fetching import FetchIterator, MainIterator, WorkerLoader
 
 if TYPE_CHECKING:
+    from dataflow.progress.observer import EpochPosition
     from dataflow.stats import WorkerStats
-    from dataflow.telemetry.observer import EpochPosition
     from dataflow.workers.iterator import WorkerIterator
 
 
@@ -108,7 +108,7 @@ class DropInEngine:
 
     def _position(self) -> EpochPosition:
         """Return where the loop begins that was asked for last."""
-        from dataflow.telemetry.observer import EpochPosition
+        from dataflow.progress.observer import EpochPosition
 
         loader: Any = self._loader
         kept, num_batches = loader._IterableDataset_len_called, None

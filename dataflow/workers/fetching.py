@@ -32,8 +32,8 @@ from dataflow.workers.worker import (
 from prefetch.weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
+    from dataflow.progress.observer import LoaderObserver, LoopObserver
     from dataflow.stats import WorkerStats
-    from dataflow.telemetry.observer import LoaderObserver, LoopObserver
     from dataflow.workers.state import EpochProgress, WorkerProgress
 
 
@@ -65,22 +65,21 @@ class DeliveryMeter:
     def __init__(self) -> None:
         self.batches = self.bytes = 0
         self.starved_s = self.first_batch_s = 0.0
-        self.elapsed_s = 0.0
-        """Seconds in loops, up to the last batch or end."""
-        self._counted_to: float | None = None
-        """The time up to which these are counted; None: no loop runs."""
+        self._began: float | None = None
+        self._until = self._between_s = 0.0
+        """The time of the last batch or end; seconds between loops."""
 
     def begins(self, since: float) -> None:
         """Count the wait for an iterator. What a loop that was left did after its last batch is not known."""
-        self._counted_to = None
+        if self._began is None:
+            self._began = self._until = since
+        self._between_s += max(0.0, since - self._until)
         self.waited(since)
 
     def waited(self, since: float) -> None:
         """Count a wait of the training code."""
-        now = time.perf_counter()
+        self._until = now = time.perf_counter()
         self.starved_s += now - since
-        self.elapsed_s += now - (since if self._counted_to is None else self._counted_to)
-        self._counted_to = now
 
     def delivered(self, since: float, nbytes: int) -> None:
         """Count a wait of the training code, and the batch that ended it."""
@@ -90,10 +89,10 @@ class DeliveryMeter:
         if self.batches == 1:
             self.first_batch_s = self.elapsed_s
 
-    def ends(self, since: float) -> None:
-        """Count the wait for the end of a loop, or for an error."""
-        self.waited(since)
-        self._counted_to = None
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds in loops, up to the last batch or end."""
+        return 0.0 if self._began is None else self._until - self._began - self._between_s
 
 
 class DropInState:
@@ -164,14 +163,6 @@ class DropInState:
     def has_counts(self) -> bool:
         """Return whether `stats()` has counted something."""
         return self.meter.batches > 0
-
-    @property
-    def ranks(self) -> tuple[int, int, int, int]:
-        """Rank, world size, local rank and node."""
-        from dataflow.telemetry.status.facts import rank_info
-
-        rank = rank_info()
-        return rank.rank, rank.world_size, rank.local_rank, rank.node
 
     @property
     def loop_length(self) -> int | None:
@@ -315,7 +306,7 @@ class FetchIterator(_BaseDataLoaderIter):
                 data = self._next_data()
                 self._num_yielded += 1
         except BaseException as error:
-            self._meter.ends(began)
+            self._meter.waited(began)
             if observer is not None:
                 observer.end(began, None if isinstance(error, StopIteration) else error)
             raise

@@ -70,6 +70,15 @@ def rank_info() -> RankInfo:
     return info
 
 
+def ranks_of(owner: Any) -> tuple[int, int, int, int]:
+    """Return rank, world size, local rank and node, as who serves a loop knows them, or else this process."""
+    ranks: tuple[int, int, int, int] | None = getattr(owner, "ranks", None)
+    if ranks is None:
+        rank = rank_info()
+        ranks = rank.rank, rank.world_size, rank.local_rank, rank.node
+    return ranks
+
+
 def cores_of(rank: RankInfo) -> float:
     """Return the cores of this rank: those that it may use, in equal parts where all may use all of them."""
     usable = len(os.sched_getaffinity(0))

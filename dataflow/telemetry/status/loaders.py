@@ -11,10 +11,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dataflow.telemetry.status.facts import counts_of, in_one_line, totals_of
+from dataflow.telemetry.status.facts import counts_of, in_one_line, ranks_of, totals_of
 from dataflow.telemetry.status.names import name_of, role_of
 from dataflow.telemetry.status.record import (
     PARTS,
@@ -64,8 +65,8 @@ class LoaderStatus:
 
     Args:
         page: the page.
-        owner: what serves the loops, with `stats()`, `ranks`, `loop_length` and, over shards, `dataset`; it
-            may die at any time.
+        owner: what serves the loops, with `stats()`, `loop_length` and, over shards, `ranks` and `dataset`;
+            it may die at any time.
         name: that it is given; None: that of its dataset.
         role: that it is given; None: by its name, and by `trains`.
         is_named: whether the user gave the name.
@@ -88,16 +89,9 @@ class LoaderStatus:
         """Its name, which no other loader of this role on the page has; "": not decided yet."""
         self.role: Role = role or "train"
         self._owner = weakref.ref(owner)
-        self.state: State = "ready"
-        self._num_loops = 0
-        self.newest = 0
-        """Number of the loop that had the last batch, or was begun last."""
+        self.newest = LoopFigures()
+        """The figures of the loop that had the last batch, or was begun last."""
         self._began_at = 0.0
-        self._loop_began: float | None = None
-        self.last_batch: float | None = None
-        self._epoch: int | None = None
-        self.loop_batches = 0
-        self._error = ""
         self._decisions = DecisionLog()
         self._told: dict[str, Any] = {}
         """The fields of the last record that the owner knew."""
@@ -143,28 +137,27 @@ class LoaderStatus:
 
     def begin(self, owner: Any, epoch: int, position: object) -> StatusLoop:
         """Note that a loop begins; the page says so, if it is there: the first batch may never come."""
-        self._num_loops = self.newest = self._num_loops + 1
         self._began_at = self._began_at or time.time()
-        self._loop_began = time.monotonic()
-        self.state, self._error = "running", ""
-        self._epoch, self.loop_batches = epoch, 0
+        last_batch = self.newest.last_batch
+        self.newest = LoopFigures(epoch=epoch, began=time.monotonic(), last_batch=last_batch, state="running")
         loop = StatusLoop(self, self.newest)
-        if self.last_batch is not None:
+        if last_batch is not None:
             self.page.event()
         return loop
 
-    def ended(self, number: int, error: BaseException | None = None) -> None:
+    def ended(self, figures: LoopFigures, error: BaseException | None = None) -> None:
         """Note that a loop has ended, was left, or failed."""
         if error is not None:
-            self.state, self._error = "failed", in_one_line(error)
-        elif number == self.newest and self.state == "running":
-            self.state = "ended"
+            self.newest = figures
+            figures.state, figures.error = "failed", in_one_line(error)
+        elif figures.state == "running":
+            figures.state = "ended"
         self.page.event()
 
     def closes(self) -> None:
         """Note that the loader is closed."""
-        if self.state != "failed":
-            self.state = "closed"
+        if self.newest.state != "failed":
+            self.newest.state = "closed"
         self.page.event()
 
     def record(self, at: float, clock: float) -> LoaderRecord | None:
@@ -176,20 +169,21 @@ class LoaderStatus:
         """
         if not self._told:
             return None
-        last, began = self.last_batch, self._loop_began
+        newest = self.newest
+        last, began = newest.last_batch, newest.began
         return LoaderRecord(
             **self._told,
             name=self.name,
             role=self.role,
-            state=self.state if self.is_alive or self.state == "failed" else "closed",
-            epoch=self._epoch,
-            loop_batches=self.loop_batches,
+            state=newest.state if self.is_alive or newest.state == "failed" else "closed",
+            epoch=newest.epoch,
+            loop_batches=newest.num_batches,
             began_at=self._began_at,
             loop_began_at=0.0 if began is None else at - (clock - began),
             last_batch_at=0.0 if last is None else at - (clock - last),
             offset=self._offset,
             decisions=self._decisions.look(self._told["stats"], at),
-            error=self._error,
+            error=newest.error,
         )
 
     def ask(self) -> None:
@@ -198,7 +192,7 @@ class LoaderStatus:
             return
         try:
             stats, length = owner.stats(), owner.loop_length
-            figures, ranks = stats.to_json(), owner.ranks
+            figures, ranks = stats.to_json(), ranks_of(owner)
         except Exception:  # of a loop in another thread, which goes on meanwhile: a second later it may do
             _log.debug("a loader could not say how it fares", exc_info=True)
             return
@@ -211,28 +205,42 @@ class LoaderStatus:
         }
 
 
+@dataclass(slots=True, kw_only=True)
+class LoopFigures:
+    """The figures of one loop. Times are those of `time.monotonic`."""
+
+    epoch: int | None = None
+    began: float | None = None
+    last_batch: float | None = None
+    """The time of the last batch of this loop or those before; None: there was none."""
+    num_batches: int = 0
+    state: State = "ready"
+    error: str = ""
+
+
 class StatusLoop:
     """One loop over a loader on the page; see `LoopObserver`."""
 
-    __slots__ = ("__weakref__", "_left", "_num_batches", "_number", "_status")
+    __slots__ = ("__weakref__", "_figures", "_left", "_status")
 
-    def __init__(self, status: LoaderStatus, number: int) -> None:
-        self._status, self._number, self._num_batches = status, number, 0
-        self._left = InlineFinalizer(self, partial(status.ended, number))
+    def __init__(self, status: LoaderStatus, figures: LoopFigures) -> None:
+        self._status, self._figures = status, figures
+        self._left = InlineFinalizer(self, partial(status.ended, figures))
 
     def batch(self, asked_s: float) -> None:
         """Note that a batch is handed out; write the page if that is due."""
-        status = self._status
-        self._num_batches += 1
-        status.state, status.newest, status.loop_batches = "running", self._number, self._num_batches
-        status.last_batch = now = time.monotonic()
+        figures, status = self._figures, self._status
+        figures.num_batches += 1
+        figures.last_batch = now = time.monotonic()
+        if status.newest is not figures:
+            status.newest = figures
         if now >= status.page.due:
             status.page.write(now)
 
     def end(self, asked_s: float, error: BaseException | None = None) -> None:
         """Note that it has ended, or failed."""
         self._left.cancel()
-        self._status.ended(self._number, error)
+        self._status.ended(self._figures, error)
 
 
 class ScheduleStatus:

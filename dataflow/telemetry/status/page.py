@@ -27,11 +27,11 @@ from dataflow.telemetry.status import OFF
 from dataflow.telemetry.status.facts import cores_of, in_one_line, job_of, package_version, program, rank_info
 from dataflow.telemetry.status.loaders import LoaderStatus, ScheduleStatus
 from dataflow.telemetry.status.reading import (
+    SUFFIX,
     boot_id,
     former_pages,
     open_folder,
     page_folders,
-    page_name,
     remove_old,
     start_ticks,
 )
@@ -88,7 +88,8 @@ class StatusFile:
         self._key = key = hashlib.blake2b(
             f"{program()}\0{rank_info().rank}".encode(), digest_size=4
         ).hexdigest()
-        self._name = page_name(*self._process[:2], key)
+        pid, ticks, _ = self._process
+        self._name = f"{pid}-{ticks}-{key}{SUFFIX}"
         self._at_exit = util.Finalize(None, self.close, exitpriority=5)  # after the loaders' threads
 
     def add_loader(self, status: LoaderStatus) -> None:

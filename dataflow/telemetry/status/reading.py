@@ -56,7 +56,7 @@ def pages_in(folders: Sequence[Path]) -> Iterator[TrainingRecord]:
 
 
 def former_pages(folder: Path, key: str, *, besides: str) -> list[TrainingRecord]:
-    """Read the newest pages of processes that are gone and had this key (`page_name`), the newest first.
+    """Read the newest pages of processes that are gone and had this key in their names, the newest first.
 
     Costs a look at each file: only a few are read, and not the one named `besides`.
     """
@@ -64,11 +64,6 @@ def former_pages(folder: Path, key: str, *, besides: str) -> list[TrainingRecord
     named = [name for _, name in _written(folder) if name.endswith(ending) and name != besides]
     records = _records(folder / name for name in named[:_MOST_FORMER])
     return [record for record in records if not record.is_alive]
-
-
-def page_name(pid: int, ticks: int, key: str) -> str:
-    """Return the name of a process's page. `key`: what trainings have in common that count on."""
-    return f"{pid}-{ticks}-{key}{SUFFIX}"
 
 
 def _records(paths: Iterable[Path]) -> Iterator[TrainingRecord]:

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from dataflow.progress.observer import Role as Role
+
 VERSION = 1
 _MAGIC = b"dataflow"
 _HEADER = Layout("<8sQII")
@@ -20,7 +22,6 @@ _HEADER = Layout("<8sQII")
 PARTS = ("data", "peers", "compute", "exposed", "optimizer")
 """The parts of a window's time."""
 COUNTS_OF_SCHEDULES = ("windows", "skipped_steps", "microbatches", "replays")
-Role = Literal["train", "validation"]
 State = Literal["ready", "running", "ended", "failed", "closed"]
 ProcessState = Literal["running", "ended", "died"]
 

@@ -8,8 +8,6 @@ what it means. `loops` replays batches in a loader's place, `headspace_report` s
 
 VARIABLE = "DATAFLOW_DOCTOR"
 """The environment variable by which `dataflow doctor` asks for records: the folder where they go."""
-HEADSPACE = "DATAFLOW_HEADSPACE"
-"""By which `dataflow doctor --headspace` asks, besides, for batches from memory: after how many steps."""
 ROUND = 10
 """Steps that headspace takes the mean of, before the median of these means."""
 DEFAULT_STEPS = 5 * ROUND

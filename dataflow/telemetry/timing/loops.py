@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dataflow.telemetry.timing import HEADSPACE, ROUND, VARIABLE
+from dataflow.progress.observer import HEADSPACE
+from dataflow.telemetry.timing import ROUND, VARIABLE
 from dataflow.telemetry.timing.headspace import (
     WARM_UP,
     BatchStock,
@@ -26,7 +27,6 @@ from dataflow.telemetry.timing.headspace import (
     wait_for_device,
 )
 from dataflow.telemetry.timing.records import (
-    IN_SCHEDULES,
     MOST_STEPS,
     RankRecord,
     Recorder,
@@ -187,7 +187,7 @@ class HeadspaceLoops(LoopRecorder):
     ) -> None:
         super().__init__(folder, loader, now, most_steps=2 * (WARM_UP + steps))
         self._planned, self._stock = steps, BatchStock()
-        self._position = 0
+        self.position = 0
         """Batches handed out in this epoch."""
         self._epoch_batches: int | None = None
         """Number of batches of an epoch that the loader ended itself."""
@@ -214,11 +214,17 @@ class HeadspaceLoops(LoopRecorder):
             wait_for_device()
         loop.asked(self.now())
         try:
-            batch = self._replayed(loop, loader) if self.replays else self._own(batches, loop)
+            if self.replays:
+                self._prepare(loader)
+            asked_s = self.now()
+            batch = self._stock.take() if self.replays else self._own(batches)
         except BaseException:
             self.save(loader)
             raise
-        self._position += 1
+        loop.batch(asked_s)
+        if self._num_batches < WARM_UP:
+            self._stock.offer(batch)
+        self.position += 1
         return batch
 
     def save(self, owner: Any) -> None:
@@ -238,19 +244,15 @@ class HeadspaceLoops(LoopRecorder):
             if self.is_measured:
                 self.save(owner)
 
-    def _own(self, batches: Iterator[Any], loop: RecordedLoop) -> Any:
-        asked_s = self.now()
+    def _own(self, batches: Iterator[Any]) -> Any:
         try:
-            batch = next(batches)
+            return next(batches)
         except StopIteration:
-            self._epoch_batches = self._position
+            self._epoch_batches = self.position
             raise
-        loop.batch(asked_s)
-        if self._num_batches < WARM_UP:
-            self._stock.offer(batch)
-        return batch
 
-    def _replayed(self, loop: RecordedLoop, loader: Any) -> Any:
+    def _prepare(self, loader: Any) -> None:
+        """Have a copy ready, unless the epoch or the measurement is over."""
         if not self._closed:
             self._closed = True
             self.save(loader)
@@ -258,14 +260,10 @@ class HeadspaceLoops(LoopRecorder):
         if self.is_measured and self._optimizer_steps:  # what only evaluates goes on: a training may follow
             self._ended = True
             raise SystemExit(0)
-        if self._position == self._length(loader):
+        if self.position == self._length(loader):
             raise StopIteration
         if self._stock.is_empty:
             self._stock.fill()
-        asked_s = self.now()
-        batch = self._stock.take()
-        loop.batch(asked_s)
-        return batch
 
     def _length(self, loader: Any) -> int | None:
         """Batches of an epoch; None: it goes on until all is measured."""
@@ -274,11 +272,7 @@ class HeadspaceLoops(LoopRecorder):
         try:
             return len(loader)
         except TypeError:
-            return self._position if self.is_measured else None
-
-    def begin_epoch(self) -> None:
-        """Count batches anew."""
-        self._position = 0
+            return self.position if self.is_measured else None
 
 
 class ReplayedBatches:
@@ -318,10 +312,5 @@ def replayed(engine: Any, loader: Any) -> Any:
     if loader not in _LOOPS:
         _LOOPS[loader] = HeadspaceLoops(folder, loader, int(steps))
     loops = _LOOPS[loader]
-    loops.begin_epoch()
+    loops.position = 0
     return ReplayedBatches(iter(()) if loops.replays else iter(engine), loader, loops)
-
-
-def is_in_schedule(loader: Any) -> bool:
-    """Return whether a schedule that is recorded runs over this loader."""
-    return loader in IN_SCHEDULES

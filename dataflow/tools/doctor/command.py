@@ -114,7 +114,8 @@ def doctor(
 
 def _run(command: Sequence[str], folder: Path, headspace_steps: int | None) -> int:
     """Run it, with a folder for records; its exit code, or as in shells 128 + the signal that ended it."""
-    from dataflow.telemetry.timing import HEADSPACE, VARIABLE
+    from dataflow.progress.observer import HEADSPACE
+    from dataflow.telemetry.timing import VARIABLE
     from dataflow.tools.doctor.saved import all_files
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -181,6 +181,7 @@ def test_what_came_before_the_oldest_weights_that_are_kept_does_not_begin_anew(
             assert run(loader, later, 2) == whole[cut:] + following
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["known", "found"])
 def test_a_source_that_is_added_goes_on_with_a_state_of_the_others(folder: Path, kind: str) -> None:
     """A new source comes last, has no share at first, and gets one by `set_weights`."""
@@ -201,6 +202,7 @@ def test_a_source_that_is_added_goes_on_with_a_state_of_the_others(folder: Path,
         loader.load_state_dict(more)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("kind", ["known", "found"])
 def test_a_copy_of_a_loader_that_has_run_goes_on_like_it(folder: Path, kind: str, copied: Any) -> None:

@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from dataflow import DataLoader, GradSchedule
-from dataflow.telemetry.timing import HEADSPACE, ROUND, VARIABLE
+from dataflow.progress.observer import HEADSPACE
+from dataflow.telemetry.timing import ROUND, VARIABLE
 from dataflow.telemetry.timing.headspace import WARM_UP, BatchStock, HeadspaceRecord
 from dataflow.telemetry.timing.headspace_report import headspace_of_records, reason_without
 from dataflow.telemetry.timing.loops import HeadspaceLoops, ReplayedBatches

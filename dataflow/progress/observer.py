@@ -7,7 +7,18 @@ That object belongs to the loop alone and dies with it: a loop that is left by `
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from pkgutil import resolve_name
+from typing import Any, Literal, NamedTuple, Protocol
+
+Role = Literal["train", "validation"]
+HEADSPACE = "DATAFLOW_HEADSPACE"
+"""The environment variable by which `dataflow doctor --headspace` asks for batches from memory, after so many
+steps."""
+REPLAYED = "dataflow.telemetry.timing.loops:replayed"
+"""The function that gives these."""
+WATCHERS = "dataflow.telemetry.watchers:observe"
+"""The function that has a loader watched: `(loader, owner, name, role)` -> its line on the page, or None."""
+_CHECKED_NAME = "dataflow.telemetry.status.names:checked_name"
 
 
 class EpochPosition(NamedTuple):
@@ -66,3 +77,21 @@ class ObserverGroup:
         """See `LoopObserver`."""
         for one in self._observers:
             one.end(asked_s, error)
+
+
+def checked_label(name: str | None, role: Role | None) -> tuple[str | None, Role | None]:
+    """Return the name and the role that a loader is given. `ValueError` if they are none."""
+    if role not in (None, "train", "validation"):
+        raise ValueError(f'role must be "train" or "validation", got {role!r}')
+    return name if name is None else resolve_name(_CHECKED_NAME)(name), role
+
+
+def observe(loader: Any, owner: Any, name: str | None, role: Role | None) -> Any:
+    """Have the loops over a loader watched, as `WATCHERS` does; None: nobody does."""
+    try:
+        watch = resolve_name(WATCHERS)
+    except ModuleNotFoundError as error:
+        if error.name != "dataflow.telemetry":
+            raise
+        return None
+    return watch(loader, owner, name, role)
