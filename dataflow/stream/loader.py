@@ -290,7 +290,9 @@ class StreamLoader:
             try:
                 if batches is None:
                     chunk = session.next_batches()
-                    batches = self._repeated.in_place_of_empty(chunk) if self._is_in_step else iter(chunk)
+                    may_be_empty = self._skips_bad and self._may_be_empty
+                    steps_together = may_be_empty and self._rank.topology.data_world_size > 1
+                    batches = self._repeated.in_place_of_empty(chunk) if steps_together else iter(chunk)
                     del chunk
                 delivered = next(batches, None)
             except EngineClosedError:
@@ -402,11 +404,6 @@ class StreamLoader:
         planner = self._plan.planner
         leaves_out_first = planner is not None and planner.lengths is None
         return self._skips_bad and not leaves_out_first
-
-    @property
-    def _is_in_step(self) -> bool:
-        """Return whether ranks step together, so that none of their batches may be empty."""
-        return self._skips_bad and self._may_be_empty and self._rank.topology.data_world_size > 1
 
     @property
     def remainder(self) -> int:
