@@ -119,7 +119,12 @@ class StreamLoader:
         if self._rank.topology.world_size == 1 or is_distributed():
             self._join_ranks()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
-        self._check_batch_fits()
+        rows = self._plan.samples_per_batch * sum(output.row_bytes for output in dataset.outputs)
+        if rows > self.memory_limit:
+            raise MemoryLimitError(
+                f"one batch of {settings.batch_size} samples needs {rows:,} bytes, more than "
+                f"memory_limit={self.memory_limit:,}; lower batch_size or raise memory_limit"
+            )
         if self._plan.has_joins:
             check_reads(self._plan, self.memory_limit)
         if self.builder_plan.num_processes:
@@ -207,14 +212,6 @@ class StreamLoader:
         cure = "take fewer at a time (dataset.subset), or another shuffle= or batching="
         catalogs = (source.catalog for source in self.dataset.sources)
         return told_of_memory(f"plan an epoch of {samples:,} samples", cure, catalogs)
-
-    def _check_batch_fits(self) -> None:
-        rows = self._plan.samples_per_batch * sum(output.row_bytes for output in self.dataset.outputs)
-        if rows > self.memory_limit:
-            raise MemoryLimitError(
-                f"one batch of {self.settings.batch_size} samples needs {rows:,} bytes, more than "
-                f"memory_limit={self.memory_limit:,}; lower batch_size or raise memory_limit"
-            )
 
     # ---- iterating ----------------------------------------------------------------------------------
 
@@ -589,15 +586,14 @@ class StreamLoader:
 
         Batches handed out stay valid. Another thread that waits for a batch gets a `RuntimeError`.
         """
-        finalizer = self._finalizer
         if self._lengths is not None:
             self._lengths.save(self._rank.topology)
         try:
             self.sessions.close()
         except BaseException:  # Ctrl-C: nobody wants to wait
-            if finalizer is not None:
-                finalizer.fire()
+            if self._finalizer is not None:
+                self._finalizer.fire()
             raise
-        if finalizer is not None:
-            finalizer.detach()
+        if self._finalizer is not None:
+            self._finalizer.detach()
             self._finalizer = None
