@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from dataflow.grad.agreement import DisagreementError as DisagreementError, RankLostError as RankLostError
     from dataflow.grad.schedule import GradSchedule
     from dataflow.limits import Cache
-    from dataflow.live.health import LoaderHealth as LoaderHealth
-    from dataflow.live.serve import serve_metrics as serve_metrics
     from dataflow.loader import DataLoader
     from dataflow.mixture import Mixture
     from dataflow.outputs.optional import Optional as Optional
@@ -34,11 +32,13 @@ if TYPE_CHECKING:
     from dataflow.ragged import Ragged
     from dataflow.sources.manifests import Manifest as Manifest
     from dataflow.stats import LoaderStats as LoaderStats, WorkerStats as WorkerStats
+    from dataflow.telemetry.serving.serve import serve_metrics as serve_metrics
+    from dataflow.telemetry.status.health import LoaderHealth as LoaderHealth
+    from dataflow.telemetry.timing.phases import StepInfo as StepInfo
     from dataflow.text.chat import ChatTemplate as ChatTemplate
     from dataflow.text.pairs import PreferencePairs as PreferencePairs, split_pairs as split_pairs
     from dataflow.text.tokenize import Tokenize as Tokenize
     from dataflow.text.tokenizer import MissingTextSupportError as MissingTextSupportError
-    from dataflow.timing.phases import StepInfo as StepInfo
     from prefetch.errors import (
         MemoryLimitError as MemoryLimitError,
         SampleTooLargeError as SampleTooLargeError,
@@ -88,7 +88,7 @@ _MODULES = {
     "Converted": "dataflow.conversion.run",
     "CorruptShardError": "sharding.errors",
     "DisagreementError": "dataflow.grad.agreement",
-    "LoaderHealth": "dataflow.live.health",
+    "LoaderHealth": "dataflow.telemetry.status.health",
     "LoaderStats": "dataflow.stats",
     "Manifest": "dataflow.sources.manifests",
     "MemoryLimitError": "prefetch.errors",
@@ -109,12 +109,12 @@ _MODULES = {
     "ShardReadError": "sharding.errors",
     "ShardWriteError": "sharding.errors",
     "StallError": "prefetch.errors",
-    "StepInfo": "dataflow.timing.phases",
+    "StepInfo": "dataflow.telemetry.timing.phases",
     "Tokenize": "dataflow.text.tokenize",
     "Video": "dataflow.decode.video",
     "WorkerStats": "dataflow.stats",
     "convert": "dataflow.conversion.run",
-    "serve_metrics": "dataflow.live.serve",
+    "serve_metrics": "dataflow.telemetry.serving.serve",
     "split_pairs": "dataflow.text.pairs",
     # `__all__`:
     "Bucketed": "sharding.lengths.batching",

@@ -189,7 +189,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         """The file where its catalog was saved, if the user said where, and on this machine."""
         self.transform, self.batch_transform = transform, batch_transform
         self.on_error, self.error_budget = on_error, error_budget
-        self.codec = self.catalog.codec() if isinstance(format, str) else format
+        self.codec = self.catalog.codec(None if isinstance(format, str) else format)
         self.decoding = decode if decode is None or decode == "auto" else "own"
         self._resolve: Callable[..., tuple[Output, ...]] | None = partial(
             resolve_outputs, columns=listing.columns, decode=listing.decode, codec=self.codec,
@@ -335,7 +335,7 @@ class ShardedDataset(Sharded, Dataset[S]):
     @property
     def transform_wants_rng(self) -> bool:
         """Return whether `transform` takes `rng=`."""
-        return wants_rng(self.transform)
+        return self.transform is not None and wants_rng(self.transform)
 
     def fingerprint(self) -> str:
         """Return the text that identifies shards and selection in a state: another one means other samples.
@@ -369,7 +369,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         nothing where indexing found that none is missing; of a view, its blocks' indexes are looked at. What
         is joined is not: which of its samples are used, no index tells.
         """
-        if self.on_error == "raise":
+        if self.on_error == "raise" and self.catalog.missing:
             raise_missing(self.catalog, self.codec, self.selection, self._own_outputs)
 
     # ---- views --------------------------------------------------------------------------------------

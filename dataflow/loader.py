@@ -11,7 +11,8 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
 
 import torch
@@ -19,11 +20,10 @@ from torch.utils.data import BatchSampler, default_collate, default_convert
 from typing_extensions import TypeVar
 
 from dataflow.limits import memory_limit_bytes
-from dataflow.live.unwatched import OFF, SERVE, UNWATCHED, Unwatched, checked_label
+from dataflow.progress.observer import HEADSPACE, REPLAYED, WATCHERS, Role
 from dataflow.shard_order import Sharded, ShardOrder, is_file_order, order_given
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.tables import Row, Shown, builders_text
-from dataflow.timing import VARIABLE
 from dataflow.workers.drop_in import DropInEngine, checked_workers
 from dataflow.workers.fetching import DropInState, WorkerLoader
 from prefetch.control.depth import DepthPolicy
@@ -33,11 +33,10 @@ from sharding.plan.batch_plan import Tail
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
-    from dataflow.live.health import LoaderHealth
-    from dataflow.live.record import Role
-    from dataflow.progress.epoch import EpochPosition
     from dataflow.stats import LoaderStats, WorkerStats
     from dataflow.stream.loader import StreamLoader
+    from dataflow.telemetry.status.health import LoaderHealth
+    from dataflow.telemetry.status.loaders import LoaderStatus
     from prefetch.control.pause import ReadPause
 
 _log = logging.getLogger("dataflow")
@@ -65,9 +64,6 @@ class LoaderEngine(Protocol):
     @property
     def read_pause(self) -> ReadPause | None:
         """Asks remote reads to wait; None where there are none."""
-
-    def begins(self) -> EpochPosition:
-        """Return where the loop begins that is asked for its first batch now."""
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next loop run this epoch."""
@@ -241,68 +237,90 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         name: str | None = None,
         role: Role | None = None,
     ) -> None:
-        given = locals()
         if not isinstance(progress, (bool, str)):
             raise ValueError(f"progress must be True, False or a title, got {progress!r}")
         self.progress = progress
-        self._given_label = checked_label(name, role)
-        self._live: Unwatched | None = None
+        self._given_label = _checked_label(name, role)
+        self._status: LoaderStatus | None = None
+        self._is_observed = False
         self._stream: StreamLoader | None = None
-        if isinstance(dataset, Sharded):
-            self._init_over_shards(given)
-        else:
-            self._init_over_others(given)
-
-    def _init_over_shards(self, given: Mapping[str, Any]) -> None:
-        """Begin with arguments, by name, over a dataset with an order of its own."""
+        of_shards = {
+            "topology": topology, "device": device, "tail": tail, "builders": builders,
+            "ship_blocks": ship_blocks, "max_worker_restarts": max_worker_restarts, "batching": batching,
+            "mark_repeats": mark_repeats,
+        }  # fmt: skip
+        if not isinstance(dataset, Sharded):
+            mixes = {"shuffle": shuffle} if isinstance(shuffle, Shuffle) else {}
+            _refuse("only a ShardedDataset or a Mixture has ", {**of_shards, **mixes})
+            self.workers = checked_workers(workers, num_workers or 0, multiprocessing_context)
+            self.snapshot_every_n_steps = snapshot_every_n_steps
+            self.prefetch_across_epochs = prefetch_across_epochs
+            if prefetch_across_epochs and not (persistent_workers and in_order):
+                raise ValueError(
+                    "prefetch_across_epochs=True needs persistent_workers=True and in_order=True"
+                )
+            self.memory_limit = memory_limit_bytes(memory_limit, 1)
+            self._drop_in = DropInState(num_workers or 0, self.workers)
+            super().__init__(
+                cast("Any", dataset), batch_size, cast("bool | None", shuffle), sampler, batch_sampler,
+                num_workers or 0, collate_fn, pin_memory, drop_last, timeout, worker_init_fn,
+                multiprocessing_context, generator, prefetch_factor=prefetch_factor,
+                persistent_workers=persistent_workers, pin_memory_device=pin_memory_device,
+                in_order=in_order,
+            )  # fmt: skip
+            DropInEngine(self).warm_up()
+            return
         from dataflow.planning.settings import StreamSettings
         from dataflow.stream.loader import StreamLoader
 
-        dataset, order = given["dataset"], order_given(given["sampler"], given["batch_sampler"])
-        if is_file_order(given["sampler"], dataset) and not given["shuffle"]:
-            given = _as_it_lies(given)
-        if order is None:
-            own = f"a {type(dataset).__name__} has an order of its own and is read by threads: "
-            draws = given["sampler"] is not None or given["batch_sampler"] is not None
-            _refuse(own, given, _NOT_OVER_SHARDS, _INSTEAD_OF_SAMPLERS if draws else "")
-            if given["batch_size"] is None:
-                raise ValueError("batch_size=None is not for shards: they are read in batches")
-            settings = StreamSettings(**{name: given[name] for name in StreamSettings.__dataclass_fields__})
-        else:
+        if (order := order_given(sampler, batch_sampler)) is not None:
             settings = order.settings
-        self._stream = StreamLoader(dataset, settings)
+        else:
+            if is_file_order(sampler, dataset) and not shuffle:
+                # A loader made anew of attributes of another one, which had made these of None.
+                sampler, workers = None, None if builders or num_workers == 0 else workers
+                collate_fn = None if collate_fn in (default_collate, default_convert) else collate_fn
+            draws = sampler is not None or batch_sampler is not None
+            _refuse(
+                f"a {type(dataset).__name__} has an order of its own and is read by threads: ",
+                {
+                    "sampler": sampler,
+                    "batch_sampler": batch_sampler,
+                    "generator": generator,
+                    "in_order": in_order,
+                    "prefetch_across_epochs": prefetch_across_epochs,
+                },
+                _INSTEAD_OF_SAMPLERS if draws else "",
+            )
+            if batch_size is None:
+                raise ValueError("batch_size=None is not for shards: they are read in batches")
+            settings = StreamSettings(
+                batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, collate_fn=collate_fn,
+                timeout=timeout, seed=seed, topology=topology, device=device, memory_limit=memory_limit,
+                tail=tail, depth=depth, num_workers=num_workers, workers=workers,
+                max_worker_restarts=max_worker_restarts, worker_init_fn=worker_init_fn,
+                multiprocessing_context=multiprocessing_context, builders=builders, ship_blocks=ship_blocks,
+                batching=batching, pin_memory=pin_memory, mark_repeats=mark_repeats,
+            )  # fmt: skip
+        self._stream = StreamLoader(cast("Any", dataset), settings)
         plan = self._stream.builder_plan
         self.workers = plan.workers
         super().__init__(
-            dataset,
+            cast("Any", dataset),
             settings.batch_size,
             sampler=ShardOrder(self._stream),
             drop_last=settings.drop_last,
             collate_fn=settings.collate_fn,
-            timeout=given["timeout"],
+            timeout=timeout,
             worker_init_fn=settings.worker_init_fn,
         )
-        vars(self).update({name: given[name] for name in _KEPT})
-        if given["batch_sampler"] is not None:  # the one who gave it looks for it
-            self.__dict__["batch_sampler"] = given["batch_sampler"]
-        self.num_workers, self.pin_memory = plan.num_workers, given["pin_memory"]
-        if given["num_workers"] and plan.is_local:
+        # As they were given: frameworks make a loader anew from what they find here.
+        vars(self).update(of_shards, memory_limit=memory_limit, seed=seed, depth=depth)
+        if batch_sampler is not None:  # the one who gave it looks for it
+            self.__dict__["batch_sampler"] = batch_sampler
+        self.num_workers, self.pin_memory = plan.num_workers, pin_memory
+        if num_workers and plan.is_local:
             self.check_worker_number_rationality()
-
-    def _init_over_others(self, given: Mapping[str, Any]) -> None:
-        """Begin with arguments, by name, over a dataset as torch has it."""
-        mixes = ("shuffle",) if isinstance(given["shuffle"], Shuffle) else ()
-        _refuse("only a ShardedDataset or a Mixture has ", given, (*_OVER_SHARDS_ONLY, *mixes))
-        num_workers = given["num_workers"] or 0
-        self.workers = checked_workers(given["workers"], num_workers, given["multiprocessing_context"])
-        self.snapshot_every_n_steps = given["snapshot_every_n_steps"]
-        self.prefetch_across_epochs = given["prefetch_across_epochs"]
-        if self.prefetch_across_epochs and not (given["persistent_workers"] and given["in_order"]):
-            raise ValueError("prefetch_across_epochs=True needs persistent_workers=True and in_order=True")
-        self.memory_limit = memory_limit_bytes(given["memory_limit"], 1)
-        self._drop_in = DropInState(num_workers, self.workers)
-        super().__init__(num_workers=num_workers, **{name: given[name] for name in _FOR_TORCH})
-        DropInEngine(self).warm_up()
 
     @property
     def _engine(self) -> LoaderEngine:
@@ -334,19 +352,17 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     @overload
     def __iter__(self) -> Iterator[Any]: ...
     def __iter__(self) -> Any:
-        if self._live is None:
-            self._watch()
-        if VARIABLE not in os.environ:
-            batches = iter(self._engine)
-        else:
-            from dataflow.timing.loops import watched
-
-            batches = watched(self._engine, self)
-        if not self.progress:
-            return batches
-        from dataflow.progress.epoch import with_bar
-
-        return with_bar(batches, self, self._engine.begins)
+        if not self._is_observed:
+            self._is_observed = True
+            owner = self._drop_in if self._stream is None else self._stream
+            try:
+                self._status = resolve_name(WATCHERS)(self, owner, *self._given_label)
+            except ModuleNotFoundError as error:
+                if error.name != "dataflow.telemetry":
+                    raise
+        if not os.environ.get(HEADSPACE):
+            return iter(self._engine)
+        return resolve_name(REPLAYED)(self._engine, self)
 
     def _get_iterator(self) -> Any:
         return DropInEngine(self).new_iterator()  # torch's `__iter__` asks for one, which shards do not use
@@ -396,51 +412,21 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         Args:
             limit_s: seconds without a batch after which a loop that runs is taken to hang.
         """
-        from dataflow.live.health import health_by_stats, health_of
+        from dataflow.telemetry.status.health import health_by_stats, health_of
 
-        now = time.time()
-        record = self._live.record(now, time.monotonic()) if self._live is not None else None
+        record, now = None, time.time()
+        if self._status is not None:
+            self._status.ask()
+            record = self._status.record(now, time.monotonic())
         return health_by_stats(self.stats()) if record is None else health_of(record, now, limit_s)
 
     @property
     def name(self) -> str:
         """The name of this loader in metrics and `dataflow top`."""
-        if self._live is not None and self._live.name:
-            return self._live.name
-        from dataflow.live.names import name_of
+        from dataflow.telemetry.status.names import name_of
 
-        return self._given_label[0] or name_of(self.dataset)
-
-    def _watch(self) -> None:
-        """Put the loader on the page of this process, unless pages are turned off."""
-        self._live = UNWATCHED
-        if os.environ.get(OFF) == "0" or torch.utils.data.get_worker_info() is not None:
-            return
-        try:
-            self._watch_on_page()
-        except Exception:  # as of a dataset whose attributes raise: no training ends for want of a name
-            _log.warning("`dataflow top` and metrics do not see a loader", exc_info=True)
-
-    def _watch_on_page(self) -> None:
-        from dataflow.live.facts import counts_of
-        from dataflow.live.names import name_of, role_of
-        from dataflow.live.page import page_of_process
-
-        given, role = self._given_label
-        name = given or name_of(self.dataset)
-        watched = self._drop_in if self._stream is None else self._stream
-        # Not this loader: `for batch in DataLoader(...)` keeps only what serves the loop.
-        self._live = watched.live = page_of_process().add_loader(
-            watched,
-            name,
-            role or role_of(name, trains=torch.is_grad_enabled()),
-            is_given=given is not None,
-            counted={} if self._stream is None else counts_of(self.stats().to_json()),
-        )
-        if address := os.environ.get(SERVE):
-            from dataflow.live.serve import serve_as_asked
-
-            serve_as_asked(address)
+        decided = "" if self._status is None else self._status.page.name_of(self._status)
+        return decided or self._given_label[0] or name_of(self.dataset)
 
     @overload
     def stats(self: DataLoader[Sharded, B]) -> LoaderStats: ...
@@ -460,12 +446,12 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     def close(self) -> None:
         """End workers and threads. Batches handed out stay valid, and another loop may follow. Idempotent."""
         self._engine.close()
-        if self._live is not None:
-            self._live.closes()
+        if self._status is not None:
+            self._status.closes()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy begins with an epoch of its own, or where a loaded state says."""
-        state = {**self.__dict__, "_iterator": None, "_live": None}
+        state = {**self.__dict__, "_iterator": None, "_status": None, "_is_observed": False}
         if self._stream is None:
             state["_drop_in"] = copy.copy(self._drop_in)
         return state
@@ -504,29 +490,8 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         self.close()
 
 
-_NOT_OVER_SHARDS = "sampler", "batch_sampler", "generator", "in_order", "prefetch_across_epochs"
-"""Arguments of `DataLoader` that a dataset with an order of its own refuses."""
 _INSTEAD_OF_SAMPLERS = "; dataset.balanced(by=..., weights=...) draws classes, dataset.subset(...) samples"
-_OVER_SHARDS_ONLY = (
-    *("topology", "device", "tail", "builders", "ship_blocks", "max_worker_restarts", "batching"),
-    "mark_repeats",
-)
-"""Arguments that all other datasets refuse."""
-_KEPT = (*_OVER_SHARDS_ONLY, "memory_limit", "seed", "depth")
-"""Arguments that `vars(loader)` has as they were given over shards."""
 _DEFAULTS = {name: one.default for name, one in inspect.signature(DataLoader.__init__).parameters.items()}
-_FOR_TORCH = inspect.signature(WorkerLoader.__init__).parameters.keys() - {"self", "num_workers"}
-"""Arguments that torch's class is given as they are."""
-
-
-def _as_it_lies(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments, by name, of a loader made anew in the order of the files: of attributes of another one.
-
-    These are what that one had made of None.
-    """
-    is_own = given["builders"] is None and given["num_workers"] != 0
-    collate = None if given["collate_fn"] in (default_collate, default_convert) else given["collate_fn"]
-    return {**given, "sampler": None, "collate_fn": collate, "workers": given["workers"] if is_own else None}
 
 
 def _described_size(dataset: Any) -> str:
@@ -538,15 +503,23 @@ def _described_size(dataset: Any) -> str:
         return kind
 
 
-def _refuse(why: str, given: Mapping[str, Any], names: Sequence[str], cure: str = "") -> None:
-    """Raise `ValueError` where an argument of these names is not its default."""
-    refused = [f"{name}=" for name in names if _is_given(given[name], _DEFAULTS[name])]
+def _checked_label(name: str | None, role: Role | None) -> tuple[str | None, Role | None]:
+    """Return the name and the role that a loader is given. `ValueError` if they are none."""
+    if role not in (None, "train", "validation"):
+        raise ValueError(f'role must be "train" or "validation", got {role!r}')
+    if name is not None:
+        from dataflow.telemetry.status.names import checked_name
+
+        name = checked_name(name)
+    return name, role
+
+
+def _refuse(why: str, given: Mapping[str, Any], cure: str = "") -> None:
+    """Raise `ValueError` where an argument is not its default: each is None, a truth value or a number."""
+    refused = [
+        f"{name}="
+        for name, value in given.items()
+        if (value is not None if (default := _DEFAULTS[name]) is None else value != default)
+    ]
     if refused:
         raise ValueError(f"{why}{', '.join(refused)} cannot be used here{cure}")
-
-
-def _is_given(value: Any, default: Any) -> bool:
-    """Return whether an argument is not its default: any of these is None, a truth value or a number."""
-    if isinstance(default, bool):
-        return bool(value) is not default
-    return value is not None if default is None else bool(value != default)

@@ -21,11 +21,10 @@ from dataflow.tables import (
     text_table,
     with_reason,
 )
-from prefetch.cache.block_cache import NO_CACHE, CacheStats
 from prefetch.control.depth import Decision
+from prefetch.counts import NO_CACHE, NO_FAULTS, CacheStats, ReadStats
 from prefetch.engine.ledger import MemoryHeld
 from prefetch.engine.stats import NOT_STARTED, EngineStats, StageStats
-from prefetch.store.reader import NO_FAULTS, ReadStats
 from sharding.lengths.units import LengthStats
 
 _NOT_STARTED = Decision(0, "not started")
@@ -101,6 +100,17 @@ class StatsSnapshot(ABC):
 def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of what `to_json` returned, by the names of `flat`."""
     return dict(_numbers("", figures))
+
+
+def numbers_since(later: Mapping[str, float], earlier: Mapping[str, float]) -> dict[str, float]:
+    """Return what `since` does, of the numbers that `flat` returned: counts are those of the interval.
+
+    Rates and shares stay as they were later.
+    """
+    return {
+        name: max(0.0, value - earlier.get(name, 0.0)) if is_count(name) else value
+        for name, value in later.items()
+    }
 
 
 def is_count(name: str) -> bool:
@@ -405,7 +415,7 @@ class WorkerStats(StatsSnapshot):
     """Bytes of those batches. From processes, all that was sent; otherwise tensors and arrays in lists,
     tuples and mappings. 0 with many batches: they are made of other objects."""
     elapsed_s: float
-    """Seconds since the first loop began; 0 before."""
+    """Seconds in loops, from the beginning of each to its last batch or its end; 0 before the first."""
     starved_s: float
     """Seconds the training code waited in `iter` and `next`. Near 0: the loader keeps up. Near `elapsed_s`:
     it is the bottleneck, as it is by nature where the batches are made in this process."""

@@ -33,7 +33,7 @@ def detect_topology(
     *,
     racks: Racks | None = None,
     replicate: Replicate = 1,
-    sysfs: str = "/sys",
+    sysfs: str | None = "/sys",
     host: str | None = None,
 ) -> Topology:
     """`Topology.detect`, completed by the other ranks if `torch.distributed` is initialised.

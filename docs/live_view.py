@@ -20,9 +20,10 @@ from typing import Any
 import aiohttp
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter
+from dataflow.telemetry.serving.http import HttpServer
 from dataflow.tools.top.sources import MachinePages
 from dataflow.tools.top.view import Follower
-from dataflow.tools.top.web import PageServer
+from dataflow.tools.top.web import page_server
 
 IMAGES = Path(__file__).parent / "images"
 SIZE = {"width": 1080, "height": 500}
@@ -105,16 +106,17 @@ async def take(url: str, profile: Path) -> None:
 
 def main() -> None:
     """Make both pictures."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        trainings(Path(folder)) as follower,
-        PageServer(follower, 0) as server,
-    ):
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        asyncio.run(take(server.url, Path(folder) / "browser"))
-        server.shutdown()
-        thread.join()
+    with tempfile.TemporaryDirectory() as folder, trainings(Path(folder)) as follower:
+        asyncio.run(show(page_server(follower, 0), Path(folder) / "browser"))
+
+
+async def show(server: HttpServer, folder: Path) -> None:
+    """Take the pictures of the page that is served."""
+    over = asyncio.Event()
+    serving = asyncio.create_task(server.serve(over))
+    await take(f"http://127.0.0.1:{server.listener.getsockname()[1]}/", folder)
+    over.set()
+    await serving
 
 
 if __name__ == "__main__":

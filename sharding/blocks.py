@@ -214,6 +214,8 @@ class Format(ABC):
 
     name: str
     """Name users give as `format=`."""
+    of = ""
+    """Name of the format that its files have, where that is another one; "": its own."""
     sibling_suffix = ""
     """Last ending of a file beside each shard, which `scan` is given as `sibling`; "": there is none."""
     may_lack_sibling = False

@@ -33,7 +33,7 @@ class Facts(NamedTuple):
     """Full names, inside functions and type-checking blocks too."""
     called: frozenset[str]
     executors: tuple[list[str], list[str]]
-    """Pools that are made, and those that a `with` block owns."""
+    """Pools that are made, and those that a `with` block or an `ExitStack` owns."""
     functions: frozenset[str]
     names: frozenset[str]
     classes: list[ClassFacts]
@@ -53,6 +53,11 @@ def facts(module: Path) -> Facts:
     called = [name_of(node) for node in nodes if isinstance(node, ast.Call)]
     owned = [
         name_of(item.context_expr) for node in nodes if isinstance(node, ast.With) for item in node.items
+    ]
+    owned += [
+        name_of(node.args[0])
+        for node in nodes
+        if isinstance(node, ast.Call) and name_of(node) == "enter_context"
     ]
     made, in_with = ([name for name in names if name.endswith("PoolExecutor")] for names in (called, owned))
     return Facts(

@@ -7,22 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from parameters_kit import in_full
 
 _FOLDER = Path(__file__).parent / "fuzz"
 
 
+@pytest.mark.full  # tests/sharding/formats/test_conformance.py damages each format
 @pytest.mark.parametrize(
     "script",
     [
-        "damage.py --mutants 5 --seed 15",
-        *in_full(
-            "ctrl_c.py --rounds 12 --seed 15",
-            "kills.py --rounds 12 --seed 15",
-            "manifests.py --mutants 500 --seed 15",
-            "workers.py --minutes 0.5 --seed 15 --start fork",
-            "forks.py ours --only ours --forks 20",
-        ),
+        "damage.py --mutants 12 --seed 15",
+        "ctrl_c.py --rounds 12 --seed 15",
+        "kills.py --rounds 12 --seed 15",
+        "manifests.py --mutants 500 --seed 15",
+        "workers.py --minutes 0.5 --seed 15 --start fork",
+        "forks.py ours --only ours --forks 20",
     ],
 )
 def test_a_short_run_finds_no_defect(script: str) -> None:

@@ -19,11 +19,10 @@ from source_kit import MODULES, facts
 import dataflow
 from benchmarks.kernels import image_options
 from dataflow.testing import run_ranks
-from prefetch.cache.block_cache import CacheStats
 from prefetch.control.pause import PauseStats
+from prefetch.counts import CacheStats, ReadStats
 from prefetch.engine.ledger import MemoryHeld
 from prefetch.engine.stats import EngineStats, StageStats
-from prefetch.store.reader import ReadStats
 from sharding import errors
 from sharding.errors import DataflowError
 from sharding.formats import FORMATS

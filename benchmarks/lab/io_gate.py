@@ -77,9 +77,9 @@ class Rotating:
     """Turns of windows, way after way."""
 
     def __init__(self) -> None:
-        from dataflow.grad.gate import Way
+        from dataflow.grad.gate import GateMode
 
-        self._ways = [Way(name) for name in WAYS]
+        self._ways = [GateMode(name) for name in WAYS]
 
     def __call__(self, window: int) -> Any:
         return self._ways[window // TURN % len(self._ways)]

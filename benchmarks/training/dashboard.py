@@ -90,7 +90,7 @@ def main() -> None:
     sys.path[:0] = [str(ROOT / "tests" / name) for name in ("ecosystem", "kits")]
     from test_ecosystem_metrics import prometheus, two_ranks, until
 
-    panels = json.loads(files("dataflow.live").joinpath("grafana.json").read_text())["panels"]
+    panels = json.loads(files("dataflow.telemetry.serving").joinpath("grafana.json").read_text())["panels"]
     with (
         TemporaryDirectory() as name,
         two_ranks(Path(name)) as target,

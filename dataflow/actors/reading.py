@@ -25,9 +25,9 @@ from dataflow.outputs.columns import ChunkRows
 from dataflow.staging.planned import PlannedWindow
 from dataflow.staging.rows import OpenRows, RowReader, WindowPart
 from dataflow.staging.source import Traffic
+from prefetch.counts import NO_FAULTS, ReadStats
 from prefetch.engine.pool import PriorityPool
 from prefetch.memory.arena import Arena
-from prefetch.store.reader import NO_FAULTS, ReadStats
 from prefetch.work import Task
 from sharding.errors import ShardReadError
 from sharding.urls import is_local

@@ -274,7 +274,7 @@ class BatchBuilder:
                 yield PartialChunk(slot_bytes=ahead)
                 resumed_s, thread_s = context.now(), context.thread_s()
             if context.seed_globals is not None:
-                self._seed(context.seed_globals, row, of_batch=True)
+                context.seed_globals(self._randomness.key(*self.rows.find(row), of_batch=True))
             try:
                 delivered.append((yield from self.delivered(number, next(batches), row, size)))
             except EngineClosedError:
@@ -321,10 +321,6 @@ class BatchBuilder:
         together = any(batch_form(transform) and not wants_rng for transform, wants_rng in transforms)
         is_whole = self.plan.segments is not None and self.settings.collate is None
         return bool(transforms) and not together and not is_whole
-
-    def _seed(self, seed_globals: Callable[[int], None], row: int, *, of_batch: bool) -> None:
-        """Let the global generators depend on a sample alone, or on the first one of a batch."""
-        seed_globals(self._randomness.key(*self.rows.find(row), of_batch=of_batch))
 
     @property
     def is_planned(self) -> bool:
@@ -544,7 +540,7 @@ class BatchBuilder:
         if transform is None:
             return sample
         if self.context.seed_globals is not None:
-            self._seed(self.context.seed_globals, chunk_row, of_batch=False)
+            self.context.seed_globals(self._randomness.key(window, row, of_batch=False))
         if not wants_rng:
             return transform(sample)
         return transform(sample, rng=self._randomness.generator(window, row))

@@ -70,10 +70,8 @@ def trains_nothing(transform: object, sample: Any) -> str:
     return "" if any(np.any(np.asarray(sample[name])) for name in names if name in sample) else names[0]
 
 
-def wants_rng(transform: Callable[..., Any] | None) -> bool:
+def wants_rng(transform: Callable[..., Any]) -> bool:
     """Return whether a transform takes `rng=`, a generator of random numbers."""
-    if transform is None:
-        return False
     try:
         return "rng" in inspect.signature(transform).parameters
     except (TypeError, ValueError):

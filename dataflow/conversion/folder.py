@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from dataflow.live.reading import boot_id, start_ticks
+from dataflow.telemetry.status.reading import boot_id, start_ticks
 from sharding.catalog.storage import failure_text, store_errors, version_of
 from sharding.errors import DataflowError
 from sharding.redaction import identity_of

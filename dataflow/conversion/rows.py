@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dataflow.conversion.values import decode_of, values_of
-from dataflow.staging.rows import BlockRows, read_rows
+from dataflow.staging.rows import BlockRows, by_block, read_rows
 from dataflow.staging.source import Source
 from prefetch.memory.mapping import Mappings
 from prefetch.retries import RetryPolicy
@@ -118,18 +118,11 @@ class StoredRows:
         if found:
             yield [found[at] for at in range(len(positions))]
 
-    def blocks(self, positions: Ints) -> list[tuple[Block, Ints]]:
-        """Return the blocks of ascending positions, each with its rows."""
-        blocks, rows = self.selection.locate(positions)
-        numbers, first = np.unique(blocks, return_index=True)
-        parts = np.split(rows, first[1:]) if len(numbers) else []
-        return [(self.catalog.block(n), own) for n, own in zip(numbers.tolist(), parts, strict=True)]
-
     def tables(self, positions: Ints) -> Iterator[pa.Table]:
         """Yield Arrow tables of all columns at ascending positions, each in its shard's own types."""
         assert isinstance(self.codec, TabularFormat)
         with self._opened() as source:
-            for block, rows in self.blocks(positions):
+            for block, _, rows in by_block(self.catalog, self.selection, positions):
                 table = self.codec.table(block, source.read_block(block), None)
                 if len(rows) < block.num_samples:
                     together = len(rows) == rows[-1] - rows[0] + 1
@@ -139,7 +132,7 @@ class StoredRows:
     def stored(self, positions: Ints) -> Iterator[tuple[Block, memoryview]]:
         """Yield the bytes of whole blocks at ascending positions."""
         with self._opened() as source:
-            for block, rows in self.blocks(positions):
+            for block, _, rows in by_block(self.catalog, self.selection, positions):
                 assert len(rows) == block.num_samples
                 yield block, source.read_block(block)
 

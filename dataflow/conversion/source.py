@@ -161,7 +161,11 @@ class ConvertSource:
         ):
             return "samples"
         codec, catalog = rows.codec, rows.catalog
-        if self.to == "parquet" and isinstance(codec, TabularFormat) and codec.name != "jsonl":
+        if (
+            self.to == "parquet"
+            and isinstance(codec, TabularFormat)
+            and "jsonl" not in (codec.name, codec.of)
+        ):
             return "tables" if self._schema is None else "samples"
         is_whole = self._has_whole_blocks and rows.selection.is_whole
         if self.to == "tar" and codec.name == "tar" and is_whole:

@@ -306,14 +306,14 @@ def _token_column(firsts: Mapping[str, list[Any]]) -> str:
     named = [name for name in _TOKEN_COLUMNS if name in firsts]
     if named:
         return named[0]
-    lists = [name for name, values in firsts.items() if values and _is_tokens(values[0])]
+    lists = [
+        name
+        for name, values in firsts.items()
+        if values and isinstance(values[0], (list, np.ndarray)) and np.asarray(values[0]).dtype.kind in "iu"
+    ]
     if len(lists) == 1:
         return lists[0]
     raise ValueError(
         f"token shards need one column of integers, such as 'tokens', and there are {listed(firsts)}: give "
         "tokenizer=, or columns=[...], or a map= that returns {'tokens': ids}"
     )
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, (list, np.ndarray)) and np.asarray(value).dtype.kind in "iu"

@@ -26,6 +26,8 @@ from sharding.write.arrays import array_of
 from sharding.write.values import plain_value
 
 Ints = NDArray[np.int64]
+_AT_ONCE = 64
+"""Samples that are delivered at a time, by either dataset."""
 
 
 @dataclass(frozen=True)
@@ -143,25 +145,35 @@ class _ComparedShard:
             self._same(row, was, now)
 
     def compare_delivered(self, source: ShardedDataset, written: ShardedDataset) -> None:
-        """Raise `ConversionError` where the first row is delivered otherwise than the source delivers it."""
+        """Raise `ConversionError` where a row is delivered otherwise than the source delivers it."""
         if self.receipt["read"] != self.receipt["samples"]:
             return
-        row, columns = int(self.rows[0]), self.recipe.target.columns
+        positions = self.recipe.positions(self.number)[self.rows]
+        order = np.argsort(positions)
+        for part in np.split(order, range(_AT_ONCE, len(order), _AT_ONCE)):
+            self._delivered_alike(source, written, self.rows[part], positions[part])
+
+    def _delivered_alike(
+        self, source: ShardedDataset, written: ShardedDataset, rows: Ints, positions: Ints
+    ) -> None:
         try:
-            was = source[int(self.recipe.positions(self.number)[row])]
-        except DataflowError:  # a bad sample, whose stored values are all that can be compared
+            given = source.__getitems__(positions.tolist())
+        except DataflowError:  # of a bad sample, the stored values are all that can be compared
+            for at in range(len(rows) if len(rows) > 1 else 0):
+                self._delivered_alike(source, written, rows[at : at + 1], positions[at : at + 1])
             return
-        now = written[self.first + row]
-        for name, value in was.items():
-            known = columns.get(name, "") if self.recipe.target.to == "tar" else ""
-            names = [one for one in (name, known) if one in now]
-            found = now[names[-1]] if names else None
-            if not _is_delivered_alike(value, found):
-                place = f"{self.receipt['name']}, sample {row}, column {name!r}"
-                raise ConversionError(
-                    f"{place}: {_short(found)} is delivered, and {_short(value)} by the source: map= may "
-                    "give what the target has, or leave it out"
-                )
+        columns = self.recipe.target.columns if self.recipe.target.to == "tar" else {}
+        found = written.__getitems__((self.first + rows).tolist())
+        for row, was, now in zip(rows.tolist(), given, found, strict=True):
+            for name, value in was.items():
+                names = [one for one in (name, columns.get(name, "")) if one in now]
+                other = now[names[-1]] if names else None
+                if not _is_delivered_alike(value, other):
+                    place = f"{self.receipt['name']}, sample {row}, column {name!r}"
+                    raise ConversionError(
+                        f"{place}: {_short(other)} is delivered, and {_short(value)} by the source: map= may "
+                        "give what the target has, or leave it out"
+                    )
 
     def _same(self, row: int, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         names = {*was, *now} - ({KEY} if self.recipe.target.to != "tar" else set())

@@ -350,16 +350,12 @@ def _write_samples(
         try:
             writer.write_many(rows.samples)
         except SampleError as error:
-            number = _number_of(error.key) - before
+            key = error.key or ""  # the number in the shard, unless the writer calls the sample otherwise
+            number = (int(key) if key.isdecimal() else -1) - before
             if not 0 <= number < len(rows.samples):  # of rows that were kept back, or of no sample
                 raise
             raise rows.failed(number, error.reason, "write", named) from error
         before += len(rows.samples)
-
-
-def _number_of(key: str | None) -> int:
-    """The number in the shard that a writer calls a sample by; -1: it calls it otherwise."""
-    return int(key) if key is not None and key.isdecimal() else -1
 
 
 def _by_sample(writer: ShardWriter, recipe: Recipe, positions: NDArray[np.int64]) -> None:

@@ -7,15 +7,15 @@ A script needs no guard against being run again: calls bring along what they nee
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import cloudpickle
 
-from dataflow.engines.starting import EngineRequest
+from dataflow.engines.starting import EngineRequest, cancelling
 from prefetch.workers import starting
 from prefetch.workers.signals import end_with_parent
 
@@ -35,53 +35,45 @@ def _run(target: Callable[..., object], args: tuple[Any, ...]) -> None:
     target(*args)
 
 
-class ProcessEngine(Executor):
-    """Calls in processes. One that dies takes only its own call along, and is replaced."""
+class ProcessEngine(ThreadPoolExecutor):
+    """Calls in processes, each waited for by a thread that has one."""
 
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[Any] = SimpleQueue()
-        self._context = _Context()
-        self.pools = set[ProcessPoolExecutor]()
+    def __init__(self, count: int) -> None:
+        super().__init__(count, thread_name_prefix="dataflow-engine")
+        self._context, self._of_thread = _Context(), threading.local()
+        self._pools, self._ends = set[ProcessPoolExecutor](), ExitStack()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call it in a process that is free, or in the next that is; see `Executor`."""
-        future: Future[Any] = Future()
-        self._calls.put((future, cloudpickle.dumps((function, args, kwargs))))
-        return future
+        return super().submit(self._call, cloudpickle.dumps((function, args, kwargs)))
 
-    def serve(self) -> None:
-        """Have calls done until `end`, one at a time; in a thread for each process."""
-        while True:
+    def _call(self, call: bytes) -> Any:
+        """Do it in this thread's process: one that dies takes only its own call along, and is replaced."""
+        pool = getattr(self._of_thread, "pool", None)
+        if pool is None:
             # One process each: an executor of several fails all calls when one of them dies.
-            with ProcessPoolExecutor(1, self._context) as pool:
-                self.pools.add(pool)
-                if self._serve(pool):
-                    return
+            pool = self._of_thread.pool = self._ends.enter_context(ProcessPoolExecutor(1, self._context))
+            self._pools.add(pool)
+        try:
+            return pool.submit(_called, call).result()
+        except BrokenExecutor:
+            self._of_thread.pool = None
+            self._pools.discard(pool)
+            pool.shutdown()
+            raise
 
-    def _serve(self, pool: ProcessPoolExecutor) -> bool:
-        """Return whether calls have ended, and not the process."""
-        for future, call in iter(self._calls.get, None):
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(pool.submit(_called, call).result())
-                except BaseException as error:
-                    future.set_exception(error)
-                    if isinstance(error, BrokenExecutor):
-                        self.pools.discard(pool)
-                        return False
-        return True
+    def cancel(self) -> None:
+        """End the calls that run, and those that wait."""
+        self.shutdown(wait=False, cancel_futures=True)
+        for pool in list(self._pools):
+            for process in list((pool._processes or {}).values()):
+                process.kill()
 
-    def end(self, workers: int, *, kill: bool) -> None:
-        """Take no more calls in so many threads, and wait for none of those that run if `kill`."""
-        if kill:
-            with suppress(Empty):
-                while True:
-                    self._calls.get_nowait()[0].cancel()
-        for _ in range(workers):
-            self._calls.put(None)
-        for pool in list(self.pools) if kill else ():
-            for one in list((pool._processes or {}).values()):
-                one.kill()
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the processes, too, if it waits; see `Executor`."""
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        if wait:
+            self._ends.close()
 
 
 def _called(call: bytes) -> Any:
@@ -103,13 +95,6 @@ def warm_up(modules: set[str], preload: Iterable[str]) -> None:
 def start(request: EngineRequest) -> Iterator[Executor]:
     """See `engine`."""
     request.allow()
-    count = request.workers or len(os.sched_getaffinity(0))
-    calls, ends_well = ProcessEngine(), False
-    with ThreadPoolExecutor(count, thread_name_prefix="dataflow-engine") as threads:
-        try:
-            for _ in range(count):
-                threads.submit(calls.serve)
-            yield calls
-            ends_well = True
-        finally:
-            calls.end(count, kill=not ends_well)
+    executor = ProcessEngine(request.workers or len(os.sched_getaffinity(0)))
+    with executor, cancelling(executor.cancel):
+        yield executor

@@ -29,16 +29,17 @@ _LOOK_S = 1.0
 """Seconds between two looks for a job's result: Slurm tells nobody when it is there."""
 
 
-class SlurmEngine(Executor):
+class SlurmEngine(ThreadPoolExecutor):
     """Calls as jobs, each waited for by a thread."""
 
-    def __init__(self, jobs: submitit.AutoExecutor, threads: ThreadPoolExecutor) -> None:
-        self._jobs, self._threads = jobs, threads
+    def __init__(self, jobs: submitit.AutoExecutor, workers: int) -> None:
+        super().__init__(workers, thread_name_prefix="dataflow-engine")
+        self._jobs = jobs
         self._lock, self._ended, self._running = threading.Lock(), threading.Event(), set[Any]()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call it in a job; see `Executor`."""
-        return self._threads.submit(self._call, partial(function, *args, **kwargs))
+        return super().submit(self._call, partial(function, *args, **kwargs))
 
     def _call(self, call: Callable[[], Any]) -> Any:
         with self._lock:
@@ -56,7 +57,7 @@ class SlurmEngine(Executor):
     def cancel(self) -> None:
         """Cancel the jobs that run, and those that wait."""
         self._ended.set()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             for job in self._running:
                 job.cancel(check=False)
@@ -77,16 +78,13 @@ def start(request: EngineRequest) -> Iterator[Executor]:
     values |= {_NAMES.get(name, name): int(text) if text.isdigit() else text for name, text in given.items()}
     workers = request.workers or _JOBS
     # The folder is this user's alone: tasks may hold the keys of a store.
-    with (
-        TemporaryDirectory(prefix=".dataflow-jobs-", dir=request.options.get("folder", ".")) as folder,
-        ThreadPoolExecutor(workers, thread_name_prefix="dataflow-engine") as threads,
-    ):
+    with TemporaryDirectory(prefix=".dataflow-jobs-", dir=request.options.get("folder", ".")) as folder:
         jobs = submitit.AutoExecutor(folder, cluster=cluster)
         try:
             jobs.update_parameters(name="dataflow", **values)
         except Exception as error:  # of an option that it does not have, a NameError
             raise ValueError(f"submitit refused an option ({shown(error)})") from error
         request.say(f"{cluster}: {workers} jobs at a time, {values['timeout_min']} minutes each")
-        executor = SlurmEngine(jobs, threads)
-        with cancelling(executor.cancel):
+        executor = SlurmEngine(jobs, workers)
+        with executor, cancelling(executor.cancel):
             yield executor

@@ -99,7 +99,7 @@ def _mixed(what: str, names: Sequence[list[str]], ranks: tuple[int, ...]) -> Dis
     return error
 
 
-class Agreement:
+class Consensus:
     """The ranks that share a model, and what they tell each other. Making one is collective.
 
     Args:

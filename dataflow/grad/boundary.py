@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from dataflow.grad.agreement import Agreement
+from dataflow.grad.agreement import Consensus
 from dataflow.grad.step import ScheduleSettings
 from dataflow.grad.strategies.strategy import Strategy
 from dataflow.grad.wrapper import Fsdp2Model, ModelWrapper
@@ -38,7 +38,7 @@ class Outcome:
 
 
 @dataclass(kw_only=True)
-class Boundary:
+class StepBoundary:
     """The end of each step: sums, clipping, the optimizer. One thread.
 
     Attributes:
@@ -52,7 +52,7 @@ class Boundary:
     model: ModelWrapper
     optimizer: torch.optim.Optimizer
     strategy: Strategy
-    agreement: Agreement
+    agreement: Consensus
     settings: ScheduleSettings
     scaler: Any = None
     schedulers: Sequence[Any] = ()

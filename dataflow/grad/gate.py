@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from dataflow.timing.phases import Phase, PhaseLedger
+from dataflow.telemetry.timing.phases import Phase, PhaseLedger
 from prefetch.control.pause import ReadPause
 
 Io = Literal["auto", "open", "sync"]
@@ -22,14 +22,14 @@ _FEW = 2
 """Reads at a time: what the kernel holds of each comes although it stands still."""
 
 
-class Way(StrEnum):
+class GateMode(StrEnum):
     """The times at which remote reads wait."""
 
     OPEN = "open"
     SYNC = "sync"
 
 
-WayOf = Callable[[int], Way]
+GateModeOf = Callable[[int], GateMode]
 """The way of the window with that number, counted over the whole run."""
 
 
@@ -37,21 +37,21 @@ WayOf = Callable[[int], Way]
 class GateDecision:
     """The way that the next windows take, and why."""
 
-    way: Way
+    way: GateMode
     reason: str
-    seconds: Mapping[Way, float]
+    seconds: Mapping[GateMode, float]
     """Mean window of each way in the last trial, without the slowest one; empty before its end."""
 
 
-def checked_io(io: Io | WayOf) -> WayOf | None:
+def checked_io(io: Io | GateModeOf) -> GateModeOf | None:
     """The way of each window that `io=` means; None: the controller's. `ValueError` for another word."""
     if callable(io):
         return io
     if io == "auto":
         return None
-    if io not in list(Way):
+    if io not in list(GateMode):
         raise ValueError(f'io must be "auto", "open" or "sync", got {io!r}')
-    return lambda window: Way(io)
+    return lambda window: GateMode(io)
 
 
 class IoGate:
@@ -63,14 +63,14 @@ class IoGate:
         way_of: when to.
     """
 
-    def __init__(self, pause: ReadPause, ledger: PhaseLedger, way_of: WayOf) -> None:
+    def __init__(self, pause: ReadPause, ledger: PhaseLedger, way_of: GateModeOf) -> None:
         self._pause, self._way_of = pause, way_of
         self._holds, self._held_before = False, 0
         self._end = ledger.listen(self._entered)
 
     def step_begins(self, window: int) -> None:
         """A window of that number, which ends with a reduction."""
-        self._holds = self._way_of(window) is Way.SYNC
+        self._holds = self._way_of(window) is GateMode.SYNC
         self._pause.limit(_FEW if self._holds else None)
         self._held_before = self._pause.stats().held_reads
 

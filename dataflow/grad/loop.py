@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from dataflow.grad.agreement import Deadline
-from dataflow.grad.boundary import Boundary, Outcome
+from dataflow.grad.boundary import Outcome, StepBoundary
 from dataflow.grad.gate import IoGate
 from dataflow.grad.lookahead import LookAhead
 from dataflow.grad.negotiation import Control, Negotiation
 from dataflow.grad.step import Microbatch, Position, Replay, Step
 from dataflow.grad.wrapper import copied_buffers
-from dataflow.live.watched import LiveSchedule
-from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
-from dataflow.timing.steps import StepRecorder
+from dataflow.telemetry.status.loaders import ScheduleStatus
+from dataflow.telemetry.timing.phases import Phase, PhaseLedger, StepInfo
+from dataflow.telemetry.timing.steps import StepRecorder
 
 T = TypeVar("T")
 
@@ -33,21 +33,21 @@ class StepLoop:
         accumulate: microbatches a rank of a full step.
         phases: counts seconds.
         gate, control: where reads are held back, and where something may change.
-        live: its line on the page of this process; None: it has none.
+        status: its line on the page of this process; None: it has none.
     """
 
     def __init__(
         self,
         loader: Any,
-        boundary: Boundary,
+        boundary: StepBoundary,
         *,
         accumulate: int,
         phases: PhaseLedger,
         gate: IoGate | None,
         control: Control | None,
-        live: LiveSchedule | None = None,
+        status: ScheduleStatus | None = None,
     ) -> None:
-        self._live = live
+        self._status = status
         self.boundary, self.phases, self._gate, self._control = boundary, phases, gate, control
         self.model, self.strategy, self.agreement = boundary.model, boundary.strategy, boundary.agreement
         model, agreement, settings = boundary.model, boundary.agreement, boundary.settings
@@ -189,31 +189,21 @@ class StepLoop:
         )
         held_reads = self._gate.step_ended() if self._gate and syncs else 0
         exposed_s = self.model.exposed_s(info.seconds.sync)
-        self.recorder.step_ended(info, plan.forwards[rank], exposed_s)
+        times = self.recorder.step_ended(info, plan.forwards[rank], exposed_s)
         if self._control:
             self._control.step_ended(info, exposed_s, held_reads, syncs=syncs)
-        if self._live is not None:
-            self._tell(self._live, info, plan.forwards[rank], exposed_s)
+        if self._status is not None:
+            seconds = times.data_s, times.peers_s, times.compute_s, times.exposed_s or 0.0, times.optimizer_s
+            self._status.window(
+                seconds=seconds,
+                microbatches=times.microbatches,
+                replays=info.replays,
+                skipped=info.skipped,
+                step=info.step,
+                totals=info.totals,
+                decided=self._decided,
+            )
         return info
-
-    def _tell(self, live: LiveSchedule, info: StepInfo, microbatches: int, exposed_s: float | None) -> None:
-        """Have the step counted on the page of this process."""
-        seconds = info.seconds
-        live.window(
-            seconds=(
-                seconds.data_wait,
-                seconds.peer_wait,
-                seconds.compute + seconds.sync - (exposed_s or 0.0),
-                exposed_s or 0.0,
-                seconds.step,
-            ),
-            microbatches=microbatches,
-            replays=info.replays,
-            skipped=info.skipped,
-            step=info.step,
-            totals=info.totals,
-            decided=self._decided,
-        )
 
     def _decided(self) -> dict[str, str]:
         """Return what the controller has decided, and why."""

@@ -19,8 +19,8 @@ from torch.serialization import default_restore_location
 
 from dataflow.grad.adapt.controller import Controller, Measurement
 from dataflow.grad.adapt.options import ACCUMULATE, IO, Allowed
-from dataflow.grad.agreement import Agreement
-from dataflow.grad.gate import GateDecision, Way
+from dataflow.grad.agreement import Consensus
+from dataflow.grad.gate import GateDecision, GateMode
 from dataflow.grad.lookahead import LookAhead, Share
 from dataflow.grad.step import (
     MICROBATCHES,
@@ -39,7 +39,7 @@ from dataflow.grad.step import (
 from dataflow.grad.strategies.strategy import Strategy
 from dataflow.grad.strategies.switch import StrategySwitch
 from dataflow.grad.wrapper import ModelWrapper, mixes_batches
-from dataflow.timing.phases import StepInfo
+from dataflow.telemetry.timing.phases import StepInfo
 
 _COLUMNS = (
     "epoch's batches",
@@ -72,7 +72,7 @@ class Negotiation:
 
     def __init__(
         self,
-        agreement: Agreement,
+        agreement: Consensus,
         model: ModelWrapper,
         look: LookAhead,
         replay: Replay,
@@ -285,17 +285,19 @@ class Control:
         exposed_or_unknown = -1.0 if exposed_s is None else exposed_s
         self._outbox.append((info.window, info.seconds.total, exposed_or_unknown, held_reads))
 
-    def way(self, window: int) -> Way:
+    def way(self, window: int) -> GateMode:
         """Return how reads and gradients share the network in the window under way."""
-        return Way(self.controller.mode.settings.get(IO, Way.OPEN))
+        return GateMode(self.controller.mode.settings.get(IO, GateMode.OPEN))
 
     @property
     def io(self) -> GateDecision:
         """The same, with the reason."""
         if IO not in self._names:
-            return GateDecision(Way.OPEN, "gradients are not reduced", {})
+            return GateDecision(GateMode.OPEN, "gradients are not reduced", {})
         result = self.controller.result(IO)
-        return GateDecision(self.way(0), result.reason, {Way(name): s for name, s in result.seconds.items()})
+        return GateDecision(
+            self.way(0), result.reason, {GateMode(name): s for name, s in result.seconds.items()}
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The controller's state, and what other ranks were not told yet. JSON."""

@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import GradBucket
 
 from dataflow.grad.adapt.controller import Mode
 from dataflow.grad.adapt.options import Adapt, allowed, with_options
-from dataflow.grad.agreement import Agreement, give_private_back, private_group
-from dataflow.grad.boundary import Boundary, check_boundary
-from dataflow.grad.gate import GateDecision, Io, IoGate, Way, WayOf, checked_io
+from dataflow.grad.agreement import Consensus, give_private_back, private_group
+from dataflow.grad.boundary import StepBoundary, check_boundary
+from dataflow.grad.gate import GateDecision, GateMode, GateModeOf, Io, IoGate, checked_io
 from dataflow.grad.loop import StepLoop
 from dataflow.grad.negotiation import Control
 from dataflow.grad.step import (
@@ -47,10 +47,10 @@ from dataflow.grad.wrapper import (
     trainable,
     wrapper_of,
 )
-from dataflow.live.page import live_schedule
 from dataflow.tables import Row, Shown
-from dataflow.timing.phases import Phase, PhaseLedger, StepInfo
-from dataflow.timing.report import Report, report_of, write_trace
+from dataflow.telemetry.status.page import schedule_status
+from dataflow.telemetry.timing.phases import Phase, PhaseLedger, StepInfo
+from dataflow.telemetry.timing.report import Report, report_of, write_trace
 from dataflow.topology_exchange import detect_topology
 from prefetch.weak_registry import WeakRegistry
 from sharding.topology.topology import Topology
@@ -126,7 +126,7 @@ class GradSchedule(Shown):
         uneven: Uneven = "pad",
         partial: Partial = "keep",
         strategy: Strategy | None = None,
-        io: Io | WayOf = "auto",
+        io: Io | GateModeOf = "auto",
         adapt: Adapt | None = None,
         skip_nonfinite: bool = True,
         timeout_s: float = 600.0,
@@ -153,12 +153,12 @@ class GradSchedule(Shown):
         _check_strategy(self.strategy, wrapper)
         self.phases = ledger or PhaseLedger()
         self._scaler = scaler
-        self._agreement = Agreement(wrapper.ranks, timeout_s, lambda: wrapper.layers)
+        self._agreement = Consensus(wrapper.ranks, timeout_s, lambda: wrapper.layers)
         several = self._agreement.world_size > 1
         self.window_size = self._settings.window_size(loader, self._agreement.world_size)
         """Microbatches a rank and full window."""
         pause = getattr(loader, "read_pause", None) if several else None
-        ways = tuple(Way) if pause is not None and self._way_of is None else ()
+        ways = tuple(GateMode) if pause is not None and self._way_of is None else ()
         options = allowed(adapt, self.strategy, self.window_size, ways=ways)
         self._control = Control(options, self.strategy) if options.tunables and several else None
         self._agreement.compare(
@@ -173,7 +173,7 @@ class GradSchedule(Shown):
         )
         way_of = self._way_of or (self._control.way if self._control else None)
         self._gate = None if pause is None or way_of is None else IoGate(pause, self.phases, way_of)
-        self._live = live_schedule(
+        self._status = schedule_status(
             loader=str(getattr(loader, "name", "")),
             rank=self._agreement.ranks[self._agreement.rank],
             world_size=self._agreement.world_size,
@@ -182,7 +182,7 @@ class GradSchedule(Shown):
         )
         self._loop = StepLoop(
             loader,
-            Boundary(
+            StepBoundary(
                 model=wrapper,
                 optimizer=optimizer,
                 strategy=self.strategy,
@@ -196,7 +196,7 @@ class GradSchedule(Shown):
             phases=self.phases,
             gate=self._gate,
             control=self._control,
-            live=self._live,
+            status=self._status,
         )
         self._warned_of_scale = False
         self._implied: str | None = None
@@ -423,8 +423,8 @@ class GradSchedule(Shown):
         if self._gate:
             self._gate.close()
         self._loop.recorder.close()
-        if self._live is not None:
-            self._live.ends()
+        if self._status is not None:
+            self._status.ends()
         self._end_strategy()
         self._agreement.close()
 
@@ -462,7 +462,7 @@ def _set_up(
     strategy: Strategy,
     model: ModelWrapper,
     optimizer: torch.optim.Optimizer,
-    agreement: Agreement,
+    agreement: Consensus,
     *,
     timeout_s: float,
     topology: Topology | None,

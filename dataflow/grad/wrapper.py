@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from dataflow.grad.agreement import PASS_ENDS, Agreement, differing_gradients, differing_layers
+from dataflow.grad.agreement import PASS_ENDS, Consensus, differing_gradients, differing_layers
 
 _CUDA_EVERY = 20
 """On CUDA DDP measures so rarely, since it must wait for events to be done."""
@@ -71,20 +71,20 @@ class ModelWrapper:
     def replay_begins(self) -> None:
         """The microbatches that follow in this step have weight zero."""
 
-    def hold_together(self, agreement: Agreement) -> None:
+    def hold_together(self, agreement: Consensus) -> None:
         """Let no rank run other layers in the microbatch that follows."""
 
     def forward_ended(self) -> None:
         """The forward pass of a microbatch has been, its backward pass not yet."""
 
-    def keep_real_gradients(self, agreement: Agreement) -> None:
+    def keep_real_gradients(self, agreement: Consensus) -> None:
         """After the last backward pass: drop gradients that only replays have made. On all ranks."""
 
     def checksum(self) -> int:
         """Equal on ranks whose collectives in this step belong together."""
         return 0
 
-    def check_same(self, checksums: Sequence[float], agreement: Agreement) -> None:
+    def check_same(self, checksums: Sequence[float], agreement: Consensus) -> None:
         """`DisagreementError` where the ranks' checksums differ; on all ranks alike."""
 
     def step_ended(self) -> None:
@@ -145,7 +145,7 @@ class DdpModel(ModelWrapper):
         if self._reached is not None:
             self._reached.stop()
 
-    def keep_real_gradients(self, agreement: Agreement) -> None:
+    def keep_real_gradients(self, agreement: Consensus) -> None:
         """Keep gradients that a microbatch of any rank has reached; of this one, where ranks step alone."""
         reached, self._reached = self._reached, None
         if reached is not None:
@@ -263,7 +263,7 @@ class Fsdp2Model(ModelWrapper):
         self._parameters = dict(model.named_parameters())
         self._layers: list[str] = []
         self._listed = 0
-        self._held: Agreement | None = None
+        self._held: Consensus | None = None
         """Whom to tell of each layer, where that is done; with the hooks that do it and the names."""
         self._hooks: list[RemovableHandle] = []
         self._names: list[str] = []
@@ -284,7 +284,7 @@ class Fsdp2Model(ModelWrapper):
         self._fsdp.set_requires_gradient_sync(on)
         self._fsdp.set_is_last_backward(on)
 
-    def hold_together(self, agreement: Agreement) -> None:
+    def hold_together(self, agreement: Consensus) -> None:
         """Before a layer is gathered in this forward pass, ranks tell each other which."""
         self._held = agreement
         if not self._hooks:
@@ -304,7 +304,7 @@ class Fsdp2Model(ModelWrapper):
         if error := differing_layers([[*self._layers, name] for name in names], self._held.ranks):
             raise error
 
-    def keep_real_gradients(self, agreement: Agreement) -> None:
+    def keep_real_gradients(self, agreement: Consensus) -> None:
         """Replays have made gradients of zero where other ranks have made real ones, and nowhere else."""
         self._let_go()
 
@@ -326,7 +326,7 @@ class Fsdp2Model(ModelWrapper):
         has_gradient = bytes(parameter.grad is not None for parameter in self._parameters.values())
         return zlib.crc32("\n".join(self._layers).encode(), zlib.crc32(has_gradient))
 
-    def check_same(self, checksums: Sequence[float], agreement: Agreement) -> None:
+    def check_same(self, checksums: Sequence[float], agreement: Consensus) -> None:
         """`DisagreementError` with the layers that differ, or else the parameters."""
         if len(set(checksums)) == 1:
             return

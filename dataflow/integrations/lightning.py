@@ -23,7 +23,7 @@ except ImportError as error:
 warn_if_untried("lightning", ("2.5", "2.6"))
 
 
-def resume(trainer: Trainer) -> LoadStates:
+def resume(trainer: Trainer) -> RestoreLoader:
     """Have a trainer load the states of its loaders, also where these were set up before the checkpoint.
 
     Needed where `trainer.estimated_stepping_batches` is used; elsewhere it changes nothing.
@@ -41,13 +41,13 @@ def resume(trainer: Trainer) -> LoadStates:
     """
     callbacks: list[Any] = trainer.callbacks
     for callback in callbacks:
-        if isinstance(callback, LoadStates):
+        if isinstance(callback, RestoreLoader):
             return callback
-    callbacks.append(added := LoadStates())
+    callbacks.append(added := RestoreLoader())
     return added
 
 
-class LoadStates(Callback):  # type: ignore[misc]
+class RestoreLoader(Callback):  # type: ignore[misc]
     """The callback that `resume` adds: states of loaders that are left when training starts are loaded."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

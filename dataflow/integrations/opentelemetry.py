@@ -1,7 +1,8 @@
 """OpenTelemetry: every figure of this process's loaders and schedules as an observable instrument.
 
 A reader of the user's `MeterProvider` asks, in its own thread. Names and units are those of
-`dataflow.live.instruments`: "dataflow.loader.samples" in "{sample}", by rank, node, dataset and role.
+`dataflow.telemetry.serving.instruments`: "dataflow.loader.samples" in "{sample}", by rank, node, dataset and
+role.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ except ImportError as error:
         "pip install 'dataflow-loader[metrics]'"
     ) from error
 
-from dataflow.live.instruments import Instrument, MetricPoint, all_instruments, points_of
-from dataflow.live.page import page_of_process
+from dataflow.telemetry.serving.instruments import Instrument, MetricPoint, all_instruments, points_of
+from dataflow.telemetry.status.page import page_of_process
 
 _SAME_S = 0.5
 """Seconds for which figures are the same: a reader asks for each instrument, one after the other."""

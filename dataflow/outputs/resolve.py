@@ -228,21 +228,7 @@ def _single(name: str, source: str, specs: list[ColumnSpec], rule: object, codec
         parse = parse_ints if rule == "int" else parse_floats
         dtype = "int64" if rule == "int" else "float64"
         return ArrayOutput(name=name, sources=sources, dtype=dtype, source_dtype=dtype, parse=parse)
-    _check_padding(name, source, spec, rule, codec)
-    return _decoded(name, sources, spec, rule)
-
-
-def _check_padding(name: str, source: str, spec: ColumnSpec, rule: object, codec: Format) -> None:
-    """Raise `ValueError` where `Pad` would fill up files in place of the values in them."""
-    from dataflow.outputs.ragged import Pad
-
-    if isinstance(rule, Pad) and codec.columns_are_extensions:
-        kind = _auto_rule(source, spec, codec)
-        if kind not in (None, "text"):
-            raise ValueError(
-                f"Pad() pads values as they are stored, and column {name!r} holds {kind} files: leave it to "
-                "decode='auto' and pad in collate_fn=, or write the values as lists in Parquet or Arrow"
-            )
+    return _decoded(name, source, spec, rule, codec)
 
 
 def _format_objects(
@@ -255,16 +241,23 @@ def _format_objects(
     return ObjectOutput(name=name, sources=sources, convert=rule, is_stacked=is_stacked, is_format_rule=True)
 
 
-def _decoded(name: str, sources: tuple[str, ...], spec: ColumnSpec, rule: object) -> Output:
+def _decoded(name: str, source: str, spec: ColumnSpec, rule: object, codec: Format) -> Output:
     """Return the output of a decoder of byte strings, or of a function of the user's."""
     from dataflow.outputs.objects import ObjectOutput
     from dataflow.outputs.ragged import Pad, PaddedOutput
 
+    sources = (source,)
     if rule == "image":
         rule = _image()
     if is_decoder(rule):
         return _by_decoder(name, sources, rule)
     if isinstance(rule, Pad):
+        kind = _auto_rule(source, spec, codec) if codec.columns_are_extensions else None
+        if kind not in (None, "text"):  # it would fill up files in place of the values in them
+            raise ValueError(
+                f"Pad() pads values as they are stored, and column {name!r} holds {kind} files: leave it to "
+                "decode='auto' and pad in collate_fn=, or write the values as lists in Parquet or Arrow"
+            )
         return PaddedOutput(name=name, sources=sources, dtype=spec.dtype, source_dtype=spec.dtype, pad=rule)
     if callable(rule):
         return ObjectOutput(name=name, sources=sources, convert=rule)

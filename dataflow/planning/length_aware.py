@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from fractions import Fraction
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -26,7 +25,8 @@ from dataflow.outputs.output import Output
 from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
 from dataflow.planning.exchange import LengthExchange
 from dataflow.planning.settings import StreamSettings
-from prefetch.store.filesystems import shard_file
+from dataflow.staging.rows import read_columns
+from sharding.blocks import Block, Column
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching, Bucketed, Lengths, Packed, TokenBudget
 from sharding.lengths.column_lengths import resolve_lengths
@@ -48,15 +48,13 @@ _MEGABATCHES_IN_LIMIT = 8
 
 
 def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
-    """Raise `ValueError` for what of the settings and the dataset does not go with `batching=`."""
+    """Raise `ValueError` for what does not go with `batching=`; without it, of shares that count tokens."""
     batching, batch_size, collate_fn = settings.batching, settings.batch_size, settings.collate_fn
-    if batching is None and is_by_tokens(dataset):
+    if batching is None:
         raise ValueError(
             'shares="tokens" counts elements of the column that batching= names: pass batching=, or '
             'give the mixture shares="samples"'
         )
-    if batching is None:
-        return
     name = type(batching).__name__
     if not isinstance(batching, Packed | TokenBudget | Bucketed):
         raise ValueError(f"batching must be Packed(...), TokenBudget(...) or Bucketed(...), got {batching!r}")
@@ -346,16 +344,13 @@ def _source_lengths(
     named = asked is not None
     join = next((join for join in dataset.joins_used if batching.column in join.names and not named), None)
     of = dataset if join is None else join.other
-    reader = of.new_reader()
-    with closing(reader), ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-lengths") as pool:
-        lengths = resolve_lengths(
-            asked,
-            of.catalog,
-            stored,
-            storage_options=of.storage_options,
-            map=pool.map,
-            open_shard=partial(shard_file, reader.read_into),
-        )
+    source = of.source()
+
+    def read(block: Block, column: str) -> Column:
+        return read_columns(source, block, [column])[column]
+
+    with closing(source.reader), ThreadPoolExecutor(_THREADS, thread_name_prefix="dataflow-lengths") as pool:
+        lengths = resolve_lengths(asked, of.catalog, stored, read, map=pool.map)
     if join is not None or not dataset.selection.is_whole:
         # `lengths` are of all samples; a plan wants those of the view.
         at, row = dataset.selection.locate(np.arange(len(dataset)))

@@ -63,8 +63,14 @@ class StreamPlan:
     def on_rank(self, topology: Topology, tail: Tail) -> StreamPlan:
         """The same plan for a rank, and for what becomes of the last, incomplete global batch."""
         # In file order what is gathered by rank must be in order: lanes may number ranks otherwise.
-        rank = topology.data_rank if self.shuffle.is_file_order else shard_index_of(topology)
+        is_by_rank = self.shuffle.is_file_order or topology.world_size == 1
+        rank = topology.data_rank if is_by_rank else shard_index_of(topology)
         return replace(self, rank=rank, world_size=topology.data_world_size, tail=tail)
+
+    @property
+    def has_joins(self) -> bool:
+        """Return whether samples bring columns of another dataset along."""
+        return any(source.joins_used for source in self.dataset.sources)
 
     @property
     def samples_per_batch(self) -> int:
@@ -107,16 +113,15 @@ class StreamPlan:
 
     def num_samples(self, epoch: int) -> int:
         """Samples of an epoch, over all ranks. 2**62 for one that never ends."""
-        if self.token_epochs is not None:
+        if isinstance(self.dataset, Mixture) and self.token_epochs is not None:
             return self.token_epochs.epoch(epoch).num_samples
         return self.dataset.num_samples(epoch)
 
     def windows_of(self, epoch: int) -> EpochOrder:
         """The order of an epoch. Both the loop and what reads ahead ask for it, one after the other."""
-        kept = self._orders.get(epoch)
-        if kept is not None:
+        if (kept := self._orders.get(epoch)) is not None:
             return kept
-        if self.token_epochs is not None and isinstance(self.dataset, Mixture):
+        if isinstance(self.dataset, Mixture) and self.token_epochs is not None:
             turns = self.token_epochs.epoch(epoch)
             return self.dataset.windows(epoch, self.shuffle, seed=self.seed, interleaving=turns)
         windows: EpochOrder = self.dataset.windows(epoch, self.shuffle, seed=self.seed)
@@ -171,7 +176,8 @@ class StreamPlan:
             position=position,
             num_samples=self.num_samples(epoch),
             shuffle=self.shuffle,
-            fingerprint=_mark_of(of),
+            # The commit, behind "@", is for messages only.
+            fingerprint=f"{of.fingerprint()}@{of.commit}" if of.commit else of.fingerprint(),
             batching=self.mark(epoch, position),
             sources=self._given(epoch, position, told=SOURCES in data),
             weights=weights,
@@ -234,7 +240,11 @@ class StreamPlan:
 
     def _gone_on(self, state: PlanState, of: ShardedDataset | Mixture) -> StreamPlan:
         """The plan at a state of the same samples."""
-        dataset = of if state.weights is None else _mixed_again(of, state.weights)
+        dataset = of
+        if state.weights is not None:
+            if not isinstance(of, Mixture):
+                raise ValueError("the state has the weights of a mixture, and this is none")
+            dataset = of.with_spec(of.spec.resumed(state.weights))
         first = _first_of(state, dataset) if isinstance(dataset, Mixture) else None
         if first and isinstance(dataset, Mixture) and first != dataset.spec.counted(state.epoch):
             dataset = dataset.with_spec(replace(dataset.spec, begun=(state.epoch, first)))
@@ -315,11 +325,6 @@ def _num_weights_set(dataset: ShardedDataset | Mixture) -> int:
     return dataset.weights_set[0] if isinstance(dataset, Mixture) and dataset.weights_set else 0
 
 
-def _mark_of(dataset: ShardedDataset | Mixture) -> str:
-    """Return what a state says of its dataset; the commit, behind "@", is for messages only."""
-    return f"{dataset.fingerprint()}@{dataset.commit}" if dataset.commit else dataset.fingerprint()
-
-
 def _differing_data(state: PlanState, of: ShardedDataset | Mixture, here: Facts) -> Difference:
     """Return why a state is of other samples."""
     content, _, commit = state.fingerprint.partition("@")
@@ -359,10 +364,3 @@ def _anew(state: PlanState, of: ShardedDataset | Mixture, *, is_same: bool) -> S
     return of.with_spec(
         succeeding(of.spec, state.epoch, given=given, there=there, here=here, weights=weights)
     )
-
-
-def _mixed_again(dataset: ShardedDataset | Mixture, weights: Mapping[str, object]) -> Mixture:
-    """The mixture as a state says that it goes on."""
-    if not isinstance(dataset, Mixture):
-        raise ValueError("the state has the weights of a mixture, and this is none")
-    return dataset.with_spec(dataset.spec.resumed(weights))

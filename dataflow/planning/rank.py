@@ -22,25 +22,32 @@ class RankTopology:
         """True if it was found before torch.distributed was there to ask."""
         self._error: ValueError | None = None
         """Why the launcher's variables alone do not tell."""
+        # Only ranks that know each other are placed by NUMA nodes.
+        self._lacks_hardware = self._is_open
         self.topology = given or self._detected()
 
     def _detected(self) -> Topology:
         try:
-            return detect_topology()
+            return detect_topology(sysfs="/sys" if not self._is_open else None)
         except ValueError as error:
             if not self._is_open or not dist.is_available():
                 raise
             self._error = error  # Lightning sets a part of the variables, and torch.distributed later
             return Topology()
 
+    def whole(self) -> Topology:
+        """The topology with the hardware of this machine."""
+        if self._lacks_hardware:
+            self.topology, self._lacks_hardware = self.topology.with_hardware(), False
+        return self.topology
+
     def resolve(self) -> bool:
         """Ask torch.distributed, if it came up meanwhile; whether the topology has been found anew.
 
         Raises `ValueError` where nothing tells.
         """
-        is_new = self._is_open and is_distributed()
-        if is_new:
-            self._is_open, self._error = False, None
+        if is_new := self._is_open and is_distributed():
+            self._is_open, self._error, self._lacks_hardware = False, None, False
             self.topology = detect_topology()
         if self._error is not None:
             raise self._error

@@ -176,11 +176,8 @@ class StreamSettings:
     @property
     def order(self) -> Shuffle:
         """The shuffle, its windows maybe not sized yet."""
-        return (
-            self.shuffle
-            if isinstance(self.shuffle, Shuffle)
-            else Shuffle("window" if self.shuffle else "none")
-        )
+        shuffle = self.shuffle
+        return shuffle if isinstance(shuffle, Shuffle) else Shuffle("window" if shuffle else "none")
 
     @property
     def depth_policy(self) -> DepthPolicy | None:

@@ -1,5 +1,5 @@
-"""Progress bars on stderr: of a loader's epoch, and of what the library does for long.
+"""Progress is told here: to observers of loops, and by bars on stderr of what the library does for long.
 
-In come counts of what is done, at any rate; out go lines, ten times a second at most, drawn by tqdm where it
-is installed and by rich elsewhere. Read `bar` first, then `epoch`.
+In come batches that are handed over, and counts of what is done, at any rate. Out goes what whoever watches
+makes of it; of a bar, lines, ten times a second at most, drawn by tqdm. Read `observer` and `bar`.
 """

@@ -17,7 +17,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -31,7 +31,6 @@ from dataflow.sources.listing.places import Places
 from dataflow.sources.listing.shards import check_sets
 from prefetch.cache.claims import Claims
 from prefetch.store.retrier import Retrier
-from prefetch.store.small_files import SmallFiles
 from sharding.catalog.listings import is_listing, shards_listed
 from sharding.catalog.storage import open_url, store_errors
 from sharding.formats import has_suffix
@@ -54,57 +53,48 @@ _AGREED_S = 3600.0
 """Seconds after the first process of a job in which one that starts takes the same commit."""
 
 
-def at_commits(
-    texts: Sequence[str],
-    options: Mapping[str, Any],
-    retrier: Retrier,
-    *,
-    config: str | None,
-    split: str | None,
-    revision: str | None,
-    format: str,  # noqa: A002
-) -> Any:
-    """Sources with repositories among them, at their commits; of a single one the files of its split."""
-    access = HubAccess.given(options)
-    pinned = [_pinned(one, access, retrier, revision) if is_hub(one) else one for one in texts]
-    if len(texts) != 1:
-        return pinned
-    name = parse_name(pinned[0])
+def claim_repository(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
+    """The shards of repositories, these at their commits; of a single one the files of its split."""
+    refuse_unmeant(spec, asked)
+    access, revision = HubAccess.given(places.options), str(asked.revision) if asked.revision else None
+    texts = [_pinned(one, access, places.retrier, revision) if is_hub(one) else one for one in spec.texts]
+    files = _files_of_split(texts[0], access, asked, places) if len(texts) == 1 else None
+    named: Any = files or (texts[0] if len(texts) == 1 else texts)
+    return claim_shards(structs.replace(spec, source=named, texts=files or texts), asked, places)
+
+
+def _files_of_split(url: str, access: HubAccess, asked: SourceArguments, places: Places) -> list[str] | None:
+    """The files of a repository's split, or of a folder's in it; None: some files are named themselves."""
+    name = parse_name(url)
     snapshot = Snapshot.kept(access.endpoint, name.repo, str(name.revision))
     assert snapshot is not None
     below = f"{name.path}/" if name.path else ""
-    is_pattern = (is_glob(pinned[0]) or "{" in name.path) and not any(
-        file.startswith(below) for file in snapshot.files
-    )
-    if config is None and split is None and (is_pattern or has_suffix(pinned[0])):
-        return pinned[0]
+    files = [file.removeprefix(below) for file in snapshot.files if file.startswith(below)]
+    is_pattern = (is_glob(url) or "{" in name.path) and not files
+    if (asked.config, asked.split) == (None, None) and (is_pattern or has_suffix(url)):
+        return None
     if name.path in snapshot.files:
-        return pinned[0]
-    files = split_files(
-        [file.removeprefix(below) for file in snapshot.files if file.startswith(below)],
-        snapshot.configs if not below else [],
-        where=structs.replace(name, revision=None).url,
-        config=config,
-        split=split,
-        format=format,
-    )
-    return [structs.replace(name, path=below + file).url for file in files]
+        return None
+
+    def url_of(file: str) -> str:
+        return structs.replace(name, path=below + file).url
+
+    configs: Any = snapshot.configs if not below else []
+    if _SAVED_DICT in files and not configs:
+        configs = _saved_splits(places.files.read(url_of(_SAVED_DICT)))
+    where = structs.replace(name, revision=None).url
+    return places.retrier(lambda: _as_listed(asked, files, configs, url_of, where, places), where)
 
 
-def files_of_folder(
-    url: str,
-    options: Mapping[str, Any],
-    retrier: Retrier,
-    *,
-    config: str | None,
-    split: str | None,
-    format: str,  # noqa: A002
-) -> list[str]:
+def claim_folder(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
     """The files of a folder's split, which lie as on the Hub."""
+    refuse_unmeant(spec, asked)
+    url = spec.text
     is_folder = os.path.isdir(local_path(url)) if is_local(url) else not is_glob(url)
-    if is_http(url) or (not is_folder and not SmallFiles(options, retrier).exists(url)):
+    if is_http(url) or (not is_folder and not places.files.exists(url)):
         raise ValueError(f"config= and split= are for a folder or a repository of the Hub, got {url!r}")
-    fs, root = open_url(local_path(url) if is_local(url) else url, options)
+    place = local_path(url) if is_local(url) else url.rstrip("/")
+    fs, root = open_url(place if is_local(url) else url, places.options)
 
     def look() -> tuple[list[str], dict[str, str]]:
         with store_errors(url):
@@ -116,21 +106,37 @@ def files_of_folder(
             }
         return files, cards
 
-    files, cards = retrier(look, url)
+    files, cards = places.retrier(look, url)
     saved = cards.pop(_SAVED_DICT, None)
     configs = card_configs(cards, url) if saved is None else _saved_splits(saved)
-    found = split_files(files, configs, where=url, config=config, split=split, format=format)
-    place = local_path(url) if is_local(url) else url.rstrip("/")
+    return asked.listing(
+        _as_listed(asked, files, configs, lambda file: f"{place}/{file}", identity_of(place), places),
+        spec=spec,
+    )
+
+
+def _as_listed(
+    asked: SourceArguments,
+    files: Sequence[str],
+    configs: Any,
+    url_of: Callable[[str], str],
+    where: str,
+    places: Places,
+) -> list[str]:
+    """The URLs of the files of a split; of folders with a list of their own, those that it has."""
+    found = split_files(
+        files, configs, where=where, config=asked.config, split=asked.split, format=asked.format_name
+    )
     folders = {_folder(file) for file in found}
     lists = {
         _folder(name): listed
         for name in filter(is_listing, files)
-        if _folder(name) in folders and (listed := shards_listed(f"{place}/{name}", options)) is not None
+        if _folder(name) in folders and (listed := shards_listed(url_of(name), places.options)) is not None
     }
-    check_sets([file for file in found if _folder(file) not in lists], identity_of(place))
+    check_sets([file for file in found if _folder(file) not in lists], where)
     urls: dict[str, None] = {}
     for file in found:
-        urls |= dict.fromkeys(lists.get(_folder(file), [f"{place}/{file}"]))
+        urls |= dict.fromkeys(lists.get(_folder(file), [url_of(file)]))
     return list(urls)
 
 
@@ -138,43 +144,11 @@ def _folder(file: str) -> str:
     return file.rpartition("/")[0]
 
 
-def _saved_splits(saved: str) -> list[dict[str, Any]]:
+def _saved_splits(saved: str | bytes) -> list[dict[str, Any]]:
     """The splits of a `DatasetDict` that was saved, as the config of a README would say them."""
     names = json.loads(saved)["splits"]
     files = {name: f"{name}/*.arrow" for name in names}
     return [{"config_name": "default", "data_files": files}]
-
-
-def claim_repository(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
-    """The shards of repositories, these at their commits; of a single one the files of its split."""
-    refuse_unmeant(spec, asked)
-    named = at_commits(
-        spec.texts,
-        places.options,
-        places.retrier,
-        config=asked.config,
-        split=asked.split,
-        revision=str(asked.revision) if asked.revision else None,
-        format=asked.format_name,
-    )
-    texts = [named] if isinstance(named, str) else named
-    return claim_shards(structs.replace(spec, source=named, texts=texts), asked, places)
-
-
-def claim_folder(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
-    """The files of a folder's split, which lie as on the Hub."""
-    refuse_unmeant(spec, asked)
-    return asked.listing(
-        files_of_folder(
-            spec.text,
-            places.options,
-            places.retrier,
-            config=asked.config,
-            split=asked.split,
-            format=asked.format_name,
-        ),
-        spec=spec,
-    )
 
 
 # ---- listings -------------------------------------------------------------------------------------------

@@ -81,12 +81,16 @@ def index(
     looked for where its workers are.
     """
     options = storage_options or {}
+    own = listed_entries(urls, codec, options, retrier) if listed is None or codec.listing_name else {}
+    listed = listed or own
+    if own and listed is not own:  # as of folders with values
+        listed = {url: structs.replace(facts, listed=own.get(url)) for url, facts in listed.items()}
     group = _ShardGroup(
         urls=urls,
         codec=codec,
         storage_options=options if run is None else options_elsewhere(urls, options),
         block_bytes=block_bytes,
-        listed=listed_entries(urls, codec, options, retrier) if listed is None else listed,
+        listed=listed,
         policy=retrier.policy,
         hosts=retrier.hosts,
     )

@@ -45,7 +45,7 @@ def _first_of_all(catalog: Catalog, codec: Format, column: str) -> Missing:
     number, which = catalog.missing[column]
     shard = catalog.shard(number).url
     if codec.columns_are_extensions and catalog.schema[column].kind != "bytes":
-        return shard, None, "its row of the manifest has no value"
+        return shard, None, f"its {'folder' if codec.of else 'row of the manifest'} has no value"
     if not which:
         return shard, None, _no_column(codec, column)
     if not codec.has_keys:

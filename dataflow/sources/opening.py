@@ -87,19 +87,14 @@ class Opening(Struct, frozen=True, kw_only=True):
         if isinstance(self.asked.catalog, Catalog):
             return self.asked.catalog
         listing = with_codec(
-            listing,
-            self.asked,
-            self.places,
-            dtype=self.dtype,
-            length=self.length,
-            header=self.header,
+            listing, self.asked, self.places, dtype=self.dtype, length=self.length, header=self.header,
             allow_unfinished=self.allow_unfinished,
-        )
+        )  # fmt: skip
         urls, codec = listing.urls, listing.format
         assert isinstance(codec, Format)
         if self.asked.catalog is None:
             path = default_catalog_path(urls, codec, self.block_bytes)
-            catalog = find_catalog(urls, codec, self.block_bytes)
+            catalog = find_catalog(path)
         else:
             path = os.fspath(self.asked.catalog)
             catalog = kept_catalog(path, self.places)
@@ -107,10 +102,11 @@ class Opening(Struct, frozen=True, kw_only=True):
         if (
             catalog is None
             or (catalog.urls, catalog.format, catalog.options) != same
-            or not self._fits(catalog)
+            or self.block_bytes not in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)  # the default takes any
         ):
             return self._built(listing, codec, path)
-        catalog = catalog.signed_by(urls)
+        if same[0] != urls:
+            catalog = catalog.signed_by(urls)
         if text := self._changed(catalog, every=True):
             warnings.warn(f"{text}; indexing again", stacklevel=5)
             return self._built(listing, codec, path)
@@ -140,10 +136,6 @@ class Opening(Struct, frozen=True, kw_only=True):
             )
         return built
 
-    def _fits(self, catalog: Catalog) -> bool:
-        """Return whether its blocks are those asked for; the default takes any."""
-        return self.block_bytes in (DEFAULT_BLOCK_BYTES, catalog.block_bytes)
-
     def _changed(self, catalog: Catalog, *, every: bool) -> str:
         """Say which shards changed since they were indexed; "": none did.
 
@@ -152,6 +144,8 @@ class Opening(Struct, frozen=True, kw_only=True):
         if all(map(is_pinned, catalog.urls)):  # what a commit holds never changes
             return ""
         local, retrier = all(map(is_local, catalog.urls)), self.places.retrier
+        if local and catalog.is_unchanged_here():
+            return ""
         shards = range(catalog.num_shards) if local or every else _some(catalog.num_shards)
         if local:
             changed = changes(catalog)
@@ -193,15 +187,15 @@ def with_codec(listing: Listing, asked: SourceArguments, places: Places, **optio
 
     `options`: those of formats, as `resolve_format` takes them.
     """
-    urls = listing.urls
-    codec = resolve_format(listing.format, urls, **options, exists=places.files.exists)
-    may_be_parted = asked.types or codec.name == "hive" or any("=" in url for url in urls)
+    is_hive = listing.format == "hive"
+    name = "auto" if is_hive else listing.format
+    codec = resolve_format(name, listing.urls, **options, exists=places.files.exists)
+    listing = structs.replace(listing, format=codec)
+    may_be_parted = asked.types or is_hive or any("=" in url for url in listing.urls)
     if listing.facts is not None or not may_be_parted:
-        return structs.replace(listing, format=codec)
-    table = resolve_name(PARTED_BY_FOLDERS)(codec, listing, asked.types)
-    if table is None:
-        return structs.replace(listing, format=codec)
-    return structs.replace(listing, format=table.codec, facts=table.files)
+        return listing
+    parted: Listing = resolve_name(PARTED_BY_FOLDERS)(listing, codec, asked.types, is_hive)
+    return parted
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from dataflow.ragged import Ragged
 from dataflow.staging.rows import read_columns
 from dataflow.staging.source import Source
 from sharding.arrow_arrays import bits, bool_array, number_array
-from sharding.blocks import Block, ColumnSpec, Format, Masked, Spans
+from sharding.blocks import Block, Format, Masked, Spans
 from sharding.catalog.predicate import (
     Predicate,
     blocks_that_may_match,
@@ -136,7 +136,11 @@ def _schemas(catalog: Catalog, codec: TabularFormat) -> list[pa.Schema]:
 def _with_values(source: Source, selection: Selection, expression: Any) -> Selection:
     """The samples whose numbers, text or bytes an expression is true of, in a format that is no table."""
     codec, catalog = source.format, source.catalog
-    types = {name: arrow_type(spec) for name, spec in catalog.schema.items() if _is_value(spec)}
+    types = {
+        name: arrow_type(spec)
+        for name, spec in catalog.schema.items()
+        if spec.kind in ("text", "bytes") or (spec.kind == "fixed" and not spec.shape)
+    }
     if not types:
         others = "those of Parquet, Arrow, JSONL, MDS, LitData, TFRecord, ArrayRecord and tar have"
         raise ValueError(f"this dataset of format {codec.name!r} has no columns to filter by; {others}")
@@ -152,10 +156,6 @@ def _with_values(source: Source, selection: Selection, expression: Any) -> Selec
         return condition.holds(pa.table(arrays))
 
     return _where(selection, matches)
-
-
-def _is_value(spec: ColumnSpec) -> bool:
-    return spec.kind in ("text", "bytes") or (spec.kind == "fixed" and not spec.shape)
 
 
 def column_array(column: Any) -> pa.Array:

@@ -34,6 +34,7 @@ from sharding.blocks import Block, Column, Columns, Masked, Spans
 
 if TYPE_CHECKING:
     from dataflow.staging.reading import ReadWindow
+    from sharding.catalog.table import Catalog
     from sharding.order.selection import Selection
 
 
@@ -62,7 +63,8 @@ def open_rows(
     `rows` of the window are those of it that were asked for, [k]: its numbering is its own.
     """
     with suppress(NotLocatableError):  # as of shards of which some are compressed
-        if source.maps and _num_shards(source, blocks) <= _MOST_MAPPED:
+        shards = source.catalog.blocks.shard
+        if source.maps and (len(blocks) <= _MOST_MAPPED or len(np.unique(shards[blocks])) <= _MOST_MAPPED):
             return MappedWindow(source, arena, blocks, rows, share=share, num_readers=num_readers)
         if share == "few" or source.parts:
             from dataflow.staging.reading import SparseWindow
@@ -71,13 +73,6 @@ def open_rows(
     from dataflow.staging.reading import ReadWindow
 
     return ReadWindow(source, arena, blocks, rows, num_readers=num_readers)
-
-
-def _num_shards(source: Source, blocks: Ints) -> int:
-    """Different shards of some blocks, as many as there are blocks at most."""
-    if len(blocks) <= _MOST_MAPPED:
-        return len(blocks)
-    return len(np.unique(source.catalog.blocks.shard[blocks]))
 
 
 def counted_through(
@@ -125,12 +120,17 @@ def read_rows(
 
     Raises as reading and decoding do.
     """
+    for block, at, rows in by_block(source.catalog, selection, positions):
+        yield BlockRows(block, at, read_columns(source, block, columns, rows, is_checked=is_checked))
+
+
+def by_block(catalog: Catalog, selection: Selection, positions: Ints) -> Iterator[tuple[Block, Ints, Ints]]:
+    """Yield each block that holds samples at some positions, [n] which of these they are, [n] their rows."""
     blocks, rows = selection.locate(positions)
     order = np.argsort(blocks, kind="stable")
     numbers, first = np.unique(blocks[order], return_index=True)
     for number, at in zip(numbers.tolist(), np.split(order, first[1:]), strict=False):
-        block = source.catalog.block(number)
-        yield BlockRows(block, at, read_columns(source, block, columns, rows[at], is_checked=is_checked))
+        yield catalog.block(number), at, rows[at]
 
 
 def read_columns(

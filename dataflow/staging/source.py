@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import StagedOutput
 from dataflow.staging.locator import ValueLocator
+from prefetch.counts import NO_FAULTS, ReadStats
 from prefetch.memory.mapping import Mappings, can_map
-from prefetch.store.reader import NO_FAULTS, ReadStats, StoreReader
+from prefetch.store.reader import StoreReader
 from sharding.blocks import Block, Format, Shard
 from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog

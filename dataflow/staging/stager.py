@@ -104,7 +104,9 @@ class Stager:
         self._sources, self._arena, self._limit_bytes, self._reads = sources, arena, limit_bytes, reads
         self._seed = seed
         self._num_readers, self._full_window_bytes = num_readers, limit_bytes // 8
-        self._matches = [_match_stagers(source, arena, num_readers) for source in sources]
+        self._matches = [
+            _match_stagers(source, arena, num_readers) if source.matches else [] for source in sources
+        ]
 
     def units(self, order: EpochOrder) -> Windows:
         """The windows to stage of an epoch's order."""
@@ -144,20 +146,14 @@ class Stager:
     def stage(self, units: Windows, number: int, indices: NDArray[np.int64] | None) -> StagedWindow:
         """A window of which only the rows at some indices are needed; None for all."""
         own = units.source_window(number)
-        window = self._joined(self._sources[own.source], own.windows, own.number, indices)
+        source = self._sources[own.source]
+        window, matches = self._staged(source, own.windows, own.number, indices), self._matches[source.number]
+        if matches:
+            from dataflow.staging.joined import joined
+
+            window = joined(window, window.rows, matches)
         window.seed, window.source_epoch = self._seed, own.epoch
         return window
-
-    def _joined(
-        self, source: Source, units: Windows, number: int, indices: NDArray[np.int64] | None
-    ) -> StagedWindow:
-        """A window of a source, with what is joined to it."""
-        window, matches = self._staged(source, units, number, indices), self._matches[source.number]
-        if not matches:
-            return window
-        from dataflow.staging.joined import joined
-
-        return joined(window, window.rows, matches)
 
     def _staged(
         self, source: Source, units: Windows, number: int, indices: NDArray[np.int64] | None
@@ -192,8 +188,6 @@ class Stager:
 
 def _match_stagers(source: Source, arena: Arena, num_readers: int) -> list[MatchStager]:
     """Return stagers that open the windows of datasets that are joined to a source."""
-    if not source.matches:
-        return []
     from dataflow.staging.joined import MatchStager
 
     return [MatchStager(match, arena, num_readers=num_readers) for match in source.matches]

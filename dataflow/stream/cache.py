@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
-from dataflow.limits import Cache
 from dataflow.planning.plan import StreamPlan
 from dataflow.staging.source import SourceCache
 from dataflow.stream.read_ahead import WINDOWS_OPEN
-from prefetch.cache.block_cache import NO_CACHE, BlockCache, CacheStats
+from prefetch.cache.block_cache import BlockCache
 from prefetch.cache.entry import Entry, shard_hash, tag_of
 from prefetch.cache.folder import Stored
+from prefetch.counts import NO_CACHE, CacheStats
 from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
 from sharding.mixture.windows import source_seed
@@ -47,7 +47,7 @@ class OpenCaches:
             (number, at): one
             for number, dataset in enumerate(datasets)
             for at, one in enumerate(dataset.datasets_read)
-            if _cache_of(one) is not None
+            if one.cache is not None and _is_remote(one)
         }
         uses = {(number, at): _use_of(datasets[number], number, plan, topology, at) for number, at in read}
         for cache in dict.fromkeys(one.cache for one in read.values()):
@@ -79,10 +79,9 @@ class OpenCaches:
             blocks.close()
 
 
-def _cache_of(dataset: ShardedDataset) -> Cache | None:
-    """The dataset's cache, if its shards are remote: local ones lie on a disk already."""
-    remote = any(not is_local(url) for url in dataset.catalog.urls[:1])
-    return dataset.cache if remote else None
+def _is_remote(dataset: ShardedDataset) -> bool:
+    """Return whether its shards are remote: local ones lie on a disk already, and need no cache."""
+    return any(not is_local(url) for url in dataset.catalog.urls[:1])
 
 
 def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, topology: Topology, at: int) -> SourceUse:

@@ -93,7 +93,7 @@ def plan_builders(plan: StreamPlan, settings: StreamSettings, topology: Topology
         copying = (settings.builders is None and number) or max(1, cores - 1)
         return BuilderPlan(workers="thread", num_workers=copying, reason=text, copies_only=True)
     if settings.builders == "ray":
-        if not settings.ship_blocks and any(source.joins_used for source in dataset.sources):
+        if not settings.ship_blocks and plan.has_joins:
             raise ValueError(
                 'actors do not read joined datasets: pass ship_blocks=True beside builders="ray"'
             )
@@ -199,10 +199,10 @@ class SessionPlan:
 
 
 def plan_session(
-    plan: StreamPlan, settings: StreamSettings, topology: Topology, memory_limit: int
+    plan: StreamPlan, settings: StreamSettings, topology: Topology, memory_limit: int, builders: BuilderPlan
 ) -> SessionPlan:
-    """Decide what a session works with that delivers a plan's batches within so many bytes."""
-    dataset, builders = plan.dataset, plan_builders(plan, settings, topology)
+    """Decide what a session works with whose builders deliver a plan's batches within so many bytes."""
+    dataset = plan.dataset
     makers = max(builders.num_threads, builders.num_workers) if plan.measures_lengths else 0
     ahead = choose_read_ahead(
         memory_limit,
@@ -226,7 +226,7 @@ def plan_session(
         memory_limit=memory_limit,
         builders=builders,
         ahead=ahead,
-        kept_bytes=kept_bytes(plan, memory_limit),
+        kept_bytes=kept_bytes(plan, memory_limit) if plan.has_joins else {},
     )
 
 

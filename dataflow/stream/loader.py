@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from dataflow.batch.delivered import UNTRAINED, Delivered
 from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import told_of_memory
-from dataflow.live.unwatched import UNWATCHED, Unwatched
 from dataflow.mixture import Mixture
 from dataflow.planning.facts import facts_of
 from dataflow.planning.joined_reads import check_reads
@@ -35,7 +34,7 @@ from dataflow.planning.plan import StreamPlan, check_known, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
 from dataflow.planning.settings import StreamSettings
 from dataflow.progress.bar import ProgressBar
-from dataflow.progress.epoch import EpochPosition
+from dataflow.progress.observer import EpochPosition, LoaderObserver
 from dataflow.stats import LoaderStats
 from dataflow.stream.decisions import (
     datasets_read,
@@ -61,9 +60,6 @@ from sharding.order.epoch_order import EpochOrder
 from sharding.plan.difference import Facts
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.topology.topology import Topology
-
-if TYPE_CHECKING:
-    from dataflow.live.watched import LoaderFigures
 
 
 class LoopFrame:
@@ -91,13 +87,16 @@ class StreamLoader:
         self.batching = settings.batching
         self.device, self.mark_repeats = settings.torch_device, settings.mark_repeats
         self._rank = RankTopology(settings.topology)
-        check_batching(settings, dataset)
+        if settings.batching is not None or is_by_tokens(dataset):
+            check_batching(settings, dataset)
         for source in dataset.sources:
             source.check_missing()
-            fingerprint_of(source.transform)  # raises now, not where a state is taken
+            if source.transform is not None:
+                fingerprint_of(source.transform)  # raises now, not where a state is taken
         if isinstance(dataset, Mixture):
             dataset.timeout_s = settings.timeout_s
-        self._lengths = SampleLengths(settings, dataset)
+        self._lengths = SampleLengths(settings, dataset) if settings.batching is not None else None
+        """The lengths that are measured; None: batches do not depend on them."""
         self._length_plan: UnitPlan | None = None
         """The plan of the epoch begun last."""
         self._pause: ReadPause | None = None
@@ -107,10 +106,10 @@ class StreamLoader:
         self._counters, self._repeated = DeliveryCounters(), RepeatedBatch()
         self.epoch_named: int | None = None
         """The epoch that a framework has named last, by `ShardOrder.set_epoch`."""
-        self._loop_length = 0
+        self.loop_length = 0
         """Batches of the loop begun last on this rank."""
-        self.live: Unwatched = UNWATCHED
-        """The loader's line on the page of this process."""
+        self.observer: LoaderObserver | None = None
+        """Is told of each loop; None: nobody watches them."""
         self._loops, self.sessions = LoopQueue(dataset), LoopSessions()
         with self._planning():
             plan, self.window_reason = first_plan(dataset, settings)
@@ -120,16 +119,23 @@ class StreamLoader:
         if self._rank.topology.world_size == 1 or is_distributed():
             self._join_ranks()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
-        self._check_batch_fits()
-        check_reads(self._plan, self.memory_limit)
-        warm_up(self.builder_plan, settings.multiprocessing_context)
+        rows = self._plan.samples_per_batch * sum(output.row_bytes for output in dataset.outputs)
+        if rows > self.memory_limit:
+            raise MemoryLimitError(
+                f"one batch of {settings.batch_size} samples needs {rows:,} bytes, more than "
+                f"memory_limit={self.memory_limit:,}; lower batch_size or raise memory_limit"
+            )
+        if self._plan.has_joins:
+            check_reads(self._plan, self.memory_limit)
+        if self.builder_plan.num_processes:
+            warm_up(self.builder_plan, settings.multiprocessing_context)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, goes on by itself and reads with threads of its own.
         changing = ("_rank", "_errors", "_counters", "_loops", "sessions")
         own = {name: copy.copy(self.__dict__[name]) for name in changing}
         none = dict.fromkeys(("_finalizer", "_pause", "_length_plan"))
-        return {**self.__dict__, **own, **none, "_repeated": RepeatedBatch(), "live": UNWATCHED}
+        return {**self.__dict__, **own, **none, "_repeated": RepeatedBatch(), "observer": None}
 
     @property
     def read_pause(self) -> ReadPause | None:
@@ -147,7 +153,7 @@ class StreamLoader:
         Found when the loader is made, and once more if torch.distributed is initialised afterwards.
         """
         self._resolve_rank()
-        return self._rank.topology
+        return self._rank.whole()
 
     def _resolve_rank(self) -> None:
         """Know this rank, and what other ranks know: before anything that depends on them."""
@@ -160,6 +166,7 @@ class StreamLoader:
         planner = self._plan.planner
         if planner is None or not planner.is_measured or planner.are_lengths_given:
             return
+        assert self._lengths is not None
         planner = self._lengths.join_ranks(planner, self._rank.topology, self._plan.rank)
         if planner.lengths is None and is_by_tokens(self.dataset):
             planner = planner.with_lengths(self._lengths.measured(self._measure))
@@ -170,6 +177,7 @@ class StreamLoader:
         settings = replace(self.settings, shuffle=None, device=None, topology=self._rank.topology)
         loader = StreamLoader(source, settings)
         try:
+            assert loader._lengths is not None
             if not loader._lengths.are_known:
                 num_samples = len(source) // loader.topology.data_world_size
                 with ProgressBar("measuring lengths", total=num_samples, unit="sample") as bar:
@@ -205,14 +213,6 @@ class StreamLoader:
         catalogs = (source.catalog for source in self.dataset.sources)
         return told_of_memory(f"plan an epoch of {samples:,} samples", cure, catalogs)
 
-    def _check_batch_fits(self) -> None:
-        rows = self._plan.samples_per_batch * sum(output.row_bytes for output in self.dataset.outputs)
-        if rows > self.memory_limit:
-            raise MemoryLimitError(
-                f"one batch of {self.settings.batch_size} samples needs {rows:,} bytes, more than "
-                f"memory_limit={self.memory_limit:,}; lower batch_size or raise memory_limit"
-            )
-
     # ---- iterating ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -240,8 +240,9 @@ class StreamLoader:
     def _batches(self, loop: EpochLoop) -> Generator[Any, None, None]:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
         plan, began_s = self._loops.begin(loop, self._newest_plan), time.perf_counter()
-        epoch, live, self._loop_length = plan.order.epoch, self.live, plan.num_batches
-        live.begins(epoch)
+        epoch, asked_s, self.loop_length = plan.order.epoch, began_s, plan.num_batches
+        begins = None if self.observer is None else self.observer.begin
+        observer = begins and begins(self, epoch, partial(self._position, plan))
         frame, counters, mixes = LoopFrame(), self._counters, isinstance(self.dataset, Mixture)
         try:
             while not loop.has_ended:
@@ -255,18 +256,21 @@ class StreamLoader:
                     if delivered.skipped:
                         session.errors.delivered(delivered.skipped)
                     counters.add(delivered)
-                    live.batch()
+                    if observer is not None:
+                        observer.batch(asked_s)
                     loop.taken += 1
                     if loop.is_whole:
                         self._deliver_last(loop, session)
                     if delivered.num_samples:
                         yield batch
+                        asked_s = time.perf_counter()
                     del delivered, batch  # while the next one is made, only the training code has this
         except GeneratorExit:
             raise  # the loop was left: whatever else ran here now would swallow a Ctrl-C
         except BaseException as error:
             self._fail(loop, error)
-            live.ends(error)
+            if observer is not None:
+                observer.end(asked_s, error)
             raise
         if loop.nothing_left:
             warnings.warn(
@@ -276,7 +280,8 @@ class StreamLoader:
                 stacklevel=2,
             )
         self._loops.end(loop, epoch)
-        live.ends()
+        if observer is not None:
+            observer.end(asked_s)
 
     def _chunk_of(self, session: Session, loop: EpochLoop) -> Iterator[Delivered]:
         """Return what a session delivers next, up to where the loop ends or goes on with another session."""
@@ -349,7 +354,8 @@ class StreamLoader:
     def _deliver_last(self, loop: EpochLoop, session: Session) -> None:
         """Note that the last batch of a loop is handed out: its session serves the next one, or ends."""
         assert loop.plan is not None
-        self._lengths.save(self._rank.topology)
+        if self._lengths is not None:
+            self._lengths.save(self._rank.topology)
         if self._loops.is_last_begun(loop):
             session.epoch_done(loop.plan.order.epoch)
             self.sessions.keep(loop)
@@ -370,13 +376,13 @@ class StreamLoader:
         elif loop.finalizer is not None:  # Ctrl-C: nobody wants to wait
             loop.finalizer.fire()
 
-    def begins(self) -> EpochPosition:
-        """Return where the loop begins that is asked for its first batch now."""
-        epoch, start = self._loops.next_start()
-        left, whole = (self.epoch_plan(epoch, position).num_batches for position in (start, 0))
+    def _position(self, plan: RankPlan) -> EpochPosition:
+        """Return where a loop begins that runs this plan."""
+        with self._planning():
+            whole = self._plan.epoch(epoch := plan.order.epoch, 0).num_batches
         if whole >= UNKNOWN or (isinstance(self.dataset, Mixture) and self.dataset.spec.stop == "never"):
             return EpochPosition(epoch, 0, None)
-        return EpochPosition(epoch, whole - left, whole)
+        return EpochPosition(epoch, whole - plan.num_batches, whole)
 
     @property
     def batches_left(self) -> int | None:
@@ -521,32 +527,26 @@ class StreamLoader:
     def new_session(self, epoch: int, start: int, memory_limit: int) -> Session:
         """A session from this position on, which may hold so many bytes."""
         plan, settings, stage, topology = self._plan, self.settings, None, self._rank.topology
-        errors = PendingErrors(self._errors)
+        errors, builders = PendingErrors(self._errors), self.builder_plan
         if plan.planner is not None and plan.planner.is_measured:
             stage = MeasuringStage(
                 plan=plan,
                 settings=settings,
                 errors=errors,
                 num_ranks=topology.world_size,
-                exchange=self._lengths.exchange,
+                exchange=self._lengths.exchange if self._lengths else None,
                 record=self._record,
             )
             plan, settings = stage.plan, stage.settings
-        decided = plan_session(plan, settings, topology, memory_limit)
+            builders = plan_builders(plan, settings, topology)
+        decided = plan_session(plan, settings, topology, memory_limit, builders)
         with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
-            return Session(
-                decided,
-                epoch,
-                start,
-                errors=errors,
-                pause=self.read_pause,
-                device=self.device,
-                stage=stage,
-            )
+            pause, device = self.read_pause, self.device
+            return Session(decided, epoch, start, errors=errors, pause=pause, device=device, stage=stage)
 
     def _record(self, order: EpochOrder, first: int, lengths: NDArray[np.int64]) -> None:
         """Keep the lengths of samples that were measured, from a position of an order on."""
-        if self._plan.planner is not None:
+        if self._plan.planner is not None and self._lengths is not None:
             self._use_planner(self._lengths.record(self._plan.planner, order, first, lengths))
             self._lengths.save(self._rank.topology, if_much=True)
 
@@ -570,27 +570,30 @@ class StreamLoader:
             unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
         )
 
-    def live_figures(self) -> LoaderFigures:
-        """Return what the page of this process says of the loader."""
-        from dataflow.live.watched import LoaderFigures
+    @property
+    def has_counts(self) -> bool:
+        """Return whether `stats()` has counted something."""
+        return self._counters.batches > 0 or self._errors.count > 0
 
-        topology = self._rank.topology  # as far as it is known: no other rank is asked
-        ranks = topology.rank, topology.world_size, topology.local_rank, topology.node
-        return LoaderFigures.of(self.stats(), ranks, self._loop_length)
+    @property
+    def ranks(self) -> tuple[int, int, int, int]:
+        """Rank, world size, local rank and node, as far as they are known: no other rank is asked."""
+        topology = self._rank.topology
+        return topology.rank, topology.world_size, topology.local_rank, topology.node
 
     def close(self) -> None:
         """Stop and join all threads, drop what is prefetched, and end the loops that run. Idempotent.
 
         Batches handed out stay valid. Another thread that waits for a batch gets a `RuntimeError`.
         """
-        finalizer = self._finalizer
-        self._lengths.save(self._rank.topology)
+        if self._lengths is not None:
+            self._lengths.save(self._rank.topology)
         try:
             self.sessions.close()
         except BaseException:  # Ctrl-C: nobody wants to wait
-            if finalizer is not None:
-                finalizer.fire()
+            if self._finalizer is not None:
+                self._finalizer.fire()
             raise
-        if finalizer is not None:
-            finalizer.detach()
+        if self._finalizer is not None:
+            self._finalizer.detach()
             self._finalizer = None

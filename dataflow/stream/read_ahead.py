@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefetch.control.depth import AdaptiveDepth, Decision, DepthPolicy, Observation, fixed_depth
+from prefetch.control.depth import AdaptiveDepth, Decision, DepthPolicy, FixedDepth, fixed_depth
 from prefetch.engine.builds import chunks_ahead
 from prefetch.memory.arena import rounded_bytes
 
@@ -113,7 +113,9 @@ def choose_read_ahead(
         num_makers: builders that make samples whose lengths are to be measured.
         depth: the user's; None: four batches over local shards, else what waits and lead times ask for.
     """
-    chunk = _chunk_batches(batch_bytes, memory_limit)
+    nbytes = min(CHUNK_BYTES, memory_limit // _CHUNKS_IN_LIMIT)
+    batches = max(1, min(MAX_CHUNK_BATCHES, nbytes // batch_bytes))
+    chunk = Decision(batches, f"{nbytes:,} bytes of batches of {batch_bytes:,}")
     if num_builders := num_processes or num_threads:
         part = memory_limit // (_BUILDER_CHUNKS_IN_LIMIT * num_builders)
         most = max(1, min(chunk.value, part // batch_bytes))
@@ -129,7 +131,9 @@ def choose_read_ahead(
     elif num_makers:
         batches = max(1, min(chunk.value, _FOUND_CHUNK_SAMPLES // batch_samples))
         chunk = Decision(batches, f"{_FOUND_CHUNK_SAMPLES} samples a builder, or {chunk.reason}")
-    job = _job_batches(batch_bytes, chunk.value, memory_limit)
+    nbytes = min(_JOB_BYTES, memory_limit // _JOBS_IN_LIMIT)
+    batches = min(chunk.value, max(1, nbytes // batch_bytes))
+    job = Decision(batches, f"{nbytes:,} bytes of batches of {batch_bytes:,}, or one batch")
     ready = _jobs_ready(job.value * batch_bytes, memory_limit)
     # What a chunk is credited for.
     chunk_bytes = rounded_bytes((ready.value * job.value if copies_only else chunk.value) * batch_bytes)
@@ -137,6 +141,10 @@ def choose_read_ahead(
         readers = Decision(LOCAL_READERS, "local files are mapped, or read within milliseconds")
     else:
         readers = Decision(REMOTE_READERS, "the most; bytes in flight decide how many read at a time")
+    if depth is None:
+        # Local values are mapped or read within milliseconds: four batches never ran dry there.
+        limit_bytes = memory_limit // 2
+        depth = fixed_depth(_DEPTH) if is_local else AdaptiveDepth(start=_DEPTH, limit_bytes=limit_bytes)
     output_bytes = max(chunk_bytes, min(3 * chunk_bytes, memory_limit // 4))
     return ReadAhead(
         num_readers=readers,
@@ -148,7 +156,7 @@ def choose_read_ahead(
         job_bytes=Decision(job.value * batch_bytes, job.reason),
         jobs_ready=ready,
         depth=_at_least(
-            depth or _default_depth(is_local, memory_limit),
+            depth,
             chunks_ahead(max(num_builders, num_makers)) * chunk.value,
         ),
         output_bytes=Decision(output_bytes, "three chunks, in at most a quarter of the limit; at least one"),
@@ -170,12 +178,6 @@ def start_in_flight(num_nodes: int) -> Decision:
     return Decision(max(_LEAST_START, _START_TOGETHER // num_nodes), f"{num_nodes} nodes begin together")
 
 
-def _job_batches(batch_bytes: int, chunk_batches: int, memory_limit: int) -> Decision:
-    nbytes = min(_JOB_BYTES, memory_limit // _JOBS_IN_LIMIT)
-    batches = min(chunk_batches, max(1, nbytes // batch_bytes))
-    return Decision(batches, f"{nbytes:,} bytes of batches of {batch_bytes:,}, or one batch")
-
-
 def _jobs_ready(job_bytes: int, memory_limit: int) -> Decision:
     nbytes = min(max(_READY_BYTES, _JOBS_READY * job_bytes), memory_limit // _READY_IN_LIMIT)
     jobs = max(1, min(nbytes // job_bytes, _MOST_JOBS_READY))
@@ -184,26 +186,14 @@ def _jobs_ready(job_bytes: int, memory_limit: int) -> Decision:
     )
 
 
-def _chunk_batches(batch_bytes: int, memory_limit: int) -> Decision:
-    nbytes = min(CHUNK_BYTES, memory_limit // _CHUNKS_IN_LIMIT)
-    batches = max(1, min(MAX_CHUNK_BATCHES, nbytes // batch_bytes))
-    return Decision(batches, f"{nbytes:,} bytes of batches of {batch_bytes:,}")
-
-
-def _default_depth(is_local: bool, memory_limit: int) -> DepthPolicy:
-    # Local values are mapped or read within milliseconds: four batches never ran dry there.
-    if is_local:
-        return fixed_depth(_DEPTH)
-    return AdaptiveDepth(start=_DEPTH, limit_bytes=memory_limit // 2)
-
-
 def _at_least(depth: DepthPolicy, batches: int) -> DepthPolicy:
     """A depth in whole chunks: fewer than three, or two a builder, would leave builders without work."""
 
-    def decide(seen: Observation) -> Decision:
-        decision = depth(seen)
+    def raised(decision: Decision) -> Decision:
         if decision.value >= batches:
             return decision
         return Decision(batches, f"{decision.reason}; raised to as many as builders need")
 
-    return decide
+    if isinstance(depth, FixedDepth):
+        return FixedDepth(raised(depth.decision))
+    return lambda seen: raised(depth(seen))

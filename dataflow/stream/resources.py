@@ -40,15 +40,15 @@ from prefetch.control.gate import ReadGate
 from prefetch.control.inflight import Inflight
 from prefetch.control.pause import ReadPause
 from prefetch.core.executor import executor
+from prefetch.counts import ReadStats
 from prefetch.engine.builders import Builders, ThreadBuilders
 from prefetch.engine.engine import Engine
 from prefetch.engine.ledger import Ledger, State
-from prefetch.engine.stats import ConsumerWait, EngineOptions, LateBatches
+from prefetch.engine.stats import ConsumerWait, EngineOptions
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.copies import Copies
 from prefetch.memory.device import register_pinned
 from prefetch.memory.guards import FileGuards
-from prefetch.store.reader import ReadStats
 from sharding.urls import is_local, naming_part
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Resources:
         return Copies(
             queue,
             self.arena,
-            partial(ConsumerWait, options=options, late=LateBatches()),
+            partial(ConsumerWait, options=options),
             charge=partial(self.ledger.charge, State.IN_USE),
             give_back=self.ledger.give_back,
             job_bytes=ahead.job_bytes.value,

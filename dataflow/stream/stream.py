@@ -71,7 +71,8 @@ class Stream:
                 if not ahead:
                     ahead = self._locate(plan, units, num_cut, _until(opened, num_cut, num_looked_up))
                     num_looked_up = min(2 * num_looked_up, self._batches_per_lookup)
-                count = _servable(ahead, opened)
+                missing = [part.first for part in ahead.parts if part.window not in opened]
+                count = ahead.batch_of(missing[0]) if missing else len(ahead)  # in open windows only
                 batches, ahead = ahead.between(0, count), ahead.between(count, len(ahead))
             else:
                 ahead, num_looked_up = _NO_BATCHES, max(1, num_cut - last_inside)
@@ -168,9 +169,3 @@ def _until(opened: Mapping[int, _DealtWindow], first: int, count: int) -> int:
     """
     cores = [window.core.start for window in opened.values() if window.core.start > first]
     return min(cores, default=first + count)
-
-
-def _servable(ahead: BatchIndex, opened: Mapping[int, _DealtWindow]) -> int:
-    """Return how many of the batches need open windows only."""
-    missing = [part.first for part in ahead.parts if part.window not in opened]
-    return ahead.batch_of(missing[0]) if missing else len(ahead)

@@ -287,7 +287,7 @@ def metrics(what: str) -> None:
     from importlib.resources import files
 
     name = {"grafana": "grafana.json", "alerts": "alerts.yaml"}[what]
-    click.echo(files("dataflow.live").joinpath(name).read_text("utf-8"), nl=False)
+    click.echo(files("dataflow.telemetry.serving").joinpath(name).read_text("utf-8"), nl=False)
 
 
 main.add_command(bench)

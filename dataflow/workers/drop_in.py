@@ -12,14 +12,14 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from dataflow.workers.fetching import MainIterator, WorkerLoader
+from dataflow.workers.fetching import FetchIterator, MainIterator, WorkerLoader
 
 if TYPE_CHECKING:
-    from dataflow.progress.epoch import EpochPosition
+    from dataflow.progress.observer import EpochPosition
     from dataflow.stats import WorkerStats
     from dataflow.workers.iterator import WorkerIterator
 
@@ -75,9 +75,12 @@ class DropInEngine:
         if self.resumed or getattr(loader._iterator, "ends_with_epoch", False):
             loader._iterator = None  # persistent workers stand elsewhere, or have ended
         began = time.perf_counter()
-        iterator = TorchDataLoader.__iter__(loader)
-        self._state.meter.waited(began)
-        self._state.meter.live.begins(max(0, self._state.progress.epoch))
+        iterator = cast("FetchIterator", TorchDataLoader.__iter__(loader))
+        self._state.meter.begins(began)
+        if (observer := self._state.observer) is not None:
+            iterator.observer = observer.begin(
+                self._state, max(0, self._state.progress.epoch), self._position
+            )
         return iterator
 
     def new_iterator(self) -> MainIterator | WorkerIterator:
@@ -103,9 +106,9 @@ class DropInEngine:
         """Return whether the next loop goes on where a loaded state says."""
         return self._state.progress.loaded is not None
 
-    def begins(self) -> EpochPosition:
+    def _position(self) -> EpochPosition:
         """Return where the loop begins that was asked for last."""
-        from dataflow.progress.epoch import EpochPosition
+        from dataflow.progress.observer import EpochPosition
 
         loader: Any = self._loader
         kept, num_batches = loader._IterableDataset_len_called, None

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader as TorchDataLoader, IterDataPipe, MapDat
 from torch.utils.data._utils import pin_memory as torch_pin, worker as torch_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
-from dataflow.live.unwatched import UNWATCHED, Unwatched
 from dataflow.workers.worker import (
     Worker,
     WorkerJob,
@@ -33,7 +32,7 @@ from dataflow.workers.worker import (
 from prefetch.weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
-    from dataflow.live.watched import LoaderFigures
+    from dataflow.progress.observer import LoaderObserver, LoopObserver
     from dataflow.stats import WorkerStats
     from dataflow.workers.state import EpochProgress, WorkerProgress
 
@@ -67,29 +66,33 @@ class DeliveryMeter:
         self.batches = self.bytes = 0
         self.starved_s = self.first_batch_s = 0.0
         self._began: float | None = None
-        self.live: Unwatched = UNWATCHED
+        self._until = self._between_s = 0.0
+        """The time of the last batch or end; seconds between loops."""
 
-    def waited(self, since: float) -> float:
-        """Count a wait of the training code, for an iterator; seconds since it asked for the first one."""
-        now = time.perf_counter()
+    def begins(self, since: float) -> None:
+        """Count the wait for an iterator. What a loop that was left did after its last batch is not known."""
         if self._began is None:
-            self._began = since
+            self._began = self._until = since
+        self._between_s += max(0.0, since - self._until)
+        self.waited(since)
+
+    def waited(self, since: float) -> None:
+        """Count a wait of the training code."""
+        self._until = now = time.perf_counter()
         self.starved_s += now - since
-        return now - self._began
 
     def delivered(self, since: float, nbytes: int) -> None:
         """Count a wait of the training code, and the batch that ended it."""
-        after_s = self.waited(since)
+        self.waited(since)
         self.batches += 1
         self.bytes += nbytes
         if self.batches == 1:
-            self.first_batch_s = after_s
-        self.live.batch()
+            self.first_batch_s = self.elapsed_s
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the first iterator was asked for."""
-        return 0.0 if self._began is None else time.perf_counter() - self._began
+        """Seconds in loops, up to the last batch or end."""
+        return 0.0 if self._began is None else self._until - self._began - self._between_s
 
 
 class DropInState:
@@ -114,6 +117,8 @@ class DropInState:
         self.iterators: WeakRegistry[Any] = WeakRegistry()
         """The iterators that have workers."""
         self.times_closed = 0
+        self.observer: LoaderObserver | None = None
+        """Is told of each loop; None: nobody watches them."""
         self._epoch_at_load: int | None = None
         """The sampler's epoch when a state was loaded."""
 
@@ -155,22 +160,15 @@ class DropInState:
         self.progress.named = epoch
 
     @property
-    def live(self) -> Unwatched:
-        """The loader's line on the page of this process."""
-        return self.meter.live
+    def has_counts(self) -> bool:
+        """Return whether `stats()` has counted something."""
+        return self.meter.batches > 0
 
-    @live.setter
-    def live(self, live: Unwatched) -> None:
-        self.meter.live = live
-
-    def live_figures(self) -> LoaderFigures:
-        """Return what the page of this process says of the loader."""
-        from dataflow.live.facts import rank_info
-        from dataflow.live.watched import LoaderFigures
-
-        iterator, rank = self.latest() if self.latest else None, rank_info()
-        ranks = rank.rank, rank.world_size, rank.local_rank, rank.node
-        return LoaderFigures.of(self.stats(), ranks, iterator.length if iterator is not None else None)
+    @property
+    def loop_length(self) -> int | None:
+        """Batches of the loop begun last; None: not known."""
+        iterator = self.latest() if self.latest else None
+        return None if iterator is None else iterator.length
 
     def stats(self) -> WorkerStats:
         """Return a snapshot of the counts; cheap."""
@@ -203,7 +201,8 @@ class DropInState:
         progress = self.progress
         if progress.loaded is None:
             progress = EpochProgress(chain=progress.chain, epoch=progress.following - 1)
-        fresh = {"meter": DeliveryMeter(), "progress": progress, "latest": None, "iterators": None}
+        fresh = {"meter": DeliveryMeter(), "progress": progress, "observer": None}
+        fresh |= {"latest": None, "iterators": None}
         return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -236,6 +235,8 @@ class FetchIterator(_BaseDataLoaderIter):
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         self._loops = loader._drop_in  # of which the page tells as long as a loop runs
         self._meter = self._loops.meter
+        self.observer: LoopObserver | None = None
+        """Is told of the batches of the loop."""
         self._delivered_bytes = 0
         self._base_seed = self._progress.seeded(loader, int(self._base_seed), resumed)
         if once:  # as workers do that begin another epoch
@@ -297,7 +298,7 @@ class FetchIterator(_BaseDataLoaderIter):
             return None
 
     def __next__(self) -> Any:
-        began = time.perf_counter()
+        began, observer = time.perf_counter(), self.observer
         try:
             if self._IterableDataset_len_called is not None or torch._C._autograd._profiler_enabled():
                 data: Any = super().__next__()
@@ -305,9 +306,13 @@ class FetchIterator(_BaseDataLoaderIter):
                 data = self._next_data()
                 self._num_yielded += 1
         except BaseException as error:
-            self._meter.live.ends(None if isinstance(error, StopIteration) else error)
+            self._meter.waited(began)
+            if observer is not None:
+                observer.end(began, None if isinstance(error, StopIteration) else error)
             raise
         self._meter.delivered(began, self._delivered_bytes)
+        if observer is not None:
+            observer.batch(began)
         return data
 
 

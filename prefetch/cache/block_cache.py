@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from prefetch.cache.claims import Claim, Claims
 from prefetch.cache.entry import DamagedEntryError, Entry, read_entry
 from prefetch.cache.folder import VERSION, CacheFolder, Stored, prepare
+from prefetch.counts import NO_CACHE, CacheStats
 from prefetch.errors import ReaderClosedError
 from sharding.blocks import Shard
 from sharding.write.file import NO_ROOM, space_at
@@ -33,36 +33,6 @@ _PATIENCE_S = 60.0
 """For another process's fetch. It ends with that process; only one that was stopped takes as long."""
 _LEAST_BYTES = 32 << 10
 """Smaller ranges are single samples; a file for each would cost more than it saves, unless it is one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheStats:
-    """The counts of reads through a cache, on this rank, since the start."""
-
-    hits: int = 0
-    """Blocks that came from the cache."""
-    misses: int = 0
-    """Blocks fetched from the store. In a second epoch 0, if the limit holds everything."""
-    hit_bytes: int = 0
-    miss_bytes: int = 0
-    waited: int = 0
-    """The number of `hits` whose blocks another rank or job fetched meanwhile."""
-    stored_bytes: int = 0
-    """Bytes written to the folder."""
-    passed: int = 0
-    """Blocks that were not kept, as everything in the cache is needed sooner. Many: the limit is too small
-    for the dataset."""
-    evicted: int = 0
-    """Blocks dropped by this rank to make room."""
-    evicted_bytes: int = 0
-    errors: int = 0
-    """Blocks that could not be read or written, or were damaged. The first of a kind was warned about."""
-
-    def __add__(self, other: CacheStats) -> CacheStats:
-        return CacheStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-
-NO_CACHE = CacheStats()
 
 
 class Future(Protocol):

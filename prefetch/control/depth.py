@@ -14,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from msgspec import Struct
 
@@ -55,15 +54,21 @@ class Decision:
 DepthPolicy = Callable[[Observation], Decision]
 
 
+class FixedDepth(Struct, frozen=True):
+    """A policy of one depth, whatever is seen."""
+
+    decision: Decision
+
+    def __call__(self, seen: Observation) -> Decision:
+        """The depth, which was decided before."""
+        return self.decision
+
+
 def fixed_depth(batches: int) -> DepthPolicy:
     """Return a policy of one depth."""
     if batches < 1:
         raise ValueError(f"depth must be >= 1 batch, got {batches}")
-    return partial(_always, Decision(batches, f"fixed at {batches}"))
-
-
-def _always(decision: Decision, _seen: Observation) -> Decision:
-    return decision
+    return FixedDepth(Decision(batches, f"fixed at {batches}"))
 
 
 _QUANTILE = 0.99

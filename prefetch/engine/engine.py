@@ -30,7 +30,7 @@ from prefetch.engine.builders import Builders
 from prefetch.engine.builds import ChunkBuild, ChunkQueue
 from prefetch.engine.ledger import Ledger, State
 from prefetch.engine.pool import lower_switch_interval, restore_switch_interval
-from prefetch.engine.stats import NOT_STARTED, ConsumerWait, EngineOptions, EngineStats, LateBatches
+from prefetch.engine.stats import NOT_STARTED, ConsumerWait, EngineOptions, EngineStats
 from prefetch.engine.windows import WindowQueue
 from prefetch.errors import EngineClosedError
 from prefetch.work import Batches, StreamWindow
@@ -76,7 +76,7 @@ class Engine(Generic[T]):
         """The time when the consumer last got batches, and how many."""
         self._steps_s: list[float] = []
         self._waits = 0
-        self._limited_by, self._late = "", LateBatches()
+        self._limited_by = ""
         self._starved_s = self._few_chunks_s = 0.0
         self._began_s = time.perf_counter()
         self._pid = os.getpid()
@@ -177,7 +177,7 @@ class Engine(Generic[T]):
 
     def _wait(self) -> None:
         began_s = time.perf_counter()
-        wait = ConsumerWait(began_s, self._options, self._late)
+        wait = ConsumerWait(began_s, self._options)
         num_running, has_few = self._queue.num_running, False
         if self._delivered:
             self._waits += 1

@@ -22,6 +22,29 @@ _ALL_TOLD = 3
 """Late batches that have lines, each."""
 
 
+class LateBatches:
+    """The batches of an engine that came late, and which of them have lines.
+
+    The first three have, then the 6th, 12th, 24th and so on: a machine that is slow is so for long. One that
+    is twice as late as all that had lines has one, too: it may never come.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._next_told = 0, 1
+        self.left_out = 0
+        """Late batches without a line since the last one that had one."""
+        self.longest_s = 0.0
+        """The longest wait that had a line."""
+
+    def has_line(self) -> bool:
+        """Count one more; whether it has a line by its number."""
+        self._count += 1
+        if self._count < self._next_told:
+            return False
+        self._next_told = self._count + 1 if self._count < _ALL_TOLD else 2 * self._count
+        return True
+
+
 @dataclass(kw_only=True)
 class EngineOptions:
     """The resources that the engine may use."""
@@ -42,6 +65,8 @@ class EngineOptions:
     """Longest wait for one batch."""
     notice_s: float = FIRST_NOTICE_S
     """After this wait a line says what is waited for, and again whenever the wait has doubled."""
+    late: LateBatches = field(default_factory=LateBatches)
+    """The late batches of this engine."""
     watchdog_s: float = 60.0
     """After this wait the stacks of all threads are printed, once a wait, if nothing explains it."""
     explain: Callable[[], str] = lambda: ""
@@ -138,37 +163,14 @@ NOT_STARTED = EngineStats(
 """The figures before the first batch."""
 
 
-class LateBatches:
-    """The batches of an engine that came late, and which of them have lines.
-
-    The first three have, then the 6th, 12th, 24th and so on: a machine that is slow is so for long. One that
-    is twice as late as all that had lines has one, too: it may never come.
-    """
-
-    def __init__(self) -> None:
-        self._count, self._next_told = 0, 1
-        self.left_out = 0
-        """Late batches without a line since the last one that had one."""
-        self.longest_s = 0.0
-        """The longest wait that had a line."""
-
-    def has_line(self) -> bool:
-        """Count one more; whether it has a line by its number."""
-        self._count += 1
-        if self._count < self._next_told:
-            return False
-        self._next_told = self._count + 1 if self._count < _ALL_TOLD else 2 * self._count
-        return True
-
-
 class ConsumerWait:
     """One wait for a batch: when a line says what for, stacks are printed, and it is given up.
 
     Times are seconds on one clock.
     """
 
-    def __init__(self, began_s: float, options: EngineOptions, late: LateBatches) -> None:
-        self._late, self._is_late = late, False
+    def __init__(self, began_s: float, options: EngineOptions) -> None:
+        self._late, self._is_late = options.late, False
         self._began_s, self._first_notice_s = began_s, options.notice_s
         self._notice_s = began_s + options.notice_s
         self._deadline_s = began_s + options.timeout_s

@@ -11,12 +11,12 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prefetch.counts import NO_FAULTS, ReadStats
 from prefetch.retries import RetryPolicy
 from prefetch.store.local import read_local
 from prefetch.store.retrier import Hosts
@@ -28,38 +28,6 @@ if TYPE_CHECKING:
     from prefetch.control.pause import ReadPause
     from prefetch.store.ranges import Awaited
     from prefetch.store.remote import RemoteReader
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadStats:
-    """The counts of failures of remote reads, and of what was done about them, since the start."""
-
-    retries: int = 0
-    """Attempts after a read's first. 0: no faults."""
-    throttled: int = 0
-    """Answers 429 and 503: the store was asked more than it serves. Many: fewer reads should be in flight."""
-    timeouts: int = 0
-    """Requests given up because no byte came, and answers 408."""
-    resumed: int = 0
-    """Bodies that broke off and were continued from the byte reached."""
-    hedges: int = 0
-    """Second requests for reads that the training code waited for."""
-    hedges_won: int = 0
-    """The number of second requests that were faster than the first."""
-    hedge_bytes: int = 0
-    """Bytes that second requests asked for: at most 2 % of all bytes read."""
-    checksum_failures: int = 0
-    """Blocks that came with other bytes than were indexed. Each was read again once, and is an error if it
-    differed again."""
-
-    def __add__(self, other: ReadStats) -> ReadStats:
-        return ReadStats(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-    def __sub__(self, other: ReadStats) -> ReadStats:
-        return ReadStats(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
-
-
-NO_FAULTS = ReadStats()
 
 
 class StoreReader:

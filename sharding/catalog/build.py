@@ -252,10 +252,10 @@ def _index_shard(
     block_bytes: int,
     open_shard: OpenShard,
 ) -> tuple[Shard, ShardScan]:
-    shard = _shard_at(opened)
-    entry = ENTRIES.get(codec.name)
+    shard = shard_of(opened.url, shard_info(opened.url, opened.fs, opened.path))
+    entry = ENTRIES.get(codec.of or codec.name)
     if shard.size == 0:
-        if not may_be_empty(opened.url, codec.name):
+        if not may_be_empty(opened.url, codec.of or codec.name):
             raise CorruptShardError(shard.url, "is empty (0 bytes)")
         none = np.zeros(0, np.int64)
         return shard, ShardScan(none, none, none, none, schema={})
@@ -267,7 +267,8 @@ def _index_shard(
         other_url = sibling(opened.url, codec.sibling_suffix) if codec.sibling_suffix else ""
         if other_url and not (codec.may_lack_sibling and not exists(other_url, options)):
             other = _opened([other_url], options)[0]
-            file_beside = files.enter_context(open_shard(_shard_at(other), other.fs, other.path))
+            shard_beside = shard_of(other.url, shard_info(other.url, other.fs, other.path))
+            file_beside = files.enter_context(open_shard(shard_beside, other.fs, other.path))
             named[other_url] = beside["sibling"] = file_beside
         if entry is not None and entry.takes_any_bytes:
             _refuse_compressed(named, entry)
@@ -303,10 +304,6 @@ def _refuse_compressed(named: Mapping[str, BinaryIO], entry: FormatEntry | None)
                     "; or, if it comes with 'Content-Encoding: gzip', put 'simplecache::' before the URL"
                 )
             raise CorruptShardError(identity_of(url), reason, offset=0, stage="index")
-
-
-def _shard_at(opened: _OpenedUrl) -> Shard:
-    return shard_of(opened.url, shard_info(opened.url, opened.fs, opened.path))
 
 
 def _raise_first(failed: Sequence[ShardError], num_shards: int) -> None:
@@ -391,17 +388,12 @@ def default_catalog_path(urls: Sequence[str], codec: Format, block_bytes: int = 
     return os.path.join(kept_folder(), name)
 
 
-def find_catalog(
-    urls: Sequence[str], codec: Format, block_bytes: int = DEFAULT_BLOCK_BYTES
-) -> Catalog | None:
-    """The catalog kept for these shards; None where there is none, or it is damaged or of another release.
+def find_catalog(path: str) -> Catalog | None:
+    """The catalog kept there; None where there is none, or it is damaged or of another release.
 
     It may be out of date: ask `changes` before using it.
     """
-    path = default_catalog_path(urls, codec, block_bytes)
-    if not os.path.exists(path):
-        return None
     try:
-        return Catalog.load(path)
+        return Catalog.load(path) if os.path.exists(path) else None
     except DataflowError:
         return None  # The new catalog that the caller builds replaces it.

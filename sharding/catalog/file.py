@@ -145,8 +145,7 @@ def _checksum(rows: pa.Table, facts: Mapping[str, Any]) -> int:
 
 def numpy_view(array: pa.Array) -> NDArray[Any]:
     """An Arrow array of numbers without nulls, as numpy sees it."""
-    view: NDArray[Any] = np.from_dlpack(array)  # no copy; `to_numpy` would import pandas, which takes 0.3 s
-    return view
+    return np.from_dlpack(array)  # no copy; `to_numpy` would import pandas, which takes 0.3 s
 
 
 def damaged(url: str, what: object) -> CorruptShardError:
@@ -164,7 +163,12 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
         OldCatalogError: it is of another version.
         CorruptShardError: it is no catalog, or is damaged.
     """
-    source = _source(url, options)
+    with store_errors(url):
+        if is_local(url):
+            source = pa.BufferReader(pa.memory_map(local_path(url)).read_buffer())
+        else:
+            fs, path = open_url(url, options)
+            source = pa.BufferReader(fs.cat_file(path))
     try:
         # Without threads of pyarrow's: a process that has one can be forked, for worker processes.
         table = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(use_threads=False)).read_all()
@@ -194,14 +198,6 @@ def read_table(url: str, options: Mapping[str, Any] | None) -> tuple[pa.Table, d
 
 def _with_urls(table: pa.Table, urls: Sequence[str]) -> pa.Table:
     return table.set_column(0, COLUMNS.field(0), text_array(urls))
-
-
-def _source(url: str, options: Mapping[str, Any] | None) -> Any:
-    with store_errors(url):
-        if is_local(url):
-            return pa.BufferReader(pa.memory_map(local_path(url)).read_buffer())
-        fs, path = open_url(url, options)
-        return pa.BufferReader(fs.cat_file(path))
 
 
 def _write(sink: Any, table: pa.Table) -> None:

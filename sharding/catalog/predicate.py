@@ -201,7 +201,7 @@ def blocks_that_may_match(
             continue
         groups = codec.matching_groups(bytes(block.footer), expression)
         if groups is not None:
-            may[first:last] = np.isin(_group_numbers(catalog, first, last), groups)
+            may[first:last] = np.isin(_group_numbers(catalog, first, last), groups) if groups else False
     return may
 
 

@@ -69,10 +69,11 @@ class ColumnReader:
     def _of_shards(self, own: Mapping[str, ColumnSpec], merged: DatasetSchema, with_all: bool) -> _Own:
         fills = self._codec.widens
         present = [name for name in self._columns if name in own or name not in merged or not fills]
+        both = [name for name in present if fills and name in own and name in merged]
         others = {
             name: replace(merged[name], note=merged.owner(name, own[name]))
-            for name in present
-            if fills and name in own and name in merged and not is_alike(own[name], merged[name])
+            for name in both
+            if own[name] is not merged[name] and not is_alike(own[name], merged[name])
         }
         absent = {name: merged[name] for name in self._columns if name not in present}
         if with_all:

@@ -24,6 +24,7 @@ from sharding.errors import CorruptShardError
 
 Schema = Mapping[str, ColumnSpec]
 _KINDS = ("fixed", "bytes", "text", "list", "json", "bytes_list", "null", "null_list", "other", "unreadable")
+_NO_TYPES = ("null", "null_list", "other", "unreadable")  # of which a dataset has other kinds, or none
 _MOST_ELEMENTS = 1 << 48
 """The elements of one value, at most: more could not be stored, and sizes of batches stay below the end of an
 int64."""
@@ -171,6 +172,9 @@ def merge_schemas(
         for name, spec in schema.items():
             owners.setdefault(name, []).append((url, spec))
     for name, own in owners.items():
+        if len(groups) == 1 and own[0][1].kind not in _NO_TYPES:  # nothing to compare it with
+            specs[name] = own[0][1]
+            continue
         conflict = _conflict(name, own, widens)
         if conflict is None and not (widens or may_lack) and len(own) < len(groups):
             lacks = next(url for url, schema in groups if name not in schema)

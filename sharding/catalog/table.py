@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
@@ -44,7 +46,7 @@ from sharding.errors import CorruptShardError
 from sharding.formats import ENTRIES, resolve_format
 from sharding.hub.names import is_pinned
 from sharding.redaction import identity_of
-from sharding.urls import file_name
+from sharding.urls import file_name, local_path
 
 _MOST_SAMPLES = 1 << 48
 """Samples of a dataset, at most."""
@@ -157,6 +159,8 @@ class Catalog:
     ) -> NDArray[np.int64]:
         """Bytes of decoded blocks with what it takes to bring the columns that are read to their types."""
         merged = self.schema if self.columns else {}
+        if all(own.get(name) is merged.get(name) for own in self.schemas for name in self.columns):
+            return nbytes
         growth = [Growth.of(own, merged, self.columns) for own in self.schemas]
         if not any(growth):
             return nbytes
@@ -192,6 +196,19 @@ class Catalog:
         """[num_shards] what names the shards, made anew at each call."""
         return list(self.rows.column("url").to_pylist())
 
+    def is_unchanged_here(self) -> bool:
+        """Return whether all shards are files of this machine, as they were indexed; `changes` explains."""
+        _, sizes, versions = self._shard_columns
+        for url, size, version in zip(self.locations, sizes.tolist(), versions.to_pylist(), strict=True):
+            try:
+                status = os.stat(local_path(url))
+            except (OSError, ValueError):
+                return False
+            now = stat.S_ISREG(status.st_mode), status.st_size, f"mtime:{status.st_mtime_ns}"
+            if now != (True, size, version):
+                return False
+        return True
+
     @property
     def locations(self) -> list[str]:
         """[num_shards] what fsspec opens: URLs with passwords and signatures, as far as they are known."""
@@ -210,11 +227,7 @@ class Catalog:
 
     def footer(self, shard: int) -> bytes | memoryview:
         """Return what the codec needs of a shard, without a copy. Not compared with its checksum."""
-        return _blob(self._footers[shard])
-
-    @cached_property
-    def _footers(self) -> pa.Array:
-        return self.rows.column("footer").chunk(0)
+        return _blob(self.rows.column("footer").chunk(0)[shard])
 
     @cached_property
     def _shard_columns(self) -> tuple[pa.Array, NDArray[np.int64], pa.Array]:
@@ -305,8 +318,14 @@ class Catalog:
             raise ValueError(f"checksums must have shape ({self.num_blocks},), got {checksums.shape}")
         return replace(self, rows=with_checksums(self.rows, checksums.astype(np.uint32)))
 
-    def codec(self) -> Format:
-        """The format, made again from its name and options. `ValueError` if it is none of ours."""
+    def codec(self, given: Format | None = None) -> Format:
+        """The format, made again from its name and options. `ValueError` if it is none of ours.
+
+        `given`: the format of the files, where the user has an instance of it.
+        """
+        if given is not None:
+            is_hive, version = self.format == "hive", self.options.get("version")
+            return resolve_format("hive", (), version=version, of=given) if is_hive else given
         options: dict[str, Any] = dict(self.options)
         known = {option for entry in ENTRIES.values() for option in entry.options}
         for option in options.keys() - known:
@@ -381,8 +400,8 @@ class Catalog:
                 url=identity_of(url),
                 blob_crcs=crcs,
             )
-            catalog._check()
-            if (password_of := folder_of(url)) != (folder := folder_of(identity_of(url))):
+            catalog._validate()
+            if catalog.url != url and (password_of := folder_of(url)) != (folder := folder_of(catalog.url)):
                 beside = (one for one in catalog.urls if one.startswith(folder))
                 catalog = catalog.signed_by(password_of + one.removeprefix(folder) for one in beside)
         except (
@@ -396,9 +415,22 @@ class Catalog:
             raise damaged(url, error) from error
         return catalog
 
-    def _check(self) -> None:
-        """Raise where the numbers contradict each other, so that none leads outside a shard or overflows."""
-        self._check_facts()
+    def _validate(self) -> None:
+        """Raise where facts are of other types, or numbers lead outside a shard, overflow or do not fit."""
+        kinds = {"length": int, "header": int, "allow_unfinished": bool}  # others are text
+        if type(self.format) is not str or type(self.block_bytes) is not int or self.block_bytes < 0:
+            raise ValueError(f"format {self.format!r} with blocks of {self.block_bytes!r} bytes")
+        for name, value in self.options.items() if self.format in ENTRIES else ():
+            if type(value) is not kinds.get(name, str):
+                raise TypeError(f"option {name} is {value!r}")
+        codec, specs = self.known_codec, (spec for own in self.schemas for spec in own.values())
+        if codec is not None and any(spec.kind == "bytes_list" for spec in specs):
+            from sharding.formats.arrow.columns import TabularFormat
+
+            if not isinstance(codec, TabularFormat):
+                raise ValueError(f"format {self.format!r} has no lists of bytes")
+        if codec is not None and dict(self.options) != codec.options():
+            raise ValueError(f"options {self.options!r} of format {self.format!r}")
         if any(self.rows.column(name).null_count for name in self.rows.column_names):
             raise ValueError("a shard lacks a value")
         first, table = self.first_block, self.blocks
@@ -411,7 +443,7 @@ class Catalog:
             raise ValueError("a block lies outside its shard")
         if table.num_samples.sum(dtype=np.float64) > _MOST_SAMPLES:
             raise ValueError(f"its samples are more than {_MOST_SAMPLES}")
-        takes_bytes = self.known_codec is not None and not self.known_codec.has_empty_samples
+        takes_bytes = codec is not None and not codec.has_empty_samples
         if takes_bytes and (table.num_samples > table.nbytes).any():
             raise ValueError("a block has more samples than bytes")
         if max(n.sum(dtype=np.float64) for n in (sizes, table.nbytes)) > _MOST_BYTES:
@@ -428,22 +460,6 @@ class Catalog:
             raise ValueError("it has not one checksum a block")
         if self.blob_crcs is None or tuple(map(len, self.blob_crcs)) != (self.num_shards, self.num_blocks):
             raise ValueError("it has not one checksum a blob")
-
-    def _check_facts(self) -> None:
-        kinds = {"dtype": str, "length": int, "allow_unfinished": bool, "version": str}
-        if type(self.format) is not str or type(self.block_bytes) is not int or self.block_bytes < 0:
-            raise ValueError(f"format {self.format!r} with blocks of {self.block_bytes!r} bytes")
-        for name, value in self.options.items() if self.format in ENTRIES else ():
-            if type(value) is not kinds[name]:
-                raise TypeError(f"option {name} is {value!r}")
-        lists = any(spec.kind == "bytes_list" for own in self.schemas for spec in own.values())
-        if lists and self.known_codec is not None:
-            from sharding.formats.arrow.columns import TabularFormat
-
-            if not isinstance(self.known_codec, TabularFormat):
-                raise ValueError(f"format {self.format!r} has no lists of bytes")
-        if self.known_codec is not None and dict(self.options) != self.known_codec.options():
-            raise ValueError(f"options {self.options!r} of format {self.format!r}")
 
 
 def _blob(value: pa.Scalar) -> memoryview | bytes:

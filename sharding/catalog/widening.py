@@ -39,7 +39,8 @@ def _common_type(typed: Sequence[ColumnSpec], of_lists: bool) -> ColumnSpec | No
     kinds = {spec.kind for spec in typed}
     if len({spec.feature == DECIMAL for spec in typed}) > 1:
         return None
-    if typed and all(spec.is_repeated for spec in typed) and len({_form(spec) for spec in typed}) > 1:
+    forms = {(spec.kind, spec.dtype, spec.shape) for spec in typed}
+    if all(spec.is_repeated for spec in typed) and len(forms) > 1:
         return _common_list(typed, kinds)
     if kinds == {"list", "json"} and not any(spec.unit for spec in typed):
         return ColumnSpec("json")
@@ -48,10 +49,6 @@ def _common_type(typed: Sequence[ColumnSpec], of_lists: bool) -> ColumnSpec | No
     if len(kinds) > 1 or (of_lists and not kinds & {"json", "bytes_list"}):
         return None
     return typed[0]
-
-
-def _form(spec: ColumnSpec) -> tuple[str, str, tuple[int, ...]]:
-    return spec.kind, spec.dtype, spec.shape
 
 
 def _common_list(typed: Sequence[ColumnSpec], kinds: set[str]) -> ColumnSpec | None:

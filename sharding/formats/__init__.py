@@ -112,7 +112,11 @@ ENTRIES = {
     "files": FormatEntry(where="sharding.formats.files:FilesFormat", suffixes=(), options=("classes",)),
     "delta": FormatEntry(where=f"{_TABLES}:DeltaFormat", suffixes=(), options=("version",)),
     "iceberg": FormatEntry(where=f"{_TABLES}:IcebergFormat", suffixes=(), options=("version",)),
-    "hive": FormatEntry(where=f"{_TABLES}:HiveFormat", suffixes=(), options=("version",)),
+    "hive": FormatEntry(
+        where="sharding.formats.tables.hive:in_folders",
+        suffixes=(),
+        options=("version", "of", *_WITH_END, "dtype", "length", "header"),
+    ),
 }
 """By name, all formats that there are. One more is a file and an entry here."""
 FORMATS = tuple(ENTRIES)
@@ -152,7 +156,8 @@ def resolve_format(
         exists: tells "megatron" from "tokens" by the sibling `.idx`, and "litdata" by `index.json`; without
             it `.bin` means "tokens".
         options: those of formats, as `ENTRIES` has them; None and False: not given. `dtype` of a token,
-            `length` of a sample and bytes of a `header`, `allow_unfinished`, `version` of a table, `classes`.
+            `length` of a sample and bytes of a `header`, `allow_unfinished`, `version` of a table, `classes`,
+            `of`: the format of files in folders that are called by values, which takes its own, too.
 
     Raises:
         ValueError: unknown or mixed endings, an unknown name, or an option of another format.
@@ -167,9 +172,12 @@ def resolve_format(
     if name not in ENTRIES:
         raise ValueError(f"format must be 'auto' or one of {', '.join(FORMATS)}, got {name!r}")
     entry = ENTRIES[name]
-    _refuse_options(name, options, entry.options)
-    codec: Format = resolve_name(entry.where)(**options)
-    return codec
+    if options:
+        _refuse_options(name, options, entry.options)
+    if "of" in entry.options:
+        own = {option: options.pop(option) for option in [*options] if option not in ("version", "of")}
+        options["inner"] = resolve_format(options.pop("of", "parquet"), (), **own)
+    return resolve_name(entry.where)(**options)  # type: ignore[no-any-return]
 
 
 def catalog_options(codec: Format) -> dict[str, str | int]:

@@ -12,31 +12,29 @@ memory: 4 bytes a sample, 8 where one has 2**31 elements or more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.blocks import MISSING, Block, Column, Format, Masked, Shard, Spans
-from sharding.catalog.build import Map, OpenShard
-from sharding.catalog.storage import open_shard, open_url, store_errors
+from sharding.blocks import MISSING, Block, Column, Masked, Spans
+from sharding.catalog.build import Map
 from sharding.catalog.table import Catalog
-from sharding.errors import CorruptShardError
 from sharding.lengths.batching import Lengths
 from sharding.printable import listed
-from sharding.urls import is_local
+
+ReadColumn = Callable[[Block, str], Column]
+"""Reads a column of a block: its bytes alone, where these lie apart."""
 
 
 def resolve_lengths(
     source: Lengths | None,
     catalog: Catalog,
     column: str,
+    read: ReadColumn,
     *,
-    storage_options: Mapping[str, Any] | None = None,
     map: Map = map,  # noqa: A002
-    open_shard: OpenShard = open_shard,
 ) -> NDArray[np.integer]:
     """The lengths a user asks for, [num_samples] in file order; of a column, -1 where a sample lacks it.
 
@@ -44,17 +42,14 @@ def resolve_lengths(
         source: see `batching.Lengths`; None: the lengths of `column`.
         catalog: the dataset's.
         column: a column of the shards.
-        storage_options: of the fsspec filesystem.
+        read: asked where the catalog does not tell.
         map: calls a function on every shard; pass an executor's to read in parallel.
-        open_shard: opens a shard to be read.
 
     Raises:
         ValueError: an array of another shape or type, a negative length, or a column that is not there.
     """
     if source is None or isinstance(source, str):
-        return column_lengths(
-            catalog, source or column, storage_options=storage_options, map=map, open_shard=open_shard
-        )
+        return column_lengths(catalog, source or column, read, map=map)
     lengths = np.asarray(source(catalog) if callable(source) else source)
     if lengths.shape != (catalog.num_samples,) or lengths.dtype.kind not in "iu":
         raise ValueError(
@@ -70,17 +65,14 @@ def resolve_lengths(
 def column_lengths(
     catalog: Catalog,
     column: str,
+    read: ReadColumn,
     *,
-    storage_options: Mapping[str, Any] | None = None,
     map: Map = map,  # noqa: A002
-    open_shard: OpenShard = open_shard,
 ) -> NDArray[np.integer]:
     """Lengths of a column's values, or its integers themselves, [num_samples] in file order; -1: it has none.
 
     Raises as `resolve_lengths` does, and as reading and decoding do where the format needs that.
     """
-    from sharding.catalog.reading import ColumnReader
-
     spec = catalog.schema.get(column)
     if spec is None:
         raise ValueError(f"no column {column!r} to take lengths from; there are {listed(catalog.schema)}")
@@ -91,32 +83,20 @@ def column_lengths(
     if spec.kind == "fixed" and np.dtype(spec.dtype).kind not in "iu":
         raise ValueError(f"column {column!r} holds {spec.dtype} numbers; lengths must be integers")
     codec, itemsize = catalog.codec(), np.dtype(spec.dtype).itemsize
-    reader = ColumnReader(catalog, codec, [column])
 
     def of_shard(number: int) -> list[NDArray[np.integer]]:
-        first, last = catalog.first_block[number : number + 2].tolist()
-        blocks = [catalog.block(at) for at in range(first, last)]
-        indexed = [one for block in blocks if (one := _indexed(codec, block, column, itemsize)) is not None]
-        if len(indexed) == len(blocks):
-            return indexed
-        fs, path = opened[number]
-        with open_shard(blocks[0].shard, fs, path) as file:
-            read_into = partial(_read_into, file)
-            return [
-                _decoded(block, reader.decode(block, reader.read(block, read_into))[column])
-                for block in blocks
-            ]
+        return [
+            of_block(catalog.block(at)) for at in range(*catalog.first_block[number : number + 2].tolist())
+        ]
 
-    # fsspec keeps one filesystem a thread: this one's serves them all.
-    opened = [(None, "") if is_local(url) else open_url(url, storage_options) for url in catalog.locations]
+    def of_block(block: Block) -> NDArray[np.integer]:
+        sizes = codec.value_bytes(block, column)
+        if sizes is None:
+            return _decoded(block, read(block, column))
+        return np.where(sizes < 0, MISSING, sizes // itemsize)
+
     parts = [part for shard in map(of_shard, range(catalog.num_shards)) for part in shard]
     return _narrow(np.concatenate(parts))
-
-
-def _indexed(codec: Format, block: Block, column: str, itemsize: int) -> NDArray[np.integer] | None:
-    """Return the lengths that the catalog tells by itself."""
-    sizes = codec.value_bytes(block, column)
-    return None if sizes is None else np.where(sizes < 0, MISSING, sizes // itemsize)
 
 
 def _has_column(catalog: Catalog, column: str) -> NDArray[np.bool_]:
@@ -124,17 +104,6 @@ def _has_column(catalog: Catalog, column: str) -> NDArray[np.bool_]:
     has = np.array([column in own for own in catalog.schemas])
     table = catalog.blocks
     return np.repeat(has[catalog.shard_schemas[table.shard]], table.num_samples)
-
-
-def _read_into(file: BinaryIO, shard: Shard, offset: int, out: NDArray[np.uint8]) -> None:
-    """Fill `out` with a file's bytes from `offset`."""
-    with store_errors(shard.url):
-        file.seek(offset)
-        read = file.read(len(out))
-    if len(read) != len(out):
-        reason = f"truncated: wanted {len(out)} bytes, got {len(read)}"
-        raise CorruptShardError(shard.url, reason, offset, stage="read")
-    out[:] = np.frombuffer(read, np.uint8)
 
 
 def _decoded(block: Block, values: Column) -> NDArray[np.integer]:

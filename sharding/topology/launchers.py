@@ -10,7 +10,7 @@ come before Slurm's: under `mpirun` in a Slurm job, SLURM_PROCID is the rank of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 Env = Mapping[str, str]
@@ -47,8 +47,8 @@ def detect_rank_info(env: Env) -> RankInfo:
 
     Raises `ValueError` for a partial or contradictory environment, naming the variable and the cure.
     """
-    for launcher in (_torchrun, _open_mpi, _hydra, _slurm):
-        if (rank_info := launcher(env)) is not None:
+    for signs, launcher in _LAUNCHERS:
+        if not env.keys().isdisjoint(signs) and (rank_info := launcher(env)) is not None:
             return rank_info
     if "SLURM_JOB_ID" in env:
         return RankInfo(source="single process (in a Slurm allocation, but not a task started by srun)")
@@ -94,18 +94,14 @@ def _torchrun(env: Env) -> RankInfo | None:
     return RankInfo(rank, world, local, local_world, node, num_nodes, source)
 
 
-def _open_mpi(env: Env) -> RankInfo | None:
+def _open_mpi(env: Env) -> RankInfo:
     prefix = "OMPI_COMM_WORLD_"
-    if f"{prefix}RANK" not in env and f"{prefix}SIZE" not in env:
-        return None
     local_names = f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE"
     return _numbered(env, (f"{prefix}RANK", f"{prefix}SIZE"), local_names, "Open MPI (OMPI_COMM_WORLD_*)")
 
 
-def _hydra(env: Env) -> RankInfo | None:
+def _hydra(env: Env) -> RankInfo:
     """MPICH and Intel MPI (Hydra), Cray's PALS. `srun --mpi=pmi2` sets PMI_RANK too, but no local names."""
-    if "PMI_RANK" not in env:
-        return None
     names = next((names for names in _PMI_LOCAL if names[0] in env or names[1] in env), None)
     if names is None and (step := _slurm(env)):
         hydra = _number(env, "PMI_RANK"), _number(env, "PMI_SIZE") or step.world_size
@@ -144,6 +140,15 @@ def _slurm(env: Env) -> RankInfo | None:
         raise ValueError(f"SLURM_LOCALID is not set in an srun step of {world} tasks: {_CURE}")
     local_world = _slurm_tasks_on(env, node, num_nodes, world)
     return RankInfo(rank, world, local, local_world, node, num_nodes, "Slurm (srun step)")
+
+
+_LAUNCHERS: Sequence[tuple[Sequence[str], Callable[[Env], RankInfo | None]]] = (
+    (("RANK", "WORLD_SIZE", "LOCAL_RANK"), _torchrun),
+    (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _open_mpi),
+    (("PMI_RANK",), _hydra),
+    (("SLURM_STEP_ID", "SLURM_PROCID"), _slurm),
+)
+"""In this order, variables by which a launcher is known, and what reads all of its."""
 
 
 def _slurm_tasks_on(env: Env, node: int, num_nodes: int, world: int) -> int:

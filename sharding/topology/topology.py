@@ -15,13 +15,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
 
 from sharding.topology.hardware import read_hardware
 from sharding.topology.launchers import Env, RankInfo, detect_rank_info, slurm_switch
-from sharding.topology.replicas import Replicate, checked_replicate, data_rank_info, data_ranks
+from sharding.topology.replicas import DataParallel, Replicate, checked_replicate, data_rank_info, data_ranks
 
 Racks = Mapping[str, str] | Callable[[str], str | None]
 """Rack of a host: a mapping (looked up by full name, then by the part before the first dot) or a function."""
@@ -102,8 +102,9 @@ class Topology:
                 f"{self.local_world_size} processes on this node and {self.num_nodes} nodes do not fit "
                 f"world_size={self.world_size} (from {self.source})"
             )
-        checked = checked_replicate(self.replicate, self.world_size)
-        object.__setattr__(self, "replicate", checked)
+        if type(self.replicate) is not int or self.replicate != 1:
+            checked = checked_replicate(self.replicate, self.world_size)
+            object.__setattr__(self, "replicate", checked)
         self._check_nodes()
 
     def _check_nodes(self) -> None:
@@ -139,7 +140,7 @@ class Topology:
         rank_info: RankInfo | None = None,
         racks: Racks | None = None,
         replicate: Replicate = 1,
-        sysfs: str = "/sys",
+        sysfs: str | None = "/sys",
         host: str | None = None,
         cpus: Iterable[int] | None = None,
     ) -> Topology:
@@ -153,7 +154,7 @@ class Topology:
             racks: host -> rack; None: Slurm's switches, where it has them.
             replicate: which ranks get the same batches: R for each R consecutive ranks, the data rank of
                 every rank, or a `DataParallel(rank, size)`.
-            sysfs: where sysfs is mounted.
+            sysfs: where sysfs is mounted; None: do not look at the hardware.
             host: this host's name; None: ask the system.
             cpus: CPUs this process may use; None: ask the system.
 
@@ -169,8 +170,6 @@ class Topology:
             facts["rack"], why["rack"] = slurm_switch(env)
         else:
             facts["rack"], why["rack"] = rack_of(facts["host"], racks)
-        for name, fact in read_hardware(sysfs, cpus).items():
-            facts[name], why[name] = fact
         if rank_info.why_no_node:
             why["node"] = rank_info.why_no_node
         elif rank_info.num_nodes == 1:
@@ -178,11 +177,19 @@ class Topology:
             for one, every in (("host", "hosts"), ("rack", "racks")):
                 facts[every] = None if facts[one] is None else (facts[one],)
                 why[every] = why[one]
-        if rank_info.world_size == 1:
-            facts["numa_nodes_of_ranks"] = (facts["numa_node"],)
         numbers = rank_info._asdict()
         del numbers["why_no_node"]
-        return cls(**numbers, replicate=replicate, **facts, reasons=tuple(why.items()))
+        found = cls(**numbers, replicate=replicate, **facts, reasons=tuple(why.items()))
+        return found if sysfs is None else found.with_hardware(sysfs, cpus)
+
+    def with_hardware(self, sysfs: str = "/sys", cpus: Iterable[int] | None = None) -> Topology:
+        """The topology with this machine's NUMA nodes; arguments as those of `detect`."""
+        facts, why = dict[str, Any](), dict(self.reasons)
+        for name, fact in read_hardware(sysfs, cpus).items():
+            facts[name], why[name] = fact
+        if self.world_size == 1:
+            facts["numa_nodes_of_ranks"] = (facts["numa_node"],)
+        return replace(self, **facts, reasons=tuple(why.items()))
 
     @classmethod
     def even(
@@ -211,12 +218,16 @@ class Topology:
     @property
     def data_rank(self) -> int:
         """Number of this rank's replica group, in [0, data_world_size): what the plan uses for a rank."""
-        return data_rank_info(self.replicate, self.rank, self.world_size).rank
+        return self.rank if self.replicate == 1 else self._data_rank_info.rank
 
     @property
     def data_world_size(self) -> int:
         """Number of replica groups: what the plan uses for a world size."""
-        return data_rank_info(self.replicate, self.rank, self.world_size).size
+        return self.world_size if self.replicate == 1 else self._data_rank_info.size
+
+    @property
+    def _data_rank_info(self) -> DataParallel:
+        return data_rank_info(self.replicate, self.rank, self.world_size)
 
     @property
     def data_ranks(self) -> tuple[int, ...] | None:
@@ -265,8 +276,7 @@ class Topology:
 
 def given_variables(env: Env | None) -> Env:
     """The environment without empty variables, which launchers mean as unset; `os.environ` when None."""
-    present = os.environ if env is None else env
-    return {name: text for name, text in present.items() if text.strip()}
+    return {name: text for name, text in (os.environ if env is None else env).items() if text.strip()}
 
 
 def rack_of(host: str | None, racks: Racks) -> tuple[str | None, str]:

@@ -57,6 +57,7 @@ def test_orders_are_what_they_are_called(task):
     assert shards_open("default") >= 2
 
 
+@pytest.mark.full
 def test_a_run_trains_and_says_how_it_ended(task):
     run = train(task, "default", 0)
     assert run["steps"] == 30

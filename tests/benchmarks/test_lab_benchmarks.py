@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.lab import controller, cost_model, io_gate
-from benchmarks.lab.stations import is_station, takers_of
+from benchmarks.lab.stations import CASES, MOST, UNASKED, is_station, stations, takers_of, too_many
 from dataflow.tools.plan.cluster import Cluster, Link
 from dataflow.tools.plan.collectives import all_reduces
 from sharding.plan.window_size import resolve_windows
@@ -80,3 +80,29 @@ def test_who_takes_a_parameter_is_counted_by_function_and_folder() -> None:
     assert takers_of("no such parameter") == {"functions": 0, "folders": 0}
     told = takers_of("shard")
     assert 1 < told["folders"] < told["functions"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_loader_without_lengths_joins_or_other_ranks_enters_nothing_of_them(case: str) -> None:
+    told = stations(*CASES[case], runs=1)
+    names = [
+        f"{file}: {name}" for part in told.values() for file, own in part["names"].items() for name in own
+    ]
+    assert names
+    assert [name for name in names if name.startswith(UNASKED)] == []
+
+
+def test_what_passes_more_than_it_may_is_said() -> None:
+    allowed = {
+        case: {part: {"functions": few, "files": files, "names": {}} for part, (few, files) in parts.items()}
+        for case, parts in MOST.items()
+    }
+    assert too_many(allowed) == []
+    case = next(iter(allowed))
+    allowed[case]["first"]["files"] += 1
+    allowed[case]["steady"]["names"] = {"sharding/topology/hardware.py": ["read_hardware"]}
+    more, entered = too_many(allowed)
+    assert more.startswith(f"{case}, first: {MOST[case]['first'][1] + 1} files")
+    assert entered == (
+        f"{case}, steady: enters what nobody asked for, sharding/topology/hardware.py: read_hardware"
+    )

@@ -7,7 +7,7 @@ import functools
 import pickle
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from chunks_kit import HandDrivenEpoch
 from contract_rows import GLOBAL_ROWS, ROWS, Row, through_json
 from forked_kit import fast_ranks
 from local_ray_kit import ray_is_local
-from parameters_kit import others_in_full
+from parameters_kit import in_pairs, others_in_full
 from threads_kit import threads_left
 from worker_kit import nothing_left, workers_of_this_process
 
@@ -283,6 +283,47 @@ def test_halves_of_a_chunk_have_its_batches_and_the_last_that_needs_a_window_clo
             assert {*first.closes} <= {*first.needs} - {*last.needs}
             assert {*last.closes} <= {*last.needs}
     assert chunks
+
+
+WEIGHTED = [name for name, row in ROWS.items() if row.weights]
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_an_epoch_in_which_weights_were_set_begins_anew(name: str, data: tuple[Path, Whole]) -> None:
+    """With the same weights after the same batches, also in another loader; and the next has the last."""
+    row, (folder, whole) = ROWS[name], data
+    state = whole.states[0]
+    for is_first in (True, False):
+        with row.loader(folder) as loader:
+            loader.load_state_dict(state)
+            if is_first:
+                row.run(loader)
+                state = through_json(loader.state_dict())
+            loader.set_epoch(1)
+            assert unchanged(row).run(loader) == whole.batches
+            assert unchanged(row).run(loader, steps=1) == whole.following[:1]
+
+
+def unchanged(row: Row) -> Row:
+    """No weights are set."""
+    return replace(row, weights={})
+
+
+@pytest.mark.parametrize(("name", "tail"), in_pairs(WEIGHTED, ["drop", "pad", "uneven"]))
+def test_weights_set_at_the_last_batch_of_an_epoch_are_in_its_state(
+    name: str, tail: str, data: tuple[Path, Whole]
+) -> None:
+    row, folder = ROWS[name], data[0]
+    with row.loader(folder, tail=tail) as loader:
+        last, plain = len(unchanged(row).run(loader)), unchanged(row).run(loader)
+    with row.loader(folder, tail=tail) as loader:
+        states: list[dict[str, Any]] = []
+        replace(row, weights={last: [1, 0, 3]}).run(loader, states=states)
+        following = [unchanged(row).run(loader) for _ in range(2)]
+    assert following[0] != plain
+    with row.loader(folder, tail=tail) as loader:
+        loader.load_state_dict(states[-1])
+        assert [unchanged(row).run(loader) for _ in range(3)] == [[], *following]
 
 
 COPIES: list[Callable[[Any], Any]] = [

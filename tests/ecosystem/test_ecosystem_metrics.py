@@ -21,15 +21,15 @@ import pytest
 from metrics_ranks import made
 from servers_kit import free_port
 
-import dataflow.live.page as page_module
+import dataflow.telemetry.status.page as page_module
 from dataflow import DataLoader
-from dataflow.live.instruments import all_instruments
-from dataflow.live.page import LivePage
+from dataflow.telemetry.serving.instruments import all_instruments
+from dataflow.telemetry.status.page import StatusFile
 
 pytest.importorskip("lightning", reason="runs with the frameworks: pip install -e '.[ecosystem]'")
 pytestmark = pytest.mark.timeout(150)
 RANKS = Path(__file__).with_name("metrics_ranks.py")
-LIVE = files("dataflow.live")
+LIVE = files("dataflow.telemetry.serving")
 DEADLINE_S = 80.0
 
 
@@ -258,7 +258,7 @@ def test_opentelemetry_reads_the_figures_of_all_loaders(
 
     from dataflow.integrations.opentelemetry import instrument
 
-    monkeypatch.setattr(page_module, "_page", LivePage(lambda: [tmp_path / "run"]))
+    monkeypatch.setattr(page_module, "_page", StatusFile(lambda: [tmp_path / "run"]))
     reader = InMemoryMetricReader()
     instrument(MeterProvider([reader]))
     loaders = [DataLoader(range(8), batch_size=2, name=name) for name in ("one", "two")]

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from servers_kit import served
 
 from dataflow.tools.top.sources import MachinePages
 from dataflow.tools.top.view import Follower
-from dataflow.tools.top.web import PageServer
+from dataflow.tools.top.web import page_server
 
 aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("lightning", reason="runs with the frameworks: pip install -e '.[ecosystem]'")
@@ -106,12 +107,8 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
 @pytest.fixture
 def url(training: Training) -> Iterator[str]:
     """The address of the page over it."""
-    with PageServer(training.follower, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        yield server.url
-        server.shutdown()
-        thread.join(10)
+    with served(page_server(training.follower, 0)) as (host, port):
+        yield f"http://{host}:{port}/"
 
 
 async def in_a_browser(folder: Path, url: str, check: Callable[[Tab], Awaitable[None]]) -> None:

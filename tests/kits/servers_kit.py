@@ -5,6 +5,7 @@ What is not installed skips, with the reason; `tests/servers/install.sh` install
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -12,12 +13,17 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
+
+from dataflow.telemetry.serving.http import HttpServer
 
 SCRIPTS = Path(__file__).parents[1] / "servers"
 START_S = 100.0
@@ -165,3 +171,24 @@ def azurite(scratch: Path) -> Iterator[Store]:
 
 
 SERVERS = {"nginx": nginx, "radosgw": radosgw, "azurite": azurite}
+
+
+@contextmanager
+def served(server: HttpServer) -> Iterator[tuple[str, int]]:
+    """An `HttpServer` that serves in a thread of the test: its host and port."""
+    loops: Queue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Queue()
+
+    async def serve() -> None:
+        over = asyncio.Event()
+        loops.put((asyncio.get_running_loop(), over))
+        await server.serve(over)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    loop, over = loops.get(timeout=20)
+    try:
+        host, port = server.listener.getsockname()
+        yield host, port
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(20)

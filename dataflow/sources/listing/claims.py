@@ -60,8 +60,9 @@ class SourceArguments(Struct, frozen=True, kw_only=True):
 
     def listing(self, urls: Sequence[str], **more: Any) -> Listing:
         """Shards, with what was asked."""
-        given = {"format": self.format, "columns": self.columns, "decode": self.decode}
-        return Listing(urls=urls, **{**given, **more})
+        return Listing(
+            urls=urls, **{"format": self.format, "columns": self.columns, "decode": self.decode, **more}
+        )
 
 
 class Spec(Struct, frozen=True, kw_only=True):
@@ -207,7 +208,7 @@ ROWS = (
 )  # fmt: skip
 """Meanings of a source, in this order; the last row claims or raises."""
 PARTED_BY_FOLDERS = "dataflow.sources.tables.hive:parted_by_folders"
-"""The module that makes columns of the names of folders such as `label=cat`, where shards lie in such."""
+"""The function that makes columns of the names of folders such as `label=cat`, where shards lie in such."""
 
 
 def resolve(source: Any, asked: SourceArguments, places: Places) -> Listing:
@@ -296,15 +297,11 @@ def _kind_of(text: str, places: Places) -> str:
         return "folder" if text.endswith("/") else "file"
     if text.startswith("iceberg://"):
         return "name"
-    ending = _ending(text)
+    ending = file_name(text).rpartition(".")[2].lower()
     is_file = ending in KIND_OF or ending in TABLES_OF_FILES or ending == "json"
     if not (is_file and not is_local(text)) and places.folder(text) is not None:
         return "folder"
     return "pattern" if is_glob(text) or "{" in text else "file"
-
-
-def _ending(text: str) -> str:
-    return file_name(text).rpartition(".")[2].lower()
 
 
 def refuse_unmeant(spec: Spec, asked: SourceArguments) -> None:
@@ -324,7 +321,8 @@ def claim_text(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
 
 def claim_shards(spec: Spec, asked: SourceArguments, places: Places, looks_up: LooksUp = "") -> Listing:
     """The shards that patterns, names and folders mean: see `expand`."""
-    if spec.kind != "hub":
+    is_more_asked = (asked.config, asked.split, asked.revision) != (None, None, None)
+    if spec.kind != "hub" and is_more_asked:
         refuse_unmeant(spec, asked)
     urls = places.retrier(
         lambda: expand(

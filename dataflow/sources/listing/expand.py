@@ -75,9 +75,10 @@ def expand(
             f"source must be a path, a URL or a list of them, got {without_secrets(repr(source))}"
         )
     texts = [checked_text(item) for item in items]
-    pieces = [
-        piece for text in texts for piece in _expand_braces(text, storage_options, looks_up=bool(looks_up))
-    ]
+    pieces = list[str]()
+    for text in texts:
+        looks = bool(looks_up)
+        pieces += _expand_braces(text, storage_options, looks_up=looks) if "{" in text else [text]
     urls: list[str] = []
     for piece in pieces:
         is_name = len(pieces) > 1 and has_suffix(piece) and not is_glob(piece) and not piece.endswith("/")
@@ -85,7 +86,7 @@ def expand(
             urls.append(_canonical(piece))
             continue
         urls += _look_up(piece, storage_options, format, known or {}, is_alone=len(pieces) == 1)
-    return _without_duplicates(urls)
+    return _without_duplicates(urls) if len(urls) > 1 else urls
 
 
 def checked_text(item: object) -> str:
@@ -110,12 +111,14 @@ def _canonical(url: str) -> str:
 
 def braced(text: str, options: Mapping[str, Any] | None = None) -> list[str]:
     """The texts that braces in one stand for; a name that exists is not taken apart."""
-    return _expand_braces(checked_text(text), options, looks_up=False)
+    return (
+        _expand_braces(checked_text(text), options, looks_up=False) if "{" in text else [checked_text(text)]
+    )
 
 
 def _expand_braces(pattern: str, options: Mapping[str, Any] | None, *, looks_up: bool) -> list[str]:
     asks = looks_up or is_local(pattern)
-    if "{" not in pattern or (asks and _exists(pattern, options)):
+    if asks and _exists(pattern, options):
         return [pattern]
     from braceexpand import braceexpand
 

@@ -36,8 +36,8 @@ class Places:
         if url in self.known:
             return self.known[url]
         if is_local(url):
-            if (found := _entries_here(local_path(url))) is not None:
-                self.known[url] = found
+            if os.path.isdir(local_path(url)):
+                self.known[url] = _entries_here(local_path(url))
         elif not (is_http(url) or is_glob(url) or "{" in url):
             with suppress(ShardReadError):  # whoever reads it says what is wrong
                 self.known[url] = self.retrier(
@@ -55,9 +55,7 @@ class Places:
         ]
 
 
-def _entries_here(path: str) -> Entries | None:
-    if not os.path.isdir(path):
-        return None
+def _entries_here(path: str) -> Entries:
     with store_errors(path), os.scandir(path) as found:
         return [
             {"name": entry.path, "type": "directory" if entry.is_dir() else "file", "size": None}

@@ -22,7 +22,7 @@ class TableVersion(Struct, frozen=True, eq=False, kw_only=True):
     """A table as it was at one time."""
 
     format: str
-    """"delta", "iceberg" or "hive"."""
+    """"delta" or "iceberg"."""
     url: str
     version: str
     files: Mapping[str, TableFile]
@@ -41,8 +41,6 @@ class TableVersion(Struct, frozen=True, eq=False, kw_only=True):
 
 def name_of(format: str, url: str, version: str) -> str:  # noqa: A002
     """A table and its version, in words."""
-    if format == "hive":
-        return f"{identity_of(url)} with the columns of its folders ({version})"
     kind, what = {"delta": ("Delta", "version"), "iceberg": ("Iceberg", "snapshot")}[format]
     return f"{what} {version} of the {kind} table {identity_of(url)}"
 

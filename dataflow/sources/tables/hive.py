@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
+from msgspec import structs
 
 from dataflow.sources.listing.claims import Listing
-from dataflow.sources.tables.files import TableVersion
 from sharding.blocks import Format
-from sharding.formats.tables.fitting import TableFile
+from sharding.formats import resolve_format
+from sharding.formats.tables.hive import FolderValues
 from sharding.redaction import identity_of
 from sharding.urls import is_http, is_local, local_path
 
@@ -28,14 +28,15 @@ _SIGNS = re.compile(r"[*?\[{]")
 
 
 def parted_by_folders(
-    codec: Format, listing: Listing, types: Mapping[str, str] | None
-) -> TableVersion | None:
-    """Parquet files with the columns that folders below the source are called by; None: there are none.
+    listing: Listing, codec: Format, types: Mapping[str, str] | None, is_named: bool
+) -> Listing:
+    """The listing with the columns that folders below the source are called by, if there are any.
 
     Args:
-        codec: the format of the files.
         listing: the files. What the source's own folder and those above are called by is no column.
+        codec: the format of the files.
         types: column -> type as pyarrow calls it, such as "int64", in place of the one that values tell.
+        is_named: whether `format=` says that there are such folders.
 
     Raises `ValueError` for types of no such column, and for values that are not of their type.
     """
@@ -49,29 +50,20 @@ def parted_by_folders(
             texts.setdefault(key, set()).add(text)
     if unknown := sorted({*types} - {*texts}):
         raise ValueError(f"types names {unknown[0]!r}, and no folder is called '{unknown[0]}=...'")
-    if not texts and codec.name == "hive":
+    if not texts and is_named:
         raise ValueError(f"format='hive' is for folders called by values, and none of {root} is")
     if not texts:
-        return None
+        return listing
     kinds = {key: _type_of(key, found - {_MISSING}, types) for key, found in texts.items()}
-    files = {
-        url: TableFile(
-            table=f"the folders of {identity_of(root)}",
-            schema=None,
-            size=None,
-            constants={key: _scalar(own.get(key, _MISSING), kind, key, url) for key, kind in kinds.items()},
+    facts = {
+        url: FolderValues(
+            values={key: _scalar(own.get(key, _MISSING), kind, key, url) for key, kind in kinds.items()}
         )
         for url, own in values.items()
     }
     version = ", ".join(f"{key}: {kind}" for key, kind in kinds.items())
-    if codec.name in ("parquet", "hive"):
-        return TableVersion(format="hive", url=root, version=version, files=files)
-    warnings.warn(
-        f"{identity_of(urls[0])} and others lie in folders called by values ({version}), which are columns "
-        f"of Parquet files only: of {codec.name} they are not delivered",
-        stacklevel=2,
-    )
-    return None
+    hive = resolve_format("hive", (), version=version, of=codec)
+    return structs.replace(listing, format=hive, facts=facts)
 
 
 def _root_of(source: Any, urls: Sequence[str]) -> str:

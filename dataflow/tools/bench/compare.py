@@ -23,7 +23,8 @@ from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
 from dataflow.mixture import Mixture
 from dataflow.testing import run_ranks
-from dataflow.tools.bench.settings import Comparison, named_function, settings_json
+from dataflow.tools.bench.settings import Comparison, settings_json
+from dataflow.tools.terminal.options import named_function
 from dataflow.tools.terminal.report import Drawing, Page, Part, Sentence, Table, machine, usable_cores
 from dataflow.tools.verdicts.loading import SAME, comparison_text
 from dataflow.tools.verdicts.verdict import verdict_of

@@ -17,9 +17,9 @@ import torch
 
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
+from dataflow.telemetry.timing.bottleneck import Bottleneck, Epochs, Rates, bottleneck_of
+from dataflow.telemetry.timing.headspace_report import Headspace, headspace_of
 from dataflow.testing import run_ranks
-from dataflow.timing.bottleneck import Bottleneck, Epochs, Rates, bottleneck_of
-from dataflow.timing.headspace_report import Headspace, headspace_of
 from dataflow.tools.bench.evidence import evict
 from dataflow.tools.bench.settings import Emulation, settings_json, stored_sample_bytes
 from dataflow.tools.bench.stages import EmulationPhase, RankFigures, Steps, Work, run_phase

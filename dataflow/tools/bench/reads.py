@@ -31,7 +31,6 @@ ReadInto = Callable[[Shard, int, NDArray[np.uint8]], None]
 Block = tuple[Shard, int, int]
 """A block: shard, offset, bytes."""
 _AT_ONCE = 4096
-_KEPT = 16
 ALIGNMENT = 4096
 """Alignment of offsets and lengths of direct reads: every device accepts it."""
 PERCENTILES = ("50", "90", "99", "99.9")
@@ -49,7 +48,7 @@ class Case:
 
 
 class BlockOrder:
-    """The order of the blocks: position -> (shard, offset, bytes). Thread-safe.
+    """The order of the blocks: position -> (shard, offset, bytes). Thread-safe but for its iterators.
 
     Blocks are whole ones, aligned in their shard; a shard that is smaller than a block is one block.
     """
@@ -60,11 +59,6 @@ class BlockOrder:
         self._sizes = np.array([shard.size for shard in self._shards], np.int64)
         self._ends = np.cumsum(np.maximum(1, self._sizes // block_bytes))
         self._total = int(self._ends[-1]) if self._shards else 0
-        # Made some thousand at a time: what Python does between two reads counts as the store's time.
-        self._lock = threading.Lock()  # guards what is written into it; at the beginning all threads want one
-        self._parts: dict[int, list[Block]] = {}
-        if self._total:
-            self._part(0)
 
     def __len__(self) -> int:
         """Return the number of blocks of one pass."""
@@ -72,29 +66,18 @@ class BlockOrder:
 
     def __getitem__(self, position: int) -> Block:
         """The block at a position; positions beyond the first pass begin another one, in the same order."""
-        part, at = divmod(position % self._total, _AT_ONCE)
-        if at == _AT_ONCE // 2:  # one thread, while the others read on
-            self._part((part + 1) % -(-self._total // _AT_ONCE))
-        blocks = self._parts.get(part)
-        return (self._part(part) if blocks is None else blocks)[at]
+        position %= self._total
+        return self.blocks(range(position, position + 1))[0]
 
-    def _part(self, part: int) -> list[Block]:
-        """Return a part that is read, from memory or made by one thread."""
-        with self._lock:
-            if part not in self._parts:
-                if len(self._parts) == _KEPT:
-                    del self._parts[next(iter(self._parts))]
-                self._parts[part] = self._made(part)
-            return self._parts[part]
-
-    def _made(self, part: int) -> list[Block]:
-        return self.blocks(range(part * _AT_ONCE, min((part + 1) * _AT_ONCE, self._total)))
+    def __iter__(self) -> Iterator[Block]:
+        """Yield the blocks of one pass."""
+        # Some thousand at a time: what Python does between two reads counts as the store's time.
+        for first in range(0, self._total, _AT_ONCE):
+            yield from self.blocks(range(first, min(first + _AT_ONCE, self._total)))
 
     def blocks(self, positions: range) -> list[Block]:
-        """Return the blocks at many positions. Nothing is kept."""
-        at = np.arange(positions.start, positions.stop, positions.step, dtype=np.uint64) % np.uint64(
-            self._total
-        )
+        """Return the blocks at many positions of the first pass."""
+        at = np.arange(positions.start, positions.stop, dtype=np.uint64)
         random = self._pattern == "random"
         numbers = (feistel(at, self._total, self._seed) if random else at).astype(np.int64)
         shard = np.searchsorted(self._ends, numbers, side="right")
@@ -149,15 +132,16 @@ def in_turn(order: BlockOrder, *, once: bool) -> Callable[[int], Iterator[Block]
         order: of the blocks.
         once: end when every block was given once.
     """
-    positions, taking = itertools.count(), threading.Lock()
+    passes = iter(order) if once else itertools.chain.from_iterable(itertools.repeat(order))
+    taking = threading.Lock()
 
     def blocks(number: int) -> Iterator[Block]:
         while True:
             with taking:
-                position = next(positions)
-            if once and position >= len(order):
+                block = next(passes, None)
+            if block is None:
                 return
-            yield order[position]
+            yield block
 
     return blocks
 

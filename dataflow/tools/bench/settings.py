@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from dataflow.tools.terminal.options import (
+    COLUMNS,
     COUNT,
     POSITIVE,
     SIZE,
     DatasetArguments,
     Finite,
     argument,
+    named_function,
     option,
     part,
     storage_options,
@@ -85,6 +85,7 @@ class Sweep(Requirement):
     require_cold: bool = option('Fail where the evidence does not allow the word "cold".', bool, False)
     split: str | None = option("Split of a folder, or of a dataset on the Hub.", None, None, metavar="NAME")
     config: str | None = option("Config of such a dataset.", None, None, metavar="NAME")
+    columns: Any = option("Column to take, or NEW=OLD; blocks are read whole.", None, None, **COLUMNS)
     storage_options: Mapping[str, Any] = storage_options()
 
     def __post_init__(self) -> None:
@@ -218,29 +219,3 @@ def settings_json(settings: Emulation | Comparison) -> dict[str, Any]:
     values = {**asdict(settings), "given": settings.dataset.to_json()}
     del values["dataset"]
     return values
-
-
-def named_function(function: str) -> Any:
-    """Return what the user calls `package.module:name`.
-
-    Raises:
-        ImportError: there is no such module.
-        ValueError: the module has no such function, or that is no such name.
-    """
-    module_name, colon, name = function.partition(":")
-    if not colon:
-        raise ValueError(f"a function is named as package.module:name, got {function!r}")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a console script's own folder stands first, not the user's
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # it is there, and imports what is not
-        raise ImportError(
-            f"{function}: there is no module {error.name!r} here ({os.getcwd()}) or installed"
-        ) from error
-    value = getattr(module, name, None)
-    if not callable(value):
-        raise ValueError(f"{function}: the module has no function {name!r}")
-    return value

@@ -24,7 +24,7 @@ from torch import distributed
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
 from dataflow.stream.read_ahead import LOCAL_READERS, REMOTE_READERS
-from dataflow.timing.headspace import MeasuredSteps
+from dataflow.telemetry.timing.headspace import MeasuredSteps
 from dataflow.tools.bench.evidence import device_bytes
 from dataflow.tools.bench.in_memory import InMemory
 from dataflow.tools.bench.settings import BenchDataset

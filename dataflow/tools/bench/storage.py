@@ -47,7 +47,8 @@ from dataflow.tools.terminal.report import (
 )
 from dataflow.tools.verdicts.storage import block_text
 from dataflow.tools.verdicts.verdict import verdict_of
-from prefetch.store.reader import NO_FAULTS, ReadStats, StoreReader
+from prefetch.counts import NO_FAULTS, ReadStats
+from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Retrier
 from sharding.blocks import Shard
 from sharding.catalog.storage import open_url, shard_info, shard_of
@@ -237,6 +238,7 @@ def _sample_bytes(settings: Sweep) -> float | None:
             source,
             config=settings.config,
             split=settings.split,
+            columns=settings.columns,
             storage_options=dict(settings.storage_options),
         ).catalog
     except ShardReadError:

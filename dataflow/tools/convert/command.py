@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import click
@@ -14,6 +11,7 @@ from dataflow.tools.terminal.options import (
     COUNT,
     DatasetArguments,
     EngineArguments,
+    named_function,
     option,
     options_of,
     part,
@@ -34,23 +32,11 @@ def _all_or(_ctx: click.Context, _param: click.Parameter, given: str | None) -> 
 
 
 def _function(_ctx: click.Context, _param: click.Parameter, name: str | None) -> Any:
-    """Return the function of a name such as "tools:caption"; modules of this folder count, too."""
-    if name is None:
-        return None
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise click.BadParameter(f"must be module:function, such as tools:caption, got {name!r}")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """Return the function of a name such as "tools:caption"."""
     try:
-        value: Any = import_module(module)
-        for each in attribute.split("."):
-            value = getattr(value, each)
-    except (ImportError, AttributeError) as error:
-        raise click.BadParameter(f"{name!r} is not there: {error}") from error
-    if not callable(value):
-        raise click.BadParameter(f"{name!r} is no function")
-    return value
+        return None if name is None else named_function(name)
+    except (ImportError, ValueError) as error:
+        raise click.BadParameter(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)

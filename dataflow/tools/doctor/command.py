@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dataflow.timing import DEFAULT_STEPS, ROUND
+from dataflow.telemetry.timing import DEFAULT_STEPS, ROUND
 from dataflow.tools.terminal.options import OutputPath, json_option, picture_option, plain_errors
 from sharding.printable import printable
 
 if TYPE_CHECKING:
-    from dataflow.timing.records import RankRecord
+    from dataflow.telemetry.timing.records import RankRecord
 
 _NOTHING = (
     "nothing to report: no loop over a dataflow.DataLoader or a GradSchedule was seen, or it was killed "
@@ -114,7 +114,8 @@ def doctor(
 
 def _run(command: Sequence[str], folder: Path, headspace_steps: int | None) -> int:
     """Run it, with a folder for records; its exit code, or as in shells 128 + the signal that ended it."""
-    from dataflow.timing import HEADSPACE, VARIABLE
+    from dataflow.progress.observer import HEADSPACE
+    from dataflow.telemetry.timing import VARIABLE
     from dataflow.tools.doctor.saved import all_files
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +145,7 @@ def _not_reported(records: Sequence[RankRecord]) -> str:
 def _show(folder: Path, json_path: str | None, picture: str | None, trace: str | None) -> None:
     from rich.console import Console
 
-    from dataflow.timing.report import report_of, write_trace
+    from dataflow.telemetry.timing.report import report_of, write_trace
     from dataflow.tools.doctor.page import page_of
     from dataflow.tools.doctor.saved import read_records
     from dataflow.tools.terminal.report import save
@@ -166,7 +167,7 @@ def _show(folder: Path, json_path: str | None, picture: str | None, trace: str |
 def _show_headspace(folder: Path, json_path: str | None, code: int) -> None:
     from rich.console import Console
 
-    from dataflow.timing.headspace_report import headspace_of_records, reason_without
+    from dataflow.telemetry.timing.headspace_report import headspace_of_records, reason_without
     from dataflow.tools.doctor.saved import read_headspace
     from dataflow.tools.terminal.report import Page, Sentence, save, show
 

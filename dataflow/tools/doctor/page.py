@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dataflow.timing.diagnosis import Part
-from dataflow.timing.records import RankRecord
-from dataflow.timing.report import Report
+from dataflow.telemetry.timing.records import RankRecord
+from dataflow.telemetry.timing.report import Report
+from dataflow.telemetry.timing.shares import Part
 from dataflow.tools.terminal import report as reports
 from dataflow.tools.terminal.report import Drawing, Page, Table
 

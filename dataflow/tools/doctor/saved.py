@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from dataflow.timing.headspace import HeadspaceRecord
-from dataflow.timing.records import RankRecord
+from dataflow.telemetry.timing.headspace import HeadspaceRecord
+from dataflow.telemetry.timing.records import RankRecord
 
 R = TypeVar("R", bound=RankRecord)
 _SHOWN = 8

@@ -10,7 +10,7 @@ import numpy as np
 
 from dataflow.tools.plan.cluster import Cluster, Link
 from dataflow.tools.plan.collectives import all_reduces
-from dataflow.tools.plan.expenses import Expenses, Prices, expenses, find_meters
+from dataflow.tools.plan.expenses import Expenses, Prices, expenses
 from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.plan.step import Prediction, StepWork, batch_doubts, best_accumulation, predict
 from dataflow.tools.terminal.report import Drawing, Page, Part, Sentence, Table
@@ -32,8 +32,6 @@ class ClusterPlan:
     placements: Mapping[str, float]
     """Seconds of a step with `best`'s accumulation, reduced by a ring in rank order, for each placement."""
     expenses: Expenses | None
-    meters: Sequence[str]
-    """Energy meters that can be read on this machine, or why not."""
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON types."""
@@ -69,7 +67,6 @@ def make_plan(settings: PlanSettings) -> ClusterPlan:
     most, samples = settings.max_batch, int(settings.samples)
     best, predictions = best_accumulation(cluster, work, settings.accumulate, max_batch=most)
     prices = Prices(settings.node_hour, settings.egress_gb, settings.watts)
-    meters, absent = find_meters()
     bucket = all_reduces(cluster, work.gradient_bytes / work.buckets)
     chosen = replace(work, accumulate=best.accumulate)
     return ClusterPlan(
@@ -81,7 +78,6 @@ def make_plan(settings: PlanSettings) -> ClusterPlan:
             name: predict(placed, chosen, "ring").window_s for name, placed in placements(cluster).items()
         },
         expenses=expenses(best, settings.nodes, samples, work.sample_bytes, prices) if samples else None,
-        meters=[f"{meter.name}: can be read here" for meter in meters] + absent,
     )
 
 
@@ -113,7 +109,6 @@ def page_of(settings: PlanSettings, plan: ClusterPlan) -> Page:
         Sentence("placement of ranks, reduced by a ring in rank order", "bold"),
         _ranking("step", plan.placements, nearest),
         *_sentences(plan),
-        Sentence("Energy meters: " + "; ".join(plan.meters), "dim"),
     ]
     parts.append(Drawing(11, 4.2, lambda figure: _draw(plan, figure)))
     values = {"asked": asdict(settings), "plan": plan.to_json()}

@@ -12,9 +12,12 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +74,35 @@ def _typed(text: str) -> str:
         return match[0] if name not in names else f"{names[name]} {value or ''}".strip()
 
     return re.sub(r"\b(?<![-.])(\w+)=(?:'([^']*)'|(?=[\s,;:)]|$))", flag, text)
+
+
+def named_function(name: str) -> Any:
+    """Return what the user calls `package.module:name`; modules of the current folder count, too.
+
+    Raises:
+        ImportError: there is no such module.
+        ValueError: the module has no such function, or that is no such name.
+    """
+    module_name, colon, path = name.partition(":")
+    if not (module_name and colon and path):
+        raise ValueError(f"a function is named as package.module:name, got {name!r}")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a console script's own folder stands first, not the user's
+    try:
+        module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # it is there, and imports what is not
+        raise ImportError(
+            f"{name}: there is no module {error.name!r} here ({os.getcwd()}) or installed"
+        ) from error
+    try:
+        value = attrgetter(path)(module)
+    except AttributeError:
+        value = None
+    if not callable(value):
+        raise ValueError(f"{name}: the module has no function {path!r}")
+    return value
 
 
 # ---- settings -------------------------------------------------------------------------------------------
@@ -208,14 +240,24 @@ class OutputPath(click.ParamType):  # type: ignore[type-arg]  # generic since cl
         return value
 
     def _check_picture(self, path: str) -> None:
-        from dataflow.tools.terminal.plotting import figure_class
-
         if not path.endswith(self._endings):
             raise click.ClickException(f"a picture must end in {' or '.join(self._endings)}, got {path!r}")
         try:
             figure_class()
         except ImportError as error:
             raise click.ClickException(str(error)) from None
+
+
+def figure_class() -> Any:
+    """`matplotlib.figure.Figure`; not pyplot, which would pick a window system and keep every figure.
+
+    Raises `ImportError`, which names the extra, without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install 'dataflow-loader[plot]'") from error
+    return Figure
 
 
 COUNT = click.IntRange(min=1)
@@ -274,18 +316,23 @@ class ReportFiles:
 # ---- datasets -------------------------------------------------------------------------------------------
 
 
-def _named_values(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> dict[str, Any]:
-    """Keyword arguments from `name=value`; a value is JSON if it reads as such, else text."""
-    named = {}
-    for text in values:
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise click.BadParameter(f"must be name=value, got {text!r}")
-        try:
-            named[name] = json.loads(value)
-        except json.JSONDecodeError:
-            named[name] = value
+def _named(read: Callable[[str], Any]) -> Callable[..., dict[str, Any]]:
+    """A callback that makes keyword arguments of `name=value`, each value `read`."""
+
+    def named(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> dict[str, Any]:
+        pairs = [text.partition("=") for text in values]
+        for name, equals, value in pairs:
+            if not (name and equals):
+                raise click.BadParameter(f"must be name=value, got {name + equals + value!r}")
+        return {name: read(value) for name, _, value in pairs}
+
     return named
+
+
+def _json_or_text(value: str) -> Any:
+    with suppress(json.JSONDecodeError):
+        return json.loads(value)
+    return value
 
 
 def _columns(
@@ -298,25 +345,26 @@ def _columns(
     return {new: old or new for new, _, old in pairs}
 
 
+COLUMNS: Mapping[str, Any] = {
+    "flag": "--columns --column",
+    "callback": _columns,
+    "multiple": True,
+    "metavar": "NAME",
+    "show_default": "all",
+}
+"""Arguments of `option` for the columns that are taken: a list, or a mapping where some are renamed."""
+
+
 def storage_options() -> Any:
     """The field for what a filesystem is made with: a mapping of names to values."""
     return option(
         "Keyword argument for the fsspec filesystem, such as anon=true; may be repeated.",
         default=dict,
         flag="--storage-option",
-        callback=_named_values,
+        callback=_named(_json_or_text),
         multiple=True,
         metavar="NAME=VALUE",
     )
-
-
-def _named_texts(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> dict[str, str]:
-    """Options of an engine from `name=value`."""
-    pairs = [text.partition("=") for text in values]
-    for name, equals, value in pairs:
-        if not (name and equals):
-            raise click.BadParameter(f"must be name=value, got {name + equals + value!r}")
-    return {name: value for name, _, value in pairs}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +389,7 @@ class EngineArguments:
         "Option of the engine, such as address=tcp://host:8786; may be repeated.",
         default=dict,
         flag="--engine-option",
-        callback=_named_texts,
+        callback=_named(str),
         multiple=True,
         metavar="NAME=VALUE",
     )
@@ -387,14 +435,7 @@ class DatasetArguments:
     split: str | None = option("Split of a folder, or of a dataset on the Hub.", None, None, metavar="NAME")
     config: str | None = option("Config of such a dataset.", None, None, metavar="NAME")
     columns: list[str] | dict[str, str] | None = option(
-        "Column to take, or NEW=OLD to rename one; may be repeated.",
-        None,
-        None,
-        "--columns --column",
-        callback=_columns,
-        multiple=True,
-        metavar="NAME",
-        show_default="all",
+        "Column to take, or NEW=OLD to rename one; may be repeated.", None, None, **COLUMNS
     )
     revision: str | None = option(
         "Version of a table, or revision of a dataset on the Hub.",

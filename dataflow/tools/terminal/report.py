@@ -26,17 +26,18 @@ from rich.text import Text
 
 from dataflow.limits import machine_memory
 from dataflow.tables import bytes_text as bytes_text
-from dataflow.tools.terminal.options import ReportFiles
-from dataflow.tools.terminal.plotting import figure_class
+from dataflow.tools.terminal.options import ReportFiles, figure_class
 from sharding.printable import printable, printable_name
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62em; margin: 2em auto; padding: 0 1em }
-h1 { font-size: 1.5em } p, table { margin: .6em 0 } .dim { color: #555 }
-table { border-collapse: collapse } th { font-weight: 600; color: #555 }
-th, td { padding: .25em .9em; text-align: right; border-bottom: 1px solid #e4e4e4 }
-th.left, td.left { text-align: left; padding-left: 0 } svg { max-width: 100%; height: auto }
+_HTML = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>body {{ max-width: 68em; margin: 2em auto }} svg {{ max-width: 100%; height: auto }}</style>
+</head><body><h1>{title}</h1>
+<pre>{text}</pre>
+{drawings}
+</body></html>
 """
+_HTML_COLUMNS = 110
 
 
 @dataclass(frozen=True)
@@ -226,37 +227,20 @@ def _on_terminal(part: Table) -> RichTable:
 
 def html_of(page: Page) -> str:
     """A page of its own, without links: it can be sent to somebody."""
-    body = "\n".join(map(_as_html, page.told))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(page.title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{escape(page.title)}</h1>\n{body}\n</body></html>\n"
+    console = Console(record=True, file=io.StringIO(), width=_HTML_COLUMNS, highlight=False)
+    show([part for part in page.told if not isinstance(part, Drawing)], console)
+    return _HTML.format(
+        title=escape(page.title),
+        text=console.export_html(inline_styles=True, code_format="{code}"),
+        drawings="\n".join(_svg(part) for part in page.told if isinstance(part, Drawing)),
     )
 
 
-def _as_html(part: Part) -> str:
-    if isinstance(part, Drawing):
-        drawn = io.StringIO()
-        part.figure().savefig(drawn, format="svg")
-        svg = drawn.getvalue()
-        return svg[svg.index("<svg") :]
-    if isinstance(part, Table):
-        return _table_as_html(part)
-    text, style = (part, "") if isinstance(part, str) else (part.text, part.style)
-    return f"<p><b>{escape(text)}</b></p>" if "bold" in style else f'<p class="{style}">{escape(text)}</p>'
-
-
-def _table_as_html(part: Table) -> str:
-    def row(tag: str, cells: Sequence[str]) -> str:
-        left = part.left if part.columns else 2
-        marks = (' class="left"' if number < left else "" for number in range(len(cells)))
-        return "".join(
-            f"<{tag}{mark}>{escape(cell)}</{tag}>" for mark, cell in zip(marks, cells, strict=True)
-        )
-
-    lines = [row("th", part.columns)] if part.columns else []
-    lines += [row("td", cells) for cells in part.rows]
-    rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table>\n{rows}</table>"
+def _svg(drawing: Drawing) -> str:
+    drawn = io.StringIO()
+    drawing.figure().savefig(drawn, format="svg")
+    svg = drawn.getvalue()
+    return svg[svg.index("<svg") :]
 
 
 def machine() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dataflow.tables import bytes_text, number_text
-from dataflow.timing.advice import gain_text
+from dataflow.telemetry.timing.diagnosis import gain_text
 from dataflow.tools.top.view import DecisionRow, LoaderRow, TopView, TrainingView, duration_text
 from sharding.printable import printable_name
 

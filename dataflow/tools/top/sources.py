@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol, Self, cast
 from urllib.parse import SplitResult, urlsplit
 
-from dataflow.live.reading import page_folders, pages_in, unread_pages
-from dataflow.live.record import VERSION, TrainingRecord, from_json, newest_version
+from dataflow.telemetry.status.reading import page_folders, pages_in, unread_pages
+from dataflow.telemetry.status.record import VERSION, TrainingRecord, from_json, newest_version
 from sharding.errors import DataflowError
 from sharding.printable import printable_name
 from sharding.redaction import without_secrets
@@ -68,7 +68,7 @@ class MachinePages:
 
     def read(self) -> Reading:
         """See `FigureSource`."""
-        records = [record for _, record in pages_in(self._folders)]
+        records = list(pages_in(self._folders))
         unread = [f"{path.name} is left out: {why}" for path, why in unread_pages(self._folders)]
         return Reading(records, unread)
 

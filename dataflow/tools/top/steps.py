@@ -1,21 +1,22 @@
 """The last pages of a process, and what the steps between them say holds a training up.
 
-The last half minute of steps goes through `dataflow.timing`, as records of `dataflow doctor` do: there is one
-answer.
+The last half minute of steps goes through `telemetry.timing`, as records of `dataflow doctor` do: there is
+one answer.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dataflow.live.reading import boot_id
-from dataflow.live.record import LoaderRecord, ScheduleRecord, TrainingRecord
-from dataflow.timing.advice import advise
-from dataflow.timing.diagnosis import PARTS, Part, diagnose
-from dataflow.timing.records import LoaderTimes, RankRecord, StepTimes, busy_cores, shard_times
+from dataflow.stats import numbers_of, numbers_since
+from dataflow.telemetry.status.reading import boot_id
+from dataflow.telemetry.status.record import LoaderRecord, ScheduleRecord, TrainingRecord
+from dataflow.telemetry.timing.diagnosis import diagnose
+from dataflow.telemetry.timing.records import LoaderTimes, RankRecord, StepTimes, busy_cores, shard_times
+from dataflow.telemetry.timing.shares import PARTS, Part
 
 MOST_PAGES = 30
 """Readings, about a second each, that the answer of what holds a training up is about."""
@@ -26,28 +27,6 @@ _TASKS_OVER = 10
 
 Key = tuple[str, int, int]
 """Host, process id and start of a process."""
-
-
-class LiveFigures:
-    """The figures of a `stats().to_json()` as attributes; one that is not there is 0."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-
-    def __getattr__(self, name: str) -> Any:
-        value = self._values.get(name, 0)
-        if isinstance(value, dict):
-            return LiveFigures(value)
-        if isinstance(value, float) and not math.isfinite(value):
-            return 0.0
-        return value
-
-    def number(self, path: str) -> float:
-        """Return a number by its path, such as "read.busy_s"; 0 for anything else."""
-        value: Any = self
-        for name in path.split("."):
-            value = getattr(value, name) if isinstance(value, LiveFigures) else 0
-        return value if isinstance(value, (int, float)) else 0.0
 
 
 class Pages(NamedTuple):
@@ -89,20 +68,25 @@ def same_loader(record: TrainingRecord | None, one: LoaderRecord) -> LoaderRecor
     return next((old for old in others if (old.role, old.name) == (one.role, one.name)), None)
 
 
-def growth(before: LoaderRecord | None, now: LoaderRecord) -> tuple[Callable[[str], float], float | None]:
-    """Return how much figures have grown between two pages, and in how many seconds; None: not known."""
-    old, new = LiveFigures(before.stats if before else {}), LiveFigures(now.stats)
+def numbers_in(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a loader's figures by the names of `flat`, as far as they are numbers."""
+    try:
+        return {name: value for name, value in numbers_of(stats).items() if math.isfinite(value)}
+    except (AttributeError, TypeError):
+        return {}  # figures that no loader of this version has
 
-    def grown(name: str) -> float:
-        return max(0.0, new.number(name) - old.number(name))
 
-    elapsed_s = new.number("elapsed_s") - old.number("elapsed_s")
-    is_known = before is not None and elapsed_s > 0 and new.number("batches") >= old.number("batches")
+def growth(before: LoaderRecord | None, now: LoaderRecord) -> tuple[dict[str, float], float | None]:
+    """Return the numbers of the time between two pages, and its seconds; None: they are not known."""
+    old, new = numbers_in(before.stats) if before else {}, numbers_in(now.stats)
+    grown = numbers_since(new, old)
+    elapsed_s = grown.get("elapsed_s", 0.0)
+    is_known = before is not None and elapsed_s > 0 and new.get("batches", 0) >= old.get("batches", 0)
     return grown, elapsed_s if is_known else None
 
 
 class RecentSteps:
-    """The steps of a training's ranks in the last readings, and what `dataflow.timing` says of them."""
+    """The steps of a training's ranks in the last readings, and what `telemetry.timing` says of them."""
 
     def __init__(self) -> None:
         self._rows: deque[tuple[StepTimes, ...]] = deque(maxlen=MOST_PAGES)
@@ -135,17 +119,16 @@ class RecentSteps:
         """Return the fields of a `TrainingView` that tell what holds it up."""
         if not self._rows:
             return {"verdict": "", "where": "", "action": "", "gain": None, "shares": {}}
-        diagnosis = diagnose(self._rows)
-        advice = advise(diagnosis, self._records)
+        found, diagnosis = diagnose(self._records, self._rows)
         in_schedule = self._records[0].in_schedule
         parts: Sequence[Part] = PARTS if in_schedule else ("data", "compute")
-        gain = advice.gain if advice.gain is not None and math.isfinite(advice.gain) else None
+        gain = diagnosis.gain if diagnosis.gain is not None and math.isfinite(diagnosis.gain) else None
         return {
-            "verdict": advice.verdict,
-            "where": advice.where,
-            "action": advice.action,
+            "verdict": diagnosis.verdict,
+            "where": diagnosis.where,
+            "action": diagnosis.action,
             "gain": gain,
-            "shares": {part: diagnosis.share(part) for part in parts},
+            "shares": {part: found.share(part) for part in parts},
         }
 
 
@@ -165,8 +148,8 @@ def _steps_of(pages: Pages) -> tuple[StepTimes, RankRecord] | None:
     measured = []
     for old, one in intervals:
         grown, elapsed_s = growth(old, one)
-        if elapsed_s is not None and (batches := int(grown("batches"))):
-            waited_s = min(elapsed_s, grown("starved_s"))
+        if elapsed_s is not None and (batches := int(grown.get("batches", 0))):
+            waited_s = min(elapsed_s, grown.get("starved_s", 0.0))
             measured.append((one.role == "train", batches, elapsed_s, waited_s, one))
     if not measured:
         return None
@@ -214,14 +197,14 @@ def _record(now: TrainingRecord, times: LoaderTimes, schedule: ScheduleRecord | 
 
 def times_of(record: TrainingRecord, before: LoaderRecord | None, now: LoaderRecord) -> LoaderTimes:
     """Return what a loader says of itself, as `dataflow doctor` has it."""
-    stats, cores = LiveFigures(now.stats), record.cores or 1.0
+    cores = record.cores or 1.0
     try:
         if now.kind == "LoaderStats":
-            return shard_times(stats, LiveFigures(before.stats) if before else None, cores=cores)
+            return shard_times(now.stats, growth(before, now)[0], cores=cores)
         is_here = record.boot_id == boot_id()
         pids = [pid for pid in now.stats.get("worker_pids", ()) if isinstance(pid, int)]
         busy = busy_cores(pids) if is_here and pids else None
         share = None if busy is None else busy / cores
-        return LoaderTimes(str(stats.workers), cores=cores, cores_busy=share)
-    except (AttributeError, TypeError, ValueError, ZeroDivisionError):
+        return LoaderTimes(str(now.stats.get("workers", 0)), cores=cores, cores_busy=share)
+    except (AttributeError, TypeError, ValueError):
         return LoaderTimes("other")  # figures that no loader of this version has

@@ -10,22 +10,23 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dataflow.live.reading import boot_id
-from dataflow.live.record import LiveDecision, LoaderRecord, TrainingRecord
-from dataflow.timing.records import LoaderTimes
+from dataflow.telemetry.status.reading import boot_id
+from dataflow.telemetry.status.record import LoaderRecord, StatusDecision, TrainingRecord
+from dataflow.telemetry.timing.records import LoaderTimes
 from dataflow.tools.top.sources import FigureSource, Reading
 from dataflow.tools.top.steps import (
     MOST_PAGES,
     Key,
-    LiveFigures,
     Pages,
     RecentSteps,
     growth,
     key_of,
+    numbers_in,
     same_loader,
     times_of,
 )
@@ -281,17 +282,17 @@ def loader_rows(pages: Pages) -> Iterator[LoaderRow]:
 
 
 def _row(host: str, before: LoaderRecord | None, now: LoaderRecord, times: LoaderTimes) -> LoaderRow:
-    stats = LiveFigures(now.stats)
     grown, elapsed_s = growth(before, now)
+    stats = defaultdict(float, numbers_in(now.stats))
     is_shards = now.kind == "LoaderStats"
 
-    if now.state != "running" and not grown("batches"):
+    if now.state != "running" and not grown.get("batches"):
         elapsed_s = None  # it is not asked for batches
 
     def per_s(name: str) -> float | None:
-        return None if elapsed_s is None else grown(name) / elapsed_s
+        return None if elapsed_s is None else grown.get(name, 0.0) / elapsed_s
 
-    asked = stats.number("cache.hits") + stats.number("cache.misses")
+    asked = stats["cache.hits"] + stats["cache.misses"]
     held = ("window_bytes", "building_bytes", "ready_bytes", "in_use_bytes")
     faults = ("retries", "throttled", "timeouts", "checksum_failures")
     waited = per_s("starved_s")
@@ -307,17 +308,17 @@ def _row(host: str, before: LoaderRecord | None, now: LoaderRecord, times: Loade
         samples_per_s=per_s("samples") if "samples" in now.stats else None,
         batches_per_s=per_s("batches"),
         waiting=None if waited is None else min(1.0, waited),
-        ready=int(stats.number("ready_batches")),
-        depth=int(stats.number("depth" if is_shards else "ahead_batches")),
+        ready=int(stats["ready_batches"]),
+        depth=int(stats["depth" if is_shards else "ahead_batches"]),
         read_bytes_per_s=per_s("read_bytes") if is_shards else None,
         delivered_bytes_per_s=per_s("delivered_bytes"),
         read_busy=times.read_busy,
         build_busy=times.build_busy,
-        cache_hits=stats.number("cache.hits") / asked if asked else None,
-        memory_bytes=int(sum(stats.number(f"memory.{name}") for name in held)),
-        memory_limit=int(stats.number("memory.limit_bytes")),
-        faults=int(sum(stats.number(f"faults.{name}") for name in faults)),
-        skipped=int(stats.number("skipped_samples")),
+        cache_hits=stats["cache.hits"] / asked if asked else None,
+        memory_bytes=int(sum(stats[f"memory.{name}"] for name in held)),
+        memory_limit=int(stats["memory.limit_bytes"]),
+        faults=int(sum(stats[f"faults.{name}"] for name in faults)),
+        skipped=int(stats["skipped_samples"]),
         error=now.error,
     )
 
@@ -327,7 +328,7 @@ def _row(host: str, before: LoaderRecord | None, now: LoaderRecord, times: Loade
 
 def _decisions(processes: Sequence[Pages]) -> Iterator[DecisionRow]:
     """Yield the last decisions, the newest first, those that ranks have in common once."""
-    found: dict[tuple[str, str, str, str], tuple[LiveDecision, list[int]]] = {}
+    found: dict[tuple[str, str, str, str], tuple[StatusDecision, list[int]]] = {}
     for pages in processes:
         said = [(one.name, each) for one in pages.now.loaders for each in one.decisions]
         said += [

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataflow.tables import bytes_text, counted, number_text
-from dataflow.timing.diagnosis import WORTH
+from dataflow.telemetry.timing.shares import WORTH
 from dataflow.tools.terminal.report import Verdict
 from dataflow.tools.verdicts.storage import FAR, FEW, SHORT_S, Answer
 

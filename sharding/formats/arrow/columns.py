@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -108,8 +108,17 @@ class TabularFormat(Format):
         """Columns of a shard, from its footer."""
         return schema_in(footer)
 
-    def matching_groups(self, footer: bytes, expression: Any) -> list[int] | None:
-        """Row groups that may hold rows for which a pyarrow expression is true; None: any block may."""
+    def matching_groups(
+        self, footer: bytes, expression: Any, common: Any = None, schema: pa.Schema | None = None
+    ) -> list[int] | None:
+        """Row groups that may hold rows for which a pyarrow expression is true; None: any block may.
+
+        Args:
+            footer: of the shard.
+            expression: what is asked.
+            common: another expression, which is true of all rows; None: none is known.
+            schema: of all columns that these name; None: the shard's own.
+        """
         return None
 
 
@@ -135,7 +144,9 @@ def columns_of(
         ShardError: the column's type cannot be delivered (interval, list of byte strings, ...), a
             value is none of the type that it is brought to, or two columns have a wanted name.
     """
-    flat, known = flattened(table), [column.name for column in named_columns(table.schema)]
+    flat = flattened(table)
+    # Without structs, columns have the names that they are stored by.
+    known = flat.column_names if flat is table else [one.name for one in named_columns(table.schema)]
     check_columns(columns, known, block)
     names = set(flat.column_names)
     if len(names) < flat.num_columns:
@@ -160,7 +171,7 @@ def missing_column(spec: ColumnSpec, num_rows: int, reason: int = MISSING) -> Co
     return Masked(values, np.full(num_rows, reason, np.int8))
 
 
-def check_columns(columns: Sequence[str] | None, of_shard: Sequence[str], block: Block) -> None:
+def check_columns(columns: Sequence[str] | None, of_shard: Collection[str], block: Block) -> None:
     """Raise `CorruptShardError` for the first name that the shard does not have."""
     known = {*of_shard} if columns else ()
     for name in columns or ():

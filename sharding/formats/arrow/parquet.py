@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
@@ -30,7 +30,7 @@ from sharding.formats.arrow.schema import (
     NUMBER_BYTES,
     columns_of_kind,
     decoded_bytes,
-    leaf_names,
+    is_media,
     leaves,
     named_columns,
     spec_of,
@@ -49,8 +49,8 @@ class _ParsedFooter:
 
     metadata: Any
     schema: pa.Schema
-    names: tuple[str, ...]
-    """The names of the columns, structs flattened."""
+    names: Mapping[str, Sequence[str]]
+    """By the name of each column, structs flattened, the leaves that store it."""
     texts: dict[str, int]
     """Columns of strings or byte strings: name -> number of the column chunk in a row group."""
     counted: dict[str, int]
@@ -122,7 +122,8 @@ class ParquetFormat(TabularFormat):
         """The wanted columns of a row group, see `TabularFormat.table`. Encrypted pages are an error, too."""
         footer, group = _indexed(block)
         check_columns(columns, footer.names, block)
-        names = leaf_names(footer.schema, footer.names if columns is None else columns)
+        wanted = footer.names.values() if columns is None else [footer.names[name] for name in columns]
+        names = list(dict.fromkeys(leaf for leaves in wanted for leaf in leaves))
         try:
             table = _read_group(block, data, footer, group, names)
         except BROKEN as error:
@@ -137,15 +138,18 @@ class ParquetFormat(TabularFormat):
         """Columns of a shard, from its footer."""
         return _parse(footer).schema
 
-    def matching_groups(self, footer: bytes, expression: Any) -> list[int] | None:
+    def matching_groups(
+        self, footer: bytes, expression: Any, common: Any = None, schema: pa.Schema | None = None
+    ) -> list[int] | None:
         """Row groups that may hold rows for which a pyarrow expression is true, by their statistics.
 
         pyarrow reads the statistics from a file that consists of the footer alone.
         """
         import pyarrow.dataset as ds  # it imports pandas, which takes 0.3 s
 
-        fragment = ds.ParquetFileFormat().make_fragment(pa.BufferReader(_MAGIC + footer))
-        return [group.id for group in fragment.subset(expression).row_groups]
+        file = pa.BufferReader(_MAGIC + footer)
+        fragment = ds.ParquetFileFormat().make_fragment(file, partition_expression=common)
+        return [group.id for group in fragment.subset(expression, schema=schema).row_groups]
 
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """Byte ranges (offset in the file, length) that hold the wanted columns of a block.
@@ -247,7 +251,10 @@ def _parse(footer: bytes) -> _ParsedFooter:
     metadata = pq.read_metadata(pa.BufferReader(_MAGIC + footer))
     schema = metadata.schema.to_arrow_schema()
     paths = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
-    names = tuple(column.name for column in named_columns(schema))
+    names = {
+        name: (f"{name}.bytes", f"{name}.path") if is_media(field.type) else (name,)
+        for name, field, _, _ in named_columns(schema)
+    }
     specs = {name: spec for name, field in leaves(schema) if name in paths and (spec := spec_of(field.type))}
     encoded = [name for name, spec in specs.items() if spec.kind in ("text", "bytes")]
     texts = {name: paths[name] for name in encoded if specs[name].feature != DECIMAL}

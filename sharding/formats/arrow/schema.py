@@ -111,16 +111,6 @@ def index_columns(schema: pa.Schema) -> frozenset[str]:
     return frozenset([*names, *filter(_INDEX_NAME.fullmatch, schema.names)])
 
 
-def leaf_names(schema: pa.Schema, columns: Collection[str]) -> list[str]:
-    """Columns as they are stored, structs of bytes and path as their two leaves."""
-    stored: dict[str, None] = {}
-    for column in named_columns(schema):
-        if column.name in columns:
-            own = ("bytes", "path") if is_media(column.field.type) else ()
-            stored.update(dict.fromkeys([f"{column.name}.{leaf}" for leaf in own] or [column.name]))
-    return list(stored)
-
-
 def leaves(fields: Any, prefix: str = "", nullable: bool = False) -> Iterator[tuple[str, pa.Field]]:
     """Each column's name and field, structs flattened, in schema order."""
     for field in fields:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from sharding.blocks import ColumnSpec, Shard
 from sharding.errors import CorruptShardError, ShardError
@@ -27,9 +27,8 @@ class TableFile(Struct, frozen=True, eq=False, kw_only=True):
 
     table: str
     """The table and its version, for messages."""
-    schema: pa.Schema | None
-    """The columns of the table. Files of all versions of a table may share it. None: those that are stored,
-    and constants of other names."""
+    schema: pa.Schema
+    """The columns of the table. Files of all versions of a table may share it."""
     size: int | None
     """Bytes of the file; None: the table does not say."""
     num_rows: int | None = None
@@ -48,11 +47,6 @@ def fitted(listed: TableFile, stored: pa.Schema, shard: Shard) -> pa.RecordBatch
     """The row of facts of a file with these columns."""
     fields, values = [], []
     schema = listed.schema
-    if schema is None:
-        constants = {name: value for name, value in listed.constants.items() if name not in stored.names}
-        beside = [pa.field(name, value.type) for name, value in constants.items()]
-        schema = pa.schema([*stored, *beside])
-        listed = structs.replace(listed, schema=schema, constants=constants)
     found = _found(listed, schema, stored, shard)
 
     def add(field: pa.Field, metadata: Mapping[bytes, bytes], value: pa.Scalar | None = None) -> None:

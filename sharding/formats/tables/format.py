@@ -95,9 +95,9 @@ class TableFormat(ParquetFormat):
                 "another file under this name; restore it",
             )
         stored = super().schema(own.footer)
-        footer = _footer(fitted(listed, stored, shard), own.footer)
+        footer = with_facts(fitted(listed, stored, shard), own.footer)
         opened = _opened(footer)
-        specs = _specs(opened, own.schema, may_be_index=listed.schema is None)
+        specs = _specs(opened, own.schema)
         more = {name: spec for name, spec in specs.items() if _is_made(opened, name, spec, own.schema)}
         row_bytes = sum(decoded_bytes(more, 1))
         missing = {name: own.missing[of] for name, of in opened.stored.items() if of in own.missing}
@@ -134,34 +134,26 @@ class TableFormat(ParquetFormat):
             if stored is not None and found is not None and stored in found.column_names:
                 arrays[field.name] = _brought(found.column(stored), field, block)
             elif stored is None and field.name in names:
-                arrays[field.name] = _repeated(opened.row.column(number), block.num_samples)
+                arrays[field.name] = repeated(opened.row.column(number), block.num_samples)
         return pa.table(arrays)
 
     def schema(self, footer: bytes) -> pa.Schema:
         """Columns of a shard as the table has them."""
         return _opened(footer).schema
 
-    def matching_groups(self, footer: bytes, expression: Any) -> list[int] | None:
+    def matching_groups(
+        self, footer: bytes, expression: Any, common: Any = None, schema: pa.Schema | None = None
+    ) -> list[int] | None:
         """Row groups that may match, by what all rows have in common, and by statistics.
 
         Statistics are not asked where a column has another name or type in the file.
         """
-        import pyarrow.dataset as ds  # it imports pandas, which takes 0.3 s
-
         opened = _opened(footer)
         if opened.is_renamed:
             return None
-        common = None
-        for number, field in enumerate(opened.row.schema):
-            if _stored_name(field) is not None or pa.types.is_nested(field.type):
-                continue
-            value, column = opened.row.column(number)[0], ds.field(field.name)
-            one = column == value if value.is_valid else column.is_null()
-            common = one if common is None else common & one
-        fragment = ds.ParquetFileFormat().make_fragment(
-            pa.BufferReader(b"PAR1" + opened.parquet), partition_expression=common
-        )
-        return [group.id for group in fragment.subset(expression, schema=opened.schema).row_groups]
+        made = [field.name for field in opened.row.schema if _stored_name(field) is None]
+        same = common_to_all(opened.row.select(made))
+        return super().matching_groups(opened.parquet, expression, same, opened.schema)
 
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """Byte ranges of the wanted columns that are stored; see `ParquetFormat.select`."""
@@ -183,21 +175,16 @@ class IcebergFormat(TableFormat):
     name = "iceberg"
 
 
-class HiveFormat(TableFormat):
-    """Files in folders that are called by values, `label=cat/`; the version has names and types of these."""
-
-    name = "hive"
-
-
 # ---- footers --------------------------------------------------------------------------------------------
 
 
-def _footer(row: pa.RecordBatch, parquet: bytes) -> bytes:
+def with_facts(row: pa.RecordBatch, footer: bytes) -> bytes:
+    """A footer with a row of what is known of all rows of a file in front."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, row.schema) as writer:
         writer.write_batch(row)
     told: bytes = sink.getvalue().to_pybytes()
-    return _HEAD.pack(_MAGIC, len(told)) + told + parquet
+    return _HEAD.pack(_MAGIC, len(told)) + told + footer
 
 
 def _opened_of(block: Block) -> _Opened:
@@ -208,8 +195,8 @@ def _opened_of(block: Block) -> _Opened:
         raise block.corrupt(reason) from error
 
 
-@lru_cache(maxsize=64)
-def _opened(footer: bytes) -> _Opened:
+def facts_in(footer: bytes) -> tuple[pa.RecordBatch, bytes]:
+    """The row of facts that a footer begins with, and the rest. Raises one of `BROKEN`."""
     try:
         magic, length = _HEAD.unpack_from(footer)
     except struct.error as error:
@@ -219,9 +206,27 @@ def _opened(footer: bytes) -> _Opened:
     with pa.ipc.open_stream(pa.BufferReader(footer[_HEAD.size : _HEAD.size + length])) as reader:
         row = reader.read_next_batch()
     row.validate(full=True)
-    if row.num_rows != 1:
+    if row.num_rows != 1 and row.num_columns:
         raise pa.ArrowInvalid(f"{row.num_rows} rows of facts")
-    parquet = footer[_HEAD.size + length :]
+    return row, footer[_HEAD.size + length :]
+
+
+def common_to_all(row: pa.RecordBatch) -> Any:
+    """An expression that is true of all rows of a file with these facts; None: there is none."""
+    import pyarrow.dataset as ds  # it imports pandas, which takes 0.3 s
+
+    common = None
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        if not pa.types.is_nested(column.type):
+            field = ds.field(name)
+            same = field == column[0] if column[0].is_valid else field.is_null()
+            common = same if common is None else common & same
+    return common
+
+
+@lru_cache(maxsize=64)
+def _opened(footer: bytes) -> _Opened:
+    row, parquet = facts_in(footer)
     of_file = ParquetFormat().schema(parquet)
     leaf_names = [column.name for column in named_columns(of_file)]
     stored: dict[str, str] = {}
@@ -265,7 +270,7 @@ def _nulls(row: pa.RecordBatch) -> list[str]:
     ]
 
 
-def _specs(opened: _Opened, own: Mapping[str, ColumnSpec], *, may_be_index: bool) -> dict[str, ColumnSpec]:
+def _specs(opened: _Opened, own: Mapping[str, ColumnSpec]) -> dict[str, ColumnSpec]:
     """Describe the columns, given those that the file has."""
     of_table, specs = specs_of(opened.schema), {}
     for name in opened.names:
@@ -276,7 +281,7 @@ def _specs(opened: _Opened, own: Mapping[str, ColumnSpec], *, may_be_index: bool
             spec = before if spec.kind != "fixed" else replace(before, dtype=spec.dtype, unit=spec.unit)
         elif spec.kind not in ("fixed", "other"):
             spec = replace(spec, optional=name in _nulls(opened.row))
-        specs[name] = replace(spec, is_index=spec.is_index and may_be_index)
+        specs[name] = replace(spec, is_index=False)
     for field in opened.row.schema:
         if note := (field.metadata or {}).get(UNFIT):
             specs[field.name] = ColumnSpec("unreadable", note=note.decode())
@@ -304,7 +309,7 @@ def _brought(column: pa.ChunkedArray, field: pa.Field, block: Block) -> pa.Chunk
         raise ShardError(block.shard.url, reason, block.offset, stage="decode") from error
 
 
-def _repeated(value: pa.Array, num_rows: int) -> pa.Array:
+def repeated(value: pa.Array, num_rows: int) -> pa.Array:
     """A value for each row; of text and bytes, the value is there once."""
     if value.null_count:
         return pa.nulls(num_rows, value.type)

@@ -96,7 +96,7 @@ def read_separated(
         found = [one.name for one in table.schema if one.name not in wanted and _may_change(one.type)]
         if found:
             table = _exact(url, table, read(wanted | dict.fromkeys(found, pa.string())), is_alone)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, pa.ArrowKeyError) as error:  # the latter: a file that changed
         raise CorruptShardError(url, f"{what} is no table: {error}; {cure}") from error
     if unknown := sorted(dialect.types.keys() - {*table.column_names}):
         raise ValueError(f"types names {unknown[0]!r}, which {identity_of(url)} has not")

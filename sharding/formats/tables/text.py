@@ -60,6 +60,8 @@ class TextFormat(TabularFormat):
         check_columns(columns, _SCHEMA.names, block)
         lines = bytes(data)
         check_text(block.shard.url, lines, block.offset, stage="decode")
+        if not lines.endswith(b"\n") and block.offset + block.length < block.shard.size:
+            raise block.corrupt("the last line goes on behind it: the file changed since it was indexed")
         lines = lines.removeprefix(b"" if block.offset else _BYTE_ORDER_MARK)
         lines = lines.replace(b"\r\n", b"\n").removesuffix(b"\n")
         texts = pc.split_pattern(pa.array([lines], pa.large_string()), "\n").flatten()

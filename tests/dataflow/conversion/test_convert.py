@@ -534,7 +534,7 @@ def test_the_command_converts_and_says_what_was_finished_before(source: str, tmp
     assert "4 shards were finished before, and were skipped" in again
     assert "20 samples were compared with the source: all are the same" in again
     assert "has another conversion: filter= was" in run("--map", "conversion_kit:renamed")
-    assert "'conversion_kit:other' is not there" in run("--map", "conversion_kit:other")
+    assert "conversion_kit:other: the module has no function 'other'" in run("--map", "conversion_kit:other")
 
 
 def test_a_destination_that_was_forgotten_is_named(source: str, tmp_path: Path) -> None:

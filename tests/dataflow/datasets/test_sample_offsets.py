@@ -110,6 +110,7 @@ def other_ways(this: Made, other: Made, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", ["processes", "threads", "full shuffle", "mixture", "subset", "join"])
 @pytest.mark.parametrize("name", ["tar", "jsonl"])
 def test_the_byte_is_the_sample_s_however_it_is_reached(made: Make, name: str, way: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import os
 from itertools import islice
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from loader_kit import session_of
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from dataflow import DataLoader, ShardedDataset, Shuffle, Topology
+from sharding.topology import topology
 
 
 @pytest.fixture
@@ -131,6 +133,19 @@ def test_what_a_loader_has_over_shards_only_can_be_looked_up_on_the_class(shards
         assert descriptor.__get__(loader, DataLoader) is None
         with pytest.raises(AttributeError, match="a DataLoader has 'batching' over shards only"):
             descriptor.__get__(other, DataLoader)
+
+
+def test_a_loader_alone_knows_its_machine_when_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Mock(wraps=topology.read_hardware)
+    monkeypatch.setattr(topology, "read_hardware", read)
+    with DataLoader(make_shards(tmp_path), 4) as loader:
+        assert len(next(iter(loader)))
+        assert not read.called
+        assert loader.topology is loader.topology
+    assert read.call_count == 1
+    assert loader.topology == Topology.detect()
 
 
 @pytest.mark.ranks(2, backend=None)

@@ -16,7 +16,7 @@ from controller_kit import COMPRESSION, JOBS, Run, best_static, controlled, fixe
 
 from dataflow.grad.adapt.controller import Controller, Measurement
 from dataflow.grad.adapt.options import Adapt, Tunable, allowed, with_options
-from dataflow.grad.gate import Way
+from dataflow.grad.gate import GateMode
 from dataflow.grad.negotiation import Control, measured_by_all
 from dataflow.grad.step import joined, merged_batches
 from dataflow.grad.strategies import DiLoCo, Half, Int8, LocalSGD, TopK
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
     y: torch.Tensor
 
 
-WAYS = list(Way)
+WAYS = list(GateMode)
 (IO,) = allowed(None, AllReduce(), 4, ways=WAYS).tunables
 
 
@@ -164,37 +164,37 @@ def test_a_mode_tells_what_it_tries_why_it_stays_and_since_when() -> None:
 # ---- reads ------------------------------------------------------------------------------------------------
 
 
-def io_run(seconds: Callable[[Way], float], windows: int, held: int = 1, **more: Any) -> Controller:
+def io_run(seconds: Callable[[GateMode], float], windows: int, held: int = 1, **more: Any) -> Controller:
     controller = Controller([IO], **more)
     for number in range(windows):
         way = WAYS[controller.options(number)[0]]
-        controller.observe(Measurement(number, seconds(way), None, 0 if way is Way.OPEN else held))
+        controller.observe(Measurement(number, seconds(way), None, 0 if way is GateMode.OPEN else held))
     return controller
 
 
 @pytest.mark.parametrize("best", WAYS)
-def test_the_way_of_reads_with_the_shortest_windows_is_kept(best: Way) -> None:
+def test_the_way_of_reads_with_the_shortest_windows_is_kept(best: GateMode) -> None:
     controller = io_run(lambda way: 0.9 if way is best else 1.0, 145)
     assert controller.mode.settings == {"io": best.value}
     assert controller.result("io").seconds[best.value] == pytest.approx(0.9)
 
 
 def test_a_saving_below_one_percent_leaves_reads_alone_and_says_so() -> None:
-    controller = io_run(lambda way: 1.0 if way is Way.OPEN else 0.995, 145)
+    controller = io_run(lambda way: 1.0 if way is GateMode.OPEN else 0.995, 145)
     assert controller.mode.settings == {"io": "open"}
     assert "0.5%" in controller.mode.reason
 
 
 def test_where_no_read_was_held_back_chance_decides_nothing() -> None:
-    controller = io_run(lambda way: 1.0 if way is Way.OPEN else 0.5, 145, held=0)
+    controller = io_run(lambda way: 1.0 if way is GateMode.OPEN else 0.5, 145, held=0)
     assert controller.mode.settings == {"io": "open"}
     assert "no read" in controller.mode.reason
 
 
 def test_the_first_window_of_a_turn_does_not_count_nor_do_a_few_long_ones() -> None:
-    before: list[Way] = [Way.OPEN]
+    before: list[GateMode] = [GateMode.OPEN]
 
-    def seconds(way: Way) -> float:
+    def seconds(way: GateMode) -> float:
         changed = way is not before[-1]
         before.append(way)
         return 9.0 if changed else 30.0 if len(before) in (20, 60) else 1.0
@@ -206,7 +206,10 @@ def test_the_first_window_of_a_turn_does_not_count_nor_do_a_few_long_ones() -> N
 def test_bursts_decide_though_they_are_rare() -> None:
     number = iter(range(10**6))
     controller = io_run(
-        lambda way: 1.5 if way is Way.OPEN and next(number) % 8 == 7 else 1.0 + 0.02 * (way != Way.OPEN), 260
+        lambda way: (
+            1.5 if way is GateMode.OPEN and next(number) % 8 == 7 else 1.0 + 0.02 * (way != GateMode.OPEN)
+        ),
+        260,
     )
     assert controller.mode.settings != {"io": "open"}
 

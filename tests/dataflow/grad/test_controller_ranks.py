@@ -19,7 +19,7 @@ from dataflow import GradSchedule
 from dataflow.grad.adapt.options import Adapt
 from dataflow.grad.agreement import DisagreementError
 from dataflow.grad.strategies import Half, Int8, LocalSGD
-from dataflow.timing.phases import Phase, PhaseLedger
+from dataflow.telemetry.timing.phases import Phase, PhaseLedger
 
 two, four = RankSet(2), RankSet(4)
 SETS = {2: two, 4: four}

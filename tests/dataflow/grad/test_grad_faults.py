@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import GradSchedule
-from dataflow.grad.agreement import Agreement, DisagreementError, RankLostError
+from dataflow.grad.agreement import Consensus, DisagreementError, RankLostError
 from dataflow.grad.step import UnevenRanksError
 from dataflow.grad.strategies import DiLoCo, Hierarchical
 from dataflow.grad.strategies.all_reduce import AllReduce
@@ -135,7 +135,7 @@ def test_a_rank_lost_while_a_window_is_decided_is_named() -> None:
 
 
 def close_after_a_loss() -> bool:
-    agreement = Agreement(range(2), timeout_s=30)
+    agreement = Consensus(range(2), timeout_s=30)
     group = agreement.group
     agreement.gathered(0)  # all connections are there
     if dist.get_rank() == 1:

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from dataflow import DataLoader, GradSchedule, ShardedDataset
 from dataflow.grad.strategies.local_sgd import DiLoCo, LocalSGD
 from dataflow.grad.strategies.strategy import Strategy
-from dataflow.timing.phases import Phase, PhaseLedger
+from dataflow.telemetry.timing.phases import Phase, PhaseLedger
 
 
 def made(loader: Any, accumulate: int | None = 2, **arguments: Any) -> tuple[nn.Module, GradSchedule]:

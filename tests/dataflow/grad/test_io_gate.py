@@ -10,12 +10,12 @@ from forked_kit import RankSet
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import GradSchedule
-from dataflow.grad.gate import IoGate, Way, checked_io
+from dataflow.grad.gate import GateMode, IoGate, checked_io
 from dataflow.grad.strategies import PostLocalSGD
-from dataflow.timing.phases import Phase, PhaseLedger
+from dataflow.telemetry.timing.phases import Phase, PhaseLedger
 from prefetch.control.pause import ReadPause
 
-WAYS = list(Way)
+WAYS = list(GateMode)
 two = RankSet(2)
 
 
@@ -58,29 +58,29 @@ def window(gate: IoGate, ledger: PhaseLedger, told: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("way", "expected"),
     [
-        (Way.OPEN, "sync compute step compute"),
-        (Way.SYNC, "sync hold compute step release compute"),
+        (GateMode.OPEN, "sync compute step compute"),
+        (GateMode.SYNC, "sync hold compute step release compute"),
     ],
 )
-def test_reads_are_held_from_where_the_way_says_until_the_step(way: Way, expected: str) -> None:
+def test_reads_are_held_from_where_the_way_says_until_the_step(way: GateMode, expected: str) -> None:
     hold, ledger = Holds(), PhaseLedger()
     assert window(IoGate(hold, ledger, lambda _: way), ledger, hold.told) == expected.split()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_few_reads_run_at_a_time_but_for_the_open_way(way: Way) -> None:
+def test_few_reads_run_at_a_time_but_for_the_open_way(way: GateMode) -> None:
     hold, ledger = ReadPause(), PhaseLedger()
     limits: list[int | None] = []
     hold.limit = limits.append  # type: ignore[method-assign]
     gate = IoGate(hold, ledger, lambda _: way)
     gate.step_begins(0)
     gate.open()
-    assert limits == [None if way is Way.OPEN else 2, None]
+    assert limits == [None if way is GateMode.OPEN else 2, None]
 
 
 def test_leaving_a_window_lets_reads_begin() -> None:
     hold, ledger = Holds(), PhaseLedger()
-    gate = IoGate(hold, ledger, lambda _: Way.SYNC)
+    gate = IoGate(hold, ledger, lambda _: GateMode.SYNC)
     gate.step_begins(0)
     ledger.enter(Phase.SYNC)
     gate.open()
@@ -89,7 +89,7 @@ def test_leaving_a_window_lets_reads_begin() -> None:
 
 def test_a_closed_gate_hears_no_more() -> None:
     hold, ledger = Holds(), PhaseLedger()
-    gate = IoGate(hold, ledger, lambda _: Way.SYNC)
+    gate = IoGate(hold, ledger, lambda _: GateMode.SYNC)
     gate.step_begins(0)
     gate.close()
     gate.close()
@@ -149,9 +149,9 @@ def test_windows_without_a_reduction_let_any_number_of_reads_run() -> None:
 
 
 @pytest.mark.parametrize("io", WAYS)
-def test_a_schedule_holds_reads_in_the_last_microbatch_of_each_window(io: Way) -> None:
+def test_a_schedule_holds_reads_in_the_last_microbatch_of_each_window(io: GateMode) -> None:
     told, way = two.results(holds_of_each_way)[0][io]
     plain = ["forward", "backward done"]
     sync = ["forward", "hold", "backward done", "release"]
     assert way == io
-    assert told == (plain + {Way.OPEN: plain, Way.SYNC: sync}[io]) * 2
+    assert told == (plain + {GateMode.OPEN: plain, GateMode.SYNC: sync}[io]) * 2

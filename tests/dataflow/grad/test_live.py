@@ -8,18 +8,18 @@ import pytest
 import torch
 from datasets_kit import make_ints_tar
 
-import dataflow.live.page as page_module
+import dataflow.telemetry.status.page as page_module
 from dataflow import DataLoader, GradSchedule, ShardedDataset
-from dataflow.live.instruments import points_of
-from dataflow.live.page import LivePage
-from dataflow.live.reading import read_pages
+from dataflow.telemetry.serving.instruments import points_of
+from dataflow.telemetry.status.page import StatusFile
+from dataflow.telemetry.status.reading import read_pages
 
 
 def test_a_page_tells_of_a_schedule_and_of_the_shards_under_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page_module, "_EVENTS_S", 60.0)
-    monkeypatch.setattr(page_module, "_page", page := LivePage(lambda: [tmp_path / "run"]))
+    monkeypatch.setattr(page_module, "_page", page := StatusFile(lambda: [tmp_path / "run"]))
     page.due = 0.0
     data = tmp_path / "cifar" / "train"
     data.mkdir(parents=True)

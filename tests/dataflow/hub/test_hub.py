@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 import pytest
-from hub_server import ROWS, TOKEN, Answer, HubServer, Request, parquet, shards
+from hub_server import ROWS, TOKEN, Answer, HubServer, Repo, Request, parquet, shards
 
 from dataflow import Cache, DataLoader, RetryPolicy, ShardChangedError, ShardedDataset, ShardReadError
 from dataflow.actors.reading import only_read
@@ -101,6 +101,35 @@ def test_files_of_a_repository_can_be_spelled_out(hub: HubServer) -> None:
     assert len(ShardedDataset(f"{NAME}/data/*-00000-*.parquet")) == ROWS
     assert len(ShardedDataset([f"{NAME}/data/train-00003-of-00004.parquet"])) == ROWS
     assert len(ShardedDataset(f"{NAME}/data/train-00003-of-00004.parquet")) == ROWS
+
+
+def test_sets_that_are_not_whole_are_an_error(hub: HubServer) -> None:
+    files = dict(list(shards(parquet, "parquet").items())[1:])
+    hub.repos["org/name"].commit(files)
+    with pytest.raises(ShardReadError, match=r"holds 3 shards .*train-\*-of-00004: 00000 are not there"):
+        ShardedDataset(NAME, split="train")
+    hub.repos["org/name"].commit(
+        {**shards(parquet, "parquet"), "data/train-00000-of-00002.parquet": parquet(0)}
+    )
+    with pytest.raises(ShardReadError, match=r"-of-00002 beside -of-00004, of two writings"):
+        ShardedDataset(NAME, split="train")
+
+
+def test_what_was_saved_to_disk_is_what_its_own_list_says(hub: HubServer) -> None:
+    """Of `datasets`' `save_to_disk`: neither old shards nor files of its cache count."""
+    listed = json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_fingerprint": "0"})
+    names = ("data-00000-of-00001.arrow", "data-00001-of-00002.arrow", "cache-1f.arrow")
+    files: dict[str, bytes] = {"dataset_dict.json": b'{"splits": ["mine", "other"]}'}
+    for number, split in enumerate(("mine", "other")):
+        files |= {f"{split}/{name}": arrow(100 * number + at) for at, name in enumerate(names)}
+        files[f"{split}/state.json"] = listed.encode()
+    hub.repos["org/saved"] = Repo()
+    hub.repos["org/saved"].commit(files)
+    for first, split in ((0, "mine"), (100, "other")):
+        assert numbers(ShardedDataset("hf://datasets/org/saved", split=split)) == list(
+            range(first, first + ROWS)
+        )
+    assert len(ShardedDataset("hf://datasets/org/saved/mine")) == ROWS
 
 
 def test_a_folder_with_the_layout_of_the_hub_is_read_alike(tmp_path: Path) -> None:

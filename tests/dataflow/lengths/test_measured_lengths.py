@@ -310,6 +310,7 @@ def fails_on_one_rank(folder: Path, number: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", [0, 100, 150, 205])
 def test_all_ranks_end_when_one_cannot_make_a_sample(folder: Path, place: int) -> None:
     """Whether that shows while the first megabatch is made, or a later one beside batches."""
@@ -465,6 +466,7 @@ def test_samples_without_a_list_of_numbers_are_refused(folder: Path, transform: 
     assert caught.value.stage == "transform"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "batching", [Packed(16), TokenBudget(64), Bucketed(4)], ids=lambda it: type(it).__name__
 )
@@ -748,6 +750,7 @@ def test_kept_lengths_of_another_transform_are_an_error_that_says_so(folder: Pat
         list(loader)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("damage", [b"", b"no array", "cut", "negative"])
 def test_a_damaged_file_costs_only_finding_again(folder: Path, damage: Any) -> None:
     with loader_of(folder, kept("packed")) as loader:

@@ -98,6 +98,7 @@ def inside(value: PackedRows | PaddedRows) -> torch.Tensor:
     return torch.arange(value.tokens.shape[1]) < value.lengths[:, None]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("kind", BATCHINGS)
 def test_companions_lie_beside_their_tokens(tmp_path: Path, name: str, kind: str) -> None:

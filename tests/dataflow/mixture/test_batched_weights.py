@@ -157,41 +157,6 @@ def test_weights_set_before_an_epoch_hold_from_its_first_batch(folder: Path, kin
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", ["known", "found"])
-@pytest.mark.parametrize("tail", ["drop", "pad"])
-def test_weights_set_at_the_last_batch_of_an_epoch_are_in_its_state(
-    folder: Path, kind: str, tail: str
-) -> None:
-    with loader_of(mixture_of(folder, kind), tail=tail) as loader:
-        last = len(run(loader, {}, 1))
-    with loader_of(mixture_of(folder, kind), tail=tail) as loader:
-        states: list[Any] = []
-        run(loader, {last: [1, 0, 3]}, 1, states)
-        following = run(loader, {}, 2)
-    assert {token // 1000 for token in chain(*chain(*following))} <= {0, 1, 3}
-    with loader_of(mixture_of(folder, kind), tail=tail) as loader:
-        loader.load_state_dict(json.loads(json.dumps(states[-1])))
-        assert run(loader, {}, 1) == []
-        assert run(loader, {}, 2) == following
-
-
-@pytest.mark.parametrize(("kind", "shares", "batching", "stop"), WAYS)
-def test_an_epoch_in_which_weights_were_set_begins_anew(
-    folder: Path, kind: str, shares: Any, batching: str, stop: Any
-) -> None:
-    mixture = mixture_of(folder, kind, shares=shares, stop=stop)
-    with loader_of(mixture, batching) as loader:
-        whole = run(loader, CHANGES, 1)
-        following, state = run(loader, {}, 1), loader.state_dict()
-        loader.set_epoch(0)
-        assert run(loader, {}) == whole + following
-    with loader_of(again(mixture), batching) as loader:
-        loader.load_state_dict(json.loads(json.dumps(state)))
-        loader.set_epoch(0)
-        assert run(loader, {}) == whole + following
-
-
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "shares"), in_pairs(["known", "found"], ["samples", "tokens"]))
 def test_what_came_before_the_oldest_weights_that_are_kept_does_not_begin_anew(
     folder: Path, kind: str, shares: Any, monkeypatch: pytest.MonkeyPatch
@@ -216,6 +181,7 @@ def test_what_came_before_the_oldest_weights_that_are_kept_does_not_begin_anew(
             assert run(loader, later, 2) == whole[cut:] + following
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["known", "found"])
 def test_a_source_that_is_added_goes_on_with_a_state_of_the_others(folder: Path, kind: str) -> None:
     """A new source comes last, has no share at first, and gets one by `set_weights`."""
@@ -236,6 +202,7 @@ def test_a_source_that_is_added_goes_on_with_a_state_of_the_others(folder: Path,
         loader.load_state_dict(more)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("kind", ["known", "found"])
 def test_a_copy_of_a_loader_that_has_run_goes_on_like_it(folder: Path, kind: str, copied: Any) -> None:

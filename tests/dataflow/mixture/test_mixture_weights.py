@@ -158,44 +158,6 @@ def test_draws_of_several_samples_change_where_one_begins(sources: list[ShardedD
 # ---- states ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("tail", ["drop", "pad", "uneven"])
-@pytest.mark.parametrize("stop", ["first", "all"])
-def test_weights_set_at_the_last_batch_of_an_epoch_are_in_its_state(
-    sources: list[ShardedDataset], stop: Any, tail: str
-) -> None:
-    with loader_of(mixture_of(sources, stop=stop), batch_size=7, tail=tail) as loader:
-        last = len(loader)
-        for number, _ in enumerate(loader, 1):
-            if number == last:
-                loader.dataset.set_weights([1, 0, 3])
-                state = loader.state_dict()
-        following = run(loader, {}, 2)
-    assert {n // 1000 for batch in following for n in batch} == {1, 3}
-    with loader_of(mixture_of(sources, stop=stop), batch_size=7, tail=tail) as loader:
-        loader.load_state_dict(json.loads(json.dumps(state)))
-        assert run(loader, {}) == []
-        assert run(loader, {}, 2) == following
-
-
-@pytest.mark.parametrize("stop", ["first", "all"])
-def test_an_epoch_in_which_weights_were_set_begins_anew(sources: list[ShardedDataset], stop: Any) -> None:
-    changes = {3: [1, 1, 1], 5: [0.2, 0.7, 0.1], 17: [1, 0, 3]}
-    with loader_of(mixture_of(sources, stop=stop)) as loader:
-        whole, states = [], [loader.state_dict()]
-        for _ in range(2):
-            whole.append(run(loader, {at - sum(map(len, whole)): w for at, w in changes.items()}))
-            states.append(loader.state_dict())
-        for epoch in (0, 1, 0):
-            loader.set_epoch(epoch)
-            assert run(loader, {}) == whole[epoch]
-    with loader_of(mixture_of(sources, stop=stop)) as loader:
-        loader.load_state_dict(json.loads(json.dumps(states[-1])))
-        for epoch in (1, 0):
-            loader.set_epoch(epoch)
-            assert run(loader, {}) == whole[epoch]
-
-
 def test_weights_set_for_an_epoch_of_before_end_those_that_were_set_later(
     sources: list[ShardedDataset],
 ) -> None:

@@ -6,7 +6,7 @@ import os
 import pty
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from datasets_kit import Made
 
 from dataflow import DataLoader, Mixture, ShardedDataset, Shuffle, Topology
 from dataflow.progress.bar import ProgressBar
-from dataflow.progress.epoch import with_bar
+from dataflow.stats import WorkerStats
+from dataflow.telemetry.loop_bar import LoaderBar, rates_text
 
 
 @dataclass
@@ -86,8 +87,10 @@ class Numbers(torch.utils.data.IterableDataset[int]):
 
 def with_fakes(loader: DataLoader, clock: Clock, drawings: Drawings) -> Any:
     """The batches of a loop, with a bar that is drawn into a list."""
+    owner = loader._drop_in if loader._stream is None else loader._stream
     make = partial(ProgressBar, make=drawings.begin)
-    return with_bar(iter(loader._engine), loader, loader._engine.begins, clock, make)
+    owner.observer = owner.observer or LoaderBar(True, loader.batch_size, clock, make)
+    return iter(loader._engine)
 
 
 # ---- drawing -----------------------------------------------------------------------------------------------
@@ -141,8 +144,21 @@ def test_an_epoch_shows_samples_a_second_and_waiting_of_the_last_seconds() -> No
     assert (start["desc"], start["initial"], start["total"], start["unit"]) == ("epoch 0", 0, 16, "batch")
     done, total, text = drawings.drawn[0][-1]
     assert (done, total) == (16, 16)
-    assert text.startswith("8 samples/s, waiting ")
+    assert "samples/s, waiting " in text
     assert drawings.closed == [0]
+
+
+def test_rates_are_those_between_two_snapshots() -> None:
+    with DataLoader(range(4)) as loader:
+        before, _ = loader.stats(), list(loader)
+        now = loader.stats()
+    assert isinstance(before, WorkerStats)
+    assert isinstance(now, WorkerStats)
+    before = replace(before, batches=10, elapsed_s=1.0, starved_s=0.5)
+    now = replace(now, batches=14, elapsed_s=3.0, starved_s=1.0)
+    assert rates_text(now, before, 4) == "8 samples/s, waiting 25%"
+    assert rates_text(now, before, None) == "waiting 25%"
+    assert rates_text(now, now, 4) == ""
 
 
 def test_a_batch_costs_one_look_at_the_clock() -> None:

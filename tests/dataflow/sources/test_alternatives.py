@@ -69,6 +69,7 @@ def plain_loop(pattern: str, names: list[str]) -> dict[int, bytes]:
     }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", BUILDERS, ids=str)
 @pytest.mark.parametrize("order", ["jpg|png|webp", "webp|png|jpg", "png|jpg|webp|gif"])
 def test_batches_are_those_of_a_plain_loop(shards: str, order: str, options: dict[str, Any]) -> None:
@@ -123,6 +124,7 @@ def test_a_sample_with_none_of_them_is_an_error_before_anything_is_read(shards: 
         dataset[23]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", BUILDERS, ids=str)
 def test_a_sample_with_none_of_them_may_be_declared_or_skipped(shards: str, options: dict[str, Any]) -> None:
     columns, have = {"image": "jpg|png", "cls": "cls"}, plain_loop(shards, ["jpg", "png"])

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
-from datasets_kit import plain
+from datasets_kit import MAKERS, delivered, plain
 from hypothesis import given, settings, strategies as st
 
-from dataflow import DataLoader, ShardedDataset, ShardReadError, ShardWriter
+from dataflow import DataLoader, Optional, SampleError, ShardedDataset, ShardReadError, ShardWriter
 from dataflow.sources.listing.shards import shards_in, splits_in
 from sharding.hub.layout import split_files
 
@@ -241,11 +241,46 @@ def test_a_column_that_a_file_stores_is_the_stored_one(tmp_path: Path) -> None:
         assert xs(tmp_path) == [7, 8]
 
 
-def test_of_other_formats_a_warning_says_that_folders_have_values(tmp_path: Path) -> None:
-    (tmp_path / "label=a").mkdir()
-    (tmp_path / "label=a/0.jsonl").write_text('{"x": 1}\n')
-    with pytest.warns(UserWarning, match=r"label: string.*of jsonl they are not delivered"):
-        assert xs(f"{tmp_path}/*/*.jsonl") == [1]
+OF_FILES = [name for name in MAKERS if name not in ("files", "energon", "delta", "iceberg")]
+
+
+def in_folders(root: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A dataset in two folders of values: the arguments that open it, and its samples."""
+    rows, kwargs = list[dict[str, Any]](), dict[str, Any]()
+    for kind, number, count in (("a b", 7, 11), ("__HIVE_DEFAULT_PARTITION__", -1, 9)):
+        folder = root / f"kind={kind}/n={number}"
+        folder.mkdir(parents=True)
+        made = MAKERS[name](folder, count)
+        kwargs = {**made.kwargs, "source": f"{root}/*/*/{Path(made.kwargs['source']).name}"}
+        text = None if kind.startswith("_") else kind
+        rows += [{**row, "kind": text, "n": number} for row in made.samples]
+    rows = rows[11:] + rows[:11]  # in the order of names
+    return {**kwargs, "catalog": str(root / "kept.catalog")}, rows
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", OF_FILES)
+def test_columns_of_folders_are_columns_of_every_format(name: str, tmp_path: Path) -> None:
+    kwargs, rows = in_folders(tmp_path, name)
+    full = [row for row in rows if row["kind"]]
+    with pytest.raises(SampleError, match=r"column 'kind': .* ?folder has no value"):
+        DataLoader(ShardedDataset(**kwargs), batch_size=2)
+    for rule in ({"kind": Optional(default="none")}, {"kind": Optional(default="none", mask=True)}):
+        dataset = ShardedDataset(**kwargs, decode=rule)
+        told = [{**row, "kind": row["kind"] or "none"} for row in rows]
+        if len(rule) and rule["kind"].mask:
+            told = [{**row, "kind_mask": bool(old["kind"])} for row, old in zip(told, rows, strict=True)]
+        assert [{key: plain(value) for key, value in dataset[i].items()} for i in range(len(rows))] == told
+        with DataLoader(dataset, batch_size=5, shuffle=None) as loader:
+            assert [row for batch in delivered(loader) for row in batch] == told
+    assert dataset.schema["n"].dtype == "int32"
+    assert dataset.catalog.codec().options() == dataset.codec.options()
+    if name.split(".")[0] not in ("tokens", "megatron", "megatron-windows"):
+        assert len(dataset.filter(ds.field("kind") == "a b")) == len(full)
+    chosen = dataset.filter(ds.field("n") > 0)
+    assert (len(chosen), plain(chosen[3]["n"])) == (11, 7)
+    table = ShardedDataset(**kwargs, columns=["n"], types={"n": "float32"})
+    assert [plain(table[i]["n"]) for i in (0, -1)] == [-1.0, 7.0]
 
 
 # ---- classes --------------------------------------------------------------------------------------------

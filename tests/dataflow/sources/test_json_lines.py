@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 import torch
+from formats_kit import lengths_of
 
 from dataflow import DataLoader, Optional, ShardedDataset, Shuffle, TokenBudget
 from sharding.errors import CorruptShardError, ShardError
-from sharding.lengths.column_lengths import column_lengths
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -64,9 +64,9 @@ def test_samples_are_found_by_number_and_by_conditions(path: Path) -> None:
 
 def test_lengths_are_those_of_lists_and_of_the_text_in_the_line(path: Path) -> None:
     catalog = ShardedDataset(path, columns=["ids"]).catalog
-    assert column_lengths(catalog, "ids").tolist() == [len(row["ids"]) for row in ROWS]
+    assert lengths_of(catalog, "ids").tolist() == [len(row["ids"]) for row in ROWS]
     texts = [-1 if row["turns"] is None else len(json.dumps(row["turns"])) for row in ROWS]
-    assert column_lengths(catalog, "turns").tolist() == texts
+    assert lengths_of(catalog, "turns").tolist() == texts
 
 
 def test_batches_by_length_and_shuffled_epochs_have_each_line_once(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -142,3 +143,25 @@ def test_what_is_no_text_or_table_is_an_error_that_says_where(name: str, tmp_pat
 def test_a_file_without_samples_is_an_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataflowError, match="empty"):
         opened(tmp_path / name, "")
+
+
+def test_a_table_whose_header_changed_behind_its_catalog_is_an_error(tmp_path: Path) -> None:
+    path, times = tmp_path / "a.csv", 10**18
+    path.write_text("n,x\n1,2\n")
+    os.utime(path, ns=(times, times))
+    dataset = ShardedDataset(path, columns=["x"])
+    path.write_text("n,y\n1,2\n")
+    os.utime(path, ns=(times, times))
+    with pytest.raises(CorruptShardError, match=r"no table: .*Column 'x' in include_columns does not exist"):
+        rows(dataset)
+
+
+def test_a_line_that_grew_over_the_end_of_its_block_is_an_error(tmp_path: Path) -> None:
+    path, times = tmp_path / "a.txt", 10**18
+    path.write_text("ab\ncd\n")
+    os.utime(path, ns=(times, times))
+    dataset = ShardedDataset(path, block_bytes=3)
+    path.write_text("abxcd\n")
+    os.utime(path, ns=(times, times))
+    with pytest.raises(CorruptShardError, match="the last line goes on behind it"):
+        rows(dataset)

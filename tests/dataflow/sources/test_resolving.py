@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,16 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from programs_kit import run_script
 
 from dataflow import ShardedDataset, ShardReadError
 from dataflow.sources.energon.folder import EnergonPart
 from dataflow.sources.listing.claims import ROWS, Listing, SourceArguments, Spec, resolve, spec_of
 from dataflow.sources.listing.places import Places
 from prefetch.store.retrier import Retrier
-from sharding.formats import resolve_format
+from sharding.formats import ENTRIES, FormatEntry
 from sharding.formats.tables.fitting import TableFile
+from sharding.formats.tables.format import TableFormat
 
 DOCS = Path(__file__).parents[3] / "docs/reference/formats.md"
 
@@ -147,8 +148,8 @@ def test_what_is_not_meant_is_not_imported(tmp_path: Path) -> None:
         "import sys; from dataflow import ShardedDataset; ShardedDataset(sys.argv[1]); "
         "print([name for name in sys.modules if name.startswith('dataflow.sources')])"
     )
-    command = [sys.executable, "-c", program, str(tmp_path / "a.parquet")]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code, text, _ = run_script(program, tmp_path / "a.parquet", how="forked", folder=tmp_path)
+    assert code == 0
     for name in ("energon", "tables.delta", "tables.finding", "lerobot", "loose", "hub"):
         assert f"dataflow.sources.{name}'" not in text.replace("energon.folder", "energon")
 
@@ -156,21 +157,26 @@ def test_what_is_not_meant_is_not_imported(tmp_path: Path) -> None:
 # ---- a format of tables -----------------------------------------------------------------------------------
 
 
+class TrialFormat(TableFormat):
+    """The codec of a trial: a format's entry would name it."""
+
+    name = "trial"
+
+
 def claim_trial(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
-    """Files and values of partitions that a `table.json` lists: a row of the table, and a format's codec."""
+    """Files and values of partitions that a `table.json` lists."""
     listed = json.loads(places.files.read(f"{spec.text}/table.json"))
+    columns = pa.schema([("x", pa.int64()), ("day", pa.string())])
     files = {
         f"{spec.text}/{name}": TableFile(
             table="a trial",
-            schema=None,
+            schema=columns,
             size=None,
             constants={key: pa.scalar(value) for key, value in values.items()},
         )
         for name, values in listed.items()
     }
-    return asked.listing(
-        list(files), format=resolve_format("hive", (), version="trial"), facts=files, table="a trial"
-    )
+    return asked.listing(list(files), format=TrialFormat(version="1"), facts=files, table="a trial")
 
 
 def test_a_format_of_tables_is_a_row_and_a_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +190,10 @@ def test_a_format_of_tables_is_a_row_and_a_codec(tmp_path: Path, monkeypatch: py
         "trial", "table.json", f"{__name__}:claim_trial", ("folder",),
         may_claim=lambda spec, asked, places: "table.json" in places.names(spec.text),
     )  # fmt: skip
+    # Two places: a row here, in dataflow/sources, and an entry in sharding/formats.
     monkeypatch.setattr(claims, "ROWS", (trial, *ROWS))
+    entry = FormatEntry(where=f"{__name__}:TrialFormat", suffixes=(), options=("version",))
+    monkeypatch.setitem(ENTRIES, "trial", entry)
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     dataset = ShardedDataset(os.fspath(tmp_path))
     assert [dataset[i] for i in range(3)] == [

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from formats_kit import lengths_of
 from pyarrow.compute import field
 
 from dataflow import DataLoader, Mixture, Optional, Ragged, ShardedDataset
@@ -24,7 +25,6 @@ from dataflow.tools.inspect.labels import labels_of
 from sharding.catalog.file import read_table, write_table
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, SampleError, ShardError
-from sharding.lengths.column_lengths import column_lengths
 
 TABLES = pytest.mark.parametrize("ending", ["parquet", "arrow"])
 NAIVE, ZONED = dt.datetime(2026, 1, 1), dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
@@ -96,7 +96,7 @@ def test_a_clash_is_an_error_of_who_asks_for_the_column_alone(
     dataset: ShardedDataset = ShardedDataset(source, columns=["row"])
     for ask in (
         lambda: dataset.filter(field("x") == 1),
-        lambda: column_lengths(dataset.catalog, "x"),
+        lambda: lengths_of(dataset.catalog, "x"),
         lambda: labels_of(dataset, "x"),
         lambda: dataset.join(dataset, on="x", suffix="_"),
     ):
@@ -387,7 +387,7 @@ def test_keys_lengths_and_labels_are_read_of_shards_that_have_them(tmp_path: Pat
     tables = of_x(pa.array([4], pa.int32()), [1, 2**40], pa.nulls(1))
     source = write(tmp_path / "own", "parquet", [*tables, pa.table({"row": [4]})])
     dataset: ShardedDataset = ShardedDataset(source, columns=["row"])
-    assert column_lengths(dataset.catalog, "x").tolist() == [4, 1, 2**40, -1, -1]
+    assert lengths_of(dataset.catalog, "x").tolist() == [4, 1, 2**40, -1, -1]
     np.testing.assert_equal(labels_of(dataset, "x")[0], [4, 1, 2**40, math.nan, math.nan])
     other: ShardedDataset = ShardedDataset(
         write(tmp_path / "other", "arrow", [pa.table({"x": [2**40, 4], "w": ["a", "b"]})]), columns=["w"]

@@ -272,6 +272,7 @@ def test_select_delivers_only_these_columns_in_this_order(made: Made) -> None:
         view.select(["txt"])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [make_parquet, make_arrow, make_jsonl], ids=lambda make: make.__name__)
 @pytest.mark.parametrize(
     ("condition", "oracle"),
@@ -383,6 +384,7 @@ def text_of(rows: list[Any]) -> list[str]:
     return sorted(map(sort_key, rows))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "view"),
     in_pairs(["tar", "tar.gz", "parquet", "arrow", "jsonl", "tokens.bin", "megatron"], VIEWS),

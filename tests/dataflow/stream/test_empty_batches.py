@@ -160,6 +160,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(kwargs, [{"cls": i} for i in range(SIZE)], folder)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("memory_limit", "chunk"), [(250_000, 1), (1 << 30, 128)])
 @pytest.mark.parametrize("how", HOW)
 def test_several_ranks_repeat_their_last_good_batch(
@@ -224,6 +225,7 @@ def test_before_any_good_batch_there_is_nothing_to_repeat(ints: Made, bad: list[
     assert "ValueError: 0 is bad" in str(caught.value.__cause__)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "batching", [Packed(4, "lst"), TokenBudget(3, "lst"), Bucketed(2, "lst", boundaries=(1, 2))], ids=str
 )

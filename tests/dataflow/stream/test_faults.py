@@ -24,10 +24,11 @@ from http_kit import slowstore
 
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.tools.cli import main
+from prefetch.counts import ReadStats
 from prefetch.errors import ReaderClosedError
 from prefetch.retries import RetryPolicy
 from prefetch.store.ranges import Awaited
-from prefetch.store.reader import ReadStats, StoreReader
+from prefetch.store.reader import StoreReader
 from sharding.blocks import Shard
 from sharding.errors import ShardChangedError, ShardReadError
 

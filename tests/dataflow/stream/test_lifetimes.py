@@ -67,6 +67,7 @@ def _no_thread_is_left() -> Iterator[None]:
 # ---- batches and their slots ----------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("maker", [make_tar, make_parquet, make_tokens_bin], ids=["tar", "parquet", "tokens"])
 @pytest.mark.parametrize("limit", ["200kB", "1GB"])
 def test_a_list_of_all_batches_keeps_every_one_intact(tmp_path: Path, maker: Any, limit: str) -> None:
@@ -139,6 +140,7 @@ def test_what_a_traceback_shows_of_a_closed_loader_is_still_there(tmp_path: Path
         assert bytes(array) == damaged
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.here
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_slot_comes_back(tmp_path: Path, name: str) -> None:
@@ -298,6 +300,7 @@ def test_torchs_thread_count_is_left_alone(ints: Made) -> None:
 # ---- growth ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("maker", [make_tar, make_parquet], ids=["tar", "parquet"])
 def test_twenty_epochs_hold_no_more_descriptors_or_memory_than_two(tmp_path: Path, maker: Any) -> None:
     made = maker(tmp_path)
@@ -416,6 +419,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
         yield folder, url
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["tar", "tar.gz", "parquet", "tokens.bin", "jsonl", "megatron"])
 def test_http_gives_the_same_epochs_and_samples(server: tuple[Path, str], name: str) -> None:
     root, url = server

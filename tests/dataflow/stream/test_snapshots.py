@@ -10,8 +10,8 @@ import pytest
 
 from dataflow import DataLoader, LoaderStats, ShardedDataset, ShardWriter, WorkerStats
 from dataflow.tables import html_table, text_table
-from prefetch.cache.block_cache import CacheStats
 from prefetch.control.depth import Decision
+from prefetch.counts import CacheStats
 from prefetch.engine.stats import NOT_STARTED, StageStats
 from sharding.lengths.units import LengthStats
 

@@ -221,6 +221,7 @@ def test_between_two_epochs_the_next_one_is_that_of_these_data_with_the_states_s
             assert [numbers(batch) for batch in resumed] == [numbers(batch) for batch in batches]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_after_the_last_batch_of_an_epoch_other_data_begin_the_next_one(name: str, tmp_path: Path) -> None:
     """Frameworks save there, inside their loop. In the same loader nothing more comes of that epoch."""

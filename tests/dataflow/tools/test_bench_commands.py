@@ -16,7 +16,7 @@ from programs_kit import run_command
 from rich.console import Console
 
 from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter
-from dataflow.timing.headspace import MeasuredSteps
+from dataflow.telemetry.timing.headspace import MeasuredSteps
 from dataflow.tools.bench import loader
 from dataflow.tools.bench.compare import (
     Contestant,
@@ -31,10 +31,10 @@ from dataflow.tools.bench.evidence import device_bytes, evict, resident_share
 from dataflow.tools.bench.fio import check_direct, run_fio
 from dataflow.tools.bench.in_memory import InMemory
 from dataflow.tools.bench.reads import Case
-from dataflow.tools.bench.settings import BenchDataset, Comparison, Emulation, Sweep, named_function
+from dataflow.tools.bench.settings import BenchDataset, Comparison, Emulation, Sweep
 from dataflow.tools.bench.stages import Work, own_blocks, run_phase
 from dataflow.tools.bench.storage import KernelAccounts, bench_storage
-from dataflow.tools.terminal.options import plain_errors
+from dataflow.tools.terminal.options import named_function, plain_errors
 from dataflow.tools.terminal.report import save, show
 from sharding.blocks import Shard
 from sharding.errors import DataflowError, ShardReadError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from dataflow.timing.bottleneck import Epochs, Rates, bottleneck_of
+from dataflow.telemetry.timing.bottleneck import Epochs, Rates, bottleneck_of
 from dataflow.tools.bench.evidence import Evidence, label_of
 from dataflow.tools.bench.loader import cores_text
 from dataflow.tools.bench.reads import (
@@ -352,60 +352,9 @@ def test_random_order_is_another_for_another_seed_and_not_sequential():
     assert orders[0] != sorted(orders[0])
 
 
-PART = 4096
-"""Blocks of an order that are made at a time."""
-
-
-class NotedOrder(BlockOrder):
-    """Notes which parts of the order are made; the next one is held until `go`."""
-
-    def __init__(self, shards, block_bytes):
-        self.made, self.making, self.go = [], threading.Semaphore(0), threading.Event()
-        self.go.set()
-        super().__init__(shards, block_bytes, "random")
-
-    def blocks(self, places):
-        self.made.append(places.start // PART)
-        self.making.release()
-        assert self.go.wait(20)
-        return super().blocks(places)
-
-
-LARGE = [Shard("a", 10_000, "")]  # of three parts, in blocks of one byte
-
-
-def test_the_order_is_made_ahead_of_the_reads():
-    order = NotedOrder(LARGE, 1)
-    assert order.made == [0]  # before the clock starts
-    made = []
-    for place in range(2 * len(order)):
-        made.append((place, len(order.made)))
-        order[place]
-    grew = [place for (place, before), (_, after) in itertools.pairwise(made) if after > before]
-    assert grew == [2048, 6144]
-    assert order.made == [0, 1, 2]
-
-
-def test_what_many_threads_want_at_once_is_made_once():
-    order, waiting = NotedOrder(LARGE, 1), threading.Semaphore(0)
-    assert order.making.acquire(timeout=20)
-    order.go.clear()
-
-    def block():
-        waiting.release()
-        return order[PART]
-
-    with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(block) for _ in range(2)]
-        try:
-            assert order.making.acquire(timeout=20)
-            assert waiting.acquire(timeout=20)
-            assert waiting.acquire(timeout=20)  # the other one has nothing left to do but to wait
-        finally:
-            order.go.set()
-        first, second = (one.result(20) for one in asked)
-    assert first == second
-    assert order.made == [0, 1]
+def test_a_pass_made_in_parts_is_that_of_single_positions():
+    order = BlockOrder([Shard("a", 10_000, "")], 1, "random")  # of three parts
+    assert list(order) == [order[place] for place in range(len(order))]
 
 
 # ---- reading --------------------------------------------------------------------------------------------

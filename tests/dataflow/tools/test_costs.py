@@ -26,7 +26,7 @@ from dataflow.tools.plan.collectives import (
     ring,
     tree,
 )
-from dataflow.tools.plan.expenses import Prices, Rapl, expenses
+from dataflow.tools.plan.expenses import Prices, expenses
 from dataflow.tools.plan.measure import (
     Point,
     fit,
@@ -385,18 +385,6 @@ def test_expenses_count_what_is_known_and_nothing_else() -> None:
     assert full.joules_per_update == pytest.approx(1200 * found.window_s)
 
 
-def test_rapl_counts_over_the_end_of_its_counters(tmp_path: Path) -> None:
-    zone = tmp_path / "intel-rapl:0"
-    zone.mkdir()
-    (zone / "max_energy_range_uj").write_text("1000000\n")
-    (zone / "energy_uj").write_text("900000\n")
-    meter = Rapl(tmp_path)
-    (zone / "energy_uj").write_text("100000\n")
-    assert meter.joules() == pytest.approx(0.2)
-    with pytest.raises(OSError, match="no intel-rapl zones"):
-        Rapl(tmp_path / "elsewhere")
-
-
 # ---- the command ------------------------------------------------------------------------------------------
 
 ASKED = ["plan", "--nodes", "4", "--racks", "2", "--ranks-per-node", "2", "--parameters", "25M"]
@@ -406,7 +394,7 @@ ASKED += ["--microbatch-ms", "120", "--network-gbit", "1", "--accumulate", "1,4.
 def test_the_command_prints_tables_and_a_verdict() -> None:
     shown = CliRunner().invoke(main, ASKED, env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
-    for text in ("by node and rack", "round-robin over nodes", "Best: accumulate", "Energy meters:"):
+    for text in ("by node and rack", "round-robin over nodes", "Best: accumulate"):
         assert text in shown.output
 
 

@@ -104,9 +104,9 @@ def test_text_is_printed_as_it_is() -> None:
 def test_a_page_is_escaped_and_has_all_parts() -> None:
     text = html_of(PAGE)
     assert "<h1>a &lt;page&gt;</h1>" in text
-    assert '<p class="">it is [bold] &amp; so</p>' in text
-    assert '<td class="left">a [b]</td><td>1</td>' in text
-    assert '<td class="left">fact</td><td class="left">&lt;told&gt;</td>' in text
+    assert "<pre>it is [bold] &amp; so\n" in text
+    assert "a [b]   1" in text
+    assert "&lt;told&gt;" in text
 
 
 def test_figures_are_printed_in_place_of_text_or_written_beside_it(
@@ -134,7 +134,7 @@ def test_a_verdict_comes_first_and_is_in_the_figures(answer: Any, capsys: pytest
     page = replace(PAGE, verdict=verdict, rows=[{"name": "a, b", "MB": 1.5}, {"name": "c", "MB": None}])
     publish(page, ReportFiles())
     assert capsys.readouterr().out.startswith("It is so.\nNext: Do this.\n\nit is [bold]")
-    assert "<p><b>It is so.</b></p>" in html_of(page)
+    assert 'font-weight: bold">It is so.</span>' in html_of(page)
     publish(page, ReportFiles(json_path="-"))
     found = json.loads(capsys.readouterr().out)
     assert found == {

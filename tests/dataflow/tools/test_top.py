@@ -11,7 +11,7 @@ import pwd
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
+from servers_kit import served
 
-from dataflow.live.record import (
-    LiveDecision,
+from dataflow.telemetry.status.record import (
     LoaderRecord,
     ScheduleRecord,
+    StatusDecision,
     TrainingRecord,
     to_page,
 )
@@ -35,7 +36,7 @@ from dataflow.tools.top.page import PAGE, SCRIPT
 from dataflow.tools.top.screen import screen_of
 from dataflow.tools.top.sources import Endpoint, Reading
 from dataflow.tools.top.view import Follower, TopView, TrainingView
-from dataflow.tools.top.web import PageServer, payload_of
+from dataflow.tools.top.web import page_server, payload_of
 from sharding.errors import DataflowError
 
 BEGAN_AT = 1_000_000.0
@@ -228,8 +229,8 @@ def test_the_rank_that_waits_is_named() -> None:
 
 
 def test_decisions_that_ranks_have_in_common_come_once_with_their_reason() -> None:
-    deeper = LiveDecision(at=BEGAN_AT + 5, what="depth", value=16, reason="waits asked for it")
-    first = LiveDecision(at=BEGAN_AT, what="workers", value="thread", reason="2 cores")
+    deeper = StatusDecision(at=BEGAN_AT + 5, what="depth", value=16, reason="waits asked for it")
+    first = StatusDecision(at=BEGAN_AT, what="workers", value="thread", reason="2 cores")
     both = [record(9, rank=rank, world_size=2, decisions=(first, deeper)) for rank in (0, 1)]
     training = after(both)
     assert [(one.what, one.value, one.ranks) for one in training.decisions] == [
@@ -438,55 +439,56 @@ def test_an_endpoint_has_an_address(url: str) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[PageServer]:
+def port() -> Iterator[int]:
+    """Where the page is served."""
     follower = Read([Reading([record(10)]), Reading([record(11)])]).follower()
-    with PageServer(follower, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join(10)
+    with served(page_server(follower, 0)) as (_, port):
+        yield port
 
 
-def ask(
-    server: PageServer, path: str = "/", *, method: str = "GET", host: str = ""
-) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+def ask(port: int, path: str = "/", *, method: str = "GET", host: str = "") -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request(method, path, headers={"Host": host} if host else {})
     return connection.getresponse()
 
 
-def test_the_page_and_its_figures_are_served_with_a_strict_policy(server: PageServer) -> None:
-    answer = ask(server)
+def test_the_page_and_its_figures_are_served_with_a_strict_policy(port: int) -> None:
+    answer = ask(port)
     assert (answer.status, answer.read().decode()) == (200, PAGE)
     policy = str(answer.getheader("Content-Security-Policy"))
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
-    figures = json.loads(ask(server, "/figures.json").read())
+    figures = json.loads(ask(port, "/figures.json").read())
     assert figures["trainings"][0]["title"].startswith("train.py: 1 rank on node7")
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:9401", "127.0.0.1.evil.example", "[::2]:1", "::1"]
 )
-def test_pages_of_other_names_are_refused(server: PageServer, host: str) -> None:
-    assert ask(server, "/figures.json", host=host).status == 403
+def test_pages_of_other_names_are_refused(port: int, host: str) -> None:
+    assert ask(port, "/figures.json", host=host).status == 403
 
 
 @pytest.mark.parametrize("host", ["localhost:8080", "127.0.0.1", "[::1]:9401", "LOCALHOST"])
-def test_this_machine_may_call_itself_what_it_likes(server: PageServer, host: str) -> None:
-    assert ask(server, host=host).status == 200
+def test_this_machine_may_call_itself_what_it_likes(port: int, host: str) -> None:
+    assert ask(port, host=host).status == 200
 
 
-def test_only_get_is_answered(server: PageServer) -> None:
-    assert [ask(server, method=method).status for method in ("POST", "PUT", "HEAD", "ODD")] == [405] * 4
-    assert ask(server, "/../etc/passwd").status == 404
+def test_silent_connections_do_not_keep_out_a_browser_that_asks(port: int) -> None:
+    with ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        assert ask(port).status == 200
 
 
-def test_a_port_in_use_is_named_with_the_cure(server: PageServer) -> None:
-    port = server.server_address[1]
+def test_only_get_is_answered(port: int) -> None:
+    assert [ask(port, method=method).status for method in ("POST", "PUT", "HEAD", "ODD")] == [405] * 4
+    assert ask(port, "/../etc/passwd").status == 404
+
+
+def test_a_port_in_use_is_named_with_the_cure(port: int) -> None:
     with pytest.raises(DataflowError, match=f"port {port} on 127.0.0.1 is in use: name another with --port"):
-        PageServer(server.follower, port)
+        page_server(Read([]).follower(), port)
 
 
 def test_names_are_shown_as_they_are_and_obeyed_nowhere() -> None:

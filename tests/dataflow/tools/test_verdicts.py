@@ -565,6 +565,7 @@ def test_each_report_begins_with_its_verdict_and_is_written_as_json_csv_and_pict
     [
         (("a.bin", "--need", "100/s"), 1, "counts samples, and what one takes is not known"),
         (("a.bin", "--need", "100/s"), 1, "Give --sample-bytes, a catalog as SOURCE, or the need in bytes"),
+        (("t.catalog", "--need", "100/s", "--columns", "y"), 1, "column 'y' does not exist"),
         (("a.bin", "--need", "100/min"), 2, "a rate for each 'min'"),
         (("a.bin", "--sample-bytes", "1kB"), 2, "give it, such as --need 16000/s"),
         (("a.bin", "--strict"), 2, "give a rate, such as --need 16000/s"),

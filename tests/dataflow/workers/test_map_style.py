@@ -31,7 +31,8 @@ def test_every_index_gives_its_sample(made: Make, name: str) -> None:
     assert [plain_of(dataset[-1 - i]) for i in range(3)] == data.samples[:-4:-1]
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", [*MAKERS][::-1])
 def test_any_list_of_indices_gives_its_samples_in_that_order(made: Make, name: str) -> None:
     data, rng = made(name), np.random.default_rng(0)
     dataset = data.open()
@@ -41,6 +42,7 @@ def test_any_list_of_indices_gives_its_samples_in_that_order(made: Make, name: s
         assert got == [data.samples[i] for i in indices]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_slice_or_a_list_of_indices_gives_columns_as_a_batch_has_them(made: Make, name: str) -> None:
     data = made(name)

@@ -78,14 +78,19 @@ def test_the_first_batch_is_counted_from_the_first_loop_and_starved_time_leaves_
     meter = DeliveryMeter()
     assert meter.elapsed_s == 0
     now = 102.0
-    meter.waited(101)  # for the iterator
+    meter.begins(101)
     now = 108.0
     meter.delivered(104, 10)
     now = 111.0
     meter.delivered(110, 10)
     now = 120.0
     assert (meter.batches, meter.bytes) == (2, 20)
-    assert (meter.first_batch_s, meter.starved_s, meter.elapsed_s) == (7, 6, 19)
+    assert (meter.first_batch_s, meter.starved_s, meter.elapsed_s) == (7, 6, 10)
+    meter.waited(119)  # for the end
+    now = 500.0
+    assert (meter.starved_s, meter.elapsed_s) == (7, 19)
+    meter.begins(499)  # another loop: the time between them is none of theirs
+    assert (meter.starved_s, meter.elapsed_s) == (8, 20)
 
 
 def test_batches_ahead_are_told_while_the_loop_runs() -> None:

@@ -27,7 +27,7 @@ from engine_kit import (
 )
 
 from prefetch.control.depth import AdaptiveDepth
-from prefetch.engine.stats import ConsumerWait, EngineOptions, LateBatches
+from prefetch.engine.stats import ConsumerWait, EngineOptions
 from prefetch.errors import StallError
 from sharding.errors import DataflowError
 
@@ -159,12 +159,12 @@ def test_a_wait_for_a_batch_that_is_being_built_names_the_code() -> None:
 
 
 def test_a_slow_machine_has_rarer_lines_and_one_that_hangs_is_told() -> None:
-    options, late = EngineOptions(num_readers=1, depth=AdaptiveDepth()), LateBatches()
+    options = EngineOptions(num_readers=1, depth=AdaptiveDepth())
 
     def waits(seconds: float) -> list[str]:
         """The lines of a batch that comes after so long."""
         with lines_told() as lines:
-            wait = ConsumerWait(0.0, options, late)
+            wait = ConsumerWait(0.0, options)
             while wait.due_s < seconds:
                 wait.tell(wait.due_s, "the disk is slow", "", nothing)
             if wait.was_told:

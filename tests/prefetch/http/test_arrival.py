@@ -31,11 +31,12 @@ from test_connections import (
 )
 
 from prefetch.control.pause import ReadPause
+from prefetch.counts import ReadStats
 from prefetch.errors import ReaderClosedError
 from prefetch.http.arrival import INTERRUPTIBLE_BYTES, Arrival
 from prefetch.http.connections import Destination
 from prefetch.retries import RetryPolicy
-from prefetch.store.reader import ReadStats, StoreReader
+from prefetch.store.reader import StoreReader
 from sharding.blocks import Shard
 
 pytest.importorskip("aiohttp")

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 from forked_kit import exit_code_in_child
 
+from prefetch.counts import ReadStats
 from prefetch.errors import ReaderClosedError
 from prefetch.http.connections import BadAnswerError, Connections, Destination, parse_head
 from prefetch.retries import RetryPolicy
-from prefetch.store.reader import ReadStats, StoreReader
+from prefetch.store.reader import StoreReader
 from sharding.blocks import Shard
 from sharding.errors import ShardChangedError, ShardReadError
 

@@ -77,6 +77,7 @@ def test_ranges_come_by_signed_urls(folder: Path, name: str) -> None:
         assert count(url, "authorized") == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("more", "direct"),
     [

@@ -17,10 +17,11 @@ from forked_kit import exit_code_in_child, without_privileges
 from fsspec import AbstractFileSystem
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from prefetch.counts import ReadStats
 from prefetch.errors import ReaderClosedError
 from prefetch.retries import RetryPolicy
 from prefetch.store.local import read_local
-from prefetch.store.reader import ReadStats, StoreReader
+from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Hosts
 from sharding.blocks import Shard
 from sharding.catalog.storage import open_url, shard_info, shard_of

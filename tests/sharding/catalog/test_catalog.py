@@ -262,10 +262,10 @@ def test_options_of_a_users_own_format_are_kept_and_its_codec_is_asked_for(shard
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     catalog = build(shards, Scaled(3))
     catalog.save(default_catalog_path(shards, Scaled(3), BLOCK_BYTES))
-    found = find_catalog(shards, Scaled(3), BLOCK_BYTES)
+    found = find_catalog(default_catalog_path(shards, Scaled(3), BLOCK_BYTES))
     assert_equal(found, catalog)
     assert found.options == {"scale": 3}
-    assert find_catalog(shards, Scaled(4), BLOCK_BYTES) is None
+    assert find_catalog(default_catalog_path(shards, Scaled(4), BLOCK_BYTES)) is None
     with pytest.raises(ValueError, match="option 'scale' of format 'scaled' is of a class of your own"):
         found.codec()
 
@@ -732,22 +732,38 @@ def test_the_version_is_the_etag_or_else_the_time(info, version):
 def test_a_kept_catalog_is_found_again_by_all_that_shapes_it(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     codec = RecordFormat(blobs=True)
-    assert find_catalog(shards, codec, BLOCK_BYTES) is None
+    assert find_catalog(default_catalog_path(shards, codec, BLOCK_BYTES)) is None
     catalog = build(shards)
     path = default_catalog_path(shards, codec, BLOCK_BYTES)
     assert path.startswith(str(tmp_path / "cache" / "dataflow" / "catalogs"))
     assert is_catalog(path)
     assert not is_catalog([path])
     catalog.save(path)
-    found = find_catalog(shards, codec, BLOCK_BYTES)
+    found = find_catalog(default_catalog_path(shards, codec, BLOCK_BYTES))
     assert found is not None
     assert_equal(found, catalog)
-    assert find_catalog(shards[:2], codec, BLOCK_BYTES) is None
-    assert find_catalog(shards, codec) is None
-    assert find_catalog(shards, RecordFormat("other"), BLOCK_BYTES) is None
+    assert find_catalog(default_catalog_path(shards[:2], codec, BLOCK_BYTES)) is None
+    assert find_catalog(default_catalog_path(shards, codec)) is None
+    assert find_catalog(default_catalog_path(shards, RecordFormat("other"), BLOCK_BYTES)) is None
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert default_catalog_path(shards, codec).startswith("/home/someone/.cache/dataflow/catalogs/")
+
+
+def test_one_look_tells_that_local_shards_are_as_they_were(shards):
+    catalog = build(shards)
+    assert catalog.is_unchanged_here()
+    os.utime(shards[1], ns=(0, 0))
+    assert not catalog.is_unchanged_here()
+    assert [change.url for change in changes(catalog)] == [shards[1]]
+    os.unlink(shards[1])
+    assert not catalog.is_unchanged_here()
+
+
+def test_shards_elsewhere_are_not_looked_for_here():
+    url = f"memory://{uuid.uuid4().hex}/x.rec"
+    fsspec.filesystem("memory").pipe_file(url, records(2))
+    assert not build([url]).is_unchanged_here()
 
 
 def test_a_damaged_kept_catalog_counts_as_none(shards, tmp_path, monkeypatch):
@@ -756,4 +772,4 @@ def test_a_damaged_kept_catalog_counts_as_none(shards, tmp_path, monkeypatch):
     os.makedirs(os.path.dirname(path))
     with open(path, "wb") as file:
         file.write(b"junk")
-    assert find_catalog(shards, RecordFormat()) is None
+    assert find_catalog(default_catalog_path(shards, RecordFormat())) is None

@@ -23,7 +23,7 @@ from parameters_kit import others_in_full
 
 from dataflow import Cache, DataLoader, ShardedDataset, ShardWriter
 from dataflow.sources.listing.expand import expand
-from dataflow.timing import VARIABLE
+from dataflow.telemetry.timing import VARIABLE
 from dataflow.tools.cli import main
 from prefetch.cache.entry import tag_of
 from prefetch.store.retrier import Retrier, notice_of

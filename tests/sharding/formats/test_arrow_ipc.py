@@ -102,16 +102,6 @@ def test_any_batches_in_any_blocks_equal_pyarrow(sizes, layout, block_bytes):
     )
 
 
-@pytest.mark.parametrize("columns", [["x"], ["words", "label"], ["image.bytes", "class"], ["tags"], []])
-@pytest.mark.parametrize("compression", [None, "zstd"])
-def test_projection_gives_the_wanted_columns_in_their_order(columns, compression):
-    content = written(mixed_batches(20, 20), "file", compression=compression)
-    blocks = decoded_blocks(ArrowFileFormat(), content, URL, columns, block_bytes=1)
-    assert all(list(block) == columns for block in blocks)
-    if columns:
-        assert rows_of(blocks) == [{name: row[name] for name in columns} for row in oracle(content)]
-
-
 def first_block(content: bytes, block_bytes: int = 1):
     scan = scan_of(ArrowFileFormat(), content, URL, block_bytes)
     block = blocks_of(scan, shard_of(content, URL))[0]
@@ -146,16 +136,6 @@ def test_the_schema_says_which_columns_may_be_missing():
     schema = scan_of(ArrowFileFormat(), written(mixed_batches(30, 30), "stream"), URL).schema
     assert {name for name, spec in schema.items() if spec.optional} == {"words", "class", "image.path"}
     assert schema["x"].dtype == "float32"
-
-
-@pytest.mark.parametrize("compression", [None, "lz4"])
-def test_nbytes_bounds_the_decoded_columns(compression):
-    content = written(mixed_batches(400, 600), "file", compression=compression)
-    scan = scan_of(ArrowFileFormat(), content, URL, block_bytes=1)
-    blocks = decoded_blocks(ArrowFileFormat(), content, URL, block_bytes=1)
-    for nbytes, block in zip(scan.nbytes, blocks, strict=True):
-        parts = [(c.buffer, c.starts, c.lengths) if isinstance(c, Spans) else (c,) for c in block.values()]
-        assert sum(array.nbytes for part in parts for array in part) <= nbytes
 
 
 @BOTH_LAYOUTS
@@ -404,12 +384,6 @@ def test_a_footer_that_contradicts_the_messages_is_refused():
     assert "a footer of" in scan_error(damaged(content, len(content) - 10, b"\xff\xff\0\0")).reason
 
 
-def test_every_truncation_of_a_file_is_noticed():
-    content = written(mixed_batches(5, 5), "file")
-    for size in range(0, len(content), 61):
-        scan_error(content[:size])
-
-
 def test_truncation_inside_a_message_names_its_offset():
     content = written(mixed_batches(50, 50), "stream")
     scan = scan_of(ArrowFileFormat(), content, URL, block_bytes=1)
@@ -487,19 +461,6 @@ def test_broken_bodies_name_the_block():
     with pytest.raises(CorruptShardError, match="record batch cannot be decoded") as caught:
         ArrowFileFormat().decode(block, memoryview(broken), None)
     assert (caught.value.offset, caught.value.stage) == (block.offset, "decode")
-
-
-def test_too_few_bytes_are_noticed():
-    block, data = first_block(written(mixed_batches(100), "file"))
-    with pytest.raises(CorruptShardError):
-        ArrowFileFormat().decode(block, data[:-8], None)
-
-
-def test_an_unknown_column_lists_those_there():
-    batch = pa.RecordBatch.from_pylist([{"a": 1, "s": {"b": 2}}])
-    block, data = first_block(written([batch], "file"))
-    with pytest.raises(CorruptShardError, match=r"no column 'z'; the shard has a, s\.b"):
-        ArrowFileFormat().decode(block, data, ["z"])
 
 
 def test_null_integers_are_masked():

@@ -9,7 +9,7 @@ import pytest
 from formats_kit import blocks_of, decoded_blocks, rows_of, scan_of, shard_of
 from hypothesis import given, strategies as st
 
-from sharding.blocks import Masked, Spans
+from sharding.blocks import Masked
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.jsonl import JsonlFormat
 
@@ -161,25 +161,6 @@ def test_lists_that_are_always_empty_are_text_since_nothing_tells_what_they_hold
     assert block["l"].buffer.tobytes() == b"[][]"
 
 
-@pytest.mark.parametrize("columns", [["x"], ["text", "label"], ["ids"], []])
-def test_projection_gives_the_wanted_columns_in_their_order(columns):
-    content = jsonl(ROWS)
-    blocks = decoded_blocks(FORMAT, content, URL, columns, block_bytes=500)
-    assert all(list(block) == columns for block in blocks)
-    if columns:
-        assert rows_of(blocks) == [{name: row[name] for name in columns} for row in oracle(content)]
-
-
-def test_nbytes_bounds_the_decoded_columns():
-    content = jsonl([{"l": [1, 2, 3] * 50, "b": True, "t": "x"} for _ in range(50)])
-    scan = scan_of(FORMAT, content, URL, 1000)
-    for nbytes, block in zip(
-        scan.nbytes, decoded_blocks(FORMAT, content, URL, block_bytes=1000), strict=True
-    ):
-        parts = [(c.buffer, c.starts, c.lengths) if isinstance(c, Spans) else (c,) for c in block.values()]
-        assert sum(array.nbytes for part in parts for array in part) <= nbytes
-
-
 @pytest.mark.parametrize("content", [b"", b"\n", b"\n \n\r\n"])
 def test_a_file_without_lines_has_no_samples(content):
     assert len(scan_of(FORMAT, content, URL).offset) == 0
@@ -267,12 +248,6 @@ def test_bytes_that_changed_since_indexing_are_noticed():
     with pytest.raises(CorruptShardError, match="does not fit") as caught:
         FORMAT.decode(block, memoryview(b'{"a": 1}\n{"a": "x"}\n'), None)
     assert caught.value.offset == 9
-
-
-def test_an_unknown_column_lists_those_there():
-    block, data = first_block(jsonl([{"a": 1, "s": {"b": 2}}]))
-    with pytest.raises(CorruptShardError, match=r"no column 'z'; the shard has a, s\.b"):
-        FORMAT.decode(block, data, ["z"])
 
 
 def test_two_columns_of_one_name_are_named():

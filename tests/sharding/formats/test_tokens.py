@@ -41,21 +41,6 @@ def test_all_windows_equal_slicing(count, length, block_bytes, dtype, as_npy):
     assert sum(map(len, got)) == max(0, count - 1) // length
 
 
-@given(st.integers(2, 300), st.integers(1, 40), st.integers(1, 500), DTYPES)
-def test_located_bytes_are_the_decoded_values(count, length, block_bytes, dtype):
-    tokens = tokens_of(count, dtype)
-    content = tokens.tobytes()
-    fmt = TokensFormat(dtype=dtype, length=length)
-    for block in blocks_of(scan_of(fmt, content, "t.bin", block_bytes), shard_of(content, "t.bin")):
-        data = memoryview(content)[block.offset : block.offset + block.length]
-        spans = fmt.locate(block, None)["tokens"]
-        values = fmt.decode(block, data, None)["tokens"]
-        assert len(spans) == block.num_samples
-        assert (spans.lengths == (length + 1) * tokens.itemsize).all()
-        for i, start in enumerate(spans.starts):
-            assert bytes(data[start : start + spans.lengths[i]]) == values[i].tobytes()
-
-
 def test_blocks_are_near_the_asked_size_and_share_one_token():
     scan = scan_of(TokensFormat(dtype="uint16", length=16), bytes(100_000), "t.bin", 4096)
     assert (scan.length[:-1] == 4096 + 2).all()
@@ -150,18 +135,6 @@ def test_too_few_tokens_give_no_samples(count):
     assert len(scan_of(TokensFormat(dtype="uint16", length=8), content, "t.bin").offset) == 0
 
 
-def test_projection_knows_one_column():
-    content = tokens_of(20, "uint16").tobytes()
-    fmt = TokensFormat(dtype="uint16", length=4)
-    (block,) = blocks_of(scan_of(fmt, content, "t.bin"), shard_of(content, "t.bin"))
-    data = memoryview(content)[: block.length]
-    assert list(fmt.decode(block, data, ["tokens"])) == ["tokens"]
-    assert fmt.decode(block, data, []) == {}
-    assert fmt.locate(block, []) == {}
-    with pytest.raises(CorruptShardError, match="no column 'x'; the shard has tokens"):
-        fmt.decode(block, data, ["x"])
-
-
 def test_too_few_bytes_are_noticed():
     content = tokens_of(20, "uint16").tobytes()
     fmt = TokensFormat(dtype="uint16", length=4)
@@ -203,12 +176,6 @@ def test_a_npy_file_of_another_dtype_is_refused():
         "are int32, not dtype='uint16'"
         in scan_error(npy(np.zeros(9, np.int32)), "t.npy", dtype="uint16").reason
     )
-
-
-def test_every_truncation_of_a_npy_file_is_noticed():
-    content = npy(np.zeros(9, np.int32))
-    for size in range(6, len(content)):
-        scan_error(content[:size], "t.npy")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets_kit import MAKERS, write_tar
+from formats_kit import lengths_of
 
 from dataflow import ShardedDataset
-from sharding.catalog.storage import open_shard
 from sharding.lengths.column_lengths import column_lengths, resolve_lengths
 from sharding.lengths.kept import KeptLengths, LengthsFile
 from sharding.lengths.unit_plan import LEFT_OUT
@@ -31,7 +32,7 @@ def test_lengths_are_those_of_the_samples(made):
     for name in columns_with_lengths(made):
         values = [row[name] for row in made.samples]
         expected = [len(v.encode()) if isinstance(v, str) else len(v) for v in values]
-        found = column_lengths(catalog, name)
+        found = lengths_of(catalog, name)
         assert found.dtype == np.int32
         assert found.tolist() == expected
 
@@ -39,7 +40,7 @@ def test_lengths_are_those_of_the_samples(made):
 @pytest.mark.parametrize("name", ["parquet", "arrow", "jsonl.gz"])
 def test_an_integer_column_is_the_lengths(name, tmp_path):
     made = MAKERS[name](tmp_path)
-    assert column_lengths(made.open().catalog, "label").tolist() == [r["label"] for r in made.samples]
+    assert lengths_of(made.open().catalog, "label").tolist() == [r["label"] for r in made.samples]
 
 
 @pytest.mark.parametrize("name", ["tar", "tar.gz", "tar.zst", "tokens.bin", "megatron"])
@@ -47,7 +48,7 @@ def test_nothing_is_read_where_the_catalog_knows(name, tmp_path):
     made = MAKERS[name](tmp_path)
     catalog = made.open().catalog
     column = columns_with_lengths(made)[0]
-    assert len(column_lengths(catalog, column, open_shard=None)) == len(made.samples)
+    assert len(column_lengths(catalog, column, None)) == len(made.samples)
 
 
 def test_only_the_column_is_read_from_parquet(tmp_path):
@@ -57,52 +58,38 @@ def test_only_the_column_is_read_from_parquet(tmp_path):
     pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
     catalog = ShardedDataset(str(tmp_path / "a.parquet"), catalog=str(tmp_path / "c.catalog")).catalog
     read = []
-
-    class Counted:
-        def __init__(self, file):
-            self.file = file
-            self.seek = file.seek
-
-        def read(self, size):
-            read.append(size)
-            return self.file.read(size)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            self.file.close()
-
-    counted = column_lengths(catalog, "tokens", open_shard=lambda *given: Counted(open_shard(*given)))
-    assert counted.tolist() == [i % 7 for i in range(300)]
+    assert lengths_of(catalog, "tokens", read.append).tolist() == [i % 7 for i in range(300)]
     assert 0 < sum(read) < 100_000 < catalog.blocks.length.sum()
 
 
 def test_a_sample_without_the_column_has_a_length_of_minus_one(tmp_path):
     write_tar(tmp_path / "a.tar", [("0.txt", b"abc"), ("0.cls", b"1"), ("1.cls", b"2")])
-    assert column_lengths(ShardedDataset(str(tmp_path / "a.tar")).catalog, "txt").tolist() == [3, -1]
+    assert lengths_of(ShardedDataset(str(tmp_path / "a.tar")).catalog, "txt").tolist() == [3, -1]
     table = pa.table({"l": [[1], None, [1, 2], [None]], "n": pa.array([1, None, 2, 3], pa.uint8())})
     pq.write_table(table, tmp_path / "a.parquet")
     catalog = ShardedDataset(str(tmp_path / "a.parquet")).catalog
-    assert column_lengths(catalog, "l").tolist() == [1, -1, 2, -1]
-    assert column_lengths(catalog, "n").tolist() == [1, -1, 2, 3]
+    assert lengths_of(catalog, "l").tolist() == [1, -1, 2, -1]
+    assert lengths_of(catalog, "n").tolist() == [1, -1, 2, 3]
 
 
 def test_a_length_below_zero_names_its_sample(tmp_path):
     pq.write_table(pa.table({"n": [1, None, -1]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="got -1 for sample 2"):
-        column_lengths(ShardedDataset(str(tmp_path / "a.parquet")).catalog, "n")
+        lengths_of(ShardedDataset(str(tmp_path / "a.parquet")).catalog, "n")
 
 
 def test_lengths_may_be_an_array_or_a_function(tmp_path):
     catalog = MAKERS["parquet"](tmp_path).open().catalog
     given = np.arange(catalog.num_samples, dtype=np.uint16)
-    assert resolve_lengths(given, catalog, "lst").tolist() == given.tolist()
-    assert resolve_lengths(lambda c: [3] * c.num_samples, catalog, "lst").tolist() == [3] * len(given)
-    assert resolve_lengths("label", catalog, "lst").tolist() == given.tolist()
-    assert resolve_lengths(None, catalog, "lst").tolist() == (given % 4).tolist()
+    assert resolve_lengths(given, catalog, "lst", None).tolist() == given.tolist()
+    assert resolve_lengths(lambda c: [3] * c.num_samples, catalog, "lst", None).tolist() == [3] * len(given)
+    asked = []
+    for column in ("label", None):
+        with suppress(KeyError):
+            resolve_lengths(column, catalog, "lst", lambda block, name: asked.append(name) or {}[name])
+    assert asked == ["label", "lst"]
     wide = np.full(len(given), 1 << 40)
-    assert resolve_lengths(wide, catalog, "lst").dtype == np.int64
+    assert resolve_lengths(wide, catalog, "lst", None).dtype == np.int64
 
 
 @pytest.mark.parametrize(
@@ -118,7 +105,7 @@ def test_lengths_may_be_an_array_or_a_function(tmp_path):
 def test_bad_lengths_say_what_is_wrong(lengths, text, tmp_path):
     catalog = MAKERS["parquet"](tmp_path).open().catalog
     with pytest.raises(ValueError, match=text):
-        resolve_lengths(lengths, catalog, "lst")
+        resolve_lengths(lengths, catalog, "lst", None)
 
 
 def test_lengths_that_an_earlier_release_kept_are_found_anew(tmp_path, monkeypatch):

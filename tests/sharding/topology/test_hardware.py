@@ -92,3 +92,12 @@ def test_a_topology_has_the_facts_and_their_reasons(two_sockets):
     assert "numa_node" not in found.why_unknown
     unbound = Topology.detect({}, sysfs=str(two_sockets), host="h", cpus=range(16))
     assert "not bound" in unbound.why_unknown["numa_node"]
+
+
+def test_hardware_that_was_left_out_is_added_later(two_sockets):
+    arguments = {"host": "h", "cpus": [5]}
+    whole = Topology.detect({}, sysfs=str(two_sockets), **arguments)
+    without = Topology.detect({}, sysfs=None, **arguments)
+    assert (without.numa_node, without.num_numa_nodes, without.numa_nodes_of_ranks) == (None, None, None)
+    assert without.with_hardware(str(two_sockets), [5]) == whole
+    assert without.with_hardware(str(two_sockets), [5]).why_unknown == whole.why_unknown

@@ -1,0 +1,138 @@
+"""Tell whether a loader, a rank or a node is well: for `loader.health()`, and for schedulers of clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dataflow.telemetry.status.record import LoaderRecord, TrainingRecord
+from sharding.printable import printable
+
+if TYPE_CHECKING:
+    from dataflow.stats import LoaderStats, WorkerStats
+
+LIMIT_S = 600.0
+"""Seconds without a batch after which a loop that runs is taken to hang."""
+_STALLED = 0.1
+"""Share of waiting that is worth a word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderHealth:
+    """The value that `loader.health()` returns.
+
+    Examples:
+        >>> loader = DataLoader(range(8), batch_size=4)
+        >>> loader.health().is_ready
+        False
+        >>> batches = list(loader)
+        >>> loader.health().is_ready
+        True
+    """
+
+    is_alive: bool
+    """False: a loop failed, or had no batch for longer than the limit."""
+    is_ready: bool
+    """True after the first batch."""
+    last_batch_s: float | None
+    """Seconds since the last batch; None: there was none, or nobody counts (`DATAFLOW_LIVE=0`)."""
+    stall_share: float
+    """Share of the time since the first batch was asked for that the training waited, in [0, 1]."""
+    message: str
+    """One sentence: what is wrong, or that nothing is."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def health_of(one: LoaderRecord, now: float, limit_s: float = LIMIT_S) -> LoaderHealth:
+    """Return how a loader fares by its record.
+
+    Args:
+        one: the record.
+        now: seconds since 1970.
+        limit_s: seconds without a batch that a loop may take.
+    """
+    since = max(0.0, now - one.last_batch_at) if one.last_batch_at else None
+    quiet = now - max(one.last_batch_at, one.loop_began_at)  # between two loops it may take long
+    hangs = one.state == "running" and quiet > limit_s
+    share = float(one.stats.get("stall_share", 0.0))
+    if one.state == "failed":
+        message = f"the last loop failed: {one.error}"
+    elif hangs:
+        message = (
+            f"no batch was taken for {quiet:,.0f} s, more than {limit_s:,.0f}: the training code or the "
+            "loader hangs; `py-spy dump` shows where"
+        )
+    else:
+        message = _well(share, is_ready=since is not None, is_running=one.state == "running")
+    return LoaderHealth(
+        is_alive=not hangs and one.state != "failed",
+        is_ready=since is not None,
+        last_batch_s=since,
+        stall_share=share,
+        message=message,
+    )
+
+
+def health_by_stats(stats: LoaderStats | WorkerStats) -> LoaderHealth:
+    """Return how a loader fares of which nobody counts when it had its batches."""
+    is_ready, share = stats.batches > 0, stats.stall_share
+    return LoaderHealth(
+        is_alive=True,
+        is_ready=is_ready,
+        last_batch_s=None,
+        stall_share=share,
+        message=_well(share, is_ready=is_ready, is_running=is_ready),
+    )
+
+
+def _well(share: float, *, is_ready: bool, is_running: bool) -> str:
+    if not is_ready:
+        return "no batch was delivered yet"
+    if share > _STALLED and is_running:
+        return f"the training waits {share:.0%} of its time for data; `dataflow doctor` says what to do"
+    return "all is well"
+
+
+def liveness(records: Sequence[TrainingRecord], now: float, limit_s: float) -> tuple[bool, str]:
+    """Return whether all ranks of a node live, and a line a rank. Without a record: nothing is known yet.
+
+    A rank lives while its process does and one of its loaders had a batch within the limit, or none runs. One
+    that has ended without an error is well.
+    """
+    lines, is_alive = [], True
+    for record in records:
+        loops = [one for one in record.loaders if one.state == "running"]
+        healths = [health_of(one, now, limit_s) for one in loops]
+        failed = [one for one in record.loaders if one.state == "failed"]
+        if record.state == "ended" and not record.error:
+            text = "ended"  # its node's other ranks may still write the last checkpoint
+        elif not record.is_alive:
+            is_alive, text = False, f"process {record.pid} {record.state}{_because(record.error)}"
+        elif healths and not any(one.is_alive for one in healths) and not _is_busy(record, now, limit_s):
+            is_alive, text = False, healths[0].message
+        elif failed:
+            text = f"the loop over {failed[0].name} failed{_because(failed[0].error)}; the process runs"
+        else:
+            text = "alive"
+        lines.append(f"rank {record.rank}: {text}")
+    return is_alive, printable("\n".join(lines) or "no batch was delivered yet")
+
+
+def readiness(records: Sequence[TrainingRecord]) -> tuple[bool, str]:
+    """Return whether every rank of a node had its first batch, and a line about it."""
+    alive = [record for record in records if record.is_alive and record.last_batch_at]
+    expected = max((record.local_world_size for record in records), default=1)
+    text = f"{len(alive)} of {expected} ranks of this node had their first batch"
+    return len(alive) >= expected, text
+
+
+def _is_busy(record: TrainingRecord, now: float, limit_s: float) -> bool:
+    """Return whether any loader had a batch within the limit: one loop waits while another validates."""
+    return bool(record.last_batch_at) and now - record.last_batch_at <= limit_s
+
+
+def _because(error: str) -> str:
+    return f": {error}" if error else ""

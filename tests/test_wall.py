@@ -1,0 +1,69 @@
+"""The core imports nothing outside of it, has few lines, and the docs say what is where."""
+
+from __future__ import annotations
+
+import pytest
+from source_kit import MODULES, ROOT, facts
+from wall import OPENED_BY, OUTSIDE, core_lines, core_tests, is_in, is_outside, module_of
+
+MOST_CORE_LINES = 54_003
+"""As `wc -l` counts them in Python; 50,000 are wanted."""
+SEAMS = {
+    "dataflow",  # public names
+    "dataflow.loader",  # whether observers are installed
+    "dataflow.outputs.resolve",  # `decode="image"`
+    "dataflow.progress.observer",
+    "dataflow.sources.listing.claims",
+    "dataflow.stream.decisions",
+    "sharding.formats",
+    "sharding.write.writer",
+}
+"""Modules of the core that have a table of entries, as docs/architecture.md lists them."""
+NAMES = {module_of(path): path for path in MODULES}
+
+
+def test_no_module_of_the_core_imports_one_outside() -> None:
+    crossed = {
+        (name, other)
+        for name, path in NAMES.items()
+        if not is_outside(name)
+        for other in facts(path).imported
+        if is_outside(other) and not is_in(other, OPENED_BY.get(name, ()))
+    }
+    assert crossed == set(), "name it in a table of entries, as those of docs/architecture.md"
+
+
+def test_tables_that_name_what_is_outside_are_the_seams() -> None:
+    seams = {
+        name
+        for name, path in NAMES.items()
+        if not is_outside(name) and any(is_outside(text.partition(":")[0]) for text in facts(path).texts)
+    }
+    assert seams == SEAMS
+
+
+@pytest.mark.parametrize("opener", OPENED_BY)
+def test_who_may_import_what_is_outside_does(opener: str) -> None:
+    assert any(is_in(other, OPENED_BY[opener]) for other in facts(NAMES[opener]).imported)
+
+
+def test_what_is_outside_is_there() -> None:
+    for modules in OUTSIDE.values():
+        assert set(modules) <= NAMES.keys()
+
+
+def test_the_core_keeps_to_its_budget_of_lines() -> None:
+    assert core_lines() <= MOST_CORE_LINES, "what a new capability needs lies outside: see tests/wall.py"
+
+
+def test_the_docs_have_all_that_is_outside() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8").partition("<!-- outside -->")[2]
+    lines = text.partition("```text\n")[2].partition("```")[0].splitlines()
+    listed = {name: modules.split() for name, _, modules in (line.partition(":") for line in lines)}
+    assert listed == {
+        name: [module.replace(".", "/") for module in modules] for name, modules in OUTSIDE.items()
+    }
+
+
+def test_tests_of_the_core_are_many() -> None:
+    assert len(core_tests()) > 100
