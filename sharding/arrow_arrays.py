@@ -6,7 +6,8 @@ to its first batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,14 @@ def bytes_array(values: Sequence[bytes | None], kind: pa.DataType | None = None)
     valid = valid_of(values)
     pieces: Sequence[Any] = values if valid is None else [value or b"" for value in values]
     return _of_pieces(pieces, b"".join(pieces), valid, kind or pa.large_binary())
+
+
+def column_of(rows: Sequence[Mapping[str, Any] | None], name: str) -> list[Any]:
+    """Return the values that rows have under a name; None where there is none."""
+    try:
+        return list(map(itemgetter(name), rows))  # type: ignore[arg-type]
+    except (KeyError, TypeError):
+        return [None if row is None else row.get(name) for row in rows]
 
 
 def bits(flags: NDArray[np.bool_] | None) -> pa.Buffer | None:

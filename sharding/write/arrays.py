@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array as plain_array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, compress
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -17,33 +17,37 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from sharding.arrow_arrays import bits, bool_array, bytes_array, number_array, text_array
+from sharding.arrow_arrays import bits, bool_array, bytes_array, column_of, number_array, text_array, valid_of
 from sharding.blocks import common_dtype
 from sharding.formats.arrow.schema import dtype_of, is_bytes, is_list, is_text
-from sharding.write.values import plain_value
+from sharding.write.values import DEEPEST, ENDLESS, NESTED, has_an_end, plain_value
 
 _MOST_ITEMS = (1 << 31) - 1
 _NONE = type(None)
-Valid = NDArray[np.bool_]
 
 
-def array_of(values: Sequence[Any], kind: pa.DataType | None = None, *, rounds: bool = False) -> pa.Array:
+def array_of(
+    values: Sequence[Any], kind: pa.DataType | None = None, *, rounds: bool = False, is_inner: bool = False
+) -> pa.Array:
     """Return values, None among them, as an Arrow array.
 
     Args:
         values: Python's, numpy's and torch's, and lists, tuples and dicts of them.
         kind: the type of the array; None: the narrowest that holds all.
         rounds: whether numbers may be rounded to `kind`, which the user named.
+        is_inner: whether lists hold these values: lists among them may have no end.
 
     Raises:
         TypeError: a value is none of the type, or two have no type in common.
-        ValueError: a number does not fit the type.
+        ValueError: a number does not fit the type, or a value holds itself.
         OverflowError: no array has so many items.
     """
     types: set[Any] = set(map(type, values))
     if not types <= _BUILDERS.keys():
         values = [value if type(value) in _BUILDERS else _known(value) for value in values]
         types = set(map(type, values))
+    if is_inner and not types.isdisjoint(NESTED) and not all(has_an_end(v, DEEPEST - 1) for v in values):
+        raise ValueError(f"a value {ENDLESS}")
     if types == {np.ndarray}:
         types = set(map(attrgetter("dtype", "ndim"), values))
     elif np.ndarray in types:
@@ -118,7 +122,7 @@ def as_kind(array: pa.Array, kind: pa.DataType | None, *, rounds: bool = False) 
             else pa.nulls(len(array), field.type)
             for field in kind
         ]
-        return pa.StructArray.from_arrays(children, fields=list(kind), mask=_mask(array))
+        return pa.StructArray.from_arrays(children, fields=list(kind), mask=bool_array(~_valid(array)))
     if _is_number(own) and _is_number(kind):
         return _as_number(array, kind, rounds)
     alike = (is_text, is_bytes, pa.types.is_decimal, pa.types.is_timestamp, pa.types.is_duration)
@@ -205,16 +209,15 @@ def _plain(kind: pa.DataType, by_hand: Callable[[Any], pa.Array]) -> Callable[[S
 
 
 def _lists(values: Sequence[Any]) -> pa.Array:
-    valid = np.array([value is not None for value in values], np.bool_)
-    there = values if valid.all() else [value or () for value in values]
+    valid = valid_of(values)
+    there = values if valid is None else [value or () for value in values]
     lengths = np.fromiter(map(len, there), np.int64, len(values))
-    return _list_array(lengths, valid, array_of(list(chain.from_iterable(there))))
+    return _list_array(lengths, valid, array_of(list(chain.from_iterable(there)), is_inner=True))
 
 
 def _arrays(values: Sequence[NDArray[Any] | None]) -> pa.Array:
     """Lists as deep as arrays of one dtype have dimensions."""
-    valid = np.array([value is not None for value in values], np.bool_)
-    there: list[Any] = list(compress(values, valid))
+    there = [value for value in values if value is not None]
     if there[0].ndim == 1:
         shapes, flat = np.fromiter(map(len, there), np.int64, len(there))[:, None], np.concatenate(there)
     else:
@@ -228,8 +231,10 @@ def _arrays(values: Sequence[NDArray[Any] | None]) -> pa.Array:
         items = array_of(flat.tolist()) if flat.dtype.hasobject else _by_arrow(flat)
     for depth in range(shapes.shape[1] - 1, 0, -1):
         lengths = np.repeat(shapes[:, depth], shapes[:, :depth].prod(axis=1))
-        items = _list_array(lengths, np.ones(len(lengths), np.bool_), items)
-    lengths = np.zeros(len(values), np.int64)
+        items = _list_array(lengths, None, items)
+    if len(there) == len(values):
+        return _list_array(shapes[:, 0], None, items)
+    valid, lengths = np.array([value is not None for value in values]), np.zeros(len(values), np.int64)
     lengths[valid] = shapes[:, 0]
     return _list_array(lengths, valid, items)
 
@@ -238,26 +243,23 @@ def _structs(values: Sequence[dict[str, Any] | None]) -> pa.Array:
     names = list(dict.fromkeys(chain.from_iterable(filter(None, values))))
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError("a dict needs fields, and their names are text")
-    children = [array_of([None if value is None else value.get(name) for value in values]) for name in names]
-    mask = np.fromiter((value is None for value in values), np.bool_, len(values))
-    return pa.StructArray.from_arrays(children, names, mask=bool_array(mask))
+    children = [array_of(column_of(values, name), is_inner=True) for name in names]
+    valid = valid_of(values)
+    mask = None if valid is None else bool_array(~valid)
+    return pa.StructArray.from_arrays(children, names, mask=mask)
 
 
-def _list_array(lengths: NDArray[np.int64], valid: Valid, items: pa.Array) -> pa.Array:
+def _list_array(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None, items: pa.Array) -> pa.Array:
     if len(items) > _MOST_ITEMS:
         raise OverflowError(f"{len(items):,} items in lists of one row group: give a smaller row_group_size")
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    buffers = [None if valid.all() else bits(valid), pa.py_buffer(offsets)]
+    buffers = [None if valid is None or valid.all() else bits(valid), pa.py_buffer(offsets)]
     return pa.Array.from_buffers(pa.list_(items.type), len(lengths), buffers, children=[items])
 
 
-def _valid(array: pa.Array) -> Valid:
+def _valid(array: pa.Array) -> NDArray[np.bool_]:
     return np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
-
-
-def _mask(array: pa.Array) -> pa.Array:
-    return bool_array(~_valid(array))
 
 
 _BUILDERS: dict[type, Callable[[Sequence[Any]], pa.Array]] = {

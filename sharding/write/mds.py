@@ -16,7 +16,7 @@ import numpy as np
 
 from sharding.errors import SampleError
 from sharding.write.file import NewFile
-from sharding.write.values import check_keys, plain_value
+from sharding.write.values import check_keys, check_row, has_an_end, plain_value
 
 _MOST_BYTES = (1 << 32) - 1
 """Bytes of a shard, at most: its offsets are u32."""
@@ -79,6 +79,7 @@ class NewMdsShard:
         encoded: list[bytes] = []
         try:
             if self._columns is None:
+                check_row(samples[0])
                 encodings = {name: _named(name, value) for name, value in samples[0].items()}
                 self._columns = _Columns(encodings, self._rounds)
             encoded.extend(self._columns.encoded(samples))
@@ -126,6 +127,7 @@ class _Columns:
         varies = [i for i, one in enumerate(self._varies) if one]
         for fields in samples:
             if fields.keys() != names:
+                check_row(fields)
                 more, less = sorted(fields.keys() - names), sorted(names - fields.keys())
                 raise ValueError(
                     f"all samples of MDS have the same columns; this one lacks {less}, adds {more}"
@@ -138,6 +140,7 @@ class _Columns:
 
     def _unfit(self, fields: Mapping[str, Any]) -> ValueError:
         """The error of the first column whose value its encoding cannot hold."""
+        check_row(fields)
         for name, write in self._writers:
             try:
                 write(fields[name])
@@ -208,8 +211,6 @@ def _writer_of(encoding: str, rounds: bool) -> Callable[[Any], bytes]:
 
 
 def _bytes(value: Any) -> bytes:
-    if type(value) is bytes:
-        return value
     if not isinstance(value, (bytes, bytearray, memoryview)):
         raise TypeError("bytes are asked for")
     return bytes(value)
@@ -222,7 +223,7 @@ def _text(value: Any) -> bytes:
 
 
 def _json(value: Any) -> bytes:
-    if not isinstance(value, (dict, list, str, int, float, bool)):
+    if not isinstance(value, (dict, list, str, int, float, bool)) or not has_an_end(value):
         raise TypeError("a JSON value is asked for")
     check_keys(value)
     return _encode_json(value).encode()

@@ -20,7 +20,7 @@ from sharding.errors import SampleError
 from sharding.formats.extensions import INT_EXTENSIONS, PICKLED_EXTENSIONS, rule_of_extension
 from sharding.formats.tar.samples import split_name
 from sharding.write.file import NewFile
-from sharding.write.values import check_keys, json_value
+from sharding.write.values import DEEPEST, check_keys, check_row, check_rows, json_value
 
 Sample = Mapping[str, Any]
 _BLOCK, _RECORD = 512, 10_240
@@ -59,6 +59,7 @@ class NewTarShard:
             raise SampleError(
                 self._url, f"a sample needs a '__key__' of type str, got {key!r}", stage="write"
             )
+        check_rows(self._url, [sample])
         fields = {name: value for name, value in sample.items() if not name.startswith("_")}
         refusal = self._refusal(key, fields)
         if refusal:
@@ -166,7 +167,7 @@ class NewTableShard:
         self.num_written = 0
 
     def add(self, sample: Sample) -> None:
-        """Append a row; a value of the wrong type is noticed when its row group is written."""
+        """Append a row; what is wrong with its names and values is noticed when its row group is written."""
         if not sample:
             raise SampleError(self._file.url, "a sample needs a field", stage="write")
         self.rows.append(dict(sample))
@@ -174,8 +175,8 @@ class NewTableShard:
             self._flush()
 
     def add_many(self, samples: Sequence[Sample]) -> None:
-        """Append rows as `add` does, without a copy: they must not change any more."""
-        self.rows += samples
+        """Append rows as `add` does, dicts without a copy: they must not change any more."""
+        self.rows += samples if set(map(type, samples)) == {dict} else map(dict, samples)
         while len(self.rows) >= self._row_group_size:
             self._flush()
 
@@ -189,18 +190,14 @@ class NewTableShard:
         """Write the last rows and the footer."""
         while self.rows:
             self._flush()
-        self.end()
-        return {}
-
-    def end(self) -> None:
-        """Write the footer."""
         if self._writer is not None:
             self._writer.close()
+        return {}
 
     def abandon(self) -> None:
         """Close the writer; a discarded file swallows the footer."""
         self.rows.clear()
-        self.end()
+        self.finish()
 
     def _flush(self) -> None:
         rows = self.rows[: self._row_group_size]
@@ -230,6 +227,8 @@ class NewTableShard:
 
         kinds = {} if self._schema is None else {field.name: field.type for field in self._schema}
         names = dict.fromkeys(chain.from_iterable(rows))
+        if not all(isinstance(name, str) for name in names):
+            check_rows(self._file.url, rows, self.num_written)
         if kinds and (unknown := sorted(names.keys() - kinds.keys())):
             reason = f"columns that the first row group lacks: {', '.join(unknown)}"
             raise self._refused(rows, unknown[0], reason, None, self._types is not None)
@@ -240,9 +239,10 @@ class NewTableShard:
         """A column of rows; without a schema, in the type that these rows or those before show."""
         import pyarrow as pa
 
+        from sharding.arrow_arrays import column_of
         from sharding.write.arrays import array_of, as_kind, common_type
 
-        values, widens = [row.get(name) for row in rows], False
+        values, widens = column_of(rows, name), False
         try:
             if self._types is None:
                 return array_of(values, kind, rounds=self._rounds)
@@ -297,25 +297,41 @@ class NewJsonlShard:
 
     def __init__(self, file: NewFile) -> None:
         self._url, self._compressor = file.url, _compressor(file)
-        self._out = self._compressor or file
+        self._out, self._num_samples = self._compressor or file, 0
+        self._names: frozenset[str] = frozenset()  # of rows that were looked at
         self._encode = json.JSONEncoder(
             ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=json_value
         ).encode
 
     def add(self, sample: Sample) -> None:
         """Append a line."""
+        self._out.write((self._line(sample, self._num_samples) + "\n").encode())
+        self._num_samples += 1
+
+    def add_many(self, samples: Sequence[Sample]) -> None:
+        """Append lines, all or none."""
+        lines = [self._line(sample, number) for number, sample in enumerate(samples, self._num_samples)]
+        self._out.write("\n".join([*lines, ""]).encode())
+        self._num_samples += len(lines)
+
+    def _line(self, sample: Sample, number: int) -> str:
         try:
-            if not sample:
-                raise ValueError("a sample needs a field")
-            line = self._encode(sample if type(sample) is dict else dict(sample)).encode()
-            check_keys(sample)
-        except (TypeError, ValueError) as error:
-            key = sample.get("__key__")
-            reason = f"it cannot be written as JSON: {error}"
-            raise SampleError(
-                self._url, reason, key=None if key is None else str(key), stage="write"
-            ) from error
-        self._out.write(line + b"\n")
+            row = sample if type(sample) is dict else dict(sample)
+            if not row.keys() <= self._names:
+                check_row(row)
+                self._names = frozenset(row)
+            line = self._encode(row)
+            if line.find("{", 1) > 0:
+                check_keys([*row.values()])
+            if len(line) > 2 * DEEPEST and line.count("[") + line.count("{") > DEEPEST:
+                check_row(row)
+        except (RecursionError, TypeError, ValueError) as error:
+            check_rows(self._url, [sample], number)
+            reason, key = f"it cannot be written as JSON: {error}", str(sample.get("__key__", number))
+            raise SampleError(self._url, reason, key=key, stage="write") from error
+        if not row:
+            raise SampleError(self._url, "a sample needs a field", key=str(number), stage="write")
+        return line
 
     def finish(self) -> Mapping[str, bytes]:
         """Write what the compressor holds."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sharding.errors import SampleError
 from sharding.formats.tokens import COLUMN, SIDECAR_SUFFIX
 from sharding.write.file import NewFile
+from sharding.write.values import check_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,7 @@ class NewTokenShard:
 
     def add(self, sample: Mapping[str, Any]) -> None:
         """Append a document: {"tokens": integers [n]}."""
+        check_rows(self._file.url, [sample], len(self._sizes))
         tokens = self._tokens(sample)
         self._file.write(tokens.tobytes())
         self._file.write(self._end.tobytes())

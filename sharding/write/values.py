@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from sharding.errors import SampleError
+
 PYTHON_DTYPES = frozenset({"int64", "float64", "bool"})
 """dtypes for which Python has a type of the same values."""
 _TEXT = frozenset({str})
-_PLAIN = frozenset({str, int, float, bool, type(None)})
-_NESTED = frozenset({list, tuple, dict})
-_DEEPEST = 100
+PLAIN = frozenset({str, int, float, bool, type(None)})
+NESTED = frozenset({list, tuple, dict})
+DEEPEST = 100
 """Lists and dicts in one another, at most: where they have no end, neither has who looks at them."""
+ENDLESS = f"holds itself, or is nested over {DEEPEST} deep: flatten it"
 
 
 def plain_value(value: Any) -> Any:
@@ -42,24 +44,24 @@ def json_value(value: Any) -> Any:
 def check_keys(value: Any) -> None:
     """Raise `TypeError` for a key that JSON would make text of."""
     if isinstance(value, dict):
-        if not _TEXT.issuperset(map(type, value)):
-            for key in value:
-                if not isinstance(key, str):
-                    raise TypeError(f"the key {key!r} is no text, as JSON's keys are")
+        if not _TEXT.issuperset(map(type, value)) and (bad := [k for k in value if not isinstance(k, str)]):
+            raise TypeError(f"the key {bad[0]!r} is no text, as JSON's keys are")
         value = value.values()
     elif not isinstance(value, (list, tuple)):
         return
-    if not _PLAIN.issuperset(map(type, value)):
+    if not PLAIN.issuperset(map(type, value)):
         for inner in value:
-            if type(inner) not in _PLAIN:
+            if type(inner) not in PLAIN:
                 check_keys(inner)
 
 
-def are_shallow(rows: Sequence[Mapping[Any, Any]]) -> bool:
-    """Return whether names are text, and no list or dict holds another: `check_row` passes all."""
-    nested = [value for row in rows for value in row.values() if type(value) in _NESTED]
-    held = chain.from_iterable([one.values() if type(one) is dict else one for one in nested])
-    return _TEXT.issuperset(map(type, {*chain.from_iterable(rows)})) and _NESTED.isdisjoint(map(type, held))
+def check_rows(url: str, rows: Sequence[Mapping[Any, Any]], first: int = 0) -> None:
+    """Raise `SampleError` for the first row that `check_row` refuses; `first` is the number of the first."""
+    for number, row in enumerate(rows, first):
+        try:
+            check_row(row)
+        except ValueError as error:
+            raise SampleError(url, str(error), key=str(row.get("__key__", number)), stage="write") from error
 
 
 def check_row(row: Mapping[Any, Any]) -> None:
@@ -67,15 +69,11 @@ def check_row(row: Mapping[Any, Any]) -> None:
     for name, value in row.items():
         if not isinstance(name, str):
             raise ValueError(f"a column is called {name!r}, of type {type(name).__name__}: names are text")
-        if type(value) in _NESTED:
-            _check_depth(name, value, _DEEPEST)
+        if type(value) in NESTED and not has_an_end(value):
+            raise ValueError(f"column {name!r} {ENDLESS}")
 
 
-def _check_depth(name: str, value: Any, left: int) -> None:
-    if not left:
-        raise ValueError(f"column {name!r} holds itself, or is nested over {_DEEPEST} deep: flatten it")
-    items = value.values() if type(value) is dict else value
-    if not _NESTED.isdisjoint(map(type, items)):
-        for item in items:
-            if type(item) in _NESTED:
-                _check_depth(name, item, left - 1)
+def has_an_end(value: Any, left: int = DEEPEST) -> bool:
+    """Return whether lists and dicts are in one another not over `left` deep; other values have an end."""
+    items = value.values() if type(value) is dict else value if type(value) in NESTED else ()
+    return NESTED.isdisjoint(map(type, items)) or (left > 1 and all(has_an_end(i, left - 1) for i in items))

@@ -12,16 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
-from types import TracebackType
 from typing import Any, Self, cast
 
 from sharding.compression import compression_of
-from sharding.errors import SampleError, ShardWriteError
+from sharding.errors import ShardWriteError
 from sharding.formats import ENTRIES, has_suffix, sibling, suffix_of
 from sharding.write.file import NewFile, no_room, space_at
 from sharding.write.shard import NewJsonlShard, NewShard, NewTableShard, NewTarShard, Sample, TypesDifferError
 from sharding.write.tokens import TokenOptions
-from sharding.write.values import are_shallow, check_row
 
 DEFAULT_SHARD_BYTES = 1 << 30
 DEFAULT_ROW_GROUP_SIZE = 1024
@@ -150,15 +148,11 @@ class ShardWriter:
 
         Raises:
             SampleError: the sample cannot be written; nothing of it was, and writing may go on. (In Parquet
-                and Arrow, a value of the wrong type is noticed when its row group is written.)
+                and Arrow, what is wrong with a row is noticed when its row group is written.)
             FileExistsError: the shard to begin is there already.
             ShardWriteError: there is no room (an `OSError`, too). The shard in progress is gone, those before
                 it are whole.
         """
-        try:
-            check_row(sample)
-        except ValueError:
-            self._check([sample])
         self._put(lambda shard: shard.add(sample), 1)
 
     def write_many(self, samples: Sequence[Sample]) -> None:
@@ -166,29 +160,18 @@ class ShardWriter:
 
         Raises as `write` does; a sample that cannot be written is then called by its number in the shard.
         """
-        if not samples:
-            return
-        if not are_shallow(samples):
-            self._check(samples)
 
         def put(shard: NewShard) -> None:
             if add_many := getattr(shard, "add_many", None):
                 add_many(samples)
+                self._num_samples += len(samples)
                 return
             for sample in samples:
                 shard.add(sample)
+                self._num_samples += 1
 
-        self._put(put, len(samples))
-
-    def _check(self, samples: Sequence[Sample]) -> None:
-        """Raise `SampleError` for the first that has a name which is no text, or holds itself."""
-        for number, sample in enumerate(samples, self._num_samples):
-            try:
-                check_row(sample)
-            except ValueError as error:
-                url = self._next_url() if self._file is None else self._file.url
-                key = str(sample.get("__key__", number))
-                raise SampleError(url, str(error), key=key, stage="write") from error
+        if samples:
+            self._put(put, 0)
 
     def write_table(self, table: Any) -> None:
         """Append the rows of a `pyarrow.Table` to a Parquet or Arrow shard, as row groups of their own.
@@ -270,9 +253,7 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

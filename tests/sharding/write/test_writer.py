@@ -511,15 +511,40 @@ HOLDS_ITSELF: list[Any] = []
 HOLDS_ITSELF.append(HOLDS_ITSELF)
 
 
-@pytest.mark.parametrize("ending", ["tar", "parquet", "arrow", "jsonl", "mds"])
-@pytest.mark.parametrize(
-    ("bad", "words"),
-    [
-        ({"json": HOLDS_ITSELF}, "column 'json' holds itself, or is nested over 100 deep"),
-        ({"json": {"a": (HOLDS_ITSELF,)}}, "column 'json' holds itself, or is nested over 100 deep"),
-        ({"json": [1], 1: "text"}, "a column is called 1, of type int: names are text"),
-    ],
-)
+def nested(depth: int) -> Any:
+    """Lists in one another."""
+    return [nested(depth - 1)] if depth else 1
+
+
+ENDLESS = "column 'json':?.* holds itself, or is nested over 100 deep"
+NO_ROWS: list[tuple[dict[Any, Any], str]] = [
+    ({"json": HOLDS_ITSELF}, ENDLESS),
+    ({"json": {"a": (HOLDS_ITSELF, HOLDS_ITSELF)}}, ENDLESS),
+    ({"json": nested(101)}, ENDLESS),
+    ({"json": [1], 1: "text"}, "a column is called 1, of type int: names are text"),
+]
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "mds"])
+def test_lists_may_be_a_hundred_deep(tmp_path: Path, ending: str) -> None:
+    with ShardWriter(f"{tmp_path}/0.{ending}") as shards:
+        shards.write({"json": nested(100)})
+    assert [shard.num_samples for shard in shards.shards] == [1]
+
+
+@pytest.mark.parametrize(("bad", "words"), NO_ROWS)
+def test_a_table_names_the_row_that_has_no_end_or_no_name_when_its_group_is_written(
+    tmp_path: Path, bad: dict[Any, Any], words: str
+) -> None:
+    rows = [{"__key__": "first", "json": [1]}, {"__key__": "second", **bad}]
+    for path in (f"{tmp_path}/0.parquet", f"{tmp_path}/0.arrow"):
+        with pytest.raises(SampleError, match=words) as caught, ShardWriter(path) as shards:
+            shards.write_many(rows)
+        assert caught.value.key == "second"
+
+
+@pytest.mark.parametrize("ending", ["tar", "jsonl", "mds"])
+@pytest.mark.parametrize(("bad", "words"), NO_ROWS)
 def test_what_holds_itself_or_has_no_name_is_an_error_of_its_sample(
     tmp_path: Path, ending: str, bad: dict[Any, Any], words: str
 ) -> None:
@@ -528,6 +553,6 @@ def test_what_holds_itself_or_has_no_name_is_an_error_of_its_sample(
         with pytest.raises(SampleError, match=words) as caught:
             shards.write({"__key__": "second", **bad})
         with pytest.raises(SampleError, match=words) as of_many:
-            shards.write_many([{"json": "[2]"}, bad])
+            shards.write_many([{"__key__": "2", **bad}] if ending == "tar" else [{"json": "[2]"}, bad])
     assert (caught.value.key, of_many.value.key) == ("second", "2")
     assert [shard.num_samples for shard in shards.shards] == [1]
