@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import util
 from typing import Any
 
 from dataflow.telemetry.status.facts import counts_of, in_one_line, ranks_of, totals_of
@@ -152,7 +153,8 @@ class LoaderStatus:
             figures.state, figures.error = "failed", in_one_line(error)
         elif figures.state == "running":
             figures.state = "ended"
-        self.page.event()
+        if not util.is_exiting():  # what writing imports would take Ctrl-C out of the exit status
+            self.page.event()
 
     def closes(self) -> None:
         """Note that the loader is closed."""

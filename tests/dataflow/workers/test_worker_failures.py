@@ -701,7 +701,7 @@ def test_ctrl_c_ends_everything_quickly_and_quietly(
         took = time.monotonic() - began
     assert ended(*pids)
     assert took < STOP_S  # nobody was waited for
-    assert (code, out) == (-signal.SIGINT, "0 1\n")
+    assert (code, out) == (-signal.SIGINT, "0 1\n"), err
     assert err.count("Traceback") == 1, err
     assert err.rstrip().endswith("KeyboardInterrupt"), err
 
