@@ -26,6 +26,8 @@ from dataflow.ragged import Ragged
 from sharding.order.selection import SelectedOrder
 
 LIMIT = 50_000_000
+BATCH_BYTES = 8 << 20
+"""What a batch of these tests takes, at least."""
 BESIDE = 150_000_000
 """The library's code, what a builder has in hand, and what the C library keeps of freed memory."""
 MEASURE = """
@@ -76,7 +78,8 @@ def assert_bounded(found: dict[str, Any], batches: int) -> None:
     assert found["batches"] == batches
     above = found["peak"] - found["bare"]
     assert above < LIMIT + BESIDE, f"{above:,} bytes above a bare torch process"
-    assert found["ledger"] > LIMIT // 2, "what the loop holds was not charged"
+    # How many more are ready depends on who is faster.
+    assert found["ledger"] >= BATCH_BYTES, "the batch that the loop holds was not charged"
 
 
 @pytest.mark.parametrize("kind", ["transform", *in_full("batch_transform", "collate_fn")])
