@@ -115,13 +115,14 @@ class Broker:
         except OSError:
             self._listener.close()
             raise
-        self._wake, self._woken = socket.socketpair()
+        self._wake, self._woken = map(only_ours, socket.socketpair())
         self._thread = HiddenThread(target=self._serve, name="prefetch-broker")
         self._thread.start()
 
     def close(self) -> None:
         """Stop serving; the others find a new broker. Joins."""
-        self._wake.close()
+        with self._wake:
+            self._wake.shutdown(socket.SHUT_RDWR)  # tells, whoever else has a copy
         self._thread.join()
 
     def _serve(self) -> None:

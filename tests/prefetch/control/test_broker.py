@@ -155,6 +155,17 @@ def test_when_the_broker_is_closed_reads_go_on(make: Make) -> None:
     assert second.serves
 
 
+def test_the_broker_ends_while_a_child_lives_that_was_forked_beside_it(make: Make) -> None:
+    """As builders are, of a loader that is made when another one reads."""
+    first, second = make(0), make(1)
+    read_once(first)
+    with forked(lambda stop: stop()) as child, ThreadPoolExecutor(1) as thread:
+        child.reached()
+        thread.submit(first.close).result(WAIT_S)
+        read_once(second)
+        assert second.serves
+
+
 def test_closing_ends_the_wait(make: Make) -> None:
     first, second = make(0), make(1)
     with first.read(10), ThreadPoolExecutor(1) as thread:
