@@ -102,6 +102,24 @@ def test_any_batches_in_any_blocks_equal_pyarrow(sizes, layout, block_bytes):
     )
 
 
+@pytest.mark.parametrize("columns", [["x"], ["words", "label"], ["image.bytes", "class"], ["tags"], []])
+def test_compressed_columns_alone_are_those_of_all_in_the_wanted_order(columns):
+    content = written(mixed_batches(20, 20), "file", compression="zstd")
+    blocks = decoded_blocks(ArrowFileFormat(), content, URL, columns, block_bytes=1)
+    assert all(list(block) == columns for block in blocks)
+    if columns:
+        assert rows_of(blocks) == [{name: row[name] for name in columns} for row in oracle(content)]
+
+
+def test_nbytes_bounds_what_is_decompressed():
+    content = written(mixed_batches(400, 600), "file", compression="lz4")
+    scan = scan_of(ArrowFileFormat(), content, URL, block_bytes=1)
+    blocks = decoded_blocks(ArrowFileFormat(), content, URL, block_bytes=1)
+    for nbytes, block in zip(scan.nbytes, blocks, strict=True):
+        parts = [(c.buffer, c.starts, c.lengths) if isinstance(c, Spans) else (c,) for c in block.values()]
+        assert sum(array.nbytes for part in parts for array in part) <= nbytes
+
+
 def first_block(content: bytes, block_bytes: int = 1):
     scan = scan_of(ArrowFileFormat(), content, URL, block_bytes)
     block = blocks_of(scan, shard_of(content, URL))[0]

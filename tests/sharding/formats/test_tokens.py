@@ -178,6 +178,12 @@ def test_a_npy_file_of_another_dtype_is_refused():
     )
 
 
+def test_every_truncation_of_a_npy_file_is_noticed():
+    content = npy(np.zeros(9, np.int32))
+    for size in range(6, len(content)):
+        scan_error(content[:size], "t.npy")
+
+
 @pytest.mark.parametrize(
     "options",
     [
