@@ -51,8 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
             from ray_kit import start_cluster
 
             start_cluster()
-    if config.getoption("--full"):
-        settings.load_profile("full")
+    if config.getoption("--full") and config.getoption("--builders") not in ("process", "ray"):
+        settings.load_profile("full")  # there, each example starts processes
     loader_kit.build_in(config.getoption("--builders"))
 
 
