@@ -155,10 +155,7 @@ def choose_read_ahead(
         batches_per_job=job,
         job_bytes=Decision(job.value * batch_bytes, job.reason),
         jobs_ready=ready,
-        depth=_at_least(
-            depth,
-            chunks_ahead(max(num_builders, num_makers)) * chunk.value,
-        ),
+        depth=_at_least(depth, chunks_ahead(max(num_builders, num_makers)) * chunk.value),
         output_bytes=Decision(output_bytes, "three chunks, in at most a quarter of the limit; at least one"),
         mapped_bytes=Decision(
             max(memory_limit, machine_bytes) // 4 // num_sources,
