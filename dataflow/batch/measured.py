@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dataflow.batch.builder import KEPT
 from dataflow.batch.packed import batch_columns
+from dataflow.batch.samples import ONE_FORM, Form, form_of, ragged
 from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.ragged import Ragged
 from sharding.lengths.batching import Batching
@@ -28,9 +29,10 @@ from sharding.printable import listed
 
 
 class Lists(Struct, frozen=True, eq=False):
-    """n lists of numbers, anywhere in one array, which others may use as well."""
+    """n lists of numbers or of arrays, anywhere in one array, which others may use as well."""
 
     values: NDArray[Any]
+    """[total, ...]"""
     starts: NDArray[np.int64]
     """[n]: first element of each."""
     lengths: NDArray[np.int64]
@@ -76,7 +78,10 @@ class Lists(Struct, frozen=True, eq=False):
     @classmethod
     def joined(cls, parts: Sequence[Lists]) -> Lists:
         """Lists of several, one after the other."""
-        filled = [part.values for part in parts if len(part.values)] or [parts[0].values]
+        filled = [part.values for part in parts if len(part.values)]
+        if len(forms := {*map(form_of, filled)}) > 1:
+            raise ValueError(f"samples of several ranks have arrays of {listed(map(str, forms))}: return one")
+        filled = filled or [max((part.values for part in parts), key=np.ndim)]
         ends = np.cumsum([len(part.values) for part in parts])
         starts = [part.starts + end - len(part.values) for part, end in zip(parts, ends, strict=True)]
         lengths = np.concatenate([part.lengths for part in parts])
@@ -125,6 +130,12 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
             self.positions[rows], {name: _taken(c, rows) for name, c in self.columns.items()}
         )
 
+    def with_lists(self, names: Sequence[str]) -> MeasuredSamples:
+        """The same with columns of arrays that are of one form now as `Lists`."""
+        columns = [(name, self.columns[name]) for name in names]
+        lists = {name: Lists.of(ragged(values)) for name, values in columns if isinstance(values, list)}
+        return MeasuredSamples(self.positions, {**self.columns, **lists}) if lists else self
+
     def has(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which of these positions it has the samples of, bool [n]."""
         at = np.minimum(np.searchsorted(self.positions, positions), max(0, len(self) - 1))
@@ -157,18 +168,68 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         self,
         batching: Batching,
         segments: BatchSegments,
+        forms: SampleForms,
     ) -> dict[str, Any]:
-        """One batch of a plan, as `batch_columns` forms it."""
+        """One batch of a plan, as `batch_columns` forms it.
+
+        `forms` knows the dtype and shape of columns in which none of its samples has an element.
+        """
         own = segments.segments
         rows = np.searchsorted(self.positions, own.position)
         columns: dict[str, Any] = {}
         for name, column in self.columns.items():
             if isinstance(column, Lists):
                 cut = (own.begin, own.length) if name in batching.columns else ()
-                columns[name] = column.ragged(rows, *cut)
+                columns[name] = forms.given(name, column.ragged(rows, *cut))
             else:
                 columns[name] = _of_segments(_taken(column, rows))
         return batch_columns(batching, segments, columns)
+
+
+class SampleForms:
+    """The one dtype and trailing shape that samples have in columns of arrays [n, ...]: those of the first.
+
+    Args:
+        columns: their names.
+        defaults: what samples have that lack one of them.
+    """
+
+    def __init__(self, columns: Sequence[str], defaults: Mapping[str, NDArray[Any]]) -> None:
+        self._columns = columns
+        self._known: dict[str, tuple[Form, NDArray[Any], int | None]] = {
+            name: (form, value[:0], None) for name, value in defaults.items() if (form := form_of(value))
+        }
+
+    def given(self, column: str, rows: Ragged) -> Ragged:
+        """The rows; where they have no element, with the dtype and shape that others have."""
+        if len(rows.values) or column not in self._known or (empty := self._known[column][1]).ndim == 1:
+            return rows
+        return Ragged(torch.from_numpy(empty.copy()), rows.offsets)
+
+    def misfits(self, samples: MeasuredSamples) -> dict[int, tuple[str, int | None]]:
+        """{row: what is wrong, and the position of a sample that has it right; None: it is the default}."""
+        wrong: dict[int, tuple[str, int | None]] = {}
+        for name in self._columns if len(samples) else ():
+            column = samples.columns[name]
+            if isinstance(column, Lists):  # all of one form
+                own = [(column.values, np.flatnonzero(column.lengths).tolist() or [0])]
+            else:
+                own = [(value, [row]) for row, value in enumerate(column)]
+            for value, rows in own:
+                if (form := form_of(value)) is None:
+                    continue
+                known, _, position = self._known.setdefault(
+                    name, (form, value[:0], int(samples.positions[rows[0]]))
+                )
+                if form != known:
+                    text = f"column {name!r} has {_said(form)}, but {{other}} {_said(known)}; {ONE_FORM}"
+                    wrong |= {row: (text, position) for row in rows if row not in wrong}
+        return wrong
+
+
+def _said(form: Form) -> str:
+    dtype, shape = form
+    return f"arrays of {dtype} [n, {', '.join(map(str, shape))}]" if shape else "lists of numbers"
 
 
 NO_SAMPLES = MeasuredSamples(np.empty(0, np.int64), {})

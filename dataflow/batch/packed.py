@@ -8,6 +8,7 @@ repeating numbers, and the values are laid in through one mask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,7 +68,8 @@ class PackedRows(NamedTuple):
     """
 
     tokens: Tensor
-    """[rows, length], int64 or the dtype of what is no integer; `pad` behind the last segment of a row."""
+    """[rows, length], int64 or the dtype of what is no integer; `pad` behind the last segment of a row. Of
+    arrays [n, ...] it is [rows, length, ...], as they are stored."""
     segment_ids: Tensor
     """int32 [rows, length]: 1 for the first segment of a row, 2 for the second ...; 0 for padding."""
     positions: Tensor
@@ -245,10 +247,10 @@ def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> 
     return Ragged(torch.from_numpy(values.values.numpy()[source]), torch.from_numpy(offsets))
 
 
-def delivered_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
-    """int64 for integers, as token files are delivered; other numbers stay as they are."""
+def delivered_dtype(stored: np.dtype[Any], ndim: int = 1) -> np.dtype[Any]:
+    """int64 for integers, as token files are delivered; other numbers, and arrays, stay as they are."""
     wide = np.dtype(np.int64)
-    return wide if stored.kind in "iu" and np.can_cast(stored, wide) else stored
+    return wide if ndim == 1 and stored.kind in "iu" and np.can_cast(stored, wide) else stored
 
 
 def packed(
@@ -286,9 +288,9 @@ def packed(
     bounds = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
     # numpy: torch would wake its thread pool for each of these, in every one of our threads.
     stored, total = values.values.numpy(), rows * length
-    dtype = delivered_dtype(stored.dtype)
-    memory = allocate(total * (dtype.itemsize + 8))
-    numbers, tokens = memory[: 8 * total].view(np.int32), memory[8 * total :].view(dtype)
+    dtype, shape = delivered_dtype(stored.dtype, stored.ndim), (total, *stored.shape[1:])
+    memory = allocate(8 * total + math.prod(shape) * dtype.itemsize)
+    numbers, tokens = memory[: 8 * total].view(np.int32), memory[8 * total :].view(dtype).reshape(shape)
     segment_ids, positions = numbers[:total], numbers[total:]
     segment_ids[:] = np.repeat(ordinal, sizes)
     inside = segment_ids > 0
@@ -298,7 +300,7 @@ def packed(
     tokens[:] = pad
     tokens[inside] = stored
     return PackedRows(
-        tokens=torch.from_numpy(tokens.reshape(rows, length)),
+        tokens=torch.from_numpy(tokens.reshape(rows, length, *shape[1:])),
         segment_ids=torch.from_numpy(segment_ids.reshape(rows, length)),
         positions=torch.from_numpy(positions.reshape(rows, length)),
         cu_seqlens=torch.from_numpy(bounds),
@@ -311,7 +313,8 @@ class PaddedRows(NamedTuple):
     """One column of a batch as a padded tensor."""
 
     tokens: Tensor
-    """[n, longest rounded up to `multiple`], int64 or the dtype of what is no integer."""
+    """[n, longest rounded up to `multiple`], int64 or the dtype of what is no integer; [n, longest, ...] of
+    arrays, as they are stored."""
     lengths: Tensor
     """int64 [n]: elements of each row that are not padding."""
 
@@ -330,8 +333,8 @@ def padded(values: Ragged, multiple: int = 1, pad: float = 0, allocate: Allocate
 def filled(values: Ragged, inside: NDArray[np.bool_], pad: float = 0, allocate: Allocate = _new) -> Tensor:
     """The values one after the other where `inside`, `pad` elsewhere."""
     stored = values.values.numpy()
-    dtype = delivered_dtype(stored.dtype)
-    out = allocate(inside.size * dtype.itemsize).view(dtype).reshape(inside.shape)
+    dtype, shape = delivered_dtype(stored.dtype, stored.ndim), (*inside.shape, *stored.shape[1:])
+    out = allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
     out[:] = pad
     out[inside] = stored
     return torch.from_numpy(out)
@@ -365,7 +368,7 @@ def batch_columns(
 
     Returns:
         `columns` with the batching's column replaced by `PackedRows` or `PaddedRows`, and those cut like it
-        by tensors of the same shape as its tokens.
+        by tensors of the same shape as its tokens, with the trailing dimensions that their values have.
     """
     lead, *companions = (
         (name, _segments(name, columns[name], segments.segments)) for name in batching.columns

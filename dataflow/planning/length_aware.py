@@ -21,6 +21,7 @@ from dataflow.dataset import ShardedDataset
 from dataflow.decode.values import LACKING
 from dataflow.mixture import Mixture
 from dataflow.outputs.objects import ObjectOutput
+from dataflow.outputs.optional import Optional
 from dataflow.outputs.output import Output
 from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
 from dataflow.planning.exchange import LengthExchange
@@ -71,6 +72,12 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
         raise ValueError('overlong="truncate" needs batches that are padded here: leave collate_fn out')
     if collate_fn and len(batching.columns) > 1:
         raise ValueError("columns= are padded here: leave it or collate_fn out")
+    if (lacking := optional(batching)) and not are_measured(settings, dataset):
+        first = next(iter(lacking))
+        raise ValueError(
+            f"whole= names {first!r} as Optional, which is for what transform= makes and batches without a "
+            f"collate_fn: pass decode={{{first!r}: Optional(...)}} for a stored column"
+        )
     if collate_fn is None and not are_measured(settings, dataset):
         for column in batching.columns:
             _check_column(column, dataset)
@@ -399,8 +406,27 @@ def _check_fit(
     raise error_of_sample(dataset, at, reason, stage="plan")
 
 
+def optional(batching: Batching) -> dict[str, NDArray[Any]]:
+    """The values of samples that lack a column which `whole=` names as `Optional`.
+
+    Raises `ValueError` for what `whole=` does not take.
+    """
+    given = batching.whole.items() if isinstance(batching.whole, Mapping) else ()
+    for name, rule in given:
+        plain = isinstance(rule, Optional) and rule.rule == "auto" and not rule.mask
+        plain = plain and (rule.default is None or np.ndim(rule.default) > 0)
+        if not plain and not (isinstance(rule, str) and rule == "auto"):
+            raise ValueError(
+                f'whole={{{name!r}: ...}} takes Optional(), Optional(default=an array [n, ...]), or "auto" '
+                f"of a column that every sample has, got {rule!r}"
+            )
+    empty = np.empty(0, np.int64)
+    rules = {name: rule for name, rule in given if isinstance(rule, Optional)}
+    return {name: empty if one.default is None else np.asarray(one.default) for name, one in rules.items()}
+
+
 def not_cut(batching: Batching, column: str) -> str:
-    """Why a sample that is too long is not cut: it has values of 2 dimensions or more in a column."""
+    """Return why a sample that is too long is not cut: it has values of 2 dimensions or more in a column."""
     return (
         f"{type(batching).__name__} cuts at {batching.longest:,}, and each piece would have all of "
         f"{column!r}, whose values have 2 dimensions or more, as pixels have: make such samples shorter, "

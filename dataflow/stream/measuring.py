@@ -23,10 +23,10 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.builder import REPEAT, called, checked_dict
 from dataflow.batch.delivered import Delivered, Remark
-from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples
+from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples, SampleForms
 from dataflow.batch.samples import GatherSamples
 from dataflow.planning.exchange import LengthExchange
-from dataflow.planning.length_aware import error_of_sample, not_cut
+from dataflow.planning.length_aware import error_of_sample, not_cut, optional
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
 from dataflow.stream.deliveries import PendingErrors
@@ -152,10 +152,12 @@ class MeasuringStage:
         self._batching = plan.planner.batching
         self._exchange = None if plan.planner.lengths is not None else exchange
         self._record = WeakMethod(record)  # else a loader that was dropped would live until a collection
+        self._lists, defaults = (*self._batching.columns, *self._batching.whole), optional(self._batching)
+        self._forms = SampleForms(self._lists, defaults)
         self.plan = MeasuringPlan.of(plan, exchange)
         self.settings = replace(
             settings,
-            collate_fn=GatherSamples((*self._batching.columns, *self._batching.whole)),
+            collate_fn=GatherSamples(self._lists, defaults),
             batching=None,
             batch_size=self.plan.batch_size,
             mark_repeats=False,
@@ -219,7 +221,7 @@ class MeasuringStage:
             errors = self._passed()
         if not len(segments.segments):
             return [Delivered(self._order.epoch, number, {}, 0, errors, remarks=self._take_remarks())]
-        batch: Any = self._dealt.batch(self._batching, segments)
+        batch: Any = self._dealt.batch(self._batching, segments, self._forms)
         if (transform := self._plan.dataset.batch_transform) is not None:
             batch = self._transformed(transform, batch, number)
         if self._settings.mark_repeats:
@@ -317,12 +319,15 @@ class MeasuringStage:
             if not self._errors.decide(error):
                 raise error
             self._leave_out(position, error)
-        return samples.take(np.delete(np.arange(len(samples)), [*reasons])) if reasons else samples
+        if reasons:
+            samples = samples.take(np.delete(np.arange(len(samples)), [*reasons]))
+        return samples.with_lists(self._lists)
 
     def _misfits(self, samples: MeasuredSamples) -> dict[int, str]:
         """{row: what is wrong with its lengths}, ascending."""
         (lead, *others), most = self._batching.columns, self._batching.refused_beyond
-        lengths, reasons = _lengths(samples, lead), dict[int, str]()
+        reasons = {row: self._misform(*what) for row, what in self._forms.misfits(samples).items()}
+        lengths = _lengths(samples, lead)
         for name in others:
             own = _lengths(samples, name)
             for row in np.flatnonzero(own != lengths).tolist():
@@ -342,6 +347,13 @@ class MeasuringStage:
                     parts = f"column {lead!r} has {lengths[row]:,} elements"
                     reasons.setdefault(row, f"{parts}; {not_cut(self._batching, name)}")
         return dict(sorted(reasons.items()))
+
+    def _misform(self, text: str, position: int | None) -> str:
+        """Return what is wrong with a sample's arrays, beside the sample at a position, or the default."""
+        if position is None:
+            return text.format(other="the default of Optional has")
+        other = self._error(position, "")
+        return text.format(other=f"sample {other.key!r} of {other.shard} has")
 
     def _error(self, position: int, reason: str) -> SampleError:
         """An error that names the sample at a position."""
@@ -449,5 +461,4 @@ def _lengths(samples: MeasuredSamples, column: str) -> NDArray[np.int64]:
     if not len(samples):
         return np.empty(0, np.int64)
     lists = samples.columns[column]
-    assert isinstance(lists, Lists)
-    return lists.lengths
+    return lists.lengths if isinstance(lists, Lists) else np.array([*map(len, lists)])

@@ -34,8 +34,9 @@ class BatchedColumns:
     """The name of the kind in a state."""
     columns: Sequence[str] = ()
     """The columns that are cut, packed or padded alike: lists, in each sample as long as that of `column`."""
-    whole: Sequence[str] = ()
-    """Columns of lists that come whole, once a segment, where others are cut."""
+    whole: Sequence[str] | Mapping[str, Any] = ()
+    """Columns of lists, or of arrays [n, ...], that come whole, once a segment. A mapping says of each
+    whether samples may lack it."""
     pad: int | Mapping[str, int] = 0
     """The value that fills up; for each column by name, 0 for those not named."""
     lengths: Lengths | None = field(default=None, compare=False, repr=False)
@@ -57,7 +58,8 @@ class BatchedColumns:
             raise ValueError(f"columns names {twice[0]!r} twice")
         lead = column or next(iter(self.columns), "tokens")
         columns = (lead, *(name for name in self.columns if name != lead))
-        for field_, value in (("column", lead), ("columns", columns), ("whole", tuple(self.whole))):
+        whole = dict(self.whole) if isinstance(self.whole, Mapping) else tuple(self.whole)
+        for field_, value in (("column", lead), ("columns", columns), ("whole", whole)):
             object.__setattr__(self, field_, value)
         if both := [name for name in self.whole if name in columns]:
             raise ValueError(f"column {both[0]!r} is in columns and in whole")
@@ -148,7 +150,9 @@ class Packed(BatchedColumns):
         overlong: samples longer than a row: "split" over several rows, "truncate" (what is lost is counted),
             "error".
         columns: the columns that are cut and packed alike: lists, in each sample as long as that of `column`.
-        whole: columns of lists that come whole, once a segment, where others are cut.
+        whole: columns of lists, or of arrays [n, ...], that come whole, once a segment: one `Ragged` each. As
+            a mapping, `{"pixel_values": Optional()}` lets samples of a transform lack one, which then has no
+            element; its default (such as zeros of [0, 1176]) says of which dtype and shape.
         pad: the value that fills up; or a mapping, for each column by name, 0 for those not named.
         lengths: the lengths of samples, where they are not those of `column`: the name of another column (its
             values if they are integers, else their lengths), an array with one entry a sample in file order,
