@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.plan import COLUMN_ALIGN
+from prefetch.core.copy_table import COLUMN_ALIGN
 from sharding.errors import SampleError
 
 UNTRAINED = "no token of it is to be learned"
