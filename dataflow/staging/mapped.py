@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import ALIGN, StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.source import Source
-from dataflow.staging.window import FileParts, NotLocatableError, Share, StagedWindow, WindowSamples
+from dataflow.staging.window import FileParts, NotLocatableError, RowFraction, StagedWindow, WindowSamples
 from prefetch.core.copy_table import PlanColumn
 from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena
@@ -137,7 +137,7 @@ class MappedWindow(WindowOfFiles):
         numbers: NDArray[np.int64],
         rows: NDArray[np.int64],
         *,
-        share: Share,
+        share: RowFraction,
         num_readers: int = 1,
     ) -> None:
         located = source.locator.of_blocks(numbers)
