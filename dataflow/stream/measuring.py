@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.builder import REPEAT, called, checked_dict
-from dataflow.batch.delivered import Delivered, Remark
+from dataflow.batch.delivered import Delivered, SampleWarning
 from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples
 from dataflow.batch.samples import GatherSamples
 from dataflow.planning.exchange import LengthExchange
@@ -196,7 +196,7 @@ class MeasuringStage:
         """Samples of batches to be delivered here."""
         self._left_out: list[tuple[int, SampleError]] = []
         """Megabatch and error of samples that were left out, until they are counted."""
-        self._remarks: list[Remark] = []
+        self._remarks: list[SampleWarning] = []
         self._lacks: set[int] = set()
         """Positions of samples that batches lack, which were counted."""
 
@@ -231,7 +231,7 @@ class MeasuringStage:
         num_segments, remarks = len(segments.segments), self._take_remarks()
         return [Delivered(self._order.epoch, number, batch, num_segments, errors, remarks=remarks)]
 
-    def _take_remarks(self) -> tuple[Remark, ...]:
+    def _take_remarks(self) -> tuple[SampleWarning, ...]:
         """Return what is odd about samples that were made since the last batch."""
         remarks, self._remarks = tuple(self._remarks), []
         return remarks
