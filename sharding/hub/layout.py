@@ -113,11 +113,11 @@ def split_files(
 
 def _refuse_unread(paths: Iterable[str], label: str) -> None:
     """Raise for files of a kind that is known, and not read."""
-    from sharding.formats.unread import unread_text
+    from sharding.formats.unsupported import unsupported_text
 
     reader = "datasets.load_dataset" if "hf://" in label else ""
-    if (unread := unread_text(paths, reader)) is not None:
-        raise DataflowError(f"{label}: {unread}")
+    if (unsupported := unsupported_text(paths, reader)) is not None:
+        raise DataflowError(f"{label}: {unsupported}")
 
 
 def _config(configs: Sequence[Mapping[str, Any]], name: str | None, where: str) -> Config:
