@@ -1,8 +1,12 @@
 """Record what the lines of a file hold at each key, and choose the Arrow type of each column from it.
 
 Each key has a `SchemaInferrer`: the kinds of values that lines hold there, each with the first line that
-holds one. A type follows from the kinds alone. A key whose values have no common type is an error only for who
-asks for it: its type is `UNREADABLE`, and its field's metadata says why.
+holds one. A type follows from the kinds alone. A key whose values have no common type is an error only for
+who asks for it: its type is `UNREADABLE`, and its field's metadata says why.
+
+Integers are int64, or uint64 where one needs it and none is negative; beside a fraction they are float64 if
+each lies within 2^53. An object is a struct, a list of numbers a list, all else that is nested `JSON_TEXT`.
+What is null on all lines, and lists that are empty or hold nulls only, have the type of nulls.
 """
 
 from __future__ import annotations
