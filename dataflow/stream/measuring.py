@@ -4,8 +4,9 @@ The engine of such a session makes samples, by whoever builds: each rank its sha
 (`MeasuringPlan`). The consumer takes them evenly while it delivers the megabatch before. When a megabatch is
 whole, ranks tell each other the lengths, which decide its batches on all of them, and send the samples of
 batches that are complete to the ranks that deliver these: a sample is made once in the whole job. Where all
-lengths are known beforehand, each rank makes what it delivers, nothing is exchanged, and what it makes must
-be as long as was said.
+lengths are known beforehand, samples are made when their batch is built, and none of this is needed; but for
+those that are cut into pieces (`StreamPlan.makes_rows`): each rank makes what it delivers, nothing is
+exchanged, and what it makes must be as long as was said.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dataflow.batch.builder import REPEAT, called, checked_dict
+from dataflow.batch.builder import REPEAT, checked_dict
 from dataflow.batch.delivered import Delivered, SampleWarning
 from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples
-from dataflow.batch.samples import GatherSamples
+from dataflow.batch.samples import GatherSamples, unlike_columns, unlike_planned
+from dataflow.batch.transforms import called
 from dataflow.planning.exchange import LengthExchange
 from dataflow.planning.length_aware import error_of_sample
 from dataflow.planning.plan import StreamPlan
@@ -326,8 +328,7 @@ class MeasuringStage:
         for name in others:
             own = _lengths(samples, name)
             for row in np.flatnonzero(own != lengths).tolist():
-                parts = f"column {name!r} has {own[row]} elements, and {lead!r} {lengths[row]}"
-                reasons.setdefault(row, f"{parts}: they must be alike")
+                reasons.setdefault(row, unlike_columns((lead, name), (lengths[row], own[row])))
         if most is not None:
             for row in np.flatnonzero(lengths > most).tolist():
                 reason = (
@@ -397,12 +398,8 @@ class MeasuringStage:
         wrong = np.flatnonzero((made != LEFT_OUT) & (made != lengths))
         if len(wrong):
             at = int(wrong[0])
-            raise self._error(
-                first + at,
-                f"column {self._batching.column!r} has {made[at]} elements, but its length was said to be "
-                f"{lengths[at]}: mend lengths=, or change lengths_key= where lengths of another transform "
-                "were kept",
-            )
+            reason = unlike_planned(self._batching.column, int(made[at]), int(lengths[at]))
+            raise self._error(first + at, reason)
         return lengths
 
     def _deal(self) -> None:
