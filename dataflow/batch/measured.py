@@ -8,7 +8,7 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,21 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch.builder import KEPT
 from dataflow.batch.packed import batch_columns
-from dataflow.batch.samples import ONE_FORM, Form, form_of, ragged
+from dataflow.batch.samples import (
+    KEPT,
+    ONE_FORM,
+    Form,
+    GatherSamples,
+    form_of,
+    not_cut,
+    ragged,
+    unlike_columns,
+    unlike_planned,
+)
 from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.ragged import Ragged
+from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
 from sharding.lengths.units import BatchSegments
 from sharding.order.windows import ranges
@@ -116,19 +126,19 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         others = [column for column in self.columns.values() if not isinstance(column, Lists)]
         return sum(lists.values.nbytes for lists in own) + held_bytes(others, Ranges())
 
-    def column_of_arrays(self, row: int, *, but: Collection[str]) -> str:
-        """Return the first column, but for some, whose value of a row has 2 dimensions or more; "": none."""
-        for name, column in self.columns.items():
-            value = column.values if isinstance(column, Lists) else column[row]
-            if name not in but and isinstance(value, Tensor | np.ndarray) and value.ndim > 1:
-                return name
-        return ""
-
     def take(self, rows: NDArray[np.int64]) -> MeasuredSamples:
         """Return some of the samples, ascending."""
         return MeasuredSamples(
             self.positions[rows], {name: _taken(c, rows) for name, c in self.columns.items()}
         )
+
+    def without(self, rows: Sequence[int]) -> MeasuredSamples:
+        """Return all but some of the samples."""
+        return self.take(np.delete(np.arange(len(self)), rows)) if rows else self
+
+    def one(self, row: int) -> dict[str, Any]:
+        """Return the values of one sample; of columns of lists, as they are, all of them."""
+        return {n: c.values if isinstance(c, Lists) else c[row] for n, c in self.columns.items()}
 
     def with_lists(self, names: Sequence[str]) -> MeasuredSamples:
         """The same with columns of arrays that are of one form now as `Lists`."""
@@ -187,18 +197,10 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
 
 
 class SampleForms:
-    """The one dtype and trailing shape that samples have in columns of arrays [n, ...]: those of the first.
+    """The one dtype and trailing shape that samples have in columns of arrays: those of the first."""
 
-    Args:
-        columns: their names.
-        defaults: what samples have that lack one of them.
-    """
-
-    def __init__(self, columns: Sequence[str], defaults: Mapping[str, NDArray[Any]]) -> None:
-        self._columns = columns
-        self._known: dict[str, tuple[Form, NDArray[Any], int | None]] = {
-            name: (form, value[:0], None) for name, value in defaults.items() if (form := form_of(value))
-        }
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Form, NDArray[Any], int | None]] = {}
 
     def given(self, column: str, rows: Ragged) -> Ragged:
         """The rows; where they have no element, with the dtype and shape that others have."""
@@ -206,10 +208,16 @@ class SampleForms:
             return rows
         return Ragged(torch.from_numpy(empty.copy()), rows.offsets)
 
-    def misfits(self, samples: MeasuredSamples) -> dict[int, tuple[str, int | None]]:
-        """{row: what is wrong, and the position of a sample that has it right; None: it is the default}."""
+    def misfits(self, samples: MeasuredSamples, gather: GatherSamples) -> dict[int, tuple[str, int | None]]:
+        """{row: what is wrong, and the position of a sample that has it right; None: it is the default}.
+
+        `gather` has gathered the samples.
+        """
         wrong: dict[int, tuple[str, int | None]] = {}
-        for name in self._columns if len(samples) else ():
+        for name, default in gather.optional.items():
+            if form := form_of(default):
+                self._known.setdefault(name, (form, default[:0], None))
+        for name in gather.lists if len(samples) else ():
             column = samples.columns[name]
             if isinstance(column, Lists):  # all of one form
                 own = [(column.values, np.flatnonzero(column.lengths).tolist() or [0])]
@@ -226,6 +234,29 @@ class SampleForms:
                     wrong |= {row: (text, position) for row in rows if row not in wrong}
         return wrong
 
+    def misfits_among(
+        self,
+        samples: MeasuredSamples,
+        gather: GatherSamples,
+        rows: NDArray[np.int64],
+        error: Callable[[int, str], SampleError],
+    ) -> dict[int, SampleError]:
+        """{row: its error} of samples of one batch; `error` has those of its `rows`, [samples]."""
+        row_of = dict(zip(samples.positions.tolist(), rows.tolist(), strict=True))
+        errors: dict[int, SampleError] = {}
+        for at, (text, position) in self.misfits(samples, gather).items():
+            reason = text.format(other="samples of other batches have")
+            if position is None or position in row_of:
+                reason = misform(text, None if position is None else error(row_of[position], ""))
+            errors[at] = error(int(rows[at]), reason)
+        return errors
+
+
+def misform(text: str, other: SampleError | None) -> str:
+    """Return what is wrong with a sample's arrays, in words of `misfits`; `other` is the right one."""
+    name = f"sample {other.key!r} of {other.shard}" if other else "the default of Optional"
+    return text.format(other=f"{name} has")
+
 
 def _said(form: Form) -> str:
     dtype, shape = form
@@ -233,6 +264,43 @@ def _said(form: Form) -> str:
 
 
 NO_SAMPLES = MeasuredSamples(np.empty(0, np.int64), {})
+
+
+def made_for(segments: BatchSegments, samples: Mapping[str, Any], kept: NDArray[np.int64]) -> MeasuredSamples:
+    """Samples that were made for a batch, as `GatherSamples` gives them; `kept`: a segment of each."""
+    own = {**samples, KEPT: torch.from_numpy(kept)}
+    return MeasuredSamples.of_batch(own, segments.segments.position)
+
+
+def batch_of_made(
+    batching: Batching, samples: MeasuredSamples, segments: BatchSegments, forms: SampleForms
+) -> tuple[dict[str, Any], NDArray[np.int64]]:
+    """A batch of samples that were made for it, in any order, and which of its segments are there."""
+    positions = segments.segments.position
+    own = samples.take(np.argsort(samples.positions))
+    there: NDArray[np.int64] = np.flatnonzero(own.has(positions))
+    segments = segments if len(there) == len(positions) else segments.keep(there)
+    return own.batch(batching, segments, forms), there
+
+
+def length_reason(batching: Batching, sample: Mapping[str, Any], planned: int) -> tuple[str, bool]:
+    """Return what is wrong with a sample's lengths, "": nothing; and whether it is not what was planned."""
+    lengths = [len(sample[name]) for name in batching.columns]
+    if reason := unlike_columns(batching.columns, lengths):
+        return reason, False
+    if lengths[0] != planned:
+        return unlike_planned(batching.column, lengths[0], planned), True
+    return cut_reason(batching, lengths[0], sample), False
+
+
+def cut_reason(batching: Batching, length: int, sample: Mapping[str, Any]) -> str:
+    """Return why a sample of such a length is not cut; "": it may be, or fits."""
+    if batching.longest is None or length <= batching.longest or batching.refused_beyond is not None:
+        return ""
+    for name, value in sample.items():
+        if name not in batching.columns and isinstance(value, Tensor | np.ndarray) and value.ndim > 1:
+            return f"column {batching.column!r} has {length:,} elements; {not_cut(batching, name)}"
+    return ""
 
 
 def _taken(column: Lists | list[Any], rows: NDArray[np.int64]) -> Any:

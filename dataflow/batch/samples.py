@@ -16,8 +16,11 @@ from dataflow.outputs.held_bytes import Ranges
 from dataflow.outputs.objects import described
 from dataflow.outputs.output import Output
 from dataflow.ragged import Ragged
+from sharding.lengths.batching import Batching
 from sharding.printable import listed
 
+KEPT = "__kept__"
+"""The column of `marks_kept`: int64 [samples], which rows of the batch's plan they are."""
 Form = tuple[str, tuple[int, ...]]
 """A dtype and the shape of one element."""
 
@@ -178,6 +181,32 @@ class GatherSamples(Struct, frozen=True):
             values = [sample[name] for sample in samples]
             batch[name] = ragged(values) if name in self.lists else values
         return batch
+
+
+def unlike_columns(columns: Sequence[str], lengths: Sequence[int]) -> str:
+    """Return which of the columns that are cut alike is not as long as the first; "": all are."""
+    for name, length in zip(columns, lengths, strict=True):
+        if length != lengths[0]:
+            parts = f"column {name!r} has {length} elements, and {columns[0]!r} {lengths[0]}"
+            return f"{parts}: they must be alike"
+    return ""
+
+
+def not_cut(batching: Batching, column: str) -> str:
+    """Return why a sample that is too long is not cut: it has values of 2 dimensions or more in a column."""
+    return (
+        f"{type(batching).__name__} cuts at {batching.longest:,}, and each piece would have all of "
+        f"{column!r}, whose values have 2 dimensions or more, as pixels have: make such samples shorter, "
+        'refuse all that are too long by overlong="error", or leave them out by on_error="skip"'
+    )
+
+
+def unlike_planned(column: str, made: int, planned: int) -> str:
+    """The reason of a sample that is not as long as the one that was planned with."""
+    return (
+        f"column {column!r} has {made} elements, but its length was said to be {planned}: mend lengths=, or "
+        "change lengths_key= where lengths of another transform were kept"
+    )
 
 
 def ragged(arrays: Sequence[NDArray[Any]]) -> Any:

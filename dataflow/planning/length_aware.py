@@ -16,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from dataflow.batch.samples import GatherSamples, not_cut
 from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
 from dataflow.decode.values import LACKING
@@ -425,13 +426,9 @@ def optional(batching: Batching) -> dict[str, NDArray[Any]]:
     return {name: empty if one.default is None else np.asarray(one.default) for name, one in rules.items()}
 
 
-def not_cut(batching: Batching, column: str) -> str:
-    """Return why a sample that is too long is not cut: it has values of 2 dimensions or more in a column."""
-    return (
-        f"{type(batching).__name__} cuts at {batching.longest:,}, and each piece would have all of "
-        f"{column!r}, whose values have 2 dimensions or more, as pixels have: make such samples shorter, "
-        'refuse all that are too long by overlong="error", or leave them out by on_error="skip"'
-    )
+def gather_of(batching: Batching) -> GatherSamples:
+    """The function that gathers samples which a transform makes."""
+    return GatherSamples((*batching.columns, *batching.whole), optional(batching))
 
 
 def error_of_sample(
