@@ -34,8 +34,8 @@ class BatchTransform(Protocol):
 
     Four attributes are looked up, and may be left out:
 
-    - `lists`, names of columns: 1-D tensors whose length differs from sample to sample. Without a
-      `collate_fn`, batches have each of them as a `Ragged`.
+    - `lists`, names of columns: tensors or arrays [n, ...] whose length differs from sample to sample, of one
+      dtype and trailing shape. Without a `collate_fn`, batches have each of them as a `Ragged`.
     - `targets`, names of columns: masks of the tokens that are to be learned. A sample of which none is, as
       where all are cut off, is delivered, counted in `stats().untrained_samples`, and warned of once.
     - `fingerprint`, up to 32 printable ASCII characters without "@", "+" and "~": what the results depend on
