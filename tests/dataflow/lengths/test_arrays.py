@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from forked_kit import fast_ranks
 from parameters_kit import in_pairs
 
 from dataflow import Bucketed, DataLoader, Optional, Packed, PackedRows, Ragged, ShardedDataset, TokenBudget
@@ -79,6 +81,20 @@ def test_arrays_come_whole_as_one_tensor_with_each_segment(
             check_pixels(batch)
             numbers += batch["n"].tolist()
     assert sorted(numbers) == [*range(NUM)]
+
+
+def numbers_of_rank(folder: Path) -> list[int]:
+    batching = BATCHINGS["packed"](whole={"pixels": Optional()})
+    numbers = []
+    with loader_of(folder, batching, batch_size=1, tail="uneven") as loader:
+        for batch in loader:
+            check_pixels(batch)
+            numbers += batch["n"].tolist()
+    return numbers
+
+
+def test_ranks_that_measure_together_send_arrays_to_each_other(folder: Path) -> None:
+    assert sorted(chain(*fast_ranks(numbers_of_rank, 2, args=(folder,), timeout_s=60))) == [*range(NUM)]
 
 
 @pytest.mark.parametrize("made", ["tensor", "array"])
