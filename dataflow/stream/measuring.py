@@ -28,7 +28,7 @@ from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples
 from dataflow.batch.samples import GatherSamples, unlike_columns, unlike_planned
 from dataflow.batch.transforms import called
 from dataflow.planning.exchange import LengthExchange
-from dataflow.planning.length_aware import error_of_sample
+from dataflow.planning.length_aware import error_of_sample, not_cut
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
 from dataflow.stream.deliveries import PendingErrors
@@ -337,6 +337,11 @@ class MeasuringStage:
                     'them out by on_error="skip"'
                 )
                 reasons.setdefault(row, reason)
+        elif self._batching.longest is not None:
+            for row in np.flatnonzero(lengths > self._batching.longest).tolist():
+                if name := samples.column_of_arrays(row, but=self._batching.columns):
+                    parts = f"column {lead!r} has {lengths[row]:,} elements"
+                    reasons.setdefault(row, f"{parts}; {not_cut(self._batching, name)}")
         return dict(sorted(reasons.items()))
 
     def _error(self, position: int, reason: str) -> SampleError:
