@@ -23,7 +23,7 @@ import torch
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from dataflow.batch.delivered import UNTRAINED, Delivered, Remark
+from dataflow.batch.delivered import UNTRAINED, Delivered, SampleWarning
 from dataflow.batch.measured import batch_of_made, length_reason
 from dataflow.batch.packed import batch_columns
 from dataflow.batch.samples import (
@@ -357,10 +357,10 @@ class BatchBuilder:
         remarks = self._remarks(row, row + size) if self.columns.remarks else ()
         return Delivered(self.plan.epoch, number, result, num_samples, tuple(skipped), remarks=remarks)
 
-    def _remarks(self, first: int, end: int) -> tuple[Remark, ...]:
+    def _remarks(self, first: int, end: int) -> tuple[SampleWarning, ...]:
         """Return what is odd about rows of the chunk. Where, is said once: to find a key may take a read."""
         assert self.columns is not None
-        found: dict[str, Remark] = {}
+        found: dict[str, SampleWarning] = {}
         for row, column, kind in self.columns.remarks:
             if not first <= row < end:
                 continue
@@ -368,7 +368,7 @@ class BatchBuilder:
                 is_known = kind in self.context.warned_of
                 self.context.warned_of.add(kind)
                 text = "" if is_known else str(self.rows.sample_error(row, kind, column))
-                found[kind] = Remark(kind, 0, text)
+                found[kind] = SampleWarning(kind, 0, text)
             found[kind] = found[kind]._replace(num_values=found[kind].num_values + 1)
         return tuple(found.values())
 

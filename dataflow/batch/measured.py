@@ -8,7 +8,7 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,14 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         own = [column for column in self.columns.values() if isinstance(column, Lists)]
         others = [column for column in self.columns.values() if not isinstance(column, Lists)]
         return sum(lists.values.nbytes for lists in own) + held_bytes(others, Ranges())
+
+    def column_of_arrays(self, row: int, *, but: Collection[str]) -> str:
+        """Return the first column, but for some, whose value of a row has 2 dimensions or more; "": none."""
+        for name, column in self.columns.items():
+            value = column.values if isinstance(column, Lists) else column[row]
+            if name not in but and isinstance(value, Tensor | np.ndarray) and value.ndim > 1:
+                return name
+        return ""
 
     def take(self, rows: NDArray[np.int64]) -> MeasuredSamples:
         """Return some of the samples, ascending."""

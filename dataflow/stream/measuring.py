@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.builder import REPEAT, checked_dict
-from dataflow.batch.delivered import Delivered, Remark
+from dataflow.batch.delivered import Delivered, SampleWarning
 from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples
 from dataflow.batch.samples import GatherSamples, unlike_columns, unlike_planned
 from dataflow.batch.transforms import called
 from dataflow.planning.exchange import LengthExchange
-from dataflow.planning.length_aware import error_of_sample
+from dataflow.planning.length_aware import error_of_sample, not_cut
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
 from dataflow.stream.deliveries import PendingErrors
@@ -198,7 +198,7 @@ class MeasuringStage:
         """Samples of batches to be delivered here."""
         self._left_out: list[tuple[int, SampleError]] = []
         """Megabatch and error of samples that were left out, until they are counted."""
-        self._remarks: list[Remark] = []
+        self._remarks: list[SampleWarning] = []
         self._lacks: set[int] = set()
         """Positions of samples that batches lack, which were counted."""
 
@@ -233,7 +233,7 @@ class MeasuringStage:
         num_segments, remarks = len(segments.segments), self._take_remarks()
         return [Delivered(self._order.epoch, number, batch, num_segments, errors, remarks=remarks)]
 
-    def _take_remarks(self) -> tuple[Remark, ...]:
+    def _take_remarks(self) -> tuple[SampleWarning, ...]:
         """Return what is odd about samples that were made since the last batch."""
         remarks, self._remarks = tuple(self._remarks), []
         return remarks
@@ -337,6 +337,11 @@ class MeasuringStage:
                     'them out by on_error="skip"'
                 )
                 reasons.setdefault(row, reason)
+        elif self._batching.longest is not None:
+            for row in np.flatnonzero(lengths > self._batching.longest).tolist():
+                if name := samples.column_of_arrays(row, but=self._batching.columns):
+                    parts = f"column {lead!r} has {lengths[row]:,} elements"
+                    reasons.setdefault(row, f"{parts}; {not_cut(self._batching, name)}")
         return dict(sorted(reasons.items()))
 
     def _error(self, position: int, reason: str) -> SampleError:

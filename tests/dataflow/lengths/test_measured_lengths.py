@@ -868,6 +868,24 @@ def test_samples_that_fit_nowhere_are_named_or_left_out(folder: Path, batching: 
     assert came == [n for n in range(NUM_DOCUMENTS) if n not in long and length_of(n)]
 
 
+@pytest.mark.parametrize("batching", [Packed(9, window=40), TokenBudget(9, overlong="truncate", window=40)])
+def test_a_sample_is_not_cut_where_every_piece_would_have_all_its_pixels(folder: Path, batching: Any) -> None:
+    def with_pixels(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return tokens_of(sample) | {"pixels": torch.zeros(2, 3)}
+
+    long = [n for n in range(NUM_DOCUMENTS) if length_of(n) > 9]
+    cure = 'cuts at 9, and each piece would have all of \'pixels\'.*overlong="error".*on_error="skip"'
+    with loader_of(folder, batching, with_pixels) as loader, pytest.raises(SampleError, match=cure) as caught:
+        list(loader)
+    shard = int(caught.value.shard.removesuffix(".jsonl")[-1])
+    assert shard + 3 * int(caught.value.key or -1) in long
+    with loader_of(folder, batching, with_pixels, on_error="skip") as loader:
+        came = [n for batch in loader for n in batch["n"].tolist()]
+        assert loader.stats().skipped_samples == len(long)
+    assert len(came) == len({*came})
+    assert not {*came} & {*long}
+
+
 def test_a_transform_with_a_fingerprint_needs_no_key(folder: Path) -> None:
     class Marked:
         fingerprint = "letters"
