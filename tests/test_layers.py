@@ -300,7 +300,7 @@ MOST_LINES = {
     "prefetch/workers": 2_040,
     "dataflow": 3_200,
     "dataflow/actors": 1_100,
-    "dataflow/batch": 2_408,
+    "dataflow/batch": 2_413,
     "dataflow/conversion": 3_080,
     "dataflow/decode": 2_350,
     "dataflow/engines": 835,

@@ -186,6 +186,11 @@ def batch_of_made(
         segments: of the whole batch.
     """
     positions = segments.segments.position
+    if len(kept) == len(positions):  # nothing is missing, and none comes twice: nothing is copied for it
+        columns = {
+            n: value if isinstance(value, Ragged) else _of_segments(value) for n, value in samples.items()
+        }
+        return batch_columns(batching, segments, columns), kept
     own = MeasuredSamples.of_batch({**samples, KEPT: torch.from_numpy(kept)}, positions)
     own = own.take(np.argsort(own.positions))
     there: NDArray[np.int64] = np.flatnonzero(own.has(positions))
