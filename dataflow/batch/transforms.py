@@ -32,7 +32,11 @@ class BatchTransform(Protocol):
     is transformed by itself: so the error names the one that is bad, and `on_error` decides about it alone.
     A transform that takes `rng=` is called sample by sample, whatever it has.
 
-    Four attributes are looked up, and may be left out:
+    Five attributes are looked up, and may be left out:
+
+    - `measure`, a function of a sample that returns `{column: length}` without making it, as from headers of
+      images. Where lengths can be kept (`fingerprint`), all samples are measured by it before the first
+      batch, and each is made when its row is built. One that takes `rng` is not used.
 
     - `lists`, names of columns: tensors or arrays [n, ...] whose length differs from sample to sample, of one
       dtype and trailing shape. Without a `collate_fn`, batches have each of them as a `Ragged`.
@@ -61,6 +65,34 @@ def batch_form(transform: object) -> Callable[[list[Sample]], Sequence[Any]] | N
 def lists_of(transform: object) -> tuple[str, ...]:
     """The columns of its samples that are lists of unlike lengths."""
     return tuple(getattr(transform, "lists", ()))
+
+
+def measure_of(transform: object) -> Callable[[Sample], Mapping[str, int]] | None:
+    """The function that tells lengths of a transform's samples without making them; None: it has none."""
+    measure = getattr(transform, "measure", None)
+    return measure if callable(measure) and not wants_rng(measure) else None
+
+
+class LengthsAlone:
+    """Stands for a transform while lengths are measured: its samples are as long, and empty of content.
+
+    Args:
+        transform: one that has `measure`.
+        columns: those that must be as long as `measure` says of the first.
+        whole: columns whose lengths do not count.
+    """
+
+    def __init__(self, transform: Any, columns: Sequence[str], whole: Sequence[str]) -> None:
+        self._measure, self._columns, self._whole = transform.measure, columns, whole
+        self.fingerprint, self.releases_gil = fingerprint_of(transform), releases_gil(transform)
+
+    def __call__(self, sample: Sample) -> Sample:
+        """Lists of zeros."""
+        lengths, lead = self._measure(sample), self._columns[0]
+        if lead not in lengths:
+            raise ValueError(f"measure returned {lengths!r}, without the length of {lead!r}")
+        empty = np.zeros(int(lengths[lead]), np.int8)
+        return dict.fromkeys(self._columns, empty) | dict.fromkeys(self._whole, empty[:0])
 
 
 def trains_nothing(transform: object, sample: Any) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dataflow.batch.samples import GatherSamples, not_cut
-from dataflow.batch.transforms import fingerprint_of
+from dataflow.batch.transforms import LengthsAlone, fingerprint_of, measure_of
 from dataflow.dataset import ShardedDataset
 from dataflow.decode.values import LACKING
 from dataflow.mixture import Mixture
@@ -226,7 +226,9 @@ def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
     batching, sources = settings.batching, dataset.sources
     if batching is None or not are_measured(settings, dataset) or batching.lengths is not None:
         return None
-    if not _lengths_key(batching, dataset) or any(source.transform_wants_rng for source in sources):
+    if not _lengths_key(batching, dataset) or any(
+        source.transform_wants_rng and not measure_of(source.transform) for source in sources
+    ):
         return None
     return KeptLengths([_lengths_file(batching, source) for source in sources])
 
@@ -240,10 +242,19 @@ class SampleLengths:
     """
 
     def __init__(self, settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
-        self._timeout_s, self._dataset = settings.timeout_s, dataset
+        self._timeout_s, self._dataset, self._batching = settings.timeout_s, dataset, settings.batching
         self._kept = kept_lengths(settings, dataset)
+        self._was_asked = False
         self.exchange: LengthExchange | None = None
         """With the other ranks; None: not joined yet, or there are none."""
+
+    @property
+    def comes_first(self) -> bool:
+        """Return whether transforms tell lengths before samples are made, and were not asked yet."""
+        sources = self._dataset.sources
+        return (
+            not self._was_asked and self._kept is not None and all(measure_of(s.transform) for s in sources)
+        )
 
     @property
     def are_known(self) -> bool:
@@ -281,24 +292,32 @@ class SampleLengths:
             return planner  # such samples are named, or left out, when they are made
         return planner.with_lengths(kept.lengths)
 
-    def measured(self, measure: Callable[[ShardedDataset], SampleLengths]) -> NDArray[np.int32]:
+    def measured(
+        self, measure: Callable[[ShardedDataset], SampleLengths], *, is_needed: bool
+    ) -> NDArray[np.int32] | None:
         """The lengths of all samples, before the first batch: shares of tokens begin with them.
 
         `measure` makes all samples of a source. Raises `ValueError` where nothing would tell the lengths from
-        others, and where some samples have none.
+        others, and where some samples have none; returns None for these unless all lengths are needed.
         """
+        self._was_asked = True
         if self._kept is None:
             raise ValueError(
                 'shares="tokens" needs the lengths of all samples before the first one is delivered; what '
                 "transform= makes is measured once and kept, under its fingerprint or lengths_key= of "
                 "batching=, and not where it takes rng="
             )
-        _log.info("samples are made once to measure their lengths, which shares of tokens need")
+        _log.info("all samples are measured once, before the first batch")
         known = []
         for source in self._dataset.sources:
             alone = copy.copy(source)
             alone.batch_transform = None  # it would run for nothing
+            if self._batching is not None and measure_of(source.transform):
+                alone.transform = LengthsAlone(source.transform, self._batching.columns, self._batching.whole)
             lengths = measure(alone)
+            if not lengths.are_known and not is_needed:
+                _log.warning("samples of %r have no length: megabatches are made to be planned", source)
+                return None
             if not lengths.are_known:
                 raise ValueError(
                     f"samples of {source!r} were left out, so they have no length: by tokens, a mixture "

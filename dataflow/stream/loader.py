@@ -168,12 +168,14 @@ class StreamLoader:
             return
         assert self._lengths is not None
         planner = self._lengths.join_ranks(planner, self._rank.topology, self._plan.rank)
-        if planner.lengths is None and is_by_tokens(self.dataset):
-            planner = planner.with_lengths(self._lengths.measured(self._measure))
+        by_tokens = is_by_tokens(self.dataset)
+        if planner.lengths is None and (by_tokens or self._lengths.comes_first):
+            known = self._lengths.measured(self._measure, is_needed=by_tokens)
+            planner = planner if known is None else planner.with_lengths(known)
         self._use_planner(planner)
 
     def _measure(self, source: ShardedDataset) -> SampleLengths:
-        """Make all samples of a source whose lengths are not known yet, on all ranks, each its part."""
+        """Measure all samples of a source whose lengths are not known yet, on all ranks, each its part."""
         settings = replace(self.settings, shuffle=None, device=None, topology=self._rank.topology)
         loader = StreamLoader(source, settings)
         try:
