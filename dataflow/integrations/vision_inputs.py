@@ -41,15 +41,15 @@ _PICTURES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_m
 
 
 class PackedPictures(NamedTuple):
-    """What the function of a family makes its arguments from."""
+    """Packed samples and their pictures, from which the function of a family makes arguments."""
 
     rows: PackedRows
     flat: dict[str, Any]
-    """What `rows.flattened` gives."""
+    """The result of `rows.flattened`."""
     columns: Mapping[str, list[Tensor]]
-    """Those of the pictures: the entry of each segment, [number, ...]."""
+    """The columns of the pictures: the entry of each segment, [number, ...]."""
     is_image: Tensor
-    """bool [tokens]: where the tokens of pictures are."""
+    """True at the tokens of pictures: bool [tokens]."""
     config: Any
     model: Any
 
@@ -196,9 +196,9 @@ class Family(NamedTuple):
 
     arguments: Callable[[PackedPictures], dict[str, Any]]
     columns: tuple[str, ...]
-    """Those of the pictures that it takes."""
+    """The columns of pictures that it takes."""
     parts: tuple[str, ...] = ()
-    """How the `model_type` of its parts begin, where they are not its own."""
+    """The beginnings of its parts' `model_type`, where they are not its own."""
 
 
 _GRIDS = ("pixel_values", "image_grid_thw")

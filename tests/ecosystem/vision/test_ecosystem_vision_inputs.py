@@ -167,6 +167,18 @@ def test_ragged_columns_give_the_same_arguments(batch_of: Any) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found if name != "use_cache")
 
 
+@pytest.mark.parametrize("left_out", ["seq_idx", "position_ids", "image_positions"])
+def test_a_missing_argument_shows(batch_of: Any, left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear_stand_in(monkeypatch)
+    model = make_model("qwen3_5")
+    arguments = model_inputs(batch_of("qwen3_5"), model)
+    wrong = {name: value for name, value in arguments.items() if name != left_out}
+    if left_out == "image_positions":
+        wrong["position_ids"] = arguments["position_ids"][0]
+    with torch.no_grad():
+        assert float((model(**arguments).logits - model(**wrong).logits).abs().max()) > 1e-3
+
+
 def test_only_linear_attention_is_told_of_segments(batch_of: Any) -> None:
     for family, is_told in (("qwen3_5", True), ("qwen3_vl", False)):
         arguments = model_inputs(batch_of(family), make_model(family))
