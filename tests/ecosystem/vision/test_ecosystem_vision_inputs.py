@@ -167,7 +167,7 @@ def test_ragged_columns_give_the_same_arguments(batch_of: Any) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found if name != "use_cache")
 
 
-@pytest.mark.parametrize("left_out", ["seq_idx", "position_ids", "image_positions"])
+@pytest.mark.parametrize("left_out", ["seq_idx", "image_positions"])
 def test_a_missing_argument_shows(batch_of: Any, left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     linear_stand_in(monkeypatch)
     model = make_model("qwen3_5")
