@@ -180,18 +180,31 @@ class PackedRows(NamedTuple):
         }
 
     def flattened(
-        self, labels: Tensor | None = None, *, mask: Tensor | None = None, ignore: int = IGNORE
+        self,
+        labels: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        ignore: int = IGNORE,
+        model: Any = None,
     ) -> dict[str, Any]:
-        """The segments one after the other without padding: arguments of a model of `transformers`.
+        """The segments one after the other without padding: arguments of a text model of `transformers`.
 
         They are those of its `DataCollatorWithFlattening`: `input_ids`, `labels` (the model shifts them),
-        `position_ids` and `seq_idx`, all [1, tokens], and what flash attention takes.
+        `position_ids` and `seq_idx`, all [1, tokens], and what flash attention takes. Models that see
+        pictures need others, and are silently wrong with these: take `model_inputs` of
+        `dataflow.integrations.transformers`.
 
         Args:
             labels: another packed column to take instead of the tokens.
             mask: a packed column that is not 0 at the tokens that are to be predicted.
             ignore: what stands at the first token of a segment, and where `mask` is 0.
+            model: the model that they are for. `ValueError` if its positions have three dimensions (mRoPE).
         """
+        if _has_image_positions(model):
+            raise ValueError(
+                f"{type(model).__name__} has positions in three dimensions, and flattened() gives one; "
+                "use dataflow.integrations.transformers.model_inputs(batch, model)"
+            )
         inside, lengths = self.segment_ids > 0, self.segments.length
         ignored = self.positions == 0 if mask is None else (self.positions == 0) | (mask == 0)
         labels = (self.tokens if labels is None else labels).masked_fill(ignored, ignore)
@@ -208,6 +221,13 @@ class PackedRows(NamedTuple):
             "max_length_q": longest,
             "max_length_k": longest,
         }
+
+
+def _has_image_positions(model: Any) -> bool:
+    """Tell whether a model of transformers, or what it wraps, makes mRoPE's positions."""
+    while model is not None and not hasattr(model, "get_rope_index"):
+        model = getattr(model, "module", None) or getattr(model, "model", None)
+    return model is not None
 
 
 def _rows_line(tokens: Tensor) -> Iterator[str]:
