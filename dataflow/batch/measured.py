@@ -8,7 +8,7 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch.builder import KEPT
 from dataflow.batch.packed import batch_columns
+from dataflow.batch.samples import KEPT, unlike_columns, unlike_planned
 from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.ragged import Ragged
 from sharding.lengths.batching import Batching
@@ -111,6 +111,14 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         others = [column for column in self.columns.values() if not isinstance(column, Lists)]
         return sum(lists.values.nbytes for lists in own) + held_bytes(others, Ranges())
 
+    def column_of_arrays(self, row: int, *, but: Collection[str]) -> str:
+        """Return the first column, but for some, whose value of a row has 2 dimensions or more; "": none."""
+        for name, column in self.columns.items():
+            value = column.values if isinstance(column, Lists) else column[row]
+            if name not in but and isinstance(value, Tensor | np.ndarray) and value.ndim > 1:
+                return name
+        return ""
+
     def take(self, rows: NDArray[np.int64]) -> MeasuredSamples:
         """Return some of the samples, ascending."""
         return MeasuredSamples(
@@ -164,6 +172,34 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
 
 
 NO_SAMPLES = MeasuredSamples(np.empty(0, np.int64), {})
+
+
+def batch_of_made(
+    batching: Batching, samples: Mapping[str, Any], kept: NDArray[np.int64], segments: BatchSegments
+) -> tuple[dict[str, Any], NDArray[np.int64]]:
+    """A batch of samples that were made for it, and which of its segments are there.
+
+    Args:
+        batching: what the batch was planned by.
+        samples: as `GatherSamples` gives them.
+        kept: [samples], a segment of each.
+        segments: of the whole batch.
+    """
+    positions = segments.segments.position
+    own = MeasuredSamples.of_batch({**samples, KEPT: torch.from_numpy(kept)}, positions)
+    own = own.take(np.argsort(own.positions))
+    there: NDArray[np.int64] = np.flatnonzero(own.has(positions))
+    segments = segments if len(there) == len(positions) else segments.keep(there)
+    return own.batch(batching, segments), there
+
+
+def length_reason(batching: Batching, sample: Mapping[str, Any], planned: int) -> tuple[str, bool]:
+    """Return what is wrong with a sample's lengths, "": nothing; and whether it is not what was planned."""
+    lengths = [len(sample[name]) for name in batching.columns]
+    if reason := unlike_columns(batching.columns, lengths):
+        return reason, False
+    is_wrong = lengths[0] != planned
+    return unlike_planned(batching.column, lengths[0], planned) if is_wrong else "", is_wrong
 
 
 def _taken(column: Lists | list[Any], rows: NDArray[np.int64]) -> Any:

@@ -18,6 +18,9 @@ from dataflow.outputs.output import Output
 from dataflow.ragged import Ragged
 from sharding.printable import listed
 
+KEPT = "__kept__"
+"""The column of `marks_kept`: int64 [samples], which rows of the batch's plan they are."""
+
 
 class OnDemand(Struct, frozen=True, eq=False):
     """Values of a batch's samples, each decoded when it is asked for, and kept by nobody here."""
@@ -140,6 +143,23 @@ class GatherSamples(Struct, frozen=True):
             values = [sample[name] for sample in samples]
             batch[name] = _ragged(values) if name in self.lists else values
         return batch
+
+
+def unlike_columns(columns: Sequence[str], lengths: Sequence[int]) -> str:
+    """Return which of the columns that are cut alike is not as long as the first; "": all are."""
+    for name, length in zip(columns, lengths, strict=True):
+        if length != lengths[0]:
+            parts = f"column {name!r} has {length} elements, and {columns[0]!r} {lengths[0]}"
+            return f"{parts}: they must be alike"
+    return ""
+
+
+def unlike_planned(column: str, made: int, planned: int) -> str:
+    """The reason of a sample that is not as long as the one that was planned with."""
+    return (
+        f"column {column!r} has {made} elements, but its length was said to be {planned}: mend lengths=, or "
+        "change lengths_key= where lengths of another transform were kept"
+    )
 
 
 def _ragged(arrays: Sequence[NDArray[Any]]) -> Ragged:

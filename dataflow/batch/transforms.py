@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from prefetch.memory.interrupts import must_go_on
+from prefetch.memory.interrupts import as_exception, must_go_on
 
 if TYPE_CHECKING:
     from dataflow.batch.samples import BatchSamples
 
 
+BatchFn = Callable[[Any], Any]
 Sample = dict[str, Any]
 _MOST = 32
 """Most characters of a fingerprint."""
@@ -132,3 +133,21 @@ def transformed_together(
                 raise
             failure = failure or error
     return made, failure
+
+
+def called(function: BatchFn, argument: Any, context: Callable[[], str]) -> Any:
+    """Call a user's function of batches; what it raises says where that was.
+
+    A `StopIteration` of it would seem to be the loader's end, a `SystemExit` the program's.
+    """
+    try:
+        return function(argument)
+    except BaseException as error:
+        if must_go_on(error):
+            raise
+        failure: Exception = as_exception(error)
+        if isinstance(error, StopIteration):
+            failure = RuntimeError(f"{getattr(function, '__name__', function)} raised StopIteration")
+            failure.__cause__ = error
+        failure.add_note(context())
+        raise failure from failure.__cause__

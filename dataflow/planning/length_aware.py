@@ -380,16 +380,32 @@ def _check_fit(
     lengths: NDArray[np.integer], batching: Batching, stored: str, dataset: ShardedDataset
 ) -> None:
     """Raise `SampleError` for the first sample that fits no row or batch, where that is an error."""
-    most = batching.refused_beyond
+    most = batching.longest
     if most is None or not (lengths > most).any():
         return
     at = np.flatnonzero(lengths > most)[:1]
+    if batching.refused_beyond is None:
+        outputs = (output for output in dataset.outputs if output.name in batching.whole)
+        arrays = [output.name for output in outputs if len(getattr(output, "shape", ())) > 1]
+        if arrays and dataset.transform is None:
+            reason = f"column {stored!r} has {lengths[at[0]]:,} elements; {not_cut(batching, arrays[0])}"
+            raise error_of_sample(dataset, at, reason, stage="plan")
+        return
     reason = (
         f"column {stored!r} has {lengths[at[0]]:,} elements, more than the {most:,} that "
         f"{type(batching).__name__} takes, as have {np.count_nonzero(lengths > most):,} samples in all; cut "
         "them by overlong=, or leave them out (dataset.filter, dataset.subset)"
     )
     raise error_of_sample(dataset, at, reason, stage="plan")
+
+
+def not_cut(batching: Batching, column: str) -> str:
+    """Why a sample that is too long is not cut: it has values of 2 dimensions or more in a column."""
+    return (
+        f"{type(batching).__name__} cuts at {batching.longest:,}, and each piece would have all of "
+        f"{column!r}, whose values have 2 dimensions or more, as pixels have: make such samples shorter, "
+        'refuse all that are too long by overlong="error", or leave them out by on_error="skip"'
+    )
 
 
 def error_of_sample(

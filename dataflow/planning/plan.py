@@ -72,6 +72,18 @@ class StreamPlan:
         """Return whether samples bring columns of another dataset along."""
         return any(source.joins_used for source in self.dataset.sources)
 
+    @cached_property
+    def makes_rows(self) -> bool:
+        """Return whether samples are made when the row that they are planned for is built.
+
+        So it is where the lengths of samples that a function makes are known. Where samples are cut into
+        pieces, they are made by the megabatch: to make them again for each piece would take longer.
+        """
+        planner = self.planner
+        if planner is None or not planner.is_measured or planner.lengths is None:
+            return False
+        return int(planner.batching.num_segments(planner.lengths).max(initial=0)) <= 1
+
     @property
     def samples_per_batch(self) -> int:
         """Samples of a batch; about how many, of length-aware ones."""

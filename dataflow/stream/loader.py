@@ -358,7 +358,8 @@ class StreamLoader:
         assert loop.plan is not None
         if self._lengths is not None:
             self._lengths.save(self._rank.topology)
-        if self._loops.is_last_begun(loop):
+        is_measured_now = session.decided.plan.measures_lengths and self._plan.makes_rows
+        if self._loops.is_last_begun(loop) and not is_measured_now:
             session.epoch_done(loop.plan.order.epoch)
             self.sessions.keep(loop)
         else:
@@ -525,7 +526,7 @@ class StreamLoader:
         """A session from this position on, which may hold so many bytes."""
         plan, settings, stage, topology = self._plan, self.settings, None, self._rank.topology
         errors, builders = PendingErrors(self._errors), self.builder_plan
-        if plan.planner is not None and plan.planner.is_measured:
+        if plan.planner is not None and plan.planner.is_measured and not plan.makes_rows:
             stage = MeasuringStage(
                 plan=plan,
                 settings=settings,

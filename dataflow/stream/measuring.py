@@ -4,8 +4,9 @@ The engine of such a session makes samples, by whoever builds: each rank its sha
 (`MeasuringPlan`). The consumer takes them evenly while it delivers the megabatch before. When a megabatch is
 whole, ranks tell each other the lengths, which decide its batches on all of them, and send the samples of
 batches that are complete to the ranks that deliver these: a sample is made once in the whole job. Where all
-lengths are known beforehand, each rank makes what it delivers, nothing is exchanged, and what it makes must
-be as long as was said.
+lengths are known beforehand, samples are made when their batch is built, and none of this is needed; but for
+those that are cut into pieces (`StreamPlan.makes_rows`): each rank makes what it delivers, nothing is
+exchanged, and what it makes must be as long as was said.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dataflow.batch.builder import REPEAT, called, checked_dict
-from dataflow.batch.delivered import Delivered, Remark
+from dataflow.batch.builder import REPEAT, checked_dict
+from dataflow.batch.delivered import Delivered, SampleWarning
 from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples
-from dataflow.batch.samples import GatherSamples
+from dataflow.batch.samples import GatherSamples, unlike_columns, unlike_planned
+from dataflow.batch.transforms import called
 from dataflow.planning.exchange import LengthExchange
-from dataflow.planning.length_aware import error_of_sample
+from dataflow.planning.length_aware import error_of_sample, not_cut
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
 from dataflow.stream.deliveries import PendingErrors
@@ -196,7 +198,7 @@ class MeasuringStage:
         """Samples of batches to be delivered here."""
         self._left_out: list[tuple[int, SampleError]] = []
         """Megabatch and error of samples that were left out, until they are counted."""
-        self._remarks: list[Remark] = []
+        self._remarks: list[SampleWarning] = []
         self._lacks: set[int] = set()
         """Positions of samples that batches lack, which were counted."""
 
@@ -231,7 +233,7 @@ class MeasuringStage:
         num_segments, remarks = len(segments.segments), self._take_remarks()
         return [Delivered(self._order.epoch, number, batch, num_segments, errors, remarks=remarks)]
 
-    def _take_remarks(self) -> tuple[Remark, ...]:
+    def _take_remarks(self) -> tuple[SampleWarning, ...]:
         """Return what is odd about samples that were made since the last batch."""
         remarks, self._remarks = tuple(self._remarks), []
         return remarks
@@ -326,8 +328,7 @@ class MeasuringStage:
         for name in others:
             own = _lengths(samples, name)
             for row in np.flatnonzero(own != lengths).tolist():
-                parts = f"column {name!r} has {own[row]} elements, and {lead!r} {lengths[row]}"
-                reasons.setdefault(row, f"{parts}: they must be alike")
+                reasons.setdefault(row, unlike_columns((lead, name), (lengths[row], own[row])))
         if most is not None:
             for row in np.flatnonzero(lengths > most).tolist():
                 reason = (
@@ -336,6 +337,11 @@ class MeasuringStage:
                     'them out by on_error="skip"'
                 )
                 reasons.setdefault(row, reason)
+        elif self._batching.longest is not None:
+            for row in np.flatnonzero(lengths > self._batching.longest).tolist():
+                if name := samples.column_of_arrays(row, but=self._batching.columns):
+                    parts = f"column {lead!r} has {lengths[row]:,} elements"
+                    reasons.setdefault(row, f"{parts}; {not_cut(self._batching, name)}")
         return dict(sorted(reasons.items()))
 
     def _error(self, position: int, reason: str) -> SampleError:
@@ -397,12 +403,8 @@ class MeasuringStage:
         wrong = np.flatnonzero((made != LEFT_OUT) & (made != lengths))
         if len(wrong):
             at = int(wrong[0])
-            raise self._error(
-                first + at,
-                f"column {self._batching.column!r} has {made[at]} elements, but its length was said to be "
-                f"{lengths[at]}: mend lengths=, or change lengths_key= where lengths of another transform "
-                "were kept",
-            )
+            reason = unlike_planned(self._batching.column, int(made[at]), int(lengths[at]))
+            raise self._error(first + at, reason)
         return lengths
 
     def _deal(self) -> None:

@@ -91,9 +91,14 @@ class BatchedColumns:
         return 1
 
     @property
+    def longest(self) -> int | None:
+        """Elements beyond which a sample is cut, or refused; None: any fits."""
+        return None
+
+    @property
     def refused_beyond(self) -> int | None:
         """Elements beyond which a sample fits nowhere and is an error; None: it is cut, or any fits."""
-        return None
+        return self.longest if getattr(self, "overlong", "error") == "error" else None
 
     def with_window(self, window: int) -> Self:
         """The value with this `window`, if it has none."""
@@ -189,9 +194,9 @@ class Packed(BatchedColumns):
         return -(-_ROWS * self.length * len(lengths) // max(1, elements))
 
     @property
-    def refused_beyond(self) -> int | None:
+    def longest(self) -> int:
         """See `BatchedColumns`."""
-        return self.length if self.overlong == "error" else None
+        return self.length
 
     def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
         """See `BatchedColumns`."""
@@ -262,13 +267,13 @@ class TokenBudget(BatchedColumns):
         return self.overlong == "truncate"
 
     @property
-    def refused_beyond(self) -> int | None:
+    def longest(self) -> int:
         """See `BatchedColumns`."""
-        return self.max_tokens // self.multiple * self.multiple if self.overlong == "error" else None
+        return self.max_tokens // self.multiple * self.multiple
 
     def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
         """See `BatchedColumns`."""
-        longest: NDArray[np.integer] = np.minimum(lengths, self.max_tokens // self.multiple * self.multiple)
+        longest: NDArray[np.integer] = np.minimum(lengths, self.longest)
         return longest
 
     def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:

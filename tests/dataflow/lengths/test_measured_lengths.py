@@ -7,6 +7,7 @@ import json
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
@@ -447,6 +448,97 @@ def test_a_length_that_lies_is_an_error_that_names_the_sample(folder: Path) -> N
     assert caught.value.key == "30"
 
 
+class MarkedTokens(CountedTokens):
+    """Counts what it made, without random numbers."""
+
+    fingerprint = "marked"
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        self.made[sample["n"], 0] += 1
+        return tokens_of(sample)
+
+
+LONG_ROWS = Packed(32, overlong="error", window=100)
+
+
+def test_samples_of_known_lengths_are_made_with_their_batch(folder: Path) -> None:
+    tokens = MarkedTokens()
+    with loader_of(folder, replace(LONG_ROWS, lengths=known(folder)), tokens) as loader:
+        rows = list[Any]()
+        for batch in loader:
+            rows.append(segments_of(batch["tokens"]))
+            delivered_so_far = sum(map(len, chain(*rows)))
+            assert sum(tokens.made.values()) == delivered_so_far
+        assert rows == whole_batches(units_of(loader), 3)
+
+
+def test_the_epoch_after_the_one_that_measured_makes_samples_with_their_batch(folder: Path) -> None:
+    tokens = MarkedTokens()
+    with loader_of(folder, LONG_ROWS, tokens) as loader:
+        list(loader)
+        tokens.made.clear()
+        loop = iter(loader)
+        rows = segments_of(next(loop)["tokens"])
+        assert sum(tokens.made.values()) == sum(map(len, rows))
+        rest = [segments_of(batch["tokens"]) for batch in loop]
+        assert [rows, *rest] == whole_batches(units_of(loader, 1), 3)
+
+
+def test_a_resumed_loader_of_known_lengths_makes_only_what_comes(folder: Path) -> None:
+    batching = replace(LONG_ROWS, lengths=known(folder))
+    with loader_of(folder, batching, MarkedTokens()) as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole.append(segments_of(batch["tokens"]))
+            states.append(loader.state_dict())
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        tokens = MarkedTokens()
+        with loader_of(folder, batching, tokens) as loader:
+            loader.load_state_dict(states[cut - 1])
+            assert delivered(loader) == whole[cut:]
+        assert sum(tokens.made.values()) == sum(map(len, chain(*whole[cut:])))
+
+
+@pytest.mark.parametrize("tail", ["pad", "uneven"])
+def test_a_bad_sample_in_a_planned_row_is_a_hole_that_is_counted_once(folder: Path, tail: str) -> None:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        ids = tokens_of(sample)["tokens"][:: 0 if sample["n"] == 17 else 1]
+        mask = [1] * len(ids[sample["n"] == 31 :])
+        return {"tokens": ids, "mask": mask, "own": np.array([sample["n"]])}
+
+    batching = Packed(
+        32, columns=["tokens", "mask"], whole=["own"], pad={"tokens": 7}, window=100, overlong="error"
+    )
+    batching = replace(batching, lengths=known(folder))
+    options = {"on_error": "skip", "tail": tail, "topology": rank(0, 1), "batch_size": 5}
+    with loader_of(folder, batching) as loader:
+        planned_rows = {tuple(map(tuple, row)) for row in units_of(loader)}
+    with loader_of(folder, batching, tokens, **options) as loader:
+        num_holes = 0
+        for batch in loader:
+            rows = batch["tokens"]
+            units = segments_of(rows)
+            assert batch["own"].values.tolist() == [piece[0] // 100 for row in units for piece in row]
+            outside = rows.segment_ids == 0
+            assert (rows.tokens[outside] == 7).all()
+            assert not batch["mask"][outside].any()
+            assert batch["mask"][~outside].all()
+            assert (rows.targets(mask=batch["mask"])[outside] == -100).all()
+            num_holes += sum(tuple(map(tuple, row)) not in planned_rows for row in units)
+        assert loader.stats().skipped_samples == 2
+        assert num_holes in (1, 2)
+
+
+def test_with_raise_a_bad_sample_in_a_planned_row_ends_the_loop(folder: Path) -> None:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        ids = tokens_of(sample)["tokens"]
+        return {"tokens": ids, "mask": ids[sample["n"] == 31 :]}
+
+    batching = replace(LONG_ROWS, columns=["tokens", "mask"], lengths=known(folder))
+    with loader_of(folder, batching, tokens) as loader, pytest.raises(SampleError, match="alike"):
+        list(loader)
+
+
 # ---- what cannot be batched --------------------------------------------------------------------------
 
 
@@ -718,6 +810,24 @@ def test_samples_that_fit_nowhere_are_named_or_left_out(folder: Path, batching: 
         assert loader.stats().skipped_samples == len(long)
     came = sorted(piece[0] // 100 for unit in rows for piece in unit if piece)
     assert came == [n for n in range(NUM_DOCUMENTS) if n not in long and length_of(n)]
+
+
+@pytest.mark.parametrize("batching", [Packed(9, window=40), TokenBudget(9, overlong="truncate", window=40)])
+def test_a_sample_is_not_cut_where_every_piece_would_have_all_its_pixels(folder: Path, batching: Any) -> None:
+    def with_pixels(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return tokens_of(sample) | {"pixels": torch.zeros(2, 3)}
+
+    long = [n for n in range(NUM_DOCUMENTS) if length_of(n) > 9]
+    cure = 'cuts at 9, and each piece would have all of \'pixels\'.*overlong="error".*on_error="skip"'
+    with loader_of(folder, batching, with_pixels) as loader, pytest.raises(SampleError, match=cure) as caught:
+        list(loader)
+    shard = int(caught.value.shard.removesuffix(".jsonl")[-1])
+    assert shard + 3 * int(caught.value.key or -1) in long
+    with loader_of(folder, batching, with_pixels, on_error="skip") as loader:
+        came = [n for batch in loader for n in batch["n"].tolist()]
+        assert loader.stats().skipped_samples == len(long)
+    assert len(came) == len({*came})
+    assert not {*came} & {*long}
 
 
 def test_a_transform_with_a_fingerprint_needs_no_key(folder: Path) -> None:
