@@ -50,6 +50,9 @@ class VisionChat:
     (of a tar by `columns={"images": "*.jpg"}`, of Parquet as Hugging Face writes it), with
     `decode={"images": None}`, or members `0.jpg`, `1.jpg` ... of the sample.
 
+    Where decoding is equal (JPEG, 8-bit PNG, WebP), float32 patches are to the last bit the processor's.
+    Of animations the first frame counts, transparency is dropped, and nothing is fetched.
+
     Args:
         tokenizer: a `tokenizer.json`, or the folder of a model that has one. Where a
             `preprocessor_config.json` is beside it, sizes, patches, mean and deviation come from there.
