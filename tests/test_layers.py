@@ -241,6 +241,7 @@ MAY_USE: dict[str, set[str]] = {
         *LEAVES,
     },
     "dataflow.text": {"dataflow.batch"},
+    "dataflow.vision": {"dataflow.decode", "dataflow.text"},
     "dataflow.integrations": {
         "dataflow.batch",
         "dataflow.telemetry.serving",
@@ -335,6 +336,7 @@ MOST_LINES = {
     "dataflow/tools/top": 1_390,
     "dataflow/tools/terminal": 1_025,
     "dataflow/tools/verdicts": 765,
+    "dataflow/vision": 700,
     "dataflow/workers": 3_200,
 }
 """Lines that a folder of the packages may have, in Python and C: what it had on 27 Nov 2026, and a tenth."""

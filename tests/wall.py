@@ -28,6 +28,7 @@ OUTSIDE = {
     "conversion and executors": ("dataflow.conversion", "dataflow.engines"),
     "Ray": ("dataflow.actors",),
     "text": ("dataflow.text",),
+    "pictures and text": ("dataflow.vision",),
     "frameworks": ("dataflow.integrations",),
     "test kit": TEST_KIT,
     "images": (
