@@ -304,7 +304,7 @@ MOST_LINES = {
     "dataflow": 3_200,
     "dataflow/actors": 1_100,
     "dataflow/batch": 2_605,
-    "dataflow/conversion": 3_080,
+    "dataflow/conversion": 3_087,
     "dataflow/decode": 2_350,
     "dataflow/engines": 835,
     "dataflow/grad": 3_200,

@@ -8,7 +8,7 @@ by name, here and nowhere else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -82,7 +82,7 @@ class LengthsAlone:
         whole: columns whose lengths do not count.
     """
 
-    def __init__(self, transform: Any, columns: Sequence[str], whole: Sequence[str]) -> None:
+    def __init__(self, transform: Any, columns: Sequence[str], whole: Iterable[str]) -> None:
         self._measure, self._columns, self._whole = transform.measure, columns, whole
         self.fingerprint, self.releases_gil = fingerprint_of(transform), releases_gil(transform)
 
