@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
-    from vision_kit import IMAGE, VIDEO, alone, flash_stand_in, linear_stand_in, make_chat, make_model
+    from vision_models_kit import IMAGE, VIDEO, alone, flash_stand_in, linear_stand_in, make_chat, make_model
 
     from dataflow.integrations import vision_inputs
     from dataflow.integrations.transformers import model_inputs
