@@ -125,8 +125,7 @@ class BuildSettings(Struct, frozen=True, kw_only=True):
     @property
     def gathers(self) -> GatherSamples | None:
         """The function that gathers samples made for a planned batch; None: they are not made for one."""
-        own = self.collate
-        return own if self.batching is not None and isinstance(own, GatherSamples) else None
+        return self.collate if self.batching and isinstance(self.collate, GatherSamples) else None
 
     def forms(self, column: str) -> bool:
         """Return whether the column is packed or padded here; a user's `collate` does that by itself."""
@@ -383,7 +382,8 @@ class BatchBuilder:
         kept = np.arange(size)
         if segments is not None and settings.gathers:  # a sample once, however often it is in the batch
             kept = np.sort(np.unique(segments.segments.position, return_index=True)[1])
-        dropped = {r - row for r in columns.bad if row <= r < row + size} & {*kept.tolist()}
+        if dropped := {r - row for r in columns.bad if row <= r < row + size}:
+            dropped &= {*kept.tolist()}
         for r in sorted(dropped):
             self._leave_out(columns.bad[row + r], columns.bad[row + r].__cause__, skipped)
         if dropped or len(kept) < size:

@@ -233,6 +233,21 @@ def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
     return KeptLengths([_lengths_file(batching, source) for source in sources])
 
 
+def _unused_measure(
+    settings: StreamSettings, dataset: ShardedDataset | Mixture, kept: KeptLengths | None
+) -> str:
+    """Return why a transform's `measure` tells no lengths; "": it does, none has it, or they are given."""
+    transforms = [source.transform for source in dataset.sources]
+    have = [transform for transform in transforms if callable(getattr(transform, "measure", None))]
+    if not have or settings.batching is None or settings.batching.lengths is not None:
+        return ""
+    if any(measure_of(transform) is None for transform in have):
+        return "measure takes rng, whose lengths hold for one epoch"
+    if len(have) < len(transforms):
+        return "the transforms of some sources of the mixture have no measure"
+    return "" if kept else "the transform has no fingerprint, and batching= no lengths_key="
+
+
 class SampleLengths:
     """The lengths of samples that are made, as a loader knows them, and the ranks that measure them with it.
 
@@ -245,6 +260,8 @@ class SampleLengths:
         self._timeout_s, self._dataset, self._batching = settings.timeout_s, dataset, settings.batching
         self._kept = kept_lengths(settings, dataset)
         self._was_asked = False
+        if reason := _unused_measure(settings, dataset, self._kept):
+            _log.warning("%s, so measure is not used: megabatches are made to be planned", reason)
         self.exchange: LengthExchange | None = None
         """With the other ranks; None: not joined yet, or there are none."""
 
@@ -307,7 +324,10 @@ class SampleLengths:
                 "transform= makes is measured once and kept, under its fingerprint or lengths_key= of "
                 "batching=, and not where it takes rng="
             )
-        _log.info("all samples are measured once, before the first batch")
+        _log.log(
+            logging.INFO if is_needed else logging.WARNING,
+            "all samples are read and measured once, before the first batch; their lengths are kept",
+        )
         known = []
         for source in self._dataset.sources:
             alone = copy.copy(source)

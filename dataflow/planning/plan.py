@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from dataflow.batch.transforms import measure_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
@@ -76,11 +77,14 @@ class StreamPlan:
     def makes_rows(self) -> bool:
         """Return whether samples are made when the row that they are planned for is built.
 
-        So it is where the lengths of samples that a function makes are known. Where samples are cut into
-        pieces, they are made by the megabatch: to make them again for each piece would take longer.
+        So it is where lengths are known, and samples may be large: columns come whole, as pixels do, or the
+        transform has `measure`. Text alone is made by the megabatch, many samples together, which takes half
+        of the time; so are samples that are cut, which would be made again for each piece.
         """
         planner = self.planner
         if planner is None or not planner.is_measured or planner.lengths is None:
+            return False
+        if not (planner.batching.whole or all(measure_of(s.transform) for s in self.dataset.sources)):
             return False
         return int(planner.batching.num_segments(planner.lengths).max(initial=0)) <= 1
 

@@ -18,6 +18,7 @@ from dataflow.text.chat_template import ChatText, template_of
 from dataflow.text.tokenizer import TokenizerFile, checked_dtype, tokenizer_fingerprint
 from dataflow.vision.family import family_of
 from dataflow.vision.pictures import Picture, picture_members, pictures_of
+from dataflow.vision.positions import image_positions
 
 Sample = dict[str, Any]
 LEFT_OUT = "messages_left_out"
@@ -28,8 +29,6 @@ class VisionTokens(NamedTuple):
 
     ids: NDArray[np.int64]
     mask: NDArray[np.bool_]
-    starts: list[int]
-    """The first token of each picture."""
 
 
 class VisionChat:
@@ -150,13 +149,14 @@ class VisionChat:
         members = () if self.images in sample else picture_members(sample)
         made = {*members, self.column, self.images, self.tools}
         rest = {name: value for name, value in sample.items() if name not in made}
-        positions = self.family.positions(len(tokens.ids), tokens.starts, grids)
+        thw = torch.tensor([(1, *grid) for grid in grids], dtype=torch.int64).view(-1, 3)
+        is_image, length = torch.from_numpy(tokens.ids == self._image_id), torch.tensor([len(tokens.ids)])
+        positions = image_positions(is_image, length, thw, self.family.merge).T
         rest["input_ids"] = torch.from_numpy(tokens.ids.astype(self._dtype))
         rest["loss_mask"] = torch.from_numpy(tokens.mask)
-        rest["mrope"] = torch.from_numpy(positions.astype(self._dtype))
+        rest["mrope"] = positions.to(rest["input_ids"].dtype).contiguous()
         rest["pixel_values"] = self._pixel_values(pictures, grids)
-        thw = [(1, *grid) for grid in grids]
-        rest["image_grid_thw"] = torch.tensor(thw, dtype=torch.int64).view(-1, 3)
+        rest["image_grid_thw"] = thw
         if self.max_length is not None:
             rest[LEFT_OUT] = left_out
         if left_out and not self._has_warned:
@@ -262,8 +262,7 @@ class VisionChat:
         learned[places] = False
         times = np.ones(len(ids), np.int64)
         times[places] = [self.family.num_tokens(grid) for grid in grids]
-        starts = (np.cumsum(times) - times)[places].tolist()
-        return VisionTokens(np.repeat(ids, times), np.repeat(learned, times), starts)
+        return VisionTokens(np.repeat(ids, times), np.repeat(learned, times))
 
     def _pixel_values(self, pictures: Sequence[Picture], grids: Sequence[tuple[int, int]]) -> Tensor:
         sizes = [down * across for down, across in grids]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,22 +99,6 @@ class VisionFamily(NamedTuple):
         levels = patches.view(len(patches), 3, self.patch**2).to(torch.float32).sub_(mean).div_(std)
         repeated = levels[:, :, None].expand(-1, -1, self.temporal, -1)
         return repeated.reshape(len(patches), self.temporal * self.values)
-
-    def positions(
-        self, num_tokens: int, starts: Sequence[int], grids: Sequence[tuple[int, int]]
-    ) -> NDArray[np.int64]:
-        """Positions [num_tokens, 3] in time, height and width, where pictures begin at `starts`."""
-        out, position, begin = np.empty((num_tokens, 3), np.int64), 0, 0
-        for start, grid in zip((*starts, num_tokens), (*grids, (0, 0)), strict=True):
-            out[begin:start] = np.arange(position, position + start - begin)[:, None]
-            position += start - begin
-            down, across = grid[0] // self.merge, grid[1] // self.merge
-            begin = start + down * across
-            out[start:begin, 0] = position
-            out[start:begin, 1] = position + np.repeat(np.arange(down), across)
-            out[start:begin, 2] = position + np.tile(np.arange(across), down)
-            position += max(down, across)
-        return out
 
 
 FAMILIES = {

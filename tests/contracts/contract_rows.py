@@ -145,10 +145,10 @@ def write_three(folder: Path) -> None:
 
 
 @functools.cache
-def three(folder: Path, is_measured: bool = False) -> list[ShardedDataset]:
+def three(folder: Path, transform: Documents | None = None) -> list[ShardedDataset]:
     """Of three formats, of unlike sizes, with documents and where they came from."""
     columns = {"n": "label", "tokens": "lst", "url": "__url__"}
-    how = {"columns": columns, "transform": Documents() if is_measured else None}
+    how = {"columns": columns, "transform": transform}
     a, b, c = (ShardedDataset(**arguments(folder / name), **how) for name in "abc")
     return [a, b.take(20), c.take(9)]
 
@@ -202,6 +202,14 @@ class Documents:
         return {"n": number, "url": sample["url"], "tokens": torch.full((number * 7 % 11,), number)}
 
 
+class NumberedDocuments(Documents):
+    """Has the number in a list, too, which comes whole: such samples are made when their row is built."""
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        made = super().__call__(sample)
+        return made | {"own": [made["n"]]}
+
+
 # ---- rows -----------------------------------------------------------------------------------------------
 
 RULES: dict[str, Callable[..., Mixture]] = {
@@ -242,7 +250,7 @@ def packed_mixture(batching: str, rule: str, is_measured: bool = False, weights:
     """Of known lengths, or of those that a transform makes."""
     return Row(
         write_three,
-        lambda folder: RULES[rule](*three(folder, is_measured), **how),
+        lambda folder: RULES[rule](*three(folder, Documents() if is_measured else None), **how),
         {"batching": BATCHINGS[batching]("tokens"), "shuffle": NODES},
         packed_rows,
         dict(weights),
@@ -255,7 +263,7 @@ def measured(batching: str, shuffle: Shuffle | None = NODES) -> Row:
     """Documents that a transform makes."""
     return Row(
         write_three,
-        lambda folder: three(folder, True)[0],
+        lambda folder: three(folder, Documents())[0],
         {"batching": BATCHINGS[batching]("tokens"), "shuffle": shuffle},
         packed_rows,
         is_measured=True,
@@ -270,10 +278,10 @@ def document_lengths(catalog: Any) -> NDArray[np.int64]:
 
 def planned(batching: Batching, **more: Any) -> Row:
     """Documents that a transform makes where their row is built: lengths are known."""
-    rule = replace(batching, lengths=document_lengths)
+    rule = replace(batching, lengths=document_lengths, whole=["own"])
     return Row(
         write_three,
-        lambda folder: three(folder, True)[0],
+        lambda folder: three(folder, NumberedDocuments())[0],
         {"batching": rule, "shuffle": NODES, **more},
         packed_rows,
         transforms=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -458,15 +459,16 @@ class MarkedTokens(CountedTokens):
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         self.made[sample["n"], 0] += 1
-        return tokens_of(sample)
+        return tokens_of(sample) | {"own": [sample["n"]]}
 
 
 LONG_ROWS = Packed(32, overlong="error", window=100)
+WITH_OWN = replace(LONG_ROWS, whole=["own"])
 
 
 def test_samples_of_known_lengths_are_made_with_their_batch(folder: Path) -> None:
     tokens = MarkedTokens()
-    with loader_of(folder, replace(LONG_ROWS, lengths=known(folder)), tokens) as loader:
+    with loader_of(folder, replace(WITH_OWN, lengths=known(folder)), tokens) as loader:
         rows = list[Any]()
         for batch in loader:
             rows.append(segments_of(batch["tokens"]))
@@ -477,7 +479,7 @@ def test_samples_of_known_lengths_are_made_with_their_batch(folder: Path) -> Non
 
 def test_the_epoch_after_the_one_that_measured_makes_samples_with_their_batch(folder: Path) -> None:
     tokens = MarkedTokens()
-    with loader_of(folder, LONG_ROWS, tokens) as loader:
+    with loader_of(folder, WITH_OWN, tokens) as loader:
         list(loader)
         tokens.made.clear()
         loop = iter(loader)
@@ -488,7 +490,7 @@ def test_the_epoch_after_the_one_that_measured_makes_samples_with_their_batch(fo
 
 
 def test_a_resumed_loader_of_known_lengths_makes_only_what_comes(folder: Path) -> None:
-    batching = replace(LONG_ROWS, lengths=known(folder))
+    batching = replace(WITH_OWN, lengths=known(folder))
     with loader_of(folder, batching, MarkedTokens()) as loader:
         whole, states = [], []
         for batch in loader:
@@ -502,6 +504,13 @@ def test_a_resumed_loader_of_known_lengths_makes_only_what_comes(folder: Path) -
         assert sum(tokens.made.values()) == sum(map(len, chain(*whole[cut:])))
 
 
+def test_text_alone_is_made_by_the_megabatch_where_its_lengths_are_known(folder: Path) -> None:
+    tokens = MarkedTokens()
+    with loader_of(folder, replace(LONG_ROWS, lengths=known(folder)), tokens) as loader:
+        rows = segments_of(next(iter(loader))["tokens"])
+        assert sum(tokens.made.values()) >= 100 > sum(map(len, rows))
+
+
 class HeaderTokens(MarkedTokens):
     """Tells lengths without making samples."""
 
@@ -511,7 +520,9 @@ class HeaderTokens(MarkedTokens):
         return {"tokens": len(sample["text"])}
 
 
-def test_where_a_transform_measures_the_first_epoch_makes_samples_with_their_batch(folder: Path) -> None:
+def test_where_a_transform_measures_the_first_epoch_makes_samples_with_their_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = HeaderTokens()
     with loader_of(folder, LONG_ROWS, tokens) as loader:
         assert not tokens.made
@@ -523,8 +534,26 @@ def test_where_a_transform_measures_the_first_epoch_makes_samples_with_their_bat
         assert len(rows) == num
         assert rows == whole_batches(units_of(loader), 3)
     with loader_of(folder, LONG_ROWS, HeaderTokens()) as loader:  # kept: nothing is measured
-        HeaderTokens.measure = None  # type: ignore[assignment]
+        monkeypatch.delattr(HeaderTokens, "measure")  # the loader has looked for it
         assert len(loader) == num
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "reason"), [("", "no fingerprint.*lengths_key="), ("headers", "measure takes rng")]
+)
+def test_a_measure_that_is_not_used_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture, fingerprint: str, reason: str
+) -> None:
+    class Unused(HeaderTokens):
+        pass
+
+    Unused.fingerprint = fingerprint
+    if fingerprint:
+        Unused.measure = lambda self, sample, rng: {}  # type: ignore[assignment,misc]
+    with loader_of(folder, LONG_ROWS, Unused()) as loader:
+        assert delivered(loader) == whole_batches(units_of(loader), 3)
+    (line,) = caplog.messages
+    assert re.search(f"{reason}.*measure is not used", line)
 
 
 @pytest.mark.parametrize("lie", [1, -1])
@@ -591,9 +620,9 @@ def test_a_bad_sample_in_a_planned_row_is_a_hole_that_is_counted_once(folder: Pa
 def test_with_raise_a_bad_sample_in_a_planned_row_ends_the_loop(folder: Path) -> None:
     def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
         ids = tokens_of(sample)["tokens"]
-        return {"tokens": ids, "mask": ids[sample["n"] == 31 :]}
+        return {"tokens": ids, "mask": ids[sample["n"] == 31 :], "own": [sample["n"]]}
 
-    batching = replace(LONG_ROWS, columns=["tokens", "mask"], lengths=known(folder))
+    batching = replace(WITH_OWN, columns=["tokens", "mask"], lengths=known(folder))
     with loader_of(folder, batching, tokens) as loader, pytest.raises(SampleError, match="alike"):
         list(loader)
 

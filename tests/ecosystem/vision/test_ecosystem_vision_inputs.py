@@ -23,7 +23,8 @@ with warnings.catch_warnings():
 
     from dataflow.integrations import vision_inputs
     from dataflow.integrations.transformers import model_inputs
-    from dataflow.integrations.vision_inputs import FAMILIES, image_positions
+    from dataflow.integrations.vision_inputs import FAMILIES
+    from dataflow.vision.positions import image_positions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
