@@ -46,7 +46,7 @@ from dataflow.stream.decisions import (
 from dataflow.stream.deliveries import DeliveryCounters, ErrorBudget, PendingErrors, RepeatedBatch
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
-from dataflow.stream.measuring import MeasuringStage
+from dataflow.stream.measuring import LengthsStage, MeasuringStage
 from dataflow.stream.resources import warm_up
 from dataflow.stream.session import Session
 from dataflow.tables import builders_text
@@ -168,10 +168,8 @@ class StreamLoader:
             return
         assert self._lengths is not None
         planner = self._lengths.join_ranks(planner, self._rank.topology, self._plan.rank)
-        by_tokens = is_by_tokens(self.dataset)
-        if planner.lengths is None and (by_tokens or self._lengths.comes_first):
-            known = self._lengths.measured(self._measure, is_needed=by_tokens)
-            planner = planner if known is None else planner.with_lengths(known)
+        if planner.lengths is None and is_by_tokens(self.dataset):
+            planner = planner.with_lengths(self._lengths.measured(self._measure))
         self._use_planner(planner)
 
     def _measure(self, source: ShardedDataset) -> SampleLengths:
@@ -406,7 +404,7 @@ class StreamLoader:
         """Return whether `on_error` may leave nothing of a batch that was planned with more."""
         planner = self._plan.planner
         leaves_out_first = planner is not None and planner.lengths is None
-        return self._skips_bad and not leaves_out_first
+        return self._skips_bad and (self._plan.measures_ahead or not leaves_out_first)
 
     @property
     def remainder(self) -> int:
@@ -529,7 +527,7 @@ class StreamLoader:
         plan, settings, stage, topology = self._plan, self.settings, None, self._rank.topology
         errors, builders = PendingErrors(self._errors), self.builder_plan
         if plan.planner is not None and plan.planner.is_measured and not plan.makes_rows:
-            stage = MeasuringStage(
+            stage = (LengthsStage if plan.measures_ahead else MeasuringStage)(
                 plan=plan,
                 settings=settings,
                 errors=errors,
@@ -537,6 +535,8 @@ class StreamLoader:
                 exchange=self._lengths.exchange if self._lengths else None,
                 record=self._record,
             )
+            if plan.measures_ahead:
+                memory_limit //= 2  # the other half is for the rows
             plan, settings = stage.plan, stage.settings
             builders = plan_builders(plan, settings, topology)
         decided = plan_session(plan, settings, topology, memory_limit, builders)
@@ -566,7 +566,7 @@ class StreamLoader:
             untrained_samples=delivered.remarks[UNTRAINED],
             read_amplification=self._plan.read_amplification,
             lengths=self._length_plan.stats if self._length_plan else None,
-            mapped_bytes=sum(session.resources.sources.mapped_bytes for session in sessions),
+            mapped_bytes=sum(session.mapped_bytes for session in sessions),
             unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
         )
 

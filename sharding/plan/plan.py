@@ -39,6 +39,9 @@ class RankPlan(ABC):
         batch_plan: which items each batch takes.
     """
 
+    goes_on = False
+    """True if more of the epoch is planned later: from `position_after(num_batches)` on."""
+
     def __init__(self, order: EpochOrder, batch_plan: BatchPlan) -> None:
         self.order, self._batch_plan = order, batch_plan
 
