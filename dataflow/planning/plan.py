@@ -27,6 +27,7 @@ from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
 from sharding.plan.difference import SOURCES, Difference, Facts, differing
+from sharding.plan.history import StepHistory
 from sharding.plan.placement import read_amplification, shard_index_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import resolve_windows
@@ -262,6 +263,14 @@ class StreamPlan:
             f"seed={state.seed} and loader.set_epoch({state.epoch + 1}) run the next epoch. A state that was "
             "taken between two epochs does so by itself"
         )
+
+    def history(
+        self, told: StepHistory | None, state: PlanState, of: ShardedDataset | Mixture
+    ) -> StepHistory | None:
+        """The history that a state tells, as far as its epochs and positions mean the same samples here."""
+        is_same = state.fingerprint.partition("@")[0] == of.fingerprint()
+        is_known = is_same and state.batching == self.mark(state.epoch, state.position)
+        return told if is_known or told is None else told.forgotten()
 
     def _gone_on(self, state: PlanState, of: ShardedDataset | Mixture) -> StreamPlan:
         """The plan at a state of the same samples."""

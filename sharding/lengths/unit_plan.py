@@ -45,7 +45,7 @@ from sharding.lengths.units import (
 from sharding.order.epoch_order import EpochOrder, Windows
 from sharding.order.permutations import mix_key
 from sharding.order.windows import ranges, windows_touched
-from sharding.plan.batch_plan import BatchPlan, Dealing
+from sharding.plan.batch_plan import BatchPlan, Dealing, Tail
 from sharding.plan.plan import RankPlan
 
 LEFT_OUT = -1
@@ -371,6 +371,11 @@ class UnitPlan(MegabatchPlan):
     def start(self) -> int:
         """Units done before the first batch."""
         return self._dealing.get("start", 0)
+
+    @property
+    def tail(self) -> Tail:
+        """See `RankPlan.tail`; before all units are known, only whole batches are dealt."""
+        return self._dealing["tail"]
 
     @property
     def known_from(self) -> int:
