@@ -289,7 +289,7 @@ MOST_LINES = {
     "sharding/lengths": 1_867,
     "sharding/mixture": 1_450,
     "sharding/order": 1_650,
-    "sharding/plan": 1_615,
+    "sharding/plan": 1_611,
     "sharding/topology": 950,
     "sharding/write": 1_721,
     "prefetch": 770,
@@ -313,11 +313,7 @@ MOST_LINES = {
     "dataflow/grad/strategies": 1_750,
     "dataflow/integrations": 1_165,
     "dataflow/outputs": 2_600,
-<<<<<<< HEAD
-    "dataflow/planning": 1_406,
-=======
-    "dataflow/planning": 1_425,
->>>>>>> main
+    "dataflow/planning": 1_415,
     "dataflow/processes": 1_500,
     "dataflow/progress": 207,
     "dataflow/sources": 2_739,
@@ -325,11 +321,7 @@ MOST_LINES = {
     "dataflow/sources/listing": 971,
     "dataflow/sources/tables": 894,
     "dataflow/staging": 2_490,
-<<<<<<< HEAD
-    "dataflow/stream": 3_074,
-=======
-    "dataflow/stream": 3_103,
->>>>>>> main
+    "dataflow/stream": 3_100,
     "dataflow/testing": 650,
     "dataflow/text": 1_250,
     "dataflow/telemetry": 218,
