@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from fractions import Fraction
@@ -167,10 +167,17 @@ def make_planner(
     length.
     """
     sources = dataset.sources
-    parts = None
+    parts, costs = None, None
     if batching.lengths is not None or not measured:
-        asked = _lengths_asked(batching.lengths, dataset)
-        parts = [_source_lengths(batching, one, own) for one, own in zip(sources, asked, strict=True)]
+        names = [batching.column, *batching.cost_columns]
+        if measured and (unknown := [name for name in names if batching.lengths_of(name) is None]):
+            raise ValueError(
+                f"lengths= does not tell of {unknown[0]!r}, which counts as well: pass "
+                f"lengths={{name: ...}} for each of {listed(names)}"
+            )
+        parts, *others = ([*_all_lengths(batching, dataset, name)] for name in names)
+        if others:
+            costs = np.stack([np.concatenate(own) for own in others], axis=1)
     shares: Sequence[Fraction] = [Fraction(1)]
     if isinstance(dataset, Mixture):
         shares = dataset.shares
@@ -192,6 +199,7 @@ def make_planner(
         batching,
         max(1, min(most, int(window_bytes / each))),
         lengths=lengths,
+        costs=costs,
         measured_as=_lengths_key(batching, dataset) if measured else None,
         mean_length=mean,
         num_in_token=num_in_token,
@@ -223,6 +231,16 @@ def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
     return KeptLengths([_lengths_file(batching, source) for source in sources])
 
 
+def kept_costs(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> list[KeptLengths]:
+    """The costs that were measured before, of each cost column, where lengths are kept."""
+    batching = settings.batching
+    assert batching is not None
+    return [
+        KeptLengths([_lengths_file(batching, source, name) for source in dataset.sources])
+        for name in batching.cost_columns
+    ]
+
+
 class SampleLengths:
     """The lengths of samples that are made, as a loader knows them, and the ranks that measure them with it.
 
@@ -234,13 +252,18 @@ class SampleLengths:
     def __init__(self, settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
         self._timeout_s, self._dataset = settings.timeout_s, dataset
         self._kept = kept_lengths(settings, dataset)
+        self._kept_costs = kept_costs(settings, dataset) if self._kept else []
         self.exchange: LengthExchange | None = None
         """With the other ranks; None: not joined yet, or there are none."""
 
     @property
     def are_known(self) -> bool:
         """Return whether those of all samples are kept."""
-        return self._kept is not None and self._kept.is_complete
+        return self._kept is not None and all(one.is_complete for one in self._all_kept)
+
+    @property
+    def _all_kept(self) -> list[KeptLengths]:
+        return [*([self._kept] if self._kept else []), *self._kept_costs]
 
     def join_ranks(self, planner: UnitPlanner, topology: Topology, shard_index: int) -> UnitPlanner:
         """Join the other ranks, once; the planner that knows what all of them know. A collective."""
@@ -252,26 +275,40 @@ class SampleLengths:
                     "lengths that are measured on the way are exchanged among all of them"
                 )
             self.exchange = LengthExchange(shard_index, self._timeout_s)
-            if not self.exchange.agreed(kept.digest if kept else "") and kept:
-                kept.forget()  # as on the ranks of a machine that has not seen these samples
+            if not self.exchange.agreed("".join(one.digest for one in self._all_kept)) and kept:
+                for one in self._all_kept:
+                    one.forget()  # as on the ranks of a machine that has not seen these samples
                 planner = planner.with_lengths(None)
         return self._with_lengths(planner)
 
     def record(
-        self, planner: UnitPlanner, order: EpochOrder, first: int, lengths: NDArray[np.int64]
+        self,
+        planner: UnitPlanner,
+        order: EpochOrder,
+        first: int,
+        lengths: NDArray[np.int64],
+        costs: NDArray[np.int64] | None = None,
     ) -> UnitPlanner:
         """Keep the lengths of samples from a position of an order on; the planner that knows them, too."""
+        samples = order.samples(np.arange(first, first + len(lengths)))
         if self._kept is not None:
-            self._kept.note(order.samples(np.arange(first, first + len(lengths))), lengths)
+            self._kept.note(samples, lengths)
+        for at, kept in enumerate(self._kept_costs):
+            assert costs is not None
+            kept.note(samples, costs[:, at])
         return self._with_lengths(planner)
 
     def _with_lengths(self, planner: UnitPlanner) -> UnitPlanner:
         kept, most = self._kept, planner.batching.refused_beyond
-        if kept is None or not kept.is_complete or planner.lengths is not None:
+        if kept is None or not self.are_known or planner.lengths is not None:
             return planner
         if most is not None and (kept.lengths > most).any():
             return planner  # such samples are named, or left out, when they are made
-        return planner.with_lengths(kept.lengths)
+        costs = [one.lengths for one in self._kept_costs]
+        for own, top in zip(costs, planner.batching.most_costs.values(), strict=False):
+            if (own > top).any():
+                return planner
+        return planner.with_lengths(kept.lengths, np.stack(costs, axis=1) if costs else None)
 
     def measured(self, measure: Callable[[ShardedDataset], SampleLengths]) -> NDArray[np.int32]:
         """The lengths of all samples, before the first batch: shares of tokens begin with them.
@@ -303,16 +340,17 @@ class SampleLengths:
     def save(self, topology: Topology, *, if_much: bool = False) -> None:
         """Write what is new, on one rank of each machine; `if_much`: not every few samples."""
         if self._kept is not None and topology.local_rank == 0:
-            (self._kept.save_much if if_much else self._kept.save)()
+            for kept in self._all_kept:
+                (kept.save_much if if_much else kept.save)()
 
 
-def _lengths_file(batching: Batching, source: ShardedDataset) -> LengthsFile:
-    """Return where the lengths of a source's samples are kept."""
+def _lengths_file(batching: Batching, source: ShardedDataset, column: str = "") -> LengthsFile:
+    """Return where the lengths of a source's samples are kept; of a cost `column`, or the one that leads."""
     outputs = [f"{one.name} {one.sources} {one.description()}" for one in source.outputs]
     return LengthsFile(
         num_samples=len(source),
         catalog=source.catalog.fingerprint(),
-        facts=[source.fingerprint(), batching.column, *outputs, _lengths_key(batching, source)],
+        facts=[source.fingerprint(), column or batching.column, *outputs, _lengths_key(batching, source)],
         catalog_path=source.catalog_path,
     )
 
@@ -335,14 +373,23 @@ def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[
     )
 
 
+def _all_lengths(
+    batching: Batching, dataset: ShardedDataset | Mixture, column: str
+) -> Iterator[NDArray[np.integer]]:
+    """The lengths of a column's values, source after source."""
+    asked = _lengths_asked(batching.lengths_of(column), dataset)
+    for source, own in zip(dataset.sources, asked, strict=True):
+        yield _source_lengths(batching, source, own, column)
+
+
 def _source_lengths(
-    batching: Batching, dataset: ShardedDataset, asked: Lengths | None
+    batching: Batching, dataset: ShardedDataset, asked: Lengths | None, column: str
 ) -> NDArray[np.integer]:
     """The lengths of the samples of one dataset, those of a view alone."""
-    output = _output(batching.column, dataset)
-    stored = output.sources[0] if output is not None else batching.column  # `columns=` may rename
+    output = _output(column, dataset)
+    stored = output.sources[0] if output is not None else column  # `columns=` may rename
     named = asked is not None
-    join = next((join for join in dataset.joins_used if batching.column in join.names and not named), None)
+    join = next((join for join in dataset.joins_used if column in join.names and not named), None)
     of = dataset if join is None else join.other
     source = of.source()
 
@@ -356,8 +403,12 @@ def _source_lengths(
         at, row = dataset.selection.locate(np.arange(len(dataset)))
         samples = dataset.catalog.blocks.first_sample[at] + row
         lengths = lengths[samples if join is None else join.matches.of(samples)]
+    if column != batching.column:
+        costs: NDArray[np.integer] = np.maximum(lengths, 0)  # a sample without it costs nothing
+        _check_fit(costs, batching, stored, dataset, batching.most_costs.get(column))
+        return costs
     lengths = _with_missing(lengths, output, stored, dataset)
-    _check_fit(lengths, batching, stored, dataset)
+    _check_fit(lengths, batching, stored, dataset, batching.refused_beyond)
     if len(lengths) and output is not None and dataset.transform is None:
         _check_others(batching, dataset, lengths)
     return lengths
@@ -377,10 +428,13 @@ def _with_missing(
 
 
 def _check_fit(
-    lengths: NDArray[np.integer], batching: Batching, stored: str, dataset: ShardedDataset
+    lengths: NDArray[np.integer],
+    batching: Batching,
+    stored: str,
+    dataset: ShardedDataset,
+    most: int | None,
 ) -> None:
     """Raise `SampleError` for the first sample that fits no row or batch, where that is an error."""
-    most = batching.refused_beyond
     if most is None or not (lengths > most).any():
         return
     at = np.flatnonzero(lengths > most)[:1]

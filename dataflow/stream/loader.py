@@ -541,10 +541,12 @@ class StreamLoader:
             pause, device = self.read_pause, self.device
             return Session(decided, epoch, start, errors=errors, pause=pause, device=device, stage=stage)
 
-    def _record(self, order: EpochOrder, first: int, lengths: NDArray[np.int64]) -> None:
+    def _record(
+        self, order: EpochOrder, first: int, lengths: NDArray[np.int64], costs: NDArray[np.int64] | None
+    ) -> None:
         """Keep the lengths of samples that were measured, from a position of an order on."""
         if self._plan.planner is not None and self._lengths is not None:
-            self._use_planner(self._lengths.record(self._plan.planner, order, first, lengths))
+            self._use_planner(self._lengths.record(self._plan.planner, order, first, lengths, costs))
             self._lengths.save(self._rank.topology, if_much=True)
 
     def stats(self) -> LoaderStats:

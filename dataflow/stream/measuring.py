@@ -10,7 +10,7 @@ be as long as was said.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,12 +37,13 @@ from sharding.errors import DataflowError, SampleError
 from sharding.lengths.measuring import MeasuredUnits, SharePlan, maker_counts, makers
 from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan, items_of
 from sharding.order.epoch_order import EpochOrder
+from sharding.printable import listed
 
 _GATHERED_SAMPLES = 128
 """Made and gathered at a time."""
 
-Record = Callable[[EpochOrder, int, NDArray[np.int64]], None]
-"""Notes the lengths of the samples from a position of an order on."""
+Record = Callable[[EpochOrder, int, NDArray[np.int64], NDArray[np.int64] | None], None]
+"""Notes the lengths, and costs, of the samples from a position of an order on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +181,7 @@ class MeasuringStage:
         self._outer, self._order = outer, outer.order
         self._share = self.plan.epoch(epoch, start)
         self._units, self._lengths = MeasuredUnits(outer.sequence, outer.megabatch), outer.sequence.lengths
+        self._costs = outer.sequence.costs
         self._number = 0
         """Batch of the epoch's plan that comes next."""
         self._num_dealt = 0
@@ -336,6 +338,13 @@ class MeasuringStage:
                     'them out by on_error="skip"'
                 )
                 reasons.setdefault(row, reason)
+        for name, most in self._batching.most_costs.items():
+            for row in np.flatnonzero((own := _costs(samples, [name])[:, 0]) > most).tolist():
+                reason = (
+                    f"column {name!r} has {own[row]:,} elements, more than budget={{{name!r}: {most}}} "
+                    'allows: raise it, or leave such samples out by on_error="skip"'
+                )
+                reasons.setdefault(row, reason)
         return dict(sorted(reasons.items()))
 
     def _error(self, position: int, reason: str) -> SampleError:
@@ -351,7 +360,7 @@ class MeasuringStage:
         """Have the next megabatch whole, plan it, and deal out what is complete."""
         megabatch = self._units.next_megabatch
         first, end = self._outer.sequence.bounds[megabatch : megabatch + 2].tolist()
-        own = NO_SAMPLES
+        own, names = NO_SAMPLES, self._batching.cost_columns
         try:
             if self._failure is not None:
                 raise self._failure
@@ -360,8 +369,10 @@ class MeasuringStage:
             num_own = int(np.searchsorted(samples.positions, end))
             own, rest = samples.take(np.arange(num_own)), samples.take(np.arange(num_own, len(samples)))
             self._made = [rest] if len(rest) else []
-            lengths = np.full(end - first, LEFT_OUT)
-            lengths[own.positions - first] = _lengths(own, self._batching.column)
+            measured = np.full((end - first, 1 + len(names)), LEFT_OUT)
+            measured[own.positions - first, 0] = _lengths(own, self._batching.column)
+            if names:
+                measured[own.positions - first, 1:] = _costs(own, names)
         except EngineClosedError:
             raise
         except Exception as error:
@@ -369,37 +380,42 @@ class MeasuringStage:
                 raise
             self._failure = error
         if self._exchange is not None:
-            lengths = self._exchanged(self._exchange, self._failure or lengths, first, end)
+            measured = self._exchanged(self._exchange, self._failure or measured, first, end)
+        lengths, costs = measured[:, 0], measured[:, 1:] if names else None
         if self._lengths is not None:
-            lengths = self._checked(lengths, first, end)
+            for at, name in enumerate(names):
+                assert self._costs is not None
+                measured[:, 1 + at] = self._checked(measured[:, 1 + at], self._costs[:, at], name, first, end)
+            lengths = self._checked(lengths, self._lengths, self._batching.column, first, end)
         elif (record := self._record()) is not None:
-            record(self._order, first, lengths)
+            record(self._order, first, lengths, costs)
         self._units.forget(self._outer.start + self._number * self._outer.global_batch_size)
-        self._units.add(lengths)
+        self._units.add(lengths, costs)
         self._undealt = MeasuredSamples.joined([self._undealt, own])
         self._deal()
 
     def _exchanged(
         self, exchange: LengthExchange, own: NDArray[np.int64] | Exception, first: int, end: int
     ) -> NDArray[np.int64]:
-        """The lengths of a megabatch, of which each rank has measured some."""
+        """The lengths and costs of a megabatch, [n, 1 + costs], of which each rank has measured some."""
         of_maker = makers(first, end, self._order.num_lanes, exchange.num_makers)
         mine = own if isinstance(own, Exception) else own[of_maker == exchange.maker]
-        lengths = np.empty(end - first, np.int64)
+        lengths = np.empty((end - first, 1 + len(self._batching.cost_columns)), np.int64)
         for maker, measured in enumerate(exchange.lengths(mine)):
             lengths[of_maker == maker] = measured
         return lengths
 
-    def _checked(self, made: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
-        """The lengths that were known, with which what was made must agree."""
-        assert self._lengths is not None
-        lengths = self._lengths[first:end].astype(np.int64)
+    def _checked(
+        self, made: NDArray[np.int64], known: NDArray[np.integer], column: str, first: int, end: int
+    ) -> NDArray[np.int64]:
+        """The lengths of a column that were known, with which what was made must agree."""
+        lengths = known[first:end].astype(np.int64)
         wrong = np.flatnonzero((made != LEFT_OUT) & (made != lengths))
         if len(wrong):
             at = int(wrong[0])
             raise self._error(
                 first + at,
-                f"column {self._batching.column!r} has {made[at]} elements, but its length was said to be "
+                f"column {column!r} has {made[at]} elements, but its length was said to be "
                 f"{lengths[at]}: mend lengths=, or change lengths_key= where lengths of another transform "
                 "were kept",
             )
@@ -446,3 +462,22 @@ def _lengths(samples: MeasuredSamples, column: str) -> NDArray[np.int64]:
     lists = samples.columns[column]
     assert isinstance(lists, Lists)
     return lists.lengths
+
+
+def _costs(samples: MeasuredSamples, names: Sequence[str]) -> NDArray[np.int64]:
+    """The costs of samples, [n, k]: a whole number, or how long what a column holds is; 0 for None."""
+    return np.stack([_costs_in(samples, name) for name in names], axis=1)
+
+
+def _costs_in(samples: MeasuredSamples, name: str) -> NDArray[np.int64]:
+    if not len(samples):
+        return np.empty(0, np.int64)
+    if (column := samples.columns.get(name)) is None:
+        raise DataflowError(
+            f"balance= or budget= names {name!r}, but samples have {listed(samples.columns)}: let transform= "
+            "return it"
+        )
+    if isinstance(column, Lists):
+        return column.lengths
+    costs = [0 if one is None else one if isinstance(one, int) else len(one) for one in column]
+    return np.array(costs, np.int64)

@@ -6,6 +6,7 @@ padded size, `Bucketed` batches of a fixed number of samples of like length. See
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
@@ -15,15 +16,19 @@ from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
     from sharding.lengths.cutting import Overlong
-    from sharding.lengths.units import Units
+    from sharding.lengths.units import Segments, Units
 
 
 _ROWS = 256
 """Rows of a megabatch of which one is half full on average: 0.998 of them holds elements."""
-Lengths = str | ArrayLike | Callable[[Any], ArrayLike]
+Lengths = str | ArrayLike | Callable[[Any], ArrayLike] | Mapping[str, Any]
 """The lengths of samples: a column (its values if they are integers, else their lengths), an array with one
 entry a sample in file order, or a function of the catalog that gives one. Of a mixture, a column or a
-function holds for all sources; else one of these a source, as a list or by dataset."""
+function holds for all sources; else one of these a source, as a list or by dataset. A mapping from names of
+columns gives those of several: of the first column, and of the columns that count as costs."""
+Costs = Callable[[Mapping[str, NDArray[np.int64]]], NDArray[np.integer]]
+"""Column -> lengths of segments, int64 [n]; returns what each costs, whole numbers >= 0, [n]."""
+_PROBE = np.arange(64, dtype=np.int64) ** 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,12 @@ class BatchedColumns:
     """Samples of a megabatch: consecutive ones of the epoch's order that are planned together, and whose
     blocks are held in memory. None: 16,384, less where samples are large for the memory limit, or where
     lengths are measured, which is done again for all of them where a run goes on inside a megabatch."""
+    balance: str | Costs | None = None
+    """What a row or batch costs, so that ranks take those of like cost in the same step: a column, whose
+    lengths count (of integers, they are the costs), or a function from the lengths of segments, by column, to
+    the costs of these. It gets the columns that are cut, those in `whole`, and those of a `budget`."""
+    balance_group: int = 64
+    """Rows or batches of like cost that follow one another: those of all ranks in a step, or a multiple."""
 
     def _resolve(self, column: str) -> None:
         """Let `column` lead `columns`, and check the names. Idempotent."""
@@ -70,6 +81,97 @@ class BatchedColumns:
             raise ValueError("lengths= says how long samples are: leave lengths_key out")
         if self.window is not None:
             _check_at_least(self, 1, "window")
+        _check_at_least(self, 1, "balance_group")
+        if not (self.balance is None or isinstance(self.balance, str) or callable(self.balance)):
+            raise ValueError(f"balance must be a column or a function of lengths, got {self.balance!r}")
+        if (
+            isinstance(self.lengths, Mapping)
+            and self.lengths
+            and all(isinstance(n, str) for n in self.lengths)
+        ):
+            names = [lead, *self.cost_columns]
+            if strange := [name for name in self.lengths if name not in names]:
+                raise ValueError(f"lengths names {strange[0]!r}, but only {names} count")
+
+    @property
+    def most_costs(self) -> Mapping[str, int]:
+        """Return what a unit may cost at most, for columns by name."""
+        return {}
+
+    @property
+    def cost_columns(self) -> tuple[str, ...]:
+        """Return the columns that are not cut, and whose lengths are costs; those with a budget first."""
+        own = self.whole if callable(self.balance) else (self.balance or "",)
+        names = dict.fromkeys((*self.most_costs, *own))
+        return tuple(name for name in names if name and name not in self.columns)
+
+    def lengths_of(self, column: str) -> Any:
+        """Return what `lengths` says of a column; None: nothing."""
+        if (
+            isinstance(self.lengths, Mapping)
+            and self.lengths
+            and all(isinstance(n, str) for n in self.lengths)
+        ):
+            return self.lengths.get(column)
+        return self.lengths if column == self.columns[0] else None
+
+    def planned(
+        self, lengths: NDArray[np.integer], costs: NDArray[np.integer] | None, key: int | None, before: int
+    ) -> Units:
+        """The units of one megabatch, as `cut`, balanced; `costs` [n, k] are of the `cost_columns`.
+
+        So many units of the epoch are `before` these.
+        """
+        if costs is not None and self.most_costs:
+            from sharding.lengths.costs import check_budget
+
+            check_budget(costs, [*self.most_costs.items()])
+            units = self._cut_within(lengths, costs.astype(np.int64), key)
+        else:
+            units = self.cut(lengths, key)
+        if self.balance is None:
+            return units
+        from sharding.lengths.costs import balanced, unit_sums
+
+        of_unit = unit_sums(self._segment_costs(units.segments, costs), units.first)
+        num_whole = len(units) - (len(lengths) % self.sizes_multiple > 0)  # a short one stays the last
+        order = balanced(of_unit[:num_whole], before, self.balance_group)
+        order = np.append(order, np.arange(num_whole, len(units)))
+        return units.balanced(order, of_unit)
+
+    def _cut_within(self, lengths: NDArray[np.integer], costs: NDArray[np.int64], key: int | None) -> Units:
+        """As `cut`, with no unit above `most_costs`."""
+        raise NotImplementedError
+
+    def _segment_costs(self, segments: Segments, costs: NDArray[np.integer] | None) -> NDArray[np.integer]:
+        """What each segment costs, [e]. `ValueError` where a function returns no whole numbers >= 0."""
+        found = dict.fromkeys(self.columns, segments.length)
+        for at, name in enumerate(self.cost_columns):
+            assert costs is not None
+            found[name] = costs[segments.position, at].astype(np.int64)
+        if isinstance(self.balance, str):
+            return found[self.balance]
+        return self._called(found)
+
+    def _called(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.integer]:
+        assert callable(self.balance)
+        made, size = np.asarray(self.balance(lengths)), len(lengths[self.columns[0]])
+        if made.shape != (size,) or made.dtype.kind not in "iu" or (made < 0).any():
+            raise ValueError(
+                f"balance= must return {size} integers >= 0, a cost for each segment, and returned "
+                f"{made.dtype} of shape {made.shape}"
+            )
+        return made
+
+    def _balance_mark(self) -> str:
+        """Name a column, or a function by its `fingerprint`, else by what it returns, for a state."""
+        if isinstance(self.balance, str):
+            return self.balance
+        if mark := str(getattr(self.balance, "fingerprint", "") or ""):
+            return f"function {mark}"
+        names = [*self.columns, *self.cost_columns]
+        data = self._called({name: _PROBE + at for at, name in enumerate(names)}).astype("<i8").tobytes()
+        return f"function {hashlib.blake2b(data, digest_size=8).hexdigest()}"
 
     def pad_of(self, column: str) -> int:
         """Return the value that fills a column up."""
@@ -128,8 +230,15 @@ class BatchedColumns:
             "columns",
             "whole",
             "pad",
+            "balance",
+            "balance_group",
+            "budget",
         )  # a state may be gone on with other columns
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
+        if self.balance is not None:  # states from before it have none
+            values |= {"balance": self._balance_mark(), "balance_group": self.balance_group}
+        if self.most_costs:
+            values["budget"] = dict(self.most_costs)
         return {"kind": self.kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
@@ -154,6 +263,11 @@ class Packed(BatchedColumns):
         window: samples of a megabatch: consecutive ones that are planned together, and whose blocks are in
             memory. None: 16,384, less where samples are large for the memory limit, or where lengths are
             measured.
+        balance: a column of costs, or a function of lengths: rows of like cost come in the same step on all
+            ranks. See `BatchedColumns.balance`.
+        balance_group: rows of like cost that follow one another, 64: those of a step, or a multiple.
+        budget: column -> most of its elements in a row, {"pixel_values": 32768}; a sample alone above it is
+            an error.
 
     Raises:
         ValueError: a setting is out of range.
@@ -168,11 +282,19 @@ class Packed(BatchedColumns):
     length: int
     column: str = ""
     overlong: Overlong = "split"
+    _: KW_ONLY
+    budget: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from sharding.lengths.cutting import Overlong
 
+        if not isinstance(self.budget, Mapping) or any(
+            type(most) is not int or most < 1 for most in self.budget.values()
+        ):
+            raise ValueError(f"budget must map columns to integers >= 1, got {self.budget!r}")
         self._resolve(self.column)
+        if cut := [name for name in self.budget if name in self.columns]:
+            raise ValueError(f"budget names {cut[0]!r}, which is in columns: a row has length={self.length}")
         _check_at_least(self, 1, "length")
         if self.overlong not in get_args(Overlong):
             raise ValueError(
@@ -208,6 +330,18 @@ class Packed(BatchedColumns):
 
         return pack(lengths, self.length, self.overlong, key)
 
+    @property
+    def most_costs(self) -> Mapping[str, int]:
+        """See `BatchedColumns`."""
+        return self.budget
+
+    def _cut_within(self, lengths: NDArray[np.integer], costs: NDArray[np.int64], key: int | None) -> Units:
+        """See `BatchedColumns`."""
+        from sharding.lengths.cutting import pack
+
+        most = [*self.budget.values()]
+        return pack(lengths, self.length, self.overlong, key, costs[:, : len(most)], most)
+
 
 @dataclass(frozen=True)
 class TokenBudget(BatchedColumns):
@@ -226,6 +360,8 @@ class TokenBudget(BatchedColumns):
         lengths_key: names the lengths of samples that a transform makes, so that later runs know them; see
             `Packed`.
         window: samples that are planned together, 16,384 where None; see `Packed`.
+        balance: a column of costs, or a function of lengths; see `Packed`.
+        balance_group: batches of like cost that follow one another; see `Packed`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -295,6 +431,8 @@ class Bucketed(BatchedColumns):
         lengths_key: names the lengths of samples that a transform makes, so that later runs know them; see
             `Packed`.
         window: samples that are planned together, 16,384 where None; see `Packed`.
+        balance: a column of costs, or a function of lengths; see `Packed`.
+        balance_group: batches of like cost that follow one another; see `Packed`.
 
     Raises:
         ValueError: a setting is out of range.

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from sharding.cached_property import cached_property
 from sharding.lengths.batching import Batching, Bucketed, Packed
+from sharding.lengths.costs import max_over_mean
 from sharding.lengths.units import (
     DEFAULT_MEGABATCH_SAMPLES,
     BatchSegments,
@@ -68,9 +69,9 @@ Counts = NDArray[np.unsignedinteger[Any]] | NDArray[np.bool_]
 def epoch_lengths(order: EpochOrder, lengths: NDArray[np.integer], begin: int = 0) -> NDArray[np.integer]:
     """The lengths at the positions of an epoch, [num_samples], from those of the samples in file order.
 
-    Before `begin`, from which on the order is known, they are 0.
+    Before `begin`, from which on the order is known, they are 0. Costs, [num_samples, k], alike.
     """
-    out = np.empty(order.num_samples, lengths.dtype)
+    out = np.empty((order.num_samples, *lengths.shape[1:]), lengths.dtype)
     out[:begin] = 0
     for positions, samples in order.in_order(begin):
         out[positions] = lengths[samples]
@@ -129,6 +130,7 @@ class UnitSequence:
         begin: the megabatch from which on units are known; `ValueError` where none begins there.
         lengths: [num_samples] by position, where all are measured already: what `epoch_lengths` gives.
             `ValueError` for negative ones.
+        costs: [num_samples, k] by position, of the `cost_columns` of the batching, with `lengths`.
     """
 
     def __init__(
@@ -140,9 +142,10 @@ class UnitSequence:
         least: int = 1,
         begin: MegabatchStart = BEGIN,
         lengths: NDArray[np.integer] | None = None,
+        costs: NDArray[np.integer] | None = None,
     ) -> None:
         size = batching.window or DEFAULT_MEGABATCH_SAMPLES
-        self.batching, self.lengths, self._key_of = batching, lengths, key_of
+        self.batching, self.lengths, self.costs, self._key_of = batching, lengths, costs, key_of
         self.bounds = megabatch_bounds(num_samples, size, batching.sizes_multiple, least)
         """First position of every megabatch, and the number of samples, int64 [megabatches + 1]."""
         self.begin = begin.unit
@@ -152,11 +155,18 @@ class UnitSequence:
             raise ValueError(f"no megabatch of the epoch begins with sample {begin.position}")
         # Replaced, never changed: two threads may measure the same megabatch at the same time, no more.
         self._known = np.full(first + 1, begin.unit, np.int64), LengthStats(), 0
+        self._unit_costs: tuple[NDArray[np.int64], ...] = ()
         if lengths is not None:
             if len(lengths) and int(lengths.min()) < 0:
                 raise ValueError(f"a sample cannot have {int(lengths.min())} elements; lengths must be >= 0")
-            made = map(self._units, range(first, self.num_megabatches))
-            self._extend([(len(units), units.stats) for units in made], num_samples)
+            counted, before, found = list[tuple[int, LengthStats]](), begin.unit, list[NDArray[np.int64]]()
+            for megabatch in range(first, self.num_megabatches):
+                units = self._units(megabatch, before)
+                counted.append((len(units), units.stats))
+                before += len(units)
+                found += [] if units.costs is None else [units.costs]
+            self._extend(counted, num_samples)
+            self._unit_costs = tuple(found)
 
     @property
     def num_megabatches(self) -> int:
@@ -197,18 +207,39 @@ class UnitSequence:
         megabatch = max(0, int(np.searchsorted(firsts, unit, side="right")) - 1)
         return megabatch, int(firsts[megabatch])
 
-    def cut(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
-        """The units of a megabatch, from the lengths of its samples, [n]; `LEFT_OUT` for those in none."""
-        made = np.flatnonzero(lengths != LEFT_OUT)
+    @property
+    def unit_costs(self) -> NDArray[np.int64]:
+        """What units cost, from `begin` on, as far as they are known and balanced, [units]."""
+        return np.concatenate(self._unit_costs or (np.empty(0, np.int64),))
+
+    def cut(
+        self,
+        megabatch: int,
+        lengths: NDArray[np.integer],
+        costs: NDArray[np.integer] | None = None,
+        before: int | None = None,
+    ) -> Units:
+        """The units of a megabatch, from the lengths of its samples, [n]; `LEFT_OUT` for those in none.
+
+        Also from their costs, [n, k], and the units `before` it: as many as are known.
+        """
+        made, key = np.flatnonzero(lengths != LEFT_OUT), self._key_of(megabatch)
+        if before is None:
+            before = int(self.first_unit[megabatch]) if self.batching.balance is not None else 0
         if len(made) == len(lengths):
-            return self.batching.cut(lengths, self._key_of(megabatch))
-        units = self.batching.cut(lengths[made], self._key_of(megabatch))  # what it chooses is by these alone
+            return self.batching.planned(lengths, costs, key, before)
+        own = None if costs is None else costs[made]
+        units = self.batching.planned(lengths[made], own, key, before)  # what it chooses is by these alone
         return replace(units, segments=replace(units.segments, position=made[units.segments.position]))
 
-    def add(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
+    def add(
+        self, megabatch: int, lengths: NDArray[np.integer], costs: NDArray[np.integer] | None = None
+    ) -> Units:
         """Note what was measured of a megabatch; its units. `ValueError` if it was other lengths before."""
-        units, firsts = self.cut(megabatch, lengths), self.first_unit
+        units, firsts = self.cut(megabatch, lengths, costs), self.first_unit
         if megabatch + 1 == len(firsts):
+            if units.costs is not None:
+                self._unit_costs = (*self._unit_costs, units.costs)
             self._extend([(len(units), units.stats)], int(np.count_nonzero(lengths != LEFT_OUT)))
         elif firsts[megabatch + 1] - firsts[megabatch] != len(units):
             raise ValueError(
@@ -229,9 +260,11 @@ class UnitSequence:
         """The units of a megabatch whose lengths are known; the last few are kept."""
         return lru_cache(_KEPT_MEGABATCHES)(self._units)
 
-    def _units(self, megabatch: int) -> Units:
+    def _units(self, megabatch: int, before: int | None = None) -> Units:
         assert self.lengths is not None
-        return self.cut(megabatch, self.lengths[slice(*self.bounds[megabatch : megabatch + 2])])
+        own = slice(*self.bounds[megabatch : megabatch + 2])
+        costs = None if self.costs is None else self.costs[own]
+        return self.cut(megabatch, self.lengths[own], costs, before)
 
     def take(
         self, units: NDArray[np.int64], units_of: Callable[[int], Units] | None = None
@@ -375,7 +408,23 @@ class UnitPlan(MegabatchPlan):
     @property
     def stats(self) -> LengthStats:
         """Padding, truncation and more, over all ranks, before the tail rule, as far as units are known."""
-        return self.sequence.stats
+        if self.sequence.batching.balance is None:
+            return self.sequence.stats
+        return replace(self.sequence.stats, cost_max_over_mean=self._max_over_mean(self.sequence.num_units))
+
+    @cached_property
+    def _max_over_mean(self) -> Callable[[int], float]:
+        """Of the full batches of so many units, the last of which are kept."""
+        return lru_cache(1)(self._costs_of_steps)
+
+    def _costs_of_steps(self, num_units: int) -> float:
+        costs, steps = self.sequence.unit_costs, list[NDArray[np.int64]]()
+        num_units = min(num_units, self.sequence.begin + len(costs))
+        for rank in range(self._dealing["world_size"]):
+            dealt = self.dealt(num_units, is_all=False, rank=rank)
+            items = dealt.items(0, dealt.num_full)[0] - self.sequence.begin
+            steps.append(costs[items].reshape(-1, self._dealing["batch_size"]).sum(axis=1))
+        return max_over_mean(np.stack(steps, axis=1))
 
     def position_after(self, num_batches: int) -> int:
         """See `RankPlan.position_after`."""
@@ -425,6 +474,7 @@ class UnitPlanner:
         window: samples of a megabatch where that leaves it open.
         lengths: [num_samples] in file order, as `column_lengths.resolve_lengths` gives them, of a mixture
             those of its sources one after the other; None: they are measured on the way.
+        costs: [num_samples, k], of the batching's `cost_columns`, with `lengths`.
         measured_as: of samples whose lengths are measured as they are made, also where these are known from
             before: what identifies them in states, "" where nothing does. None: lengths are of stored values.
         mean_length: of samples, where these do not come equally often.
@@ -437,12 +487,13 @@ class UnitPlanner:
         window: int = DEFAULT_MEGABATCH_SAMPLES,
         *,
         lengths: NDArray[np.integer] | None = None,
+        costs: NDArray[np.integer] | None = None,
         measured_as: str | None = None,
         mean_length: float | None = None,
         num_in_token: int | None = None,
     ) -> None:
         self._own = self.batching = batching.with_window(window)
-        self.lengths = lengths
+        self.lengths, self.costs = lengths, costs
         self._is_window_given, self._measured_as = batching.window is not None, measured_as
         self._mean_length, self._num_in_token = mean_length, num_in_token
         self._start = BEGIN
@@ -476,16 +527,23 @@ class UnitPlanner:
         kept = [sequence for (other, begin), sequence in items if other == name and begin <= unit]
         if kept:
             return max(kept, key=lambda sequence: sequence.at(unit)[1])
-        begin, lengths = BEGIN, None
+        begin, lengths, costs = BEGIN, None, None
         if self._start.epoch == order.epoch and (unit >= self._start.unit or order.known_from):
             begin = self._start
         if begin.position < order.known_from:
             raise ValueError(f"what epoch {order.epoch} held before sample {order.known_from} is not known")
         if self.lengths is not None:
             lengths = epoch_lengths(order, self.lengths, begin.position)
+            costs = None if self.costs is None else epoch_lengths(order, self.costs, begin.position)
         key_of = units_key(order.seed, order.epoch, order.shuffle.kind != "none")
         sequence = UnitSequence(
-            self.batching, order.num_samples, key_of, least=self._least, begin=begin, lengths=lengths
+            self.batching,
+            order.num_samples,
+            key_of,
+            least=self._least,
+            begin=begin,
+            lengths=lengths,
+            costs=costs,
         )
         for key, _ in items[: 1 - _KEPT_EPOCHS]:
             self._sequences.pop(key, None)
@@ -524,9 +582,11 @@ class UnitPlanner:
         """Return what a state keeps beside the units that are done: the token, and their last megabatch."""
         return self.token | self.megabatch_start(order, position).to_json()
 
-    def with_lengths(self, lengths: NDArray[np.integer] | None) -> UnitPlanner:
-        """The planner that knows all lengths, or none."""
-        return self._with(lengths=lengths)
+    def with_lengths(
+        self, lengths: NDArray[np.integer] | None, costs: NDArray[np.integer] | None = None
+    ) -> UnitPlanner:
+        """The planner that knows all lengths, and costs, or none."""
+        return self._with(lengths=lengths, costs=costs)
 
     def changed(self, start: MegabatchStart) -> UnitPlanner:
         """The planner of an order that changes behind the start of a megabatch."""
@@ -565,7 +625,10 @@ class UnitPlanner:
 
     @cached_property
     def _digest(self) -> str:
-        return hashlib.blake2b(self._token_lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
+        data = self._token_lengths.astype("<i8").tobytes()
+        if self.costs is not None:
+            data += self.costs[: self._num_in_token].astype("<i8").tobytes()
+        return hashlib.blake2b(data, digest_size=8).hexdigest()
 
     @property
     def _token_lengths(self) -> NDArray[np.integer]:

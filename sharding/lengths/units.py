@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from sharding.order.windows import ranges
+
 FIRST_MEGABATCH_SAMPLES = 1024
 """Samples of the first megabatch of an epoch; each next one doubles up to the full size."""
 DEFAULT_MEGABATCH_SAMPLES = 16_384
@@ -44,6 +46,8 @@ class LengthStats:
     """The number of elements lost by that."""
     empty: int = 0
     """Samples of length 0, which a packed row cannot hold."""
+    cost_max_over_mean: float = 0.0
+    """The greatest cost of a rank in a step over the mean of all, on average; 0.0 without `balance=`."""
 
     @property
     def efficiency(self) -> float:
@@ -94,9 +98,18 @@ class Units:
     first: NDArray[np.int64]
     """[units + 1]: unit u has the segments `first[u]` up to `first[u + 1]`."""
     stats: LengthStats
+    costs: NDArray[np.int64] | None = None
+    """What each unit costs, where units are balanced, [units]."""
 
     def __len__(self) -> int:
         return len(self.first) - 1
+
+    def balanced(self, order: NDArray[np.int64], costs: NDArray[np.int64]) -> Units:
+        """The same units in an order, with what each of them costs, [units] before."""
+        counts = np.diff(self.first)[order]
+        segments = self.segments.take(ranges(self.first[:-1][order], counts))
+        first = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+        return Units(segments, first, self.stats, costs[order])
 
 
 @dataclass(frozen=True, eq=False)
