@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dataflow.text.pairs import PreferencePairs as PreferencePairs, split_pairs as split_pairs
     from dataflow.text.tokenize import Tokenize as Tokenize
     from dataflow.text.tokenizer import MissingTextSupportError as MissingTextSupportError
+    from dataflow.vision.chat import VisionChat as VisionChat
     from prefetch.errors import (
         MemoryLimitError as MemoryLimitError,
         SampleTooLargeError as SampleTooLargeError,
@@ -112,6 +113,7 @@ _MODULES = {
     "StepInfo": "dataflow.telemetry.timing.phases",
     "Tokenize": "dataflow.text.tokenize",
     "Video": "dataflow.decode.video",
+    "VisionChat": "dataflow.vision.chat",
     "WorkerStats": "dataflow.stats",
     "convert": "dataflow.conversion.run",
     "serve_metrics": "dataflow.telemetry.serving.serve",

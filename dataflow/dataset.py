@@ -34,7 +34,7 @@ from dataflow.shard_order import Sharded
 from dataflow.sources.listing.claims import SourceArguments
 from dataflow.sources.listing.places import Places
 from dataflow.sources.missing import raise_missing
-from dataflow.sources.opening import Opening
+from dataflow.sources.opening import OpenOptions
 from dataflow.staging.source import MatchSource, Source
 from dataflow.tables import ColumnTable, Row, listed_shortly
 from prefetch.memory.guards import FileGuards
@@ -178,7 +178,7 @@ class ShardedDataset(Sharded, Dataset[S]):
             classes=classes, types=types, columns=columns, decode=decode,
         )  # fmt: skip
         with Retrier(self.retry, self._hosts) as retrier:
-            opening = Opening(
+            opening = OpenOptions(
                 asked=asked, places=Places(self.storage_options, retrier), dtype=dtype, length=length,
                 header=header, block_bytes=block_bytes, progress=progress, allow_unfinished=allow_unfinished,
             )  # fmt: skip

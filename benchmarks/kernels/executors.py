@@ -25,8 +25,8 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.report import save_figures
+from prefetch.core.copy_table import PlanColumn
 from prefetch.core.executor import executor
-from prefetch.core.plan import PlanColumn
 from sharding.order.permutations import SeededPermutations, seeded_permutations
 
 CASES = {

@@ -23,9 +23,11 @@ import torch
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from dataflow.batch.delivered import UNTRAINED, Delivered, Remark
+from dataflow.batch.delivered import UNTRAINED, Delivered, SampleWarning
+from dataflow.batch.measured import SampleForms, batch_of_made, length_reason, made_for
 from dataflow.batch.packed import batch_columns
 from dataflow.batch.samples import (
+    KEPT,
     BatchSamples,
     GatherSamples,
     Misfit,
@@ -38,7 +40,14 @@ from dataflow.batch.samples import (
     without_rest,
 )
 from dataflow.batch.sharing import Finishing, Outcome, SampleOutcomes, building_s
-from dataflow.batch.transforms import batch_form, lists_of, trains_nothing, transformed_together
+from dataflow.batch.transforms import (
+    BatchFn,
+    batch_form,
+    called,
+    lists_of,
+    trains_nothing,
+    transformed_together,
+)
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Cut, Randomness, closed_error
 from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.outputs.objects import described
@@ -57,10 +66,6 @@ from sharding.plan.plan import RankPlan
 
 REPEAT = "__repeat__"
 """The column of `mark_repeats`: bool [samples], or [rows] of packed ones."""
-KEPT = "__kept__"
-"""The column of `marks_kept`: int64 [samples], which rows of the batch's plan they are."""
-
-BatchFn = Callable[[Any], Any]
 
 
 class BuildSettings(Struct, frozen=True, kw_only=True):
@@ -117,6 +122,11 @@ class BuildSettings(Struct, frozen=True, kw_only=True):
         """Return whether the built columns are not yet the batch."""
         return bool(self.takes_samples or self.batch_transform or self.batching or self.mark_repeats)
 
+    @property
+    def gathers(self) -> GatherSamples | None:
+        """The function that gathers samples made for a planned batch; None: they are not made for one."""
+        return self.collate if self.batching and isinstance(self.collate, GatherSamples) else None
+
     def forms(self, column: str) -> bool:
         """Return whether the column is packed or padded here; a user's `collate` does that by itself."""
         return self.batching is not None and self.collate is None and column in self.batching.columns
@@ -149,6 +159,8 @@ class BuildContext(Struct, frozen=True, kw_only=True):
     """The clock for `hand_over_s`, in seconds."""
     pin: BatchFn | None = None
     """Moves a batch to page-locked memory, but for what lies in slots; None: it may be anywhere."""
+    forms: SampleForms = field(default_factory=SampleForms)
+    """The types of arrays that samples which were made had."""
     warned_of: set[str] = field(default_factory=set)
     """Kinds of remarks of which was said where the first one is."""
 
@@ -165,6 +177,8 @@ class ChunkPlan(Struct, frozen=True, kw_only=True, eq=False):
     """The segments that length-aware batches consist of."""
     cut: Cut | None
     """The part of its columns that a length-aware batch takes."""
+    lengths: NDArray[np.int64] | None
+    """[rows, 1 + costs] the length, and costs, that each row's sample must be made with; None: none is."""
     repeats: Sequence[NDArray[np.bool_]]
     """For each batch, which of its samples, rows or units come a second time; empty: nobody asks."""
 
@@ -175,17 +189,18 @@ class ChunkPlan(Struct, frozen=True, kw_only=True, eq=False):
         """The batches from `first_batch` on, of so many rows each."""
         last = first_batch + len(sizes)
         segments = plan.batches(first_batch, last) if isinstance(plan, UnitPlan) else None
-        cut = None
+        batching, cut, lengths = settings.batching, None, None
         if (
             segments is not None
-            and settings.batching is not None
-            and settings.forms(settings.batching.column)
+            and batching is not None
+            and (settings.gathers or settings.forms(batching.column))
         ):
             assert isinstance(plan, UnitPlan)
-            assert plan.sequence.lengths is not None
+            assert plan.sequence.sizes is not None
             taken = segments.segments
-            whole = plan.sequence.lengths[taken.position].astype(np.int64)
-            cut = Cut(settings.batching.columns, taken.begin, taken.length, whole)
+            lengths = np.atleast_2d(plan.sequence.sizes[taken.position].astype(np.int64).T).T
+            if not settings.gathers:
+                cut, lengths = Cut(batching.columns, taken.begin, taken.length, lengths[:, 0]), None
         marked = range(first_batch, last) if settings.mark_repeats else ()
         return cls(
             epoch=plan.order.epoch,
@@ -193,6 +208,7 @@ class ChunkPlan(Struct, frozen=True, kw_only=True, eq=False):
             sizes=sizes,
             segments=segments,
             cut=cut,
+            lengths=lengths,
             repeats=[plan.repeats(number, number + 1) for number in marked],
         )
 
@@ -342,10 +358,10 @@ class BatchBuilder:
         remarks = self._remarks(row, row + size) if self.columns.remarks else ()
         return Delivered(self.plan.epoch, number, result, num_samples, tuple(skipped), remarks=remarks)
 
-    def _remarks(self, first: int, end: int) -> tuple[Remark, ...]:
+    def _remarks(self, first: int, end: int) -> tuple[SampleWarning, ...]:
         """Return what is odd about rows of the chunk. Where, is said once: to find a key may take a read."""
         assert self.columns is not None
-        found: dict[str, Remark] = {}
+        found: dict[str, SampleWarning] = {}
         for row, column, kind in self.columns.remarks:
             if not first <= row < end:
                 continue
@@ -353,7 +369,7 @@ class BatchBuilder:
                 is_known = kind in self.context.warned_of
                 self.context.warned_of.add(kind)
                 text = "" if is_known else str(self.rows.sample_error(row, kind, column))
-                found[kind] = Remark(kind, 0, text)
+                found[kind] = SampleWarning(kind, 0, text)
             found[kind] = found[kind]._replace(num_values=found[kind].num_values + 1)
         return tuple(found.values())
 
@@ -362,18 +378,21 @@ class BatchBuilder:
     ) -> Finishing[tuple[Any, int]]:
         settings, columns = self.settings, self.columns
         assert columns is not None
-        dropped = {r - row for r in columns.bad if row <= r < row + size}
+        segments = self.plan.segments and self.plan.segments.one(number - self.plan.first_batch)
+        kept = np.arange(size)
+        if segments is not None and settings.gathers:  # a sample once, however often it is in the batch
+            kept = np.sort(np.unique(segments.segments.position, return_index=True)[1])
+        if dropped := {r - row for r in columns.bad if row <= r < row + size}:
+            dropped &= {*kept.tolist()}
         for r in sorted(dropped):
             self._leave_out(columns.bad[row + r], columns.bad[row + r].__cause__, skipped)
-        kept = np.arange(size)
-        if dropped:
-            kept = np.delete(kept, list(dropped))
+        if dropped or len(kept) < size:
+            kept = np.setdiff1d(kept, [*dropped], assume_unique=True)
             if not len(kept):
                 return {}, 0
             batch = drop_rows(batch, kept)
-        if self.plan.segments is not None and settings.collate is None:
+        if segments is not None and settings.collate is None:
             assert settings.batching is not None
-            segments = self.plan.segments.one(number - self.plan.first_batch)
             segments = segments.keep(kept) if dropped else segments
             batch = batch_columns(settings.batching, segments, batch, columns.slot)
         result: Any = batch
@@ -381,7 +400,17 @@ class BatchBuilder:
             samples, kept = yield from self._transform(batch, kept, row, skipped)
             if not samples:
                 return {}, 0
-            if settings.collate:
+            if segments is not None and (gather := settings.gathers) is not None:
+                assert settings.batching is not None
+                made = made_for(segments, gather(samples), kept)
+                wrong = self.context.forms.misfits_among(made, gather, kept, partial(self._made_wrong, row))
+                for bad in wrong.values():
+                    self._leave_out(bad, None, skipped)
+                made = made.without([*wrong]).with_lists(gather.lists)
+                if not len(made):
+                    return {}, 0
+                result, kept = batch_of_made(settings.batching, made, segments, self.context.forms)
+            elif settings.collate:
                 context = partial(self._context_of, "collate_fn=", number, row, kept, samples)
                 result = called(settings.collate, samples, context)
             else:
@@ -399,6 +428,9 @@ class BatchBuilder:
             checked_dict(result, settings.last_function)[KEPT] = torch.from_numpy(kept)
         return result, len(kept)
 
+    def _made_wrong(self, first: int, row: int, reason: str) -> SampleError:
+        return self.rows.sample_error(first + row, reason, None, "transform")
+
     def _repeats(self, number: int, kept: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which kept samples of a batch (of packed rows: which of all) come a second time."""
         flags = self.plan.repeats[number - self.plan.first_batch]
@@ -413,7 +445,7 @@ class BatchBuilder:
     ) -> Finishing[tuple[list[Any], NDArray[np.int64]]]:
         """The samples that the transforms made, and which rows of the batch these are."""
         samples, transformed, num_skipped = [], [], len(skipped)
-        outputs, transforms = self.settings.outputs, self.settings.transforms
+        settings, outputs, transforms = self.settings, self.settings.outputs, self.settings.transforms
         origins = self.rows.find_all(first + kept)
         columns = self.columns
         assert columns is not None
@@ -446,6 +478,11 @@ class BatchBuilder:
             if made is _BAD:
                 self._leave_out(columns.bad[chunk_row], columns.bad[chunk_row].__cause__, skipped)
                 continue
+            if not reason and self.plan.lengths is not None:
+                assert settings.batching is not None
+                reason, is_wrong = length_reason(settings.batching, made, self.plan.lengths[chunk_row])
+                if is_wrong:  # so may be all that follow: it is not left out
+                    raise window.sample_error(row, reason, None, "transform")
             if not reason:
                 if mask := trains_nothing(transforms[window.source_number][0], made):
                     columns.remark(chunk_row, mask, UNTRAINED)
@@ -550,24 +587,6 @@ _BAD = object()
 """Stands for the result of a sample that could not be decoded."""
 NO_ROWS = ChunkRows(0, list)
 """The rows of a chunk that is finished: windows and slots are free to go."""
-
-
-def called(function: BatchFn, argument: Any, context: Callable[[], str]) -> Any:
-    """Call a user's function of batches; what it raises says where that was.
-
-    A `StopIteration` of it would seem to be the loader's end, a `SystemExit` the program's.
-    """
-    try:
-        return function(argument)
-    except BaseException as error:
-        if must_go_on(error):
-            raise
-        failure: Exception = as_exception(error)
-        if isinstance(error, StopIteration):
-            failure = RuntimeError(f"{getattr(function, '__name__', function)} raised StopIteration")
-            failure.__cause__ = error
-        failure.add_note(context())
-        raise failure from failure.__cause__
 
 
 def checked_dict(batch: Any, function: str) -> MutableMapping[str, Any]:

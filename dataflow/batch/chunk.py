@@ -23,7 +23,7 @@ from dataflow.outputs.output import Output, staged_outputs
 from dataflow.staging.columns import StagedOutput
 from dataflow.staging.rows import WindowPart
 from dataflow.staging.window import StagedWindow
-from prefetch.core.plan import JobPlan
+from prefetch.core.copy_table import JobPlan
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.copies import ChunkCopies, Copies
 from prefetch.work import PartialChunk

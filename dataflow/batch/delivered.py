@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.plan import COLUMN_ALIGN
+from prefetch.core.copy_table import COLUMN_ALIGN
 from sharding.errors import SampleError
 
 UNTRAINED = "no token of it is to be learned"
 """A remark about a sample; all others are about images."""
 
 
-class Remark(NamedTuple):
+class SampleWarning(NamedTuple):
     """An oddity of values of a batch that are delivered all the same."""
 
     kind: str
@@ -36,7 +36,7 @@ class Delivered(NamedTuple):
     """Samples left out of it; where these are all, `num_samples` is 0 and nobody has seen the batch."""
     in_place: bool = False
     """An earlier batch, in place of one of which nothing was left."""
-    remarks: tuple[Remark, ...] = ()
+    remarks: tuple[SampleWarning, ...] = ()
 
 
 class LazyBatches:

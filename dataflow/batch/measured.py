@@ -8,7 +8,8 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -17,20 +18,36 @@ from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.batch.builder import KEPT
 from dataflow.batch.packed import batch_columns
+from dataflow.batch.samples import (
+    KEPT,
+    LEAVE_OUT,
+    ONE_FORM,
+    Form,
+    GatherSamples,
+    form_of,
+    not_cut,
+    ragged,
+    unlike_columns,
+    unlike_planned,
+)
+from dataflow.batch.transforms import COSTS
 from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.ragged import Ragged
+from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
 from sharding.lengths.units import BatchSegments
 from sharding.order.windows import ranges
 from sharding.printable import listed
 
+_NO_COST = -1
+
 
 class Lists(Struct, frozen=True, eq=False):
-    """n lists of numbers, anywhere in one array, which others may use as well."""
+    """n lists of numbers or of arrays, anywhere in one array, which others may use as well."""
 
     values: NDArray[Any]
+    """[total, ...]"""
     starts: NDArray[np.int64]
     """[n]: first element of each."""
     lengths: NDArray[np.int64]
@@ -76,7 +93,10 @@ class Lists(Struct, frozen=True, eq=False):
     @classmethod
     def joined(cls, parts: Sequence[Lists]) -> Lists:
         """Lists of several, one after the other."""
-        filled = [part.values for part in parts if len(part.values)] or [parts[0].values]
+        filled = [part.values for part in parts if len(part.values)]
+        if len(forms := {*map(form_of, filled)}) > 1:
+            raise ValueError(f"samples of several ranks have arrays of {listed(map(str, forms))}: return one")
+        filled = filled or [max((part.values for part in parts), key=np.ndim)]
         ends = np.cumsum([len(part.values) for part in parts])
         starts = [part.starts + end - len(part.values) for part, end in zip(parts, ends, strict=True)]
         lengths = np.concatenate([part.lengths for part in parts])
@@ -104,6 +124,22 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         }
         return cls(positions[batch[KEPT].numpy()], columns)
 
+    def costs(self, names: Sequence[str]) -> NDArray[np.int64]:
+        """The costs of columns, [n, names], each as `cost_of` says."""
+        if not len(self) or COSTS in self.columns:
+            costs: Any = self.columns.get(COSTS, ())
+            return np.array(costs, np.int64).reshape(len(self), len(names))
+        columns = [self.columns.get(name, [_NO_COST] * len(self)) for name in names]
+        costs = [c.lengths if isinstance(c, Lists) else [*map(cost_of, c)] for c in columns]
+        return np.array(costs, np.int64).reshape(len(names), len(self)).T
+
+    def wrong_costs(self, batching: Batching) -> Iterator[tuple[int, str]]:
+        """The row and the reason of each cost that is wrong."""
+        names = batching.cost_columns
+        for name, costs in zip(names, self.costs(names).T, strict=True):
+            reasons = [cost_reason(batching, name, cost) for cost in costs.tolist()]
+            yield from ((row, reason) for row, reason in enumerate(reasons) if reason)
+
     @property
     def nbytes(self) -> int:
         """The bytes that the samples hold, about."""
@@ -116,6 +152,20 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         return MeasuredSamples(
             self.positions[rows], {name: _taken(c, rows) for name, c in self.columns.items()}
         )
+
+    def without(self, rows: Sequence[int]) -> MeasuredSamples:
+        """Return all but some of the samples."""
+        return self.take(np.delete(np.arange(len(self)), rows)) if rows else self
+
+    def one(self, row: int) -> dict[str, Any]:
+        """Return the values of one sample; of columns of lists, as they are, all of them."""
+        return {n: c.values if isinstance(c, Lists) else c[row] for n, c in self.columns.items()}
+
+    def with_lists(self, names: Sequence[str]) -> MeasuredSamples:
+        """The same with columns of arrays that are of one form now as `Lists`."""
+        columns = [(name, self.columns[name]) for name in names]
+        lists = {name: Lists.of(ragged(values)) for name, values in columns if isinstance(values, list)}
+        return MeasuredSamples(self.positions, {**self.columns, **lists}) if lists else self
 
     def has(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which of these positions it has the samples of, bool [n]."""
@@ -149,21 +199,161 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         self,
         batching: Batching,
         segments: BatchSegments,
+        forms: SampleForms,
     ) -> dict[str, Any]:
-        """One batch of a plan, as `batch_columns` forms it."""
+        """One batch of a plan, as `batch_columns` forms it.
+
+        `forms` knows the dtype and shape of columns in which none of its samples has an element.
+        """
         own = segments.segments
         rows = np.searchsorted(self.positions, own.position)
         columns: dict[str, Any] = {}
         for name, column in self.columns.items():
             if isinstance(column, Lists):
                 cut = (own.begin, own.length) if name in batching.columns else ()
-                columns[name] = column.ragged(rows, *cut)
+                columns[name] = forms.given(name, column.ragged(rows, *cut))
             else:
                 columns[name] = _of_segments(_taken(column, rows))
         return batch_columns(batching, segments, columns)
 
 
+class SampleForms:
+    """The one dtype and trailing shape that samples have in columns of arrays: those of the first."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Form, NDArray[Any], int | None]] = {}
+
+    def given(self, column: str, rows: Ragged) -> Ragged:
+        """The rows; where they have no element, with the dtype and shape that others have."""
+        if len(rows.values) or column not in self._known or (empty := self._known[column][1]).ndim == 1:
+            return rows
+        return Ragged(torch.from_numpy(empty.copy()), rows.offsets)
+
+    def misfits(self, samples: MeasuredSamples, gather: GatherSamples) -> dict[int, tuple[str, int | None]]:
+        """{row: what is wrong, and the position of a sample that has it right; None: it is the default}.
+
+        `gather` has gathered the samples.
+        """
+        wrong: dict[int, tuple[str, int | None]] = {}
+        for name, default in gather.optional.items():
+            if form := form_of(default):
+                self._known.setdefault(name, (form, default[:0], None))
+        for name in gather.lists if len(samples) else ():
+            column = samples.columns[name]
+            if isinstance(column, Lists):  # all of one form
+                own = [(column.values, np.flatnonzero(column.lengths).tolist() or [0])]
+            else:
+                own = [(value, [row]) for row, value in enumerate(column)]
+            for value, rows in own:
+                if (form := form_of(value)) is None:
+                    continue
+                known, _, position = self._known.setdefault(
+                    name, (form, value[:0], int(samples.positions[rows[0]]))
+                )
+                if form != known:
+                    text = f"column {name!r} has {_said(form)}, but {{other}} {_said(known)}; {ONE_FORM}"
+                    wrong |= {row: (text, position) for row in rows if row not in wrong}
+        return wrong
+
+    def misfits_among(
+        self,
+        samples: MeasuredSamples,
+        gather: GatherSamples,
+        rows: NDArray[np.int64],
+        error: Callable[[int, str], SampleError],
+    ) -> dict[int, SampleError]:
+        """{row: its error} of samples of one batch; `error` has those of its `rows`, [samples]."""
+        row_of = dict(zip(samples.positions.tolist(), rows.tolist(), strict=True))
+        errors: dict[int, SampleError] = {}
+        for at, (text, position) in self.misfits(samples, gather).items():
+            reason = text.format(other="samples of other batches have")
+            if position is None or position in row_of:
+                reason = misform(text, None if position is None else error(row_of[position], ""))
+            errors[at] = error(int(rows[at]), reason)
+        return errors
+
+
+def misform(text: str, other: SampleError | None) -> str:
+    """Return what is wrong with a sample's arrays, in words of `misfits`; `other` is the right one."""
+    name = f"sample {other.key!r} of {other.shard}" if other else "the default of Optional"
+    return text.format(other=f"{name} has")
+
+
+def _said(form: Form) -> str:
+    dtype, shape = form
+    return f"arrays of {dtype} [n, {', '.join(map(str, shape))}]" if shape else "lists of numbers"
+
+
 NO_SAMPLES = MeasuredSamples(np.empty(0, np.int64), {})
+
+
+def made_for(segments: BatchSegments, samples: Mapping[str, Any], kept: NDArray[np.int64]) -> MeasuredSamples:
+    """Samples that were made for a batch, as `GatherSamples` gives them; `kept`: a segment of each."""
+    own = {**samples, KEPT: torch.from_numpy(kept)}
+    return MeasuredSamples.of_batch(own, segments.segments.position)
+
+
+def batch_of_made(
+    batching: Batching, samples: MeasuredSamples, segments: BatchSegments, forms: SampleForms
+) -> tuple[dict[str, Any], NDArray[np.int64]]:
+    """A batch of samples that were made for it, in any order, and which of its segments are there."""
+    positions = segments.segments.position
+    own = samples.take(np.argsort(samples.positions))
+    there: NDArray[np.int64] = np.flatnonzero(own.has(positions))
+    segments = segments if len(there) == len(positions) else segments.keep(there)
+    return own.batch(batching, segments, forms), there
+
+
+def length_reason(
+    batching: Batching, sample: Mapping[str, Any], planned: NDArray[np.int64]
+) -> tuple[str, bool]:
+    """Return what is wrong with a sample's lengths, "": nothing; and whether it is not what was planned.
+
+    That is its length, and its costs, [1 + costs].
+    """
+    lengths, names = [len(sample[name]) for name in batching.columns], batching.cost_columns
+    if reason := unlike_columns(batching.columns, lengths):
+        return reason, False
+    made = [lengths[0], *(cost_of(sample.get(name, _NO_COST)) for name in names)]
+    for name, own, said in zip((batching.column, *names), made, planned.tolist(), strict=True):
+        if own != said:
+            is_wrong = own != _NO_COST
+            return unlike_planned(name, own, said) if is_wrong else cost_reason(batching, name, own), is_wrong
+    return cut_reason(batching, lengths[0], sample), False
+
+
+def cost_of(value: Any) -> int:
+    """Return what a value of a cost column counts: itself, a whole number, or its length; 0 for None.
+
+    -1 where it is neither.
+    """
+    if value is None:
+        return 0
+    if isinstance(value, list | tuple | bytes) or np.ndim(value):
+        return len(value)
+    try:
+        return max(_NO_COST, index(value))
+    except TypeError:
+        return _NO_COST
+
+
+def cost_reason(batching: Batching, column: str, cost: int) -> str:
+    """Return what is wrong with a sample's cost; "": nothing."""
+    if cost == _NO_COST:
+        return f"column {column!r} of balance= or budget= has no whole number >= 0, nor a list, in the sample"
+    most = batching.most_costs.get(column, cost)
+    text = f"column {column!r} counts {cost:,}, above budget={{{column!r}: {most}}}"
+    return f"{text}: raise it, make the sample smaller, {LEAVE_OUT}" if cost > most else ""
+
+
+def cut_reason(batching: Batching, length: int, sample: Mapping[str, Any]) -> str:
+    """Return why a sample of such a length is not cut; "": it may be, or fits."""
+    if batching.longest is None or length <= batching.longest or batching.refused_beyond is not None:
+        return ""
+    for name, value in sample.items():
+        if name not in batching.columns and isinstance(value, Tensor | np.ndarray) and value.ndim > 1:
+            return f"column {batching.column!r} has {length:,} elements; {not_cut(batching, name)}"
+    return ""
 
 
 def _taken(column: Lists | list[Any], rows: NDArray[np.int64]) -> Any:

@@ -8,6 +8,7 @@ repeating numbers, and the values are laid in through one mask.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -67,7 +68,8 @@ class PackedRows(NamedTuple):
     """
 
     tokens: Tensor
-    """[rows, length], int64 or the dtype of what is no integer; `pad` behind the last segment of a row."""
+    """[rows, length], int64 or the dtype of what is no integer; `pad` behind the last segment of a row. Of
+    arrays [n, ...] it is [rows, length, ...], as they are stored."""
     segment_ids: Tensor
     """int32 [rows, length]: 1 for the first segment of a row, 2 for the second ...; 0 for padding."""
     positions: Tensor
@@ -178,18 +180,31 @@ class PackedRows(NamedTuple):
         }
 
     def flattened(
-        self, labels: Tensor | None = None, *, mask: Tensor | None = None, ignore: int = IGNORE
+        self,
+        labels: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        ignore: int = IGNORE,
+        model: Any = None,
     ) -> dict[str, Any]:
-        """The segments one after the other without padding: arguments of a model of `transformers`.
+        """The segments one after the other without padding: arguments of a text model of `transformers`.
 
         They are those of its `DataCollatorWithFlattening`: `input_ids`, `labels` (the model shifts them),
-        `position_ids` and `seq_idx`, all [1, tokens], and what flash attention takes.
+        `position_ids` and `seq_idx`, all [1, tokens], and what flash attention takes. Models that see
+        pictures need others, and are silently wrong with these: take `model_inputs` of
+        `dataflow.integrations.transformers`.
 
         Args:
             labels: another packed column to take instead of the tokens.
             mask: a packed column that is not 0 at the tokens that are to be predicted.
             ignore: what stands at the first token of a segment, and where `mask` is 0.
+            model: the model that they are for. `ValueError` if its positions have three dimensions (mRoPE).
         """
+        if _has_image_positions(model):
+            raise ValueError(
+                f"{type(model).__name__} has positions in three dimensions, and flattened() gives one; "
+                "use dataflow.integrations.transformers.model_inputs(batch, model)"
+            )
         inside, lengths = self.segment_ids > 0, self.segments.length
         ignored = self.positions == 0 if mask is None else (self.positions == 0) | (mask == 0)
         labels = (self.tokens if labels is None else labels).masked_fill(ignored, ignore)
@@ -206,6 +221,13 @@ class PackedRows(NamedTuple):
             "max_length_q": longest,
             "max_length_k": longest,
         }
+
+
+def _has_image_positions(model: Any) -> bool:
+    """Tell whether a model of transformers, or what it wraps, makes mRoPE's positions."""
+    while model is not None and not hasattr(model, "get_rope_index"):
+        model = getattr(model, "module", None) or getattr(model, "model", None)
+    return model is not None
 
 
 def _rows_line(tokens: Tensor) -> Iterator[str]:
@@ -245,10 +267,10 @@ def cut(values: Ragged, begin: NDArray[np.int64], length: NDArray[np.int64]) -> 
     return Ragged(torch.from_numpy(values.values.numpy()[source]), torch.from_numpy(offsets))
 
 
-def delivered_dtype(stored: np.dtype[Any]) -> np.dtype[Any]:
-    """int64 for integers, as token files are delivered; other numbers stay as they are."""
+def delivered_dtype(stored: np.dtype[Any], ndim: int = 1) -> np.dtype[Any]:
+    """int64 for integers, as token files are delivered; other numbers, and arrays, stay as they are."""
     wide = np.dtype(np.int64)
-    return wide if stored.kind in "iu" and np.can_cast(stored, wide) else stored
+    return wide if ndim == 1 and stored.kind in "iu" and np.can_cast(stored, wide) else stored
 
 
 def packed(
@@ -286,9 +308,9 @@ def packed(
     bounds = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
     # numpy: torch would wake its thread pool for each of these, in every one of our threads.
     stored, total = values.values.numpy(), rows * length
-    dtype = delivered_dtype(stored.dtype)
-    memory = allocate(total * (dtype.itemsize + 8))
-    numbers, tokens = memory[: 8 * total].view(np.int32), memory[8 * total :].view(dtype)
+    dtype, shape = delivered_dtype(stored.dtype, stored.ndim), (total, *stored.shape[1:])
+    memory = allocate(8 * total + math.prod(shape) * dtype.itemsize)
+    numbers, tokens = memory[: 8 * total].view(np.int32), memory[8 * total :].view(dtype).reshape(shape)
     segment_ids, positions = numbers[:total], numbers[total:]
     segment_ids[:] = np.repeat(ordinal, sizes)
     inside = segment_ids > 0
@@ -298,7 +320,7 @@ def packed(
     tokens[:] = pad
     tokens[inside] = stored
     return PackedRows(
-        tokens=torch.from_numpy(tokens.reshape(rows, length)),
+        tokens=torch.from_numpy(tokens.reshape(rows, length, *shape[1:])),
         segment_ids=torch.from_numpy(segment_ids.reshape(rows, length)),
         positions=torch.from_numpy(positions.reshape(rows, length)),
         cu_seqlens=torch.from_numpy(bounds),
@@ -311,7 +333,8 @@ class PaddedRows(NamedTuple):
     """One column of a batch as a padded tensor."""
 
     tokens: Tensor
-    """[n, longest rounded up to `multiple`], int64 or the dtype of what is no integer."""
+    """[n, longest rounded up to `multiple`], int64 or the dtype of what is no integer; [n, longest, ...] of
+    arrays, as they are stored."""
     lengths: Tensor
     """int64 [n]: elements of each row that are not padding."""
 
@@ -330,8 +353,8 @@ def padded(values: Ragged, multiple: int = 1, pad: float = 0, allocate: Allocate
 def filled(values: Ragged, inside: NDArray[np.bool_], pad: float = 0, allocate: Allocate = _new) -> Tensor:
     """The values one after the other where `inside`, `pad` elsewhere."""
     stored = values.values.numpy()
-    dtype = delivered_dtype(stored.dtype)
-    out = allocate(inside.size * dtype.itemsize).view(dtype).reshape(inside.shape)
+    dtype, shape = delivered_dtype(stored.dtype, stored.ndim), (*inside.shape, *stored.shape[1:])
+    out = allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
     out[:] = pad
     out[inside] = stored
     return torch.from_numpy(out)
@@ -365,7 +388,7 @@ def batch_columns(
 
     Returns:
         `columns` with the batching's column replaced by `PackedRows` or `PaddedRows`, and those cut like it
-        by tensors of the same shape as its tokens.
+        by tensors of the same shape as its tokens, with the trailing dimensions that their values have.
     """
     lead, *companions = (
         (name, _segments(name, columns[name], segments.segments)) for name in batching.columns

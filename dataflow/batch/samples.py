@@ -16,7 +16,13 @@ from dataflow.outputs.held_bytes import Ranges
 from dataflow.outputs.objects import described
 from dataflow.outputs.output import Output
 from dataflow.ragged import Ragged
+from sharding.lengths.batching import Batching
 from sharding.printable import listed
+
+KEPT = "__kept__"
+"""The column of `marks_kept`: int64 [samples], which rows of the batch's plan they are."""
+Form = tuple[str, tuple[int, ...]]
+"""A dtype and the shape of one element."""
 
 
 class OnDemand(Struct, frozen=True, eq=False):
@@ -82,20 +88,44 @@ def collated(samples: Sequence[Any], lists: Set[str] = frozenset()) -> Any:
     rest, columns = _without_lists(samples, lists)
     if not columns:
         return default_collate(list(samples))
+    if odd := _odd_list(columns):
+        raise ValueError(f"column {odd.column!r} has {odd.what}, and {odd.other}")
     return {**default_collate(rest), **{name: Ragged.of_rows(rows) for name, rows in columns.items()}}
 
 
 def _without_lists(samples: Sequence[Any], lists: Set[str]) -> tuple[list[Any], dict[str, list[Tensor]]]:
-    """The samples without the lists that all of them have, and those."""
+    """The samples without the lists that all of them have, and those as tensors."""
     if not lists or not all(isinstance(sample, Mapping) for sample in samples):
         return list(samples), {}
     columns = {name: [sample.get(name) for sample in samples] for name in sorted(lists)}
     columns = {name: rows for name, rows in columns.items() if all(map(_is_list, rows))}
-    return [{k: v for k, v in sample.items() if k not in columns} for sample in samples], columns
+    rest = [{k: v for k, v in sample.items() if k not in columns} for sample in samples]
+    return rest, {name: [*map(torch.as_tensor, rows)] for name, rows in columns.items()}
 
 
 def _is_list(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 1
+    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0
+
+
+def form_of(values: Tensor | NDArray[Any]) -> Form | None:
+    """The dtype and trailing shape that values of a column share; None: it fits any, as it has no element.
+
+    Lists of numbers, [n], may have any dtype.
+    """
+    if values.ndim > 1:
+        return str(values.dtype).removeprefix("torch."), tuple(values.shape[1:])
+    return ("", ()) if len(values) else None
+
+
+def _odd_list(columns: Mapping[str, Sequence[Tensor]]) -> Misfit | None:
+    """The first value whose dtype or trailing shape is another than that of the values before it."""
+    for name, rows in columns.items():
+        forms = [*map(form_of, rows)]
+        first = next((at for at, form in enumerate(forms) if form), 0)
+        for at, form in enumerate(forms):
+            if form and form != forms[first]:
+                return _unlike(at, name, rows[at], rows[first], ONE_FORM, beside=first)
+    return None
 
 
 # ---- samples whose lengths decide about batches -----------------------------------------------------------
@@ -105,10 +135,12 @@ class GatherSamples(Struct, frozen=True):
     """Puts samples together, whatever their lengths. Goes to builder processes.
 
     Args:
-        lists: columns that must hold lists of numbers.
+        lists: columns that must hold lists of numbers, or arrays [n, ...].
+        optional: those of them that a sample may lack, and what it has then.
     """
 
     lists: tuple[str, ...]
+    optional: Mapping[str, NDArray[Any]] = {}
     releases_gil: ClassVar[bool] = True
     """It takes too little time to decide who builds."""
 
@@ -116,41 +148,83 @@ class GatherSamples(Struct, frozen=True):
         """The sample with its lists as arrays; and what is wrong with it, "": nothing."""
         if not isinstance(sample, Mapping):
             cure = "return the sample" if sample is None else "samples must be dicts to be batched by length"
-            return sample, f"transform= returned {described(sample)}; {cure}, {_LEAVE_OUT}"
+            return sample, f"transform= returned {described(sample)}; {cure}, {LEAVE_OUT}"
+        if self.optional:  # they come last, whether they are there or not
+            lacking = {name: value for name, value in self.optional.items() if sample.get(name) is None}
+            rest = {name: value for name, value in sample.items() if name not in self.optional}
+            sample = {**rest, **{name: lacking.get(name, sample.get(name)) for name in self.optional}}
         if missing := [name for name in self.lists if name not in sample]:
             have = listed(map(str, sample)) or "no columns"
             which = f"batching by column {missing[0]!r}, but the sample has {have}"
-            return sample, f"{which}: pass column=, or return that column, {_LEAVE_OUT}"
+            lets = f" (whole={{{missing[0]!r}: Optional()}} lets samples lack it)"
+            cure = f"pass column=, or return that column{lets if missing[0] != self.lists[0] else ''}"
+            return sample, f"{which}: {cure}, {LEAVE_OUT}"
         arrays = dict(sample)
         for name in self.lists:
             array = _array_of(sample[name])
             if array is None:
                 what = "text, whose length in tokens a tokenizer tells: use one in transform="
                 if not isinstance(sample[name], str):
-                    what = f"{described(sample[name])}: return lists of numbers, 1-D arrays or tensors"
-                return sample, f"column {name!r} holds {what}, {_LEAVE_OUT}"
+                    what = f"{described(sample[name])}: return lists of numbers, arrays or tensors"
+                return sample, f"column {name!r} holds {what}, {LEAVE_OUT}"
             arrays[name] = array
         return arrays, ""
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """Column -> `Ragged`, or a list of what the samples have, of samples as `checked` gives them."""
+        """Column -> `Ragged`, or a list of what the samples have, of samples as `checked` gives them.
+
+        Arrays that differ in dtype or trailing shape are such a list: who takes the batch names the sample.
+        """
         first = samples[0]
         batch: dict[str, Any] = {}
         for name in first:
             values = [sample[name] for sample in samples]
-            batch[name] = _ragged(values) if name in self.lists else values
+            batch[name] = ragged(values) if name in self.lists else values
         return batch
 
 
-def _ragged(arrays: Sequence[NDArray[Any]]) -> Ragged:
-    """The arrays one after the other. An empty one has no type of its own."""
-    filled = [array for array in arrays if len(array)] or [np.empty(0, np.int64)]
+def unlike_columns(columns: Sequence[str], lengths: Sequence[int]) -> str:
+    """Return which of the columns that are cut alike is not as long as the first; "": all are."""
+    for name, length in zip(columns, lengths, strict=True):
+        if length != lengths[0]:
+            parts = f"column {name!r} has {length} elements, and {columns[0]!r} {lengths[0]}"
+            return f"{parts}: they must be alike"
+    return ""
+
+
+def not_cut(batching: Batching, column: str) -> str:
+    """Return why a sample that is too long is not cut: it has values of 2 dimensions or more in a column."""
+    return (
+        f"{type(batching).__name__} cuts at {batching.longest:,}, and each piece would have all of "
+        f"{column!r}, whose values have 2 dimensions or more, as pixels have: make such samples shorter, "
+        'refuse all that are too long by overlong="error", or leave them out by on_error="skip"'
+    )
+
+
+def unlike_planned(column: str, made: int, planned: int) -> str:
+    """The reason of a sample that is not as long as the one that was planned with."""
+    return (
+        f"column {column!r} has {made} elements, but its length was said to be {planned}: mend lengths=, or "
+        "change lengths_key= where lengths of another transform were kept"
+    )
+
+
+def ragged(arrays: Sequence[NDArray[Any]]) -> Any:
+    """The arrays one after the other as a `Ragged`; or as they are, where they are not of one form.
+
+    An empty one [0] has no type of its own.
+    """
+    filled = [array for array in arrays if len(array)]
+    shaped = [array for array in arrays if array.ndim > 1]
+    if shaped and len({form for array in arrays if (form := form_of(array))}) > 1:
+        return [*arrays]
+    filled = filled or shaped[:1] or [np.empty(0, np.int64)]
     offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
     return Ragged(torch.from_numpy(np.concatenate(filled)), torch.from_numpy(offsets))
 
 
 def _array_of(value: Any) -> NDArray[Any] | None:
-    """A list of numbers as an array; None where it is none."""
+    """A list of numbers, or an array [n, ...] of numbers, as an array; None where it is none."""
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
     if value is None or isinstance(value, str):
@@ -159,7 +233,8 @@ def _array_of(value: Any) -> NDArray[Any] | None:
         array = np.asarray(value)
     except ValueError:  # lists of unlike lengths
         return None
-    return None if array.ndim != 1 or (len(array) and array.dtype.kind not in "biuf") else array
+    most = array.ndim if isinstance(value, Tensor | np.ndarray) else 1
+    return array if 1 <= array.ndim <= most and (array.dtype.kind in "biuf" or not len(array)) else None
 
 
 # ---- what a result keeps alive ----------------------------------------------------------------------------
@@ -226,8 +301,9 @@ _NAMED = 20
 """Columns that a message names."""
 _OF_OTHER_ARGUMENTS = (KeyError, TypeError, AttributeError)
 """Errors of code that takes its argument for something else."""
-_LEAVE_OUT = "or leave such samples out by on_error='skip'"
+LEAVE_OUT = "or leave such samples out by on_error='skip'"
 _ONE_SHAPE = "pad or cut them to one shape in transform=, or give a collate_fn= that does"
+ONE_FORM = "return one dtype, and one shape but for the first dimension, for every sample"
 _ONE_TYPE = "return one type for every sample, or give a collate_fn= that takes both"
 _BATCHABLE = "return tensors, arrays, numbers, text, or lists and dicts of those, or give a collate_fn="
 
@@ -254,7 +330,9 @@ def misfit_of(
     samples: Sequence[Any], outputs: Sequence[Output], lists: Set[str] = frozenset()
 ) -> Misfit | None:
     """Find who is at odds with the first sample, with torch's own function as the oracle; None: nobody."""
-    samples, _ = _without_lists(samples, lists)
+    samples, columns = _without_lists(samples, lists)
+    if odd := _odd_list(columns):
+        return odd
     cures = {
         output.name: f"decode={{{output.name!r}: {output.one_shape_cure}, or {_ONE_SHAPE}"
         for output in outputs
@@ -263,7 +341,7 @@ def misfit_of(
     for at, sample in enumerate(samples):
         if _is_too_deep(sample):
             what, cure = f"what holds itself, or is nested over {_DEEPEST} deep", "return plain values"
-            return Misfit(at=at, column="", what=what, cure=f"{cure}, {_LEAVE_OUT}")
+            return Misfit(at=at, column="", what=what, cure=f"{cure}, {LEAVE_OUT}")
     if _fits(samples):
         return None
     are_dicts = [isinstance(sample, Mapping) for sample in samples]
@@ -277,13 +355,13 @@ def _misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) -> Mis
     first = values[0]
     for at, value in enumerate(values):
         if value is None:
-            cure = f"return {'a value' if column else 'the sample'}, {_LEAVE_OUT}"
+            cure = f"return {'a value' if column else 'the sample'}, {LEAVE_OUT}"
             return Misfit(at=at, column=column, what="None", cure=cure)
     if isinstance(first, Mapping | list | tuple):
         return _inner_misfit(values, column, cures)
     for at, value in enumerate(values):
         if not _fits([value]):
-            return Misfit(at=at, column=column, what=described(value), cure=f"{_BATCHABLE}; {_LEAVE_OUT}")
+            return Misfit(at=at, column=column, what=described(value), cure=f"{_BATCHABLE}; {LEAVE_OUT}")
         if not _fits([first, value]):
             same = isinstance(value, type(first))
             cure = cures.get(column, _ONE_SHAPE) if same else _ONE_TYPE
@@ -306,7 +384,7 @@ def _inner_misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) 
                 cure = "return the same columns for every sample"
                 other = described(first[key])
                 if not column:
-                    cure += f", {_LEAVE_OUT}"
+                    cure += f", {LEAVE_OUT}"
                 return Misfit(
                     at=at, column=name, what="missing", cure=cure, beside=0, other=other, is_bad=not column
                 )

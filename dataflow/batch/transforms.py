@@ -8,19 +8,22 @@ by name, here and nowhere else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from prefetch.memory.interrupts import must_go_on
+from prefetch.memory.interrupts import as_exception, must_go_on
 
 if TYPE_CHECKING:
     from dataflow.batch.samples import BatchSamples
 
 
+BatchFn = Callable[[Any], Any]
 Sample = dict[str, Any]
 _MOST = 32
+COSTS = "__costs__"
+"""The column of costs, a list of integers a sample, of samples that are measured and not made."""
 """Most characters of a fingerprint."""
 
 
@@ -31,10 +34,14 @@ class BatchTransform(Protocol):
     is transformed by itself: so the error names the one that is bad, and `on_error` decides about it alone.
     A transform that takes `rng=` is called sample by sample, whatever it has.
 
-    Four attributes are looked up, and may be left out:
+    Five attributes are looked up, and may be left out:
 
-    - `lists`, names of columns: 1-D tensors whose length differs from sample to sample. Without a
-      `collate_fn`, batches have each of them as a `Ragged`.
+    - `measure`, a function of a sample that returns `{column: length}` without making it, as from headers of
+      images. Where lengths can be kept (`fingerprint`), all samples are measured by it before the first
+      batch, and each is made when its row is built. One that takes `rng` is not used.
+
+    - `lists`, names of columns: tensors or arrays [n, ...] whose length differs from sample to sample, of one
+      dtype and trailing shape. Without a `collate_fn`, batches have each of them as a `Ragged`.
     - `targets`, names of columns: masks of the tokens that are to be learned. A sample of which none is, as
       where all are cut off, is delivered, counted in `stats().untrained_samples`, and warned of once.
     - `fingerprint`, up to 32 printable ASCII characters without "@", "+" and "~": what the results depend on
@@ -60,6 +67,38 @@ def batch_form(transform: object) -> Callable[[list[Sample]], Sequence[Any]] | N
 def lists_of(transform: object) -> tuple[str, ...]:
     """The columns of its samples that are lists of unlike lengths."""
     return tuple(getattr(transform, "lists", ()))
+
+
+def measure_of(transform: object) -> Callable[[Sample], Mapping[str, int]] | None:
+    """The function that tells lengths of a transform's samples without making them; None: it has none."""
+    measure = getattr(transform, "measure", None)
+    return measure if callable(measure) and not wants_rng(measure) else None
+
+
+class LengthsAlone:
+    """Stands for a transform while lengths are measured: its samples are as long, and empty of content.
+
+    Args:
+        transform: one that has `measure`.
+        columns: those that must be as long as `measure` says of the first.
+        whole: columns that come whole, of no length.
+        costs: columns whose lengths are costs, which stand in `COSTS`.
+    """
+
+    def __init__(
+        self, transform: Any, columns: Sequence[str], whole: Iterable[str], costs: Sequence[str]
+    ) -> None:
+        self._measure, self._columns, self._whole, self._costs = transform.measure, columns, whole, costs
+        self.fingerprint, self.releases_gil = fingerprint_of(transform), releases_gil(transform)
+
+    def __call__(self, sample: Sample) -> Sample:
+        """Lists of zeros."""
+        lengths, lead = self._measure(sample), self._columns[0]
+        if missing := [name for name in (lead, *self._costs) if name not in lengths]:
+            raise ValueError(f"measure returned {lengths!r}, without the length of {missing[0]!r}")
+        empty = np.zeros(int(lengths[lead]), np.int8)
+        made = dict.fromkeys(self._columns, empty) | dict.fromkeys(self._whole, empty[:0])
+        return {**made, COSTS: [int(lengths[name]) for name in self._costs]}
 
 
 def trains_nothing(transform: object, sample: Any) -> str:
@@ -132,3 +171,21 @@ def transformed_together(
                 raise
             failure = failure or error
     return made, failure
+
+
+def called(function: BatchFn, argument: Any, context: Callable[[], str]) -> Any:
+    """Call a user's function of batches; what it raises says where that was.
+
+    A `StopIteration` of it would seem to be the loader's end, a `SystemExit` the program's.
+    """
+    try:
+        return function(argument)
+    except BaseException as error:
+        if must_go_on(error):
+            raise
+        failure: Exception = as_exception(error)
+        if isinstance(error, StopIteration):
+            failure = RuntimeError(f"{getattr(function, '__name__', function)} raised StopIteration")
+            failure.__cause__ = error
+        failure.add_note(context())
+        raise failure from failure.__cause__

@@ -19,7 +19,7 @@ from dataflow.conversion.folder import ConversionError, index_name
 from dataflow.conversion.plan import Plan
 from dataflow.conversion.rows import StoredRows
 from dataflow.conversion.source import ConvertSource
-from dataflow.conversion.work import NewSamples, Recipe, write_packed, write_shard
+from dataflow.conversion.work import NewSamples, TaskSpec, write_packed, write_shard
 from dataflow.engines import engine, process_pool, run_all
 from dataflow.progress.bar import ProgressBar
 from sharding.errors import DataflowError
@@ -60,7 +60,7 @@ class ShownShards:
 
 
 def write_all(
-    recipe: Recipe,
+    task: TaskSpec,
     receipts: dict[int, dict[str, Any]],
     shown: ShownShards,
     *,
@@ -68,26 +68,26 @@ def write_all(
     executor: Executor | None,
 ) -> None:
     """Have all shards written that have no receipt yet."""
-    missing = [number for number in range(len(recipe.bounds) - 1) if number not in receipts]
+    missing = [number for number in range(len(task.bounds) - 1) if number not in receipts]
     if not missing:
         return
-    urls = [recipe.folder.url, *(recipe.rows.catalog.urls[:1] if isinstance(recipe.rows, StoredRows) else ())]
+    urls = [task.folder.url, *(task.rows.catalog.urls[:1] if isinstance(task.rows, StoredRows) else ())]
     if any(protocol_of(url) == "memory" for url in urls):
         workers = 1  # no other process sees it
     workers = workers or len(os.sched_getaffinity(0))
     try:
         if executor is None and (workers == 1 or len(missing) == 1):
             written: Iterable[tuple[int, dict[str, Any]]] = (
-                (at, write_shard(recipe, number)) for at, number in enumerate(missing)
+                (at, write_shard(task, number)) for at, number in enumerate(missing)
             )
             _noted(written, missing, receipts, shown)
             return
-        call = partial(write_packed, _packed(recipe))
+        call = partial(write_packed, _packed(task))
         with nullcontext(executor) if executor else engine("processes", workers=workers) as pool:
             _noted(run_all(pool, call, missing), missing, receipts, shown)
     except (DataflowError, KeyboardInterrupt) as error:
         error.add_note(
-            f"{len(receipts)} of {len(recipe.bounds) - 1} shards are finished: start it again to go on"
+            f"{len(receipts)} of {len(task.bounds) - 1} shards are finished: start it again to go on"
         )
         raise
 
@@ -114,15 +114,15 @@ def warm_up(source: Any, to: str, functions: Iterable[Any]) -> None:
     process_pool.warm_up(modules, preload)
 
 
-def _packed(recipe: Recipe) -> bytes:
+def _packed(task: TaskSpec) -> bytes:
     """Return what each task is sent. A large index of the source is read from the destination instead."""
-    if isinstance(recipe.rows, StoredRows):
-        light, index = recipe.rows.without_index()
+    if isinstance(task.rows, StoredRows):
+        light, index = task.rows.without_index()
         if len(index) > _MOST_BYTES_SENT:
-            recipe.folder.write(index_name(index), index)
-            recipe = replace(recipe, rows=light, index_at=index_name(index))
+            task.folder.write(index_name(index), index)
+            task = replace(task, rows=light, index_at=index_name(index))
     try:
-        return bytes(cloudpickle.dumps(recipe))  # functions of the main module go by value
+        return bytes(cloudpickle.dumps(task))  # functions of the main module go by value
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"worker processes cannot be sent this conversion ({error}): make what functions and datasets "
@@ -131,7 +131,7 @@ def _packed(recipe: Recipe) -> bytes:
 
 
 def write_iterable(
-    recipe: Recipe,
+    task: TaskSpec,
     source: ConvertSource,
     receipts: dict[int, dict[str, Any]],
     shown: ShownShards,
@@ -142,7 +142,7 @@ def write_iterable(
     while samples := list(islice(items, shard_samples)):
         if number not in receipts:
             given = NewSamples(first=number * shard_samples, samples=samples)
-            receipts[number] = write_shard(recipe, number, given)
+            receipts[number] = write_shard(task, number, given)
             shown.add(receipts[number])
         elif receipts[number]["read"] != len(samples):
             had = receipts[number]["read"]

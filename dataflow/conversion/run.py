@@ -24,7 +24,7 @@ from dataflow.conversion.plan import Plan
 from dataflow.conversion.source import ConvertSource, opened_source, tokenizing
 from dataflow.conversion.target import SUFFIXES, TOKENS
 from dataflow.conversion.verify import Asked, verify_shards
-from dataflow.conversion.work import Recipe, codec_of, finished_shards
+from dataflow.conversion.work import TaskSpec, codec_of, finished_shards
 from dataflow.engines import run_all
 from dataflow.sources.indexing import index
 from dataflow.sources.opening import save_catalog
@@ -196,16 +196,16 @@ def convert(
         plan = _agreed(folder, wanted, source_of, overwrite=overwrite, token_options=token_options)
         folder = OutputFolder(folder.url, options, plan.run)
         folder.clear()
-        recipe = source_of.recipe(plan, folder, checksum=checksum)
-        receipts = finished_shards(recipe, sums=verify is not False)
+        task = source_of.task(plan, folder, checksum=checksum)
+        receipts = finished_shards(task, sums=verify is not False)
         skipped = len(receipts)
         with ShownShards(plan, receipts, progress) as shown:
             if plan.bounds is None:
-                write_iterable(recipe, source_of, receipts, shown, plan.options["shard_samples"])
+                write_iterable(task, source_of, receipts, shown, plan.options["shard_samples"])
             else:
-                write_all(recipe, receipts, shown, workers=workers, executor=executor)
-        _finish(recipe, receipts, progress, executor)
-        verified = verify_shards(recipe, receipts, folder.of(CATALOG_NAME), asked, progress) if asked else 0
+                write_all(task, receipts, shown, workers=workers, executor=executor)
+        _finish(task, receipts, progress, executor)
+        verified = verify_shards(task, receipts, folder.of(CATALOG_NAME), asked, progress) if asked else 0
     ordered = [receipts[number] for number in sorted(receipts)]
     return Converted(
         catalog=folder.of(CATALOG_NAME),
@@ -302,28 +302,28 @@ def _refuse_foreign(folder: OutputFolder, to: str, *, overwrite: bool) -> None:
 
 
 def _finish(
-    recipe: Recipe,
+    task: TaskSpec,
     receipts: Mapping[int, Mapping[str, Any]],
     progress: bool | None,
     executor: Executor | None,
 ) -> None:
     """Index the shards, and save their catalog; for MDS, `index.json`, too. Then remove those of before."""
-    folder, to = recipe.folder, recipe.target.to
+    folder, to = task.folder, task.target.to
     folder.clear()
     written = [receipts[number] for number in sorted(receipts) if receipts[number]["name"]]
     if not written:
         raise ConversionError("filter= and map= leave no sample: nothing was written")
     folder.put_whole({folder.run, *folder.whole_runs()})
     if to == "mds":
-        encodings = dict(sorted(recipe.target.columns.items()))
+        encodings = dict(sorted(task.target.columns.items()))
         entries = [index_entry(encodings, one["name"], one["samples"], one["bytes"], {}) for one in written]
         folder.write(LISTING_NAME, index_json(entries))
     urls = [folder.of(one["name"]) for one in written]
     with Retrier() as retrier:
-        codec = codec_of(recipe.target, urls[0])
+        codec = codec_of(task.target, urls[0])
         run = None if executor is None else partial(run_all, executor)
         catalog = index(urls, codec, retrier, storage_options=folder.options, progress=progress, run=run)
-        if recipe.checksum:
+        if task.checksum:
             checksums = np.array([crc for one in written for crc in one["blocks"]], np.uint32)
             catalog = catalog.with_checksums(checksums)
         save_catalog(catalog, folder.of(CATALOG_NAME), folder.options, retrier)

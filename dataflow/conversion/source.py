@@ -17,7 +17,14 @@ from dataflow.conversion.identity import described
 from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count
 from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
 from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
-from dataflow.conversion.work import WINDOW_BLOCKS, MadeSamples, NewSamples, Recipe, fitted_rows, given_rows
+from dataflow.conversion.work import (
+    WINDOW_BLOCKS,
+    NewSamples,
+    ProducedSamples,
+    TaskSpec,
+    fitted_rows,
+    given_rows,
+)
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import parse_bytes
 from sharding.errors import DataflowError
@@ -151,7 +158,7 @@ class ConvertSource:
 
     @property
     def way(self) -> str:
-        """Return how samples go from the source to the shards; see `Recipe.way`."""
+        """Return how samples go from the source to the shards; see `TaskSpec.way`."""
         rows = self.rows
         if (
             not isinstance(rows, StoredRows)
@@ -299,7 +306,7 @@ class ConvertSource:
 
     def _first_samples(self) -> tuple[list[Any], int]:
         """The first samples as functions leave them, and the mean of their bytes."""
-        probe = Recipe(
+        probe = TaskSpec(
             rows=self.rows,
             map=self.map,
             filter=self.filter,
@@ -342,9 +349,9 @@ class ConvertSource:
             raise self._failed
         yield from iter(self.source) if self._iterated is None else self._iterated
 
-    def recipe(self, plan: Plan, folder: OutputFolder, *, checksum: bool) -> Recipe:
+    def task(self, plan: Plan, folder: OutputFolder, *, checksum: bool) -> TaskSpec:
         """Return what workers are told."""
-        return Recipe(
+        return TaskSpec(
             rows=self.rows,
             map=self.map,
             filter=self.filter,
@@ -359,7 +366,7 @@ class ConvertSource:
         )
 
 
-def _some_of(rows: Iterator[MadeSamples]) -> list[dict[str, Any]]:
+def _some_of(rows: Iterator[ProducedSamples]) -> list[dict[str, Any]]:
     """The first samples, up to one that fails: whoever writes its shard will tell."""
     found: list[dict[str, Any]] = []
     try:

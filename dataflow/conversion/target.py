@@ -132,7 +132,8 @@ class Target:
             )
         kind, data = _stored(name, value)
         extension = self.columns.get(name) or _extension(name, kind, value)
-        was = _kind_of_extension(extension)
+        rule = rule_of_extension(extension)
+        was = rule if rule in _ADDED else "bytes"
         if kind != was and self.columns.get(name):
             raise ValueError(
                 f"column {name!r} is {kind} here, and {was} in the first samples (member .{extension}): "
@@ -154,7 +155,10 @@ def targets_of(
         raise ValueError("the first samples have no columns: map= returns a dict of column to value")
     target = Target(to=to, columns={}, is_strict=is_strict, **options)
     if to == "tar":
-        extensions = {name: _extension_of(name, values) for name, values in firsts.items()}
+        extensions = {
+            name: _extension(name, _stored(name, values[0])[0], values[0]) if values else ""
+            for name, values in firsts.items()
+        }
         return replace(target, columns=extensions)
     if to == "mds":
         # Streaming has no missing values, so all samples have the same columns.
@@ -201,23 +205,11 @@ def _stored(name: str, value: Any) -> tuple[str, Any]:
     )
 
 
-def _kind_of_extension(extension: str) -> str:
-    """The kind of values behind an extension."""
-    rule = rule_of_extension(extension)
-    return rule if rule in _ADDED else "bytes"
-
-
 def _extension(name: str, kind: str, value: Any) -> str:
     if kind == "bytes":
         picture = _picture(bytes(value[:12]))
         return name if not picture or rule_of_extension(name) == "image" else f"{name}.{picture}"
     return name if rule_of_extension(name) == kind else f"{name}.{_ADDED[kind]}"
-
-
-def _extension_of(name: str, values: list[Any]) -> str:
-    if not values:
-        return ""
-    return _extension(name, _stored(name, values[0])[0], values[0])
 
 
 # ---- MDS ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dataflow.conversion.folder import ConversionError
 from dataflow.conversion.rows import KEY, StoredRows
 from dataflow.conversion.source import ConvertSource, stored_rows
 from dataflow.conversion.target import TOKENS
-from dataflow.conversion.work import MadeSamples, NewSamples, Recipe, as_schema, fitted_rows, given_rows
+from dataflow.conversion.work import NewSamples, ProducedSamples, TaskSpec, as_schema, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.progress.bar import ProgressBar
 from sharding.errors import DataflowError
@@ -60,7 +60,7 @@ class Asked:
 
 
 def verify_shards(
-    recipe: Recipe,
+    task: TaskSpec,
     receipts: Mapping[int, Mapping[str, Any]],
     catalog: str,
     asked: Asked,
@@ -69,7 +69,7 @@ def verify_shards(
     """Compare samples of the shards with the source; how many were.
 
     Args:
-        recipe: how they were made.
+        task: how they were made.
         receipts: of the shards.
         catalog: URL of their catalog.
         asked: how many.
@@ -78,8 +78,8 @@ def verify_shards(
     Raises `ConversionError` for the first that differs, naming shard, sample and column.
     """
     chosen = _chosen(receipts, asked.num_samples)
-    written = ShardedDataset(catalog, storage_options=recipe.folder.options, progress=progress)
-    result = stored_rows(written, raw=recipe.target.to == "tar")
+    written = ShardedDataset(catalog, storage_options=task.folder.options, progress=progress)
+    result = stored_rows(written, raw=task.target.to == "tar")
     first, compared, at, items = 0, 0, 0, asked.again() if asked.again else iter(())
     with ProgressBar("comparing", total=len(receipts), unit="shard", visible=progress) as bar:
         for number in sorted(receipts):
@@ -90,10 +90,10 @@ def verify_shards(
                 at += receipt["read"]
             if rows is not None and len(rows):
                 shard = _ComparedShard(
-                    recipe=recipe, number=number, receipt=receipt, rows=rows, first=first, given=given
+                    task=task, number=number, receipt=receipt, rows=rows, first=first, given=given
                 )
                 shard.compare(result)
-                if asked.dataset is not None and recipe.target.to not in TOKENS:
+                if asked.dataset is not None and task.target.to not in TOKENS:
                     shard.compare_delivered(asked.dataset, written)
                 compared += len(rows)
             first += receipt["samples"]
@@ -120,7 +120,7 @@ def _chosen(receipts: Mapping[int, Mapping[str, Any]], count: int | None) -> dic
 class _ComparedShard:
     """Some rows of a shard, and how they came to be."""
 
-    recipe: Recipe
+    task: TaskSpec
     number: int
     receipt: Mapping[str, Any]
     rows: Ints
@@ -130,13 +130,13 @@ class _ComparedShard:
 
     def compare(self, result: StoredRows) -> None:
         """Raise `ConversionError` where a row is not what the source gives."""
-        to = self.recipe.target.to
-        if to == "tokens" or (to == "megatron" and self.recipe.target.length):
+        to = self.task.target.to
+        if to == "tokens" or (to == "megatron" and self.task.target.length):
             self._compare_tokens()
             return
         positions = self.rows + self.first
         if to == "parquet":
-            made = self._tables() if self.recipe.way == "tables" else self._as_rows()
+            made = self._tables() if self.task.way == "tables" else self._as_rows()
             found = (row for table in result.tables(positions) for row in table.to_pylist())
         else:
             made = self._fitted()
@@ -148,7 +148,7 @@ class _ComparedShard:
         """Raise `ConversionError` where a row is delivered otherwise than the source delivers it."""
         if self.receipt["read"] != self.receipt["samples"]:
             return
-        positions = self.recipe.positions(self.number)[self.rows]
+        positions = self.task.positions(self.number)[self.rows]
         order = np.argsort(positions)
         for part in np.split(order, range(_AT_ONCE, len(order), _AT_ONCE)):
             self._delivered_alike(source, written, self.rows[part], positions[part])
@@ -162,7 +162,7 @@ class _ComparedShard:
             for at in range(len(rows) if len(rows) > 1 else 0):
                 self._delivered_alike(source, written, rows[at : at + 1], positions[at : at + 1])
             return
-        columns = self.recipe.target.columns if self.recipe.target.to == "tar" else {}
+        columns = self.task.target.columns if self.task.target.to == "tar" else {}
         found = written.__getitems__((self.first + rows).tolist())
         for row, was, now in zip(rows.tolist(), given, found, strict=True):
             for name, value in was.items():
@@ -176,7 +176,7 @@ class _ComparedShard:
                     )
 
     def _same(self, row: int, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        names = {*was, *now} - ({KEY} if self.recipe.target.to != "tar" else set())
+        names = {*was, *now} - ({KEY} if self.task.target.to != "tar" else set())
         for name in sorted(names):
             if not is_same(was.get(name), now.get(name)):
                 shown = f"{_short(now.get(name))} is not {_short(was.get(name))}"
@@ -188,49 +188,49 @@ class _ComparedShard:
 
     def _fitted(self) -> Iterator[dict[str, Any]]:
         """The samples of the rows, as the writer was given them."""
-        is_each = self.recipe.batch_size is None and self.receipt["read"] == self.receipt["samples"]
+        is_each = self.task.batch_size is None and self.receipt["read"] == self.receipt["samples"]
         if self.given is None and is_each:
-            positions = self.recipe.positions(self.number)[self.rows]
-            yield from self._normal(_each(fitted_rows(self.recipe, positions)))
+            positions = self.task.positions(self.number)[self.rows]
+            yield from self._normal(_each(fitted_rows(self.task, positions)))
             return
         everything = (
-            fitted_rows(self.recipe, self.recipe.positions(self.number))
+            fitted_rows(self.task, self.task.positions(self.number))
             if self.given is None
-            else given_rows(self.recipe, self.given)
+            else given_rows(self.task, self.given)
         )
         wanted = set(self.rows.tolist())
         yield from self._normal(one for row, one in enumerate(_each(everything)) if row in wanted)
 
     def _normal(self, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        if self.recipe.target.to == "megatron":
-            end = [] if self.recipe.target.end_token is None else [self.recipe.target.end_token]
+        if self.task.target.to == "megatron":
+            end = [] if self.task.target.end_token is None else [self.task.target.end_token]
             for sample in samples:
-                yield {"tokens": np.append(sample["tokens"], end).astype(self.recipe.target.dtype)}
+                yield {"tokens": np.append(sample["tokens"], end).astype(self.task.target.dtype)}
             return
         yield from samples
 
     def _as_rows(self) -> Iterator[dict[str, Any]]:
         """The rows as Parquet gives them back."""
-        schema, rounds = self.recipe.target.arrow_schema, self.recipe.target.rounds
+        schema, rounds = self.task.target.arrow_schema, self.task.target.rounds
         for sample in self._fitted():
             row = {field.name: array_of([sample[field.name]], field.type, rounds=rounds) for field in schema}
             yield from pa.table(row).to_pylist()
 
     def _tables(self) -> Iterator[dict[str, Any]]:
-        assert isinstance(self.recipe.rows, StoredRows)
-        positions = self.recipe.positions(self.number)[self.rows]
-        for table in self.recipe.rows.tables(positions):
-            yield from as_schema(table, self.recipe.target.arrow_schema).to_pylist()
+        assert isinstance(self.task.rows, StoredRows)
+        positions = self.task.positions(self.number)[self.rows]
+        for table in self.task.rows.tables(positions):
+            yield from as_schema(table, self.task.target.arrow_schema).to_pylist()
 
     def _compare_tokens(self) -> None:
         """Compare the whole file: its documents have no ends."""
-        target, everything = self.recipe.target, np.arange(self.receipt["samples"])
+        target, everything = self.task.target, np.arange(self.receipt["samples"])
         whole = replace(self, rows=everything)
         has_ends = target.end_token is None or target.to == "megatron"
         end = np.array([] if has_ends else [target.end_token], target.dtype)
         parts = [np.append(one["tokens"], end).astype(target.dtype) for one in whole._fitted()]
         made = np.concatenate([*parts, np.zeros(0, target.dtype)])
-        stored = np.frombuffer(self.recipe.folder.read(file_name(self.receipt["name"])) or b"", target.dtype)
+        stored = np.frombuffer(self.task.folder.read(file_name(self.receipt["name"])) or b"", target.dtype)
         if len(made) != len(stored) or (made != stored).any():
             at = int(np.flatnonzero(made[: len(stored)] != stored[: len(made)])[:1].sum())
             raise ConversionError(
@@ -239,7 +239,7 @@ class _ComparedShard:
             )
 
 
-def _each(parts: Iterable[MadeSamples]) -> Iterator[dict[str, Any]]:
+def _each(parts: Iterable[ProducedSamples]) -> Iterator[dict[str, Any]]:
     return (sample for part in parts for sample in part.samples)
 
 

@@ -43,7 +43,7 @@ _TOGETHER = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class TaskSpec:
     """All that a worker has to know. Picklable."""
 
     rows: Rows | None
@@ -92,7 +92,7 @@ class NewSamples:
     samples: Sequence[Any]
 
 
-class MadeSamples(NamedTuple):
+class ProducedSamples(NamedTuple):
     """Samples on their way, some at a time."""
 
     positions: list[int]
@@ -102,9 +102,9 @@ class MadeSamples(NamedTuple):
     samples: list[Any]
     """The samples: at the end, what is written of them."""
 
-    def where(self, kept: Sequence[Any]) -> MadeSamples:
+    def where(self, kept: Sequence[Any]) -> ProducedSamples:
         """The samples for which `kept` is true."""
-        return self if all(kept) else MadeSamples(*(list(compress(column, kept)) for column in self))
+        return self if all(kept) else ProducedSamples(*(list(compress(column, kept)) for column in self))
 
     def failed(
         self, number: int, reason: str, stage: str, named: Callable[[int], tuple[str, str]]
@@ -121,75 +121,75 @@ def shard_name(number: int, to: str, mark: str) -> str:
 
 
 def write_packed(packed: bytes, number: int) -> dict[str, Any]:
-    """Write a shard of a pickled recipe; returns its receipt."""
+    """Write a shard of a pickled task; returns its receipt."""
     return write_shard(_unpacked(packed), number)
 
 
 @lru_cache(maxsize=2)
-def _unpacked(packed: bytes) -> Recipe:
-    recipe: Recipe = pickle.loads(packed)
-    if recipe.index_at:
-        assert isinstance(recipe.rows, StoredRows)
-        index = recipe.folder.read(recipe.index_at) or b""
-        if index_name(index) != recipe.index_at:  # nothing else is unpickled
-            raise ConversionError(f"{recipe.folder.of(recipe.index_at)} is not as it was written")
-        recipe.rows.take_index(index)
-    return recipe
+def _unpacked(packed: bytes) -> TaskSpec:
+    task: TaskSpec = pickle.loads(packed)
+    if task.index_at:
+        assert isinstance(task.rows, StoredRows)
+        index = task.folder.read(task.index_at) or b""
+        if index_name(index) != task.index_at:  # nothing else is unpickled
+            raise ConversionError(f"{task.folder.of(task.index_at)} is not as it was written")
+        task.rows.take_index(index)
+    return task
 
 
-def write_shard(recipe: Recipe, number: int, given: NewSamples | None = None) -> dict[str, Any]:
+def write_shard(task: TaskSpec, number: int, given: NewSamples | None = None) -> dict[str, Any]:
     """Write a shard, and then its receipt, which is returned."""
-    folder = recipe.folder
-    name = shard_name(number, recipe.target.to, folder.mark)
+    folder = task.folder
+    name = shard_name(number, task.target.to, folder.mark)
     url = folder.of(name)
-    writer = recipe.target.writer(url, folder.options)
+    writer = task.target.writer(url, folder.options)
     try:
         with write_errors(url), writer:
             if given is not None:
                 num_read = len(given.samples)
-                _write_samples(writer, given_rows(recipe, given), of_iterable)
+                _write_samples(writer, given_rows(task, given), of_iterable)
             else:
-                positions = recipe.positions(number)
+                positions = task.positions(number)
                 num_read = len(positions)
-                _WAYS[recipe.way](writer, recipe, positions)
+                _WAYS[task.way](writer, task, positions)
     except DataflowError as error:
         error.add_note(f"shard {name} was not written; what was finished before stays")
         raise
     shards = writer.shards
     receipt = {
-        "plan": recipe.digest,
+        "plan": task.digest,
         "shard": number,
         "name": name if shards else "",
         "read": num_read,
         "samples": sum(shard.num_samples for shard in shards),
         "bytes": sum(shard.num_bytes for shard in shards),
         "files": [shard.url.rpartition("/")[2] for shard in shards],
-        "blocks": block_checksums(recipe, url) if shards and recipe.checksum else [],
+        "blocks": block_checksums(task, url) if shards and task.checksum else [],
     }
     folder.put_receipt(number, receipt)
     return receipt
 
 
-def finished_shards(recipe: Recipe, *, sums: bool) -> dict[int, dict[str, Any]]:
+def finished_shards(task: TaskSpec, *, sums: bool) -> dict[int, dict[str, Any]]:
     """The receipts of shards that are as they were written, by number.
 
     Size and etag or time tell; where these differ, or of all if `sums`, the CRC-32 of blocks do.
     """
 
     def is_as_written(receipt: Mapping[str, Any], is_sure: bool) -> bool:
-        if is_sure and not (sums and recipe.checksum):
+        if is_sure and not (sums and task.checksum):
             return True
-        if not recipe.checksum or not (is_sure or [*receipt["files"]] in ([], [receipt["name"]])):
+        if not task.checksum or not (is_sure or [*receipt["files"]] in ([], [receipt["name"]])):
             return is_sure
-        url = recipe.folder.of(receipt["name"])
+        url = task.folder.of(receipt["name"])
         with suppress(DataflowError):
-            is_same = not receipt["name"] or block_checksums(recipe, url) == receipt["blocks"]
+            is_same = not receipt["name"] or block_checksums(task, url) == receipt["blocks"]
             if is_same and not is_sure:
-                recipe.folder.put_receipt(receipt["shard"], receipt)
+                task.folder.put_receipt(receipt["shard"], receipt)
             return bool(is_same)
         return False
 
-    found = recipe.folder.receipts(recipe.digest)
+    found = task.folder.receipts(task.digest)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="dataflow-convert") as pool:
         are_same = list(pool.map(lambda one: is_as_written(*one), found.values()))
     return {
@@ -199,12 +199,12 @@ def finished_shards(recipe: Recipe, *, sums: bool) -> dict[int, dict[str, Any]]:
     }
 
 
-def block_checksums(recipe: Recipe, url: str) -> list[int]:
+def block_checksums(task: TaskSpec, url: str) -> list[int]:
     """CRC-32 of each block of a shard, read back from where it lies."""
-    options = recipe.folder.options
+    options = task.folder.options
     scanned = scan_shards(
         [url],
-        codec_of(recipe.target, url),
+        codec_of(task.target, url),
         storage_options=options,
         block_bytes=DEFAULT_BLOCK_BYTES,
         listed={},
@@ -230,27 +230,27 @@ def codec_of(target: Target, url: str) -> Any:
 # ---- samples --------------------------------------------------------------------------------------------
 
 
-def fitted_rows(recipe: Recipe, positions: NDArray[np.int64]) -> Iterator[MadeSamples]:
+def fitted_rows(task: TaskSpec, positions: NDArray[np.int64]) -> Iterator[ProducedSamples]:
     """Yield what is written of the samples at some positions, some at a time."""
-    assert recipe.rows is not None
+    assert task.rows is not None
     at = 0
-    for part in _parts(recipe, recipe.rows.batches(positions)):
+    for part in _parts(task, task.rows.batches(positions)):
         own = positions[at : at + len(part)].tolist()
         at += len(part)
-        yield _made(recipe, own, part, recipe.rows.named)
+        yield _made(task, own, part, task.rows.named)
 
 
-def given_rows(recipe: Recipe, given: NewSamples) -> Iterator[MadeSamples]:
+def given_rows(task: TaskSpec, given: NewSamples) -> Iterator[ProducedSamples]:
     """Yield what is written of samples of an iterable, some at a time."""
     at = given.first
-    for part in _parts(recipe, [given.samples]):
-        yield _made(recipe, list(range(at, at + len(part))), part, of_iterable)
+    for part in _parts(task, [given.samples]):
+        yield _made(task, list(range(at, at + len(part))), part, of_iterable)
         at += len(part)
 
 
-def _parts(recipe: Recipe, batches: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
+def _parts(task: TaskSpec, batches: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
     """The samples that functions are called with together: those of columns so many, wherever blocks end."""
-    size, step, held = recipe.batch_size or 1, recipe.batch_size or _TOGETHER, list[Any]()
+    size, step, held = task.batch_size or 1, task.batch_size or _TOGETHER, list[Any]()
     for batch in batches:
         held += batch
         whole = len(held) - len(held) % size
@@ -267,29 +267,29 @@ def of_iterable(number: int) -> tuple[str, str]:
 
 
 def _made(
-    recipe: Recipe, positions: list[int], samples: list[Any], named: Callable[[int], tuple[str, str]]
-) -> MadeSamples:
+    task: TaskSpec, positions: list[int], samples: list[Any], named: Callable[[int], tuple[str, str]]
+) -> ProducedSamples:
     """Return what filter, map and target make of some samples. `SampleError` names the sample."""
     keys = [sample.get(KEY) if isinstance(sample, dict) else None for sample in samples]
-    rows = MadeSamples(positions, keys, samples)
-    if recipe.filter is not None:
-        rows = rows.where(_called("filter", recipe.filter, rows, named))
-    if recipe.map is not None and recipe.batch_size:
-        rows = _mapped_columns(recipe.map, rows, named) if rows.samples else rows
-    elif recipe.map is not None:
-        made = _mapped(recipe.map, rows, named)
-        rows = MadeSamples(rows.positions, rows.keys, made).where([value is not None for value in made])
-    fitted, fit = list[Sample](), recipe.target.fitted
+    rows = ProducedSamples(positions, keys, samples)
+    if task.filter is not None:
+        rows = rows.where(_called("filter", task.filter, rows, named))
+    if task.map is not None and task.batch_size:
+        rows = _mapped_columns(task.map, rows, named) if rows.samples else rows
+    elif task.map is not None:
+        made = _mapped(task.map, rows, named)
+        rows = ProducedSamples(rows.positions, rows.keys, made).where([value is not None for value in made])
+    fitted, fit = list[Sample](), task.target.fitted
     try:
         for position, key, sample in zip(rows.positions, rows.keys, rows.samples, strict=True):
             fitted.append(fit(sample, f"{position:09d}" if key is None else key))
     except ValueError as error:
         raise rows.failed(len(fitted), str(error), "write", named) from error
-    return MadeSamples(rows.positions, rows.keys, fitted)
+    return ProducedSamples(rows.positions, rows.keys, fitted)
 
 
 def _called(
-    what: str, function: Callable[..., Any], rows: MadeSamples, named: Callable[[int], tuple[str, str]]
+    what: str, function: Callable[..., Any], rows: ProducedSamples, named: Callable[[int], tuple[str, str]]
 ) -> list[Any]:
     """Return what a function returns for each sample."""
     made: list[Any] = []
@@ -307,7 +307,7 @@ def _called(
 
 
 def _mapped(
-    function: Callable[..., Any], rows: MadeSamples, named: Callable[[int], tuple[str, str]]
+    function: Callable[..., Any], rows: ProducedSamples, named: Callable[[int], tuple[str, str]]
 ) -> list[Any]:
     """Return what a function makes of samples: of all at once where it has a `batch` form."""
     batch_form = getattr(function, "batch", None)
@@ -322,8 +322,8 @@ def _mapped(
 
 
 def _mapped_columns(
-    function: Callable[..., Any], rows: MadeSamples, named: Callable[[int], tuple[str, str]]
-) -> MadeSamples:
+    function: Callable[..., Any], rows: ProducedSamples, named: Callable[[int], tuple[str, str]]
+) -> ProducedSamples:
     """Return what a function makes of the columns of samples; of other ones than it was given, if so many."""
     names = dict.fromkeys(chain.from_iterable(rows.samples))
     try:
@@ -337,13 +337,13 @@ def _mapped_columns(
         raise rows.failed(0, reason, "transform", named)
     samples = [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
     if len(samples) == len(rows.samples):
-        return MadeSamples(rows.positions, rows.keys, samples)
+        return ProducedSamples(rows.positions, rows.keys, samples)
     first, count = rows.positions[0], len(samples)
-    return MadeSamples([first] * count, [f"{first:09d}-{number:06d}" for number in range(count)], samples)
+    return ProducedSamples([first] * count, [f"{first:09d}-{number:06d}" for number in range(count)], samples)
 
 
 def _write_samples(
-    writer: ShardWriter, parts: Iterable[MadeSamples], named: Callable[[int], tuple[str, str]]
+    writer: ShardWriter, parts: Iterable[ProducedSamples], named: Callable[[int], tuple[str, str]]
 ) -> None:
     before = 0
     for rows in parts:
@@ -358,19 +358,19 @@ def _write_samples(
         before += len(rows.samples)
 
 
-def _by_sample(writer: ShardWriter, recipe: Recipe, positions: NDArray[np.int64]) -> None:
-    assert recipe.rows is not None
-    _write_samples(writer, fitted_rows(recipe, positions), recipe.rows.named)
+def _by_sample(writer: ShardWriter, task: TaskSpec, positions: NDArray[np.int64]) -> None:
+    assert task.rows is not None
+    _write_samples(writer, fitted_rows(task, positions), task.rows.named)
 
 
 # ---- without a sample in between ------------------------------------------------------------------------
 
 
-def _by_table(writer: ShardWriter, recipe: Recipe, positions: NDArray[np.int64]) -> None:
+def _by_table(writer: ShardWriter, task: TaskSpec, positions: NDArray[np.int64]) -> None:
     """Append Arrow tables in the types of the target."""
-    assert isinstance(recipe.rows, StoredRows)
-    schema = recipe.target.arrow_schema
-    for table in recipe.rows.tables(positions):
+    assert isinstance(task.rows, StoredRows)
+    schema = task.target.arrow_schema
+    for table in task.rows.tables(positions):
         writer.write_table(as_schema(table, schema))
 
 
@@ -385,12 +385,12 @@ def as_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
     return pa.table(columns, schema=schema)
 
 
-def _by_member(writer: ShardWriter, recipe: Recipe, positions: NDArray[np.int64]) -> None:
+def _by_member(writer: ShardWriter, task: TaskSpec, positions: NDArray[np.int64]) -> None:
     """Append blocks of tars as they lie, after seeing that they are what was indexed."""
-    assert isinstance(recipe.rows, StoredRows)
+    assert isinstance(task.rows, StoredRows)
     last: tuple[str, str] | None = None
-    for block, data in recipe.rows.stored(positions):
-        keys = recipe.rows.codec.keys(block, data)
+    for block, data in task.rows.stored(positions):
+        keys = task.rows.codec.keys(block, data)
         if last is not None and last[0] != block.shard.url and last[1] == keys[0]:
             reason = "two samples in a row with one key would be read as one; map= may give them others"
             raise SampleError(block.shard.url, reason, key=keys[0], stage="write")
@@ -398,7 +398,7 @@ def _by_member(writer: ShardWriter, recipe: Recipe, positions: NDArray[np.int64]
         writer.write_bytes(data, block.num_samples)
 
 
-_WAYS: dict[str, Callable[[ShardWriter, Recipe, NDArray[np.int64]], None]] = {
+_WAYS: dict[str, Callable[[ShardWriter, TaskSpec, NDArray[np.int64]], None]] = {
     "samples": _by_sample,
     "tables": _by_table,
     "members": _by_member,

@@ -1,5 +1,7 @@
 """Transformers' `Trainer` over shards: a checkpoint holds the loader's place, where a resumed run goes on.
 
+`model_inputs` makes the arguments of models that see pictures, from packed rows.
+
 `Trainer` counts optimizer steps. To resume inside an epoch it takes the loader's dataset and sampler into a
 loader of its own that drops the batches which were trained before; a loader over shards refuses that.
 `resume` adds a callback that keeps the loader's state in `trainer_state.json` and loads it before the first
@@ -24,6 +26,7 @@ except ImportError as error:
 
 from dataflow.integrations.accelerate import ADDED
 from dataflow.integrations.versions import warn_if_untried
+from dataflow.integrations.vision_inputs import model_inputs as model_inputs
 from dataflow.shard_order import ShardOrder
 
 warn_if_untried("transformers", ("4.55", "5.24"))

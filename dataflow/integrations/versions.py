@@ -23,19 +23,27 @@ def warn_if_untried(package: str, tried: tuple[str, str]) -> None:
     Examples:
         >>> warn_if_untried("torchtitan", ("0.3", "0.3"))
     """
-    try:
-        installed = version(package)
-    except PackageNotFoundError:
-        return
-    numbers, (lowest, highest) = _numbers(installed), map(_numbers, tried)
-    if numbers[: len(lowest)] < lowest or numbers[: len(highest)] > highest:
+    if not is_tried(package, tried):
         span = tried[0] if tried[0] == tried[1] else f"{tried[0]} to {tried[1]}"
         warnings.warn(
-            f"{package} {installed} is installed, and this version of dataflow-loader was tried with "
+            f"{package} {version(package)} is installed, and this version of dataflow-loader was tried with "
             f"{package} {span}; if the training fails, or does not go on exactly from a checkpoint, install "
             f"{package} {tried[1]}",
             stacklevel=3,
         )
+
+
+def is_tried(package: str, tried: tuple[str, str]) -> bool:
+    """Return whether the installed version of a package lies in a range; true if it is not installed.
+
+    Arguments are those of `warn_if_untried`.
+    """
+    try:
+        numbers = _numbers(version(package))
+    except PackageNotFoundError:
+        return True
+    lowest, highest = map(_numbers, tried)
+    return numbers[: len(lowest)] >= lowest and numbers[: len(highest)] <= highest
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from dataflow.decode.values import LACKING, BadRows, stored_numbers
 from dataflow.outputs.columns import ChunkColumns, ChunkRows
 from dataflow.outputs.output import BuiltColumn, Default, Output, split_rows
 from dataflow.staging.columns import StagedArray, StagedPresence
-from prefetch.core.plan import PlanColumn
+from prefetch.core.copy_table import PlanColumn
 from prefetch.memory.arena import Arena, rounded_bytes
 from sharding.blocks import Column, Masked, Spans
 from sharding.cached_property import cached_property

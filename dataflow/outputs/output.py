@@ -3,9 +3,9 @@
 A column arrives per block, as an array or as spans (`sharding.blocks`). It is *staged*: copied into one array
 of the window, or left where it was read, of which only addresses are kept. For each chunk the output then
 *builds* the column: it says what has to be copied from where into which slot, as a part of the chunk's plan
-(`prefetch.core.plan`), what has to be decoded, and how the slot is split into batches. A new kind of value is
-one more class in a file of its own, and a line in `dataflow.outputs.resolve`. Outputs are values, shared by
-all windows and threads.
+(`prefetch.core.copy_table`), what has to be decoded, and how the slot is split into batches. A new kind of
+value is one more class in a file of its own, and a line in `dataflow.outputs.resolve`. Outputs are values,
+shared by all windows and threads.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 from dataflow.decode.values import LACKING
 from dataflow.outputs.columns import ChunkColumns, ChunkRows
 from dataflow.staging.columns import StagedOutput
+from prefetch.core.copy_table import PlanColumn
 from prefetch.core.executor import executor
-from prefetch.core.plan import PlanColumn
 from sharding.blocks import ALTERNATIVE
 
 Task = Callable[[], None]

@@ -15,7 +15,7 @@ from dataflow.outputs.columns import ChunkColumns, ChunkRows
 from dataflow.outputs.fixed import stored_array
 from dataflow.outputs.output import BuiltColumn, Default, Output
 from dataflow.ragged import Ragged
-from prefetch.core.plan import PlanColumn
+from prefetch.core.copy_table import PlanColumn
 from prefetch.memory.arena import rounded_bytes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from fractions import Fraction
@@ -16,11 +16,14 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from dataflow.batch.transforms import fingerprint_of
+from dataflow.batch.measured import cost_reason
+from dataflow.batch.samples import GatherSamples, not_cut
+from dataflow.batch.transforms import LengthsAlone, fingerprint_of, measure_of
 from dataflow.dataset import ShardedDataset
 from dataflow.decode.values import LACKING
 from dataflow.mixture import Mixture
 from dataflow.outputs.objects import ObjectOutput
+from dataflow.outputs.optional import Optional
 from dataflow.outputs.output import Output
 from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
 from dataflow.planning.exchange import LengthExchange
@@ -71,6 +74,12 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
         raise ValueError('overlong="truncate" needs batches that are padded here: leave collate_fn out')
     if collate_fn and len(batching.columns) > 1:
         raise ValueError("columns= are padded here: leave it or collate_fn out")
+    if (lacking := optional(batching)) and not are_measured(settings, dataset):
+        first = next(iter(lacking))
+        raise ValueError(
+            f"whole= names {first!r} as Optional, which is for what transform= makes and batches without a "
+            f"collate_fn: pass decode={{{first!r}: Optional(...)}} for a stored column"
+        )
     if collate_fn is None and not are_measured(settings, dataset):
         for column in batching.columns:
             _check_column(column, dataset)
@@ -167,17 +176,17 @@ def make_planner(
     length.
     """
     sources = dataset.sources
-    parts, costs = None, None
+    parts, names = None, (batching.column, *batching.cost_columns)
     if batching.lengths is not None or not measured:
-        names = [batching.column, *batching.cost_columns]
-        if measured and (unknown := [name for name in names if batching.lengths_of(name) is None]):
+        if measured and (unknown := [name for name in names if batching.told.get(name) is None]):
             raise ValueError(
-                f"lengths= does not tell of {unknown[0]!r}, which counts as well: pass "
-                f"lengths={{name: ...}} for each of {listed(names)}"
+                f"lengths= does not tell of {unknown[0]!r}: pass one for each of {listed(names)}"
             )
-        parts, *others = ([*_all_lengths(batching, dataset, name)] for name in names)
-        if others:
-            costs = np.stack([np.concatenate(own) for own in others], axis=1)
+        asked = [_lengths_asked(batching.told.get(name), dataset) for name in names]
+        parts, *costs = (
+            [_source_lengths(batching, *one, name) for one in zip(sources, own, strict=True)]
+            for name, own in zip(names, asked, strict=True)
+        )
     shares: Sequence[Fraction] = [Fraction(1)]
     if isinstance(dataset, Mixture):
         shares = dataset.shares
@@ -193,13 +202,13 @@ def make_planner(
         means = (float(part.mean()) if len(part) else 0.0 for part in parts)
         mean = sum(float(share) * own for share, own in zip(shares, means, strict=True))
         most = max(most, batching.least_samples(lengths[:num_in_token]))
+        lengths = np.column_stack([lengths, *map(np.concatenate, costs)]) if costs else lengths
     if measured:
         most = min(DEFAULT_MEGABATCH_SAMPLES, max(_LEAST_MEASURED, int(_MEASURED_BYTES / each)))
     return UnitPlanner(
         batching,
         max(1, min(most, int(window_bytes / each))),
         lengths=lengths,
-        costs=costs,
         measured_as=_lengths_key(batching, dataset) if measured else None,
         mean_length=mean,
         num_in_token=num_in_token,
@@ -226,19 +235,27 @@ def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
     batching, sources = settings.batching, dataset.sources
     if batching is None or not are_measured(settings, dataset) or batching.lengths is not None:
         return None
-    if not _lengths_key(batching, dataset) or any(source.transform_wants_rng for source in sources):
+    if not _lengths_key(batching, dataset) or any(
+        source.transform_wants_rng and not measure_of(source.transform) for source in sources
+    ):
         return None
-    return KeptLengths([_lengths_file(batching, source) for source in sources])
+    names = (batching.column, *batching.cost_columns)
+    return KeptLengths(*([_lengths_file(batching, source, name) for source in sources] for name in names))
 
 
-def kept_costs(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> list[KeptLengths]:
-    """The costs that were measured before, of each cost column, where lengths are kept."""
-    batching = settings.batching
-    assert batching is not None
-    return [
-        KeptLengths([_lengths_file(batching, source, name) for source in dataset.sources])
-        for name in batching.cost_columns
-    ]
+def _unused_measure(
+    settings: StreamSettings, dataset: ShardedDataset | Mixture, kept: KeptLengths | None
+) -> str:
+    """Return why a transform's `measure` tells no lengths; "": it does, none has it, or they are given."""
+    transforms = [source.transform for source in dataset.sources]
+    have = [transform for transform in transforms if callable(getattr(transform, "measure", None))]
+    if not have or settings.batching is None or settings.batching.lengths is not None:
+        return ""
+    if any(measure_of(transform) is None for transform in have):
+        return "measure takes rng, whose lengths hold for one epoch"
+    if len(have) < len(transforms):
+        return "the transforms of some sources of the mixture have no measure"
+    return "" if kept else "the transform has no fingerprint, and batching= no lengths_key="
 
 
 class SampleLengths:
@@ -250,20 +267,26 @@ class SampleLengths:
     """
 
     def __init__(self, settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
-        self._timeout_s, self._dataset = settings.timeout_s, dataset
+        self._timeout_s, self._dataset, self._batching = settings.timeout_s, dataset, settings.batching
         self._kept = kept_lengths(settings, dataset)
-        self._kept_costs = kept_costs(settings, dataset) if self._kept else []
+        self._was_asked = False
+        if reason := _unused_measure(settings, dataset, self._kept):
+            _log.warning("%s, so measure is not used: megabatches are made to be planned", reason)
         self.exchange: LengthExchange | None = None
         """With the other ranks; None: not joined yet, or there are none."""
 
     @property
-    def are_known(self) -> bool:
-        """Return whether those of all samples are kept."""
-        return self._kept is not None and all(one.is_complete for one in self._all_kept)
+    def comes_first(self) -> bool:
+        """Return whether transforms tell lengths before samples are made, and were not asked yet."""
+        sources = self._dataset.sources
+        return (
+            not self._was_asked and self._kept is not None and all(measure_of(s.transform) for s in sources)
+        )
 
     @property
-    def _all_kept(self) -> list[KeptLengths]:
-        return [*([self._kept] if self._kept else []), *self._kept_costs]
+    def are_known(self) -> bool:
+        """Return whether those of all samples are kept."""
+        return self._kept is not None and self._kept.is_complete
 
     def join_ranks(self, planner: UnitPlanner, topology: Topology, shard_index: int) -> UnitPlanner:
         """Join the other ranks, once; the planner that knows what all of them know. A collective."""
@@ -275,59 +298,57 @@ class SampleLengths:
                     "lengths that are measured on the way are exchanged among all of them"
                 )
             self.exchange = LengthExchange(shard_index, self._timeout_s)
-            if not self.exchange.agreed("".join(one.digest for one in self._all_kept)) and kept:
-                for one in self._all_kept:
-                    one.forget()  # as on the ranks of a machine that has not seen these samples
+            if not self.exchange.agreed(kept.digest if kept else "") and kept:
+                kept.forget()  # as on the ranks of a machine that has not seen these samples
                 planner = planner.with_lengths(None)
         return self._with_lengths(planner)
 
     def record(
-        self,
-        planner: UnitPlanner,
-        order: EpochOrder,
-        first: int,
-        lengths: NDArray[np.int64],
-        costs: NDArray[np.int64] | None = None,
+        self, planner: UnitPlanner, order: EpochOrder, first: int, lengths: NDArray[np.int64]
     ) -> UnitPlanner:
         """Keep the lengths of samples from a position of an order on; the planner that knows them, too."""
-        samples = order.samples(np.arange(first, first + len(lengths)))
         if self._kept is not None:
-            self._kept.note(samples, lengths)
-        for at, kept in enumerate(self._kept_costs):
-            assert costs is not None
-            kept.note(samples, costs[:, at])
+            self._kept.note(order.samples(np.arange(first, first + len(lengths))), lengths)
         return self._with_lengths(planner)
 
     def _with_lengths(self, planner: UnitPlanner) -> UnitPlanner:
-        kept, most = self._kept, planner.batching.refused_beyond
-        if kept is None or not self.are_known or planner.lengths is not None:
+        kept = self._kept
+        if kept is None or not kept.is_complete or planner.lengths is not None:
             return planner
-        if most is not None and (kept.lengths > most).any():
+        if (kept.lengths > planner.batching.most).any():
             return planner  # such samples are named, or left out, when they are made
-        costs = [one.lengths for one in self._kept_costs]
-        for own, top in zip(costs, planner.batching.most_costs.values(), strict=False):
-            if (own > top).any():
-                return planner
-        return planner.with_lengths(kept.lengths, np.stack(costs, axis=1) if costs else None)
+        return planner.with_lengths(kept.lengths)
 
-    def measured(self, measure: Callable[[ShardedDataset], SampleLengths]) -> NDArray[np.int32]:
+    def measured(
+        self, measure: Callable[[ShardedDataset], SampleLengths], *, is_needed: bool
+    ) -> NDArray[np.int32] | None:
         """The lengths of all samples, before the first batch: shares of tokens begin with them.
 
         `measure` makes all samples of a source. Raises `ValueError` where nothing would tell the lengths from
-        others, and where some samples have none.
+        others, and where some samples have none; returns None for these unless all lengths are needed.
         """
+        self._was_asked = True
         if self._kept is None:
             raise ValueError(
                 'shares="tokens" needs the lengths of all samples before the first one is delivered; what '
                 "transform= makes is measured once and kept, under its fingerprint or lengths_key= of "
                 "batching=, and not where it takes rng="
             )
-        _log.info("samples are made once to measure their lengths, which shares of tokens need")
+        _log.log(
+            logging.INFO if is_needed else logging.WARNING,
+            "all samples are read and measured once, before the first batch; their lengths are kept",
+        )
         known = []
         for source in self._dataset.sources:
             alone = copy.copy(source)
             alone.batch_transform = None  # it would run for nothing
+            if self._batching is not None and measure_of(source.transform):
+                names = self._batching.columns, self._batching.whole, self._batching.cost_columns
+                alone.transform = LengthsAlone(source.transform, *names)
             lengths = measure(alone)
+            if not lengths.are_known and not is_needed:
+                _log.warning("samples of %r have no length: megabatches are made to be planned", source)
+                return None
             if not lengths.are_known:
                 raise ValueError(
                     f"samples of {source!r} were left out, so they have no length: by tokens, a mixture "
@@ -340,17 +361,16 @@ class SampleLengths:
     def save(self, topology: Topology, *, if_much: bool = False) -> None:
         """Write what is new, on one rank of each machine; `if_much`: not every few samples."""
         if self._kept is not None and topology.local_rank == 0:
-            for kept in self._all_kept:
-                (kept.save_much if if_much else kept.save)()
+            (self._kept.save_much if if_much else self._kept.save)()
 
 
-def _lengths_file(batching: Batching, source: ShardedDataset, column: str = "") -> LengthsFile:
-    """Return where the lengths of a source's samples are kept; of a cost `column`, or the one that leads."""
+def _lengths_file(batching: Batching, source: ShardedDataset, column: str) -> LengthsFile:
+    """Return where the lengths of a source's samples are kept, those of one column."""
     outputs = [f"{one.name} {one.sources} {one.description()}" for one in source.outputs]
     return LengthsFile(
         num_samples=len(source),
         catalog=source.catalog.fingerprint(),
-        facts=[source.fingerprint(), column or batching.column, *outputs, _lengths_key(batching, source)],
+        facts=[source.fingerprint(), column, *outputs, _lengths_key(batching, source)],
         catalog_path=source.catalog_path,
     )
 
@@ -373,19 +393,10 @@ def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[
     )
 
 
-def _all_lengths(
-    batching: Batching, dataset: ShardedDataset | Mixture, column: str
-) -> Iterator[NDArray[np.integer]]:
-    """The lengths of a column's values, source after source."""
-    asked = _lengths_asked(batching.lengths_of(column), dataset)
-    for source, own in zip(dataset.sources, asked, strict=True):
-        yield _source_lengths(batching, source, own, column)
-
-
 def _source_lengths(
     batching: Batching, dataset: ShardedDataset, asked: Lengths | None, column: str
 ) -> NDArray[np.integer]:
-    """The lengths of the samples of one dataset, those of a view alone."""
+    """The lengths of a column of the samples of one dataset, those of a view alone."""
     output = _output(column, dataset)
     stored = output.sources[0] if output is not None else column  # `columns=` may rename
     named = asked is not None
@@ -404,11 +415,14 @@ def _source_lengths(
         samples = dataset.catalog.blocks.first_sample[at] + row
         lengths = lengths[samples if join is None else join.matches.of(samples)]
     if column != batching.column:
-        costs: NDArray[np.integer] = np.maximum(lengths, 0)  # a sample without it costs nothing
-        _check_fit(costs, batching, stored, dataset, batching.most_costs.get(column))
-        return costs
+        lengths = np.where(lengths < 0, 0, lengths)  # a missing one costs nothing
+        most = batching.most_costs.get(column, lengths.max(initial=0))
+        if len(over := np.flatnonzero(lengths > most)[:1]):
+            reason = cost_reason(batching, column, int(lengths[over[0]]))
+            raise error_of_sample(dataset, over, reason, stage="plan")
+        return lengths
     lengths = _with_missing(lengths, output, stored, dataset)
-    _check_fit(lengths, batching, stored, dataset, batching.refused_beyond)
+    _check_fit(lengths, batching, stored, dataset)
     if len(lengths) and output is not None and dataset.transform is None:
         _check_others(batching, dataset, lengths)
     return lengths
@@ -428,22 +442,50 @@ def _with_missing(
 
 
 def _check_fit(
-    lengths: NDArray[np.integer],
-    batching: Batching,
-    stored: str,
-    dataset: ShardedDataset,
-    most: int | None,
+    lengths: NDArray[np.integer], batching: Batching, stored: str, dataset: ShardedDataset
 ) -> None:
     """Raise `SampleError` for the first sample that fits no row or batch, where that is an error."""
+    most = batching.longest
     if most is None or not (lengths > most).any():
         return
     at = np.flatnonzero(lengths > most)[:1]
+    if batching.refused_beyond is None:
+        outputs = (output for output in dataset.outputs if output.name in batching.whole)
+        arrays = [output.name for output in outputs if len(getattr(output, "shape", ())) > 1]
+        if arrays and dataset.transform is None:
+            reason = f"column {stored!r} has {lengths[at[0]]:,} elements; {not_cut(batching, arrays[0])}"
+            raise error_of_sample(dataset, at, reason, stage="plan")
+        return
     reason = (
         f"column {stored!r} has {lengths[at[0]]:,} elements, more than the {most:,} that "
         f"{type(batching).__name__} takes, as have {np.count_nonzero(lengths > most):,} samples in all; cut "
         "them by overlong=, or leave them out (dataset.filter, dataset.subset)"
     )
     raise error_of_sample(dataset, at, reason, stage="plan")
+
+
+def optional(batching: Batching) -> dict[str, NDArray[Any]]:
+    """The values of samples that lack a column which `whole=` names as `Optional`.
+
+    Raises `ValueError` for what `whole=` does not take.
+    """
+    given = batching.whole.items() if isinstance(batching.whole, Mapping) else ()
+    for name, rule in given:
+        plain = isinstance(rule, Optional) and rule.rule == "auto" and not rule.mask
+        plain = plain and (rule.default is None or np.ndim(rule.default) > 0)
+        if not plain and not (isinstance(rule, str) and rule == "auto"):
+            raise ValueError(
+                f'whole={{{name!r}: ...}} takes Optional(), Optional(default=an array [n, ...]), or "auto" '
+                f"of a column that every sample has, got {rule!r}"
+            )
+    empty = np.empty(0, np.int64)
+    rules = {name: rule for name, rule in given if isinstance(rule, Optional)}
+    return {name: empty if one.default is None else np.asarray(one.default) for name, one in rules.items()}
+
+
+def gather_of(batching: Batching) -> GatherSamples:
+    """The function that gathers samples which a transform makes."""
+    return GatherSamples((*batching.columns, *batching.whole), optional(batching))
 
 
 def error_of_sample(

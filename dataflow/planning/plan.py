@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from dataflow.batch.transforms import measure_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
@@ -71,6 +72,21 @@ class StreamPlan:
     def has_joins(self) -> bool:
         """Return whether samples bring columns of another dataset along."""
         return any(source.joins_used for source in self.dataset.sources)
+
+    @cached_property
+    def makes_rows(self) -> bool:
+        """Return whether samples are made when the row that they are planned for is built.
+
+        So it is where lengths are known, and samples may be large: columns come whole, as pixels do, or the
+        transform has `measure`. Text alone is made by the megabatch, many samples together, which takes half
+        of the time; so are samples that are cut, which would be made again for each piece.
+        """
+        planner = self.planner
+        if planner is None or not planner.is_measured or planner.lengths is None:
+            return False
+        if not (planner.batching.whole or all(measure_of(s.transform) for s in self.dataset.sources)):
+            return False
+        return int(planner.batching.num_segments(planner.lengths).max(initial=0)) <= 1
 
     @property
     def samples_per_batch(self) -> int:

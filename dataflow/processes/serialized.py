@@ -20,8 +20,8 @@ from dataflow.outputs.columns import ChunkRows
 from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.rows import WindowPart
 from dataflow.staging.window import FileParts, StagedRows
+from prefetch.core.copy_table import PlanColumn
 from prefetch.core.executor import executor
-from prefetch.core.plan import PlanColumn
 from prefetch.memory.arena import Arena
 from prefetch.memory.open_files import MOST_OPEN, OpenFile
 from sharding.errors import SampleError

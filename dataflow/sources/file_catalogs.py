@@ -15,7 +15,7 @@ from dataflow.progress.bar import ProgressBar
 from dataflow.sources.indexing import REMOTE_INDEX_THREADS
 from dataflow.sources.listing.folders import UNKNOWN
 from dataflow.sources.manifests import ManifestRows, first_missing
-from dataflow.sources.opening import QUICK_S, Opening, kept_catalog, save_catalog
+from dataflow.sources.opening import QUICK_S, OpenOptions, kept_catalog, save_catalog
 from sharding.arrow_arrays import bytes_array, number_array, text_array
 from sharding.blocks import DEFAULT_BLOCK_BYTES
 from sharding.catalog.file import BLOCK_TYPE, COLUMNS
@@ -45,7 +45,7 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
     manifest: ManifestRows | None = None
     """The rows of the manifest that names the files, in their order; None: none does."""
 
-    def catalog_for(self, opening: Opening) -> Catalog:
+    def catalog_for(self, opening: OpenOptions) -> Catalog:
         """The catalog of the files, as a dataset is opened. One is kept where `catalog=` says."""
         files = self._sized(opening)
         built = files.catalog(opening.block_bytes)
@@ -58,7 +58,7 @@ class LooseFiles(Struct, frozen=True, eq=False, kw_only=True):
         save_catalog(built, path, places.options, places.retrier)
         return built
 
-    def _sized(self, opening: Opening) -> LooseFiles:
+    def _sized(self, opening: OpenOptions) -> LooseFiles:
         """The files with sizes and versions, for which the store is asked where no listing told them.
 
         Raises `ShardReadError` for the first that cannot be had; a note counts the others.

@@ -52,7 +52,7 @@ QUICK_S = 1.0
 """Seconds in which shards are mostly asked for; what takes longer shows that it goes on."""
 
 
-class Opening(Struct, frozen=True, kw_only=True):
+class OpenOptions(Struct, frozen=True, kw_only=True):
     """The settings by which a dataset is opened; see `ShardedDataset` for what the fields mean."""
 
     asked: SourceArguments

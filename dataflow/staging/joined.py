@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dataflow.staging.columns import StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.rows import OpenRows, RowReader, WindowPart
 from dataflow.staging.source import MatchSource
-from dataflow.staging.window import Share, StagedRows, StagedWindow
+from dataflow.staging.window import RowFraction, StagedRows, StagedWindow
 from prefetch.memory.arena import Arena
 from prefetch.work import Task
 from sharding.errors import SampleError
@@ -231,7 +231,7 @@ class MatchStager:
         blocks, ordinal = np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[block]
         few = 2 * len(numbers) < int(table.num_samples[blocks].sum())
         row = numbers - table.first_sample[block]
-        share: Share = "few" if few else "many"
+        share: RowFraction = "few" if few else "many"
         opened = self._reader.open(self._source, blocks, ordinal, row, used, share=share)
         return MatchRows(opened, self._source.outputs)
 

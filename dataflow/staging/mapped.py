@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from dataflow.staging.columns import ALIGN, StagedArray, StagedOutput, StagedSpans
 from dataflow.staging.source import Source
-from dataflow.staging.window import FileParts, NotLocatableError, Share, StagedWindow, WindowSamples
+from dataflow.staging.window import FileParts, NotLocatableError, RowFraction, StagedWindow, WindowSamples
+from prefetch.core.copy_table import PlanColumn
 from prefetch.core.executor import executor
-from prefetch.core.plan import PlanColumn
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuard
 from prefetch.memory.mapping import MappedShard, will_need
@@ -137,7 +137,7 @@ class MappedWindow(WindowOfFiles):
         numbers: NDArray[np.int64],
         rows: NDArray[np.int64],
         *,
-        share: Share,
+        share: RowFraction,
         num_readers: int = 1,
     ) -> None:
         located = source.locator.of_blocks(numbers)

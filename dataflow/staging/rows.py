@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from dataflow.staging.columns import StagedArray, StagedSpans
 from dataflow.staging.mapped import MappedWindow
 from dataflow.staging.source import Source
-from dataflow.staging.window import NotLocatableError, Share, StagedRows, StagedWindow
+from dataflow.staging.window import NotLocatableError, RowFraction, StagedRows, StagedWindow
 from prefetch.memory.arena import Arena
 from prefetch.store.ranges import read_located
 from prefetch.work import Task
@@ -48,7 +48,7 @@ _GAP_BYTES = 64 << 10
 
 
 def open_rows(
-    source: Source, arena: Arena, blocks: Ints, rows: Ints, *, share: Share, num_readers: int = 1
+    source: Source, arena: Arena, blocks: Ints, rows: Ints, *, share: RowFraction, num_readers: int = 1
 ) -> StagedWindow:
     """A window that holds some rows of some blocks. Nothing is read before its `reads` are called.
 
@@ -284,7 +284,7 @@ class RowReader:
         row: Ints,
         chunk_rows: Ints,
         *,
-        share: Share,
+        share: RowFraction,
         is_checked: bool = False,
         seed: int = 0,
         epoch: int = 0,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from dataflow.staging.columns import ALIGN
 from dataflow.staging.rows import counted_through, open_rows
 from dataflow.staging.source import Source
-from dataflow.staging.window import Share, StagedWindow
+from dataflow.staging.window import RowFraction, StagedWindow
 from prefetch.core.executor import executor
 from prefetch.errors import MemoryLimitError
 from prefetch.memory.arena import Arena
@@ -177,7 +177,7 @@ class Stager:
         return self._opened(source, blocks, rows, "few" if isinstance(units, FullWindows) else "many")
 
     def _opened(
-        self, source: Source, blocks: NDArray[np.int64], rows: NDArray[np.int64], share: Share
+        self, source: Source, blocks: NDArray[np.int64], rows: NDArray[np.int64], share: RowFraction
     ) -> StagedWindow:
         if not self._reads:
             from dataflow.staging.planned import PlannedWindow

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from prefetch.store.ranges import Awaited
 
 
-Share = Literal["all", "many", "few"]
+RowFraction = Literal["all", "many", "few"]
 """The share of rows wanted of its blocks: all, many, so that it is read whole, or few of each."""
 
 

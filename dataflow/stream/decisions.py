@@ -18,6 +18,7 @@ from dataflow.limits import allowed_cores, machine_memory, memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.outputs.objects import is_text
 from dataflow.planning.joined_reads import kept_bytes
+from dataflow.planning.length_aware import gather_of
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
 from dataflow.stream.read_ahead import (
@@ -181,13 +182,17 @@ class SessionPlan:
     def build(self) -> BuildSettings:
         """The settings that all chunks are built with."""
         plan, settings, dataset = self.plan, self.settings, self.plan.dataset
+        batching = plan.planner.batching if plan.planner else None
+        collate = settings.collate_fn
+        if batching is not None and plan.makes_rows:
+            collate = gather_of(batching)
         return BuildSettings(
             outputs=dataset.outputs,
             seed=plan.seed,
             transforms=[(source.transform, source.transform_wants_rng) for source in dataset.sources],
-            collate=settings.collate_fn,
+            collate=collate,
             batch_transform=None if plan.measures_lengths else dataset.batch_transform,
-            batching=plan.planner.batching if plan.planner else None,
+            batching=batching,
             mark_repeats=settings.mark_repeats,
             marks_kept=plan.measures_lengths,
             charge_bytes=self.ahead.charge_bytes.value,

@@ -168,12 +168,14 @@ class StreamLoader:
             return
         assert self._lengths is not None
         planner = self._lengths.join_ranks(planner, self._rank.topology, self._plan.rank)
-        if planner.lengths is None and is_by_tokens(self.dataset):
-            planner = planner.with_lengths(self._lengths.measured(self._measure))
+        by_tokens = is_by_tokens(self.dataset)
+        if planner.lengths is None and (by_tokens or self._lengths.comes_first):
+            known = self._lengths.measured(self._measure, is_needed=by_tokens)
+            planner = planner if known is None else planner.with_lengths(known)
         self._use_planner(planner)
 
     def _measure(self, source: ShardedDataset) -> SampleLengths:
-        """Make all samples of a source whose lengths are not known yet, on all ranks, each its part."""
+        """Measure all samples of a source whose lengths are not known yet, on all ranks, each its part."""
         settings = replace(self.settings, shuffle=None, device=None, topology=self._rank.topology)
         loader = StreamLoader(source, settings)
         try:
@@ -358,7 +360,8 @@ class StreamLoader:
         assert loop.plan is not None
         if self._lengths is not None:
             self._lengths.save(self._rank.topology)
-        if self._loops.is_last_begun(loop):
+        is_measured_now = session.decided.plan.measures_lengths and self._plan.makes_rows
+        if self._loops.is_last_begun(loop) and not is_measured_now:
             session.epoch_done(loop.plan.order.epoch)
             self.sessions.keep(loop)
         else:
@@ -525,7 +528,7 @@ class StreamLoader:
         """A session from this position on, which may hold so many bytes."""
         plan, settings, stage, topology = self._plan, self.settings, None, self._rank.topology
         errors, builders = PendingErrors(self._errors), self.builder_plan
-        if plan.planner is not None and plan.planner.is_measured:
+        if plan.planner is not None and plan.planner.is_measured and not plan.makes_rows:
             stage = MeasuringStage(
                 plan=plan,
                 settings=settings,
@@ -541,12 +544,10 @@ class StreamLoader:
             pause, device = self.read_pause, self.device
             return Session(decided, epoch, start, errors=errors, pause=pause, device=device, stage=stage)
 
-    def _record(
-        self, order: EpochOrder, first: int, lengths: NDArray[np.int64], costs: NDArray[np.int64] | None
-    ) -> None:
+    def _record(self, order: EpochOrder, first: int, lengths: NDArray[np.int64]) -> None:
         """Keep the lengths of samples that were measured, from a position of an order on."""
         if self._plan.planner is not None and self._lengths is not None:
-            self._use_planner(self._lengths.record(self._plan.planner, order, first, lengths, costs))
+            self._use_planner(self._lengths.record(self._plan.planner, order, first, lengths))
             self._lengths.save(self._rank.topology, if_much=True)
 
     def stats(self) -> LoaderStats:

@@ -4,13 +4,14 @@ The engine of such a session makes samples, by whoever builds: each rank its sha
 (`MeasuringPlan`). The consumer takes them evenly while it delivers the megabatch before. When a megabatch is
 whole, ranks tell each other the lengths, which decide its batches on all of them, and send the samples of
 batches that are complete to the ranks that deliver these: a sample is made once in the whole job. Where all
-lengths are known beforehand, each rank makes what it delivers, nothing is exchanged, and what it makes must
-be as long as was said.
+lengths are known beforehand, samples are made when their batch is built, and none of this is needed; but for
+those that are cut into pieces (`StreamPlan.makes_rows`): each rank makes what it delivers, nothing is
+exchanged, and what it makes must be as long as was said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,12 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dataflow.batch.builder import REPEAT, called, checked_dict
-from dataflow.batch.delivered import Delivered, Remark
-from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples
-from dataflow.batch.samples import GatherSamples
+from dataflow.batch.builder import REPEAT, checked_dict
+from dataflow.batch.delivered import Delivered, SampleWarning
+from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples, SampleForms, cut_reason, misform
+from dataflow.batch.samples import unlike_columns, unlike_planned
+from dataflow.batch.transforms import called
 from dataflow.planning.exchange import LengthExchange
-from dataflow.planning.length_aware import error_of_sample
+from dataflow.planning.length_aware import error_of_sample, gather_of
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
 from dataflow.stream.deliveries import PendingErrors
@@ -37,13 +39,12 @@ from sharding.errors import DataflowError, SampleError
 from sharding.lengths.measuring import MeasuredUnits, SharePlan, maker_counts, makers
 from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan, items_of
 from sharding.order.epoch_order import EpochOrder
-from sharding.printable import listed
 
 _GATHERED_SAMPLES = 128
 """Made and gathered at a time."""
 
-Record = Callable[[EpochOrder, int, NDArray[np.int64], NDArray[np.int64] | None], None]
-"""Notes the lengths, and costs, of the samples from a position of an order on."""
+Record = Callable[[EpochOrder, int, NDArray[np.int64]], None]
+"""Notes the lengths of the samples from a position of an order on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +154,11 @@ class MeasuringStage:
         self._batching = plan.planner.batching
         self._exchange = None if plan.planner.lengths is not None else exchange
         self._record = WeakMethod(record)  # else a loader that was dropped would live until a collection
+        self._gather, self._forms = gather_of(self._batching), SampleForms()
         self.plan = MeasuringPlan.of(plan, exchange)
         self.settings = replace(
             settings,
-            collate_fn=GatherSamples((*self._batching.columns, *self._batching.whole)),
+            collate_fn=self._gather,
             batching=None,
             batch_size=self.plan.batch_size,
             mark_repeats=False,
@@ -180,8 +182,7 @@ class MeasuringStage:
         assert isinstance(outer, UnitPlan)
         self._outer, self._order = outer, outer.order
         self._share = self.plan.epoch(epoch, start)
-        self._units, self._lengths = MeasuredUnits(outer.sequence, outer.megabatch), outer.sequence.lengths
-        self._costs = outer.sequence.costs
+        self._units, self._lengths = MeasuredUnits(outer.sequence, outer.megabatch), outer.sequence.sizes
         self._number = 0
         """Batch of the epoch's plan that comes next."""
         self._num_dealt = 0
@@ -198,7 +199,7 @@ class MeasuringStage:
         """Samples of batches to be delivered here."""
         self._left_out: list[tuple[int, SampleError]] = []
         """Megabatch and error of samples that were left out, until they are counted."""
-        self._remarks: list[Remark] = []
+        self._remarks: list[SampleWarning] = []
         self._lacks: set[int] = set()
         """Positions of samples that batches lack, which were counted."""
 
@@ -221,7 +222,7 @@ class MeasuringStage:
             errors = self._passed()
         if not len(segments.segments):
             return [Delivered(self._order.epoch, number, {}, 0, errors, remarks=self._take_remarks())]
-        batch: Any = self._dealt.batch(self._batching, segments)
+        batch: Any = self._dealt.batch(self._batching, segments, self._forms)
         if (transform := self._plan.dataset.batch_transform) is not None:
             batch = self._transformed(transform, batch, number)
         if self._settings.mark_repeats:
@@ -233,7 +234,7 @@ class MeasuringStage:
         num_segments, remarks = len(segments.segments), self._take_remarks()
         return [Delivered(self._order.epoch, number, batch, num_segments, errors, remarks=remarks)]
 
-    def _take_remarks(self) -> tuple[Remark, ...]:
+    def _take_remarks(self) -> tuple[SampleWarning, ...]:
         """Return what is odd about samples that were made since the last batch."""
         remarks, self._remarks = tuple(self._remarks), []
         return remarks
@@ -319,17 +320,19 @@ class MeasuringStage:
             if not self._errors.decide(error):
                 raise error
             self._leave_out(position, error)
-        return samples.take(np.delete(np.arange(len(samples)), [*reasons])) if reasons else samples
+        return samples.without([*reasons]).with_lists(self._gather.lists)
 
     def _misfits(self, samples: MeasuredSamples) -> dict[int, str]:
         """{row: what is wrong with its lengths}, ascending."""
         (lead, *others), most = self._batching.columns, self._batching.refused_beyond
-        lengths, reasons = _lengths(samples, lead), dict[int, str]()
+        reasons = {
+            row: self._misform(*what) for row, what in self._forms.misfits(samples, self._gather).items()
+        }
+        lengths = _lengths(samples, lead)
         for name in others:
             own = _lengths(samples, name)
             for row in np.flatnonzero(own != lengths).tolist():
-                parts = f"column {name!r} has {own[row]} elements, and {lead!r} {lengths[row]}"
-                reasons.setdefault(row, f"{parts}: they must be alike")
+                reasons.setdefault(row, unlike_columns((lead, name), (lengths[row], own[row])))
         if most is not None:
             for row in np.flatnonzero(lengths > most).tolist():
                 reason = (
@@ -338,14 +341,17 @@ class MeasuringStage:
                     'them out by on_error="skip"'
                 )
                 reasons.setdefault(row, reason)
-        for name, most in self._batching.most_costs.items():
-            for row in np.flatnonzero((own := _costs(samples, [name])[:, 0]) > most).tolist():
-                reason = (
-                    f"column {name!r} has {own[row]:,} elements, more than budget={{{name!r}: {most}}} "
-                    'allows: raise it, or leave such samples out by on_error="skip"'
-                )
-                reasons.setdefault(row, reason)
+        elif self._batching.longest is not None:
+            for row in np.flatnonzero(lengths > self._batching.longest).tolist():
+                if reason := cut_reason(self._batching, int(lengths[row]), samples.one(row)):
+                    reasons.setdefault(row, reason)
+        for row, reason in samples.wrong_costs(self._batching):
+            reasons.setdefault(row, reason)
         return dict(sorted(reasons.items()))
+
+    def _misform(self, text: str, position: int | None) -> str:
+        """Return what is wrong with a sample's arrays, beside the sample at a position, or the default."""
+        return misform(text, None if position is None else self._error(position, ""))
 
     def _error(self, position: int, reason: str) -> SampleError:
         """An error that names the sample at a position."""
@@ -360,7 +366,7 @@ class MeasuringStage:
         """Have the next megabatch whole, plan it, and deal out what is complete."""
         megabatch = self._units.next_megabatch
         first, end = self._outer.sequence.bounds[megabatch : megabatch + 2].tolist()
-        own, names = NO_SAMPLES, self._batching.cost_columns
+        own = NO_SAMPLES
         try:
             if self._failure is not None:
                 raise self._failure
@@ -369,10 +375,10 @@ class MeasuringStage:
             num_own = int(np.searchsorted(samples.positions, end))
             own, rest = samples.take(np.arange(num_own)), samples.take(np.arange(num_own, len(samples)))
             self._made = [rest] if len(rest) else []
-            measured = np.full((end - first, 1 + len(names)), LEFT_OUT)
-            measured[own.positions - first, 0] = _lengths(own, self._batching.column)
-            if names:
-                measured[own.positions - first, 1:] = _costs(own, names)
+            names, made = self._batching.cost_columns, _lengths(own, self._batching.column)
+            sizes = np.column_stack([made, own.costs(names)]) if names else made
+            lengths = np.full((end - first, *sizes.shape[1:]), LEFT_OUT)
+            lengths[own.positions - first] = sizes
         except EngineClosedError:
             raise
         except Exception as error:
@@ -380,45 +386,37 @@ class MeasuringStage:
                 raise
             self._failure = error
         if self._exchange is not None:
-            measured = self._exchanged(self._exchange, self._failure or measured, first, end)
-        lengths, costs = measured[:, 0], measured[:, 1:] if names else None
+            lengths = self._exchanged(self._exchange, self._failure or lengths, first, end)
         if self._lengths is not None:
-            for at, name in enumerate(names):
-                assert self._costs is not None
-                measured[:, 1 + at] = self._checked(measured[:, 1 + at], self._costs[:, at], name, first, end)
-            lengths = self._checked(lengths, self._lengths, self._batching.column, first, end)
+            lengths = self._checked(lengths, first, end)
         elif (record := self._record()) is not None:
-            record(self._order, first, lengths, costs)
+            record(self._order, first, lengths)
         self._units.forget(self._outer.start + self._number * self._outer.global_batch_size)
-        self._units.add(lengths, costs)
+        self._units.add(lengths)
         self._undealt = MeasuredSamples.joined([self._undealt, own])
         self._deal()
 
     def _exchanged(
         self, exchange: LengthExchange, own: NDArray[np.int64] | Exception, first: int, end: int
     ) -> NDArray[np.int64]:
-        """The lengths and costs of a megabatch, [n, 1 + costs], of which each rank has measured some."""
+        """The lengths of a megabatch, of which each rank has measured some; so it is with costs."""
         of_maker = makers(first, end, self._order.num_lanes, exchange.num_makers)
         mine = own if isinstance(own, Exception) else own[of_maker == exchange.maker]
-        lengths = np.empty((end - first, 1 + len(self._batching.cost_columns)), np.int64)
-        for maker, measured in enumerate(exchange.lengths(mine)):
+        parts = exchange.lengths(mine)
+        lengths = np.empty((end - first, *parts[0].shape[1:]), np.int64)
+        for maker, measured in enumerate(parts):
             lengths[of_maker == maker] = measured
         return lengths
 
-    def _checked(
-        self, made: NDArray[np.int64], known: NDArray[np.integer], column: str, first: int, end: int
-    ) -> NDArray[np.int64]:
-        """The lengths of a column that were known, with which what was made must agree."""
-        lengths = known[first:end].astype(np.int64)
-        wrong = np.flatnonzero((made != LEFT_OUT) & (made != lengths))
+    def _checked(self, made: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
+        """The lengths, and costs, that were known, with which what was made must agree."""
+        assert self._lengths is not None
+        lengths = self._lengths[first:end].astype(np.int64)
+        wrong = np.argwhere((made != LEFT_OUT) & (made != lengths))
         if len(wrong):
-            at = int(wrong[0])
-            raise self._error(
-                first + at,
-                f"column {column!r} has {made[at]} elements, but its length was said to be "
-                f"{lengths[at]}: mend lengths=, or change lengths_key= where lengths of another transform "
-                "were kept",
-            )
+            at, names = tuple(wrong[0].tolist()), (self._batching.column, *self._batching.cost_columns)
+            reason = unlike_planned(names[at[-1] if len(at) > 1 else 0], int(made[at]), int(lengths[at]))
+            raise self._error(first + at[0], reason)
         return lengths
 
     def _deal(self) -> None:
@@ -460,24 +458,4 @@ def _lengths(samples: MeasuredSamples, column: str) -> NDArray[np.int64]:
     if not len(samples):
         return np.empty(0, np.int64)
     lists = samples.columns[column]
-    assert isinstance(lists, Lists)
-    return lists.lengths
-
-
-def _costs(samples: MeasuredSamples, names: Sequence[str]) -> NDArray[np.int64]:
-    """The costs of samples, [n, k]: a whole number, or how long what a column holds is; 0 for None."""
-    return np.stack([_costs_in(samples, name) for name in names], axis=1)
-
-
-def _costs_in(samples: MeasuredSamples, name: str) -> NDArray[np.int64]:
-    if not len(samples):
-        return np.empty(0, np.int64)
-    if (column := samples.columns.get(name)) is None:
-        raise DataflowError(
-            f"balance= or budget= names {name!r}, but samples have {listed(samples.columns)}: let transform= "
-            "return it"
-        )
-    if isinstance(column, Lists):
-        return column.lengths
-    costs = [0 if one is None else one if isinstance(one, int) else len(one) for one in column]
-    return np.array(costs, np.int64)
+    return lists.lengths if isinstance(lists, Lists) else np.array([*map(len, lists)])

@@ -112,7 +112,7 @@ class ChatTemplate:
         return [self._with_ids(sample, chat, encoding) for sample, chat, encoding in together]
 
     def _rendered(self, sample: Sample) -> RenderedChat:
-        tools = _from_json(sample[self.tools]) if self.tools else None
+        tools = from_json(sample[self.tools]) if self.tools else None
         return self.text.rendered(messages_of(sample[self.column]), tools)
 
     def _with_ids(self, sample: Sample, chat: RenderedChat, encoding: Any) -> Sample:
@@ -130,7 +130,7 @@ class ChatTemplate:
 
 def messages_of(value: object) -> list[dict[str, Any]]:
     """The messages of a chat, as plain values. `ValueError` for what is none."""
-    messages = _from_json(value)
+    messages = from_json(value)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"a chat is a list of messages, got {messages!r:.80}")
     for number, message in enumerate(messages):
@@ -139,7 +139,7 @@ def messages_of(value: object) -> list[dict[str, Any]]:
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
-def _from_json(value: object) -> Any:
+def from_json(value: object) -> Any:
     """Return what JSON text says; anything else is that already."""
     if value is None or isinstance(value, list | Mapping):
         return value

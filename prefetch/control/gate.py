@@ -52,7 +52,9 @@ class ReadGate:
             waiter = threading.Condition(self._admitting)
             self._line.append(waiter)
             try:
-                while not self._closed and not self._may_go(waiter, nbytes):
+                while not self._closed:
+                    if self._line[0] is waiter and self._control.admits(self._now(), nbytes):
+                        break
                     waiter.wait()
             finally:
                 self._line.remove(waiter)
@@ -94,9 +96,6 @@ class ReadGate:
         self._control.demand(bytes_per_s)
         if self._control.decision.value > before:
             self._call_next()
-
-    def _may_go(self, waiter: threading.Condition, nbytes: int) -> bool:
-        return self._line[0] is waiter and self._control.admits(self._now(), nbytes)
 
     def _call_next(self) -> None:
         if self._line:

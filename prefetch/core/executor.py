@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.plan import PlanColumn
+from prefetch.core.copy_table import PlanColumn
 from prefetch.core.queue import CopyQueue, column_table
 from sharding.cached_property import cached_property
 from sharding.core.compile import LIBRARY

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from prefetch.core.plan import WIDENED, JobPlan, Op, PlanColumn
+from prefetch.core.copy_table import WIDENED, JobPlan, Op, PlanColumn
 from sharding.core.library import address_of
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.plan import JobPlan
+from prefetch.core.copy_table import JobPlan
 from prefetch.core.queue import CopyQueue, JobAnswer, SubmittedPlan
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes

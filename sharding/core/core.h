@@ -1,4 +1,4 @@
-/* The contract of the compiled library: build plans (`prefetch.core.plan`), images, pages, orders, queues and the
+/* The contract of the compiled library: build plans (`prefetch.core.copy_table`), images, pages, orders, queues and the
    records of formats. Plain C, no Python.
 
    A plan is a table. Each column says, for every row, where its value lies and where it goes; of all that a plan

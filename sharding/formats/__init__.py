@@ -265,10 +265,10 @@ def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) ->
 
 def _refuse_unread(url: str, names: Sequence[str]) -> None:
     """Raise for files of a kind that is known, and not read."""
-    from sharding.formats.unread import unread_text
+    from sharding.formats.unsupported import unsupported_text
 
-    if (unread := unread_text(names)) is not None:
-        raise ValueError(f"{identity_of(url)!r}: {unread}")
+    if (unsupported := unsupported_text(names)) is not None:
+        raise ValueError(f"{identity_of(url)!r}: {unsupported}")
 
 
 def _refuse_options(name: str, options: Mapping[str, object], own: Collection[str]) -> None:

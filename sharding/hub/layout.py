@@ -98,7 +98,7 @@ def split_files(
     paths = sorted(paths)
     chosen = _config(configs, config, where)
     if format == "auto" and not any(map(format_of_suffix, paths)):
-        _refuse_unread(paths, where)
+        _refuse_unsupported(paths, where)
     splits = _patterns(chosen, paths, where)
     if split is None and len(splits) > 1:
         raise ValueError(f"split must be one of {listed(splits)}: {where} has several; got None")
@@ -111,13 +111,13 @@ def split_files(
     return _of_one_format(files, format, label)
 
 
-def _refuse_unread(paths: Iterable[str], label: str) -> None:
+def _refuse_unsupported(paths: Iterable[str], label: str) -> None:
     """Raise for files of a kind that is known, and not read."""
-    from sharding.formats.unread import unread_text
+    from sharding.formats.unsupported import unsupported_text
 
     reader = "datasets.load_dataset" if "hf://" in label else ""
-    if (unread := unread_text(paths, reader)) is not None:
-        raise DataflowError(f"{label}: {unread}")
+    if (unsupported := unsupported_text(paths, reader)) is not None:
+        raise DataflowError(f"{label}: {unsupported}")
 
 
 def _config(configs: Sequence[Mapping[str, Any]], name: str | None, where: str) -> Config:
@@ -261,7 +261,7 @@ def _of_one_format(files: Sequence[str], format: str, label: str) -> list[str]: 
     names = list(ENTRIES)
     kind = max(counts, key=lambda one: (counts[one], one == "parquet", one in names, one))
     if kind not in names and format == "auto":
-        _refuse_unread([path for path, one in kinds.items() if one == kind], label)
+        _refuse_unsupported([path for path, one in kinds.items() if one == kind], label)
         raise DataflowError(
             f"{label} consists of {counts[kind]:,} files that end in {kind!r}, which are not read "
             f"(read are: {', '.join(names)}); give format= if they are one of these"

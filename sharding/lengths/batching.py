@@ -6,21 +6,23 @@ padded size, `Bucketed` batches of a fixed number of samples of like length. See
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 if TYPE_CHECKING:
     from sharding.lengths.cutting import Overlong
-    from sharding.lengths.units import Segments, Units
+    from sharding.lengths.units import Units
 
 
 _ROWS = 256
 """Rows of a megabatch of which one is half full on average: 0.998 of them holds elements."""
+_GROUPS = 16
+"""Groups of balanced rows in a megabatch: some of the rows at its two ends are in none."""
 Lengths = str | ArrayLike | Callable[[Any], ArrayLike] | Mapping[str, Any]
 """The lengths of samples: a column (its values if they are integers, else their lengths), an array with one
 entry a sample in file order, or a function of the catalog that gives one. Of a mixture, a column or a
@@ -28,7 +30,11 @@ function holds for all sources; else one of these a source, as a list or by data
 columns gives those of several: of the first column, and of the columns that count as costs."""
 Costs = Callable[[Mapping[str, NDArray[np.int64]]], NDArray[np.integer]]
 """Column -> lengths of segments, int64 [n]; returns what each costs, whole numbers >= 0, [n]."""
-_PROBE = np.arange(64, dtype=np.int64) ** 2
+_ANY = 1 << 62
+PLANNED = "sharding.lengths.costs:planned"
+BALANCE_MARK = "sharding.lengths.costs:balance_mark"
+MAX_OVER_MEAN = "sharding.lengths.costs:cost_max_over_mean"
+"""Plans by costs, what a state knows of them, and how even they are: outside the core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +45,9 @@ class BatchedColumns:
     """The name of the kind in a state."""
     columns: Sequence[str] = ()
     """The columns that are cut, packed or padded alike: lists, in each sample as long as that of `column`."""
-    whole: Sequence[str] = ()
-    """Columns of lists that come whole, once a segment, where others are cut."""
+    whole: Sequence[str] | Mapping[str, Any] = ()
+    """Columns of lists, or of arrays [n, ...], that come whole, once a segment. A mapping says of each
+    whether samples may lack it."""
     pad: int | Mapping[str, int] = 0
     """The value that fills up; for each column by name, 0 for those not named."""
     lengths: Lengths | None = field(default=None, compare=False, repr=False)
@@ -53,7 +60,7 @@ class BatchedColumns:
     blocks are held in memory. None: 16,384, less where samples are large for the memory limit, or where
     lengths are measured, which is done again for all of them where a run goes on inside a megabatch."""
     balance: str | Costs | None = None
-    """What a row or batch costs, so that ranks take those of like cost in the same step: a column, whose
+    """The cost of a row or batch, so that ranks take those of like cost in the same step: a column, whose
     lengths count (of integers, they are the costs), or a function from the lengths of segments, by column, to
     the costs of these. It gets the columns that are cut, those in `whole`, and those of a `budget`."""
     balance_group: int = 64
@@ -68,7 +75,8 @@ class BatchedColumns:
             raise ValueError(f"columns names {twice[0]!r} twice")
         lead = column or next(iter(self.columns), "tokens")
         columns = (lead, *(name for name in self.columns if name != lead))
-        for field_, value in (("column", lead), ("columns", columns), ("whole", tuple(self.whole))):
+        whole = dict(self.whole) if isinstance(self.whole, Mapping) else tuple(self.whole)
+        for field_, value in (("column", lead), ("columns", columns), ("whole", whole)):
             object.__setattr__(self, field_, value)
         if both := [name for name in self.whole if name in columns]:
             raise ValueError(f"column {both[0]!r} is in columns and in whole")
@@ -84,94 +92,35 @@ class BatchedColumns:
         _check_at_least(self, 1, "balance_group")
         if not (self.balance is None or isinstance(self.balance, str) or callable(self.balance)):
             raise ValueError(f"balance must be a column or a function of lengths, got {self.balance!r}")
-        if (
-            isinstance(self.lengths, Mapping)
-            and self.lengths
-            and all(isinstance(n, str) for n in self.lengths)
-        ):
-            names = [lead, *self.cost_columns]
-            if strange := [name for name in self.lengths if name not in names]:
-                raise ValueError(f"lengths names {strange[0]!r}, but only {names} count")
+        if strange := [name for name in self.told if name not in (lead, *self.cost_columns)]:
+            raise ValueError(f"lengths names {strange[0]!r}: only {[lead, *self.cost_columns]} count")
+
+    @property
+    def told(self) -> Mapping[str, Any]:
+        """Return what `lengths` says, by column."""
+        given = self.lengths
+        is_by_column = isinstance(given, Mapping) and given and all(isinstance(name, str) for name in given)
+        return cast("Mapping[str, Any]", given) if is_by_column else {self.columns[0]: given}
 
     @property
     def most_costs(self) -> Mapping[str, int]:
-        """Return what a unit may cost at most, for columns by name."""
-        return {}
+        """Return the most that columns may cost in a unit."""
+        return getattr(self, "budget", {})
 
     @property
     def cost_columns(self) -> tuple[str, ...]:
         """Return the columns that are not cut, and whose lengths are costs; those with a budget first."""
-        own = self.whole if callable(self.balance) else (self.balance or "",)
-        names = dict.fromkeys((*self.most_costs, *own))
-        return tuple(name for name in names if name and name not in self.columns)
+        balanced = self.whole if callable(self.balance) else [self.balance] if self.balance else []
+        return tuple(dict.fromkeys(n for n in (*self.most_costs, *balanced) if n not in self.columns))
 
-    def lengths_of(self, column: str) -> Any:
-        """Return what `lengths` says of a column; None: nothing."""
-        if (
-            isinstance(self.lengths, Mapping)
-            and self.lengths
-            and all(isinstance(n, str) for n in self.lengths)
-        ):
-            return self.lengths.get(column)
-        return self.lengths if column == self.columns[0] else None
+    def planned(self, sizes: NDArray[np.integer], key: int | None, before: int) -> Units:
+        """The units of one megabatch, balanced and within a budget, else as `cut`; `before` are as many.
 
-    def planned(
-        self, lengths: NDArray[np.integer], costs: NDArray[np.integer] | None, key: int | None, before: int
-    ) -> Units:
-        """The units of one megabatch, as `cut`, balanced; `costs` [n, k] are of the `cost_columns`.
-
-        So many units of the epoch are `before` these.
+        `sizes`: of each sample its length, [n]; with `cost_columns`, [n, 1 + costs].
         """
-        if costs is not None and self.most_costs:
-            from sharding.lengths.costs import check_budget
-
-            check_budget(costs, [*self.most_costs.items()])
-            units = self._cut_within(lengths, costs.astype(np.int64), key)
-        else:
-            units = self.cut(lengths, key)
-        if self.balance is None:
-            return units
-        from sharding.lengths.costs import balanced, unit_sums
-
-        of_unit = unit_sums(self._segment_costs(units.segments, costs), units.first)
-        num_whole = len(units) - (len(lengths) % self.sizes_multiple > 0)  # a short one stays the last
-        order = balanced(of_unit[:num_whole], before, self.balance_group)
-        order = np.append(order, np.arange(num_whole, len(units)))
-        return units.balanced(order, of_unit)
-
-    def _cut_within(self, lengths: NDArray[np.integer], costs: NDArray[np.int64], key: int | None) -> Units:
-        """As `cut`, with no unit above `most_costs`."""
-        raise NotImplementedError
-
-    def _segment_costs(self, segments: Segments, costs: NDArray[np.integer] | None) -> NDArray[np.integer]:
-        """What each segment costs, [e]. `ValueError` where a function returns no whole numbers >= 0."""
-        found = dict.fromkeys(self.columns, segments.length)
-        for at, name in enumerate(self.cost_columns):
-            assert costs is not None
-            found[name] = costs[segments.position, at].astype(np.int64)
-        if isinstance(self.balance, str):
-            return found[self.balance]
-        return self._called(found)
-
-    def _called(self, lengths: Mapping[str, NDArray[np.int64]]) -> NDArray[np.integer]:
-        assert callable(self.balance)
-        made, size = np.asarray(self.balance(lengths)), len(lengths[self.columns[0]])
-        if made.shape != (size,) or made.dtype.kind not in "iu" or (made < 0).any():
-            raise ValueError(
-                f"balance= must return {size} integers >= 0, a cost for each segment, and returned "
-                f"{made.dtype} of shape {made.shape}"
-            )
-        return made
-
-    def _balance_mark(self) -> str:
-        """Name a column, or a function by its `fingerprint`, else by what it returns, for a state."""
-        if isinstance(self.balance, str):
-            return self.balance
-        if mark := str(getattr(self.balance, "fingerprint", "") or ""):
-            return f"function {mark}"
-        names = [*self.columns, *self.cost_columns]
-        data = self._called({name: _PROBE + at for at, name in enumerate(names)}).astype("<i8").tobytes()
-        return f"function {hashlib.blake2b(data, digest_size=8).hexdigest()}"
+        if self.balance is None and not self.cost_columns:
+            return self.cut(sizes, key)
+        return resolve_name(PLANNED)(self, sizes, key, before)  # type: ignore[no-any-return]
 
     def pad_of(self, column: str) -> int:
         """Return the value that fills a column up."""
@@ -193,9 +142,20 @@ class BatchedColumns:
         return 1
 
     @property
+    def longest(self) -> int | None:
+        """Elements beyond which a sample is cut, or refused; None: any fits."""
+        return None
+
+    @property
     def refused_beyond(self) -> int | None:
         """Elements beyond which a sample fits nowhere and is an error; None: it is cut, or any fits."""
-        return None
+        return self.longest if getattr(self, "overlong", "error") == "error" else None
+
+    @property
+    def most(self) -> Sequence[int]:
+        """Return beyond which length, and costs, a sample fits nowhere and is an error, [1 + costs]."""
+        costs = (self.most_costs.get(name, _ANY) for name in self.cost_columns)
+        return [_ANY if self.refused_beyond is None else self.refused_beyond, *costs]
 
     def with_window(self, window: int) -> Self:
         """The value with this `window`, if it has none."""
@@ -224,19 +184,11 @@ class BatchedColumns:
 
     def to_json(self) -> dict[str, object]:
         """Return the facts that decide about the units, as JSON types, without `lengths`."""
-        left_out = (
-            "lengths",
-            "lengths_key",
-            "columns",
-            "whole",
-            "pad",
-            "balance",
-            "balance_group",
-            "budget",
-        )  # a state may be gone on with other columns
+        # A state may be gone on with other columns.
+        left_out = "lengths", "lengths_key", "columns", "whole", "pad", "balance", "balance_group", "budget"
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
         if self.balance is not None:  # states from before it have none
-            values |= {"balance": self._balance_mark(), "balance_group": self.balance_group}
+            values |= {"balance": resolve_name(BALANCE_MARK)(self), "balance_group": self.balance_group}
         if self.most_costs:
             values["budget"] = dict(self.most_costs)
         return {"kind": self.kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
@@ -252,7 +204,9 @@ class Packed(BatchedColumns):
         overlong: samples longer than a row: "split" over several rows, "truncate" (what is lost is counted),
             "error".
         columns: the columns that are cut and packed alike: lists, in each sample as long as that of `column`.
-        whole: columns of lists that come whole, once a segment, where others are cut.
+        whole: columns of lists, or of arrays [n, ...], that come whole, once a segment: one `Ragged` each. As
+            a mapping, `{"pixel_values": Optional()}` lets samples of a transform lack one, which then has no
+            element; its default (such as zeros of [0, 1176]) says of which dtype and shape.
         pad: the value that fills up; or a mapping, for each column by name, 0 for those not named.
         lengths: the lengths of samples, where they are not those of `column`: the name of another column (its
             values if they are integers, else their lengths), an array with one entry a sample in file order,
@@ -288,9 +242,7 @@ class Packed(BatchedColumns):
     def __post_init__(self) -> None:
         from sharding.lengths.cutting import Overlong
 
-        if not isinstance(self.budget, Mapping) or any(
-            type(most) is not int or most < 1 for most in self.budget.values()
-        ):
+        if not all(type(most) is int and most > 0 for most in {**self.budget}.values()):
             raise ValueError(f"budget must map columns to integers >= 1, got {self.budget!r}")
         self._resolve(self.column)
         if cut := [name for name in self.budget if name in self.columns]:
@@ -308,12 +260,13 @@ class Packed(BatchedColumns):
     def least_samples(self, lengths: NDArray[np.integer]) -> int:
         """See `BatchedColumns`. Whole numbers alone: all machines agree."""
         elements = int(self.delivered(lengths).sum(dtype=np.int64))
-        return -(-_ROWS * self.length * len(lengths) // max(1, elements))
+        rows = _ROWS if self.balance is None else max(_ROWS, _GROUPS * self.balance_group)
+        return -(-rows * self.length * len(lengths) // max(1, elements))
 
     @property
-    def refused_beyond(self) -> int | None:
+    def longest(self) -> int:
         """See `BatchedColumns`."""
-        return self.length if self.overlong == "error" else None
+        return self.length
 
     def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
         """See `BatchedColumns`."""
@@ -329,18 +282,6 @@ class Packed(BatchedColumns):
         from sharding.lengths.cutting import pack
 
         return pack(lengths, self.length, self.overlong, key)
-
-    @property
-    def most_costs(self) -> Mapping[str, int]:
-        """See `BatchedColumns`."""
-        return self.budget
-
-    def _cut_within(self, lengths: NDArray[np.integer], costs: NDArray[np.int64], key: int | None) -> Units:
-        """See `BatchedColumns`."""
-        from sharding.lengths.cutting import pack
-
-        most = [*self.budget.values()]
-        return pack(lengths, self.length, self.overlong, key, costs[:, : len(most)], most)
 
 
 @dataclass(frozen=True)
@@ -398,13 +339,13 @@ class TokenBudget(BatchedColumns):
         return self.overlong == "truncate"
 
     @property
-    def refused_beyond(self) -> int | None:
+    def longest(self) -> int:
         """See `BatchedColumns`."""
-        return self.max_tokens // self.multiple * self.multiple if self.overlong == "error" else None
+        return self.max_tokens // self.multiple * self.multiple
 
     def delivered(self, lengths: NDArray[np.integer]) -> NDArray[np.integer]:
         """See `BatchedColumns`."""
-        longest: NDArray[np.integer] = np.minimum(lengths, self.max_tokens // self.multiple * self.multiple)
+        longest: NDArray[np.integer] = np.minimum(lengths, self.longest)
         return longest
 
     def cut(self, lengths: NDArray[np.integer], key: int | None) -> Units:

@@ -20,14 +20,13 @@ and samples of a unit one another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sharding.errors import DataflowError
-from sharding.lengths.costs import within_budget
 from sharding.lengths.units import LengthStats, Segments, Units, stable_order
 from sharding.order.permutations import seeded_permutation
 from sharding.order.windows import ranges
@@ -39,15 +38,12 @@ _CLASSES = 8192
 _WORD = 10
 """Bits of the number of a bit in a word."""
 _IN_WORD = (1 << _WORD) - 1
+Move = Callable[[Segments, NDArray[np.int64], int], tuple[NDArray[np.int64], int]]
+"""Segments, the row of each and the number of rows; returns other rows."""
 
 
 def pack(
-    lengths: NDArray[np.integer],
-    length: int,
-    overlong: Overlong,
-    key: int | None,
-    costs: NDArray[np.int64] | None = None,
-    most: Sequence[int] = (),
+    lengths: NDArray[np.integer], length: int, overlong: Overlong, key: int | None, move: Move | None = None
 ) -> Units:
     """Pack the samples of a megabatch into rows. The last row to be begun is half full, on average.
 
@@ -57,17 +53,15 @@ def pack(
         overlong: "split" cuts longer samples into full rows and a rest, "truncate" keeps their beginning,
             "error" raises `DataflowError`.
         key: decides the order of the rows; None: that of their first segments.
-        costs: [n, k], what each segment of a sample costs beside its elements.
-        most: k numbers: no row has more of these costs, nor a sample alone.
+        move: moves segments to other rows.
 
     Returns:
         One unit a row; its segments in order of position. Samples of length 0 are in no row.
     """
     segments, cut = segments_of(lengths, length, overlong)
     row, num_rows = best_fit_rows(segments.length, length)
-    if costs is not None and len(most):
-        own = costs[segments.position]
-        row, num_rows = within_budget(row, num_rows, segments.length, own, length, np.array(most, np.int64))
+    if move is not None:
+        row, num_rows = move(segments, row, num_rows)
     number = np.empty(num_rows, np.int64)
     number[_by_first_segment(row) if key is None else seeded_permutation(num_rows, key)] = np.arange(num_rows)
     row = number[row]

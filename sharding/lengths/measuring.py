@@ -58,9 +58,9 @@ class MeasuredUnits:
         """Return whether there is no further megabatch."""
         return self.next_megabatch == self.sequence.num_megabatches
 
-    def add(self, lengths: NDArray[np.integer], costs: NDArray[np.integer] | None = None) -> None:
-        """The lengths of the next megabatch's samples, and their costs."""
-        self._units[self.next_megabatch] = self.sequence.add(self.next_megabatch, lengths, costs)
+    def add(self, lengths: NDArray[np.integer]) -> None:
+        """The lengths of the next megabatch's samples."""
+        self._units[self.next_megabatch] = self.sequence.add(self.next_megabatch, lengths)
         self.next_megabatch += 1
 
     def forget(self, unit: int) -> None:

@@ -22,18 +22,18 @@ from __future__ import annotations
 import copy
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
+from pkgutil import resolve_name
 from typing import Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sharding.cached_property import cached_property
-from sharding.lengths.batching import Batching, Bucketed, Packed
-from sharding.lengths.costs import max_over_mean
+from sharding.lengths.batching import MAX_OVER_MEAN, Batching, Bucketed, Packed
 from sharding.lengths.units import (
     DEFAULT_MEGABATCH_SAMPLES,
     BatchSegments,
@@ -41,6 +41,7 @@ from sharding.lengths.units import (
     Segments,
     Units,
     joined,
+    lengths_in,
     megabatch_bounds,
 )
 from sharding.order.epoch_order import EpochOrder, Windows
@@ -69,7 +70,7 @@ Counts = NDArray[np.unsignedinteger[Any]] | NDArray[np.bool_]
 def epoch_lengths(order: EpochOrder, lengths: NDArray[np.integer], begin: int = 0) -> NDArray[np.integer]:
     """The lengths at the positions of an epoch, [num_samples], from those of the samples in file order.
 
-    Before `begin`, from which on the order is known, they are 0. Costs, [num_samples, k], alike.
+    Before `begin`, from which on the order is known, they are 0. With costs, [num_samples, 1 + costs].
     """
     out = np.empty((order.num_samples, *lengths.shape[1:]), lengths.dtype)
     out[:begin] = 0
@@ -128,9 +129,9 @@ class UnitSequence:
         key_of: megabatch -> the key of its units' order, or None: see `units_key`.
         least: samples of the first megabatch, at least.
         begin: the megabatch from which on units are known; `ValueError` where none begins there.
-        lengths: [num_samples] by position, where all are measured already: what `epoch_lengths` gives.
+        lengths: [num_samples] by position, where all are measured already: what `epoch_lengths` gives. With
+            costs, [num_samples, 1 + costs], where the batching has `cost_columns`, here as everywhere.
             `ValueError` for negative ones.
-        costs: [num_samples, k] by position, of the `cost_columns` of the batching, with `lengths`.
     """
 
     def __init__(
@@ -142,10 +143,10 @@ class UnitSequence:
         least: int = 1,
         begin: MegabatchStart = BEGIN,
         lengths: NDArray[np.integer] | None = None,
-        costs: NDArray[np.integer] | None = None,
     ) -> None:
         size = batching.window or DEFAULT_MEGABATCH_SAMPLES
-        self.batching, self.lengths, self.costs, self._key_of = batching, lengths, costs, key_of
+        self.batching, self.sizes, self._key_of = batching, lengths, key_of
+        self.lengths = None if lengths is None else lengths_in(lengths)
         self.bounds = megabatch_bounds(num_samples, size, batching.sizes_multiple, least)
         """First position of every megabatch, and the number of samples, int64 [megabatches + 1]."""
         self.begin = begin.unit
@@ -155,18 +156,12 @@ class UnitSequence:
             raise ValueError(f"no megabatch of the epoch begins with sample {begin.position}")
         # Replaced, never changed: two threads may measure the same megabatch at the same time, no more.
         self._known = np.full(first + 1, begin.unit, np.int64), LengthStats(), 0
-        self._unit_costs: tuple[NDArray[np.int64], ...] = ()
+        self._unit_costs: dict[int, NDArray[np.int64]] = {}
         if lengths is not None:
             if len(lengths) and int(lengths.min()) < 0:
                 raise ValueError(f"a sample cannot have {int(lengths.min())} elements; lengths must be >= 0")
-            counted, before, found = list[tuple[int, LengthStats]](), begin.unit, list[NDArray[np.int64]]()
             for megabatch in range(first, self.num_megabatches):
-                units = self._units(megabatch, before)
-                counted.append((len(units), units.stats))
-                before += len(units)
-                found += [] if units.costs is None else [units.costs]
-            self._extend(counted, num_samples)
-            self._unit_costs = tuple(found)
+                self._extend(self._units(megabatch), num_samples)
 
     @property
     def num_megabatches(self) -> int:
@@ -209,38 +204,25 @@ class UnitSequence:
 
     @property
     def unit_costs(self) -> NDArray[np.int64]:
-        """What units cost, from `begin` on, as far as they are known and balanced, [units]."""
-        return np.concatenate(self._unit_costs or (np.empty(0, np.int64),))
+        """The cost of each unit from `begin` on, as far as they are known, where they are balanced."""
+        return np.concatenate([np.empty(0, np.int64), *self._unit_costs.values()])
 
-    def cut(
-        self,
-        megabatch: int,
-        lengths: NDArray[np.integer],
-        costs: NDArray[np.integer] | None = None,
-        before: int | None = None,
-    ) -> Units:
-        """The units of a megabatch, from the lengths of its samples, [n]; `LEFT_OUT` for those in none.
-
-        Also from their costs, [n, k], and the units `before` it: as many as are known.
-        """
-        made, key = np.flatnonzero(lengths != LEFT_OUT), self._key_of(megabatch)
-        if before is None:
-            before = int(self.first_unit[megabatch]) if self.batching.balance is not None else 0
+    def cut(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
+        """The units of a megabatch, from the lengths of its samples, [n]; `LEFT_OUT` for those in none."""
+        made = np.flatnonzero(lengths_in(lengths) != LEFT_OUT)
+        key, before = self._key_of(megabatch), 0
+        if self.batching.balance is not None:  # all before are known
+            before = int(self.first_unit[megabatch])
         if len(made) == len(lengths):
-            return self.batching.planned(lengths, costs, key, before)
-        own = None if costs is None else costs[made]
-        units = self.batching.planned(lengths[made], own, key, before)  # what it chooses is by these alone
+            return self.batching.planned(lengths, key, before)
+        units = self.batching.planned(lengths[made], key, before)  # what it chooses is by these alone
         return replace(units, segments=replace(units.segments, position=made[units.segments.position]))
 
-    def add(
-        self, megabatch: int, lengths: NDArray[np.integer], costs: NDArray[np.integer] | None = None
-    ) -> Units:
+    def add(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
         """Note what was measured of a megabatch; its units. `ValueError` if it was other lengths before."""
-        units, firsts = self.cut(megabatch, lengths, costs), self.first_unit
+        units, firsts = self.cut(megabatch, lengths), self.first_unit
         if megabatch + 1 == len(firsts):
-            if units.costs is not None:
-                self._unit_costs = (*self._unit_costs, units.costs)
-            self._extend([(len(units), units.stats)], int(np.count_nonzero(lengths != LEFT_OUT)))
+            self._extend(units, int(np.count_nonzero(lengths_in(lengths) != LEFT_OUT)))
         elif firsts[megabatch + 1] - firsts[megabatch] != len(units):
             raise ValueError(
                 f"the samples from position {int(self.bounds[megabatch])} on have other lengths than "
@@ -248,23 +230,22 @@ class UnitSequence:
             )
         return units
 
-    def _extend(self, counted: Sequence[tuple[int, LengthStats]], num_made: int) -> None:
-        """Note units and sums of the next megabatches; `num_made` samples tell whether the last is short."""
+    def _extend(self, units: Units, num_made: int) -> None:
+        """Note the next megabatch; `num_made` samples tell whether its last unit is short."""
         firsts, stats, _ = self._known
-        more = firsts[-1] + np.cumsum([count for count, _ in counted], dtype=np.int64)
-        stats = LengthStats.total([stats, *(own for _, own in counted)])
-        self._known = np.append(firsts, more), stats, int(num_made % self.batching.sizes_multiple > 0)
+        if units.costs is not None:
+            self._unit_costs[len(firsts) - 1] = units.costs
+        stats, num_short = LengthStats.total([stats, units.stats]), num_made % self.batching.sizes_multiple
+        self._known = np.append(firsts, firsts[-1] + len(units)), stats, int(num_short > 0)
 
     @cached_property
     def units(self) -> Callable[[int], Units]:
         """The units of a megabatch whose lengths are known; the last few are kept."""
         return lru_cache(_KEPT_MEGABATCHES)(self._units)
 
-    def _units(self, megabatch: int, before: int | None = None) -> Units:
-        assert self.lengths is not None
-        own = slice(*self.bounds[megabatch : megabatch + 2])
-        costs = None if self.costs is None else self.costs[own]
-        return self.cut(megabatch, self.lengths[own], costs, before)
+    def _units(self, megabatch: int) -> Units:
+        assert self.sizes is not None
+        return self.cut(megabatch, self.sizes[slice(*self.bounds[megabatch : megabatch + 2])])
 
     def take(
         self, units: NDArray[np.int64], units_of: Callable[[int], Units] | None = None
@@ -408,23 +389,13 @@ class UnitPlan(MegabatchPlan):
     @property
     def stats(self) -> LengthStats:
         """Padding, truncation and more, over all ranks, before the tail rule, as far as units are known."""
-        if self.sequence.batching.balance is None:
-            return self.sequence.stats
-        return replace(self.sequence.stats, cost_max_over_mean=self._max_over_mean(self.sequence.num_units))
+        balance = self._max_over_mean(self.sequence.num_units) if self.sequence.batching.balance else 0.0
+        return replace(self.sequence.stats, cost_max_over_mean=balance)
 
     @cached_property
     def _max_over_mean(self) -> Callable[[int], float]:
-        """Of the full batches of so many units, the last of which are kept."""
-        return lru_cache(1)(self._costs_of_steps)
-
-    def _costs_of_steps(self, num_units: int) -> float:
-        costs, steps = self.sequence.unit_costs, list[NDArray[np.int64]]()
-        num_units = min(num_units, self.sequence.begin + len(costs))
-        for rank in range(self._dealing["world_size"]):
-            dealt = self.dealt(num_units, is_all=False, rank=rank)
-            items = dealt.items(0, dealt.num_full)[0] - self.sequence.begin
-            steps.append(costs[items].reshape(-1, self._dealing["batch_size"]).sum(axis=1))
-        return max_over_mean(np.stack(steps, axis=1))
+        """The imbalance of so many units; that of the last number is kept."""
+        return lru_cache(1)(partial(resolve_name(MAX_OVER_MEAN), self))
 
     def position_after(self, num_batches: int) -> int:
         """See `RankPlan.position_after`."""
@@ -473,8 +444,8 @@ class UnitPlanner:
         batching: as the user gives it.
         window: samples of a megabatch where that leaves it open.
         lengths: [num_samples] in file order, as `column_lengths.resolve_lengths` gives them, of a mixture
-            those of its sources one after the other; None: they are measured on the way.
-        costs: [num_samples, k], of the batching's `cost_columns`, with `lengths`.
+            those of its sources one after the other; None: they are measured on the way. With costs,
+            [num_samples, 1 + costs].
         measured_as: of samples whose lengths are measured as they are made, also where these are known from
             before: what identifies them in states, "" where nothing does. None: lengths are of stored values.
         mean_length: of samples, where these do not come equally often.
@@ -487,13 +458,12 @@ class UnitPlanner:
         window: int = DEFAULT_MEGABATCH_SAMPLES,
         *,
         lengths: NDArray[np.integer] | None = None,
-        costs: NDArray[np.integer] | None = None,
         measured_as: str | None = None,
         mean_length: float | None = None,
         num_in_token: int | None = None,
     ) -> None:
         self._own = self.batching = batching.with_window(window)
-        self.lengths, self.costs = lengths, costs
+        self.sizes = lengths
         self._is_window_given, self._measured_as = batching.window is not None, measured_as
         self._mean_length, self._num_in_token = mean_length, num_in_token
         self._start = BEGIN
@@ -505,6 +475,11 @@ class UnitPlanner:
         """A copy knows what was measured so far, and finds units by itself."""
         kept = {} if self.lengths is not None else dict(self._sequences)
         return {**self.__dict__, "_sequences": kept}
+
+    @property
+    def lengths(self) -> NDArray[np.integer] | None:
+        """Return the lengths alone, [num_samples]; None: they are not known."""
+        return None if self.sizes is None else lengths_in(self.sizes)
 
     @property
     def is_measured(self) -> bool:
@@ -527,23 +502,16 @@ class UnitPlanner:
         kept = [sequence for (other, begin), sequence in items if other == name and begin <= unit]
         if kept:
             return max(kept, key=lambda sequence: sequence.at(unit)[1])
-        begin, lengths, costs = BEGIN, None, None
+        begin, lengths = BEGIN, None
         if self._start.epoch == order.epoch and (unit >= self._start.unit or order.known_from):
             begin = self._start
         if begin.position < order.known_from:
             raise ValueError(f"what epoch {order.epoch} held before sample {order.known_from} is not known")
-        if self.lengths is not None:
-            lengths = epoch_lengths(order, self.lengths, begin.position)
-            costs = None if self.costs is None else epoch_lengths(order, self.costs, begin.position)
+        if self.sizes is not None:
+            lengths = epoch_lengths(order, self.sizes, begin.position)
         key_of = units_key(order.seed, order.epoch, order.shuffle.kind != "none")
         sequence = UnitSequence(
-            self.batching,
-            order.num_samples,
-            key_of,
-            least=self._least,
-            begin=begin,
-            lengths=lengths,
-            costs=costs,
+            self.batching, order.num_samples, key_of, least=self._least, begin=begin, lengths=lengths
         )
         for key, _ in items[: 1 - _KEPT_EPOCHS]:
             self._sequences.pop(key, None)
@@ -582,11 +550,9 @@ class UnitPlanner:
         """Return what a state keeps beside the units that are done: the token, and their last megabatch."""
         return self.token | self.megabatch_start(order, position).to_json()
 
-    def with_lengths(
-        self, lengths: NDArray[np.integer] | None, costs: NDArray[np.integer] | None = None
-    ) -> UnitPlanner:
-        """The planner that knows all lengths, and costs, or none."""
-        return self._with(lengths=lengths, costs=costs)
+    def with_lengths(self, lengths: NDArray[np.integer] | None) -> UnitPlanner:
+        """The planner that knows all lengths, or none."""
+        return self._with(sizes=lengths)
 
     def changed(self, start: MegabatchStart) -> UnitPlanner:
         """The planner of an order that changes behind the start of a megabatch."""
@@ -620,17 +586,15 @@ class UnitPlanner:
         """Samples of the first megabatch, at least; measured lengths do not decide about it."""
         if self.is_measured:
             return 1
-        least = self.batching.least_samples(self._token_lengths)
-        return least if len(self._token_lengths) < _FEW * least else 1
+        least = self.batching.least_samples(lengths_in(self._token_lengths))
+        is_least = len(self._token_lengths) < _FEW * least or self.batching.balance is not None
+        return least if is_least else 1
 
     @cached_property
     def _digest(self) -> str:
-        data = self._token_lengths.astype("<i8").tobytes()
-        if self.costs is not None:
-            data += self.costs[: self._num_in_token].astype("<i8").tobytes()
-        return hashlib.blake2b(data, digest_size=8).hexdigest()
+        return hashlib.blake2b(self._token_lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
 
     @property
     def _token_lengths(self) -> NDArray[np.integer]:
-        assert self.lengths is not None
-        return self.lengths[: self._num_in_token]
+        assert self.sizes is not None
+        return self.sizes[: self._num_in_token]

@@ -18,8 +18,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.order.windows import ranges
-
 FIRST_MEGABATCH_SAMPLES = 1024
 """Samples of the first megabatch of an epoch; each next one doubles up to the full size."""
 DEFAULT_MEGABATCH_SAMPLES = 16_384
@@ -46,6 +44,7 @@ class LengthStats:
     """The number of elements lost by that."""
     empty: int = 0
     """Samples of length 0, which a packed row cannot hold."""
+
     cost_max_over_mean: float = 0.0
     """The greatest cost of a rank in a step over the mean of all, on average; 0.0 without `balance=`."""
 
@@ -99,17 +98,10 @@ class Units:
     """[units + 1]: unit u has the segments `first[u]` up to `first[u + 1]`."""
     stats: LengthStats
     costs: NDArray[np.int64] | None = None
-    """What each unit costs, where units are balanced, [units]."""
+    """The cost of each unit, [units]; None: they are not balanced."""
 
     def __len__(self) -> int:
         return len(self.first) - 1
-
-    def balanced(self, order: NDArray[np.int64], costs: NDArray[np.int64]) -> Units:
-        """The same units in an order, with what each of them costs, [units] before."""
-        counts = np.diff(self.first)[order]
-        segments = self.segments.take(ranges(self.first[:-1][order], counts))
-        first = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-        return Units(segments, first, self.stats, costs[order])
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +140,11 @@ class BatchSegments:
         row = np.repeat(np.arange(num_rows), self.segments_of_row)[segments]
         of_row = np.bincount(row, minlength=num_rows).astype(np.int64)
         return BatchSegments(self.segments.take(segments), np.array([len(segments)]), self.rows, of_row)
+
+
+def lengths_in(sizes: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Return the lengths among those of samples, [n], or with costs, [n, 1 + costs]."""
+    return sizes if sizes.ndim == 1 else sizes[:, 0]
 
 
 def joined(parts: list[Segments]) -> Segments:

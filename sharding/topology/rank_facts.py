@@ -54,7 +54,8 @@ def with_facts(topology: Topology, facts: Sequence[RankFacts], racks: Racks | No
     launchers = _launchers_nodes(facts)
     nodes = launchers or _nodes_by_host(facts)
     if nodes is None:
-        why = _why_unknown(facts)
+        nameless = next(rank for rank, fact in enumerate(facts) if fact.host is None)
+        why = f"the launcher's nodes are missing or contradictory and rank {nameless} has no host name"
         unknown = {"hosts": None, "racks": None, "nodes_of_ranks": None}
         return _with(
             topology, {**dict.fromkeys(unknown, why), "node": why}, **unknown, numa_nodes_of_ranks=numa_nodes
@@ -106,11 +107,6 @@ def _nodes_by_host(facts: Sequence[RankFacts]) -> tuple[int, ...] | None:
         return None
     number: dict[str | None, int] = {}
     return tuple(number.setdefault(fact.host, len(number)) for fact in facts)
-
-
-def _why_unknown(facts: Sequence[RankFacts]) -> str:
-    nameless = next(rank for rank, fact in enumerate(facts) if fact.host is None)
-    return f"the launcher's nodes are missing or contradictory and rank {nameless} has no host name"
 
 
 def _first_ranks(nodes: Sequence[int]) -> list[int]:

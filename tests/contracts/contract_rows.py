@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from datasets_kit import MAKERS, make_ints_tar, npy, rank, rows_of, write_tar
+from numpy.typing import NDArray
 
 from dataflow import (
     Bucketed,
@@ -77,8 +78,8 @@ class Row:
 
     @property
     def has_plan_by_length(self) -> bool:
-        """Whether lengths that are known before an epoch say which samples share a batch."""
-        return "batching" in self.options and not self.is_measured
+        """Whether stored lengths say which samples share a batch, and their pieces are copied into it."""
+        return "batching" in self.options and not self.is_measured and not self.transforms
 
     def loader(
         self, folder: Path, r: int = 0, world_size: int = 1, rows: int = FEW_ROWS, **more: Any
@@ -144,10 +145,10 @@ def write_three(folder: Path) -> None:
 
 
 @functools.cache
-def three(folder: Path, is_measured: bool = False) -> list[ShardedDataset]:
+def three(folder: Path, transform: Documents | None = None) -> list[ShardedDataset]:
     """Of three formats, of unlike sizes, with documents and where they came from."""
     columns = {"n": "label", "tokens": "lst", "url": "__url__"}
-    how = {"columns": columns, "transform": Documents() if is_measured else None}
+    how = {"columns": columns, "transform": transform}
     a, b, c = (ShardedDataset(**arguments(folder / name), **how) for name in "abc")
     return [a, b.take(20), c.take(9)]
 
@@ -201,6 +202,14 @@ class Documents:
         return {"n": number, "url": sample["url"], "tokens": torch.full((number * 7 % 11,), number)}
 
 
+class NumberedDocuments(Documents):
+    """Has the number in a list, too, which comes whole: such samples are made when their row is built."""
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        made = super().__call__(sample)
+        return made | {"own": [made["n"]]}
+
+
 # ---- rows -----------------------------------------------------------------------------------------------
 
 RULES: dict[str, Callable[..., Mixture]] = {
@@ -241,7 +250,7 @@ def packed_mixture(batching: str, rule: str, is_measured: bool = False, weights:
     """Of known lengths, or of those that a transform makes."""
     return Row(
         write_three,
-        lambda folder: RULES[rule](*three(folder, is_measured), **how),
+        lambda folder: RULES[rule](*three(folder, Documents() if is_measured else None), **how),
         {"batching": BATCHINGS[batching]("tokens"), "shuffle": NODES},
         packed_rows,
         dict(weights),
@@ -254,10 +263,27 @@ def measured(batching: str, shuffle: Shuffle | None = NODES) -> Row:
     """Documents that a transform makes."""
     return Row(
         write_three,
-        lambda folder: three(folder, True)[0],
+        lambda folder: three(folder, Documents())[0],
         {"batching": BATCHINGS[batching]("tokens"), "shuffle": shuffle},
         packed_rows,
         is_measured=True,
+        transforms=True,
+    )
+
+
+def document_lengths(catalog: Any) -> NDArray[np.int64]:
+    """What `Documents` makes of each sample."""
+    return np.arange(catalog.num_samples) * 7 % 11
+
+
+def planned(batching: Batching, **more: Any) -> Row:
+    """Documents that a transform makes where their row is built: lengths are known."""
+    rule = replace(batching, lengths=document_lengths, whole=["own"])
+    return Row(
+        write_three,
+        lambda folder: three(folder, NumberedDocuments())[0],
+        {"batching": rule, "shuffle": NODES, **more},
+        packed_rows,
         transforms=True,
     )
 
@@ -467,6 +493,9 @@ ROWS: dict[str, Row] = {
         "budget", "all", weights=WEIGHTS.items(), shares="tokens"
     ),
     **{f"measured {name}": measured(name) for name in BATCHINGS},
+    **{f"planned {name}": planned(rule("tokens")) for name, rule in BATCHINGS.items()},
+    "planned long rows": planned(Packed(12, "tokens", overlong="error", window=16)),
+    "planned long rows, tail pad": planned(Packed(12, "tokens", window=16), tail="pad"),
     "measured packed, in file order": measured("packed", None),
     "measured packed mixture": packed_mixture("packed", "all", is_measured=True),
     "measured packed mixture, tokens": packed_mixture("packed", "first", is_measured=True, shares="tokens"),

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from dataflow.decode import image
 from dataflow.stream import decisions
 from prefetch.addresses import memory_at
+from prefetch.core.copy_table import PlanColumn
 from prefetch.core.executor import Executor
 from prefetch.core.images import CropBox, Filter, ImageForm
-from prefetch.core.plan import PlanColumn
 from sharding.order.permutations import seeded_permutations
 
 

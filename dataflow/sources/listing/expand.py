@@ -243,11 +243,11 @@ def _list_directory(
         )
     shards = _files(entries, folder=path, kind=format_name)
     if not shards:
-        from sharding.formats.unread import unread_text
+        from sharding.formats.unsupported import unsupported_text
 
         names = [entry["name"] for entry in entries if entry["type"] != "directory"]
-        if unread := unread_text(names or [url.rstrip("/")]):
-            raise ShardReadError(url, unread)
+        if unsupported := unsupported_text(names or [url.rstrip("/")]):
+            raise ShardReadError(url, unsupported)
         cure = "; it has sub-directories: give a glob such as '<directory>/**/*.tar'" if folders else ""
         if ICEBERG_METADATA in folders:
             cure += "; if it is an Iceberg table, open it by itself"

@@ -45,7 +45,7 @@ from sharding.formats.arrow.json_types import (
     SURROGATE,
     TEXT,
     VALUE,
-    Seen,
+    SchemaInferrer,
     integer_kinds,
 )
 
@@ -76,7 +76,7 @@ class LineScanner:
     """
 
     def __init__(self, max_keys: int) -> None:
-        self.root, self.num_keys = Seen(), 0
+        self.root, self.num_keys = SchemaInferrer(), 0
         self.doubled: tuple[int, str] | None = None
         """A line, counted from 1 on without empty ones, and a key that it has twice, if any was seen."""
         self._num_lines = 0
@@ -143,12 +143,12 @@ class LineScanner:
         self._is_steady = not learned.is_new
         return learned.elements
 
-    def new_key(self, at: int) -> Seen:
+    def new_key(self, at: int) -> SchemaInferrer:
         """Count one more key."""
         self.num_keys += 1
         if self.num_keys > self._max_keys:
             raise TooManyKeysError(at)
-        return Seen()
+        return SchemaInferrer()
 
 
 def _doubled_in(lines: Sequence[bytes], first: int) -> tuple[int, str] | None:
@@ -213,7 +213,7 @@ class _Learned:
     is_new: bool = False
     elements: int = 0
 
-    def see_items(self, seen: Seen, items: Mapping[str, Text], at: int, level: int) -> None:
+    def see_items(self, seen: SchemaInferrer, items: Mapping[str, Text], at: int, level: int) -> None:
         """Note the values of an object's keys."""
         for key, text in items.items():
             child = seen.children.get(key)
@@ -222,7 +222,7 @@ class _Learned:
                 self.is_new = True
             self._see(child, bytes(text), at, level)
 
-    def _see(self, seen: Seen, text: bytes, at: int, level: int) -> None:
+    def _see(self, seen: SchemaInferrer, text: bytes, at: int, level: int) -> None:
         if text == b"null":
             return
         seen.present += 1
@@ -239,7 +239,7 @@ class _Learned:
         else:
             self._record(seen, [VALUE, *_kinds_of([_scalar_in(text)])], at)
 
-    def _record(self, seen: Seen, kinds: Sequence[str], at: int) -> None:
+    def _record(self, seen: SchemaInferrer, kinds: Sequence[str], at: int) -> None:
         for kind in kinds:
             if kind not in seen.first:
                 seen.first[kind] = at
@@ -290,7 +290,7 @@ def _is_utf8(text: str) -> bool:
 class _Counted:
     """The counts of what a piece holds that may hold nothing new."""
 
-    present: list[tuple[Seen, int]] = field(default_factory=list)
+    present: list[tuple[SchemaInferrer, int]] = field(default_factory=list)
     elements: int = 0
 
 
@@ -298,13 +298,13 @@ class _Counted:
 class _ScannedRow:
     """A conversion of lines to rows of what was seen so far."""
 
-    children: Sequence[Seen]
+    children: Sequence[SchemaInferrer]
     inner: Sequence[_ScannedRow | None]
     type: Any
     """The type of a row; None where msgspec cannot look for a key."""
 
     @classmethod
-    def of(cls, seen: Seen) -> _ScannedRow:
+    def of(cls, seen: SchemaInferrer) -> _ScannedRow:
         """Make the row of objects in which this was seen."""
         children = list(seen.children.values())
         inner = [cls.of(child) if child.is_object else None for child in children]
@@ -340,7 +340,7 @@ class _ScannedRow:
         return _kinds_of(values) <= seen.first.keys()
 
 
-def _holds_integers(seen: Seen, texts: RawTexts, counted: _Counted) -> bool:
+def _holds_integers(seen: SchemaInferrer, texts: RawTexts, counted: _Counted) -> bool:
     """Return whether lists hold integers only, of the kinds that were seen."""
     found = texts.integers(np.dtype(np.int64))
     if found is not None:
@@ -358,13 +358,13 @@ def _holds_integers(seen: Seen, texts: RawTexts, counted: _Counted) -> bool:
     return _kinds_of(values) <= seen.first.keys()
 
 
-def _holds(seen: Seen, texts: RawTexts) -> bool:
+def _holds(seen: SchemaInferrer, texts: RawTexts) -> bool:
     """Return whether nested values have shapes that were seen; those without a common type are alike."""
     firsts = set(np.unique(texts.first_bytes(np.flatnonzero(~texts.missing))).tolist())
     return not seen.shapes <= {LIST, NESTED} or firsts <= {ord("[")}
 
 
-def _scanned_type(seen: Seen) -> Any:
+def _scanned_type(seen: SchemaInferrer) -> Any:
     if not seen.shapes:
         return None
     if seen.shapes == {VALUE}:

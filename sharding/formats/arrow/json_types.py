@@ -1,8 +1,8 @@
 """Record what the lines of a file hold at each key, and choose the Arrow type of each column from it.
 
-Each key has a `Seen`: the kinds of values that lines hold there, each with the first line that holds one. A
-type follows from the kinds alone. A key whose values have no common type is an error only for who asks for
-it: its type is `UNREADABLE`, and its field's metadata says why.
+Each key has a `SchemaInferrer`: the kinds of values that lines hold there, each with the first line that
+holds one. A type follows from the kinds alone. A key whose values have no common type is an error only for
+who asks for it: its type is `UNREADABLE`, and its field's metadata says why.
 
 Integers are int64, or uint64 where one needs it and none is negative; beside a fraction they are float64 if
 each lies within 2^53. An object is a struct, a list of numbers a list, all else that is nested `JSON_TEXT`.
@@ -46,14 +46,14 @@ UNREADABLE = pa.opaque(pa.null(), "unreadable", "dataflow")
 
 
 @dataclass
-class Seen:
+class SchemaInferrer:
     """The kinds of values that lines hold at one key."""
 
     first: dict[str, int] = field(default_factory=dict)
     """By kind, where the first line begins that holds such a value."""
     present: int = 0
     """Lines that hold a value that is not null."""
-    children: dict[str, Seen] = field(default_factory=dict)
+    children: dict[str, SchemaInferrer] = field(default_factory=dict)
     """The keys of objects."""
 
     @property

@@ -32,7 +32,7 @@ from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, columns_of
 from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, starts_of_lines
 from sharding.formats.arrow.json_scan import LineScanner, TooManyKeysError
-from sharding.formats.arrow.json_types import JSON_TEXT, Seen, problems
+from sharding.formats.arrow.json_types import JSON_TEXT, SchemaInferrer, problems
 from sharding.formats.arrow.schema import BROKEN, decoded_bytes, leaves, schema_in, specs_of
 from sharding.redaction import identity_of
 
@@ -259,7 +259,7 @@ def _projected(fields: Sequence[pa.Field], columns: Set[str], texts: Set[str], p
     return wanted
 
 
-def _null_free(seen: Seen, num_rows: int, prefix: str = "") -> frozenset[str]:
+def _null_free(seen: SchemaInferrer, num_rows: int, prefix: str = "") -> frozenset[str]:
     """The columns that no line lacks."""
     names: set[str] = set()
     for key, one in seen.children.items():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +72,9 @@ class CountedTokens:
     def __call__(self, sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         self.made[sample["n"], int(rng.integers(1 << 60))] += 1
         return tokens_of(sample)
+
+
+IN_FILES = [length_of(i) for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)]
 
 
 def tokens_of(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -447,6 +452,181 @@ def test_a_length_that_lies_is_an_error_that_names_the_sample(folder: Path) -> N
     assert caught.value.key == "30"
 
 
+class MarkedTokens(CountedTokens):
+    """Counts what it made, without random numbers."""
+
+    fingerprint = "marked"
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        self.made[sample["n"], 0] += 1
+        return tokens_of(sample) | {"own": [sample["n"]]}
+
+
+LONG_ROWS = Packed(32, overlong="error", window=100)
+WITH_OWN = replace(LONG_ROWS, whole=["own"])
+
+
+def test_samples_of_known_lengths_are_made_with_their_batch(folder: Path) -> None:
+    tokens = MarkedTokens()
+    with loader_of(folder, replace(WITH_OWN, lengths=known(folder)), tokens) as loader:
+        rows = list[Any]()
+        for batch in loader:
+            rows.append(segments_of(batch["tokens"]))
+            delivered_so_far = sum(map(len, chain(*rows)))
+            assert sum(tokens.made.values()) == delivered_so_far
+        assert rows == whole_batches(units_of(loader), 3)
+
+
+def test_the_epoch_after_the_one_that_measured_makes_samples_with_their_batch(folder: Path) -> None:
+    tokens = MarkedTokens()
+    with loader_of(folder, WITH_OWN, tokens) as loader:
+        list(loader)
+        tokens.made.clear()
+        loop = iter(loader)
+        rows = segments_of(next(loop)["tokens"])
+        assert sum(tokens.made.values()) == sum(map(len, rows))
+        rest = [segments_of(batch["tokens"]) for batch in loop]
+        assert [rows, *rest] == whole_batches(units_of(loader, 1), 3)
+
+
+def test_a_resumed_loader_of_known_lengths_makes_only_what_comes(folder: Path) -> None:
+    batching = replace(WITH_OWN, lengths=known(folder))
+    with loader_of(folder, batching, MarkedTokens()) as loader:
+        whole, states = [], []
+        for batch in loader:
+            whole.append(segments_of(batch["tokens"]))
+            states.append(loader.state_dict())
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        tokens = MarkedTokens()
+        with loader_of(folder, batching, tokens) as loader:
+            loader.load_state_dict(states[cut - 1])
+            assert delivered(loader) == whole[cut:]
+        assert sum(tokens.made.values()) == sum(map(len, chain(*whole[cut:])))
+
+
+def test_text_alone_is_made_by_the_megabatch_where_its_lengths_are_known(folder: Path) -> None:
+    tokens = MarkedTokens()
+    with loader_of(folder, replace(LONG_ROWS, lengths=known(folder)), tokens) as loader:
+        rows = segments_of(next(iter(loader))["tokens"])
+        assert sum(tokens.made.values()) >= 100 > sum(map(len, rows))
+
+
+class HeaderTokens(MarkedTokens):
+    """Tells lengths without making samples."""
+
+    fingerprint = "headers"
+
+    def measure(self, sample: Mapping[str, Any]) -> dict[str, int]:
+        return {"tokens": len(sample["text"])}
+
+
+def test_where_a_transform_measures_the_first_epoch_makes_samples_with_their_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = HeaderTokens()
+    with loader_of(folder, LONG_ROWS, tokens) as loader:
+        assert not tokens.made
+        num = len(loader)
+        rows = list[Any]()
+        for batch in loader:
+            rows.append(segments_of(batch["tokens"]))
+            assert sum(tokens.made.values()) == sum(map(len, chain(*rows)))
+        assert len(rows) == num
+        assert rows == whole_batches(units_of(loader), 3)
+    with loader_of(folder, LONG_ROWS, HeaderTokens()) as loader:  # kept: nothing is measured
+        monkeypatch.delattr(HeaderTokens, "measure")  # the loader has looked for it
+        assert len(loader) == num
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "reason"), [("", "no fingerprint.*lengths_key="), ("headers", "measure takes rng")]
+)
+def test_a_measure_that_is_not_used_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture, fingerprint: str, reason: str
+) -> None:
+    class Unused(HeaderTokens):
+        pass
+
+    Unused.fingerprint = fingerprint
+    if fingerprint:
+        Unused.measure = lambda self, sample, rng: {}  # type: ignore[assignment,misc]
+    with loader_of(folder, LONG_ROWS, Unused()) as loader:
+        assert delivered(loader) == whole_batches(units_of(loader), 3)
+    (line,) = caplog.messages
+    assert re.search(f"{reason}.*measure is not used", line)
+
+
+@pytest.mark.parametrize("lie", [1, -1])
+def test_a_length_that_is_not_what_measure_said_is_an_error_with_both(folder: Path, lie: int) -> None:
+    class Lying(CountedTokens):
+        fingerprint = f"lying{lie}"
+
+        def measure(self, sample: Mapping[str, Any]) -> dict[str, int]:
+            return {"tokens": len(sample["text"]) + (lie if sample["n"] == 90 else 0)}
+
+    text = f"has {length_of(90)} elements, but .* said to be {length_of(90) + lie}"
+    for policy in ("raise", "skip"):
+        with (
+            loader_of(folder, LONG_ROWS, Lying(), on_error=policy) as loader,
+            pytest.raises(SampleError, match=text) as caught,
+        ):
+            list(loader)
+        assert (caught.value.key, caught.value.stage) == ("30", "transform")
+
+
+def test_a_sample_that_measure_leaves_out_leaves_batches_as_they_are_without_it(folder: Path) -> None:
+    class Partly(MarkedTokens):
+        fingerprint = "partly"
+
+        def measure(self, sample: Mapping[str, Any]) -> dict[str, int]:
+            return {} if sample["n"] == 17 else {"tokens": len(sample["text"])}
+
+    with pytest.raises(SampleError, match="without the length of 'tokens'"):
+        loader_of(folder, LONG_ROWS, Partly())
+    with loader_of(folder, LONG_ROWS, Partly(), on_error="skip") as loader:
+        assert delivered(loader) == whole_batches(units_of(loader), 3)
+
+
+@pytest.mark.parametrize("tail", ["pad", "uneven"])
+def test_a_bad_sample_in_a_planned_row_is_a_hole_that_is_counted_once(folder: Path, tail: str) -> None:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        ids = tokens_of(sample)["tokens"][:: 0 if sample["n"] == 17 else 1]
+        mask = [1] * len(ids[sample["n"] == 31 :])
+        return {"tokens": ids, "mask": mask, "own": np.array([sample["n"]])}
+
+    batching = Packed(
+        32, columns=["tokens", "mask"], whole=["own"], pad={"tokens": 7}, window=100, overlong="error"
+    )
+    batching = replace(batching, lengths=known(folder))
+    options = {"on_error": "skip", "tail": tail, "topology": rank(0, 1), "batch_size": 5}
+    with loader_of(folder, batching) as loader:
+        planned_rows = {tuple(map(tuple, row)) for row in units_of(loader)}
+    with loader_of(folder, batching, tokens, **options) as loader:
+        num_holes = 0
+        for batch in loader:
+            rows = batch["tokens"]
+            units = segments_of(rows)
+            assert batch["own"].values.tolist() == [piece[0] // 100 for row in units for piece in row]
+            outside = rows.segment_ids == 0
+            assert (rows.tokens[outside] == 7).all()
+            assert not batch["mask"][outside].any()
+            assert batch["mask"][~outside].all()
+            assert (rows.targets(mask=batch["mask"])[outside] == -100).all()
+            num_holes += sum(tuple(map(tuple, row)) not in planned_rows for row in units)
+        assert loader.stats().skipped_samples == 2
+        assert num_holes in (1, 2)
+
+
+def test_with_raise_a_bad_sample_in_a_planned_row_ends_the_loop(folder: Path) -> None:
+    def tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
+        ids = tokens_of(sample)["tokens"]
+        return {"tokens": ids, "mask": ids[sample["n"] == 31 :], "own": [sample["n"]]}
+
+    batching = replace(WITH_OWN, columns=["tokens", "mask"], lengths=known(folder))
+    with loader_of(folder, batching, tokens) as loader, pytest.raises(SampleError, match="alike"):
+        list(loader)
+
+
 # ---- what cannot be batched --------------------------------------------------------------------------
 
 
@@ -718,6 +898,31 @@ def test_samples_that_fit_nowhere_are_named_or_left_out(folder: Path, batching: 
         assert loader.stats().skipped_samples == len(long)
     came = sorted(piece[0] // 100 for unit in rows for piece in unit if piece)
     assert came == [n for n in range(NUM_DOCUMENTS) if n not in long and length_of(n)]
+
+
+@pytest.mark.parametrize(
+    "batching",
+    [
+        Packed(9, window=40),
+        Packed(9, overlong="truncate", window=40, lengths=IN_FILES),
+        TokenBudget(9, overlong="truncate", window=40),
+    ],
+)
+def test_a_sample_is_not_cut_where_every_piece_would_have_all_its_pixels(folder: Path, batching: Any) -> None:
+    def with_pixels(sample: Mapping[str, Any]) -> dict[str, Any]:
+        return tokens_of(sample) | {"pixels": torch.zeros(2, 3)}
+
+    long = [n for n in range(NUM_DOCUMENTS) if length_of(n) > 9]
+    cure = 'cuts at 9, and each piece would have all of \'pixels\'.*overlong="error".*on_error="skip"'
+    with loader_of(folder, batching, with_pixels) as loader, pytest.raises(SampleError, match=cure) as caught:
+        list(loader)
+    shard = int(caught.value.shard.removesuffix(".jsonl")[-1])
+    assert shard + 3 * int(caught.value.key or -1) in long
+    with loader_of(folder, batching, with_pixels, on_error="skip") as loader:
+        came = [n for batch in loader for n in batch["n"].tolist()]
+        assert loader.stats().skipped_samples == len(long)
+    assert len(came) == len({*came})
+    assert not {*came} & {*long}
 
 
 def test_a_transform_with_a_fingerprint_needs_no_key(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +21,7 @@ from datasets_kit import rank, write_tar
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from dataflow import Bucketed, DataLoader, Packed, Pad, Ragged, ShardedDataset, TokenBudget
+from dataflow import Bucketed, DataLoader, Image, Packed, Pad, Ragged, ShardedDataset, TokenBudget
 from dataflow.batch.packed import PackedRows, PackedSegments, PaddedRows
 from prefetch.memory.device import DeviceCopier
 from sharding.errors import SampleError
@@ -190,6 +192,27 @@ def test_lists_may_come_whole_once_a_piece(tmp_path: Path) -> None:
             whole = [value.tolist() for value in batch["weight"].rows()]
             assert whole == [rows[number]["weight"] for number in batch["id"].tolist()]
             assert len(batch["id"]) == len(batch["input_ids"].segments.row)
+
+
+@pytest.mark.parametrize(("length", "is_cut"), [(4, True), (16, False)])
+def test_arrays_that_come_whole_are_not_given_to_every_piece(
+    tmp_path: Path, length: int, is_cut: bool
+) -> None:
+    data = io.BytesIO()
+    PIL.Image.fromarray(np.zeros((2, 2, 3), np.uint8)).save(data, "png")
+    members = []
+    for i in range(6):
+        members += [(f"{i}.bin", bytes(i + 1)), (f"{i}.png", data.getvalue())]
+    write_tar(tmp_path / "shard-0.tar", members)
+    source, batching = str(tmp_path / "*.tar"), Packed(length, "bin", whole=["png"])
+    decode = {"bin": None, "png": Image(size=2)}
+    if is_cut:
+        with pytest.raises(SampleError, match=r"each piece would have all of 'png'.*overlong=") as caught:
+            loader_of(source, batching, decode=decode)
+        assert caught.value.key == "4"
+        return
+    with loader_of(source, batching, decode=decode) as loader:
+        assert sum(len(batch["png"]) for batch in loader) == 6
 
 
 def test_documents_that_are_never_cut_need_no_word_about_their_lists(tmp_path: Path) -> None:

@@ -67,7 +67,13 @@ class HandFed:
         """Build a chunk, until it asks."""
         every = np.arange(ROWS)
         plan = ChunkPlan(
-            epoch=0, first_batch=0, sizes=np.full(BATCHES, BATCH), segments=None, cut=None, repeats=()
+            epoch=0,
+            first_batch=0,
+            sizes=np.full(BATCHES, BATCH),
+            segments=None,
+            cut=None,
+            lengths=None,
+            repeats=(),
         )
         column = SerializedColumn(offset=0, nbytes=8 * ROWS, shape=(), dtype="int64")
         source = SerializedSource(number=0, epoch=None, rows=every)

@@ -27,13 +27,13 @@ from dataflow.staging.rows import (
     open_rows,
 )
 from dataflow.staging.source import Source
-from dataflow.staging.window import Share, StagedWindow
+from dataflow.staging.window import RowFraction, StagedWindow
 from prefetch.memory.arena import Arena
 from prefetch.memory.guards import FileGuards
 from prefetch.store.reader import StoreReader
 from sharding.errors import ShardChangedError, ShardReadError
 
-SHARES: list[Share] = ["all", "many", "few"]
+SHARES: list[RowFraction] = ["all", "many", "few"]
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def read(opened: StagedWindow | OpenRows) -> None:
 @pytest.mark.parametrize("name", sorted(MAKERS))
 @pytest.mark.one_in(3)
 def test_the_rows_asked_for_are_the_windows_whatever_its_kind(
-    tmp_path: Path, arena: Arena, guards: FileGuards, name: str, share: Share, maps: bool
+    tmp_path: Path, arena: Arena, guards: FileGuards, name: str, share: RowFraction, maps: bool
 ) -> None:
     made = MAKERS[name](tmp_path)
     dataset: ShardedDataset = made.open()
@@ -117,7 +117,7 @@ def test_the_rows_asked_for_are_the_windows_whatever_its_kind(
     assert built(dataset, parts, arena, len(own)) == [made.samples[at] for at in samples.tolist()]
 
 
-KINDS: dict[str, tuple[Callable[[Path], Made], bool, dict[Share, str]]] = {
+KINDS: dict[str, tuple[Callable[[Path], Made], bool, dict[RowFraction, str]]] = {
     "values of local files are mapped": (make_tar, True, dict.fromkeys(SHARES, "MappedWindow")),
     "few values of others are read alone": (
         make_tar,

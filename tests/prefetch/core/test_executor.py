@@ -19,8 +19,8 @@ from parameters_kit import in_pairs
 from plain_core import copied, use_plain_core
 
 from dataflow import DataLoader, ShardedDataset
+from prefetch.core.copy_table import WIDENED, PlanColumn
 from prefetch.core.executor import Executor, executor
-from prefetch.core.plan import WIDENED, PlanColumn
 
 PAGE = mmap.PAGESIZE
 CONTENT = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)

@@ -18,8 +18,8 @@ from msgspec import structs
 from numpy.typing import NDArray
 from plain_core import copied
 
+from prefetch.core.copy_table import COLUMN_ALIGN, JobPlan, PlanColumn
 from prefetch.core.executor import executor
-from prefetch.core.plan import COLUMN_ALIGN, JobPlan, PlanColumn
 from prefetch.core.queue import CopyQueue, JobAnswer, SubmittedPlan
 from tests.prefetch.core.test_executor import BASE, CONTENT, PAGE, columns, int64
 

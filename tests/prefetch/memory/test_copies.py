@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from forked_kit import fork
 
+from prefetch.core.copy_table import JobPlan, PlanColumn
 from prefetch.core.executor import executor
-from prefetch.core.plan import JobPlan, PlanColumn
 from prefetch.errors import EngineClosedError
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.copies import ChunkCopies, Copies

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from dataflow import DataLoader, ShardedDataset, ShardWriter, Shuffle
 from dataflow.decode.values import BadRows, parse_ints
 from dataflow.staging import locator
+from prefetch.core.copy_table import PlanColumn
 from prefetch.core.executor import executor
 from prefetch.core.pages import RangeFlag
-from prefetch.core.plan import PlanColumn
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import MappedShard, Mappings, can_map, touch_pages, will_need
 from sharding.blocks import Shard, Spans

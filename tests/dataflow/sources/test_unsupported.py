@@ -10,7 +10,7 @@ import pytest
 
 from dataflow import DataflowError, DataLoader, ShardedDataset, convert
 from sharding.errors import ShardReadError
-from sharding.formats.unread import unread_text
+from sharding.formats.unsupported import unsupported_text
 
 SOURCES = {
     "csv": ("CSV files (.csv)", "pandas.read_csv", ["a.csv", "b.csv"]),
@@ -44,9 +44,9 @@ def test_an_error_says_what_a_folder_is_and_what_to_do(name: str, tmp_path: Path
 def test_so_does_that_of_a_folder_of_a_store() -> None:
     files = fsspec.filesystem("memory")
     for name in ("a.h5", "b.h5"):
-        files.pipe(f"/unread/{name}", b"content")
-    with pytest.raises(ShardReadError, match=r"memory://unread: HDF5 files \(\.h5\)"):
-        ShardedDataset("memory://unread")
+        files.pipe(f"/unsupported/{name}", b"content")
+    with pytest.raises(ShardReadError, match=r"memory://unsupported: HDF5 files \(\.h5\)"):
+        ShardedDataset("memory://unsupported")
 
 
 def test_a_store_may_have_no_files_at_the_top_of_a_lance_table() -> None:
@@ -61,9 +61,9 @@ def test_tokens_called_like_chunks_are_tokens_without_an_index(tmp_path: Path) -
 
 
 def test_a_kind_that_nobody_knows_is_no_kind() -> None:
-    assert unread_text(["a.xyz", "README.md"]) is None
-    assert unread_text([]) is None
-    assert unread_text(["a.json", "b.json", "logo.png"]) is None  # JSON Lines, maybe
+    assert unsupported_text(["a.xyz", "README.md"]) is None
+    assert unsupported_text([]) is None
+    assert unsupported_text(["a.json", "b.json", "logo.png"]) is None  # JSON Lines, maybe
 
 
 class Rows:

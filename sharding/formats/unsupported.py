@@ -14,7 +14,7 @@ from sharding.urls import file_name
 
 
 @dataclass(frozen=True)
-class Unread:
+class Unsupported:
     """A kind of data that is not read."""
 
     what: str
@@ -39,7 +39,7 @@ def _ending(*endings: str, behind: str = "") -> re.Pattern[str]:
     return re.compile(rf"\.({'|'.join(endings)}){behind}(\.gz|\.zstd?)?$")
 
 
-_ZARR = Unread(
+_ZARR = Unsupported(
     "Zarr arrays",
     re.compile(r"(^|/)(\.zgroup|\.zarray|\.zmetadata|zarr\.json)$|\.zarr(/|$)"),
     "zarr.open in its __getitem__",
@@ -47,31 +47,31 @@ _ZARR = Unread(
 )
 _KINDS = (
     _ZARR,
-    Unread(
+    Unsupported(
         "Lance tables",
         _ending("lance"),
         "one whose __getitems__ is lance.dataset(...).take, as in docs/guide/tables.md",
         is_sure=True,
     ),
-    Unread(
+    Unsupported(
         "image files",
         _ending("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm", "pgm", "tif", "tiff"),
         "torchvision.datasets.ImageFolder",
     ),
-    Unread("CSV files", _ending("csv", "tsv"), "rows of pandas.read_csv"),
-    Unread("HDF5 files", _ending("h5", "hdf5"), "h5py.File in its __getitem__"),
-    Unread("FFCV files", _ending("beton"), "the one that the file was written from"),
+    Unsupported("CSV files", _ending("csv", "tsv"), "rows of pandas.read_csv"),
+    Unsupported("HDF5 files", _ending("h5", "hdf5"), "h5py.File in its __getitem__"),
+    Unsupported("FFCV files", _ending("beton"), "the one that the file was written from"),
 )
 
 
-def unread_text(names: Iterable[str], reader: str = "") -> str | None:
+def unsupported_text(names: Iterable[str], reader: str = "") -> str | None:
     """Return what the files of these names or URLs are, and what to do; None: they are of no known kind.
 
     `reader`: what gives a map-style dataset over them; "": that of the kind.
     """
-    counts: Counter[Unread] = Counter()
+    counts: Counter[Unsupported] = Counter()
     others: Counter[str] = Counter()
-    endings: dict[Unread, str] = {}
+    endings: dict[Unsupported, str] = {}
     paths = [name.lower() for name in names]
     files = [file_name(path) for path in paths]
     for path, file in zip(paths, files, strict=True):

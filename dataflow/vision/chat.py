@@ -1,0 +1,305 @@
+"""`VisionChat`: a transform from chats with pictures to tokens and patches, measured without pixels."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dataflow.text.chat import from_json, messages_of, overlapping
+from dataflow.text.chat_template import ChatText, template_of
+from dataflow.text.tokenizer import TokenizerFile, checked_dtype, tokenizer_fingerprint
+from dataflow.vision.family import family_of
+from dataflow.vision.pictures import Picture, picture_members, pictures_of
+from dataflow.vision.positions import image_positions
+
+Sample = dict[str, Any]
+LEFT_OUT = "messages_left_out"
+
+
+class VisionTokens(NamedTuple):
+    """The text of one chat, with a token for each that its pictures become."""
+
+    ids: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+
+
+class VisionChat:
+    """Replaces messages and encoded pictures by what a vision-language model of Qwen's kind takes.
+
+    A sample gets these columns in place of its messages and pictures:
+
+    - `input_ids` [tokens] and `loss_mask` [tokens], bool: as `ChatTemplate` makes them. A picture is as many
+      image tokens as the model makes of it; they are never to be learned.
+    - `mrope` [tokens, 3]: positions in time, height and width.
+    - `pixel_values` [patches, values]: uint8, 3 * patch * patch levels each, or float32 as of the processor.
+    - `image_grid_thw` [pictures, 3]: patches in time, down and across, int64.
+    - `messages_left_out`: a number, with `max_length` alone.
+
+    Messages are those of `ChatTemplate`. A picture is a part {"type": "image"} of a message's content; an
+    address that the part has is not looked at. The pictures themselves are the files' bytes (JPEG, PNG, WebP
+    and what OpenCV reads), as many and in the order of the parts: a list in the column `images`
+    (of a tar by `columns={"images": "*.jpg"}`, of Parquet as Hugging Face writes it), with
+    `decode={"images": None}`, or members `0.jpg`, `1.jpg` ... of the sample.
+
+    Where decoding is equal (JPEG, 8-bit PNG, WebP), float32 patches are to the last bit the processor's.
+    Of animations the first frame counts, transparency is dropped, and nothing is fetched.
+
+    Args:
+        tokenizer: a `tokenizer.json`, or the folder of a model that has one. Where a
+            `preprocessor_config.json` is beside it, sizes, patches, mean and deviation come from there.
+        family: "qwen2_5_vl", "qwen3_vl" or "qwen3_5".
+        min_pixels: smaller pictures are made larger; None: as the model.
+        max_pixels: larger pictures are made smaller; None: as the model.
+        patches: "uint8": levels, each once; `normalized` makes the model's of them, on the device.
+            "float32": normalised and repeated in time, eight times as many bytes.
+        max_length: most tokens of a chat; None: any number.
+        overlong: of longer chats messages are left out from the end, with their pictures, so that a chat ends
+            with a turn of the assistant ("turns"); or they are bad samples ("error").
+        template: as in `ChatTemplate`.
+        column: the messages.
+        images: the pictures.
+        tools: as in `ChatTemplate`.
+        variables: as in `ChatTemplate`.
+        upright: whether pictures are turned as their EXIF orientation says, as `transformers` does that loads
+            them by itself. False: as a processor that is given a Pillow image.
+        dtype: of ids and positions, "int32" or "int64".
+
+    Raises:
+        OSError: the tokenizer's or template's file cannot be read.
+        ValueError: a setting is out of range, the family is not supported, or the tokenizer lacks its
+            image token.
+        MissingTextSupportError: the extra `text` is not installed.
+
+    Examples:
+        >>> chats = VisionChat("model", family="qwen3_vl", max_length=8192)  # doctest: +SKIP
+        >>> dataset = ShardedDataset("chats.parquet", transform=chats)  # doctest: +SKIP
+        >>> dataset[0]["pixel_values"].shape  # doctest: +SKIP
+        torch.Size([1564, 768])
+    """
+
+    releases_gil = True
+
+    def __init__(
+        self,
+        tokenizer: str | os.PathLike[str],
+        *,
+        family: str,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        patches: Literal["uint8", "float32"] = "uint8",
+        max_length: int | None = None,
+        overlong: Literal["turns", "error"] = "turns",
+        template: str | os.PathLike[str] | None = None,
+        column: str = "messages",
+        images: str = "images",
+        tools: str = "",
+        variables: Mapping[str, Any] | None = None,
+        upright: bool = True,
+        dtype: str = "int32",
+    ) -> None:
+        self.file = TokenizerFile(tokenizer)
+        self.family_name, self.family = (
+            family,
+            family_of(family, self.file.path.parent, min_pixels, max_pixels),
+        )
+        self.text = ChatText(*template_of(self.file.path.parent, template, variables))
+        if patches not in ("uint8", "float32"):
+            raise ValueError(f'patches must be "uint8" or "float32", got {patches!r}')
+        if overlong not in ("turns", "error"):
+            raise ValueError(f'overlong must be "turns" or "error", got {overlong!r}')
+        if max_length is not None and (type(max_length) is not int or max_length < 1):
+            raise ValueError(f"max_length must be an integer > 0, got {max_length!r}")
+        token = self.family.image_token
+        if (number := self.file.tokenizer.token_to_id(token)) is None:
+            raise ValueError(f"{self.file.path} lacks the token {token!r}, which family={family!r} wants")
+        self._image_id: int = number
+        self.patches, self.max_length, self.overlong = patches, max_length, overlong
+        self.column, self.images, self.tools, self.upright = column, images, tools, upright
+        self._dtype = checked_dtype(dtype)
+        self._has_warned = False
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """See `BatchTransform`."""
+        return ("input_ids", "loss_mask", "mrope", "pixel_values", "image_grid_thw")
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """See `BatchTransform`."""
+        return ("loss_mask",)
+
+    @property
+    def fingerprint(self) -> str:
+        """See `BatchTransform`."""
+        text = (self.text.source, self.text.variables, self.column, self.images, self.tools, self.max_length)
+        return tokenizer_fingerprint(self.file, *text, self.overlong, self.family, self.patches, self.upright)
+
+    def __call__(self, sample: Sample) -> Sample:
+        """One sample: tokens and patches in place of messages and pictures. `ValueError` for a bad one."""
+        pictures = pictures_of(sample, self.images, self.upright)
+        tokens, grids, left_out = self._planned(sample, pictures)
+        members = () if self.images in sample else picture_members(sample)
+        made = {*members, self.column, self.images, self.tools}
+        rest = {name: value for name, value in sample.items() if name not in made}
+        thw = torch.tensor([(1, *grid) for grid in grids], dtype=torch.int64).view(-1, 3)
+        is_image, length = torch.from_numpy(tokens.ids == self._image_id), torch.tensor([len(tokens.ids)])
+        positions = image_positions(is_image, length, thw, self.family.merge).T
+        rest["input_ids"] = torch.from_numpy(tokens.ids.astype(self._dtype))
+        rest["loss_mask"] = torch.from_numpy(tokens.mask)
+        rest["mrope"] = positions.to(rest["input_ids"].dtype).contiguous()
+        rest["pixel_values"] = self._pixel_values(pictures, grids)
+        rest["image_grid_thw"] = thw
+        if self.max_length is not None:
+            rest[LEFT_OUT] = left_out
+        if left_out and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"max_length={self.max_length:,}: the last {left_out} messages of a chat are left out; "
+                f"the column {LEFT_OUT!r} has their number for each sample. Said once",
+                stacklevel=2,
+            )
+        return rest
+
+    def measure(self, sample: Sample) -> dict[str, int]:
+        """The lengths of what `__call__` makes of a sample, from its text and the headers of its pictures."""
+        tokens, grids, _ = self._planned(sample, pictures_of(sample, self.images, self.upright))
+        num_tokens, num_patches = len(tokens.ids), sum(down * across for down, across in grids)
+        return {
+            "input_ids": num_tokens,
+            "loss_mask": num_tokens,
+            "mrope": num_tokens,
+            "pixel_values": num_patches,
+            "image_grid_thw": len(grids),
+        }
+
+    def normalized(self, pixel_values: Tensor) -> Tensor:
+        """Return uint8 patches as the model takes them: float32, normalised, and repeated in time.
+
+        Args:
+            pixel_values: uint8 [patches, values], on any device.
+
+        Returns:
+            float32 [patches, 2 * values], on that device: to the last bit what the processor makes on a CPU.
+        """
+        return self.family.normalized(pixel_values)
+
+    def _planned(
+        self, sample: Sample, pictures: Sequence[Picture]
+    ) -> tuple[VisionTokens, list[tuple[int, int]], int]:
+        """Tokens, grids of the pictures that are kept, and how many messages are left out."""
+        messages = [plain_message(message) for message in messages_of(sample[self.column])]
+        counts = [self._num_pictures(number, message) for number, message in enumerate(messages)]
+        if sum(counts) != len(pictures):
+            raise ValueError(
+                f"its messages have {sum(counts)} pictures, and column {self.images!r} has {len(pictures)}"
+            )
+        grids = []
+        for number, picture in enumerate(pictures):
+            try:
+                grids.append(self.family.grid(*picture.size))
+            except ValueError as error:
+                raise ValueError(f"picture {number}: {error}") from error
+        tools = from_json(sample[self.tools]) if self.tools else None
+        tokens = self._tokens(messages, grids, tools)
+        if self.max_length is None or len(tokens.ids) <= self.max_length:
+            return tokens, grids, 0
+        if self.overlong == "error":
+            raise ValueError(f"{len(tokens.ids):,} tokens, and max_length={self.max_length:,}")
+        ends = [n for n in range(1, len(messages)) if messages[n - 1]["role"] == "assistant"]
+        pictures_until = [0, *accumulate(counts)]
+        kept: tuple[VisionTokens, list[tuple[int, int]], int] | None = None
+        while ends:  # the longest part that fits, by halving
+            middle = len(ends) // 2
+            end = ends[middle]
+            some = grids[: pictures_until[end]]
+            part = self._tokens(messages[:end], some, tools)
+            if len(part.ids) <= self.max_length:
+                kept, ends = (part, some, len(messages) - end), ends[middle + 1 :]
+            else:
+                ends = ends[:middle]
+        if kept is None:
+            raise ValueError(
+                f"{len(tokens.ids):,} tokens, and not even its first turn has room in "
+                f"max_length={self.max_length:,}: give a smaller max_pixels=, or a larger max_length="
+            )
+        return kept
+
+    def _num_pictures(self, number: int, message: Mapping[str, Any]) -> int:
+        """Return how many pictures a message has. `ValueError` for one whose text has their token."""
+        content = message.get("content")
+        parts: list[Any] = content if isinstance(content, list) else [content]
+        for part in parts:
+            text = part.get("text", "") if isinstance(part, Mapping) else part
+            for token in (self.family.image_token, self.family.video_token):
+                if isinstance(text, str) and token in text:
+                    raise ValueError(
+                        f"the text of message {number} has the token {token}, which stands for pixels"
+                    )
+        return sum(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
+
+    def _tokens(
+        self, messages: Sequence[Mapping[str, Any]], grids: Sequence[tuple[int, int]], tools: Any
+    ) -> VisionTokens:
+        chat = self.text.rendered(messages, tools)
+        encoding = self.file.tokenizer.encode(chat.text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int64)
+        places = np.flatnonzero(ids == self._image_id)
+        if len(places) != len(grids):
+            raise ValueError(
+                f"the chat's text has {len(places)} tokens {self.family.image_token}, for {len(grids)} "
+                "pictures: the template must write one for each part of type image, and the tokenizer have "
+                "it among its special tokens"
+            )
+        learned = overlapping(encoding.offsets, chat.spans)
+        learned[places] = False
+        times = np.ones(len(ids), np.int64)
+        times[places] = [self.family.num_tokens(grid) for grid in grids]
+        return VisionTokens(np.repeat(ids, times), np.repeat(learned, times))
+
+    def _pixel_values(self, pictures: Sequence[Picture], grids: Sequence[tuple[int, int]]) -> Tensor:
+        sizes = [down * across for down, across in grids]
+        out = torch.empty((sum(sizes), self.family.values), dtype=torch.uint8)
+        for number, (part, grid) in enumerate(zip(out.split(sizes), grids, strict=True)):
+            try:
+                pixels = pictures[number].pixels()
+            except ValueError as error:
+                raise ValueError(f"picture {number}: {error}") from error
+            self.family.patches(pixels, grid, part)
+        return out if self.patches == "uint8" else self.family.normalized(out)
+
+    def __repr__(self) -> str:
+        return f"VisionChat({self.file!r}, {self.family_name}, {self.column}, {self.images})"
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose parts have what says something: no None, and no address or pixels of a picture.
+
+    `ValueError` for a part that is video or sound.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    parts: list[Any] = []
+    for part in content:
+        if not isinstance(part, Mapping):
+            parts.append(part)
+            continue
+        kept = {key: value for key, value in part.items() if value is not None}
+        kind = kept.get("type")
+        if kind in ("image", "image_url") or (kind is None and ("image" in kept or "image_url" in kept)):
+            parts.append({"type": "image"})
+        elif kind in ("video", "audio") or "video" in kept or "audio" in kept:
+            raise ValueError(
+                f"a part of a message is {kind or 'video or audio'!r}: only text and images are taken"
+            )
+        else:
+            parts.append({key: value for key, value in kept.items() if key not in ("image", "image_url")})
+    return {**message, "content": parts}

@@ -1,0 +1,180 @@
+"""`VisionChat` beside the processors and models of transformers: what it makes is what they make."""
+
+from __future__ import annotations
+
+import io
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vision_kit import PIL, TEMPLATE, image_bytes, vision_chat, write_vision_tokenizer
+
+from dataflow import VisionChat
+
+pytest.importorskip("transformers")
+
+
+def import_torchvision() -> None:
+    """Import it where its compiled part is of another build than torch: processors need none of it."""
+    real = torch.library.register_fake
+
+    def without_own(name: Any, *arguments: Any, **options: Any) -> Any:
+        if str(name).startswith("torchvision::"):
+            return lambda function: function
+        return real(name, *arguments, **options)
+
+    torch.library.register_fake = without_own
+    try:
+        pytest.importorskip("torchvision")
+    finally:
+        torch.library.register_fake = real
+
+
+import_torchvision()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+    from transformers.image_utils import load_image
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MODELS = {"qwen2_5_vl": Qwen2_5_VLModel, "qwen3_vl": Qwen3VLModel, "qwen3_5": Qwen3_5Model}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def processor(family: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The family's own, with small pictures."""
+    path = write_vision_tokenizer(tmp_path_factory.mktemp(family) / "tokenizer.json")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), pad_token="<|endoftext|>")
+    side = 14 if family == "qwen2_5_vl" else 16
+    mean = {} if family == "qwen2_5_vl" else {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    images = transformers.Qwen2VLImageProcessor(
+        patch_size=side, min_pixels=(2 * side) ** 2 * 4, max_pixels=(10 * side) ** 2 * 2, **mean
+    )
+    is_old = family == "qwen2_5_vl"
+    videos = transformers.Qwen2VLVideoProcessor() if is_old else transformers.Qwen3VLVideoProcessor()
+    kind = transformers.Qwen2_5_VLProcessor if is_old else transformers.Qwen3VLProcessor
+    return kind(image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def folder(processor: Any, family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The processor, as a model's folder has it."""
+    path = tmp_path_factory.mktemp(family)
+    processor.save_pretrained(path)
+    return path
+
+
+def theirs_of(processor: Any, sample: dict[str, Any]) -> Any:
+    """What the processor makes of a sample, given its pictures by Pillow."""
+    pictures = iter(sample["images"])
+    messages = [
+        {**message, "content": [_with_picture(part, pictures) for part in message["content"]]}
+        for message in sample["messages"]
+    ]
+    return processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
+    )
+
+
+def _with_picture(part: dict[str, Any], pictures: Any) -> dict[str, Any]:
+    return part if part["type"] == "text" else {**part, "image": PIL.open(io.BytesIO(next(pictures)))}
+
+
+def rope_of(family: str, made: Any, merge: int) -> torch.Tensor:
+    """The model's own positions [3, tokens]."""
+    model = MODELS[family]
+    config = types.SimpleNamespace(
+        vision_config=types.SimpleNamespace(spatial_merge_size=merge, tokens_per_second=4)
+    )
+    this = types.SimpleNamespace(config=config)
+    this.get_vision_position_ids = types.MethodType(model.get_vision_position_ids, this)
+    positions, _ = model.get_rope_index(
+        this,
+        made["input_ids"],
+        mm_token_type_ids=made["mm_token_type_ids"],
+        image_grid_thw=made["image_grid_thw"],
+    )
+    return positions[:, 0]
+
+
+def test_tokens_masks_patches_and_positions_are_those_of_the_processor(
+    processor: Any, folder: Path, family: str
+) -> None:
+    chats = VisionChat(folder, family=family, patches="float32")
+    num_pictures = 0
+    for seed in range(30):
+        sample = vision_chat(seed, low=20, high=420)
+        ours, theirs = chats(sample), theirs_of(processor, sample)
+        assert ours["input_ids"].tolist() == theirs["input_ids"][0].tolist()
+        if not sample["images"]:
+            assert ours["mrope"].tolist() == [[at] * 3 for at in range(len(ours["input_ids"]))]
+            continue
+        num_pictures += len(sample["images"])
+        assert torch.equal(ours["image_grid_thw"], theirs["image_grid_thw"])
+        assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
+        assert torch.equal(ours["mrope"].T.long(), rope_of(family, theirs, chats.family.merge))
+        is_picture = theirs["mm_token_type_ids"][0] == 1
+        if "assistant_masks" in theirs:
+            expected = torch.as_tensor(theirs["assistant_masks"][0]).bool() & ~is_picture
+            assert torch.equal(ours["loss_mask"], expected)
+    assert num_pictures > 20
+
+
+def test_lengths_from_headers_are_those_of_the_processor(processor: Any, folder: Path, family: str) -> None:
+    chats = VisionChat(folder, family=family)
+    rng = np.random.default_rng(0)
+    count = processor._get_num_multimodal_tokens
+    blank = {}
+    for _ in range(1000):
+        num_pictures = int(rng.integers(0, 4))
+        sizes = [tuple(map(int, np.exp(rng.uniform(3, 7.5, 2)))) for _ in range(num_pictures)]
+        for size in sizes:
+            blank[size] = png_head(*size)
+        parts = [{"type": "image"}] * num_pictures + [{"type": "text", "text": "what ?"}]
+        sample = {"messages": [{"role": "user", "content": parts}], "images": [blank[size] for size in sizes]}
+        try:
+            theirs = count(image_sizes=[list(size) for size in sizes])
+        except ValueError:
+            with pytest.raises(ValueError, match="200 times"):
+                chats.measure(sample)
+            continue
+        text = len(processor.tokenizer(processor.apply_chat_template(sample["messages"]))["input_ids"])
+        measured = chats.measure(sample)
+        assert measured["input_ids"] == text + sum(theirs.num_image_tokens) - num_pictures
+        assert measured["pixel_values"] == sum(theirs.num_image_patches)
+
+
+def png_head(height: int, width: int) -> bytes:
+    """A PNG that ends after its header."""
+    data = bytearray(image_bytes(8, 8, kind="PNG")[:40])
+    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    return bytes(data)
+
+
+def test_a_picture_that_the_processor_loads_by_itself_is_upright_too(
+    processor: Any, folder: Path, family: str, tmp_path: Path
+) -> None:
+    exif = PIL.Exif()
+    exif[0x0112] = 6
+    data = image_bytes(100, 200, exif=exif.tobytes())
+    parts = [{"type": "image"}, {"type": "text", "text": "what ?"}]
+    sample = {"messages": [{"role": "user", "content": parts}], "images": [data]}
+    (tmp_path / "x.jpg").write_bytes(data)
+    loaded, opened = load_image(str(tmp_path / "x.jpg")), PIL.open(tmp_path / "x.jpg")
+    for upright, picture in ((True, loaded), (False, opened)):
+        expected = processor.image_processor(images=[picture], return_tensors="pt")
+        ours = VisionChat(folder, family=family, patches="float32", upright=upright)(sample)
+        assert torch.equal(ours["image_grid_thw"], expected["image_grid_thw"])
+        assert torch.equal(ours["pixel_values"], expected["pixel_values"])
