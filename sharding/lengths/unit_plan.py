@@ -23,7 +23,7 @@ import copy
 import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from pkgutil import resolve_name
@@ -35,27 +35,27 @@ from numpy.typing import NDArray
 from sharding.cached_property import cached_property
 from sharding.lengths.batching import MAX_OVER_MEAN, Batching, Bucketed, Packed
 from sharding.lengths.units import (
+    BEGIN,
     DEFAULT_MEGABATCH_SAMPLES,
     BatchSegments,
     LengthStats,
+    MegabatchStart,
     Segments,
     Units,
     joined,
     lengths_in,
     megabatch_bounds,
+    units_key,
 )
 from sharding.order.epoch_order import EpochOrder, Windows
-from sharding.order.permutations import mix_key
 from sharding.order.windows import ranges, windows_touched
-from sharding.plan.batch_plan import BatchPlan, Dealing
+from sharding.plan.batch_plan import BatchPlan, Dealing, Tail
 from sharding.plan.plan import RankPlan
 
 LEFT_OUT = -1
 """The length of a sample that could not be made, and is in no unit."""
 UNKNOWN = 1 << 62
 """Batches of an epoch of which nobody knows yet how many it has."""
-_UNITS = 0x756E6974
-"""Purpose of a key: the order of the units in a megabatch."""
 _FEW = 4
 """An epoch with fewer megabatches than this of `Batching.least_samples` has as many samples in the first
 one."""
@@ -77,45 +77,6 @@ def epoch_lengths(order: EpochOrder, lengths: NDArray[np.integer], begin: int = 
     for positions, samples in order.in_order(begin):
         out[positions] = lengths[samples]
     return out
-
-
-def units_key(seed: int, epoch: int, shuffled: bool) -> Callable[[int], int | None]:
-    """Megabatch -> what decides the order of its units; None: their first samples do."""
-    return partial(_unit_key, seed, epoch) if shuffled else _no_key
-
-
-def _unit_key(seed: int, epoch: int, megabatch: int) -> int:
-    return mix_key(seed, epoch, _UNITS, megabatch)
-
-
-def _no_key(megabatch: int) -> None:
-    return None
-
-
-@dataclass(frozen=True)
-class MegabatchStart:
-    """The begin of a megabatch."""
-
-    epoch: int
-    position: int
-    """The first sample of the megabatch."""
-    unit: int
-    """The number of units before it."""
-
-    @classmethod
-    def from_json(cls, token: Mapping[str, object], epoch: int) -> MegabatchStart:
-        """Read the start from a state's token; the begin of the epoch where it has none."""
-        numbers = [token.get(name) for name in ("first_sample", "units_before")]
-        first, unit = (number if type(number) is int and number >= 0 else 0 for number in numbers)
-        return cls(epoch, first, unit)
-
-    def to_json(self) -> dict[str, object]:
-        """Return what `from_json` takes."""
-        return {"first_sample": self.position, "units_before": self.unit}
-
-
-BEGIN = MegabatchStart(0, 0, 0)
-"""The begin of a run, or of any epoch."""
 
 
 class UnitSequence:
@@ -146,7 +107,6 @@ class UnitSequence:
     ) -> None:
         size = batching.window or DEFAULT_MEGABATCH_SAMPLES
         self.batching, self.sizes, self._key_of = batching, lengths, key_of
-        self.lengths = None if lengths is None else lengths_in(lengths)
         self.bounds = megabatch_bounds(num_samples, size, batching.sizes_multiple, least)
         """First position of every megabatch, and the number of samples, int64 [megabatches + 1]."""
         self.begin = begin.unit
@@ -157,11 +117,18 @@ class UnitSequence:
         # Replaced, never changed: two threads may measure the same megabatch at the same time, no more.
         self._known = np.full(first + 1, begin.unit, np.int64), LengthStats(), 0
         self._unit_costs: dict[int, NDArray[np.int64]] = {}
+        self._added: NDArray[np.int64] | None = None
+        """Lengths by position, as they were added, once `keep_lengths` was called."""
         if lengths is not None:
             if len(lengths) and int(lengths.min()) < 0:
                 raise ValueError(f"a sample cannot have {int(lengths.min())} elements; lengths must be >= 0")
             for megabatch in range(first, self.num_megabatches):
                 self._extend(self._units(megabatch), num_samples)
+
+    @property
+    def lengths(self) -> NDArray[np.integer] | None:
+        """Return the lengths alone, [num_samples] by position; None: they are measured on the way."""
+        return None if self.sizes is None else lengths_in(self.sizes)
 
     @property
     def num_megabatches(self) -> int:
@@ -221,6 +188,8 @@ class UnitSequence:
     def add(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
         """Note what was measured of a megabatch; its units. `ValueError` if it was other lengths before."""
         units, firsts = self.cut(megabatch, lengths), self.first_unit
+        if self._added is not None:
+            self._added[slice(*self.bounds[megabatch : megabatch + 2])] = lengths
         if megabatch + 1 == len(firsts):
             self._extend(units, int(np.count_nonzero(lengths_in(lengths) != LEFT_OUT)))
         elif firsts[megabatch + 1] - firsts[megabatch] != len(units):
@@ -229,6 +198,23 @@ class UnitSequence:
                 "the same samples had before: what makes them must make the same each time"
             )
         return units
+
+    def keep_lengths(self) -> None:
+        """Keep what is added, for `known_part`: from before the first megabatch on."""
+        if self._added is None:
+            shape = [int(self.bounds[-1]), 1 + len(self.batching.cost_columns)]
+            self._added = np.zeros(shape if shape[1] > 1 else shape[0], np.int64)  # pages take nothing before
+
+    def known_part(self, unit: int) -> UnitSequence:
+        """The megabatches that are known, from that of a unit on, as an epoch that ends with them."""
+        part, known, (first, begin) = copy.copy(self), self._known, self.at(unit)
+        firsts = known[0]
+        vars(part).pop("units", None)
+        part.begin, part.sizes = begin, self._added
+        part._unit_costs = {number: costs for number, costs in self._unit_costs.items() if number >= first}
+        part.bounds = self.bounds[: len(firsts)]
+        part._known = firsts, known[1], known[2] if len(firsts) == len(self.bounds) else 0
+        return part
 
     def _extend(self, units: Units, num_made: int) -> None:
         """Note the next megabatch; `num_made` samples tell whether its last unit is short."""
@@ -291,7 +277,8 @@ class MegabatchPlan(RankPlan):
         So a window is done with when as many segments were delivered.
         """
         positions = (windows or self.order).window_positions(window)
-        indices = np.flatnonzero(positions >= 0)  # of a mixture's window, some may come in another epoch
+        # Of a mixture's window, some may come in another epoch; and what is behind a part, in the next one.
+        indices = np.flatnonzero((positions >= 0) & (positions < self.bounds[-1]))
         positions, counts = positions[indices], np.zeros(len(indices), np.int64)
         for megabatch, at in windows_touched(np.searchsorted(self.bounds, positions, side="right") - 1):
             counts[at] = self._own_counts(megabatch)[positions[at] - self.bounds[megabatch]]
@@ -367,6 +354,11 @@ class UnitPlan(MegabatchPlan):
         return self._dealing.get("start", 0)
 
     @property
+    def tail(self) -> Tail:
+        """See `RankPlan.tail`; before all units are known, only whole batches are dealt."""
+        return self._dealing["tail"]
+
+    @property
     def known_from(self) -> int:
         """See `RankPlan.known_from`."""
         return self.sequence.begin
@@ -431,7 +423,8 @@ class UnitPlan(MegabatchPlan):
             own = self.batch_plan.rank_items(first_unit, end_unit)
         if own is None:
             assert sequence.lengths is not None
-            counts = sequence.batching.num_segments(sequence.lengths[first:end])
+            lengths = sequence.lengths[first:end]
+            counts = np.where(lengths < 0, 0, sequence.batching.num_segments(lengths))
         else:
             counts = np.bincount(sequence.take(own)[0].position - first, minlength=end - first)
         return counts.astype(np.min_scalar_type(counts.max(initial=0)))

@@ -31,10 +31,23 @@ def same(sample: dict[str, Any]) -> dict[str, Any]:
     return sample
 
 
-def loader_of(shards: str, r: int = 0, ranks: int = 1, *, made: bool = False, **settings: Any) -> DataLoader:
+class Measured:
+    """Makes samples as they are, and tells their lengths beforehand."""
+
+    def __init__(self, **said: int) -> None:
+        self.said, self.fingerprint = said, f"measured {said}"[:20]
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return sample
+
+    def measure(self, sample: dict[str, Any]) -> dict[str, int]:
+        return {name: len(sample[name]) for name in ("tokens", "patches")} | self.said
+
+
+def loader_of(shards: str, r: int = 0, ranks: int = 1, *, made: Any = None, **settings: Any) -> DataLoader:
     settings = {"whole": ["patches"], "balance": "patches", "balance_group": 4, "window": 30} | settings
     batching = Packed(LENGTH, **{"budget": {"patches": MOST}} | settings)
-    dataset = ShardedDataset(shards, transform=same if made else None)
+    dataset = ShardedDataset(shards, transform=made)
     return DataLoader(
         dataset, shuffle=True, seed=3, batching=batching, topology=rank(r, ranks), num_workers=1
     )
@@ -83,10 +96,14 @@ def test_costs_that_are_given_or_measured_or_kept_make_the_same_plan(
         stored = rows_of(loader)
     with loader_of(shards, lengths={"tokens": "tokens", "patches": "cost"}) as loader:
         assert rows_of(loader) == stored
-    with loader_of(shards, made=True, lengths={"tokens": "tokens", "patches": "cost"}) as loader:
+    with loader_of(shards, made=same, lengths={"tokens": "tokens", "patches": "cost"}) as loader:
         assert rows_of(loader) == stored
     for _ in ("measured", "kept"):
-        with loader_of(shards, made=True, lengths_key="same") as loader:
+        with loader_of(shards, made=same, lengths_key="same") as loader:
+            assert rows_of(loader) == stored
+            assert rows_of(loader) != stored  # a second epoch
+    for _ in ("told by measure", "kept"):
+        with loader_of(shards, made=Measured()) as loader:
             assert rows_of(loader) == stored
             assert rows_of(loader) != stored  # a second epoch
 
@@ -95,7 +112,7 @@ def test_a_sample_alone_above_the_budget_is_named(shards: str) -> None:
     with pytest.raises(SampleError, match=r"'patches' counts .*, above budget=\{'patches': 5\}"):
         list(loader_of(shards, budget={"patches": 5}))
     with (
-        loader_of(shards, made=True, budget={"patches": 5}) as loader,
+        loader_of(shards, made=same, budget={"patches": 5}) as loader,
         pytest.raises(SampleError, match=r"above budget=\{'patches': 5\}"),
     ):
         list(loader)
@@ -103,13 +120,39 @@ def test_a_sample_alone_above_the_budget_is_named(shards: str) -> None:
 
 def test_lengths_must_tell_of_the_costs_too(shards: str) -> None:
     with pytest.raises(ValueError, match="does not tell of 'patches'"):
-        list(loader_of(shards, made=True, lengths="tokens"))
+        list(loader_of(shards, made=same, lengths="tokens"))
 
 
 def test_costs_that_are_not_as_was_said_are_an_error(shards: str) -> None:
     wrong = {"tokens": "tokens", "patches": np.zeros(N, np.int64)}
     with (
-        loader_of(shards, made=True, lengths=wrong) as loader,
+        loader_of(shards, made=same, lengths=wrong) as loader,
         pytest.raises(SampleError, match=r"column 'patches' has .* but its length was said to be 0"),
+    ):
+        list(loader)
+
+
+def test_measure_tells_of_costs_too(shards: str) -> None:
+    with (
+        loader_of(shards, made=Measured(patches=2)) as loader,
+        pytest.raises(SampleError, match=r"column 'patches' has .* but its length was said to be 2"),
+    ):
+        list(loader)
+    with (
+        loader_of(shards, made=Measured(), balance="pixels") as loader,
+        pytest.raises(SampleError, match="without the length of 'pixels'"),
+    ):
+        list(loader)
+
+
+def test_a_column_that_is_no_cost_is_named(shards: str) -> None:
+    with (
+        loader_of(shards, made=lambda sample: sample | {"cost": 0.5}, balance="cost") as loader,
+        pytest.raises(SampleError, match=r"'cost' of balance= .* no whole number >= 0, nor a list"),
+    ):
+        list(loader)
+    with (
+        loader_of(shards, made=same, balance="pixels") as loader,
+        pytest.raises(SampleError, match=r"'pixels' of balance= .* no whole number"),
     ):
         list(loader)
