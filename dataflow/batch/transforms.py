@@ -91,9 +91,9 @@ class LengthsAlone:
         self._measure, self._columns, self._whole = transform.measure, batching.columns, [*batching.whole]
         self.fingerprint, self.releases_gil = fingerprint_of(transform), releases_gil(transform)
 
-    def __call__(self, sample: Sample, **rng: np.random.Generator) -> Sample:
-        """Lists of zeros. `rng` is given where `measure` takes it, as the transform has it later."""
-        lengths, lead = self._measure(sample, **rng), self._columns[0]
+    def __call__(self, sample: Sample, **draws: np.random.Generator) -> Sample:
+        """Lists of zeros. It is given `rng` where `measure` takes it, as the transform is later."""
+        lengths, lead = self._measure(sample, **draws), self._columns[0]
         if lead not in lengths:
             raise ValueError(f"measure returned {lengths!r}, without the length of {lead!r}")
         empty = np.zeros(int(lengths[lead]), np.int8)
