@@ -9,14 +9,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from dataflow.batch.transforms import measure_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.planning.facts import sources_of
-from dataflow.planning.length_aware import are_measured, make_planner, megabatch_bytes
+from dataflow.planning.length_aware import are_measured, make_planner, megabatch_bytes, tells_lengths
 from dataflow.planning.settings import StreamSettings
 from sharding.cached_property import cached_property
+from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.mixture.succession import succeeding
 from sharding.mixture.token_schedule import TokenEpochs
@@ -27,6 +27,7 @@ from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
 from sharding.plan.difference import SOURCES, Difference, Facts, differing
+from sharding.plan.history import StepHistory
 from sharding.plan.placement import read_amplification, shard_index_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import resolve_windows
@@ -51,6 +52,8 @@ class StreamPlan:
     """The planner of length-aware batches; `batch_size` then counts its units."""
     measures_lengths: ClassVar[bool] = False
     """True if it says which samples are made, and not which batches they are in."""
+    asked: Batching | None = None
+    """The batching, where transforms are only asked for lengths; None: they make samples."""
     weights_taken: int = 0
     """Up to which call of `set_weights` it has the mixture's weights."""
     _orders: dict[int, Order] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -84,9 +87,16 @@ class StreamPlan:
         planner = self.planner
         if planner is None or not planner.is_measured or planner.lengths is None:
             return False
-        if not (planner.batching.whole or all(measure_of(s.transform) for s in self.dataset.sources)):
+        if not (planner.batching.whole or tells_lengths(self.dataset)):
             return False
         return int(planner.batching.num_segments(planner.lengths).max(initial=0)) <= 1
+
+    @cached_property
+    def measures_ahead(self) -> bool:
+        """Return whether transforms tell the lengths of a megabatch before any sample of it is made."""
+        planner = self.planner
+        is_open = planner is not None and planner.is_measured and planner.lengths is None
+        return is_open and tells_lengths(self.dataset)
 
     @property
     def samples_per_batch(self) -> int:
@@ -253,6 +263,14 @@ class StreamPlan:
             f"seed={state.seed} and loader.set_epoch({state.epoch + 1}) run the next epoch. A state that was "
             "taken between two epochs does so by itself"
         )
+
+    def history(
+        self, told: StepHistory | None, state: PlanState, of: ShardedDataset | Mixture
+    ) -> StepHistory | None:
+        """The history that a state tells, as far as its epochs and positions mean the same samples here."""
+        is_same = state.fingerprint.partition("@")[0] == of.fingerprint()
+        is_known = is_same and state.batching == self.mark(state.epoch, state.position)
+        return told if is_known or told is None else told.forgotten()
 
     def _gone_on(self, state: PlanState, of: ShardedDataset | Mixture) -> StreamPlan:
         """The plan at a state of the same samples."""

@@ -46,7 +46,7 @@ from dataflow.stream.decisions import (
 from dataflow.stream.deliveries import DeliveryCounters, ErrorBudget, PendingErrors, RepeatedBatch
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
-from dataflow.stream.measuring import MeasuringStage
+from dataflow.stream.measuring import LengthsStage, MeasuringStage
 from dataflow.stream.resources import warm_up
 from dataflow.stream.session import Session
 from dataflow.tables import builders_text
@@ -58,6 +58,7 @@ from sharding.cached_property import cached_property
 from sharding.lengths.unit_plan import UNKNOWN, UnitPlan, UnitPlanner
 from sharding.order.epoch_order import EpochOrder
 from sharding.plan.difference import Facts
+from sharding.plan.history import StepHistory
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.topology.topology import Topology
 
@@ -168,10 +169,8 @@ class StreamLoader:
             return
         assert self._lengths is not None
         planner = self._lengths.join_ranks(planner, self._rank.topology, self._plan.rank)
-        by_tokens = is_by_tokens(self.dataset)
-        if planner.lengths is None and (by_tokens or self._lengths.comes_first):
-            known = self._lengths.measured(self._measure, is_needed=by_tokens)
-            planner = planner if known is None else planner.with_lengths(known)
+        if planner.lengths is None and is_by_tokens(self.dataset):
+            planner = planner.with_lengths(self._lengths.measured(self._measure))
         self._use_planner(planner)
 
     def _measure(self, source: ShardedDataset) -> SampleLengths:
@@ -318,8 +317,8 @@ class StreamLoader:
         if loop.finalizer is None:
             loop.finalizer = Finalizer(frame, partial(self.sessions.release, loop))
         else:
-            plan, loop.taken = self.epoch_plan(plan.order.epoch, plan.position_after(loop.taken)), 0
-            loop.plan = plan
+            plan = self.epoch_plan(plan.order.epoch, plan.position_after(loop.taken))
+            loop.go_on_with(plan)
         if self._finalizer is None:
             self._finalizer = Finalizer(self, self.sessions.close)
         make = partial(self.new_session, plan.order.epoch, plan.start)
@@ -406,7 +405,7 @@ class StreamLoader:
         """Return whether `on_error` may leave nothing of a batch that was planned with more."""
         planner = self._plan.planner
         leaves_out_first = planner is not None and planner.lengths is None
-        return self._skips_bad and not leaves_out_first
+        return self._skips_bad and (self._plan.measures_ahead or not leaves_out_first)
 
     @property
     def remainder(self) -> int:
@@ -435,9 +434,8 @@ class StreamLoader:
     def is_after(self, epoch: int, num_batches: int) -> bool:
         """See `ShardOrder.is_after`."""
         plan = self.epoch_plan(epoch, 0)
-        if epoch != self.epoch or num_batches > plan.num_batches:
-            return False
-        return plan.position_after(num_batches) == self._loops.start
+        is_within = epoch == self.epoch and num_batches <= plan.num_batches
+        return is_within and plan.position_after(num_batches) == self._loops.start
 
     def is_taken_ahead(self, epoch: int) -> bool:
         """See `LoopQueue.is_taken_ahead`."""
@@ -459,10 +457,11 @@ class StreamLoader:
         It resumes under any number of ranks, threads or nodes. Taken inside a loop after the last batch of
         an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
         """
-        epoch, position = self._loops.epoch, self._loops.position
+        epoch, position, history = self._loops.epoch, self._loops.position, self._loops.history
         self._take_weights(epoch, position)
         state = self._plan.state(epoch, position, of=self.dataset, data=self._facts)
-        return {**state.to_json(), "skipped_samples": self._errors.count, "epoch_named": self.epoch_named}
+        counts = {"skipped_samples": self._errors.count, "epoch_named": self.epoch_named}
+        return {**state.to_json(), **counts, "history": history and history.to_json()}
 
     @cached_property
     def _facts(self) -> Facts:
@@ -479,10 +478,10 @@ class StreamLoader:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a mapping, got {type(state).__name__}")
-        fields = {k: v for k, v in state.items() if k not in ("skipped_samples", "epoch_named")}
+        fields = {k: v for k, v in state.items() if k not in ("skipped_samples", "epoch_named", "history")}
         loaded = self._plan.meant(PlanState.from_json(fields), self.dataset)
         skipped = state.get("skipped_samples")
-        named = state.get("epoch_named")
+        named, history = state.get("epoch_named"), StepHistory.from_json(state.get("history"))
         for name, count in (("skipped_samples", skipped), ("epoch_named", 0 if named is None else named)):
             if type(count) is not int or count < 0:
                 raise ValueError(f"{name} must be an integer >= 0, got {count!r}")
@@ -493,7 +492,7 @@ class StreamLoader:
         is_kept = plan.shuffle == loaded.shuffle
         self.window_reason = "as in the loaded state" if is_kept else f"{self._own_reason}, as data differ"
         self._errors.count, self.epoch_named = int(skipped or 0), named
-        self._loops.resume(loaded.epoch, loaded.position)
+        self._loops.resume(loaded.epoch, loaded.position, plan.history(history, loaded, self.dataset))
 
     def _warn_of_another_order(self, loaded: PlanState, kind: str) -> None:
         """Say which settings of this loader the state replaces. Nobody can tell a default that was given."""
@@ -529,7 +528,7 @@ class StreamLoader:
         plan, settings, stage, topology = self._plan, self.settings, None, self._rank.topology
         errors, builders = PendingErrors(self._errors), self.builder_plan
         if plan.planner is not None and plan.planner.is_measured and not plan.makes_rows:
-            stage = MeasuringStage(
+            stage = (LengthsStage if plan.measures_ahead else MeasuringStage)(
                 plan=plan,
                 settings=settings,
                 errors=errors,
@@ -537,6 +536,8 @@ class StreamLoader:
                 exchange=self._lengths.exchange if self._lengths else None,
                 record=self._record,
             )
+            if plan.measures_ahead:
+                memory_limit //= 2  # the other half is for the rows
             plan, settings = stage.plan, stage.settings
             builders = plan_builders(plan, settings, topology)
         decided = plan_session(plan, settings, topology, memory_limit, builders)
@@ -566,7 +567,7 @@ class StreamLoader:
             untrained_samples=delivered.remarks[UNTRAINED],
             read_amplification=self._plan.read_amplification,
             lengths=self._length_plan.stats if self._length_plan else None,
-            mapped_bytes=sum(session.resources.sources.mapped_bytes for session in sessions),
+            mapped_bytes=sum(session.mapped_bytes for session in sessions),
             unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
         )
 

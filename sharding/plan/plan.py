@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sharding.order.epoch_order import EpochOrder, Windows
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
-from sharding.plan.batch_plan import BatchPlan, Dealing
+from sharding.plan.batch_plan import BatchPlan, Dealing, Tail
 from sharding.plan.difference import Facts, are_facts
 
 _OPTIONAL = {"batching", "data", "sources", "weights"}
@@ -38,6 +38,9 @@ class RankPlan(ABC):
         order: where the positions lie.
         batch_plan: which items each batch takes.
     """
+
+    goes_on = False
+    """True if more of the epoch is planned later: from `position_after(num_batches)` on."""
 
     def __init__(self, order: EpochOrder, batch_plan: BatchPlan) -> None:
         self.order, self._batch_plan = order, batch_plan
@@ -79,6 +82,11 @@ class RankPlan(ABC):
     def start(self) -> int:
         """Items done before the first batch: a state's position."""
         return self.batch_plan.start
+
+    @property
+    def tail(self) -> Tail:
+        """The rule for the last, incomplete global batch."""
+        return self.batch_plan.tail
 
     @property
     def known_from(self) -> int:
