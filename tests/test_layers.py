@@ -241,7 +241,7 @@ MAY_USE: dict[str, set[str]] = {
         *LEAVES,
     },
     "dataflow.text": {"dataflow.batch"},
-    "dataflow.vision": {"dataflow.decode", "dataflow.text"},
+    "dataflow.vision": {"dataflow.decode", "dataflow.ragged", "dataflow.text"},
     "dataflow.integrations": {
         "dataflow.batch",
         "dataflow.telemetry.serving",
