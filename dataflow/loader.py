@@ -410,9 +410,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
     # ---- what was delivered -------------------------------------------------------------------------
 
-    def provenance(
-        self, steps: int | Iterable[int], rank: int | None = None, *, keys: bool = True
-    ) -> pa.Table:
+    def provenance(self, steps: int | Iterable[int], rank: int | None = None, keys: bool = True) -> pa.Table:
         """Return which samples were in steps of this training: a `pyarrow.Table`.
 
         A row is a sample that was delivered, or a piece of one; docs/guide/explain.md lists the columns.
@@ -427,9 +425,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             ValueError: what cannot be told, with the reason.
             TypeError: a loader over another dataset, whose order is its sampler's.
         """
-        return resolve_name(f"{EXPLAINED}.provenance:provenance_of_loader")(
-            self._explained, steps, rank, keys
-        )
+        return resolve_name(f"{EXPLAINED}.provenance:provenance_of_loader")(self, steps, rank, keys)
 
     def batch_at(self, step: int, rank: int | None = None, world_size: int | None = None) -> Any:
         """Make the batch that a rank got in a step again, bit by bit. The loader stays where it is.
@@ -441,16 +437,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
         Raises as `provenance`, and as reading does.
         """
-        return resolve_name(f"{EXPLAINED}.batch:batch_of_loader")(self._explained, step, rank, world_size)
-
-    @property
-    def _explained(self) -> StreamLoader:
-        if self._stream is None:
-            raise TypeError(
-                "only loaders over a ShardedDataset or a Mixture are explained: over a "
-                f"{type(self.dataset).__name__} the sampler decides which samples come"
-            )
-        return self._stream
+        return resolve_name(f"{EXPLAINED}.batch:batch_of_loader")(self, step, rank, world_size)
 
     # ---- statistics ---------------------------------------------------------------------------------
 
