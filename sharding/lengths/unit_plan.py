@@ -252,6 +252,29 @@ class UnitSequence:
             parts.append(plan.segments.take(rows).shifted(int(self.bounds[megabatch])))
         return joined(parts), counts
 
+    def units_of(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The inverse of `take`: an index in `positions` and a unit for each that has a part of one there.
+
+        Two int64 [m], as far as units are known, by index and then unit. A sample that is cut is in several
+        units, one that nothing is delivered of in none.
+        """
+        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        for megabatch, at in windows_touched(np.searchsorted(self.bounds, positions, side="right") - 1):
+            first, unit = int(self.bounds[megabatch]), self.first_unit[megabatch : megabatch + 2]
+            if len(unit) < 2 or unit[0] == unit[1]:  # not known, or nothing is delivered of it
+                continue
+            own, plan = np.arange(len(positions))[at], self.units(megabatch)
+            units = int(unit[0]) + np.repeat(np.arange(len(plan)), np.diff(plan.first))
+            by_position = np.argsort(plan.segments.position, kind="stable")
+            kept = plan.segments.position[by_position]
+            begin, end = (
+                np.searchsorted(kept, positions[at] - first, side=side) for side in ("left", "right")
+            )
+            found.append((np.repeat(own, end - begin), units[by_position[ranges(begin, end - begin)]]))
+        which, units = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        once = np.unique(np.stack((which, units)), axis=1)
+        return once[0], once[1]
+
 
 def items_of(
     dealt: BatchPlan, first_batch: int, last_batch: int
