@@ -46,6 +46,7 @@ from sharding.order.epoch_order import EpochOrder, Windows
 from sharding.order.permutations import mix_key
 from sharding.order.windows import ranges, windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
+from sharding.plan.passing import passing
 from sharding.plan.plan import RankPlan
 
 LEFT_OUT = -1
@@ -276,18 +277,6 @@ class UnitSequence:
         return once[0], once[1]
 
 
-def items_of(
-    dealt: BatchPlan, first_batch: int, last_batch: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return items as `BatchPlan.items` does, but fill the last batch up with its own first units."""
-    items, sizes = dealt.items(first_batch, last_batch)
-    repeats = dealt.repeats(first_batch, last_batch)
-    if repeats.any():
-        begin = dealt.start + dealt.num_full * dealt.global_batch_size
-        items = np.where(repeats, begin + items % (dealt.num_items - begin), items)
-    return items, sizes
-
-
 class MegabatchPlan(RankPlan):
     """One rank's batches of an epoch whose megabatches are dealt out one by one."""
 
@@ -339,6 +328,7 @@ class UnitPlan(MegabatchPlan):
         if dealing["batch_size"] != 1 and not sequence.batching.rows_are_units:
             raise ValueError("the batching makes whole batches: leave batch_size out")
         self._dealing: Dealing = {**dealing}
+        self.passed = ()
         self.sequence, self.bounds = sequence, sequence.bounds
         if sequence.is_complete and self.start > sequence.num_units:
             raise ValueError(f"start must be in [0, {sequence.num_units}] units, got {self.start}")
@@ -368,7 +358,7 @@ class UnitPlan(MegabatchPlan):
         dealing["start"] = min(start, num_units)
         if rank is not None:
             dealing["rank"] = rank
-        return BatchPlan(num_items=num_units, **dealing)
+        return passing(BatchPlan(num_items=num_units, wraps=False, **dealing), self.passed)
 
     @property
     def start(self) -> int:
@@ -404,11 +394,11 @@ class UnitPlan(MegabatchPlan):
         """See `RankPlan.position_after`."""
         if self.sequence.is_complete:
             return self.batch_plan.position_after(num_batches)
-        return self.start + num_batches * self.global_batch_size
+        return self.batch_plan.end_of(num_batches)
 
     def batches(self, first_batch: int, last_batch: int) -> BatchSegments:
         """Return what this rank's batches [first_batch, last_batch) consist of. `IndexError` beyond them."""
-        units, rows = items_of(self.batch_plan, first_batch, last_batch)
+        units, rows = self.batch_plan.items(first_batch, last_batch)
         segments, segments_of_row = self.sequence.take(units)
         return BatchSegments.of(segments, rows, segments_of_row)
 
@@ -421,7 +411,7 @@ class UnitPlan(MegabatchPlan):
     def padding(self) -> NDArray[np.int64]:
         """See `RankPlan.padding`; one entry a segment."""
         last = max(0, self.num_batches - 1), self.num_batches
-        units = items_of(self.batch_plan, *last)[0][self.repeats(*last)]
+        units = self.batch_plan.items(*last)[0][self.repeats(*last)]
         return self.sequence.take(units)[0].position
 
     def _count_own(self, megabatch: int) -> Counts:

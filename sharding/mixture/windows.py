@@ -29,6 +29,7 @@ from sharding.order.permutations import mix_key
 from sharding.order.shuffle import Shuffle
 from sharding.order.windows import windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing
+from sharding.plan.passing import PassingBatchPlan
 from sharding.plan.plan import RankPlan
 
 _KEPT_ORDERS = 2
@@ -306,9 +307,11 @@ class MixturePlan(RankPlan):
             windows=order, num_items=order.num_samples, num_lanes=order.num_lanes, **dealing
         )
         super().__init__(order, batch_plan)
-        self._takes, self._window_positions = batch_plan.takes, order.window_positions
+        self._window_positions = order.window_positions
 
     def rank_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """See `RankPlan.rank_indices`; `windows` is the mixture's."""
-        mask = self._takes(self._window_positions(window))
+        dealt = self.batch_plan
+        assert isinstance(dealt, MixtureBatchPlan | PassingBatchPlan)
+        mask = dealt.takes(self._window_positions(window))
         return None if mask.all() else np.flatnonzero(mask)

@@ -123,6 +123,9 @@ def places_in_permutation(n: int, key: int, values: NDArray[np.int64]) -> NDArra
     ends, smaller = wanted[by_key], np.zeros(len(values) + 1, np.int64)
     for start in range(0, n, _CHUNK):
         keys = sort_keys(np.arange(start, min(start + _CHUNK, n), dtype=np.uint64))
+        if len(values) == 1:  # as it is for few samples of many
+            smaller[0] += np.count_nonzero(keys < ends)
+            continue
         smaller += np.bincount(np.searchsorted(ends, keys, side="right"), minlength=len(smaller))
     places = np.empty(len(values), np.int64)
     places[by_key] = np.cumsum(smaller)[:-1]

@@ -6,11 +6,12 @@ rank.
 
 from __future__ import annotations
 
+import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Unpack, cast
+from typing import Self, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,10 @@ from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import BatchPlan, Dealing
 from sharding.plan.difference import Facts, are_facts
+from sharding.plan.passing import PassedRange, passing, ranges_from_json
 
-_OPTIONAL = {"batching", "data", "sources", "weights"}
-_AS_TEXT = ("batching", "weights", "data")
+_OPTIONAL = {"batching", "data", "passed", "sources", "weights"}
+_AS_TEXT = ("batching", "weights", "data", "passed")
 STATE_VERSION = 4
 """The order of version 1 had no lanes; in that of version 2 all epochs began with small windows; in that of
 version 3 pieces of samples were carried from megabatch to megabatch, and what came before weights that were
@@ -41,6 +43,14 @@ class RankPlan(ABC):
 
     def __init__(self, order: EpochOrder, batch_plan: BatchPlan) -> None:
         self.order, self._batch_plan = order, batch_plan
+        self.passed: tuple[PassedRange, ...] = ()
+        """The items of its epoch that are passed over."""
+
+    def passing_over(self, ranges: Sequence[PassedRange]) -> Self:
+        """The same plan without some items of its epoch."""
+        other = copy.copy(self)
+        other.passed, other._batch_plan = tuple(ranges), passing(self._batch_plan, ranges)
+        return other
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -175,6 +185,8 @@ class PlanState:
     """Weights that were set while a mixture ran, and since when (`WeightSteps`); None: its own."""
     data: Facts | None = None
     """Facts behind the fingerprint, for `differing` to name what differs; None: a state of before."""
+    passed: Sequence[PassedRange] | None = None
+    """Items that are passed over, of this epoch and others; None: none are."""
 
     def __post_init__(self) -> None:
         _check_version(self.version)
@@ -186,6 +198,7 @@ class PlanState:
             raise ValueError(f"weights must be an object or missing, got {self.weights!r}")
         if self.data is not None and not are_facts(self.data):
             raise ValueError(f"data must be an object of facts or missing, got {self.data!r}")
+        object.__setattr__(self, "passed", ranges_from_json(self.passed) or None)
         for name in ("seed", "epoch", "position", "num_samples"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -228,7 +241,7 @@ class PlanState:
         return cls(**{**state, **held, "shuffle": Shuffle.from_json(state["shuffle"])})  # type: ignore[arg-type]
 
 
-def _text_of(value: Mapping[str, object] | None) -> str | None:
+def _text_of(value: object) -> str | None:
     return None if value is None else json.dumps(value, separators=(",", ":"))
 
 
