@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -27,6 +28,8 @@ from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
 from sharding.plan.difference import SOURCES, Difference, Facts, differing
+from sharding.plan.history import StepHistory
+from sharding.plan.passing import PassedRange
 from sharding.plan.placement import read_amplification, shard_index_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import resolve_windows
@@ -53,6 +56,8 @@ class StreamPlan:
     """True if it says which samples are made, and not which batches they are in."""
     weights_taken: int = 0
     """Up to which call of `set_weights` it has the mixture's weights."""
+    passed: tuple[PassedRange, ...] = ()
+    """The items that are passed over, of any epochs."""
     _orders: dict[int, Order] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The orders of the epochs that were asked for last."""
 
@@ -198,6 +203,7 @@ class StreamPlan:
             sources=self._given(epoch, position, told=SOURCES in data),
             weights=weights,
             data=data,
+            passed=self.passed or None,
         )
 
     def _given(self, epoch: int, position: int, *, told: bool) -> list[int] | None:
@@ -243,7 +249,14 @@ class StreamPlan:
                 shuffle=state.shuffle if is_same else shuffle,
                 planner=self.planner and self.planner.resumed({}, state.epoch),
                 weights_taken=_num_weights_set(of),
+                passed=(),
             )
+            if gone := [one[3:] for one in state.passed or () if one.epoch >= state.epoch]:
+                steps = ", ".join(f"{first:,} to {end - 1:,}" for first, end in gone)
+                warnings.warn(
+                    f"{difference}: steps {steps} are not passed over: positions mean others here",
+                    stacklevel=5,
+                )
             anew.num_samples(state.epoch)  # raises where there is no such epoch, before anything changes
             return anew
         units = "samples" if state.batching is None else "rows or batches"
@@ -253,6 +266,14 @@ class StreamPlan:
             f"seed={state.seed} and loader.set_epoch({state.epoch + 1}) run the next epoch. A state that was "
             "taken between two epochs does so by itself"
         )
+
+    def history(
+        self, told: StepHistory | None, state: PlanState, of: ShardedDataset | Mixture
+    ) -> StepHistory | None:
+        """The history that a state tells, as far as its epochs and positions mean the same samples here."""
+        is_same = state.fingerprint.partition("@")[0] == of.fingerprint()
+        is_known = is_same and state.batching == self.mark(state.epoch, state.position)
+        return told if is_known or told is None else told.forgotten()
 
     def _gone_on(self, state: PlanState, of: ShardedDataset | Mixture) -> StreamPlan:
         """The plan at a state of the same samples."""
@@ -271,6 +292,7 @@ class StreamPlan:
             shuffle=state.shuffle,
             planner=self.planner and self.planner.resumed(state.batching or {}, state.epoch),
             weights_taken=_num_weights_set(of),  # the state's weights hold
+            passed=tuple(state.passed or ()),
         )
 
     def _checked(self, state: PlanState) -> StreamPlan:
@@ -293,12 +315,16 @@ class StreamPlan:
             "tail": self.tail,
             "start": start,
         }
+        plan: RankPlan
         if self.planner is not None:
-            return self.planner.plan(windows, **dealing)
-        if isinstance(windows, MixtureWindows):
-            return MixturePlan(windows, **dealing)
-        assert isinstance(windows, Order)
-        return EpochPlan(windows, **dealing)
+            plan = self.planner.plan(windows, **dealing)
+        elif isinstance(windows, MixtureWindows):
+            plan = MixturePlan(windows, **dealing)
+        else:
+            assert isinstance(windows, Order)
+            plan = EpochPlan(windows, **dealing)
+        ranges = [one for one in self.passed if one.epoch == epoch]
+        return plan.passing_over(ranges) if ranges else plan
 
 
 def first_plan(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> tuple[StreamPlan, str]:

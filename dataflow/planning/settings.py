@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -13,6 +14,7 @@ from prefetch.control.depth import DepthPolicy, fixed_depth
 from sharding.lengths.batching import Batching
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
+from sharding.plan.passing import StepRange, checked_steps
 from sharding.topology.topology import Topology
 
 _TIMEOUT_S = 600.0
@@ -98,7 +100,11 @@ class StreamSettings:
     """Add a column "__repeat__" to each batch, bool [samples] ([rows] with `Packed`): what the tail rule
     delivers a second time. After `collate_fn` and transforms, whose result must be a dict."""
 
+    skip_steps: tuple[StepRange, ...] = ()
+    """Steps since the training began, (first, the one after the last), that are passed over."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "skip_steps", checked_steps(self.skip_steps))
         if self.timeout < 0:
             raise ValueError(f"timeout must be >= 0 seconds, got {self.timeout}")
         if self.multiprocessing_context is not None:
@@ -188,6 +194,21 @@ class StreamSettings:
     def timeout_s(self) -> float:
         """Seconds to wait for one batch."""
         return self.timeout or _TIMEOUT_S
+
+    def warn_of_another_order(self, seed: int, kind: str) -> None:
+        """Say which of the settings a state replaces. Nobody can tell a default that was given."""
+        pairs = []
+        if self.seed not in (0, seed):
+            pairs.append((f"seed={self.seed}", f"seed={seed}"))
+        if self.shuffle is not None and self.order.kind != kind:
+            pairs.append((f"shuffle {self.order.kind!r}", f"shuffle {kind!r}"))
+        if pairs:
+            here, there = (" and ".join(names) for names in zip(*pairs, strict=True))
+            warnings.warn(
+                f"this loader was given {here}, and goes on with {there} of the loaded state, in which its "
+                "position means the samples that come next; for another order begin anew, without the state",
+                stacklevel=4,
+            )
 
     def tail_on(self, topology: Topology) -> Tail:
         """Return what happens to the last, incomplete global batch of this many ranks."""

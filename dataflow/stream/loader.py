@@ -28,7 +28,6 @@ from dataflow.dataset import ShardedDataset
 from dataflow.limits import told_of_memory
 from dataflow.mixture import Mixture
 from dataflow.planning.facts import facts_of
-from dataflow.planning.joined_reads import check_reads
 from dataflow.planning.length_aware import SampleLengths, check_batching, is_by_tokens
 from dataflow.planning.plan import StreamPlan, check_known, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
@@ -37,6 +36,7 @@ from dataflow.progress.bar import ProgressBar
 from dataflow.progress.observer import EpochPosition, LoaderObserver
 from dataflow.stats import LoaderStats
 from dataflow.stream.decisions import (
+    check_fits,
     datasets_read,
     is_all_local,
     loader_limit,
@@ -49,6 +49,7 @@ from dataflow.stream.loops import EpochLoop, LoopQueue
 from dataflow.stream.measuring import MeasuringStage
 from dataflow.stream.resources import warm_up
 from dataflow.stream.session import Session
+from dataflow.stream.skips import agreed, with_steps
 from dataflow.tables import builders_text
 from prefetch.control.depth import Decision
 from prefetch.control.pause import ReadPause
@@ -58,6 +59,7 @@ from sharding.cached_property import cached_property
 from sharding.lengths.unit_plan import UNKNOWN, UnitPlan, UnitPlanner
 from sharding.order.epoch_order import EpochOrder
 from sharding.plan.difference import Facts
+from sharding.plan.history import StepHistory
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.topology.topology import Topology
 
@@ -114,19 +116,14 @@ class StreamLoader:
         with self._planning():
             plan, self.window_reason = first_plan(dataset, settings)
         self._own_shuffle, self._own_reason = plan.shuffle, self.window_reason
+        self._steps_asked = settings.skip_steps
+        """Steps to be passed over, until the first loop begins, or a state says where they lie."""
         self._use_plan(plan)
         # Else torch.distributed may come before the first batch.
         if self._rank.topology.world_size == 1 or is_distributed():
             self._join_ranks()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
-        rows = self._plan.samples_per_batch * sum(output.row_bytes for output in dataset.outputs)
-        if rows > self.memory_limit:
-            raise MemoryLimitError(
-                f"one batch of {settings.batch_size} samples needs {rows:,} bytes, more than "
-                f"memory_limit={self.memory_limit:,}; lower batch_size or raise memory_limit"
-            )
-        if self._plan.has_joins:
-            check_reads(self._plan, self.memory_limit)
+        check_fits(self._plan, settings, self.memory_limit)
         if self.builder_plan.num_processes:
             warm_up(self.builder_plan, settings.multiprocessing_context)
 
@@ -227,13 +224,13 @@ class StreamLoader:
         if self._plan.planner is None:
             len(self.dataset)
         self._resolve_rank()
-        num_batches = self.epoch_plan(self._loops.epoch, 0).num_batches
-        if num_batches == UNKNOWN:
+        num_steps = self.epoch_plan(self._loops.epoch, 0).num_steps
+        if num_steps == UNKNOWN:
             raise TypeError(
                 "the lengths of samples are measured as they are made: how many batches there are shows when "
                 "all were made once, and kept under a lengths_key="
             )
-        return num_batches
+        return num_steps
 
     def __iter__(self) -> Iterator[Any]:
         self._resolve_rank()
@@ -318,8 +315,8 @@ class StreamLoader:
         if loop.finalizer is None:
             loop.finalizer = Finalizer(frame, partial(self.sessions.release, loop))
         else:
-            plan, loop.taken = self.epoch_plan(plan.order.epoch, plan.position_after(loop.taken)), 0
-            loop.plan = plan
+            plan = self.epoch_plan(plan.order.epoch, plan.position_after(loop.taken))
+            loop.go_on_with(plan)
         if self._finalizer is None:
             self._finalizer = Finalizer(self, self.sessions.close)
         make = partial(self.new_session, plan.order.epoch, plan.start)
@@ -337,6 +334,9 @@ class StreamLoader:
     def _newest_plan(self, epoch: int, start: int) -> RankPlan:
         """The plan of a loop that begins."""
         self._take_weights(epoch, start)
+        if self._steps_asked:
+            self._use_plan(self._plan_from(epoch, start))
+            self._steps_asked = ()
         plan = self.epoch_plan(epoch, start)
         check_known(plan)
         return plan
@@ -348,6 +348,24 @@ class StreamLoader:
         if plan.lacks_weights(self.dataset):
             plan = plan.with_weights(self._loops.epoch, self._loops.position, self.dataset)
         return plan.dataset if isinstance(plan.dataset, Mixture) else None
+
+    def _plan_from(self, epoch: int, position: int) -> StreamPlan:
+        """The plan, with the steps that wait for the first loop: it begins at this position."""
+        return with_steps(self._plan, self._steps_asked, self._loops.history, epoch, position)
+
+    def _plan_now(self, epoch: int, position: int) -> StreamPlan:
+        """The plan as the next batch has it, at this position."""
+        self._take_weights(epoch, position)
+        return self._plan_from(epoch, position)
+
+    def skip_steps(self, steps: Any) -> None:
+        """See `DataLoader.skip_steps`."""
+        self._resolve_rank()
+        self._use_plan(agreed(self._plan_now, steps, self._loops, self.settings.timeout_s))
+        self._steps_asked = ()
+        if (loop := self._loops.newest) is not None:
+            self.sessions.drop(loop)  # what was read ahead has them
+        self.sessions.drop_idle(-1, 0)
 
     def _take_weights(self, epoch: int, position: int) -> None:
         """Go on, from a position on, with the weights that were set for the mixture since the last call."""
@@ -384,7 +402,7 @@ class StreamLoader:
     def _position(self, plan: RankPlan) -> EpochPosition:
         """Return where a loop begins that runs this plan."""
         with self._planning():
-            whole = self._plan.epoch(epoch := plan.order.epoch, 0).num_batches
+            whole = self._plan.epoch(epoch := plan.order.epoch, 0).num_steps
         if whole >= UNKNOWN or (isinstance(self.dataset, Mixture) and self.dataset.spec.stop == "never"):
             return EpochPosition(epoch, 0, None)
         return EpochPosition(epoch, whole - plan.num_batches, whole)
@@ -398,7 +416,9 @@ class StreamLoader:
         self._resolve_rank()
         if self._may_be_empty and self._rank.topology.data_world_size == 1:
             return None
-        num_batches = self.epoch_plan(*self._loops.next_start()).num_batches
+        start = self._loops.next_start()
+        with self._planning():
+            num_batches = self._plan_from(*start).epoch(*start).num_batches
         return None if num_batches == UNKNOWN else num_batches
 
     @property
@@ -413,7 +433,12 @@ class StreamLoader:
         """The figure of `ShardOrder.remainder`."""
         self._resolve_rank()
         plan = self.epoch_plan(*self._loops.next_start())
-        if self.tail == "drop" or not self.shuffle.is_file_order or type(plan) is not EpochPlan:
+        if (
+            self.tail == "drop"
+            or not self.shuffle.is_file_order
+            or type(plan) is not EpochPlan
+            or plan.passed
+        ):
             return -1
         return (plan.order.num_samples - plan.start) % plan.batch_plan.global_batch_size
 
@@ -435,9 +460,8 @@ class StreamLoader:
     def is_after(self, epoch: int, num_batches: int) -> bool:
         """See `ShardOrder.is_after`."""
         plan = self.epoch_plan(epoch, 0)
-        if epoch != self.epoch or num_batches > plan.num_batches:
-            return False
-        return plan.position_after(num_batches) == self._loops.start
+        is_within = epoch == self.epoch and num_batches <= plan.num_batches
+        return is_within and plan.position_after(num_batches) == self._loops.start
 
     def is_taken_ahead(self, epoch: int) -> bool:
         """See `LoopQueue.is_taken_ahead`."""
@@ -459,10 +483,10 @@ class StreamLoader:
         It resumes under any number of ranks, threads or nodes. Taken inside a loop after the last batch of
         an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
         """
-        epoch, position = self._loops.epoch, self._loops.position
-        self._take_weights(epoch, position)
-        state = self._plan.state(epoch, position, of=self.dataset, data=self._facts)
-        return {**state.to_json(), "skipped_samples": self._errors.count, "epoch_named": self.epoch_named}
+        epoch, position, history = self._loops.epoch, self._loops.position, self._loops.history
+        state = self._plan_now(epoch, position).state(epoch, position, of=self.dataset, data=self._facts)
+        counts = {"skipped_samples": self._errors.count, "epoch_named": self.epoch_named}
+        return {**state.to_json(), **counts, "history": history and history.to_json()}
 
     @cached_property
     def _facts(self) -> Facts:
@@ -479,37 +503,25 @@ class StreamLoader:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"a state must be a mapping, got {type(state).__name__}")
-        fields = {k: v for k, v in state.items() if k not in ("skipped_samples", "epoch_named")}
+        fields = {k: v for k, v in state.items() if k not in ("skipped_samples", "epoch_named", "history")}
         loaded = self._plan.meant(PlanState.from_json(fields), self.dataset)
         skipped = state.get("skipped_samples")
-        named = state.get("epoch_named")
+        named, history = state.get("epoch_named"), StepHistory.from_json(state.get("history"))
         for name, count in (("skipped_samples", skipped), ("epoch_named", 0 if named is None else named)):
             if type(count) is not int or count < 0:
                 raise ValueError(f"{name} must be an integer >= 0, got {count!r}")
         plan = self._plan.resumed(loaded, of=self.dataset, data=self._facts, shuffle=self._own_shuffle)
-        self._warn_of_another_order(loaded, plan.shuffle.kind)
+        told = plan.history(history, loaded, self.dataset)
+        if asked := self.settings.skip_steps:
+            plan = with_steps(plan, asked, told, loaded.epoch, loaded.position)
+        self.settings.warn_of_another_order(loaded.seed, plan.shuffle.kind)
         self.close()
+        self._steps_asked = ()
         self._use_plan(plan)
         is_kept = plan.shuffle == loaded.shuffle
         self.window_reason = "as in the loaded state" if is_kept else f"{self._own_reason}, as data differ"
         self._errors.count, self.epoch_named = int(skipped or 0), named
-        self._loops.resume(loaded.epoch, loaded.position)
-
-    def _warn_of_another_order(self, loaded: PlanState, kind: str) -> None:
-        """Say which settings of this loader the state replaces. Nobody can tell a default that was given."""
-        settings = self.settings
-        pairs = []
-        if settings.seed not in (0, loaded.seed):
-            pairs.append((f"seed={settings.seed}", f"seed={loaded.seed}"))
-        if settings.shuffle is not None and settings.order.kind != kind:
-            pairs.append((f"shuffle {settings.order.kind!r}", f"shuffle {kind!r}"))
-        if pairs:
-            here, there = (" and ".join(names) for names in zip(*pairs, strict=True))
-            warnings.warn(
-                f"this loader was given {here}, and goes on with {there} of the loaded state, in which its "
-                "position means the samples that come next; for another order begin anew, without the state",
-                stacklevel=4,
-            )
+        self._loops.resume(loaded.epoch, loaded.position, told)
 
     # ---- engine -------------------------------------------------------------------------------------
 

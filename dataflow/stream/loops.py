@@ -17,6 +17,7 @@ from dataflow.mixture import Mixture
 from dataflow.stream.session import Session
 from prefetch.memory.lifetimes import Finalizer
 from sharding.lengths.unit_plan import UNKNOWN
+from sharding.plan.history import StepHistory
 from sharding.plan.plan import RankPlan
 
 
@@ -30,8 +31,8 @@ class EpochLoop:
         """Epoch and position where it begins; None: they follow from the loops before."""
         self.plan: RankPlan | None = None
         """The plan from where its session began; None: no batch was asked for."""
-        self.taken = 0
-        """Batches of the plan that were handed out."""
+        self.taken = self.steps_before = 0
+        """Batches of the plan that were handed out; steps of the plans that it had before."""
         self.num_ahead = 0
         """Batches handed out that a framework keeps for later (`LoopQueue.is_taken_ahead`)."""
         self.session: Session | None = None
@@ -74,6 +75,12 @@ class EpochLoop:
             return self._copied_from[0]
         return self.plan.position_after(max(0, self.taken - self.num_ahead))
 
+    def go_on_with(self, plan: RankPlan) -> None:
+        """Have another plan, from where it is."""
+        if self.plan is not None:
+            self.steps_before += self.plan.batch_plan.steps_after(self.taken)
+        self.plan, self.taken = plan, 0
+
     @property
     def is_live(self) -> bool:
         """Return whether its batches may still be asked for."""
@@ -104,10 +111,34 @@ class LoopQueue:
         """Loops that were asked for, and not for a batch yet."""
         self._newest: EpochLoop | None = None
         """The loop whose position is the loader's."""
+        self._before: StepHistory | None = StepHistory()
+        """The steps before that loop; None: a state of before was loaded, which does not tell."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy stands where this queue stands, without the loops that wait."""
-        return {**self.__dict__, "_pending": [], "_newest": copy.copy(self._newest)}
+        stands = {"_newest": copy.copy(self._newest), "_before": self.history}
+        return {**self.__dict__, "_pending": [], **stands}
+
+    @property
+    def newest(self) -> EpochLoop | None:
+        """The loop whose position is the loader's; None: none has begun since."""
+        return self._newest
+
+    @property
+    def history(self) -> StepHistory | None:
+        """The steps that the loader's state is behind; None: not known. Of loops at a time, the newest's."""
+        return self._history()
+
+    def _history(self, *, is_over: bool = False) -> StepHistory | None:
+        before, loop = self._before, self._newest
+        if before is None or loop is None or loop.plan is None:
+            return before
+        dealt = loop.plan.batch_plan
+        steps = dealt.steps_after(max(0, loop.taken - loop.num_ahead))
+        if is_over and loop.is_whole:
+            steps = dealt.num_steps_global  # this rank may have had one less
+        place = self.epoch, self.start, dealt.global_batch_size, dealt.world_size, loop.plan.tail
+        return before.after(loop.steps_before + steps, *place)
 
     def add(
         self, batches_of: Callable[[EpochLoop], Generator[Any, None, None]]
@@ -201,12 +232,13 @@ class LoopQueue:
         self._begin_epoch(epoch, 0)
         return True
 
-    def resume(self, epoch: int, position: int) -> None:
-        """Let the next loop go on at a position that was loaded."""
+    def resume(self, epoch: int, position: int, history: StepHistory | None) -> None:
+        """Let the next loop go on at a position that was loaded, behind these steps."""
         self._begin_epoch(epoch, position)
-        self.resumed = True
+        self._before, self.resumed = history, True
 
     def _begin_epoch(self, epoch: int, start: int) -> None:
+        self._before = self._history(is_over=True)
         self.epoch, self.start, self._in_epoch = epoch, start, False
         self._newest, self.resumed = None, False
 

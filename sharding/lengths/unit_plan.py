@@ -45,7 +45,7 @@ from sharding.lengths.units import (
 from sharding.order.epoch_order import EpochOrder, Windows
 from sharding.order.permutations import mix_key
 from sharding.order.windows import ranges, windows_touched
-from sharding.plan.batch_plan import BatchPlan, Dealing
+from sharding.plan.batch_plan import BatchPlan, Dealing, Tail
 from sharding.plan.passing import passing
 from sharding.plan.plan import RankPlan
 
@@ -366,6 +366,11 @@ class UnitPlan(MegabatchPlan):
         return self._dealing.get("start", 0)
 
     @property
+    def tail(self) -> Tail:
+        """See `RankPlan.tail`; before all units are known, only whole batches are dealt."""
+        return self._dealing["tail"]
+
+    @property
     def known_from(self) -> int:
         """See `RankPlan.known_from`."""
         return self.sequence.begin
@@ -379,6 +384,11 @@ class UnitPlan(MegabatchPlan):
     def num_batches(self) -> int:
         """Batches of this rank; `UNKNOWN` before the whole epoch was measured."""
         return self.batch_plan.num_batches if self.sequence.is_complete else UNKNOWN
+
+    @property
+    def num_steps(self) -> int:
+        """See `BatchPlan.num_steps`; `UNKNOWN` before the whole epoch was measured."""
+        return self.batch_plan.num_steps if self.sequence.is_complete else UNKNOWN
 
     @property
     def num_global_batches(self) -> int:

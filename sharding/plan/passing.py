@@ -24,6 +24,10 @@ MOST_RANGES = 64
 """Ranges that a state keeps: 3 KB."""
 
 
+StepRange = tuple[int, int]
+"""The first step, and the one after the last."""
+
+
 class PassedRange(NamedTuple):
     """Items of an epoch that are passed over, and the steps that were named for it."""
 
@@ -32,6 +36,24 @@ class PassedRange(NamedTuple):
     end: int
     first_step: int
     end_step: int
+
+
+def checked_steps(ranges: object) -> tuple[StepRange, ...]:
+    """The ranges of steps [first, end) that a user names, ascending. `ValueError` for what are none."""
+    if not isinstance(ranges, Sequence) or isinstance(ranges, str):
+        raise ValueError(
+            f"skip_steps must be a list of pairs (first step, step after the last), got {ranges!r}"
+        )
+    pairs = list[StepRange]()
+    for pair in ranges:
+        if not isinstance(pair, Sequence) or [type(step) for step in pair] != [int, int]:
+            raise ValueError(
+                f"skip_steps has pairs of integers (first step, step after the last), got {pair!r}"
+            )
+        if not 0 <= pair[0] < pair[1]:
+            raise ValueError(f"skip_steps has pairs (first step >= 0, a later one), got {tuple(pair)}")
+        pairs.append((pair[0], pair[1]))
+    return tuple(sorted(set(pairs)))
 
 
 def ranges_from_json(rows: object) -> tuple[PassedRange, ...]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sharding.order.epoch_order import EpochOrder, Windows
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
-from sharding.plan.batch_plan import BatchPlan, Dealing
+from sharding.plan.batch_plan import BatchPlan, Dealing, Tail
 from sharding.plan.difference import Facts, are_facts
 from sharding.plan.passing import PassedRange, passing, ranges_from_json
 
@@ -91,6 +91,11 @@ class RankPlan(ABC):
         return self.batch_plan.start
 
     @property
+    def tail(self) -> Tail:
+        """The rule for the last, incomplete global batch."""
+        return self.batch_plan.tail
+
+    @property
     def known_from(self) -> int:
         """The first item that is known, of which batches can be made; 0 but for some mixtures."""
         return self.order.known_from
@@ -99,6 +104,11 @@ class RankPlan(ABC):
     def num_batches(self) -> int:
         """Batches of this rank, none of them empty."""
         return self.batch_plan.num_batches
+
+    @property
+    def num_steps(self) -> int:
+        """See `BatchPlan.num_steps`."""
+        return self.batch_plan.num_steps
 
     @property
     def num_global_batches(self) -> int:
