@@ -27,6 +27,7 @@ ENDS = {
     "dataflow.grad.strategies": GROUP,
     "dataflow.telemetry.serving.http.HttpServer": "a process of its own, or until it is interrupted",
     "dataflow.telemetry.serving.serve.MetricsEndpoint.close": "it was killed",
+    "dataflow.planning.ahead.PartsKnown.wait_for": "a thread that reads, which closing wakes",
     "dataflow.processes.builders.ProcessBuilders._listen": BUILDS,
     "dataflow.text.template_bounds": "a context variable, no queue",
     "dataflow.workers.iterator.WorkerIterator._next_data": "a daemon thread where the interpreter ends",

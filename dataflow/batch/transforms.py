@@ -8,7 +8,7 @@ by name, here and nowhere else.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from prefetch.memory.interrupts import as_exception, must_go_on
 
 if TYPE_CHECKING:
     from dataflow.batch.samples import BatchSamples
+    from sharding.lengths.batching import Batching
 
 
 BatchFn = Callable[[Any], Any]
@@ -35,9 +36,8 @@ class BatchTransform(Protocol):
     Five attributes are looked up, and may be left out:
 
     - `measure`, a function of a sample that returns `{column: length}` without making it, as from headers of
-      images. Where lengths can be kept (`fingerprint`), all samples are measured by it before the first
-      batch, and each is made when its row is built. One that takes `rng` is not used.
-
+      images. Megabatches are planned by it, and each sample is made when its row is built. Where lengths
+      can be kept (`fingerprint`), later epochs and runs know them. One that takes `rng` is not used.
     - `lists`, names of columns: tensors or arrays [n, ...] whose length differs from sample to sample, of one
       dtype and trailing shape. Without a `collate_fn`, batches have each of them as a `Ragged`.
     - `targets`, names of columns: masks of the tokens that are to be learned. A sample of which none is, as
@@ -78,12 +78,11 @@ class LengthsAlone:
 
     Args:
         transform: one that has `measure`.
-        columns: those that must be as long as `measure` says of the first.
-        whole: columns whose lengths do not count.
+        batching: its columns are as long as `measure` says of the first one.
     """
 
-    def __init__(self, transform: Any, columns: Sequence[str], whole: Iterable[str]) -> None:
-        self._measure, self._columns, self._whole = transform.measure, columns, whole
+    def __init__(self, transform: Any, batching: Batching) -> None:
+        self._measure, self._columns, self._whole = transform.measure, batching.columns, [*batching.whole]
         self.fingerprint, self.releases_gil = fingerprint_of(transform), releases_gil(transform)
 
     def __call__(self, sample: Sample) -> Sample:

@@ -104,6 +104,11 @@ def are_measured(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
     return is_made or any(source.transform for source in dataset.sources)
 
 
+def tells_lengths(dataset: ShardedDataset | Mixture) -> bool:
+    """Return whether all transforms have `measure`."""
+    return all(measure_of(source.transform) for source in dataset.sources)
+
+
 def _check_others(
     batching: Batching, dataset: ShardedDataset | Mixture, lengths: NDArray[np.integer] | None = None
 ) -> None:
@@ -194,7 +199,7 @@ def make_planner(
         means = (float(part.mean()) if len(part) else 0.0 for part in parts)
         mean = sum(float(share) * own for share, own in zip(shares, means, strict=True))
         most = max(most, batching.least_samples(lengths[:num_in_token]))
-    if measured:
+    if measured and not tells_lengths(dataset):
         most = min(DEFAULT_MEGABATCH_SAMPLES, max(_LEAST_MEASURED, int(_MEASURED_BYTES / each)))
     return UnitPlanner(
         batching,
@@ -233,9 +238,7 @@ def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
     return KeptLengths([_lengths_file(batching, source) for source in sources])
 
 
-def _unused_measure(
-    settings: StreamSettings, dataset: ShardedDataset | Mixture, kept: KeptLengths | None
-) -> str:
+def _unused_measure(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> str:
     """Return why a transform's `measure` tells no lengths; "": it does, none has it, or they are given."""
     transforms = [source.transform for source in dataset.sources]
     have = [transform for transform in transforms if callable(getattr(transform, "measure", None))]
@@ -245,7 +248,7 @@ def _unused_measure(
         return "measure takes rng, whose lengths hold for one epoch"
     if len(have) < len(transforms):
         return "the transforms of some sources of the mixture have no measure"
-    return "" if kept else "the transform has no fingerprint, and batching= no lengths_key="
+    return ""
 
 
 class SampleLengths:
@@ -259,19 +262,10 @@ class SampleLengths:
     def __init__(self, settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
         self._timeout_s, self._dataset, self._batching = settings.timeout_s, dataset, settings.batching
         self._kept = kept_lengths(settings, dataset)
-        self._was_asked = False
-        if reason := _unused_measure(settings, dataset, self._kept):
+        if reason := _unused_measure(settings, dataset):
             _log.warning("%s, so measure is not used: megabatches are made to be planned", reason)
         self.exchange: LengthExchange | None = None
         """With the other ranks; None: not joined yet, or there are none."""
-
-    @property
-    def comes_first(self) -> bool:
-        """Return whether transforms tell lengths before samples are made, and were not asked yet."""
-        sources = self._dataset.sources
-        return (
-            not self._was_asked and self._kept is not None and all(measure_of(s.transform) for s in sources)
-        )
 
     @property
     def are_known(self) -> bool:
@@ -309,35 +303,26 @@ class SampleLengths:
             return planner  # such samples are named, or left out, when they are made
         return planner.with_lengths(kept.lengths)
 
-    def measured(
-        self, measure: Callable[[ShardedDataset], SampleLengths], *, is_needed: bool
-    ) -> NDArray[np.int32] | None:
+    def measured(self, measure: Callable[[ShardedDataset], SampleLengths]) -> NDArray[np.int32]:
         """The lengths of all samples, before the first batch: shares of tokens begin with them.
 
         `measure` makes all samples of a source. Raises `ValueError` where nothing would tell the lengths from
-        others, and where some samples have none; returns None for these unless all lengths are needed.
+        others, and where some samples have none.
         """
-        self._was_asked = True
         if self._kept is None:
             raise ValueError(
                 'shares="tokens" needs the lengths of all samples before the first one is delivered; what '
                 "transform= makes is measured once and kept, under its fingerprint or lengths_key= of "
                 "batching=, and not where it takes rng="
             )
-        _log.log(
-            logging.INFO if is_needed else logging.WARNING,
-            "all samples are read and measured once, before the first batch; their lengths are kept",
-        )
+        _log.info("all samples are read and measured once, before the first batch; their lengths are kept")
         known = []
         for source in self._dataset.sources:
             alone = copy.copy(source)
             alone.batch_transform = None  # it would run for nothing
             if self._batching is not None and measure_of(source.transform):
-                alone.transform = LengthsAlone(source.transform, self._batching.columns, self._batching.whole)
+                alone.transform = LengthsAlone(source.transform, self._batching)
             lengths = measure(alone)
-            if not lengths.are_known and not is_needed:
-                _log.warning("samples of %r have no length: megabatches are made to be planned", source)
-                return None
             if not lengths.are_known:
                 raise ValueError(
                     f"samples of {source!r} were left out, so they have no length: by tokens, a mixture "

@@ -10,14 +10,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from dataflow.batch.transforms import measure_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.planning.facts import sources_of
-from dataflow.planning.length_aware import are_measured, make_planner, megabatch_bytes
+from dataflow.planning.length_aware import are_measured, make_planner, megabatch_bytes, tells_lengths
 from dataflow.planning.settings import StreamSettings
 from sharding.cached_property import cached_property
+from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlanner
 from sharding.mixture.succession import succeeding
 from sharding.mixture.token_schedule import TokenEpochs
@@ -54,6 +54,8 @@ class StreamPlan:
     """The planner of length-aware batches; `batch_size` then counts its units."""
     measures_lengths: ClassVar[bool] = False
     """True if it says which samples are made, and not which batches they are in."""
+    asked: Batching | None = None
+    """The batching, where transforms are only asked for lengths; None: they make samples."""
     weights_taken: int = 0
     """Up to which call of `set_weights` it has the mixture's weights."""
     passed: tuple[PassedRange, ...] = ()
@@ -89,9 +91,16 @@ class StreamPlan:
         planner = self.planner
         if planner is None or not planner.is_measured or planner.lengths is None:
             return False
-        if not (planner.batching.whole or all(measure_of(s.transform) for s in self.dataset.sources)):
+        if not (planner.batching.whole or tells_lengths(self.dataset)):
             return False
         return int(planner.batching.num_segments(planner.lengths).max(initial=0)) <= 1
+
+    @cached_property
+    def measures_ahead(self) -> bool:
+        """Return whether transforms tell the lengths of a megabatch before any sample of it is made."""
+        planner = self.planner
+        is_open = planner is not None and planner.is_measured and planner.lengths is None
+        return is_open and tells_lengths(self.dataset)
 
     @property
     def samples_per_batch(self) -> int:
@@ -323,8 +332,11 @@ class StreamPlan:
         else:
             assert isinstance(windows, Order)
             plan = EpochPlan(windows, **dealing)
-        ranges = [one for one in self.passed if one.epoch == epoch]
-        return plan.passing_over(ranges) if ranges else plan
+        return plan.passing_over(self.passed_in(epoch)) if self.passed else plan
+
+    def passed_in(self, epoch: int) -> list[PassedRange]:
+        """The items of an epoch that are passed over."""
+        return [one for one in self.passed if one.epoch == epoch]
 
 
 def first_plan(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> tuple[StreamPlan, str]:

@@ -7,12 +7,12 @@ Nothing is opened here: that does `dataflow.stream.resources`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
 
 from dataflow.batch.builder import BuildSettings
-from dataflow.batch.transforms import releases_gil
+from dataflow.batch.transforms import LengthsAlone, releases_gil, wants_rng
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import allowed_cores, machine_memory, memory_limit_bytes
 from dataflow.mixture import Mixture
@@ -187,10 +187,15 @@ class SessionPlan:
         collate = settings.collate_fn
         if batching is not None and plan.makes_rows:
             collate = gather_of(batching)
+        transforms: list[Any] = [source.transform for source in dataset.sources]
+        if plan.asked is not None:
+            transforms = [LengthsAlone(transform, plan.asked) for transform in transforms]
         return BuildSettings(
             outputs=dataset.outputs,
             seed=plan.seed,
-            transforms=[(source.transform, source.transform_wants_rng) for source in dataset.sources],
+            transforms=[
+                (transform, transform is not None and wants_rng(transform)) for transform in transforms
+            ],
             collate=collate,
             batch_transform=None if plan.measures_lengths else dataset.batch_transform,
             batching=batching,
@@ -209,6 +214,8 @@ def plan_session(
 ) -> SessionPlan:
     """Decide what a session works with whose builders deliver a plan's batches within so many bytes."""
     dataset = plan.dataset
+    if plan.asked is not None and builders.num_processes:  # beside those that build rows
+        builders = replace(builders, num_workers=-(-builders.num_workers // 4))
     makers = max(builders.num_threads, builders.num_workers) if plan.measures_lengths else 0
     ahead = choose_read_ahead(
         memory_limit,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -46,7 +45,7 @@ from dataflow.stream.decisions import (
 from dataflow.stream.deliveries import DeliveryCounters, ErrorBudget, PendingErrors, RepeatedBatch
 from dataflow.stream.loop_sessions import LoopSessions
 from dataflow.stream.loops import EpochLoop, LoopQueue
-from dataflow.stream.measuring import MeasuringStage
+from dataflow.stream.measuring import LengthsStage, MeasuringStage
 from dataflow.stream.resources import warm_up
 from dataflow.stream.session import Session
 from dataflow.stream.skips import agreed, with_steps
@@ -165,10 +164,8 @@ class StreamLoader:
             return
         assert self._lengths is not None
         planner = self._lengths.join_ranks(planner, self._rank.topology, self._plan.rank)
-        by_tokens = is_by_tokens(self.dataset)
-        if planner.lengths is None and (by_tokens or self._lengths.comes_first):
-            known = self._lengths.measured(self._measure, is_needed=by_tokens)
-            planner = planner if known is None else planner.with_lengths(known)
+        if planner.lengths is None and is_by_tokens(self.dataset):
+            planner = planner.with_lengths(self._lengths.measured(self._measure))
         self._use_planner(planner)
 
     def _measure(self, source: ShardedDataset) -> SampleLengths:
@@ -271,13 +268,7 @@ class StreamLoader:
             if observer is not None:
                 observer.end(asked_s, error)
             raise
-        if loop.nothing_left:
-            warnings.warn(
-                "this loop had no batch: the loaded state was taken in the loop, after the last batch of "
-                f"epoch {epoch}. The next loop runs the next epoch. Take states behind the loop, "
-                "or say which epoch comes: loader.set_epoch(...)",
-                stacklevel=2,
-            )
+        loop.warn_if_empty(epoch)
         self._loops.end(loop, epoch)
         if observer is not None:
             observer.end(asked_s)
@@ -426,19 +417,15 @@ class StreamLoader:
         """Return whether `on_error` may leave nothing of a batch that was planned with more."""
         planner = self._plan.planner
         leaves_out_first = planner is not None and planner.lengths is None
-        return self._skips_bad and not leaves_out_first
+        return self._skips_bad and (self._plan.measures_ahead or not leaves_out_first)
 
     @property
     def remainder(self) -> int:
         """The figure of `ShardOrder.remainder`."""
         self._resolve_rank()
         plan = self.epoch_plan(*self._loops.next_start())
-        if (
-            self.tail == "drop"
-            or not self.shuffle.is_file_order
-            or type(plan) is not EpochPlan
-            or plan.passed
-        ):
+        in_order = self.shuffle.is_file_order and type(plan) is EpochPlan and not plan.passed
+        if self.tail == "drop" or not in_order:
             return -1
         return (plan.order.num_samples - plan.start) % plan.batch_plan.global_batch_size
 
@@ -512,8 +499,7 @@ class StreamLoader:
                 raise ValueError(f"{name} must be an integer >= 0, got {count!r}")
         plan = self._plan.resumed(loaded, of=self.dataset, data=self._facts, shuffle=self._own_shuffle)
         told = plan.history(history, loaded, self.dataset)
-        if asked := self.settings.skip_steps:
-            plan = with_steps(plan, asked, told, loaded.epoch, loaded.position)
+        plan = with_steps(plan, self.settings.skip_steps, told, loaded.epoch, loaded.position)
         self.settings.warn_of_another_order(loaded.seed, plan.shuffle.kind)
         self.close()
         self._steps_asked = ()
@@ -541,7 +527,7 @@ class StreamLoader:
         plan, settings, stage, topology = self._plan, self.settings, None, self._rank.topology
         errors, builders = PendingErrors(self._errors), self.builder_plan
         if plan.planner is not None and plan.planner.is_measured and not plan.makes_rows:
-            stage = MeasuringStage(
+            stage = (LengthsStage if plan.measures_ahead else MeasuringStage)(
                 plan=plan,
                 settings=settings,
                 errors=errors,
@@ -549,6 +535,8 @@ class StreamLoader:
                 exchange=self._lengths.exchange if self._lengths else None,
                 record=self._record,
             )
+            if plan.measures_ahead:
+                memory_limit //= 2  # the other half is for the rows
             plan, settings = stage.plan, stage.settings
             builders = plan_builders(plan, settings, topology)
         decided = plan_session(plan, settings, topology, memory_limit, builders)
@@ -578,7 +566,7 @@ class StreamLoader:
             untrained_samples=delivered.remarks[UNTRAINED],
             read_amplification=self._plan.read_amplification,
             lengths=self._length_plan.stats if self._length_plan else None,
-            mapped_bytes=sum(session.resources.sources.mapped_bytes for session in sessions),
+            mapped_bytes=sum(session.mapped_bytes for session in sessions),
             unfinished_shards=sum(len(one.catalog.unfinished) for one in datasets_read(self.dataset)),
         )
 

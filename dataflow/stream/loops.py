@@ -7,6 +7,7 @@ for a batch: training loops set the epoch after `iter`. The loader stands where 
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Generator
 from numbers import Integral
@@ -63,10 +64,15 @@ class EpochLoop:
         """Return whether no batches are to come."""
         return self.closed or self.is_whole
 
-    @property
-    def nothing_left(self) -> bool:
-        """Return whether it goes on where its epoch has no more batches."""
-        return self.begins is not None and self.begins[1] > 0 and self.is_whole and not self.taken
+    def warn_if_empty(self, epoch: int) -> None:
+        """Say so where it went on where its epoch has no more batches."""
+        if self.begins is not None and self.begins[1] > 0 and self.is_whole and not self.taken:
+            warnings.warn(
+                "this loop had no batch: the loaded state was taken in the loop, after the last batch of "
+                f"epoch {epoch}. The next loop runs the next epoch. Take states behind the loop, "
+                "or say which epoch comes: loader.set_epoch(...)",
+                stacklevel=3,
+            )
 
     @property
     def position(self) -> int | None:

@@ -6,12 +6,13 @@ whole, ranks tell each other the lengths, which decide its batches on all of the
 batches that are complete to the ranks that deliver these: a sample is made once in the whole job. Where all
 lengths are known beforehand, samples are made when their batch is built, and none of this is needed; but for
 those that are cut into pieces (`StreamPlan.makes_rows`): each rank makes what it delivers, nothing is
-exchanged, and what it makes must be as long as was said.
+exchanged, and what it makes must be as long as was said. Where transforms tell lengths by `measure`, these
+alone are made and exchanged (`LengthsStage`), and the rows are built by a session of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from dataflow.batch.delivered import Delivered, SampleWarning
 from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples, SampleForms, cut_reason, misform
 from dataflow.batch.samples import unlike_columns, unlike_planned
 from dataflow.batch.transforms import called
+from dataflow.planning.ahead import PartsKnown, PlanInParts
 from dataflow.planning.exchange import LengthExchange
 from dataflow.planning.length_aware import error_of_sample, gather_of
 from dataflow.planning.plan import StreamPlan
@@ -42,6 +44,9 @@ from sharding.order.epoch_order import EpochOrder
 
 _GATHERED_SAMPLES = 128
 """Made and gathered at a time."""
+_MOST_AHEAD = 8
+"""Batches beyond the next two of which lengths are known before, where these are measured ahead: rows of the
+next megabatch are built before those of this one are all delivered."""
 
 Record = Callable[[EpochOrder, int, NDArray[np.int64]], None]
 """Notes the lengths of the samples from a position of an order on."""
@@ -72,6 +77,7 @@ class MeasuringPlan(StreamPlan):
             world_size=outer.world_size,
             tail=outer.tail,
             outer=outer,
+            asked=outer.planner.batching if outer.measures_ahead else None,
             maker=exchange.maker if exchange else 0,
             num_makers=0 if outer.planner.lengths is not None else exchange.num_makers if exchange else 1,
         )
@@ -389,8 +395,7 @@ class MeasuringStage:
             record(self._order, first, lengths)
         self._units.forget(self._outer.batch_plan.end_of(self._number))
         self._units.add(lengths)
-        self._undealt = MeasuredSamples.joined([self._undealt, own])
-        self._deal()
+        self._deal(own)
 
     def _exchanged(
         self, exchange: LengthExchange, own: NDArray[np.int64] | Exception, first: int, end: int
@@ -414,8 +419,9 @@ class MeasuringStage:
             raise self._error(first + at, reason)
         return lengths
 
-    def _deal(self) -> None:
+    def _deal(self, own: MeasuredSamples) -> None:
         """Send the samples of batches that are complete to where they are delivered."""
+        self._undealt = MeasuredSamples.joined([self._undealt, own])
         units, outer = self._units, self._outer
         whole = outer.dealt(units.num_units, is_all=units.is_all)
         num_dealt = whole.num_global_batches
@@ -447,6 +453,57 @@ class MeasuringStage:
             self._ledger.charge(State.IN_USE, nbytes)
         else:
             self._ledger.give_back(-nbytes)
+
+
+class LengthsStage(MeasuringStage):
+    """Plans megabatches by what transforms tell of their samples, and hands out the rows that follow from it.
+
+    What its session makes are lengths alone. The rows are built by another one, which follows the plan as far
+    as it is known (`PlanInParts`).
+    """
+
+    open_rows: Callable[[StreamPlan, StreamSettings, int, int], Callable[[], Batches[Delivered]]]
+    """Begins to build the batches of a plan, from a position of an epoch on; what gives the next ones."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        if self.settings.builders is not None:  # those of the cluster build rows
+            self.settings = replace(self.settings, builders=None, workers="thread", num_workers=None)
+        self.known = PartsKnown()
+        self._next_rows: Callable[[], Batches[Delivered]] | None = None
+
+    def begin(
+        self, next_chunk: Callable[[], Batches[Delivered]], ledger: Ledger, epoch: int, start: int
+    ) -> None:
+        """See `MeasuringStage.begin`."""
+        super().begin(next_chunk, ledger, epoch, start)
+        self._outer.sequence.keep_lengths()
+        self._ready: Iterator[Delivered] = iter(())
+
+    def next_batches(self) -> Batches[Delivered]:
+        """See `MeasuringStage.next_batches`. Ranks meet before batches of the same number: one at a time."""
+        number = self._number
+        ahead = min(number, _MOST_AHEAD) + 2
+        self._measure_until(self._outer.dealt(self._units.num_units, is_all=False).end_of(number + ahead))
+        dealt = self._outer.dealt(self._units.num_units, is_all=self._units.is_all)
+        if number >= dealt.num_batches:
+            return ()
+        if number:
+            self._measure_some(dealt.num_full + 1 - ahead - number)
+        self._number = number + 1
+        if self._next_rows is None:
+            stats = self._outer.sequence.stats
+            plan = PlanInParts.of(self._plan, max(1, stats.segments // max(1, stats.units)), self.known)
+            self._next_rows = self.open_rows(plan, self._settings, self._order.epoch, self._outer.start)
+        while (delivered := next(self._ready, None)) is None:
+            self._ready = iter(self._next_rows())
+        errors, remarks = delivered.skipped + self._passed(), delivered.remarks + self._take_remarks()
+        return [delivered._replace(number=number, skipped=errors, remarks=remarks)]
+
+    def _deal(self, own: MeasuredSamples) -> None:
+        """Tell who builds rows."""
+        self._hold(sum(samples.nbytes for samples in self._made) - self._held_bytes)
+        self.known.tell()
 
 
 def _lengths(samples: MeasuredSamples, column: str) -> NDArray[np.int64]:

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
 from dataflow.batch.delivered import Delivered
+from dataflow.outputs.columns import closed_error
+from dataflow.planning.plan import StreamPlan
+from dataflow.planning.settings import StreamSettings
 from dataflow.stats import SessionStats
-from dataflow.stream.decisions import SessionPlan
+from dataflow.stream.decisions import SessionPlan, plan_builders, plan_session
 from dataflow.stream.deliveries import PendingErrors
-from dataflow.stream.measuring import MeasuringStage
+from dataflow.stream.measuring import LengthsStage, MeasuringStage
 from dataflow.stream.resources import Resources
 from prefetch.control.gate import ReadGate
 from prefetch.control.pause import ReadPause
 from prefetch.memory.device import CudaStreams, DeviceCopier
+from prefetch.memory.interrupts import Uninterrupted
 from prefetch.work import Batches
 
 
@@ -56,8 +61,25 @@ class Session:
         """Epoch and position of the next batch, where that is the first of what was asked for."""
         self._closing = threading.RLock()  # held until all has ended
         self._closed = False
+        self._rows: list[Session] = []
+        """The session that builds rows, where this one only measures for it: each has half of the limit."""
+        if isinstance(stage, LengthsStage):
+            stage.open_rows = self._open_rows
         if stage is not None:
             stage.begin(self.next_chunk, self.resources.ledger, epoch, start)
+
+    def _open_rows(
+        self, plan: StreamPlan, settings: StreamSettings, epoch: int, start: int
+    ) -> Callable[[], Batches[Delivered]]:
+        """Open the session that builds rows, and return what gives its next batches."""
+        topology, limit = self.decided.topology, self.decided.memory_limit
+        decided = plan_session(plan, settings, topology, limit, plan_builders(plan, settings, topology))
+        with Uninterrupted(), self._closing:
+            if self._closed:
+                raise closed_error()
+            here = torch.device("cpu")
+            self._rows = [Session(decided, epoch, start, errors=self.errors, pause=self._pause, device=here)]
+        return self._rows[0].next_chunk
 
     def next_batches(self) -> Batches[Delivered]:
         """The batches of the next chunk, or what the stage forms next."""
@@ -86,6 +108,8 @@ class Session:
     def read_on(self) -> None:
         """Read ahead into the next epoch: a second one has begun. See `Engine.read_on`."""
         self._engine.read_on()
+        for rows in self._rows:
+            rows.read_on()
 
     def is_at(self, epoch: int, start: int) -> bool:
         """Return whether the next batch is the first from `start` of the epoch."""
@@ -100,7 +124,7 @@ class Session:
     def stats(self) -> SessionStats:
         """A snapshot; cheap, any thread."""
         sources, (workers, reason) = self.resources.sources, self.resources.builders.choice()
-        return SessionStats(
+        own = SessionStats(
             engine=self._engine.stats(),
             read_bytes=sources.traffic.read_bytes,
             decoded_bytes=sources.traffic.decoded_bytes,
@@ -111,13 +135,21 @@ class Session:
             workers_reason=reason,
             num_workers=self.decided.builders.num_workers,
         )
+        return self._rows[0].stats().with_past(own) if self._rows else own
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of local shards whose pages are in this process."""
+        return self.resources.sources.mapped_bytes + sum(rows.mapped_bytes for rows in self._rows)
 
     def resize(self, memory_limit: int) -> bool:
         """Have another limit from now on; False, and nothing is changed, if more is held than that.
 
         Where other ranks wait for it, it goes on with what it has, as theirs do.
         """
-        if not self.resources.ledger.resize(memory_limit - sum(self.decided.kept_bytes.values())):
+        memory_limit //= 2 if isinstance(self._stage, LengthsStage) else 1
+        fits = self.resources.ledger.resize(memory_limit - sum(self.decided.kept_bytes.values()))
+        if not (fits and all(rows.resize(memory_limit) for rows in self._rows)):
             stage = self._stage
             return stage is not None and stage.is_shared
         self.resources.arena.resize(memory_limit)
@@ -131,6 +163,10 @@ class Session:
                 return
             if self.copier:
                 self.copier.close()
+            if isinstance(self._stage, LengthsStage):
+                self._stage.known.tell(is_closed=True)
+            for rows in self._rows:
+                rows.close(join=join)
             self.resources.close(join=join)
             self.errors.forget()
             self._stage = None  # which has this session, and samples

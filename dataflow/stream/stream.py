@@ -55,6 +55,9 @@ class Stream:
         while num_empty < 2:  # a rank may have nothing to make
             plan = self._plan.epoch(epoch, start)
             yield from self._epoch(plan)
+            if plan.goes_on:
+                start = plan.end
+                continue
             epoch, start, num_empty = epoch + 1, 0, 0 if plan.num_batches else num_empty + 1
 
     def _epoch(self, plan: RankPlan) -> Iterator[StagedWindow]:

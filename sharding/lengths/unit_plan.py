@@ -153,6 +153,8 @@ class UnitSequence:
             raise ValueError(f"no megabatch of the epoch begins with sample {begin.position}")
         # Replaced, never changed: two threads may measure the same megabatch at the same time, no more.
         self._known = np.full(first + 1, begin.unit, np.int64), LengthStats(), 0
+        self._added: NDArray[np.int64] | None = None
+        """Lengths by position, as they were added, once `keep_lengths` was called."""
         if lengths is not None:
             if len(lengths) and int(lengths.min()) < 0:
                 raise ValueError(f"a sample cannot have {int(lengths.min())} elements; lengths must be >= 0")
@@ -209,6 +211,8 @@ class UnitSequence:
     def add(self, megabatch: int, lengths: NDArray[np.integer]) -> Units:
         """Note what was measured of a megabatch; its units. `ValueError` if it was other lengths before."""
         units, firsts = self.cut(megabatch, lengths), self.first_unit
+        if self._added is not None:
+            self._added[slice(*self.bounds[megabatch : megabatch + 2])] = lengths
         if megabatch + 1 == len(firsts):
             self._extend([(len(units), units.stats)], int(np.count_nonzero(lengths != LEFT_OUT)))
         elif firsts[megabatch + 1] - firsts[megabatch] != len(units):
@@ -217,6 +221,21 @@ class UnitSequence:
                 "the same samples had before: what makes them must make the same each time"
             )
         return units
+
+    def keep_lengths(self) -> None:
+        """Keep what is added, for `known_part`: from before the first megabatch on."""
+        if self._added is None:
+            self._added = np.zeros(int(self.bounds[-1]), np.int64)  # pages that are not written take nothing
+
+    def known_part(self, unit: int) -> UnitSequence:
+        """The megabatches that are known, from that of a unit on, as an epoch that ends with them."""
+        part, known = copy.copy(self), self._known
+        firsts = known[0]
+        vars(part).pop("units", None)
+        part.begin, part.lengths = self.at(unit)[1], self._added
+        part.bounds = self.bounds[: len(firsts)]
+        part._known = firsts, known[1], known[2] if len(firsts) == len(self.bounds) else 0
+        return part
 
     def _extend(self, counted: Sequence[tuple[int, LengthStats]], num_made: int) -> None:
         """Note units and sums of the next megabatches; `num_made` samples tell whether the last is short."""
@@ -289,7 +308,8 @@ class MegabatchPlan(RankPlan):
         So a window is done with when as many segments were delivered.
         """
         positions = (windows or self.order).window_positions(window)
-        indices = np.flatnonzero(positions >= 0)  # of a mixture's window, some may come in another epoch
+        # Of a mixture's window, some may come in another epoch; and what is behind a part, in the next one.
+        indices = np.flatnonzero((positions >= 0) & (positions < self.bounds[-1]))
         positions, counts = positions[indices], np.zeros(len(indices), np.int64)
         for megabatch, at in windows_touched(np.searchsorted(self.bounds, positions, side="right") - 1):
             counts[at] = self._own_counts(megabatch)[positions[at] - self.bounds[megabatch]]
@@ -434,7 +454,8 @@ class UnitPlan(MegabatchPlan):
             own = self.batch_plan.rank_items(first_unit, end_unit)
         if own is None:
             assert sequence.lengths is not None
-            counts = sequence.batching.num_segments(sequence.lengths[first:end])
+            lengths = sequence.lengths[first:end]
+            counts = np.where(lengths < 0, 0, sequence.batching.num_segments(lengths))
         else:
             counts = np.bincount(sequence.take(own)[0].position - first, minlength=end - first)
         return counts.astype(np.min_scalar_type(counts.max(initial=0)))

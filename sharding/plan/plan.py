@@ -41,6 +41,9 @@ class RankPlan(ABC):
         batch_plan: which items each batch takes.
     """
 
+    goes_on = False
+    """True if more of the epoch is planned later: from `end` on."""
+
     def __init__(self, order: EpochOrder, batch_plan: BatchPlan) -> None:
         self.order, self._batch_plan = order, batch_plan
         self.passed: tuple[PassedRange, ...] = ()
@@ -124,6 +127,12 @@ class RankPlan(ABC):
     def num_padded_global(self) -> int:
         """Items delivered a second time, over all ranks."""
         return self.batch_plan.num_padded_global
+
+    @property
+    def end(self) -> int:
+        """The item after all batches, and what is passed over behind them."""
+        dealt = self.batch_plan
+        return min(dealt.num_items, dealt.start + dealt.num_steps_global * dealt.global_batch_size)
 
     def repeats(self, first_batch: int, last_batch: int) -> NDArray[np.bool_]:
         """Return which items of batches [first_batch, last_batch) fill the last one up again, bool [m]."""

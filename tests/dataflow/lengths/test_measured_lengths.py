@@ -520,71 +520,15 @@ class HeaderTokens(MarkedTokens):
         return {"tokens": len(sample["text"])}
 
 
-def test_where_a_transform_measures_the_first_epoch_makes_samples_with_their_batch(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = HeaderTokens()
-    with loader_of(folder, LONG_ROWS, tokens) as loader:
-        assert not tokens.made
-        num = len(loader)
-        rows = list[Any]()
-        for batch in loader:
-            rows.append(segments_of(batch["tokens"]))
-            assert sum(tokens.made.values()) == sum(map(len, chain(*rows)))
-        assert len(rows) == num
-        assert rows == whole_batches(units_of(loader), 3)
-    with loader_of(folder, LONG_ROWS, HeaderTokens()) as loader:  # kept: nothing is measured
-        monkeypatch.delattr(HeaderTokens, "measure")  # the loader has looked for it
-        assert len(loader) == num
-
-
-@pytest.mark.parametrize(
-    ("fingerprint", "reason"), [("", "no fingerprint.*lengths_key="), ("headers", "measure takes rng")]
-)
-def test_a_measure_that_is_not_used_is_told(
-    folder: Path, caplog: pytest.LogCaptureFixture, fingerprint: str, reason: str
-) -> None:
+def test_a_measure_that_is_not_used_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Unused(HeaderTokens):
         pass
 
-    Unused.fingerprint = fingerprint
-    if fingerprint:
-        Unused.measure = lambda self, sample, rng: {}  # type: ignore[assignment,misc]
+    Unused.measure = lambda self, sample, rng: {}  # type: ignore[assignment,misc]
     with loader_of(folder, LONG_ROWS, Unused()) as loader:
         assert delivered(loader) == whole_batches(units_of(loader), 3)
     (line,) = caplog.messages
-    assert re.search(f"{reason}.*measure is not used", line)
-
-
-@pytest.mark.parametrize("lie", [1, -1])
-def test_a_length_that_is_not_what_measure_said_is_an_error_with_both(folder: Path, lie: int) -> None:
-    class Lying(CountedTokens):
-        fingerprint = f"lying{lie}"
-
-        def measure(self, sample: Mapping[str, Any]) -> dict[str, int]:
-            return {"tokens": len(sample["text"]) + (lie if sample["n"] == 90 else 0)}
-
-    text = f"has {length_of(90)} elements, but .* said to be {length_of(90) + lie}"
-    for policy in ("raise", "skip"):
-        with (
-            loader_of(folder, LONG_ROWS, Lying(), on_error=policy) as loader,
-            pytest.raises(SampleError, match=text) as caught,
-        ):
-            list(loader)
-        assert (caught.value.key, caught.value.stage) == ("30", "transform")
-
-
-def test_a_sample_that_measure_leaves_out_leaves_batches_as_they_are_without_it(folder: Path) -> None:
-    class Partly(MarkedTokens):
-        fingerprint = "partly"
-
-        def measure(self, sample: Mapping[str, Any]) -> dict[str, int]:
-            return {} if sample["n"] == 17 else {"tokens": len(sample["text"])}
-
-    with pytest.raises(SampleError, match="without the length of 'tokens'"):
-        loader_of(folder, LONG_ROWS, Partly())
-    with loader_of(folder, LONG_ROWS, Partly(), on_error="skip") as loader:
-        assert delivered(loader) == whole_batches(units_of(loader), 3)
+    assert re.search("measure takes rng.*measure is not used", line)
 
 
 @pytest.mark.parametrize("tail", ["pad", "uneven"])

@@ -110,12 +110,12 @@ def test_each_chat_of_packed_rows_is_what_it_is_alone_on_any_number_of_ranks(fol
 def test_pixels_are_made_with_their_row_from_the_first_run_on(folder: Path) -> None:
     with loader_of(folder) as loader:
         made = loader.dataset.transform  # type: ignore[attr-defined]
-        num_batches, num_chats = len(loader), 0
+        num_chats = 0
         assert made.made == 0
         for number, batch in enumerate(loader, 1):
             num_chats += len(batch["id"])
-            assert made.made == num_chats, f"after {number} of {num_batches}"
-        assert (number, num_chats) == (num_batches, NUM_CHATS)
+            assert made.made == num_chats, f"after {number}"
+        assert (number, num_chats) == (len(loader), NUM_CHATS)
 
 
 def test_a_resumed_loader_goes_on_with_the_same_chats(folder: Path) -> None:
