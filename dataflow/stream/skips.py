@@ -129,19 +129,25 @@ def _ranges(plan: StreamPlan, pair: StepRange, now: int, epoch: int, position: i
 def _dealt(plan: StreamPlan, epoch: int, position: int) -> BatchPlan:
     """The global batches of an epoch from a position on, with nothing left out."""
     if plan.planner is None:
-        return BatchPlan(
-            num_items=plan.num_samples(epoch),
-            batch_size=plan.batch_size,
-            rank=plan.rank,
-            world_size=plan.world_size,
-            tail=plan.tail,
-            start=position,
-        )
+        return _dealt_of(plan, plan.num_samples(epoch), position)
     found = plan.epoch(epoch, position)
     if found.num_global_batches == UNKNOWN:
-        raise ValueError(
-            "the lengths of samples are measured as they are made, so nobody knows yet in which epoch a step "
-            "of skip_steps will be: measure all of them first, under a lengths_key="
+        warnings.warn(
+            f"lengths are measured as samples are made, so nobody knows yet how long epoch {epoch} is: "
+            "skip_steps passes over what it names in this epoch alone",
+            stacklevel=6,
         )
+        return _dealt_of(plan, UNKNOWN, position)
     dealt = found.batch_plan
     return dealt.inner if isinstance(dealt, PassingBatchPlan) else dealt
+
+
+def _dealt_of(plan: StreamPlan, num_items: int, position: int) -> BatchPlan:
+    return BatchPlan(
+        num_items=num_items,
+        batch_size=plan.batch_size,
+        rank=plan.rank,
+        world_size=plan.world_size,
+        tail=plan.tail,
+        start=position,
+    )
