@@ -75,4 +75,4 @@ class PlanInParts(StreamPlan):
             start=start,
         )
         plan.goes_on = goes_on
-        return plan.passing_over(self.passed_in(epoch))
+        return self.without_passed(plan)

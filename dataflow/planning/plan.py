@@ -6,7 +6,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import ClassVar
+from functools import partial
+from pkgutil import resolve_name
+from typing import ClassVar, TypeVar, Unpack
 
 import numpy as np
 
@@ -28,14 +30,16 @@ from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
 from sharding.plan.difference import SOURCES, Difference, Facts, differing
-from sharding.plan.history import StepHistory
-from sharding.plan.passing import PassedRange
+from sharding.plan.history import PassedRange, StepHistory
 from sharding.plan.placement import read_amplification, shard_index_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import resolve_windows
 from sharding.topology.topology import Topology
 
+PASSING = "sharding.plan.passing:passing"
+"""Passes over ranges of items: outside the core, and imported where some are."""
 _ORDERS_KEPT = 2
+PlanT = TypeVar("PlanT", bound=RankPlan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,14 +320,13 @@ class StreamPlan:
 
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
-        windows = self.windows_of(epoch)
-        dealing: Dealing = {
-            "batch_size": self.batch_size,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "tail": self.tail,
-            "start": start,
-        }
+        return self.dealt(
+            self.windows_of(epoch), batch_size=self.batch_size, rank=self.rank, world_size=self.world_size,
+            tail=self.tail, start=start,
+        )  # fmt: skip
+
+    def dealt(self, windows: EpochOrder, **dealing: Unpack[Dealing]) -> RankPlan:
+        """The plan of an epoch with this order, for any rank of any world."""
         plan: RankPlan
         if self.planner is not None:
             plan = self.planner.plan(windows, **dealing)
@@ -332,11 +335,12 @@ class StreamPlan:
         else:
             assert isinstance(windows, Order)
             plan = EpochPlan(windows, **dealing)
-        return plan.passing_over(self.passed_in(epoch)) if self.passed else plan
+        return self.without_passed(plan) if self.passed else plan
 
-    def passed_in(self, epoch: int) -> list[PassedRange]:
-        """The items of an epoch that are passed over."""
-        return [one for one in self.passed if one.epoch == epoch]
+    def without_passed(self, plan: PlanT) -> PlanT:
+        """The plan of an epoch without what is passed over of it."""
+        ranges = [one for one in self.passed if one.epoch == plan.order.epoch]
+        return plan.passing_over(partial(resolve_name(PASSING), ranges=ranges)) if ranges else plan
 
 
 def first_plan(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> tuple[StreamPlan, str]:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,11 @@ from prefetch.control.depth import DepthPolicy, fixed_depth
 from sharding.lengths.batching import Batching
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
-from sharding.plan.passing import StepRange, checked_steps
+from sharding.plan.history import StepRange
 from sharding.topology.topology import Topology
 
 _TIMEOUT_S = 600.0
+CHECKED_STEPS = "sharding.plan.passing:checked_steps"
 
 
 def checked_context(given: Any) -> BaseContext:
@@ -104,7 +106,8 @@ class StreamSettings:
     """Steps since the training began, (first, the one after the last), that are passed over."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "skip_steps", checked_steps(self.skip_steps))
+        if self.skip_steps:
+            object.__setattr__(self, "skip_steps", resolve_name(CHECKED_STEPS)(self.skip_steps))
         if self.timeout < 0:
             raise ValueError(f"timeout must be >= 0 seconds, got {self.timeout}")
         if self.multiprocessing_context is not None:
@@ -169,6 +172,21 @@ class StreamSettings:
                     f"machine, and {names[0]} asks for others: leave one of them out"
                 )
 
+    def warn_of_another_order(self, seed: int, kind: str) -> None:
+        """Say which settings a loaded state replaces. Nobody can tell a default that was given."""
+        pairs = []
+        if self.seed not in (0, seed):
+            pairs.append((f"seed={self.seed}", f"seed={seed}"))
+        if self.shuffle is not None and self.order.kind != kind:
+            pairs.append((f"shuffle {self.order.kind!r}", f"shuffle {kind!r}"))
+        if pairs:
+            here, there = (" and ".join(names) for names in zip(*pairs, strict=True))
+            warnings.warn(
+                f"this loader was given {here}, and goes on with {there} of the loaded state, in which its "
+                "position means the samples that come next; for another order begin anew, without the state",
+                stacklevel=4,
+            )
+
     @property
     def asks_for_processes(self) -> bool:
         """Return whether something is given that only processes of this machine have."""
@@ -194,21 +212,6 @@ class StreamSettings:
     def timeout_s(self) -> float:
         """Seconds to wait for one batch."""
         return self.timeout or _TIMEOUT_S
-
-    def warn_of_another_order(self, seed: int, kind: str) -> None:
-        """Say which of the settings a state replaces. Nobody can tell a default that was given."""
-        pairs = []
-        if self.seed not in (0, seed):
-            pairs.append((f"seed={self.seed}", f"seed={seed}"))
-        if self.shuffle is not None and self.order.kind != kind:
-            pairs.append((f"shuffle {self.order.kind!r}", f"shuffle {kind!r}"))
-        if pairs:
-            here, there = (" and ".join(names) for names in zip(*pairs, strict=True))
-            warnings.warn(
-                f"this loader was given {here}, and goes on with {there} of the loaded state, in which its "
-                "position means the samples that come next; for another order begin anew, without the state",
-                stacklevel=4,
-            )
 
     def tail_on(self, topology: Topology) -> Tail:
         """Return what happens to the last, incomplete global batch of this many ranks."""

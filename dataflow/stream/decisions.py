@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
 
-from dataflow.batch.builder import BuildSettings
-from dataflow.batch.transforms import LengthsAlone, releases_gil, wants_rng
+from dataflow.batch.builder import REPEAT, BuildSettings
+from dataflow.batch.transforms import LengthsAlone, fingerprint_of, has_random_lengths, releases_gil
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import allowed_cores, machine_memory, memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.outputs.objects import is_text
 from dataflow.planning.joined_reads import check_reads, kept_bytes
-from dataflow.planning.length_aware import gather_of
+from dataflow.planning.length_aware import check_batching, gather_of, is_by_tokens
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
 from dataflow.stream.read_ahead import (
@@ -187,15 +187,13 @@ class SessionPlan:
         collate = settings.collate_fn
         if batching is not None and plan.makes_rows:
             collate = gather_of(batching)
-        transforms: list[Any] = [source.transform for source in dataset.sources]
+        transforms: list[Any] = [(source.transform, source.transform_wants_rng) for source in dataset.sources]
         if plan.asked is not None:
-            transforms = [LengthsAlone(transform, plan.asked) for transform in transforms]
+            transforms = [(LengthsAlone(one, plan.asked), has_random_lengths(one)) for one, _ in transforms]
         return BuildSettings(
             outputs=dataset.outputs,
             seed=plan.seed,
-            transforms=[
-                (transform, transform is not None and wants_rng(transform)) for transform in transforms
-            ],
+            transforms=transforms,
             collate=collate,
             batch_transform=None if plan.measures_lengths else dataset.batch_transform,
             batching=batching,
@@ -306,3 +304,15 @@ def check_fits(plan: StreamPlan, settings: StreamSettings, memory_limit: int) ->
         )
     if plan.has_joins:
         check_reads(plan, memory_limit)
+
+
+def check_settings(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> None:
+    """Raise for settings that a dataset does not go with, as `StreamLoader` says."""
+    if settings.mark_repeats and any(output.name == REPEAT for output in dataset.outputs):
+        raise ValueError(f"mark_repeats=True: the dataset has a column of its own called {REPEAT!r}")
+    if settings.batching is not None or is_by_tokens(dataset):
+        check_batching(settings, dataset)
+    for source in dataset.sources:
+        source.check_missing()
+        if source.transform is not None:
+            fingerprint_of(source.transform)  # raises now, not where a state is taken

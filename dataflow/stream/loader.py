@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batch.builder import REPEAT
 from dataflow.batch.delivered import UNTRAINED, Delivered
-from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import told_of_memory
 from dataflow.mixture import Mixture
 from dataflow.planning.facts import facts_of
-from dataflow.planning.length_aware import SampleLengths, check_batching, is_by_tokens
+from dataflow.planning.length_aware import SampleLengths, is_by_tokens
 from dataflow.planning.plan import StreamPlan, check_known, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
 from dataflow.planning.settings import StreamSettings
@@ -36,6 +35,7 @@ from dataflow.progress.observer import EpochPosition, LoaderObserver
 from dataflow.stats import LoaderStats
 from dataflow.stream.decisions import (
     check_fits,
+    check_settings,
     datasets_read,
     is_all_local,
     loader_limit,
@@ -44,11 +44,10 @@ from dataflow.stream.decisions import (
 )
 from dataflow.stream.deliveries import DeliveryCounters, ErrorBudget, PendingErrors, RepeatedBatch
 from dataflow.stream.loop_sessions import LoopSessions
-from dataflow.stream.loops import EpochLoop, LoopQueue
+from dataflow.stream.loops import EpochLoop, LoopFrame, LoopQueue
 from dataflow.stream.measuring import LengthsStage, MeasuringStage
 from dataflow.stream.resources import warm_up
 from dataflow.stream.session import Session
-from dataflow.stream.skips import agreed, with_steps
 from dataflow.tables import builders_text
 from prefetch.control.depth import Decision
 from prefetch.control.pause import ReadPause
@@ -62,11 +61,7 @@ from sharding.plan.history import StepHistory
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.topology.topology import Topology
 
-
-class LoopFrame:
-    """A variable of a loop's generator: it dies when the loop is over or left, however that happens."""
-
-    __slots__ = ("__weakref__",)
+WITH_STEPS = "dataflow.explain.skips:with_steps"
 
 
 class StreamLoader:
@@ -82,18 +77,11 @@ class StreamLoader:
     """
 
     def __init__(self, dataset: ShardedDataset | Mixture, settings: StreamSettings) -> None:
-        if settings.mark_repeats and any(output.name == REPEAT for output in dataset.outputs):
-            raise ValueError(f"mark_repeats=True: the dataset has a column of its own called {REPEAT!r}")
+        check_settings(dataset, settings)
         self.dataset, self.settings = dataset, settings
         self.batching = settings.batching
         self.device, self.mark_repeats = settings.torch_device, settings.mark_repeats
         self._rank = RankTopology(settings.topology)
-        if settings.batching is not None or is_by_tokens(dataset):
-            check_batching(settings, dataset)
-        for source in dataset.sources:
-            source.check_missing()
-            if source.transform is not None:
-                fingerprint_of(source.transform)  # raises now, not where a state is taken
         if isinstance(dataset, Mixture):
             dataset.timeout_s = settings.timeout_s
         self._lengths = SampleLengths(settings, dataset) if settings.batching is not None else None
@@ -170,8 +158,8 @@ class StreamLoader:
 
     def _measure(self, source: ShardedDataset) -> SampleLengths:
         """Measure all samples of a source whose lengths are not known yet, on all ranks, each its part."""
-        settings = replace(self.settings, shuffle=None, device=None, topology=self._rank.topology)
-        loader = StreamLoader(source, settings)
+        own: dict[str, Any] = {"shuffle": None, "device": None, "skip_steps": ()}
+        loader = StreamLoader(source, replace(self.settings, topology=self._rank.topology, **own))
         try:
             assert loader._lengths is not None
             if not loader._lengths.are_known:
@@ -342,20 +330,22 @@ class StreamLoader:
 
     def _plan_from(self, epoch: int, position: int) -> StreamPlan:
         """The plan, with the steps that wait for the first loop: it begins at this position."""
+        if not self._steps_asked:
+            return self._plan
+        with_steps: Callable[..., StreamPlan] = resolve_name(WITH_STEPS)
         return with_steps(self._plan, self._steps_asked, self._loops.history, epoch, position)
 
-    def _plan_now(self, epoch: int, position: int) -> StreamPlan:
-        """The plan as the next batch has it, at this position."""
+    def plan_now(self, epoch: int, position: int) -> StreamPlan:
+        """The plan as the next batch has it, which begins at this position."""
         self._take_weights(epoch, position)
         return self._plan_from(epoch, position)
 
-    def skip_steps(self, steps: Any) -> None:
-        """See `DataLoader.skip_steps`."""
-        self._resolve_rank()
-        self._use_plan(agreed(self._plan_now, steps, self._loops, self.settings.timeout_s))
+    def go_on_with(self, plan: StreamPlan) -> None:
+        """Have another plan from the next batch of the newest loop on: what was read ahead is dropped."""
+        self._use_plan(plan)
         self._steps_asked = ()
         if (loop := self._loops.newest) is not None:
-            self.sessions.drop(loop)  # what was read ahead has them
+            self.sessions.drop(loop)
         self.sessions.drop_idle(-1, 0)
 
     def _take_weights(self, epoch: int, position: int) -> None:
@@ -424,7 +414,7 @@ class StreamLoader:
         """The figure of `ShardOrder.remainder`."""
         self._resolve_rank()
         plan = self.epoch_plan(*self._loops.next_start())
-        in_order = self.shuffle.is_file_order and type(plan) is EpochPlan and not plan.passed
+        in_order = self.shuffle.is_file_order and type(plan) is EpochPlan and not self._plan.passed
         if self.tail == "drop" or not in_order:
             return -1
         return (plan.order.num_samples - plan.start) % plan.batch_plan.global_batch_size
@@ -471,9 +461,19 @@ class StreamLoader:
         an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
         """
         epoch, position, history = self._loops.epoch, self._loops.position, self._loops.history
-        state = self._plan_now(epoch, position).state(epoch, position, of=self.dataset, data=self._facts)
+        state = self.plan_now(epoch, position).state(epoch, position, of=self.dataset, data=self._facts)
         counts = {"skipped_samples": self._errors.count, "epoch_named": self.epoch_named}
         return {**state.to_json(), **counts, "history": history and history.to_json()}
+
+    @property
+    def taken(self) -> tuple[StreamPlan, StepHistory | None]:
+        """The plan, and which steps it has delivered so far; None: the loaded state does not tell."""
+        return self._plan, self._loops.history
+
+    @property
+    def position(self) -> int:
+        """Where in the epoch the batches handed out end."""
+        return self._loops.position
 
     @cached_property
     def _facts(self) -> Facts:
@@ -499,7 +499,8 @@ class StreamLoader:
                 raise ValueError(f"{name} must be an integer >= 0, got {count!r}")
         plan = self._plan.resumed(loaded, of=self.dataset, data=self._facts, shuffle=self._own_shuffle)
         told = plan.history(history, loaded, self.dataset)
-        plan = with_steps(plan, self.settings.skip_steps, told, loaded.epoch, loaded.position)
+        if steps := self.settings.skip_steps:
+            plan = resolve_name(WITH_STEPS)(plan, steps, told, loaded.epoch, loaded.position)
         self.settings.warn_of_another_order(loaded.seed, plan.shuffle.kind)
         self.close()
         self._steps_asked = ()

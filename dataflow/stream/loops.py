@@ -94,6 +94,12 @@ class EpochLoop:
         return not self.closed and getattr(batches, "gi_frame", None) is not None
 
 
+class LoopFrame:
+    """A variable of a loop's generator: it dies when the loop is over or left, however that happens."""
+
+    __slots__ = ("__weakref__",)
+
+
 class LoopQueue:
     """Loops in order of `iter`, and the position of their loader."""
 

@@ -46,7 +46,6 @@ from sharding.order.epoch_order import EpochOrder, Windows
 from sharding.order.permutations import mix_key
 from sharding.order.windows import ranges, windows_touched
 from sharding.plan.batch_plan import BatchPlan, Dealing, Tail
-from sharding.plan.passing import passing
 from sharding.plan.plan import RankPlan
 
 LEFT_OUT = -1
@@ -272,29 +271,6 @@ class UnitSequence:
             parts.append(plan.segments.take(rows).shifted(int(self.bounds[megabatch])))
         return joined(parts), counts
 
-    def units_of(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The inverse of `take`: an index in `positions` and a unit for each that has a part of one there.
-
-        Two int64 [m], as far as units are known, by index and then unit. A sample that is cut is in several
-        units, one that nothing is delivered of in none.
-        """
-        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-        for megabatch, at in windows_touched(np.searchsorted(self.bounds, positions, side="right") - 1):
-            first, unit = int(self.bounds[megabatch]), self.first_unit[megabatch : megabatch + 2]
-            if len(unit) < 2 or unit[0] == unit[1]:  # not known, or nothing is delivered of it
-                continue
-            own, plan = np.arange(len(positions))[at], self.units(megabatch)
-            units = int(unit[0]) + np.repeat(np.arange(len(plan)), np.diff(plan.first))
-            by_position = np.argsort(plan.segments.position, kind="stable")
-            kept = plan.segments.position[by_position]
-            begin, end = (
-                np.searchsorted(kept, positions[at] - first, side=side) for side in ("left", "right")
-            )
-            found.append((np.repeat(own, end - begin), units[by_position[ranges(begin, end - begin)]]))
-        which, units = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        once = np.unique(np.stack((which, units)), axis=1)
-        return once[0], once[1]
-
 
 class MegabatchPlan(RankPlan):
     """One rank's batches of an epoch whose megabatches are dealt out one by one."""
@@ -348,7 +324,7 @@ class UnitPlan(MegabatchPlan):
         if dealing["batch_size"] != 1 and not sequence.batching.rows_are_units:
             raise ValueError("the batching makes whole batches: leave batch_size out")
         self._dealing: Dealing = {**dealing}
-        self.passed = ()
+        self._passing = None
         self.sequence, self.bounds = sequence, sequence.bounds
         if sequence.is_complete and self.start > sequence.num_units:
             raise ValueError(f"start must be in [0, {sequence.num_units}] units, got {self.start}")
@@ -378,7 +354,8 @@ class UnitPlan(MegabatchPlan):
         dealing["start"] = min(start, num_units)
         if rank is not None:
             dealing["rank"] = rank
-        return passing(BatchPlan(num_items=num_units, wraps=False, **dealing), self.passed)
+        dealt = BatchPlan(num_items=num_units, wraps=False, **dealing)
+        return self._passing(dealt) if self._passing else dealt
 
     @property
     def start(self) -> int:

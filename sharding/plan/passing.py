@@ -11,31 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sharding.cached_property import cached_property
 from sharding.plan.batch_plan import BatchPlan
+from sharding.plan.history import PassedRange, StepRange
 
 Ints = NDArray[np.int64]
-MOST_RANGES = 64
-"""Ranges that a state keeps: 3 KB."""
-
-
-StepRange = tuple[int, int]
-"""The first step, and the one after the last."""
-
-
-class PassedRange(NamedTuple):
-    """Items of an epoch that are passed over, and the steps that were named for it."""
-
-    epoch: int
-    begin: int
-    end: int
-    first_step: int
-    end_step: int
 
 
 def checked_steps(ranges: object) -> tuple[StepRange, ...]:
@@ -54,18 +39,6 @@ def checked_steps(ranges: object) -> tuple[StepRange, ...]:
             raise ValueError(f"skip_steps has pairs (first step >= 0, a later one), got {tuple(pair)}")
         pairs.append((pair[0], pair[1]))
     return tuple(sorted(set(pairs)))
-
-
-def ranges_from_json(rows: object) -> tuple[PassedRange, ...]:
-    """The ranges of a state; None: of a state of before. `ValueError` for what are none."""
-    rows = [] if rows is None else rows
-    if not isinstance(rows, Sequence) or len(rows) > MOST_RANGES:
-        raise ValueError(f"passed must be at most {MOST_RANGES} ranges or missing, got {rows!r}")
-    for row in rows:
-        counts = isinstance(row, Sequence) and [v for v in row if type(v) is int and 0 <= v < 1 << 62]
-        if not counts or len(row) != len(counts) or len(row) != 5 or row[1] >= row[2] or row[3] >= row[4]:
-            raise ValueError(f"a range that is passed over is five integers, got {row!r}")
-    return tuple(PassedRange(*row) for row in rows)
 
 
 def passing(plan: BatchPlan, ranges: Sequence[PassedRange]) -> BatchPlan:
@@ -197,7 +170,7 @@ class PassingBatchPlan(BatchPlan):
         whole = replace(
             self.inner, rank=0, world_size=1, batch_size=self.global_batch_size, tail="uneven"
         ).items(number, number + 1)[0]
-        left = whole[~self._is_passed(whole)]
+        left = whole[~self.is_passed(whole)]
         size, evenly = len(left), -(-len(left) // self.world_size) * self.world_size
         is_last = number == self.inner.num_full
         if self.tail in ("even", "pad"):
@@ -213,7 +186,8 @@ class PassingBatchPlan(BatchPlan):
         kept = self._kept[number] = left[places % max(1, len(left))], places >= len(left)
         return kept
 
-    def _is_passed(self, items: Ints) -> NDArray[np.bool_]:
+    def is_passed(self, items: Ints) -> NDArray[np.bool_]:
+        """Return which items are passed over, bool [n]."""
         span = np.searchsorted(self.spans[:, 0], items, side="right") - 1
         return np.asarray((span >= 0) & (items < self.spans[span, 1]))
 

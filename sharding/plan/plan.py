@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Self, Unpack, cast
 
@@ -21,7 +21,7 @@ from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import BatchPlan, Dealing, Tail
 from sharding.plan.difference import Facts, are_facts
-from sharding.plan.passing import PassedRange, passing, ranges_from_json
+from sharding.plan.history import PassedRange, ranges_from_json
 
 _OPTIONAL = {"batching", "data", "passed", "sources", "weights"}
 _AS_TEXT = ("batching", "weights", "data", "passed")
@@ -29,6 +29,10 @@ STATE_VERSION = 4
 """The order of version 1 had no lanes; in that of version 2 all epochs began with small windows; in that of
 version 3 pieces of samples were carried from megabatch to megabatch, and what came before weights that were
 set was forgotten."""
+
+
+Passing = Callable[[BatchPlan], BatchPlan]
+"""Leaves out what is passed over: see `sharding.plan.passing`."""
 
 
 class RankPlan(ABC):
@@ -46,13 +50,12 @@ class RankPlan(ABC):
 
     def __init__(self, order: EpochOrder, batch_plan: BatchPlan) -> None:
         self.order, self._batch_plan = order, batch_plan
-        self.passed: tuple[PassedRange, ...] = ()
-        """The items of its epoch that are passed over."""
+        self._passing: Passing | None = None
 
-    def passing_over(self, ranges: Sequence[PassedRange]) -> Self:
-        """The same plan without some items of its epoch."""
+    def passing_over(self, passing: Passing) -> Self:
+        """The same plan without some items: of the batches that `passing` makes of all."""
         other = copy.copy(self)
-        other.passed, other._batch_plan = tuple(ranges), passing(self._batch_plan, ranges)
+        other._passing, other._batch_plan = passing, passing(self._batch_plan)
         return other
 
     @property

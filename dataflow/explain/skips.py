@@ -8,40 +8,23 @@ number of ranks from then on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from dataflow.mixture import Mixture
 from dataflow.planning.plan import StreamPlan
-from dataflow.stream.loops import LoopQueue
+from dataflow.stream.loader import StreamLoader
 from dataflow.topology_exchange import check_ranks_agree
 from sharding.lengths.unit_plan import UNKNOWN
 from sharding.plan.batch_plan import BatchPlan
-from sharding.plan.history import StepHistory
-from sharding.plan.passing import (
-    MOST_RANGES,
-    PassedRange,
-    PassingBatchPlan,
-    StepRange,
-    checked_steps,
-    passing,
-)
+from sharding.plan.history import MOST_RANGES, PassedRange, StepHistory, StepRange
+from sharding.plan.passing import PassingBatchPlan, checked_steps, passing
 
 
-def agreed(
-    plan_at: Callable[[int, int], StreamPlan], steps: object, loops: LoopQueue, timeout_s: float
-) -> StreamPlan:
-    """The plan that passes over steps that a user names while a run goes on. A collective.
-
-    Args:
-        plan_at: epoch and position -> the plan there.
-        steps: as the user gives them.
-        loops: of the loader.
-        timeout_s: seconds to wait for the other ranks.
-
-    Raises `ValueError` and `DataflowError` as `DataLoader.skip_steps` says.
-    """
-    epoch, position, history = loops.epoch, loops.position, loops.history
+def skip_steps(stream: StreamLoader, steps: object) -> None:
+    """See `DataLoader.skip_steps`, which says what is raised."""
+    _ = stream.topology  # this rank, and what others know: before anything that depends on them
+    epoch, position, history = stream.epoch, stream.position, stream.taken[1]
     plan, failure = None, ValueError()
     try:
         pairs = checked_steps(steps)
@@ -50,14 +33,14 @@ def agreed(
                 f"step {pairs[0][0]:,} was taken already: the next one is {history.num_steps:,}. Load a "
                 "state of before it, and call skip_steps then"
             )
-        plan = with_steps(plan_at(epoch, position), pairs, history, epoch, position)
+        plan = with_steps(stream.plan_now(epoch, position), pairs, history, epoch, position)
     except ValueError as error:
         failure = error  # told once the others know: they wait for this rank
     said = str(failure) if plan is None else f"{steps} at epoch {epoch}, position {position}"
-    check_ranks_agree("skip_steps", "steps", said, timeout_s)
+    check_ranks_agree("skip_steps", "steps", said, stream.settings.timeout_s)
     if plan is None:
         raise failure
-    return plan
+    stream.go_on_with(plan)
 
 
 def with_steps(
