@@ -183,7 +183,7 @@ def _table(run: ExplainedRun, epoch: int, position: int, samples: Any, on: str) 
                 first_step=stretch.first_step + number * stretch.num_steps,
                 num_epochs=1,
             )
-            for which, step in _steps(run, part, numbers, notes):
+            for which, step, _ in _steps(run, part, numbers, notes):
                 seen[which].add(step)
     coming = _coming(run, epoch, position, numbers, notes)
     rows = [
@@ -214,44 +214,55 @@ def _dealt(run: ExplainedRun, part: StepStretch, num_items: int) -> BatchPlan:
 
 def _steps(
     run: ExplainedRun, part: StepStretch, numbers: Ints, notes: dict[str, None]
-) -> Iterator[tuple[int, int]]:
-    """Yield an index in `numbers` and a step in which that sample was delivered, of one epoch."""
+) -> Iterator[tuple[int, int, int]]:
+    """Yield an index in `numbers`, a step with that sample and its item, of some steps of one epoch."""
     order = run.order(part.epoch)
     end = part.position + part.num_steps * part.global_batch
     which, items, num_items = _items(run, order, numbers, part.position, end, notes)
     dealt = _dealt(run, part, num_items)
+    num_steps = min(part.num_steps, dealt.num_steps_global)
     step = (items - part.position) // part.global_batch
-    taken = (items >= part.position) & (step < part.num_steps)
+    taken = (items >= part.position) & (step < num_steps)
     if isinstance(dealt, PassingBatchPlan):
         taken &= ~dealt.is_passed(items)
-    yield from zip(which[taken].tolist(), (part.first_step + step[taken]).tolist(), strict=True)
+    steps = (part.first_step + step[taken]).tolist()
+    yield from zip(which[taken].tolist(), steps, items[taken].tolist(), strict=True)
     last = dealt.num_steps_global - 1
-    if dealt.wraps and 0 <= last < part.num_steps and (padded := dealt.num_padded_global):
+    if dealt.wraps and 0 <= last < num_steps and (padded := dealt.num_padded_global):
         # The last batch was filled up with the first items of the epoch.
         again = np.arange(num_items, num_items + padded) % num_items
         if order.known_from:
             again = np.where(again < order.known_from, order.known_from + again, again)
-        which, items, _ = _items(run, order, numbers, 0, num_items, notes)
-        repeated = which[np.isin(items, again)].tolist()
-        yield from ((at, part.first_step + last) for at in repeated)
+        which, items, _ = _items(run, order, numbers, order.known_from, int(again.max()) + 1, notes)
+        for at, item in zip(which.tolist(), items.tolist(), strict=True):
+            if item in again:
+                yield at, part.first_step + last, item
 
 
 def _items(
     run: ExplainedRun, order: EpochOrder, numbers: Ints, begin: int, end: int, notes: dict[str, None]
 ) -> tuple[Ints, Ints, int]:
     """Where samples are among what is dealt out of an epoch: index, item, and the number of all items."""
-    planner, known_from = run.plan.planner, order.known_from
+    planner, known_from, num_items = run.plan.planner, order.known_from, _num_items(run, order, begin)
     if planner is None:
-        found = *order.positions_of(numbers, begin, min(end, order.num_samples)), order.num_samples
+        found = *order.positions_of(numbers, begin, min(end, num_items)), num_items
     else:
         sequence = planner.sequence(order, begin)
         known_from = sequence.begin
         which, positions = order.positions_of(numbers)
         at, units = units_of(sequence, positions)
-        found = which[at], units, sequence.num_units - (sequence.num_short if run.plan.tail == "drop" else 0)
+        found = which[at], units, num_items
     if begin < known_from:
         notes[f"epoch {order.epoch} is known from position {known_from:,} on only"] = None
     return found
+
+
+def _num_items(run: ExplainedRun, order: EpochOrder, begin: int) -> int:
+    """How many samples, or units, an epoch has."""
+    if run.plan.planner is None:
+        return order.num_samples
+    sequence = run.plan.planner.sequence(order, begin)
+    return sequence.num_units - (sequence.num_short if run.plan.tail == "drop" else 0)
 
 
 def units_of(sequence: UnitSequence, positions: Ints) -> tuple[Ints, Ints]:
@@ -294,17 +305,11 @@ def _coming(
             break
         start = position if number == epoch else 0
         end = min(order.num_samples, start + 4 * EPOCHS_AHEAD * sum(map(len, run.dataset.sources)))
-        if plan.planner is not None:
-            end = order.num_samples
-        which, items, num_items = _items(run, order, numbers[left], start, end, notes)
         size, world_size, tail = group or (1, 1, "uneven")
-        part = StepStretch(first_step, number, start, size, world_size, tail, 1, 1)
-        dealt = _dealt(run, part, num_items)
-        comes = (items >= start) & ((items - start) // size < dealt.num_steps_global)
-        if isinstance(dealt, PassingBatchPlan):
-            comes &= ~dealt.is_passed(items)
-        for at, item in sorted(zip(left[which[comes]].tolist(), items[comes].tolist(), strict=True)):
-            step = first_step + (item - start) // size if group else None
-            coming.setdefault(at, (step, number, item))
-        first_step += dealt.num_steps_global
+        num_steps = -(-(end - start) // size) if plan.planner is None else 1 << 40
+        part = StepStretch(first_step, number, start, size, world_size, tail, 1, num_steps)
+        found = sorted((at, step, item) for at, step, item in _steps(run, part, numbers[left], notes))
+        for at, step, item in found:
+            coming.setdefault(int(left[at]), (step if group else None, number, item))
+        first_step += _dealt(run, part, _num_items(run, order, start)).num_steps_global
     return coming

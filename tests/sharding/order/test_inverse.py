@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from sharding.lengths.batching import Bucketed, Packed, TokenBudget
-from sharding.lengths.unit_plan import UnitPlanner
 from sharding.mixture.interleaving import MixtureSpec
 from sharding.mixture.windows import MixtureWindows, source_seed
 from sharding.order.balanced import Balance, BalancedOrder
@@ -144,22 +141,6 @@ def test_of_a_mixture_whose_weights_change_and_of_one_without_end() -> None:
     check(mixture_order(changed, 0, Shuffle("window", 2, 1)), sum(SIZES))
     endless = mixture_order(MixtureSpec.weighted(SIZES, [1, 1, 1], stop="never"), 0, Shuffle("window", 2, 1))
     check(endless, sum(SIZES), 1_000_000_000, 1_000_000_200)
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=80), st.integers(0, 5), st.data())
-def test_of_units(lengths: list[int], seed: int, data: Any) -> None:
-    made: Callable[..., Any] = st.sampled_from(
-        [Packed(8, window=16), TokenBudget(24, window=16, overlong="truncate"), Bucketed(3, boundaries=2)]
-    )  # fmt: skip
-    order = Order([4] * (len(lengths) // 4) + [len(lengths) % 4], Shuffle("window", 3), seed=seed, epoch=0)
-    sequence = UnitPlanner(data.draw(made), 16, lengths=np.array(lengths, np.int64)).sequence(order)
-    expected = []
-    for unit in range(sequence.num_units):
-        segments, _ = sequence.take(np.array([unit]))
-        expected += [(int(position), unit) for position in np.unique(segments.position)]
-    asked = np.arange(len(lengths))[::-1]
-    which, units = sequence.units_of(asked)
-    assert sorted(zip(asked[which].tolist(), units.tolist(), strict=True)) == sorted(expected)
 
 
 @pytest.mark.parametrize("numbers", [[-1], [30], [0, 99]])
