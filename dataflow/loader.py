@@ -407,7 +407,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             ...     print(len(loader), loader.batches_left, [batch["cls"].tolist() for batch in loader])
             4 2 [[0, 1], [6, 7]]
         """
-        resolve_name(f"{EXPLAINED}.skips:skip_steps")(self._explained, steps)
+        resolve_name(f"{EXPLAINED}.skips:skip_steps")(self, steps)
 
     # ---- state --------------------------------------------------------------------------------------
 
@@ -444,9 +444,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
     # ---- what was delivered -------------------------------------------------------------------------
 
-    def provenance(
-        self, steps: int | Iterable[int], rank: int | None = None, *, keys: bool = True
-    ) -> pa.Table:
+    def provenance(self, steps: int | Iterable[int], rank: int | None = None, keys: bool = True) -> pa.Table:
         """Return which samples were in steps of this training: a `pyarrow.Table`.
 
         A row is a sample that was delivered, or a piece of one; docs/guide/explain.md lists the columns.
@@ -461,9 +459,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             ValueError: what cannot be told, with the reason.
             TypeError: a loader over another dataset, whose order is its sampler's.
         """
-        return resolve_name(f"{EXPLAINED}.provenance:provenance_of_loader")(
-            self._explained, steps, rank, keys
-        )
+        return resolve_name(f"{EXPLAINED}.provenance:provenance_of_loader")(self, steps, rank, keys)
 
     def batch_at(self, step: int, rank: int | None = None, world_size: int | None = None) -> Any:
         """Make the batch that a rank got in a step again, bit by bit. The loader stays where it is.
@@ -475,7 +471,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
         Raises as `provenance`, and as reading does.
         """
-        return resolve_name(f"{EXPLAINED}.batch:batch_of_loader")(self._explained, step, rank, world_size)
+        return resolve_name(f"{EXPLAINED}.batch:batch_of_loader")(self, step, rank, world_size)
 
     def find(self, samples: Any, on: str = "__key__") -> Any:
         """Return at which steps of this training samples were delivered, and when they come next.
@@ -486,16 +482,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
         Raises as that does, and `TypeError` for a loader over another dataset.
         """
-        return resolve_name(f"{EXPLAINED}.find:find_of_loader")(self._explained, samples, on)
-
-    @property
-    def _explained(self) -> StreamLoader:
-        if self._stream is None:
-            raise TypeError(
-                "only loaders over a ShardedDataset or a Mixture are explained: over a "
-                f"{type(self.dataset).__name__} the sampler decides which samples come"
-            )
-        return self._stream
+        return resolve_name(f"{EXPLAINED}.find:find_of_loader")(self, samples, on)
 
     # ---- statistics ---------------------------------------------------------------------------------
 

@@ -13,12 +13,13 @@ from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
     from dataflow.explain.run import ExplainedRun
+    from dataflow.loader import DataLoader
     from sharding.plan.history import StepPlace
 
 
-def batch_of_loader(stream: StreamLoader, step: int, rank: int | None, world_size: int | None) -> Any:
+def batch_of_loader(loader: DataLoader[Any, Any], step: int, rank: int | None, world_size: int | None) -> Any:
     """The entry of `DataLoader.batch_at`."""
-    run = run_of_loader(stream)
+    run = run_of_loader(loader)
     (place,) = run.places(step)
     if rank is None:
         ranks = place.world_size if world_size is None else world_size

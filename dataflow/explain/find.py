@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from dataflow.dataset import ShardedDataset
 from dataflow.explain.provenance import NOTES
-from dataflow.explain.run import NO_HISTORY, ExplainedRun, run_of_loader, run_of_state
+from dataflow.explain.run import NO_HISTORY, ExplainedRun, run_of_state, run_of_stream, stream_of
 from dataflow.mixture import Mixture
 from dataflow.sources.joins import JoinSide
 from sharding.lengths.batching import Batching
@@ -31,7 +31,7 @@ from sharding.plan.passing import PassingBatchPlan, passing
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from dataflow.stream.loader import StreamLoader
+    from dataflow.loader import DataLoader
 
     Ints = NDArray[np.int64]
 
@@ -102,9 +102,10 @@ def find(
     return _table(run, int(state["epoch"]), int(state["position"]), samples, on)
 
 
-def find_of_loader(stream: StreamLoader, samples: Any, on: str) -> pa.Table:
+def find_of_loader(loader: DataLoader[Any, Any], samples: Any, on: str) -> pa.Table:
     """The entry of `DataLoader.find`."""
-    return _table(run_of_loader(stream), stream.epoch, stream.position, samples, on)
+    stream = stream_of(loader)
+    return _table(run_of_stream(stream), stream.epoch, stream.position, samples, on)
 
 
 def chosen(dataset: ShardedDataset | Mixture, samples: Any, on: str = "__key__") -> FoundKeys:

@@ -10,19 +10,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from dataflow.explain.run import stream_of
 from dataflow.mixture import Mixture
 from dataflow.planning.plan import StreamPlan
-from dataflow.stream.loader import StreamLoader
 from dataflow.topology_exchange import check_ranks_agree
 from sharding.lengths.unit_plan import UNKNOWN
 from sharding.plan.batch_plan import BatchPlan
 from sharding.plan.history import MOST_RANGES, PassedRange, StepHistory, StepRange
 from sharding.plan.passing import PassingBatchPlan, checked_steps, passing
 
+if TYPE_CHECKING:
+    from dataflow.loader import DataLoader
 
-def skip_steps(stream: StreamLoader, steps: object) -> None:
+
+def skip_steps(loader: DataLoader[Any, Any], steps: object) -> None:
     """See `DataLoader.skip_steps`, which says what is raised."""
+    stream = stream_of(loader)
     _ = stream.topology  # this rank, and what others know: before anything that depends on them
     epoch, position, history = stream.epoch, stream.position, stream.taken[1]
     plan, failure = None, ValueError()

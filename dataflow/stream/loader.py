@@ -212,8 +212,8 @@ class StreamLoader:
         num_steps = self.epoch_plan(self._loops.epoch, 0).num_steps
         if num_steps == UNKNOWN:
             raise TypeError(
-                "the lengths of samples are measured as they are made: how many batches there are shows when "
-                "all were made once, and kept under a lengths_key="
+                "the lengths of samples are measured on the way: how many batches there are shows when all "
+                "are kept; `dataflow index --lengths --transform` measures them before"
             )
         return num_steps
 
