@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
 
@@ -183,6 +183,8 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             lengths of samples (docs/guide/batching.md).
         mark_repeats: add a column "__repeat__" to batches of shards, bool: the samples (rows with `Packed`)
             that `tail` delivers a second time.
+        skip_steps: pairs (first step, the one after the last): global batches that are passed over on every
+            rank, over shards only; see `skip_steps`. Of a state that has them, they are known.
         progress: True or a title: show a bar of each loop, on stderr and rank 0 only: samples a second, the
             share of the time spent waiting, the time left (docs/guide/monitoring.md).
         name: what metrics, `dataflow top` and progress call this loader. None: the dataset's folder, its name
@@ -237,6 +239,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         ship_blocks: bool = False,
         batching: Batching | None = None,
         mark_repeats: bool = False,
+        skip_steps: Sequence[tuple[int, int]] = (),
         progress: bool | str = False,
         name: str | None = None,
         role: Role | None = None,
@@ -255,7 +258,9 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         }  # fmt: skip
         if not isinstance(dataset, Sharded):
             mixes = {"shuffle": shuffle} if isinstance(shuffle, Shuffle) else {}
-            _refuse("only a ShardedDataset or a Mixture has ", {**of_shards, **mixes})
+            _refuse(
+                "only a ShardedDataset or a Mixture has ", {**of_shards, **mixes, "skip_steps": skip_steps}
+            )
             self.workers = checked_workers(workers, num_workers or 0, multiprocessing_context)
             self.snapshot_every_n_steps = snapshot_every_n_steps
             self.prefetch_across_epochs = prefetch_across_epochs
@@ -305,6 +310,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
                 max_worker_restarts=max_worker_restarts, worker_init_fn=worker_init_fn,
                 multiprocessing_context=multiprocessing_context, builders=builders, ship_blocks=ship_blocks,
                 batching=batching, pin_memory=pin_memory, mark_repeats=mark_repeats,
+                skip_steps=cast("Any", skip_steps),
             )  # fmt: skip
         self._stream = StreamLoader(cast("Any", dataset), settings)
         plan = self._stream.builder_plan
@@ -375,6 +381,34 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         """Choose the epoch: of the order over shards, else of the sampler and the dataset that have one."""
         self._engine.set_epoch(epoch)
 
+    def skip_steps(self, steps: Sequence[tuple[int, int]]) -> None:
+        """Pass over global batches to come, on every rank, while all others stay what they were.
+
+        Steps count global batches since the training began, and those passed over count as done. They are
+        looked up from where the run is, through whole epochs, and kept as positions in states: any number of
+        ranks then passes over the same samples. A batch that holds others besides is smaller; each rank has a
+        sample of it, also where that brings one twice. A collective where torch.distributed is initialised:
+        all ranks call it with the same steps, after the same number of batches. What was read ahead is
+        dropped and read anew.
+
+        Args:
+            steps: pairs of integers, (first step, the one after the last).
+
+        Raises:
+            ValueError: steps that were taken, that differ between ranks, or nobody knows the samples of;
+                nothing of an epoch would be left.
+            TypeError: a loader over another dataset.
+            DataflowError: other ranks did not call it within `timeout`.
+
+        Examples:
+            >>> dataset = ShardedDataset("images/*.tar", columns=["cls"])
+            >>> with DataLoader(dataset, batch_size=2) as loader:  # steps 0 to 3
+            ...     loader.skip_steps([(1, 3)])
+            ...     print(len(loader), loader.batches_left, [batch["cls"].tolist() for batch in loader])
+            4 2 [[0, 1], [6, 7]]
+        """
+        resolve_name(f"{EXPLAINED}.skips:skip_steps")(self, steps)
+
     # ---- state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -438,6 +472,17 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         Raises as `provenance`, and as reading does.
         """
         return resolve_name(f"{EXPLAINED}.batch:batch_of_loader")(self, step, rank, world_size)
+
+    def find(self, samples: Any, on: str = "__key__") -> Any:
+        """Return at which steps of this training samples were delivered, and when they come next.
+
+        Args:
+            samples: keys, a file of them, an expression or numbers: see `dataflow.find`, also for the table.
+            on: the column of the keys.
+
+        Raises as that does, and `TypeError` for a loader over another dataset.
+        """
+        return resolve_name(f"{EXPLAINED}.find:find_of_loader")(self, samples, on)
 
     # ---- statistics ---------------------------------------------------------------------------------
 

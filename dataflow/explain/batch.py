@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dataflow.explain.dealt import is_passed_over
 from dataflow.explain.run import run_of_loader
 from dataflow.stream.loader import StreamLoader
 from sharding.plan.history import StepHistory
@@ -44,7 +45,9 @@ def batch_at(run: ExplainedRun, place: StepPlace, rank: int, world_size: int | N
         )
     if not 0 <= rank < num_ranks:
         raise IndexError(f"rank must be in [0, {num_ranks}) in step {place.step:,}, got {rank}")
-    run.order(place.epoch)  # raises where it is not known
+    order = run.order(place.epoch)  # raises where it is not known
+    if run.plan.passed and is_passed_over(run.plan, order, place):
+        raise IndexError(f"step {place.step:,} was passed over, as skip_steps says: no rank got anything")
     plan, settings = run.plan, run.settings
     again = replace(
         settings,
@@ -60,6 +63,7 @@ def batch_at(run: ExplainedRun, place: StepPlace, rank: int, world_size: int | N
         ship_blocks=False,
         worker_init_fn=None,
         multiprocessing_context=None,
+        skip_steps=(),
     )
     loader = StreamLoader(run.dataset, again)
     try:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.dataset import ShardedDataset
-from dataflow.explain.dealt import WHOLE, DealtRows, Ints, dealt_rows, has_step
+from dataflow.explain.dealt import WHOLE, DealtRows, Ints, dealt_rows, has_step, is_passed_over
 from dataflow.explain.located import draws_of, keys_of, located
 from dataflow.explain.run import ExplainedRun, Steps, run_of_loader, run_of_state
 from dataflow.mixture import Mixture
@@ -160,6 +160,8 @@ def table_of(
     for place in places:
         order = run.order(place.epoch)
         rows = dealt_rows(run.plan, order, place, rank)
+        if run.plan.passed and is_passed_over(run.plan, order, place):
+            notes[f"step {place.step:,} was passed over, as skip_steps says"] = None
         tables.append(_table(run, place, order, rows, notes if keys else None))
     table = pa.concat_tables(tables).unify_dictionaries()
     return table.replace_schema_metadata({NOTES: json.dumps([*notes])})

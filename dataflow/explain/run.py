@@ -27,7 +27,7 @@ _NOT_EXPLAINED = (
     "only loaders over a ShardedDataset or a Mixture are explained, since the sampler of others decides "
     "which samples come; this is a "
 )
-_NO_HISTORY = (
+NO_HISTORY = (
     "the state is of a training that began before states told which epochs its steps were in: say where the "
     "step was, by epoch=, position= and global_batch="
 )
@@ -46,7 +46,7 @@ class ExplainedRun(NamedTuple):
     def places(self, steps: Steps) -> list[StepPlace]:
         """The places of some steps. `IndexError` for an unknown one, `ValueError` for a state of before."""
         if self.history is None:
-            raise ValueError(_NO_HISTORY)
+            raise ValueError(NO_HISTORY)
         return [self.history.find(step) for step in numbers_of(steps)]
 
     def order(self, epoch: int) -> EpochOrder:
@@ -95,9 +95,14 @@ class ExplainedRun(NamedTuple):
 
 def run_of_loader(loader: DataLoader[Any, Any]) -> ExplainedRun:
     """The run of a loader so far. `TypeError` for one over another dataset."""
+    return run_of_stream(stream_of(loader))
+
+
+def stream_of(loader: DataLoader[Any, Any]) -> StreamLoader:
+    """The stream of a loader. `TypeError` for one over another dataset."""
     if loader._stream is None:
         raise TypeError(_NOT_EXPLAINED + type(loader.dataset).__name__)
-    return run_of_stream(loader._stream)
+    return loader._stream
 
 
 def run_of_stream(stream: StreamLoader) -> ExplainedRun:
