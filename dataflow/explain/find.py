@@ -243,7 +243,7 @@ def _steps(
 def _items(
     run: ExplainedRun, order: EpochOrder, numbers: Ints, begin: int, end: int, notes: dict[str, None]
 ) -> tuple[Ints, Ints, int]:
-    """Where samples are among what is dealt out of an epoch: index, item, and the number of all items."""
+    """The places of samples among what is dealt out of an epoch: index, item, and the number of all items."""
     planner, known_from, num_items = run.plan.planner, order.known_from, _num_items(run, order, begin)
     if planner is None:
         found = *order.positions_of(numbers, begin, min(end, num_items)), num_items
@@ -259,7 +259,7 @@ def _items(
 
 
 def _num_items(run: ExplainedRun, order: EpochOrder, begin: int) -> int:
-    """How many samples, or units, an epoch has."""
+    """The number of samples, or units, of an epoch."""
     if run.plan.planner is None:
         return order.num_samples
     sequence = run.plan.planner.sequence(order, begin)
