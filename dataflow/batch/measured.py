@@ -8,7 +8,8 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 from dataflow.batch.packed import batch_columns
 from dataflow.batch.samples import (
     KEPT,
+    LEAVE_OUT,
     ONE_FORM,
     Form,
     GatherSamples,
@@ -29,6 +31,7 @@ from dataflow.batch.samples import (
     unlike_columns,
     unlike_planned,
 )
+from dataflow.batch.transforms import COSTS
 from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.ragged import Ragged
 from sharding.errors import SampleError
@@ -36,6 +39,8 @@ from sharding.lengths.batching import Batching
 from sharding.lengths.units import BatchSegments
 from sharding.order.windows import ranges
 from sharding.printable import listed
+
+_NO_COST = -1
 
 
 class Lists(Struct, frozen=True, eq=False):
@@ -118,6 +123,22 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
             if name != KEPT
         }
         return cls(positions[batch[KEPT].numpy()], columns)
+
+    def costs(self, names: Sequence[str]) -> NDArray[np.int64]:
+        """The costs of columns, [n, names], each as `cost_of` says."""
+        if not len(self) or COSTS in self.columns:
+            costs: Any = self.columns.get(COSTS, ())
+            return np.array(costs, np.int64).reshape(len(self), len(names))
+        columns = [self.columns.get(name, [_NO_COST] * len(self)) for name in names]
+        costs = [c.lengths if isinstance(c, Lists) else [*map(cost_of, c)] for c in columns]
+        return np.array(costs, np.int64).reshape(len(names), len(self)).T
+
+    def wrong_costs(self, batching: Batching) -> Iterator[tuple[int, str]]:
+        """The row and the reason of each cost that is wrong."""
+        names = batching.cost_columns
+        for name, costs in zip(names, self.costs(names).T, strict=True):
+            reasons = [cost_reason(batching, name, cost) for cost in costs.tolist()]
+            yield from ((row, reason) for row, reason in enumerate(reasons) if reason)
 
     @property
     def nbytes(self) -> int:
@@ -283,14 +304,46 @@ def batch_of_made(
     return own.batch(batching, segments, forms), there
 
 
-def length_reason(batching: Batching, sample: Mapping[str, Any], planned: int) -> tuple[str, bool]:
-    """Return what is wrong with a sample's lengths, "": nothing; and whether it is not what was planned."""
-    lengths = [len(sample[name]) for name in batching.columns]
+def length_reason(
+    batching: Batching, sample: Mapping[str, Any], planned: NDArray[np.int64]
+) -> tuple[str, bool]:
+    """Return what is wrong with a sample's lengths, "": nothing; and whether it is not what was planned.
+
+    That is its length, and its costs, [1 + costs].
+    """
+    lengths, names = [len(sample[name]) for name in batching.columns], batching.cost_columns
     if reason := unlike_columns(batching.columns, lengths):
         return reason, False
-    if lengths[0] != planned:
-        return unlike_planned(batching.column, lengths[0], planned), True
+    made = [lengths[0], *(cost_of(sample.get(name, _NO_COST)) for name in names)]
+    for name, own, said in zip((batching.column, *names), made, planned.tolist(), strict=True):
+        if own != said:
+            is_wrong = own != _NO_COST
+            return unlike_planned(name, own, said) if is_wrong else cost_reason(batching, name, own), is_wrong
     return cut_reason(batching, lengths[0], sample), False
+
+
+def cost_of(value: Any) -> int:
+    """Return what a value of a cost column counts: itself, a whole number, or its length; 0 for None.
+
+    -1 where it is neither.
+    """
+    if value is None:
+        return 0
+    if isinstance(value, list | tuple | bytes) or np.ndim(value):
+        return len(value)
+    try:
+        return max(_NO_COST, index(value))
+    except TypeError:
+        return _NO_COST
+
+
+def cost_reason(batching: Batching, column: str, cost: int) -> str:
+    """Return what is wrong with a sample's cost; "": nothing."""
+    if cost == _NO_COST:
+        return f"column {column!r} of balance= or budget= has no whole number >= 0, nor a list, in the sample"
+    most = batching.most_costs.get(column, cost)
+    text = f"column {column!r} counts {cost:,}, above budget={{{column!r}: {most}}}"
+    return f"{text}: raise it, make the sample smaller, {LEAVE_OUT}" if cost > most else ""
 
 
 def cut_reason(batching: Batching, length: int, sample: Mapping[str, Any]) -> str:
