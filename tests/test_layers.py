@@ -342,7 +342,7 @@ MOST_LINES = {
     "dataflow/telemetry/serving": 665,
     "dataflow/telemetry/status": 1_403,
     "dataflow/telemetry/timing": 2_136,
-    "dataflow/tools": 578,
+    "dataflow/tools": 594,
     "dataflow/tools/bench": 2_660,
     "dataflow/tools/convert": 190,
     "dataflow/tools/doctor": 400,
