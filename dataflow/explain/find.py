@@ -99,13 +99,13 @@ def find(
         [[0, 4], [3]]
     """
     run = run_of_state(state, dataset, batching)
-    return _table(run, int(state["epoch"]), int(state["position"]), samples, on)
+    return table_of_run(run, int(state["epoch"]), int(state["position"]), samples, on)
 
 
 def find_of_loader(loader: DataLoader[Any, Any], samples: Any, on: str) -> pa.Table:
     """The entry of `DataLoader.find`."""
     stream = stream_of(loader)
-    return _table(run_of_stream(stream), stream.epoch, stream.position, samples, on)
+    return table_of_run(run_of_stream(stream), stream.epoch, stream.position, samples, on)
 
 
 def chosen(dataset: ShardedDataset | Mixture, samples: Any, on: str = "__key__") -> FoundKeys:
@@ -166,7 +166,8 @@ def _text(key: Any) -> str:
 # ---- when -----------------------------------------------------------------------------------------------
 
 
-def _table(run: ExplainedRun, epoch: int, position: int, samples: Any, on: str) -> pa.Table:
+def table_of_run(run: ExplainedRun, epoch: int, position: int, samples: Any, on: str) -> pa.Table:
+    """The table of samples of a run that stands at a position; see `find`."""
     if run.history is None:
         raise ValueError(NO_HISTORY)
     found, notes = chosen(run.dataset, samples, on), dict[str, None]()
