@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from prefetch.control.pause import ReadPause
 
 _log = logging.getLogger("dataflow")
-EXPLAINED = "dataflow.explain"
-"""The package that tells which samples were in steps."""
 
 D_co = TypeVar("D_co", covariant=True, default=Any)
 """The dataset: a `Sharded` one decides what batches and statistics are."""
@@ -385,11 +383,10 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         """Pass over global batches to come, on every rank, while all others stay what they were.
 
         Steps count global batches since the training began, and those passed over count as done. They are
-        looked up from where the run is, through whole epochs, and kept as positions in states: any number of
-        ranks then passes over the same samples. A batch that holds others besides is smaller; each rank has a
-        sample of it, also where that brings one twice. A collective where torch.distributed is initialised:
-        all ranks call it with the same steps, after the same number of batches. What was read ahead is
-        dropped and read anew.
+        kept as positions in states: any number of ranks then passes over the same samples. A batch that
+        holds others besides is smaller; each rank has a sample of it, also where that brings one twice. A
+        collective where torch.distributed is initialised: all ranks call it with the same steps, after the
+        same number of batches. What was read ahead is dropped and read anew.
 
         Args:
             steps: pairs of integers, (first step, the one after the last).
@@ -407,7 +404,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             ...     print(len(loader), loader.batches_left, [batch["cls"].tolist() for batch in loader])
             4 2 [[0, 1], [6, 7]]
         """
-        resolve_name(f"{EXPLAINED}.skips:skip_steps")(self, steps)
+        resolve_name("dataflow.explain.skips:skip_steps")(self, steps)
 
     # ---- state --------------------------------------------------------------------------------------
 
@@ -459,7 +456,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             ValueError: what cannot be told, with the reason.
             TypeError: a loader over another dataset, whose order is its sampler's.
         """
-        return resolve_name(f"{EXPLAINED}.provenance:provenance_of_loader")(self, steps, rank, keys)
+        return resolve_name("dataflow.explain.provenance:provenance_of_loader")(self, steps, rank, keys)
 
     def batch_at(self, step: int, rank: int | None = None, world_size: int | None = None) -> Any:
         """Make the batch that a rank got in a step again, bit by bit. The loader stays where it is.
@@ -471,18 +468,16 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
         Raises as `provenance`, and as reading does.
         """
-        return resolve_name(f"{EXPLAINED}.batch:batch_of_loader")(self, step, rank, world_size)
+        return resolve_name("dataflow.explain.batch:batch_of_loader")(self, step, rank, world_size)
 
     def find(self, samples: Any, on: str = "__key__") -> Any:
         """Return at which steps of this training samples were delivered, and when they come next.
 
         Args:
-            samples: keys, a file of them, an expression or numbers: see `dataflow.find`, also for the table.
-            on: the column of the keys.
-
-        Raises as that does, and `TypeError` for a loader over another dataset.
+            samples: see `dataflow.find`, also for the table and what is raised.
+            on: likewise. `TypeError` for a loader over another dataset.
         """
-        return resolve_name(f"{EXPLAINED}.find:find_of_loader")(self, samples, on)
+        return resolve_name("dataflow.explain.find:find_of_loader")(self, samples, on)
 
     # ---- statistics ---------------------------------------------------------------------------------
 

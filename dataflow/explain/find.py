@@ -99,13 +99,13 @@ def find(
         [[0, 4], [3]]
     """
     run = run_of_state(state, dataset, batching)
-    return _table(run, int(state["epoch"]), int(state["position"]), samples, on)
+    return table_of_run(run, int(state["epoch"]), int(state["position"]), samples, on)
 
 
 def find_of_loader(loader: DataLoader[Any, Any], samples: Any, on: str) -> pa.Table:
     """The entry of `DataLoader.find`."""
     stream = stream_of(loader)
-    return _table(run_of_stream(stream), stream.epoch, stream.position, samples, on)
+    return table_of_run(run_of_stream(stream), stream.epoch, stream.position, samples, on)
 
 
 def chosen(dataset: ShardedDataset | Mixture, samples: Any, on: str = "__key__") -> FoundKeys:
@@ -166,7 +166,8 @@ def _text(key: Any) -> str:
 # ---- when -----------------------------------------------------------------------------------------------
 
 
-def _table(run: ExplainedRun, epoch: int, position: int, samples: Any, on: str) -> pa.Table:
+def table_of_run(run: ExplainedRun, epoch: int, position: int, samples: Any, on: str) -> pa.Table:
+    """The table of samples of a run that stands at a position; see `find`."""
     if run.history is None:
         raise ValueError(NO_HISTORY)
     found, notes = chosen(run.dataset, samples, on), dict[str, None]()
@@ -243,7 +244,7 @@ def _steps(
 def _items(
     run: ExplainedRun, order: EpochOrder, numbers: Ints, begin: int, end: int, notes: dict[str, None]
 ) -> tuple[Ints, Ints, int]:
-    """Where samples are among what is dealt out of an epoch: index, item, and the number of all items."""
+    """The places of samples among what is dealt out of an epoch: index, item, and the number of all items."""
     planner, known_from, num_items = run.plan.planner, order.known_from, _num_items(run, order, begin)
     if planner is None:
         found = *order.positions_of(numbers, begin, min(end, num_items)), num_items
@@ -259,7 +260,7 @@ def _items(
 
 
 def _num_items(run: ExplainedRun, order: EpochOrder, begin: int) -> int:
-    """How many samples, or units, an epoch has."""
+    """The number of samples, or units, of an epoch."""
     if run.plan.planner is None:
         return order.num_samples
     sequence = run.plan.planner.sequence(order, begin)

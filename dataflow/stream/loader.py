@@ -29,7 +29,7 @@ from dataflow.planning.facts import facts_of
 from dataflow.planning.length_aware import SampleLengths, is_by_tokens
 from dataflow.planning.plan import StreamPlan, check_known, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
-from dataflow.planning.settings import StreamSettings
+from dataflow.planning.settings import WITH_STEPS, StreamSettings
 from dataflow.progress.bar import ProgressBar
 from dataflow.progress.observer import EpochPosition, LoaderObserver
 from dataflow.stats import LoaderStats
@@ -60,8 +60,6 @@ from sharding.plan.difference import Facts
 from sharding.plan.history import StepHistory
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.topology.topology import Topology
-
-WITH_STEPS = "dataflow.explain.skips:with_steps"
 
 
 class StreamLoader:
@@ -472,7 +470,7 @@ class StreamLoader:
 
     @property
     def position(self) -> int:
-        """Where in the epoch the batches handed out end."""
+        """The place in the epoch at which the batches handed out end."""
         return self._loops.position
 
     @cached_property

@@ -16,6 +16,7 @@ from dataflow.tools.bench.commands import bench
 from dataflow.tools.convert.command import convert
 from dataflow.tools.doctor.command import doctor
 from dataflow.tools.explain.command import explain
+from dataflow.tools.explain.found import find
 from dataflow.tools.inspect.settings import InspectSettings
 from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.terminal.options import (
@@ -72,6 +73,7 @@ def main() -> None:
     \b
     Show which samples were in a step of a training:
       dataflow explain data/train.catalog --state checkpoint.pt --step 41237
+      dataflow find data/train.catalog --state checkpoint.pt --key sample0731
 
     \b
     Follow the trainings that run, on a terminal or in a browser:
@@ -316,6 +318,7 @@ main.add_command(bench)
 main.add_command(convert)
 main.add_command(doctor)
 main.add_command(explain)
+main.add_command(find)
 main.add_command(top)
 
 

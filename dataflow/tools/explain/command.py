@@ -110,7 +110,7 @@ def explain(
     from dataflow.tools.terminal.report import Page, save, show
 
     state = state_in(settings.state)
-    run = _run_of(dataset, state)
+    run = run_of(dataset, state)
     try:
         places = _places(run, settings)
         table = table_of(run, places, settings.rank, keys=not settings.no_keys)
@@ -133,7 +133,7 @@ def explain(
         Path(html).write_text(page_of(run, places, table, notes), "utf-8")
 
 
-def _run_of(dataset: DatasetArguments, state: Mapping[str, Any]) -> ExplainedRun:
+def run_of(dataset: DatasetArguments, state: Mapping[str, Any]) -> ExplainedRun:
     """The run of a state, over shards or in a loader that a function of the user's makes."""
     from dataflow.explain.run import run_of_loader, run_of_state
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets_kit import rank
 from hypothesis import given, strategies as st
+from programs_kit import run_command
 
 from dataflow import Bucketed, DataLoader, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget, find
 from dataflow.batch.packed import PackedRows
@@ -252,3 +253,23 @@ def test_what_may_have_been_left_out_is_noted(folder: Path) -> None:
     with loader_of(dataset) as loader:
         next(iter(loader))
         assert "on_error=" in notes_of(loader.find(np.arange(3)))[0]
+
+
+def test_the_command_says_it_in_words(folder: Path, tmp_path: Path) -> None:
+    with loader_of(opened(folder), None) as loader:
+        for _ in islice(forever(loader), 12):
+            pass
+        (tmp_path / "state.json").write_text(json.dumps({"loader": loader.state_dict()}))
+    (tmp_path / "keys.txt").write_text("id3\nid9\n")
+    command = ("find", folder / "*.parquet", "--state", tmp_path / "state.json", "--on", "id")
+    code, text = run_command(*command, *("--key", "id3", "--key", "id36", "--key", "no"))
+    assert code == 0, text
+    assert "id3 3 twice: steps 0 and 10 step 20 (epoch 2, position 3)" in text
+    assert "id36 36 once: step 9 step 19 (epoch 1, position 36)" in text
+    assert "no none" in text
+    code, text = run_command(*command, "--keys", tmp_path / "keys.txt", "--json", "-")
+    rows = json.loads(text)["rows"]
+    assert [(row["key"], row["steps"]) for row in rows] == [("id3", [0, 10]), ("id9", [2])]
+    code, text = run_command(*command)
+    assert code
+    assert "say which samples, by --key KEY or --keys FILE" in text
