@@ -228,7 +228,7 @@ def _numbers(ids: Sequence[Any]) -> str:
 
 
 class TokenWords(NamedTuple):
-    """How the tokens of a column are told."""
+    """The way to tell the tokens of a column."""
 
     column: str = ""
     """The column of tokens; "": none is known."""
