@@ -6,7 +6,7 @@ import pytest
 from source_kit import MODULES, ROOT, facts
 from wall import OPENED_BY, OUTSIDE, core_lines, core_tests, is_in, is_outside, module_of
 
-MOST_CORE_LINES = 54_795
+MOST_CORE_LINES = 55_056
 """As `wc -l` counts them in Python; 50,000 are wanted."""
 SEAMS = {
     "dataflow",  # public names
@@ -16,6 +16,7 @@ SEAMS = {
     "dataflow.sources.listing.claims",
     "dataflow.stream.decisions",
     "sharding.formats",
+    "sharding.lengths.batching",
     "sharding.write.writer",
 }
 """Modules of the core that have a table of entries, as docs/architecture.md lists them."""

@@ -27,9 +27,11 @@ OUTSIDE = {
     "command line": ("dataflow.tools",),
     "conversion and executors": ("dataflow.conversion", "dataflow.engines"),
     "Ray": ("dataflow.actors",),
+    "steps explained": ("dataflow.explain",),
     "text": ("dataflow.text",),
     "pictures and text": ("dataflow.vision",),
     "frameworks": ("dataflow.integrations",),
+    "costs of rows": ("sharding.lengths.costs",),
     "test kit": TEST_KIT,
     "images": (
         "dataflow.decode.crop",
@@ -68,7 +70,7 @@ OPENED_BY = {
 }
 """Modules of the core that name what is outside, since their public names do."""
 
-TESTS_OUTSIDE = {"test_energon.py", "test_loose_http.py"}
+TESTS_OUTSIDE = {"test_balanced_loader.py", "test_energon.py", "test_loose_http.py"}
 """Files of tests that say by names of formats alone what they are of."""
 SLOW = {"test_batched_weights.py", "test_core_driver.py", "test_mixture_weights.py"}
 """Files of tests that run with --full only: one takes half a minute, one compiles C."""

@@ -188,7 +188,7 @@ class MeasuringStage:
         assert isinstance(outer, UnitPlan)
         self._outer, self._order = outer, outer.order
         self._share = self.plan.epoch(epoch, start)
-        self._units, self._lengths = MeasuredUnits(outer.sequence, outer.megabatch), outer.sequence.lengths
+        self._units, self._lengths = MeasuredUnits(outer.sequence, outer.megabatch), outer.sequence.sizes
         self._number = 0
         """Batch of the epoch's plan that comes next."""
         self._num_dealt = 0
@@ -351,6 +351,8 @@ class MeasuringStage:
             for row in np.flatnonzero(lengths > self._batching.longest).tolist():
                 if reason := cut_reason(self._batching, int(lengths[row]), samples.one(row)):
                     reasons.setdefault(row, reason)
+        for row, reason in samples.wrong_costs(self._batching):
+            reasons.setdefault(row, reason)
         return dict(sorted(reasons.items()))
 
     def _misform(self, text: str, position: int | None) -> str:
@@ -379,8 +381,10 @@ class MeasuringStage:
             num_own = int(np.searchsorted(samples.positions, end))
             own, rest = samples.take(np.arange(num_own)), samples.take(np.arange(num_own, len(samples)))
             self._made = [rest] if len(rest) else []
-            lengths = np.full(end - first, LEFT_OUT)
-            lengths[own.positions - first] = _lengths(own, self._batching.column)
+            names, made = self._batching.cost_columns, _lengths(own, self._batching.column)
+            sizes = np.column_stack([made, own.costs(names)]) if names else made
+            lengths = np.full((end - first, *sizes.shape[1:]), LEFT_OUT)
+            lengths[own.positions - first] = sizes
         except EngineClosedError:
             raise
         except Exception as error:
@@ -400,23 +404,24 @@ class MeasuringStage:
     def _exchanged(
         self, exchange: LengthExchange, own: NDArray[np.int64] | Exception, first: int, end: int
     ) -> NDArray[np.int64]:
-        """The lengths of a megabatch, of which each rank has measured some."""
+        """The lengths of a megabatch, of which each rank has measured some; so it is with costs."""
         of_maker = makers(first, end, self._order.num_lanes, exchange.num_makers)
         mine = own if isinstance(own, Exception) else own[of_maker == exchange.maker]
-        lengths = np.empty(end - first, np.int64)
-        for maker, measured in enumerate(exchange.lengths(mine)):
+        parts = exchange.lengths(mine)
+        lengths = np.empty((end - first, *parts[0].shape[1:]), np.int64)
+        for maker, measured in enumerate(parts):
             lengths[of_maker == maker] = measured
         return lengths
 
     def _checked(self, made: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
-        """The lengths that were known, with which what was made must agree."""
+        """The lengths, and costs, that were known, with which what was made must agree."""
         assert self._lengths is not None
         lengths = self._lengths[first:end].astype(np.int64)
-        wrong = np.flatnonzero((made != LEFT_OUT) & (made != lengths))
+        wrong = np.argwhere((made != LEFT_OUT) & (made != lengths))
         if len(wrong):
-            at = int(wrong[0])
-            reason = unlike_planned(self._batching.column, int(made[at]), int(lengths[at]))
-            raise self._error(first + at, reason)
+            at, names = tuple(wrong[0].tolist()), (self._batching.column, *self._batching.cost_columns)
+            reason = unlike_planned(names[at[-1] if len(at) > 1 else 0], int(made[at]), int(lengths[at]))
+            raise self._error(first + at[0], reason)
         return lengths
 
     def _deal(self, own: MeasuredSamples) -> None:

@@ -30,7 +30,8 @@ from dataflow.tools.cli import main
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.batching import Batching
 from sharding.lengths.measuring import makers
-from sharding.lengths.unit_plan import UnitSequence, units_key
+from sharding.lengths.unit_plan import UnitSequence
+from sharding.lengths.units import units_key
 from sharding.order.order import Order
 from sharding.write.file import user_folder
 
