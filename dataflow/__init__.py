@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from dataflow.text.tokenize import Tokenize as Tokenize
     from dataflow.text.tokenizer import MissingTextSupportError as MissingTextSupportError
     from dataflow.vision.chat import VisionChat as VisionChat
+    from dataflow.vision.processor import Processor as Processor
     from prefetch.errors import (
         MemoryLimitError as MemoryLimitError,
         SampleTooLargeError as SampleTooLargeError,
@@ -100,6 +101,7 @@ _MODULES = {
     "Optional": "dataflow.outputs.optional",  # not `typing.Optional`, which a star import would hide
     "PackedRows": "dataflow.batch.packed",
     "PreferencePairs": "dataflow.text.pairs",
+    "Processor": "dataflow.vision.processor",
     "RankLostError": "dataflow.grad.agreement",
     "RayClusterError": "dataflow.actors.cluster",
     "RetryPolicy": "prefetch.retries",

@@ -39,7 +39,8 @@ class BatchTransform(Protocol):
 
     - `measure`, a function of a sample that returns `{column: length}` without making it, as from headers of
       images. Megabatches are planned by it, and each sample is made when its row is built. Where lengths
-      can be kept (`fingerprint`), later epochs and runs know them. One that takes `rng` is not used.
+      can be kept (`fingerprint`), later epochs and runs know them. `measure(sample, rng)` draws what the
+      transform draws from its `rng`; its lengths hold for one epoch.
     - `lists`, names of columns: tensors or arrays [n, ...] whose length differs from sample to sample, of one
       dtype and trailing shape. Without a `collate_fn`, batches have each of them as a `Ragged`.
     - `targets`, names of columns: masks of the tokens that are to be learned. A sample of which none is, as
@@ -69,10 +70,15 @@ def lists_of(transform: object) -> tuple[str, ...]:
     return tuple(getattr(transform, "lists", ()))
 
 
-def measure_of(transform: object) -> Callable[[Sample], Mapping[str, int]] | None:
+def measure_of(transform: object) -> Callable[..., Mapping[str, int]] | None:
     """The function that tells lengths of a transform's samples without making them; None: it has none."""
     measure = getattr(transform, "measure", None)
-    return measure if callable(measure) and not wants_rng(measure) else None
+    return measure if callable(measure) else None
+
+
+def has_random_lengths(transform: Callable[..., Any]) -> bool:
+    """Return whether its samples may be of other lengths in another epoch."""
+    return wants_rng(measure_of(transform) or transform)
 
 
 class LengthsAlone:
@@ -89,9 +95,9 @@ class LengthsAlone:
         self._costs = batching.cost_columns
         self.fingerprint, self.releases_gil = fingerprint_of(transform), releases_gil(transform)
 
-    def __call__(self, sample: Sample) -> Sample:
-        """Lists of zeros."""
-        lengths, lead = self._measure(sample), self._columns[0]
+    def __call__(self, sample: Sample, **rng: np.random.Generator) -> Sample:
+        """Lists of zeros. `rng` is given where `measure` takes it, as the transform has it later."""
+        lengths, lead = self._measure(sample, **rng), self._columns[0]
         if missing := [name for name in (lead, *self._costs) if name not in lengths]:
             raise ValueError(f"measure returned {lengths!r}, without the length of {missing[0]!r}")
         empty = np.zeros(int(lengths[lead]), np.int8)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dataflow.batch.measured import cost_reason
 from dataflow.batch.samples import GatherSamples, not_cut
-from dataflow.batch.transforms import LengthsAlone, fingerprint_of, measure_of
+from dataflow.batch.transforms import LengthsAlone, fingerprint_of, has_random_lengths, measure_of
 from dataflow.dataset import ShardedDataset
 from dataflow.decode.values import LACKING
 from dataflow.mixture import Mixture
@@ -240,25 +240,11 @@ def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
     batching, sources = settings.batching, dataset.sources
     if batching is None or not are_measured(settings, dataset) or batching.lengths is not None:
         return None
-    if not _lengths_key(batching, dataset) or any(
-        source.transform_wants_rng and not measure_of(source.transform) for source in sources
-    ):
+    transforms = [source.transform for source in sources if source.transform is not None]
+    if not _lengths_key(batching, dataset) or any(map(has_random_lengths, transforms)):
         return None
     names = (batching.column, *batching.cost_columns)
     return KeptLengths(*([_lengths_file(batching, source, name) for source in sources] for name in names))
-
-
-def _unused_measure(settings: StreamSettings, dataset: ShardedDataset | Mixture) -> str:
-    """Return why a transform's `measure` tells no lengths; "": it does, none has it, or they are given."""
-    transforms = [source.transform for source in dataset.sources]
-    have = [transform for transform in transforms if callable(getattr(transform, "measure", None))]
-    if not have or settings.batching is None or settings.batching.lengths is not None:
-        return ""
-    if any(measure_of(transform) is None for transform in have):
-        return "measure takes rng, whose lengths hold for one epoch"
-    if len(have) < len(transforms):
-        return "the transforms of some sources of the mixture have no measure"
-    return ""
 
 
 class SampleLengths:
@@ -272,8 +258,12 @@ class SampleLengths:
     def __init__(self, settings: StreamSettings, dataset: ShardedDataset | Mixture) -> None:
         self._timeout_s, self._dataset, self._batching = settings.timeout_s, dataset, settings.batching
         self._kept = kept_lengths(settings, dataset)
-        if reason := _unused_measure(settings, dataset):
-            _log.warning("%s, so measure is not used: megabatches are made to be planned", reason)
+        is_open = settings.batching is not None and settings.batching.lengths is None
+        if is_open and not tells_lengths(dataset) and any(measure_of(s.transform) for s in dataset.sources):
+            _log.warning(
+                "the transforms of some sources of the mixture have no measure, so it is not used: "
+                "megabatches are made to be planned"
+            )
         self.exchange: LengthExchange | None = None
         """With the other ranks; None: not joined yet, or there are none."""
 

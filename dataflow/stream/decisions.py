@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from dataflow.batch.builder import BuildSettings
-from dataflow.batch.transforms import LengthsAlone, releases_gil, wants_rng
+from dataflow.batch.transforms import LengthsAlone, has_random_lengths, releases_gil
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import allowed_cores, machine_memory, memory_limit_bytes
 from dataflow.mixture import Mixture
@@ -186,15 +186,13 @@ class SessionPlan:
         collate = settings.collate_fn
         if batching is not None and plan.makes_rows:
             collate = gather_of(batching)
-        transforms: list[Any] = [source.transform for source in dataset.sources]
+        transforms: list[Any] = [(source.transform, source.transform_wants_rng) for source in dataset.sources]
         if plan.asked is not None:
-            transforms = [LengthsAlone(transform, plan.asked) for transform in transforms]
+            transforms = [(LengthsAlone(one, plan.asked), has_random_lengths(one)) for one, _ in transforms]
         return BuildSettings(
             outputs=dataset.outputs,
             seed=plan.seed,
-            transforms=[
-                (transform, transform is not None and wants_rng(transform)) for transform in transforms
-            ],
+            transforms=transforms,
             collate=collate,
             batch_transform=None if plan.measures_lengths else dataset.batch_transform,
             batching=batching,

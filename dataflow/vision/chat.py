@@ -13,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.text.chat import from_json, messages_of, overlapping
+from dataflow.text.chat import from_json, overlapping
 from dataflow.text.chat_template import ChatText, template_of
 from dataflow.text.tokenizer import TokenizerFile, checked_dtype, tokenizer_fingerprint
 from dataflow.vision.family import family_of
+from dataflow.vision.messages import messages_with_pictures
 from dataflow.vision.pictures import Picture, picture_members, pictures_of
 from dataflow.vision.positions import image_positions
 
@@ -195,12 +196,8 @@ class VisionChat:
         self, sample: Sample, pictures: Sequence[Picture]
     ) -> tuple[VisionTokens, list[tuple[int, int]], int]:
         """Tokens, grids of the pictures that are kept, and how many messages are left out."""
-        messages = [plain_message(message) for message in messages_of(sample[self.column])]
-        counts = [self._num_pictures(number, message) for number, message in enumerate(messages)]
-        if sum(counts) != len(pictures):
-            raise ValueError(
-                f"its messages have {sum(counts)} pictures, and column {self.images!r} has {len(pictures)}"
-            )
+        tokens = (self.family.image_token, self.family.video_token)
+        messages, counts = messages_with_pictures(sample[self.column], len(pictures), tokens, self.images)
         grids = []
         for number, picture in enumerate(pictures):
             try:
@@ -208,11 +205,11 @@ class VisionChat:
             except ValueError as error:
                 raise ValueError(f"picture {number}: {error}") from error
         tools = from_json(sample[self.tools]) if self.tools else None
-        tokens = self._tokens(messages, grids, tools)
-        if self.max_length is None or len(tokens.ids) <= self.max_length:
-            return tokens, grids, 0
+        whole = self._tokens(messages, grids, tools)
+        if self.max_length is None or len(whole.ids) <= self.max_length:
+            return whole, grids, 0
         if self.overlong == "error":
-            raise ValueError(f"{len(tokens.ids):,} tokens, and max_length={self.max_length:,}")
+            raise ValueError(f"{len(whole.ids):,} tokens, and max_length={self.max_length:,}")
         ends = [n for n in range(1, len(messages)) if messages[n - 1]["role"] == "assistant"]
         pictures_until = [0, *accumulate(counts)]
         kept: tuple[VisionTokens, list[tuple[int, int]], int] | None = None
@@ -227,23 +224,10 @@ class VisionChat:
                 ends = ends[:middle]
         if kept is None:
             raise ValueError(
-                f"{len(tokens.ids):,} tokens, and not even its first turn has room in "
+                f"{len(whole.ids):,} tokens, and not even its first turn has room in "
                 f"max_length={self.max_length:,}: give a smaller max_pixels=, or a larger max_length="
             )
         return kept
-
-    def _num_pictures(self, number: int, message: Mapping[str, Any]) -> int:
-        """Return how many pictures a message has. `ValueError` for one whose text has their token."""
-        content = message.get("content")
-        parts: list[Any] = content if isinstance(content, list) else [content]
-        for part in parts:
-            text = part.get("text", "") if isinstance(part, Mapping) else part
-            for token in (self.family.image_token, self.family.video_token):
-                if isinstance(text, str) and token in text:
-                    raise ValueError(
-                        f"the text of message {number} has the token {token}, which stands for pixels"
-                    )
-        return sum(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
 
     def _tokens(
         self, messages: Sequence[Mapping[str, Any]], grids: Sequence[tuple[int, int]], tools: Any
@@ -277,29 +261,3 @@ class VisionChat:
 
     def __repr__(self) -> str:
         return f"VisionChat({self.file!r}, {self.family_name}, {self.column}, {self.images})"
-
-
-def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose parts have what says something: no None, and no address or pixels of a picture.
-
-    `ValueError` for a part that is video or sound.
-    """
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    parts: list[Any] = []
-    for part in content:
-        if not isinstance(part, Mapping):
-            parts.append(part)
-            continue
-        kept = {key: value for key, value in part.items() if value is not None}
-        kind = kept.get("type")
-        if kind in ("image", "image_url") or (kind is None and ("image" in kept or "image_url" in kept)):
-            parts.append({"type": "image"})
-        elif kind in ("video", "audio") or "video" in kept or "audio" in kept:
-            raise ValueError(
-                f"a part of a message is {kind or 'video or audio'!r}: only text and images are taken"
-            )
-        else:
-            parts.append({key: value for key, value in kept.items() if key not in ("image", "image_url")})
-    return {**message, "content": parts}

@@ -31,8 +31,9 @@ from test_measured_lengths import (
     write,
 )
 
-from dataflow import Packed, Shuffle
+from dataflow import DataLoader, Mixture, Packed, ShardedDataset, Shuffle
 from sharding.errors import DataflowError, SampleError
+from sharding.write.file import user_folder
 
 SHORT = Packed(32, overlong="error", window=40)
 GLOBAL_ROWS = 12
@@ -119,6 +120,64 @@ def test_without_a_fingerprint_each_epoch_is_measured_again(folder: Path) -> Non
         for epoch in range(2):
             assert delivered(loader) == whole_batches(units_of(loader, epoch), 3)
             assert set(tokens.told.values()) == set(tokens.made.values()) - {epoch} == {epoch + 1}
+
+
+class Drawn(Measured):
+    """Cuts a random part of each text, by the first draw of its generator."""
+
+    def __call__(self, sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, Any]:  # type: ignore[override]
+        made = super().__call__(sample)
+        return {**made, "tokens": made["tokens"][: self.measure(sample, rng)["tokens"]]}
+
+    def measure(self, sample: Mapping[str, Any], rng: np.random.Generator) -> dict[str, int]:  # type: ignore[override]
+        return {"tokens": int(rng.integers(len(sample["text"]) + 1))}
+
+
+@pytest.mark.parametrize("workers", ["main", "process"])
+def test_a_measure_that_draws_holds_for_one_epoch(folder: Path, workers: str) -> None:
+    """A length that were not the one that was drawn would be an error."""
+    builders: Any = {} if workers == "main" else {"workers": workers, "num_workers": 2}
+    epochs, states = [], []
+    with loader_of(folder, SHORT, Drawn(), **builders) as loader:
+        for _ in range(2):
+            epochs.append([])
+            for batch in loader:
+                epochs[-1].append(segments_of(batch["tokens"]))
+                states.append(loader.state_dict())
+        with pytest.raises(TypeError, match="measured"):
+            len(loader)
+    lengths = [{piece[0]: len(piece) for piece in chain(*chain(*batches))} for batches in epochs]
+    assert lengths[0] != lengths[1]
+    assert not user_files()
+    cut = len(epochs[0]) + 3
+    with loader_of(folder, SHORT, Drawn(), **builders) as loader:
+        loader.load_state_dict(states[cut - 1])
+        assert delivered(loader) == epochs[1][3:]
+
+
+def user_files() -> list[str]:
+    """The files of lengths that are kept."""
+    folder = Path(user_folder("lengths"))
+    return [path.name for path in folder.glob("*.npy")] if folder.exists() else []
+
+
+def test_a_measure_that_only_some_sources_have_is_not_used_which_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = [ShardedDataset(str(folder), transform=transform) for transform in (Measured(), tokens_of)]
+    with DataLoader(Mixture([*sources]), 3, batching=SHORT, num_workers=0) as loader:
+        assert len([*islice(loader, 3)]) == 3
+    assert "some sources of the mixture have no measure" in caplog.text
+
+
+def test_a_mixture_is_measured_ahead(folder: Path) -> None:
+    sources = [ShardedDataset(str(folder), transform=Measured(), block_bytes=400) for _ in range(2)]
+    with DataLoader(Mixture([*sources]), 3, True, batching=SHORT, num_workers=0) as loader:
+        documents = Counter(chain(*map(documents_of, delivered(loader))))
+        assert len(loader)
+        again = delivered(loader)
+    assert documents == {i: 2 for i in range(NUM_DOCUMENTS) if length_of(i)}
+    assert Counter(chain(*map(documents_of, again))) == documents
 
 
 def test_a_resumed_loader_makes_nothing_of_what_was_delivered(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -510,26 +509,6 @@ def test_text_alone_is_made_by_the_megabatch_where_its_lengths_are_known(folder:
     with loader_of(folder, replace(LONG_ROWS, lengths=known(folder)), tokens) as loader:
         rows = segments_of(next(iter(loader))["tokens"])
         assert sum(tokens.made.values()) >= 100 > sum(map(len, rows))
-
-
-class HeaderTokens(MarkedTokens):
-    """Tells lengths without making samples."""
-
-    fingerprint = "headers"
-
-    def measure(self, sample: Mapping[str, Any]) -> dict[str, int]:
-        return {"tokens": len(sample["text"])}
-
-
-def test_a_measure_that_is_not_used_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Unused(HeaderTokens):
-        pass
-
-    Unused.measure = lambda self, sample, rng: {}  # type: ignore[assignment,misc]
-    with loader_of(folder, LONG_ROWS, Unused()) as loader:
-        assert delivered(loader) == whole_batches(units_of(loader), 3)
-    (line,) = caplog.messages
-    assert re.search("measure takes rng.*measure is not used", line)
 
 
 @pytest.mark.parametrize("tail", ["pad", "uneven"])

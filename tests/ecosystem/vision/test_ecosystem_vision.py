@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import types
 import warnings
 from pathlib import Path
@@ -11,33 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vision_kit import PIL, TEMPLATE, image_bytes, vision_chat, write_vision_tokenizer
+from vision_kit import PIL, image_bytes, vision_chat
 
 from dataflow import VisionChat
 
 pytest.importorskip("transformers")
 
 
-def import_torchvision() -> None:
-    """Import it where its compiled part is of another build than torch: processors need none of it."""
-    real = torch.library.register_fake
-
-    def without_own(name: Any, *arguments: Any, **options: Any) -> Any:
-        if str(name).startswith("torchvision::"):
-            return lambda function: function
-        return real(name, *arguments, **options)
-
-    torch.library.register_fake = without_own
-    try:
-        pytest.importorskip("torchvision")
-    finally:
-        torch.library.register_fake = real
-
-
-import_torchvision()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import transformers
+    from processors_kit import make_processor, theirs_of
     from transformers.image_utils import load_image
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
@@ -55,17 +37,7 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def processor(family: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The family's own, with small pictures."""
-    path = write_vision_tokenizer(tmp_path_factory.mktemp(family) / "tokenizer.json")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), pad_token="<|endoftext|>")
-    side = 14 if family == "qwen2_5_vl" else 16
-    mean = {} if family == "qwen2_5_vl" else {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    images = transformers.Qwen2VLImageProcessor(
-        patch_size=side, min_pixels=(2 * side) ** 2 * 4, max_pixels=(10 * side) ** 2 * 2, **mean
-    )
-    is_old = family == "qwen2_5_vl"
-    videos = transformers.Qwen2VLVideoProcessor() if is_old else transformers.Qwen3VLVideoProcessor()
-    kind = transformers.Qwen2_5_VLProcessor if is_old else transformers.Qwen3VLProcessor
-    return kind(image_processor=images, tokenizer=tokenizer, video_processor=videos, chat_template=TEMPLATE)
+    return make_processor(family, tmp_path_factory.mktemp(family))
 
 
 @pytest.fixture(scope="module")
@@ -74,22 +46,6 @@ def folder(processor: Any, family: str, tmp_path_factory: pytest.TempPathFactory
     path = tmp_path_factory.mktemp(family)
     processor.save_pretrained(path)
     return path
-
-
-def theirs_of(processor: Any, sample: dict[str, Any]) -> Any:
-    """What the processor makes of a sample, given its pictures by Pillow."""
-    pictures = iter(sample["images"])
-    messages = [
-        {**message, "content": [_with_picture(part, pictures) for part in message["content"]]}
-        for message in sample["messages"]
-    ]
-    return processor.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
-    )
-
-
-def _with_picture(part: dict[str, Any], pictures: Any) -> dict[str, Any]:
-    return part if part["type"] == "text" else {**part, "image": PIL.open(io.BytesIO(next(pictures)))}
 
 
 def rope_of(family: str, made: Any, merge: int) -> torch.Tensor:
