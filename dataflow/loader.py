@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
 
@@ -33,6 +33,8 @@ from sharding.plan.batch_plan import Tail
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from dataflow.stats import LoaderStats, WorkerStats
     from dataflow.stream.loader import StreamLoader
     from dataflow.telemetry.status.health import LoaderHealth
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from prefetch.control.pause import ReadPause
 
 _log = logging.getLogger("dataflow")
+EXPLAINED = "dataflow.explain"
+"""The package that tells which samples were in steps."""
 
 D_co = TypeVar("D_co", covariant=True, default=Any)
 """The dataset: a `Sharded` one decides what batches and statistics are."""
@@ -403,6 +407,50 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     def resumed(self) -> bool:
         """Return whether a state was loaded and no batch asked for since."""
         return self._engine.resumed
+
+    # ---- what was delivered -------------------------------------------------------------------------
+
+    def provenance(
+        self, steps: int | Iterable[int], rank: int | None = None, *, keys: bool = True
+    ) -> pa.Table:
+        """Return which samples were in steps of this training: a `pyarrow.Table`.
+
+        A row is a sample that was delivered, or a piece of one; docs/guide/explain.md lists the columns.
+
+        Args:
+            steps: one, or several: batches of all ranks together, counted since the training began.
+            rank: only what this rank got, counted in the order in which ranks share out a batch.
+            keys: whether keys are read, where samples have some; nothing else of the data is.
+
+        Raises:
+            IndexError: steps that are not known, or were not taken yet; a rank that there was not.
+            ValueError: what cannot be told, with the reason.
+            TypeError: a loader over another dataset, whose order is its sampler's.
+        """
+        return resolve_name(f"{EXPLAINED}.provenance:provenance_of_loader")(
+            self._explained, steps, rank, keys
+        )
+
+    def batch_at(self, step: int, rank: int | None = None, world_size: int | None = None) -> Any:
+        """Make the batch that a rank got in a step again, bit by bit. The loader stays where it is.
+
+        Args:
+            step: counted since the training began.
+            rank: of `world_size` ranks; None: this one.
+            world_size: ranks that share out the step's samples; None: as many as did.
+
+        Raises as `provenance`, and as reading does.
+        """
+        return resolve_name(f"{EXPLAINED}.batch:batch_of_loader")(self._explained, step, rank, world_size)
+
+    @property
+    def _explained(self) -> StreamLoader:
+        if self._stream is None:
+            raise TypeError(
+                "only loaders over a ShardedDataset or a Mixture are explained: over a "
+                f"{type(self.dataset).__name__} the sampler decides which samples come"
+            )
+        return self._stream
 
     # ---- statistics ---------------------------------------------------------------------------------
 

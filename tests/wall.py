@@ -27,6 +27,7 @@ OUTSIDE = {
     "command line": ("dataflow.tools",),
     "conversion and executors": ("dataflow.conversion", "dataflow.engines"),
     "Ray": ("dataflow.actors",),
+    "steps explained": ("dataflow.explain",),
     "text": ("dataflow.text",),
     "pictures and text": ("dataflow.vision",),
     "frameworks": ("dataflow.integrations",),

@@ -95,9 +95,9 @@ class LengthsAlone:
         self._costs = batching.cost_columns
         self.fingerprint, self.releases_gil = fingerprint_of(transform), releases_gil(transform)
 
-    def __call__(self, sample: Sample, **rng: np.random.Generator) -> Sample:
-        """Lists of zeros. `rng` is given where `measure` takes it, as the transform has it later."""
-        lengths, lead = self._measure(sample, **rng), self._columns[0]
+    def __call__(self, sample: Sample, **draws: np.random.Generator) -> Sample:
+        """Lists of zeros. It is given `rng` where `measure` takes it, as the transform is later."""
+        lengths, lead = self._measure(sample, **draws), self._columns[0]
         if missing := [name for name in (lead, *self._costs) if name not in lengths]:
             raise ValueError(f"measure returned {lengths!r}, without the length of {missing[0]!r}")
         empty = np.zeros(int(lengths[lead]), np.int8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, Unpack
 
 import numpy as np
 
@@ -303,14 +303,13 @@ class StreamPlan:
 
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
-        windows = self.windows_of(epoch)
-        dealing: Dealing = {
-            "batch_size": self.batch_size,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "tail": self.tail,
-            "start": start,
-        }
+        return self.dealt(
+            self.windows_of(epoch), batch_size=self.batch_size, rank=self.rank, world_size=self.world_size,
+            tail=self.tail, start=start,
+        )  # fmt: skip
+
+    def dealt(self, windows: EpochOrder, **dealing: Unpack[Dealing]) -> RankPlan:
+        """The plan of an epoch with this order, for any rank of any world."""
         if self.planner is not None:
             return self.planner.plan(windows, **dealing)
         if isinstance(windows, MixtureWindows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
@@ -162,6 +163,21 @@ class StreamSettings:
                     "worker_init_fn and multiprocessing_context are for builders that are processes of this "
                     f"machine, and {names[0]} asks for others: leave one of them out"
                 )
+
+    def warn_of_another_order(self, seed: int, kind: str) -> None:
+        """Say which settings a loaded state replaces. Nobody can tell a default that was given."""
+        pairs = []
+        if self.seed not in (0, seed):
+            pairs.append((f"seed={self.seed}", f"seed={seed}"))
+        if self.shuffle is not None and self.order.kind != kind:
+            pairs.append((f"shuffle {self.order.kind!r}", f"shuffle {kind!r}"))
+        if pairs:
+            here, there = (" and ".join(names) for names in zip(*pairs, strict=True))
+            warnings.warn(
+                f"this loader was given {here}, and goes on with {there} of the loaded state, in which its "
+                "position means the samples that come next; for another order begin anew, without the state",
+                stacklevel=4,
+            )
 
     @property
     def asks_for_processes(self) -> bool:

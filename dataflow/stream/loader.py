@@ -229,8 +229,8 @@ class StreamLoader:
         num_batches = self.epoch_plan(self._loops.epoch, 0).num_batches
         if num_batches == UNKNOWN:
             raise TypeError(
-                "the lengths of samples are measured as they are made: how many batches there are shows when "
-                "all were made once, and kept under a lengths_key="
+                "the lengths of samples are measured on the way: how many batches there are shows when all "
+                "are kept; `dataflow index --lengths --transform` measures them before"
             )
         return num_batches
 
@@ -463,6 +463,11 @@ class StreamLoader:
         counts = {"skipped_samples": self._errors.count, "epoch_named": self.epoch_named}
         return {**state.to_json(), **counts, "history": history and history.to_json()}
 
+    @property
+    def taken(self) -> tuple[StreamPlan, StepHistory | None]:
+        """The plan, and which steps it has delivered so far; None: the loaded state does not tell."""
+        return self._plan, self._loops.history
+
     @cached_property
     def _facts(self) -> Facts:
         """The facts of the dataset in states."""
@@ -486,29 +491,13 @@ class StreamLoader:
             if type(count) is not int or count < 0:
                 raise ValueError(f"{name} must be an integer >= 0, got {count!r}")
         plan = self._plan.resumed(loaded, of=self.dataset, data=self._facts, shuffle=self._own_shuffle)
-        self._warn_of_another_order(loaded, plan.shuffle.kind)
+        self.settings.warn_of_another_order(loaded.seed, plan.shuffle.kind)
         self.close()
         self._use_plan(plan)
         is_kept = plan.shuffle == loaded.shuffle
         self.window_reason = "as in the loaded state" if is_kept else f"{self._own_reason}, as data differ"
         self._errors.count, self.epoch_named = int(skipped or 0), named
         self._loops.resume(loaded.epoch, loaded.position, plan.history(history, loaded, self.dataset))
-
-    def _warn_of_another_order(self, loaded: PlanState, kind: str) -> None:
-        """Say which settings of this loader the state replaces. Nobody can tell a default that was given."""
-        settings = self.settings
-        pairs = []
-        if settings.seed not in (0, loaded.seed):
-            pairs.append((f"seed={settings.seed}", f"seed={loaded.seed}"))
-        if settings.shuffle is not None and settings.order.kind != kind:
-            pairs.append((f"shuffle {settings.order.kind!r}", f"shuffle {kind!r}"))
-        if pairs:
-            here, there = (" and ".join(names) for names in zip(*pairs, strict=True))
-            warnings.warn(
-                f"this loader was given {here}, and goes on with {there} of the loaded state, in which its "
-                "position means the samples that come next; for another order begin anew, without the state",
-                stacklevel=4,
-            )
 
     # ---- engine -------------------------------------------------------------------------------------
 

@@ -110,6 +110,18 @@ def main() -> None:
     help="Also write the lengths of samples beside the catalog, as loaders with batching= have measured them "
     "on this machine. Whoever opens the catalog need not measure them again.",
 )
+@click.option(
+    "--transform",
+    metavar="MODULE:FUNCTION",
+    help="Measure the lengths first: package.module:function, your transform, or what takes no argument and "
+    "makes it, or the ShardedDataset that has it. Its measure is asked, else each sample is made.",
+)
+@click.option(
+    "--lengths-of",
+    metavar="COLUMN",
+    help="Column of --transform whose length counts; more of them, with commas, for balance= and budget=.",
+    show_default="the first one that measure tells, or tokens",
+)
 @options_of(EngineArguments, "engine")
 @plain_errors
 def index(
@@ -119,6 +131,8 @@ def index(
     block_bytes: int | None,
     checksum: bool,
     lengths: bool,
+    transform: str | None,
+    lengths_of: str | None,
 ) -> None:
     """Build or refresh the catalog of a dataset.
 
@@ -134,6 +148,7 @@ def index(
       dataflow index 's3://bucket/x-{000..099}.tar' --storage-option anon=true --output x.catalog
       dataflow index x.catalog                                 refresh a catalog
       dataflow index x.catalog --lengths                       and keep the lengths of samples with it
+      dataflow index x.catalog --lengths --transform chats:made   measure them: len(loader) is known at once
       dataflow index 's3://bucket/**/*.tar' --on dask --engine-option address=tcp://head:8786
     """  # noqa: D301 - click wants the control character
     from dataflow.tools.terminal.indexing import index_source
@@ -146,6 +161,8 @@ def index(
             block_bytes=block_bytes,
             checksum=checksum,
             lengths=lengths,
+            transform=transform,
+            lengths_of=lengths_of,
             executor=executor,
         )
 

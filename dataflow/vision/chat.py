@@ -6,13 +6,14 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dataflow.ragged import Ragged
 from dataflow.text.chat import from_json, overlapping
 from dataflow.text.chat_template import ChatText, template_of
 from dataflow.text.tokenizer import TokenizerFile, checked_dtype, tokenizer_fingerprint
@@ -181,15 +182,21 @@ class VisionChat:
             "image_grid_thw": len(grids),
         }
 
-    def normalized(self, pixel_values: Tensor) -> Tensor:
+    @overload
+    def normalized(self, pixel_values: Tensor) -> Tensor: ...
+    @overload
+    def normalized(self, pixel_values: Ragged) -> Ragged: ...
+    def normalized(self, pixel_values: Tensor | Ragged) -> Tensor | Ragged:
         """Return uint8 patches as the model takes them: float32, normalised, and repeated in time.
 
         Args:
-            pixel_values: uint8 [patches, values], on any device.
+            pixel_values: uint8 [patches, values], on any device; or the column of a batch.
 
         Returns:
             float32 [patches, 2 * values], on that device: to the last bit what the processor makes on a CPU.
         """
+        if isinstance(pixel_values, Ragged):
+            return Ragged(self.family.normalized(pixel_values.values), pixel_values.offsets)
         return self.family.normalized(pixel_values)
 
     def _planned(

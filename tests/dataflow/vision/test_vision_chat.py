@@ -16,7 +16,7 @@ import pytest
 import torch
 from vision_kit import SPECIAL, TEMPLATE, image_bytes, vision_chat, write_vision_tokenizer
 
-from dataflow import SampleError, ShardedDataset, ShardWriter, VisionChat
+from dataflow import Ragged, SampleError, ShardedDataset, ShardWriter, VisionChat
 from dataflow.vision.family import FAMILIES
 
 SIDE = {"qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_5": 32}
@@ -92,6 +92,8 @@ def test_float32_patches_are_uint8_ones_normalised_and_repeated(tokenizer: Path)
     numbers = chats(sample)["pixel_values"]
     assert levels.dtype == torch.uint8
     assert torch.equal(numbers, chats.normalized(levels))
+    column = Ragged.of_rows([levels[:4], levels[4:]])
+    assert torch.equal(chats.normalized(column).row(1), numbers[4:])
     twice = numbers.view(len(levels), 3, 2, -1)
     assert torch.equal(twice[:, :, 0], twice[:, :, 1])
     family = FAMILIES["qwen2_5_vl"]
