@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
 
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from prefetch.control.pause import ReadPause
 
 _log = logging.getLogger("dataflow")
-EXPLAINED = "dataflow.explain"
-"""The package that tells which samples were in steps."""
 
 D_co = TypeVar("D_co", covariant=True, default=Any)
 """The dataset: a `Sharded` one decides what batches and statistics are."""
@@ -183,6 +181,8 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             lengths of samples (docs/guide/batching.md).
         mark_repeats: add a column "__repeat__" to batches of shards, bool: the samples (rows with `Packed`)
             that `tail` delivers a second time.
+        skip_steps: pairs (first step, the one after the last): global batches that are passed over on every
+            rank, over shards only; see `skip_steps`. Of a state that has them, they are known.
         progress: True or a title: show a bar of each loop, on stderr and rank 0 only: samples a second, the
             share of the time spent waiting, the time left (docs/guide/monitoring.md).
         name: what metrics, `dataflow top` and progress call this loader. None: the dataset's folder, its name
@@ -237,6 +237,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         ship_blocks: bool = False,
         batching: Batching | None = None,
         mark_repeats: bool = False,
+        skip_steps: Sequence[tuple[int, int]] = (),
         progress: bool | str = False,
         name: str | None = None,
         role: Role | None = None,
@@ -255,7 +256,9 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         }  # fmt: skip
         if not isinstance(dataset, Sharded):
             mixes = {"shuffle": shuffle} if isinstance(shuffle, Shuffle) else {}
-            _refuse("only a ShardedDataset or a Mixture has ", {**of_shards, **mixes})
+            _refuse(
+                "only a ShardedDataset or a Mixture has ", {**of_shards, **mixes, "skip_steps": skip_steps}
+            )
             self.workers = checked_workers(workers, num_workers or 0, multiprocessing_context)
             self.snapshot_every_n_steps = snapshot_every_n_steps
             self.prefetch_across_epochs = prefetch_across_epochs
@@ -305,6 +308,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
                 max_worker_restarts=max_worker_restarts, worker_init_fn=worker_init_fn,
                 multiprocessing_context=multiprocessing_context, builders=builders, ship_blocks=ship_blocks,
                 batching=batching, pin_memory=pin_memory, mark_repeats=mark_repeats,
+                skip_steps=cast("Any", skip_steps),
             )  # fmt: skip
         self._stream = StreamLoader(cast("Any", dataset), settings)
         plan = self._stream.builder_plan
@@ -375,6 +379,33 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         """Choose the epoch: of the order over shards, else of the sampler and the dataset that have one."""
         self._engine.set_epoch(epoch)
 
+    def skip_steps(self, steps: Sequence[tuple[int, int]]) -> None:
+        """Pass over global batches to come, on every rank, while all others stay what they were.
+
+        Steps count global batches since the training began, and those passed over count as done. They are
+        kept as positions in states: any number of ranks then passes over the same samples. A batch that
+        holds others besides is smaller; each rank has a sample of it, also where that brings one twice. A
+        collective where torch.distributed is initialised: all ranks call it with the same steps, after the
+        same number of batches. What was read ahead is dropped and read anew.
+
+        Args:
+            steps: pairs of integers, (first step, the one after the last).
+
+        Raises:
+            ValueError: steps that were taken, that differ between ranks, or nobody knows the samples of;
+                nothing of an epoch would be left.
+            TypeError: a loader over another dataset.
+            DataflowError: other ranks did not call it within `timeout`.
+
+        Examples:
+            >>> dataset = ShardedDataset("images/*.tar", columns=["cls"])
+            >>> with DataLoader(dataset, batch_size=2) as loader:  # steps 0 to 3
+            ...     loader.skip_steps([(1, 3)])
+            ...     print(len(loader), loader.batches_left, [batch["cls"].tolist() for batch in loader])
+            4 2 [[0, 1], [6, 7]]
+        """
+        resolve_name("dataflow.explain.skips:skip_steps")(self, steps)
+
     # ---- state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -410,9 +441,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
     # ---- what was delivered -------------------------------------------------------------------------
 
-    def provenance(
-        self, steps: int | Iterable[int], rank: int | None = None, *, keys: bool = True
-    ) -> pa.Table:
+    def provenance(self, steps: int | Iterable[int], rank: int | None = None, keys: bool = True) -> pa.Table:
         """Return which samples were in steps of this training: a `pyarrow.Table`.
 
         A row is a sample that was delivered, or a piece of one; docs/guide/explain.md lists the columns.
@@ -427,9 +456,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             ValueError: what cannot be told, with the reason.
             TypeError: a loader over another dataset, whose order is its sampler's.
         """
-        return resolve_name(f"{EXPLAINED}.provenance:provenance_of_loader")(
-            self._explained, steps, rank, keys
-        )
+        return resolve_name("dataflow.explain.provenance:provenance_of_loader")(self, steps, rank, keys)
 
     def batch_at(self, step: int, rank: int | None = None, world_size: int | None = None) -> Any:
         """Make the batch that a rank got in a step again, bit by bit. The loader stays where it is.
@@ -441,16 +468,16 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
         Raises as `provenance`, and as reading does.
         """
-        return resolve_name(f"{EXPLAINED}.batch:batch_of_loader")(self._explained, step, rank, world_size)
+        return resolve_name("dataflow.explain.batch:batch_of_loader")(self, step, rank, world_size)
 
-    @property
-    def _explained(self) -> StreamLoader:
-        if self._stream is None:
-            raise TypeError(
-                "only loaders over a ShardedDataset or a Mixture are explained: over a "
-                f"{type(self.dataset).__name__} the sampler decides which samples come"
-            )
-        return self._stream
+    def find(self, samples: Any, on: str = "__key__") -> Any:
+        """Return at which steps of this training samples were delivered, and when they come next.
+
+        Args:
+            samples: see `dataflow.find`, also for the table and what is raised.
+            on: likewise. `TypeError` for a loader over another dataset.
+        """
+        return resolve_name("dataflow.explain.find:find_of_loader")(self, samples, on)
 
     # ---- statistics ---------------------------------------------------------------------------------
 

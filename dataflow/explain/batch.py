@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dataflow.explain.dealt import is_passed_over
 from dataflow.explain.run import run_of_loader
 from dataflow.stream.loader import StreamLoader
 from sharding.plan.history import StepHistory
@@ -12,12 +13,13 @@ from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
     from dataflow.explain.run import ExplainedRun
+    from dataflow.loader import DataLoader
     from sharding.plan.history import StepPlace
 
 
-def batch_of_loader(stream: StreamLoader, step: int, rank: int | None, world_size: int | None) -> Any:
+def batch_of_loader(loader: DataLoader[Any, Any], step: int, rank: int | None, world_size: int | None) -> Any:
     """The entry of `DataLoader.batch_at`."""
-    run = run_of_loader(stream)
+    run = run_of_loader(loader)
     (place,) = run.places(step)
     if rank is None:
         ranks = place.world_size if world_size is None else world_size
@@ -43,7 +45,9 @@ def batch_at(run: ExplainedRun, place: StepPlace, rank: int, world_size: int | N
         )
     if not 0 <= rank < num_ranks:
         raise IndexError(f"rank must be in [0, {num_ranks}) in step {place.step:,}, got {rank}")
-    run.order(place.epoch)  # raises where it is not known
+    order = run.order(place.epoch)  # raises where it is not known
+    if run.plan.passed and is_passed_over(run.plan, order, place):
+        raise IndexError(f"step {place.step:,} was passed over, as skip_steps says: no rank got anything")
     plan, settings = run.plan, run.settings
     again = replace(
         settings,
@@ -59,6 +63,7 @@ def batch_at(run: ExplainedRun, place: StepPlace, rank: int, world_size: int | N
         ship_blocks=False,
         worker_init_fn=None,
         multiprocessing_context=None,
+        skip_steps=(),
     )
     loader = StreamLoader(run.dataset, again)
     try:

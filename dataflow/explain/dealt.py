@@ -49,7 +49,7 @@ def dealt_rows(plan: StreamPlan, order: EpochOrder, place: StepPlace, rank: int 
             return rows if rank is None else _taken(rows, rows.rank == rank)
     parts = [part for r in ranks if (part := _of_rank(plan, order, place, r)) is not None]
     if not parts:
-        if rank is not None and has_step(plan, order, place):
+        if has_step(plan, order, place):  # a rank has none of it, or it was passed over
             return DealtRows._make(np.empty(0, np.int64) for _ in DealtRows._fields)
         raise ValueError(
             f"step {place.step:,} is not in epoch {place.epoch}, which ends before position "
@@ -59,8 +59,14 @@ def dealt_rows(plan: StreamPlan, order: EpochOrder, place: StepPlace, rank: int 
 
 
 def has_step(plan: StreamPlan, order: EpochOrder, place: StepPlace) -> bool:
-    """Return whether some rank gets something in a step."""
-    return _of_rank(plan, order, place, 0) is not None
+    """Return whether a step is one of its epoch, also where it was passed over."""
+    return _dealt(plan, order, place, 0).batch_plan.num_steps_global > 0
+
+
+def is_passed_over(plan: StreamPlan, order: EpochOrder, place: StepPlace) -> bool:
+    """Return whether nothing is left of a step."""
+    dealt = _dealt(plan, order, place, 0).batch_plan
+    return dealt.num_steps_global > 0 and (not dealt.num_global_batches or dealt.steps_after(1) > 1)
 
 
 def _whole_batch(plan: StreamPlan, order: EpochOrder, place: StepPlace) -> DealtRows | None:
@@ -70,7 +76,8 @@ def _whole_batch(plan: StreamPlan, order: EpochOrder, place: StepPlace) -> Dealt
         order, batch_size=place.global_batch, rank=0, world_size=1, tail="drop", start=place.position
     )
     _check_known(whole, place)
-    if not whole.num_batches:
+    first_is_left = whole.num_batches and whole.batch_plan.steps_after(1) == 1
+    if not first_is_left or whole.batch_plan.items(0, 1)[1][0] < place.global_batch:
         return None
     positions, _ = whole.positions(0, 1)
     rank, row = np.divmod(np.arange(place.global_batch), each)
@@ -79,12 +86,9 @@ def _whole_batch(plan: StreamPlan, order: EpochOrder, place: StepPlace) -> Dealt
 
 def _of_rank(plan: StreamPlan, order: EpochOrder, place: StepPlace, rank: int) -> DealtRows | None:
     """Return what one rank took; None: nothing."""
-    own = plan.dealt(
-        order, batch_size=place.global_batch // place.world_size, rank=rank, world_size=place.world_size,
-        tail=place.tail, start=place.position,
-    )  # fmt: skip
+    own = _dealt(plan, order, place, rank)
     _check_known(own, place)
-    if not own.num_batches:
+    if not own.num_batches or own.batch_plan.steps_after(1) > 1:  # the first that is left is a later one
         return None
     repeats = own.repeats(0, 1)
     if not isinstance(own, UnitPlan):
@@ -99,6 +103,14 @@ def _of_rank(plan: StreamPlan, order: EpochOrder, place: StepPlace, rank: int) -
         row = np.arange(len(segments))  # the unit is the batch
     ranks = np.full(len(row), rank)
     return DealtRows(segments.position, ranks, row, segments.begin, segments.length, repeated)
+
+
+def _dealt(plan: StreamPlan, order: EpochOrder, place: StepPlace, rank: int) -> RankPlan:
+    """The plan of a rank that begins with a step."""
+    return plan.dealt(
+        order, batch_size=place.global_batch // place.world_size, rank=rank, world_size=place.world_size,
+        tail=place.tail, start=place.position,
+    )  # fmt: skip
 
 
 def _check_known(plan: RankPlan, place: StepPlace) -> None:

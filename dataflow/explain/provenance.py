@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.dataset import ShardedDataset
-from dataflow.explain.dealt import WHOLE, DealtRows, Ints, dealt_rows, has_step
+from dataflow.explain.dealt import WHOLE, DealtRows, Ints, dealt_rows, has_step, is_passed_over
 from dataflow.explain.located import draws_of, keys_of, located
 from dataflow.explain.run import ExplainedRun, Steps, run_of_loader, run_of_state
 from dataflow.mixture import Mixture
@@ -20,7 +20,7 @@ from sharding.plan.batch_plan import Tail
 from sharding.plan.history import StepPlace
 
 if TYPE_CHECKING:
-    from dataflow.stream.loader import StreamLoader
+    from dataflow.loader import DataLoader
 
 NOTES = b"notes"
 """The key of a table's metadata that has its notes, as JSON text: a list of sentences."""
@@ -113,6 +113,19 @@ def provenance(
         if where != (None, None, None):
             raise ValueError("say which steps, or epoch=, position= and global_batch=, not both")
         return table_of(run, run.places(steps), rank, keys=keys)
+    place = given_place(run, epoch, position, global_batch, world_size, tail)
+    return table_of(run, [place], rank, keys=keys)
+
+
+def given_place(
+    run: ExplainedRun,
+    epoch: int | None,
+    position: int | None,
+    global_batch: int | None,
+    world_size: int,
+    tail: Tail | None,
+) -> StepPlace:
+    """A place that the user knows otherwise. Raises as `provenance`."""
     if epoch is None or position is None or global_batch is None:
         raise ValueError("say which steps; or all of epoch=, position= and global_batch=")
     if epoch < 0 or position < 0 or global_batch < 1 or world_size < 1 or global_batch % world_size:
@@ -126,12 +139,14 @@ def provenance(
             f"position {position:,} of epoch {epoch} has no complete batch of {global_batch:,}: if it is the "
             'last one of the epoch, say tail="pad", "even" or "uneven", as the loader had it'
         )
-    return table_of(run, [place], rank, keys=keys)
+    return place
 
 
-def provenance_of_loader(stream: StreamLoader, steps: Steps, rank: int | None, keys: bool) -> pa.Table:
+def provenance_of_loader(
+    loader: DataLoader[Any, Any], steps: Steps, rank: int | None, keys: bool
+) -> pa.Table:
     """The entry of `DataLoader.provenance`."""
-    run = run_of_loader(stream)
+    run = run_of_loader(loader)
     return table_of(run, run.places(steps), rank, keys=keys)
 
 
@@ -145,6 +160,8 @@ def table_of(
     for place in places:
         order = run.order(place.epoch)
         rows = dealt_rows(run.plan, order, place, rank)
+        if run.plan.passed and is_passed_over(run.plan, order, place):
+            notes[f"step {place.step:,} was passed over, as skip_steps says"] = None
         tables.append(_table(run, place, order, rows, notes if keys else None))
     table = pa.concat_tables(tables).unify_dictionaries()
     return table.replace_schema_metadata({NOTES: json.dumps([*notes])})

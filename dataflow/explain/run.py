@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from dataflow.dataset import ShardedDataset
 from dataflow.mixture import Mixture
@@ -19,8 +19,15 @@ from sharding.order.epoch_order import EpochOrder
 from sharding.plan.history import StepHistory, StepPlace
 from sharding.topology.topology import Topology
 
+if TYPE_CHECKING:
+    from dataflow.loader import DataLoader
+
 Steps = SupportsIndex | Iterable[SupportsIndex]
-_NO_HISTORY = (
+_NOT_EXPLAINED = (
+    "only loaders over a ShardedDataset or a Mixture are explained, since the sampler of others decides "
+    "which samples come; this is a "
+)
+NO_HISTORY = (
     "the state is of a training that began before states told which epochs its steps were in: say where the "
     "step was, by epoch=, position= and global_batch="
 )
@@ -39,7 +46,7 @@ class ExplainedRun(NamedTuple):
     def places(self, steps: Steps) -> list[StepPlace]:
         """The places of some steps. `IndexError` for an unknown one, `ValueError` for a state of before."""
         if self.history is None:
-            raise ValueError(_NO_HISTORY)
+            raise ValueError(NO_HISTORY)
         return [self.history.find(step) for step in numbers_of(steps)]
 
     def order(self, epoch: int) -> EpochOrder:
@@ -86,8 +93,20 @@ class ExplainedRun(NamedTuple):
             )
 
 
-def run_of_loader(stream: StreamLoader) -> ExplainedRun:
-    """The run of a loader so far."""
+def run_of_loader(loader: DataLoader[Any, Any]) -> ExplainedRun:
+    """The run of a loader so far. `TypeError` for one over another dataset."""
+    return run_of_stream(stream_of(loader))
+
+
+def stream_of(loader: DataLoader[Any, Any]) -> StreamLoader:
+    """The stream of a loader. `TypeError` for one over another dataset."""
+    if loader._stream is None:
+        raise TypeError(_NOT_EXPLAINED + type(loader.dataset).__name__)
+    return loader._stream
+
+
+def run_of_stream(stream: StreamLoader) -> ExplainedRun:
+    """The run of a loader's stream so far."""
     plan, history = stream.taken
     return ExplainedRun(plan, stream.dataset, stream.settings, history)
 
@@ -100,10 +119,7 @@ def run_of_state(
     Raises `ValueError` for a state that is damaged, or of other data or another `batching`.
     """
     if not isinstance(dataset, (ShardedDataset, Mixture)):
-        raise TypeError(
-            "only loaders over a ShardedDataset or a Mixture are explained, and this is a "
-            f"{type(dataset).__name__}: the order of others is made by their sampler"
-        )
+        raise TypeError(_NOT_EXPLAINED + type(dataset).__name__)
     fields = checked_fields(state)
     told = StepHistory.from_json(fields.get("history"))
     settings = StreamSettings(batching=batching, topology=Topology(), num_workers=0)
@@ -121,7 +137,7 @@ def run_of_state(
     stream = StreamLoader(dataset, settings)
     try:
         stream.load_state_dict(fields)
-        run = run_of_loader(stream)
+        run = run_of_stream(stream)
     finally:
         stream.close()
     if told and run.history and told.stretches and not run.history.stretches:

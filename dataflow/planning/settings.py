@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
@@ -14,9 +15,15 @@ from prefetch.control.depth import DepthPolicy, fixed_depth
 from sharding.lengths.batching import Batching
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
+from sharding.plan.history import StepRange
 from sharding.topology.topology import Topology
 
 _TIMEOUT_S = 600.0
+EXPLAINED = "dataflow.explain"
+"""The package that tells which samples are in steps, and passes over some. The next three are its entries."""
+CHECKED_STEPS = "sharding.plan.passing:checked_steps"
+PASSING = "sharding.plan.passing:passing"
+WITH_STEPS = f"{EXPLAINED}.skips:with_steps"
 
 
 def checked_context(given: Any) -> BaseContext:
@@ -99,7 +106,12 @@ class StreamSettings:
     """Add a column "__repeat__" to each batch, bool [samples] ([rows] with `Packed`): what the tail rule
     delivers a second time. After `collate_fn` and transforms, whose result must be a dict."""
 
+    skip_steps: tuple[StepRange, ...] = ()
+    """Steps since the training began, (first, the one after the last), that are passed over."""
+
     def __post_init__(self) -> None:
+        if self.skip_steps:
+            object.__setattr__(self, "skip_steps", resolve_name(CHECKED_STEPS)(self.skip_steps))
         if self.timeout < 0:
             raise ValueError(f"timeout must be >= 0 seconds, got {self.timeout}")
         if self.multiprocessing_context is not None:

@@ -39,7 +39,7 @@ from prefetch.errors import EngineClosedError
 from prefetch.work import Batches
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.measuring import MeasuredUnits, SharePlan, maker_counts, makers
-from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan, items_of
+from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan
 from sharding.order.epoch_order import EpochOrder
 
 _GATHERED_SAMPLES = 128
@@ -109,7 +109,7 @@ class MeasuringPlan(StreamPlan):
     def _delivered_here(self, plan: UnitPlan) -> Callable[[int], NDArray[np.int64]]:
         """Megabatch -> the positions of which this rank delivers segments, where all lengths are known."""
         sequence, dealt = plan.sequence, plan.batch_plan
-        last = items_of(dealt, max(0, dealt.num_batches - 1), dealt.num_batches)[0]
+        last = dealt.items(max(0, dealt.num_batches - 1), dealt.num_batches)[0]
 
         def own(megabatch: int) -> NDArray[np.int64]:
             units, begin = sequence.units(megabatch), int(sequence.first_unit[megabatch])
@@ -212,7 +212,7 @@ class MeasuringStage:
     def next_batches(self) -> Batches[Delivered]:
         """The next batch; none at the end of the epoch."""
         number = self._number
-        self._measure_until((number + 2) * self._outer.global_batch_size)
+        self._measure_until(self._outer.dealt(self._units.num_units, is_all=False).end_of(number + 2))
         dealt = self._outer.dealt(self._units.num_units, is_all=self._units.is_all)
         if number >= dealt.num_batches:
             return ()
@@ -269,12 +269,12 @@ class MeasuringStage:
     # ---- measuring ----------------------------------------------------------------------------------
 
     def _measure_until(self, num_units: int) -> None:
-        """Find megabatches until there are so many units from the start on, or no more.
+        """Find megabatches until there are so many units, or no more.
 
         Ranks must do that before batches of the same number: they meet in it. So it depends on what this
         session has measured alone, not on what else is known of the epoch.
         """
-        while not self._units.is_all and self._units.num_units - self._outer.start < num_units:
+        while not self._units.is_all and self._units.num_units < num_units:
             self._measure_megabatch()
 
     def _measure_some(self, num_batches: int) -> None:
@@ -397,7 +397,7 @@ class MeasuringStage:
             lengths = self._checked(lengths, first, end)
         elif (record := self._record()) is not None:
             record(self._order, first, lengths)
-        self._units.forget(self._outer.start + self._number * self._outer.global_batch_size)
+        self._units.forget(self._outer.batch_plan.end_of(self._number))
         self._units.add(lengths)
         self._deal(own)
 
@@ -437,7 +437,7 @@ class MeasuringStage:
             parts = self._exchange.samples(parts)
         rest = self._dealt.among(self._positions(outer.batch_plan.rank, self._number, self._num_dealt))
         self._dealt = MeasuredSamples.joined([rest, *parts])
-        first = outer.start + num_dealt * outer.global_batch_size
+        first = whole.end_of(num_dealt)
         pending = np.arange(min(first, units.num_units), 0 if units.is_all else units.num_units)
         self._undealt = self._undealt.among(np.unique(units.take(pending)[0].position))
         self._num_dealt = num_dealt
@@ -489,7 +489,7 @@ class LengthsStage(MeasuringStage):
         """See `MeasuringStage.next_batches`. Ranks meet before batches of the same number: one at a time."""
         number = self._number
         ahead = min(number, _MOST_AHEAD) + 2
-        self._measure_until((number + ahead) * self._outer.global_batch_size)
+        self._measure_until(self._outer.dealt(self._units.num_units, is_all=False).end_of(number + ahead))
         dealt = self._outer.dealt(self._units.num_units, is_all=self._units.is_all)
         if number >= dealt.num_batches:
             return ()

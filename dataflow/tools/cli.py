@@ -15,6 +15,8 @@ import click
 from dataflow.tools.bench.commands import bench
 from dataflow.tools.convert.command import convert
 from dataflow.tools.doctor.command import doctor
+from dataflow.tools.explain.command import explain
+from dataflow.tools.explain.found import find
 from dataflow.tools.inspect.settings import InspectSettings
 from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.terminal.options import (
@@ -67,6 +69,11 @@ def main() -> None:
     Show where the time of a training's steps goes:
       dataflow doctor -- torchrun --nproc-per-node 2 train.py
       dataflow doctor --headspace -- torchrun --nproc-per-node 2 train.py
+
+    \b
+    Show which samples were in a step of a training:
+      dataflow explain data/train.catalog --state checkpoint.pt --step 41237
+      dataflow find data/train.catalog --state checkpoint.pt --key sample0731
 
     \b
     Follow the trainings that run, on a terminal or in a browser:
@@ -310,6 +317,8 @@ def metrics(what: str) -> None:
 main.add_command(bench)
 main.add_command(convert)
 main.add_command(doctor)
+main.add_command(explain)
+main.add_command(find)
 main.add_command(top)
 
 

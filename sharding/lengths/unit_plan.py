@@ -253,18 +253,6 @@ class UnitSequence:
         return joined(parts), counts
 
 
-def items_of(
-    dealt: BatchPlan, first_batch: int, last_batch: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return items as `BatchPlan.items` does, but fill the last batch up with its own first units."""
-    items, sizes = dealt.items(first_batch, last_batch)
-    repeats = dealt.repeats(first_batch, last_batch)
-    if repeats.any():
-        begin = dealt.start + dealt.num_full * dealt.global_batch_size
-        items = np.where(repeats, begin + items % (dealt.num_items - begin), items)
-    return items, sizes
-
-
 class MegabatchPlan(RankPlan):
     """One rank's batches of an epoch whose megabatches are dealt out one by one."""
 
@@ -317,6 +305,7 @@ class UnitPlan(MegabatchPlan):
         if dealing["batch_size"] != 1 and not sequence.batching.rows_are_units:
             raise ValueError("the batching makes whole batches: leave batch_size out")
         self._dealing: Dealing = {**dealing}
+        self._passing = None
         self.sequence, self.bounds = sequence, sequence.bounds
         if sequence.is_complete and self.start > sequence.num_units:
             raise ValueError(f"start must be in [0, {sequence.num_units}] units, got {self.start}")
@@ -346,7 +335,8 @@ class UnitPlan(MegabatchPlan):
         dealing["start"] = min(start, num_units)
         if rank is not None:
             dealing["rank"] = rank
-        return BatchPlan(num_items=num_units, **dealing)
+        dealt = BatchPlan(num_items=num_units, wraps=False, **dealing)
+        return self._passing(dealt) if self._passing else dealt
 
     @property
     def start(self) -> int:
@@ -374,6 +364,11 @@ class UnitPlan(MegabatchPlan):
         return self.batch_plan.num_batches if self.sequence.is_complete else UNKNOWN
 
     @property
+    def num_steps(self) -> int:
+        """See `BatchPlan.num_steps`; `UNKNOWN` before the whole epoch was measured."""
+        return self.batch_plan.num_steps if self.sequence.is_complete else UNKNOWN
+
+    @property
     def num_global_batches(self) -> int:
         """Batches that at least one rank gets; `UNKNOWN` before the whole epoch was measured."""
         return self.batch_plan.num_global_batches if self.sequence.is_complete else UNKNOWN
@@ -393,11 +388,11 @@ class UnitPlan(MegabatchPlan):
         """See `RankPlan.position_after`."""
         if self.sequence.is_complete:
             return self.batch_plan.position_after(num_batches)
-        return self.start + num_batches * self.global_batch_size
+        return self.batch_plan.end_of(num_batches)
 
     def batches(self, first_batch: int, last_batch: int) -> BatchSegments:
         """Return what this rank's batches [first_batch, last_batch) consist of. `IndexError` beyond them."""
-        units, rows = items_of(self.batch_plan, first_batch, last_batch)
+        units, rows = self.batch_plan.items(first_batch, last_batch)
         segments, segments_of_row = self.sequence.take(units)
         return BatchSegments.of(segments, rows, segments_of_row)
 
@@ -410,7 +405,7 @@ class UnitPlan(MegabatchPlan):
     def padding(self) -> NDArray[np.int64]:
         """See `RankPlan.padding`; one entry a segment."""
         last = max(0, self.num_batches - 1), self.num_batches
-        units = items_of(self.batch_plan, *last)[0][self.repeats(*last)]
+        units = self.batch_plan.items(*last)[0][self.repeats(*last)]
         return self.sequence.take(units)[0].position
 
     def _count_own(self, megabatch: int) -> Counts:

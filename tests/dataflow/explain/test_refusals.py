@@ -96,7 +96,7 @@ def test_loaders_over_other_datasets_are_not_explained() -> None:
             loader.provenance(0)
         with pytest.raises(TypeError, match="only loaders over a ShardedDataset or a Mixture are explained"):
             loader.batch_at(0)
-        with pytest.raises(TypeError, match="and this is a list"):
+        with pytest.raises(TypeError, match="this is a list"):
             provenance(loader.state_dict(), [1, 2, 3], 0)  # type: ignore[arg-type]
 
 
