@@ -208,6 +208,8 @@ MAY_USE: dict[str, set[str]] = {
     },
     "dataflow.engines": {"prefetch.ipc", "prefetch.workers"},
     "dataflow.explain": {
+        "dataflow.sources",
+        "dataflow.topology_exchange",
         "dataflow.decode",
         "dataflow.loader",
         "dataflow.planning",

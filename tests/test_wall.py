@@ -14,6 +14,7 @@ SEAMS = {
     "dataflow.outputs.resolve",  # `decode="image"`
     "dataflow.progress.observer",
     "dataflow.sources.listing.claims",
+    "dataflow.planning.plan",  # steps that are passed over
     "dataflow.stream.decisions",
     "sharding.formats",
     "sharding.lengths.batching",

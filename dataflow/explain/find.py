@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -27,6 +28,7 @@ from sharding.plan.batch_plan import BatchPlan
 from sharding.plan.history import StepStretch
 from sharding.plan.matches import comparable
 from sharding.plan.passing import PassingBatchPlan, passing
+from sharding.printable import listed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -106,6 +108,19 @@ def find_of_loader(loader: DataLoader[Any, Any], samples: Any, on: str) -> pa.Ta
     """The entry of `DataLoader.find`."""
     stream = stream_of(loader)
     return table_of_run(run_of_stream(stream), stream.epoch, stream.position, samples, on)
+
+
+def without(dataset: ShardedDataset[Any], samples: Any, on: str) -> ShardedDataset[Any]:
+    """The entry of `ShardedDataset.without`: a view. Warns of keys that no sample has."""
+    found = chosen(dataset, samples, on)
+    if found.missing:
+        warnings.warn(
+            f"{len(found.missing):,} keys are those of no sample here: {listed(found.missing[:5])}",
+            stacklevel=3,
+        )
+    is_kept = np.ones(len(dataset), bool)
+    is_kept[found.sample] = False
+    return dataset.subset(is_kept)
 
 
 def chosen(dataset: ShardedDataset | Mixture, samples: Any, on: str = "__key__") -> FoundKeys:
@@ -244,7 +259,7 @@ def _steps(
 def _items(
     run: ExplainedRun, order: EpochOrder, numbers: Ints, begin: int, end: int, notes: dict[str, None]
 ) -> tuple[Ints, Ints, int]:
-    """Where samples are among what is dealt out of an epoch: index, item, and the number of all items."""
+    """Find samples among what is dealt out of an epoch: index, item, and the number of all items."""
     planner, known_from, num_items = run.plan.planner, order.known_from, _num_items(run, order, begin)
     if planner is None:
         found = *order.positions_of(numbers, begin, min(end, num_items)), num_items
@@ -260,7 +275,7 @@ def _items(
 
 
 def _num_items(run: ExplainedRun, order: EpochOrder, begin: int) -> int:
-    """How many samples, or units, an epoch has."""
+    """The number of samples, or units, of an epoch."""
     if run.plan.planner is None:
         return order.num_samples
     sequence = run.plan.planner.sequence(order, begin)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -41,6 +40,7 @@ from dataflow.stream.decisions import (
     loader_limit,
     plan_builders,
     plan_session,
+    with_steps,
 )
 from dataflow.stream.deliveries import DeliveryCounters, ErrorBudget, PendingErrors, RepeatedBatch
 from dataflow.stream.loop_sessions import LoopSessions
@@ -60,8 +60,6 @@ from sharding.plan.difference import Facts
 from sharding.plan.history import StepHistory
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.topology.topology import Topology
-
-WITH_STEPS = "dataflow.explain.skips:with_steps"
 
 
 class StreamLoader:
@@ -330,9 +328,6 @@ class StreamLoader:
 
     def _plan_from(self, epoch: int, position: int) -> StreamPlan:
         """The plan, with the steps that wait for the first loop: it begins at this position."""
-        if not self._steps_asked:
-            return self._plan
-        with_steps: Callable[..., StreamPlan] = resolve_name(WITH_STEPS)
         return with_steps(self._plan, self._steps_asked, self._loops.history, epoch, position)
 
     def plan_now(self, epoch: int, position: int) -> StreamPlan:
@@ -472,7 +467,7 @@ class StreamLoader:
 
     @property
     def position(self) -> int:
-        """Where in the epoch the batches handed out end."""
+        """The place in the epoch where the batches handed out end."""
         return self._loops.position
 
     @cached_property
@@ -499,8 +494,7 @@ class StreamLoader:
                 raise ValueError(f"{name} must be an integer >= 0, got {count!r}")
         plan = self._plan.resumed(loaded, of=self.dataset, data=self._facts, shuffle=self._own_shuffle)
         told = plan.history(history, loaded, self.dataset)
-        if steps := self.settings.skip_steps:
-            plan = resolve_name(WITH_STEPS)(plan, steps, told, loaded.epoch, loaded.position)
+        plan = with_steps(plan, self.settings.skip_steps, told, loaded.epoch, loaded.position)
         self.settings.warn_of_another_order(loaded.seed, plan.shuffle.kind)
         self.close()
         self._steps_asked = ()
