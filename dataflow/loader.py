@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from prefetch.control.pause import ReadPause
 
 _log = logging.getLogger("dataflow")
-EXPLAINED = "dataflow.explain"
-"""The package that tells which samples were in steps."""
 
 D_co = TypeVar("D_co", covariant=True, default=Any)
 """The dataset: a `Sharded` one decides what batches and statistics are."""
@@ -395,7 +393,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             ValueError: steps that were taken, that ranks name unlike, or nobody knows the samples of.
             DataflowError: other ranks did not call it within `timeout`.
         """
-        resolve_name(f"{EXPLAINED}.skips:skip_steps")(self, steps)
+        resolve_name("dataflow.explain.skips:skip_steps")(self, steps)
 
     # ---- state --------------------------------------------------------------------------------------
 
@@ -447,7 +445,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             ValueError: what cannot be told, with the reason.
             TypeError: a loader over another dataset, whose order is its sampler's.
         """
-        return resolve_name(f"{EXPLAINED}.provenance:provenance_of_loader")(self, steps, rank, keys)
+        return resolve_name("dataflow.explain.provenance:provenance_of_loader")(self, steps, rank, keys)
 
     def batch_at(self, step: int, rank: int | None = None, world_size: int | None = None) -> Any:
         """Make the batch that a rank got in a step again, bit by bit. The loader stays where it is.
@@ -459,14 +457,14 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
         Raises as `provenance`, and as reading does.
         """
-        return resolve_name(f"{EXPLAINED}.batch:batch_of_loader")(self, step, rank, world_size)
+        return resolve_name("dataflow.explain.batch:batch_of_loader")(self, step, rank, world_size)
 
     def find(self, samples: Any, on: str = "__key__") -> Any:
         """Return at which steps of this training samples were delivered, and when they come next.
 
         Arguments, table and errors are those of `dataflow.find`.
         """
-        return resolve_name(f"{EXPLAINED}.find:find_of_loader")(self, samples, on)
+        return resolve_name("dataflow.explain.find:find_of_loader")(self, samples, on)
 
     # ---- statistics ---------------------------------------------------------------------------------
 

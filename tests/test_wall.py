@@ -6,15 +6,15 @@ import pytest
 from source_kit import MODULES, ROOT, facts
 from wall import OPENED_BY, OUTSIDE, core_lines, core_tests, is_in, is_outside, module_of
 
-MOST_CORE_LINES = 55_056
+MOST_CORE_LINES = 55_372
 """As `wc -l` counts them in Python; 50,000 are wanted."""
 SEAMS = {
     "dataflow",  # public names
     "dataflow.loader",  # whether observers are installed
+    "dataflow.planning.settings",  # steps that are passed over
     "dataflow.outputs.resolve",  # `decode="image"`
     "dataflow.progress.observer",
     "dataflow.sources.listing.claims",
-    "dataflow.planning.plan",  # steps that are passed over
     "dataflow.stream.decisions",
     "sharding.formats",
     "sharding.lengths.batching",

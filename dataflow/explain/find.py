@@ -259,7 +259,7 @@ def _steps(
 def _items(
     run: ExplainedRun, order: EpochOrder, numbers: Ints, begin: int, end: int, notes: dict[str, None]
 ) -> tuple[Ints, Ints, int]:
-    """Find samples among what is dealt out of an epoch: index, item, and the number of all items."""
+    """The places of samples among what is dealt out of an epoch: index, item, and the number of all items."""
     planner, known_from, num_items = run.plan.planner, order.known_from, _num_items(run, order, begin)
     if planner is None:
         found = *order.positions_of(numbers, begin, min(end, num_items)), num_items

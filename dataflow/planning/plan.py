@@ -17,7 +17,7 @@ from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.planning.facts import sources_of
 from dataflow.planning.length_aware import are_measured, make_planner, megabatch_bytes, tells_lengths
-from dataflow.planning.settings import StreamSettings
+from dataflow.planning.settings import PASSING, StreamSettings
 from sharding.cached_property import cached_property
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlanner
@@ -36,8 +36,6 @@ from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import resolve_windows
 from sharding.topology.topology import Topology
 
-PASSING = "sharding.plan.passing:passing"
-"""Passes over ranges of items: outside the core, and imported where some are."""
 _ORDERS_KEPT = 2
 PlanT = TypeVar("PlanT", bound=RankPlan)
 

@@ -20,7 +20,7 @@ from dataflow.outputs.objects import is_text
 from dataflow.planning.joined_reads import check_reads, kept_bytes
 from dataflow.planning.length_aware import check_batching, gather_of, is_by_tokens
 from dataflow.planning.plan import StreamPlan
-from dataflow.planning.settings import StreamSettings
+from dataflow.planning.settings import CHECKED_STEPS, WITH_STEPS, StreamSettings
 from dataflow.stream.read_ahead import (
     CHUNK_BYTES,
     HAND_OVER_S,
@@ -36,8 +36,6 @@ from sharding.plan.window_size import window_bytes
 from sharding.topology.topology import Topology
 from sharding.urls import is_local
 
-CHECKED_STEPS = "sharding.plan.passing:checked_steps"
-WITH_STEPS = "dataflow.explain.skips:with_steps"
 _FEW_CORES = 4
 """Threads that decode beside a training: each takes the lock between two values, a few percent of the
 time. Sixteen took a third of a training's rate, processes 1 to 12 % (docs/notes/benchmarks.md)."""

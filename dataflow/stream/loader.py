@@ -467,7 +467,7 @@ class StreamLoader:
 
     @property
     def position(self) -> int:
-        """The place in the epoch where the batches handed out end."""
+        """The place in the epoch at which the batches handed out end."""
         return self._loops.position
 
     @cached_property

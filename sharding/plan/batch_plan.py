@@ -64,7 +64,7 @@ class BatchPlan:
     num_lanes: int = 1
     """Item i is of lane `i % num_lanes`."""
     wraps: bool = True
-    """True if the first items of all fill up the last batch; else its own first ones do."""
+    """The last batch is filled up with the first items of all; False: with its own first ones."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:

@@ -99,7 +99,7 @@ class PassingBatchPlan(BatchPlan):
         return np.asarray(batches + before[np.searchsorted(first - before[:-1], batches, side="right")])
 
     def _count_left(self, num: int) -> int:
-        """Count those of the first `num` global batches of which something is left."""
+        """The number of those of the first `num` global batches that there are."""
         first, stop, _ = self._runs
         return num - int((np.minimum(stop, num) - np.minimum(first, num)).sum())
 

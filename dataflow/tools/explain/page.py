@@ -11,10 +11,11 @@ import hashlib
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -48,7 +49,8 @@ h1 { font-size: 1.2rem } h2 { font-size: 1.05rem; margin-top: 2rem }
 .row h3 { font-size: .85rem; margin: 0 0 .3rem } .row p { margin: .2rem 0 }
 .row .dim, pre { font-size: .8rem } img { max-width: 100%; image-rendering: auto; display: block }
 pre { white-space: pre-wrap; margin: .2rem 0; max-height: 16rem; overflow: auto }
-.p0 { background: var(--a) } .p1 { background: var(--b) } .p2 { color: var(--dim) }
+.p0 { background: var(--a) } .p1 { background: var(--b) }
+.p2, .m { color: var(--dim) } .m { font-style: italic }
 """
 POLICY = (
     "default-src 'none'; style-src 'sha256-"
@@ -126,7 +128,8 @@ def _samples(
             shown += 1
             if shown <= most:
                 yield f"<div class=row><h3>rank {rank}, row {number}</h3>{_named(pieces)}{fault}"
-                yield from () if batch is None else _values(batch, number)
+                words = words_of(run.dataset.sources[pieces[0]["source"]].transform)
+                yield from () if batch is None else _values(batch, number, words)
                 yield "</div>"
     yield "</div>"
     if shown > most:
@@ -150,11 +153,16 @@ def _named(pieces: Sequence[Mapping[str, Any]]) -> str:
     return "".join(lines)
 
 
-def _values(batch: Any, row: int) -> Iterator[str]:
+def _values(batch: Any, row: int, words: TokenWords) -> Iterator[str]:
     """Yield what a batch holds in a row, column by column."""
-    for name, column in batch.items() if isinstance(batch, Mapping) else (("batch", batch),):
+    columns = batch if isinstance(batch, Mapping) else {"batch": batch}
+    for name, column in columns.items():
         try:
-            shown = _packed(column, row) if isinstance(column, PackedRows) else _value(_at(column, row))
+            if name == words.column or isinstance(column, PackedRows):
+                mask = columns.get(words.mask) if name == words.column else None
+                shown = _tokens(column, row, mask, words.decode if name == words.column else _numbers)
+            else:
+                shown = _value(_at(column, row))
         except (IndexError, KeyError, TypeError):
             continue  # a column that has no such row, as what a batch_transform adds
         yield f"<p class=dim>{_text(name)}</p>{shown}"
@@ -215,14 +223,45 @@ def png_of(pixels: np.ndarray[Any, Any]) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def _packed(column: PackedRows, row: int) -> str:
-    """The tokens of a packed row, its pieces in two colours."""
-    tokens, ids = column.tokens[row].tolist(), column.segment_ids[row].tolist()
+def _numbers(ids: Sequence[Any]) -> str:
+    return " ".join(map(str, ids))
+
+
+class TokenWords(NamedTuple):
+    """How the tokens of a column are told."""
+
+    column: str = ""
+    """The column of tokens; "": none is known."""
+    mask: str = ""
+    """The column that says which of them are trained."""
+    decode: Callable[[Sequence[Any]], str] = _numbers
+    """Text of tokens, where the transform has their tokenizer."""
+
+
+def words_of(transform: Any) -> TokenWords:
+    """Return how to tell tokens that a transform makes, as `Tokenize` and `ChatTemplate` do."""
+    tokenizer = getattr(getattr(transform, "file", None), "tokenizer", None)
+    if not callable(getattr(tokenizer, "decode", None)):
+        return TokenWords()
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    return TokenWords(str(transform.into), str(getattr(transform, "mask", "")), decode)
+
+
+def _tokens(column: Any, row: int, mask: Any, decode: Callable[[Sequence[Any]], str]) -> str:
+    """The tokens of a row: pieces in two colours, padding and what is not trained dim."""
+    values = column.tokens[row] if isinstance(column, PackedRows) else _at(column, row)
+    tokens = values.tolist()
+    ids = column.segment_ids[row].tolist() if isinstance(column, PackedRows) else [1] * len(tokens)
+    trained = [True] * len(tokens) if mask is None else [bool(one) for one in _at(mask, row).tolist()]
+    kinds = [(number, is_trained) for number, is_trained in zip(ids, trained, strict=True)]
     parts, begin = [], 0
     for at in range(1, len(tokens) + 1):
-        if at == len(tokens) or ids[at] != ids[begin]:
-            kind = "p2" if not ids[begin] else f"p{ids[begin] % 2}"
+        if at == len(tokens) or kinds[at] != kinds[begin]:
+            number, is_trained = kinds[begin]
             some = tokens[begin : min(at, begin + MOST_NUMBERS)]
-            parts.append(f"<span class={kind}>{_text(' '.join(map(str, some)))}</span>")
+            text = _text(decode(some) if number else _numbers(some))
+            kind = f"{f'p{number % 2}' if number else 'p2'}{'' if is_trained else ' m'}"
+            parts.append(f'<span class="{kind}">{text}</span>')
             begin = at
-    return f"<pre>{' '.join(parts)}</pre>"
+    share = f"<p class=dim>{sum(trained) / max(1, len(trained)):.0%} trained</p>" if mask is not None else ""
+    return f"<pre>{' '.join(parts)}</pre>{share}"

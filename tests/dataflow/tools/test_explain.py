@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import re
 import sys
@@ -15,8 +16,9 @@ import pytest
 import torch
 from datasets_kit import write_tar
 from programs_kit import run_command
+from text_kit import chat, text_in, tokenizer as tokenizer, write_jsonl
 
-from dataflow import DataLoader, Mixture, Packed, ShardedDataset, ShardWriter
+from dataflow import ChatTemplate, DataLoader, Mixture, Packed, ShardedDataset, ShardWriter
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.tools.explain.page import POLICY, png_of
 from dataflow.tools.explain.saved import state_in
@@ -166,6 +168,38 @@ def test_a_page_shows_pictures_and_text_and_runs_nothing(folder: Path, tmp_path:
     for data, values in zip(shown, batch["png"], strict=True):
         picture = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
         assert np.array_equal(picture, values.permute(1, 2, 0).numpy() if len(values) == 3 else values)
+
+
+def test_tokens_are_told_as_text_with_pieces_and_what_is_trained(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat(n)} for n in range(12)])
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+    def chats() -> DataLoader:
+        dataset = ShardedDataset(
+            f"{tmp_path}/chats.jsonl", transform=ChatTemplate(tokenizer, template=template)
+        )
+        return DataLoader(dataset, 2, num_workers=0)
+
+    monkeypatch.setattr(sys.modules[__name__], "chats", chats, raising=False)
+    with chats() as loader:
+        ids, mask = (next(iter(loader))[name] for name in ("input_ids", "loss_mask"))
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    given = (f"{__name__}:chats", "--state", f"{tmp_path}/state.json", "--html", f"{tmp_path}/page.html")
+    code, text = run_command("explain", *given)
+    assert code == 0, text
+    made = (tmp_path / "page.html").read_text()
+    (first, *_), (own, *_) = ids.rows(), mask.rows()
+    said = text_in(
+        tokenizer, [i for i, is_trained in zip(first.tolist(), own.tolist(), strict=True) if is_trained]
+    )
+    shown = html.unescape(
+        re.sub(r"<[^>]*>", "", " ".join(re.findall(r'<span class="p1">.*?</span>', made, re.DOTALL)))
+    )
+    assert said.split()[0] in shown
+    assert f"{own.float().mean():.0%} trained" in made
+    assert '<span class="p1 m">' in made
 
 
 def test_a_picture_is_written_as_it_is() -> None:
