@@ -308,7 +308,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
                 max_worker_restarts=max_worker_restarts, worker_init_fn=worker_init_fn,
                 multiprocessing_context=multiprocessing_context, builders=builders, ship_blocks=ship_blocks,
                 batching=batching, pin_memory=pin_memory, mark_repeats=mark_repeats,
-                skip_steps=cast("Any", skip_steps),
+                skip_steps=skip_steps,
             )  # fmt: skip
         self._stream = StreamLoader(cast("Any", dataset), settings)
         plan = self._stream.builder_plan
@@ -382,27 +382,16 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     def skip_steps(self, steps: Sequence[tuple[int, int]]) -> None:
         """Pass over global batches to come, on every rank, while all others stay what they were.
 
-        Steps count global batches since the training began, and those passed over count as done. They are
-        kept as positions in states: any number of ranks then passes over the same samples. A batch that
-        holds others besides is smaller; each rank has a sample of it, also where that brings one twice. A
+        Any number of ranks that goes on from a state passes over the same samples (docs/guide/explain.md). A
         collective where torch.distributed is initialised: all ranks call it with the same steps, after the
         same number of batches. What was read ahead is dropped and read anew.
 
         Args:
-            steps: pairs of integers, (first step, the one after the last).
+            steps: pairs (first step, the one after the last), counted since the training began.
 
         Raises:
-            ValueError: steps that were taken, that differ between ranks, or nobody knows the samples of;
-                nothing of an epoch would be left.
-            TypeError: a loader over another dataset.
+            ValueError: steps that were taken, that ranks name unlike, or nobody knows the samples of.
             DataflowError: other ranks did not call it within `timeout`.
-
-        Examples:
-            >>> dataset = ShardedDataset("images/*.tar", columns=["cls"])
-            >>> with DataLoader(dataset, batch_size=2) as loader:  # steps 0 to 3
-            ...     loader.skip_steps([(1, 3)])
-            ...     print(len(loader), loader.batches_left, [batch["cls"].tolist() for batch in loader])
-            4 2 [[0, 1], [6, 7]]
         """
         resolve_name("dataflow.explain.skips:skip_steps")(self, steps)
 
@@ -473,9 +462,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     def find(self, samples: Any, on: str = "__key__") -> Any:
         """Return at which steps of this training samples were delivered, and when they come next.
 
-        Args:
-            samples: see `dataflow.find`, also for the table and what is raised.
-            on: likewise. `TypeError` for a loader over another dataset.
+        Arguments, table and errors are those of `dataflow.find`.
         """
         return resolve_name("dataflow.explain.find:find_of_loader")(self, samples, on)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -27,6 +28,7 @@ from sharding.plan.batch_plan import BatchPlan
 from sharding.plan.history import StepStretch
 from sharding.plan.matches import comparable
 from sharding.plan.passing import PassingBatchPlan, passing
+from sharding.printable import listed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -106,6 +108,19 @@ def find_of_loader(loader: DataLoader[Any, Any], samples: Any, on: str) -> pa.Ta
     """The entry of `DataLoader.find`."""
     stream = stream_of(loader)
     return table_of_run(run_of_stream(stream), stream.epoch, stream.position, samples, on)
+
+
+def without(dataset: ShardedDataset[Any], samples: Any, on: str) -> ShardedDataset[Any]:
+    """The entry of `ShardedDataset.without`: a view. Warns of keys that no sample has."""
+    found = chosen(dataset, samples, on)
+    if found.missing:
+        warnings.warn(
+            f"{len(found.missing):,} keys are those of no sample here: {listed(found.missing[:5])}",
+            stacklevel=3,
+        )
+    is_kept = np.ones(len(dataset), bool)
+    is_kept[found.sample] = False
+    return dataset.subset(is_kept)
 
 
 def chosen(dataset: ShardedDataset | Mixture, samples: Any, on: str = "__key__") -> FoundKeys:

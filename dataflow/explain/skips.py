@@ -62,6 +62,7 @@ def with_steps(
 
     Raises `ValueError` where it is not known which items they are, or nothing of an epoch would be left.
     """
+    steps = checked_steps(steps)
     kept = {(one.first_step, one.end_step) for one in plan.passed}
     if not (fresh := [pair for pair in steps if pair not in kept]):
         return plan

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
@@ -106,12 +105,10 @@ class StreamSettings:
     """Add a column "__repeat__" to each batch, bool [samples] ([rows] with `Packed`): what the tail rule
     delivers a second time. After `collate_fn` and transforms, whose result must be a dict."""
 
-    skip_steps: tuple[StepRange, ...] = ()
+    skip_steps: Sequence[StepRange] = ()
     """Steps since the training began, (first, the one after the last), that are passed over."""
 
     def __post_init__(self) -> None:
-        if self.skip_steps:
-            object.__setattr__(self, "skip_steps", resolve_name(CHECKED_STEPS)(self.skip_steps))
         if self.timeout < 0:
             raise ValueError(f"timeout must be >= 0 seconds, got {self.timeout}")
         if self.multiprocessing_context is not None:

@@ -6,7 +6,7 @@ Nothing is opened here: that does `dataflow.stream.resources`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
@@ -20,7 +20,7 @@ from dataflow.outputs.objects import is_text
 from dataflow.planning.joined_reads import check_reads, kept_bytes
 from dataflow.planning.length_aware import check_batching, gather_of, is_by_tokens
 from dataflow.planning.plan import StreamPlan
-from dataflow.planning.settings import StreamSettings
+from dataflow.planning.settings import CHECKED_STEPS, WITH_STEPS, StreamSettings
 from dataflow.stream.read_ahead import (
     CHUNK_BYTES,
     HAND_OVER_S,
@@ -31,6 +31,7 @@ from prefetch.engine.builds import chunks_ahead
 from prefetch.errors import MemoryLimitError
 from prefetch.workers.starting import is_fork, start_context
 from sharding.lengths.batching import Packed
+from sharding.plan.history import StepRange
 from sharding.plan.window_size import window_bytes
 from sharding.topology.topology import Topology
 from sharding.urls import is_local
@@ -310,9 +311,17 @@ def check_settings(dataset: ShardedDataset | Mixture, settings: StreamSettings) 
     """Raise for settings that a dataset does not go with, as `StreamLoader` says."""
     if settings.mark_repeats and any(output.name == REPEAT for output in dataset.outputs):
         raise ValueError(f"mark_repeats=True: the dataset has a column of its own called {REPEAT!r}")
+    if settings.skip_steps:
+        resolve_name(CHECKED_STEPS)(settings.skip_steps)
     if settings.batching is not None or is_by_tokens(dataset):
         check_batching(settings, dataset)
     for source in dataset.sources:
         source.check_missing()
         if source.transform is not None:
             fingerprint_of(source.transform)  # raises now, not where a state is taken
+
+
+def with_steps(plan: StreamPlan, steps: Sequence[StepRange], *begin: Any) -> StreamPlan:
+    """The plan that passes over steps, too; `begin`: history, epoch and position where they are looked up."""
+    passing: StreamPlan = resolve_name(WITH_STEPS)(plan, steps, *begin) if steps else plan
+    return passing

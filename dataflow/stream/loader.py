@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from dataflow.planning.facts import facts_of
 from dataflow.planning.length_aware import SampleLengths, is_by_tokens
 from dataflow.planning.plan import StreamPlan, check_known, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
-from dataflow.planning.settings import WITH_STEPS, StreamSettings
+from dataflow.planning.settings import StreamSettings
 from dataflow.progress.bar import ProgressBar
 from dataflow.progress.observer import EpochPosition, LoaderObserver
 from dataflow.stats import LoaderStats
@@ -41,6 +40,7 @@ from dataflow.stream.decisions import (
     loader_limit,
     plan_builders,
     plan_session,
+    with_steps,
 )
 from dataflow.stream.deliveries import DeliveryCounters, ErrorBudget, PendingErrors, RepeatedBatch
 from dataflow.stream.loop_sessions import LoopSessions
@@ -328,9 +328,6 @@ class StreamLoader:
 
     def _plan_from(self, epoch: int, position: int) -> StreamPlan:
         """The plan, with the steps that wait for the first loop: it begins at this position."""
-        if not self._steps_asked:
-            return self._plan
-        with_steps: Callable[..., StreamPlan] = resolve_name(WITH_STEPS)
         return with_steps(self._plan, self._steps_asked, self._loops.history, epoch, position)
 
     def plan_now(self, epoch: int, position: int) -> StreamPlan:
@@ -497,8 +494,7 @@ class StreamLoader:
                 raise ValueError(f"{name} must be an integer >= 0, got {count!r}")
         plan = self._plan.resumed(loaded, of=self.dataset, data=self._facts, shuffle=self._own_shuffle)
         told = plan.history(history, loaded, self.dataset)
-        if steps := self.settings.skip_steps:
-            plan = resolve_name(WITH_STEPS)(plan, steps, told, loaded.epoch, loaded.position)
+        plan = with_steps(plan, self.settings.skip_steps, told, loaded.epoch, loaded.position)
         self.settings.warn_of_another_order(loaded.seed, plan.shuffle.kind)
         self.close()
         self._steps_asked = ()

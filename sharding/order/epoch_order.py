@@ -103,17 +103,9 @@ class EpochOrder(Windows, Protocol):
     def positions_of(self, samples: Ints, begin: int = 0, end: int | None = None) -> tuple[Ints, Ints]:
         """The inverse of `samples`: each time that some samples come at positions in [begin, end).
 
-        Args:
-            samples: int64 [n], numbers as `samples` gives them; any order, and some may repeat.
-            begin: the first position asked for; what lies before `known_from` is not known, and left out.
-            end: the position after the last; None: the end of the epoch.
-
-        Returns:
-            which int64 [m]: an index in `samples` for each time, ascending; positions int64 [m], ascending
-            for each. A sample of a dataset has one; in a mixture, and with classes that are balanced, it may
-            have none or several.
-
-        Raises `IndexError` for a number that is no sample's.
+        Two int64 [m]: an index in `samples`, and the position, ascending. A sample of a dataset has one; in a
+        mixture, and with classes that are balanced, it may have none or several. `end` is None for that of
+        the epoch; what lies before `known_from` is left out. `IndexError` for a number that is no sample's.
         """
         ...
 

@@ -120,10 +120,6 @@ class Selection:
 
     def positions_of(self, blocks: Ints, rows: Ints) -> Ints:
         """The inverse of `locate`, int64 [n]: where the samples come among those kept; -1: they are not."""
-        if blocks.size and not (
-            int(blocks.min()) >= 0 and (rows >= 0).all() and (rows < self._total[blocks]).all()
-        ):
-            raise IndexError("a row lies outside its block")
         positions = np.where(self.num_samples[blocks] > 0, self.start[blocks] + rows, -1)
         for block in np.unique(blocks[self._first_byte[blocks] != _NO_BITS]).tolist():
             at, kept = np.flatnonzero(blocks == block), self.rows(block)

@@ -273,3 +273,13 @@ def test_the_command_says_it_in_words(folder: Path, tmp_path: Path) -> None:
     code, text = run_command(*command)
     assert code
     assert "say which samples, by --key KEY or --keys FILE" in text
+
+
+def test_a_dataset_without_some_samples_is_a_view(folder: Path) -> None:
+    dataset = opened(folder)
+    with pytest.warns(UserWarning, match="1 keys are those of no sample here: no"):
+        left = dataset.without(["id3", "id9", "no"], on="id")
+    assert left[:]["n"].tolist() == [n for n in range(NUM) if n not in (3, 9)]
+    assert left.without(pc.field("n") > 4)[:]["n"].tolist() == [0, 1, 2, 4]
+    assert left.without(np.array([0, 3]))[:]["n"].tolist()[:3] == [1, 2, 5]
+    assert left.fingerprint() == dataset.subset([n for n in range(NUM) if n not in (3, 9)]).fingerprint()

@@ -157,5 +157,3 @@ def test_numbers_that_are_no_sample_s_are_refused(numbers: list[int]) -> None:
             order.positions_of(asked)
     with pytest.raises(IndexError, match="samples must be in"):
         mixture_order(MIXES[0], 0, Shuffle("window", 2, 1)).positions_of(np.array([sum(SIZES)]))
-    with pytest.raises(IndexError, match="outside its block"):
-        whole.positions_of(np.array([0]), np.array([10]))

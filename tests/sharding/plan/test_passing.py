@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,8 @@ from sharding.mixture.windows import MixturePlan, MixtureWindows, source_seed
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
-from sharding.plan.passing import PassedRange, ranges_from_json
+from sharding.plan.history import PassedRange, ranges_from_json
+from sharding.plan.passing import passing
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 
 TAILS: list[Tail] = ["drop", "pad", "even", "uneven"]
@@ -93,7 +95,8 @@ def batches_of(plan: RankPlan) -> list[list[int]]:
 
 
 def passing_over(plan: RankPlan, passed: Sequence[tuple[int, int]]) -> RankPlan:
-    return plan.passing_over([PassedRange(0, a, b, 0, 1) for a, b in passed])
+    ranges = [PassedRange(0, a, b, 0, 1) for a, b in passed]
+    return plan.passing_over(partial(passing, ranges=ranges))
 
 
 SPANS = st.lists(
