@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from sharding.plan.split import By
 
 
+WITHOUT = "dataflow.explain.find:without"
 _COLUMNS_SHOWN = 20
 """Columns that the table of a notebook has a row for."""
 
@@ -439,9 +441,8 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     def without(self, samples: Any, *, on: str = "__key__") -> ShardedDataset[S]:
         """All samples but those of some keys, an expression or numbers, as `dataflow.find` takes them."""
-        from dataflow.explain.find import without
-
-        return without(self, samples, on)
+        view: ShardedDataset[S] = resolve_name(WITHOUT)(self, samples, on)
+        return view
 
     def balanced(
         self, by: str, weights: Mapping[Any, Weight] | Sequence[Weight] | None = None

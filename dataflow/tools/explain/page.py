@@ -228,7 +228,7 @@ def _numbers(ids: Sequence[Any]) -> str:
 
 
 class TokenWords(NamedTuple):
-    """How the tokens of a column are told."""
+    """The column of tokens, the one of those that are learned, and what makes text of them."""
 
     column: str = ""
     """The column of tokens; "": none is known."""
