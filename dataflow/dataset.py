@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
@@ -439,9 +440,8 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     def without(self, samples: Any, *, on: str = "__key__") -> ShardedDataset[S]:
         """All samples but those of some keys, an expression or numbers, as `dataflow.find` takes them."""
-        from dataflow.explain.find import without
-
-        return without(self, samples, on)
+        view: ShardedDataset[S] = resolve_name("dataflow.explain.find:without")(self, samples, on)
+        return view
 
     def balanced(
         self, by: str, weights: Mapping[Any, Weight] | Sequence[Weight] | None = None
