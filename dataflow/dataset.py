@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from sharding.plan.split import By
 
 
+WITHOUT = "dataflow.explain.find:without"
 _COLUMNS_SHOWN = 20
 """Columns that the table of a notebook has a row for."""
 
@@ -440,7 +441,7 @@ class ShardedDataset(Sharded, Dataset[S]):
 
     def without(self, samples: Any, *, on: str = "__key__") -> ShardedDataset[S]:
         """All samples but those of some keys, an expression or numbers, as `dataflow.find` takes them."""
-        view: ShardedDataset[S] = resolve_name("dataflow.explain.find:without")(self, samples, on)
+        view: ShardedDataset[S] = resolve_name(WITHOUT)(self, samples, on)
         return view
 
     def balanced(

@@ -2,10 +2,11 @@
 
 240 chats with 1 to 4 pictures each, of which a transform makes float32 patches: 9 GB in all. Rows hold 8,192
 tokens, the loader 1 GiB at most, and two builders make rows: threads, or processes. `measure`: the transform
-tells lengths, on a first run. `made`: it does not, so megabatches are made to be planned. Bars: samples made
-before the first batch, beside those of its row and of two rows a builder, with `depth=1`; the peak of
-anonymous and shared memory of all processes beyond the start, beside the limit and a row a builder; after a
-stop in the middle, samples that were delivered before and are made again, beside those of a row a builder.
+tells lengths, on a first run. `made`: it does not, so megabatches are made to be planned, as is shown beside.
+Bars: samples made before the first batch, beside those of its row and of two rows a builder, with `depth=1`;
+the peak of anonymous and shared memory of all processes beyond the start, beside the limit and a row a
+builder; after a stop in the middle, samples that were delivered before and are made again, beside those of a
+row a builder.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def bars_of(told: str, workers: str, folder: Path) -> tuple[list[Verdict], dict[
         return events, peak.held_mb - events["before_mb"]
 
     bars = []
-    for depth in (1, None):
+    for depth in (1, None) if told == "measure" else (1,):
         events, peak_mb = run(depth or 0, depth=depth)
         own = {name: round(events[name], 2) for name in ("first_s", "all_s", "filled")}
         own |= {"first_made": events["first_made"], "made": len(events["made"]), "peak_mb": round(peak_mb)}
@@ -172,6 +173,8 @@ def bars_of(told: str, workers: str, folder: Path) -> tuple[list[Verdict], dict[
                 name, f"MB at the peak, depth={depth}", peak_mb, LIMIT / 1e6 + BUILDERS * ROW_MB, at_most=True
             )
         )
+    if told != "measure":
+        return bars, figures
     half = len(events["rows"]) // 2
     first, _ = run(2, depth=1, cut=half, stops=True)
     rest, _ = run(3, depth=1, state=first["cut"])

@@ -402,7 +402,7 @@ class BatchBuilder:
                 return {}, 0
             if segments is not None and (gather := settings.gathers) is not None:
                 assert settings.batching is not None
-                made = made_for(segments, gather(samples), kept)
+                made = made_for(segments, gather, samples, kept)
                 wrong = self.context.forms.misfits_among(made, gather, kept, partial(self._made_wrong, row))
                 for bad in wrong.values():
                     self._leave_out(bad, None, skipped)

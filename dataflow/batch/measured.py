@@ -66,13 +66,20 @@ class Lists(Struct, frozen=True, eq=False):
         rows: NDArray[np.int64],
         begin: NDArray[np.int64] | None = None,
         length: NDArray[np.int64] | None = None,
+        *,
+        is_last: bool = False,
     ) -> Ragged:
         """Copy `length[i]` elements of each of some rows, from `begin[i]` on.
 
-        Without these, copy all elements.
+        Without these, copy all elements. Nothing is copied where they are the whole array, and nobody else
+        uses it: `is_last`.
         """
         starts = self.starts[rows] if begin is None else self.starts[rows] + begin
-        whole = Lists(self.values, starts, self.lengths[rows] if length is None else length).gathered()
+        whole = Lists(self.values, starts, self.lengths[rows] if length is None else length)
+        ends = np.cumsum(whole.lengths)
+        is_whole = whole.lengths.sum() == len(self.values) and (starts == ends - whole.lengths).all()
+        if not (is_last and is_whole):
+            whole = whole.gathered()
         offsets = np.append(whole.starts, len(whole.values))
         return Ragged(torch.from_numpy(whole.values), torch.from_numpy(offsets))
 
@@ -200,10 +207,13 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         batching: Batching,
         segments: BatchSegments,
         forms: SampleForms,
+        *,
+        is_last: bool = False,
     ) -> dict[str, Any]:
         """One batch of a plan, as `batch_columns` forms it.
 
-        `forms` knows the dtype and shape of columns in which none of its samples has an element.
+        `forms` knows the dtype and shape of columns in which none of its samples has an element. `is_last`:
+        the samples are in no other batch, which may have their arrays.
         """
         own = segments.segments
         rows = np.searchsorted(self.positions, own.position)
@@ -211,7 +221,7 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         for name, column in self.columns.items():
             if isinstance(column, Lists):
                 cut = (own.begin, own.length) if name in batching.columns else ()
-                columns[name] = forms.given(name, column.ragged(rows, *cut))
+                columns[name] = forms.given(name, column.ragged(rows, *cut, is_last=is_last))
             else:
                 columns[name] = _of_segments(_taken(column, rows))
         return batch_columns(batching, segments, columns)
@@ -287,9 +297,13 @@ def _said(form: Form) -> str:
 NO_SAMPLES = MeasuredSamples(np.empty(0, np.int64), {})
 
 
-def made_for(segments: BatchSegments, samples: Mapping[str, Any], kept: NDArray[np.int64]) -> MeasuredSamples:
-    """Samples that were made for a batch, as `GatherSamples` gives them; `kept`: a segment of each."""
-    own = {**samples, KEPT: torch.from_numpy(kept)}
+def made_for(
+    segments: BatchSegments, gather: GatherSamples, samples: list[Any], kept: NDArray[np.int64]
+) -> MeasuredSamples:
+    """Samples that were made for a batch, gathered and taken out of the list; `kept`: a segment of each."""
+    gathered = gather(samples)
+    samples.clear()  # pixels are there once
+    own = {**gathered, KEPT: torch.from_numpy(kept)}
     return MeasuredSamples.of_batch(own, segments.segments.position)
 
 
@@ -301,7 +315,7 @@ def batch_of_made(
     own = samples.take(np.argsort(samples.positions))
     there: NDArray[np.int64] = np.flatnonzero(own.has(positions))
     segments = segments if len(there) == len(positions) else segments.keep(there)
-    return own.batch(batching, segments, forms), there
+    return own.batch(batching, segments, forms, is_last=True), there
 
 
 def length_reason(

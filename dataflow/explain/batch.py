@@ -45,7 +45,7 @@ def batch_at(run: ExplainedRun, place: StepPlace, rank: int, world_size: int | N
         )
     if not 0 <= rank < num_ranks:
         raise IndexError(f"rank must be in [0, {num_ranks}) in step {place.step:,}, got {rank}")
-    order = run.order(place.epoch)  # raises where it is not known
+    order = run.order_at(place)  # raises where it is not known
     if run.plan.passed and is_passed_over(run.plan, order, place):
         raise IndexError(f"step {place.step:,} was passed over, as skip_steps says: no rank got anything")
     plan, settings = run.plan, run.settings

@@ -158,7 +158,7 @@ def table_of(
     if run.dataset.on_error != "raise":
         notes |= {_SKIPPED: None, _EMPTY: None}
     for place in places:
-        order = run.order(place.epoch)
+        order = run.order_at(place)
         rows = dealt_rows(run.plan, order, place, rank)
         if run.plan.passed and is_passed_over(run.plan, order, place):
             notes[f"step {place.step:,} was passed over, as skip_steps says"] = None

@@ -16,7 +16,7 @@ from dataflow.state_checksum import checked_fields
 from dataflow.stream.loader import StreamLoader
 from sharding.lengths.batching import Batching
 from sharding.order.epoch_order import EpochOrder
-from sharding.plan.history import StepHistory, StepPlace
+from sharding.plan.history import MOST_RANGES, StepHistory, StepPlace
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
@@ -60,6 +60,34 @@ class ExplainedRun(NamedTuple):
         if isinstance(mixture, Mixture) and (begun := mixture.spec.begun) and epoch < begun[0]:
             self._check_begun(*begun)
         return plan.windows_of(epoch)
+
+    def order_at(self, place: StepPlace) -> EpochOrder:
+        """The order of a step's epoch. Raises as `order`, and where nobody knows what was passed over."""
+        self._check_passed(place)
+        return self.order(place.epoch)
+
+    def _check_passed(self, place: StepPlace) -> None:
+        """Raise `ValueError` unless ranges that are passed over were so, or were not, when a step was taken.
+
+        They are kept as positions of epochs, and an epoch may run before they are named and again after that.
+        """
+        passed, history = self.plan.passed, self.history
+        if len(passed) >= MOST_RANGES and place.epoch <= passed[0].epoch:
+            raise ValueError(
+                f"steps of epoch {place.epoch} may have been passed over, as skip_steps said: a state keeps "
+                f"the last {MOST_RANGES} ranges, from epoch {passed[0].epoch} on"
+            )
+        end = place.position + place.global_batch
+        own = [one for one in passed if one.epoch == place.epoch]
+        if not (own := [one for one in own if one.begin < end and place.position < one.end]):
+            return
+        ends = max(one.end_step for one in own)
+        if history is None or place.step < 0 or ends > history.num_steps or history.goes_back:
+            raise ValueError(
+                f"whether position {place.position:,} of epoch {place.epoch} was passed over in that step, "
+                "as skip_steps said, is not known: some of the steps that were named are still to come, or "
+                "the training went back to an epoch that it had run"
+            )
 
     def check_lengths(self) -> None:
         """Raise `ValueError` where lengths decide about batches, and are not known."""

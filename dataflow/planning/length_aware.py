@@ -74,6 +74,13 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
         raise ValueError('overlong="truncate" needs batches that are padded here: leave collate_fn out')
     if collate_fn and len(batching.columns) > 1:
         raise ValueError("columns= are padded here: leave it or collate_fn out")
+    untyped = [name for name, value in optional(batching).items() if value.ndim == 1 and not len(value)]
+    if (batching.balance is not None or batching.cost_columns) and untyped:
+        raise ValueError(
+            f"balance= and budget= have rows without {untyped[0]!r} come together, before a sample that has "
+            "it: say of which dtype and shape they are, as in "
+            f'whole={{{untyped[0]!r}: Optional(default=numpy.zeros((0, 1176), "uint8"))}}'
+        )
     if (lacking := optional(batching)) and not are_measured(settings, dataset):
         first = next(iter(lacking))
         raise ValueError(

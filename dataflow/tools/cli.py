@@ -126,7 +126,7 @@ def main() -> None:
 @click.option(
     "--lengths-of",
     metavar="COLUMN",
-    help="Column of --transform whose length counts.",
+    help="Column of --transform whose length counts; more of them, with commas, for balance= and budget=.",
     show_default="the first one that measure tells, or tokens",
 )
 @options_of(EngineArguments, "engine")

@@ -141,7 +141,7 @@ def balanced(costs: NDArray[np.int64], first: int, group: int) -> NDArray[np.int
     Units without a cost have groups of their own. Groups begin at multiples of `group` units of the epoch,
     of which `first` are before these, so steps of as many units, or of a divisor, lie in one. In a group,
     each eight are alike once more. The parts of groups at both ends take units about the median, where most
-    are alike. Apart from that units keep their order, which is seeded.
+    are alike, and have groups of eight. Apart from that units keep their order, which is seeded.
     """
     by_cost = np.argsort(costs, kind="stable")
     num_free = int(np.count_nonzero(costs == 0))
@@ -158,8 +158,11 @@ def balanced(costs: NDArray[np.int64], first: int, group: int) -> NDArray[np.int
     blocks = np.sort(np.append(free[:num_whole], rest).reshape(-1, group // few, few), axis=2)
     blocks = np.take_along_axis(blocks, np.argsort(blocks[:, :, :1], axis=1), axis=1)
     groups = blocks[np.argsort(blocks[:, 0, 0])]
-    parts = (ends[:head], groups.ravel(), np.sort(free[num_whole:]), ends[head:])
-    return np.concatenate(parts).astype(np.int64)
+    before, behind = ends[:head], np.append(np.sort(free[num_whole:]), ends[head:])
+    if few < group:
+        before = before[balanced(costs[before], first, few)]
+        behind = behind[balanced(costs[behind], 0, few)]
+    return np.concatenate((before, groups.ravel(), behind)).astype(np.int64)
 
 
 def cost_max_over_mean(plan: UnitPlan, num_units: int) -> float:

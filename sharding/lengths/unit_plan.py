@@ -567,7 +567,7 @@ class UnitPlanner:
         """Return what must agree for units to have the same numbers, as JSON types: a state keeps it."""
         if self._measured_as is not None:
             return self.batching.to_json() | {"measured": self._measured_as}
-        return self.batching.to_json() | {"lengths": self._digest}
+        return self.batching.to_json() | self._digests
 
     @cached_property
     def _least(self) -> int:
@@ -579,8 +579,11 @@ class UnitPlanner:
         return least if is_least else 1
 
     @cached_property
-    def _digest(self) -> str:
-        return hashlib.blake2b(self._token_lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
+    def _digests(self) -> dict[str, str]:
+        """Tell lengths, and costs, from others."""
+        columns = zip(("lengths", "costs"), np.split(np.atleast_2d(self._token_lengths.T), [1]), strict=True)
+        data = {name: column.astype("<i8").tobytes() for name, column in columns if len(column)}
+        return {name: hashlib.blake2b(own, digest_size=8).hexdigest() for name, own in data.items()}
 
     @property
     def _token_lengths(self) -> NDArray[np.integer]:

@@ -228,7 +228,7 @@ def _numbers(ids: Sequence[Any]) -> str:
 
 
 class TokenWords(NamedTuple):
-    """How the tokens of a column are told."""
+    """The column of tokens, the one of those that are learned, and what makes text of them."""
 
     column: str = ""
     """The column of tokens; "": none is known."""
@@ -240,7 +240,7 @@ class TokenWords(NamedTuple):
 
 def words_of(transform: Any) -> TokenWords:
     """Return how to tell tokens that a transform makes, as `Tokenize` and `ChatTemplate` do."""
-    tokenizer = getattr(getattr(transform, "file", None), "tokenizer", None)
+    tokenizer: Any = getattr(getattr(transform, "file", None), "tokenizer", None)
     if not callable(getattr(tokenizer, "decode", None)):
         return TokenWords()
     decode = partial(tokenizer.decode, skip_special_tokens=False)

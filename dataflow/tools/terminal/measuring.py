@@ -17,6 +17,8 @@ from sharding.lengths.batching import Packed
 
 _ROW = 1 << 16
 """Lengths are all that is wanted: rows of any length do."""
+_ANY = 1 << 62
+"""A budget that no row reaches, so that costs are measured."""
 
 
 def measure_samples(
@@ -26,7 +28,8 @@ def measure_samples(
 
     Args:
         name: `package.module:function`, a transform, or what makes one, or the dataset that has it.
-        column: whose length counts; None: the first that `measure` tells, or "tokens".
+        column: whose length counts; None: the first that `measure` tells, or "tokens". Behind it, with
+            commas, those that `balance=` or `budget=` name.
         catalog: the dataset's.
         path: where that lies.
         options: of `ShardedDataset`, where `name` says none.
@@ -49,9 +52,12 @@ def measure_samples(
     if (measure := measure_of(transform)) is not None:
         dataset.transform = measure
         column = column or next(iter(dataset[0]))
-        dataset.transform = LengthsAlone(transform, Packed(_ROW, column))
+    lead, *costs = (column or "tokens").split(",")
+    batching = Packed(_ROW, lead, budget=dict.fromkeys(costs, _ANY))
+    if measure is not None:
+        dataset.transform = LengthsAlone(transform, batching)
     bar = ProgressBar("measuring lengths", total=len(dataset), unit="sample")
-    with bar, DataLoader(dataset, batching=Packed(_ROW, column or "tokens")) as loader:
+    with bar, DataLoader(dataset, batching=batching) as loader:
         for _ in loader:
             bar.show(loader.stats().samples)
         return len(dataset) - loader.stats().skipped_samples

@@ -10,6 +10,7 @@ import pytest
 from datasets_kit import NUM_SAMPLES, Made, make_ints_tar, rank
 
 from dataflow import DataLoader, Shuffle
+from dataflow.explain.provenance import notes_of
 from sharding.plan.history import StepHistory
 
 
@@ -114,3 +115,37 @@ def test_the_state_of_a_loader_that_has_not_begun_tells_of_no_step(ints: Made) -
         assert loader.state_dict()["history"] == "[0]"
         with pytest.raises(IndexError, match="step 0 is not known: of 0 steps, none is"):
             loader.provenance(0)
+
+
+@pytest.mark.parametrize("batch_size", [4, 8, 2])
+def test_steps_that_were_passed_over_held_nothing(ints: Made, batch_size: int) -> None:
+    """Named as steps of batches of four; the run goes on with others."""
+    with loader_over(ints, skip_steps=[(4, 6)]) as loader:
+        batches = [*islice(loader, 2)]
+        state = loader.state_dict()
+    with loader_over(ints, batch_size=batch_size) as loader:
+        loader.load_state_dict(state)
+        batches += [batch for _ in range(2) for batch in loader]
+        num_steps = steps_of(loader).num_steps
+        table = loader.provenance(range(num_steps))
+        delivered = [int(n) for batch in batches for n in batch["cls"].tolist()]
+        assert [int(key) for key in table["key"].to_pylist()] == delivered
+        passed = sorted({*range(num_steps)} - {*table["step"].to_pylist()})
+        assert passed == {4: [4, 5], 8: [3], 2: [6, 7, 8, 9]}[batch_size]
+        assert len(notes_of(table)) == len(passed)
+        with pytest.raises(IndexError, match="was passed over, as skip_steps says"):
+            loader.batch_at(passed[0])
+
+
+def test_what_was_passed_over_of_an_epoch_that_ran_again_is_not_known(ints: Made) -> None:
+    with loader_over(ints) as loader:
+        assert len([*loader]) == 12
+        loader.set_epoch(0)
+        loader.skip_steps([(14, 16)])
+        with pytest.raises(ValueError, match="as skip_steps said, is not known"):
+            loader.provenance(2)
+        assert loader.provenance(1).num_rows == 4
+        assert len([*loader]) == 10
+        with pytest.raises(ValueError, match="the training went back to an epoch that it had run"):
+            loader.provenance(2)
+        assert loader.provenance(12).num_rows == 4

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from collections import Counter
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets_kit import rank
+from forked_kit import fast_ranks
 
-from dataflow import DataLoader, Packed, ShardedDataset, ShardWriter
+from dataflow import DataLoader, Optional, Packed, ShardedDataset, ShardWriter
 from sharding.errors import SampleError
 
 N, LENGTH, MOST = 60, 16, 24
@@ -156,3 +159,88 @@ def test_a_column_that_is_no_cost_is_named(shards: str) -> None:
         pytest.raises(SampleError, match=r"'pixels' of balance= .* no whole number"),
     ):
         list(loader)
+
+
+# ---- ranks ----------------------------------------------------------------------------------------------
+
+
+class Pictures(Measured):
+    """Makes patches [n, 3] of a quarter of the samples; others lack the column."""
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        patches = np.full((self.measure(sample)["patches"], 3), 0.5, np.float32)
+        return {"tokens": sample["tokens"]} | ({"patches": patches} if len(patches) else {})
+
+    def measure(self, sample: dict[str, Any]) -> dict[str, int]:
+        has_any = sample["tokens"][0] % 4 == 0
+        return {"tokens": len(sample["tokens"]), "patches": len(sample["patches"]) * has_any}
+
+
+class Unmeasured:
+    fingerprint = "unmeasured"
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return Pictures()(sample)
+
+
+def of_rank(shards: str, kind: type[Any], state: Any, num: int) -> tuple[Any, ...]:
+    """A rank's rows, and what each step costs it; the state after `num` batches; the figure."""
+    whole = {"patches": Optional(default=np.zeros((0, 3), np.float32))}
+    batching = Packed(
+        LENGTH, whole=whole, balance="patches", balance_group=4, budget={"patches": MOST}, window=30
+    )
+    dataset = ShardedDataset(shards, transform=kind())
+    rows, costs, after = [], [], None
+    with DataLoader(dataset, shuffle=True, seed=3, batching=batching, num_workers=1, tail="uneven") as loader:
+        if state is not None:
+            loader.load_state_dict(state)
+        for batch in loader:
+            assert batch["patches"].values.shape[1:] == (3,)
+            assert batch["patches"].values.dtype == torch.float32
+            rows.append(batch["tokens"].tokens[0].tolist())
+            costs.append(len(batch["patches"].values))
+            after = loader.state_dict() if len(rows) == num else after
+        stats = loader.stats().lengths
+    assert stats is not None
+    return rows, costs, after, stats.cost_max_over_mean
+
+
+def of_world(shards: str, kind: type[Any], num_ranks: int, state: Any = None, num: int = 3) -> Any:
+    """The rows in the order of the plan, costs by step, the state after `num` steps, and the figure."""
+    cache = {"XDG_CACHE_HOME": f"{shards.removesuffix('/*.jsonl')}/../cache{num_ranks}{state is None}"}
+    ranks = fast_ranks(of_rank, num_ranks, args=(shards, kind, state, num), timeout_s=60, env=cache)
+    rows = [row for step in zip_longest(*(own[0] for own in ranks)) for row in step if row]
+    assert len({own[3] for own in ranks}) == 1
+    return rows, [*zip(*(own[1] for own in ranks), strict=False)], ranks[0][2], ranks[0][3]
+
+
+@pytest.mark.parametrize("kind", [Pictures, Unmeasured])
+def test_ranks_have_like_costs_and_resume_on_other_ranks(shards: str, kind: type[Any]) -> None:
+    rows, costs, state, figure = of_world(shards, kind, 2)
+    assert Counter(token for token in chain(*rows) if token).keys() == {*range(1, N + 1)}
+    assert any(not any(step) for step in costs)
+    assert sum(0 in step and any(step) for step in costs) <= 2  # one at most in a megabatch
+    assert 1.0 < figure < 1.3
+    paid = [max(step) / (sum(step) / 2) for step in costs if any(step)]
+    assert figure == pytest.approx(sum(paid) / len(paid))
+    alone, *_ = of_world(shards, kind, 1)
+    assert alone == rows
+    for num_ranks in (1, 2):
+        assert of_world(shards, kind, num_ranks, state)[0] == rows[6:]
+
+
+def test_rows_without_a_column_must_be_told_what_they_hold(shards: str) -> None:
+    with pytest.raises(ValueError, match=r"before a sample that has it.*Optional\(default="):
+        loader_of(shards, made=Pictures(), whole={"patches": Optional()})
+
+
+def test_a_state_of_rows_in_another_order_is_refused(shards: str) -> None:
+    plain = {"balance": None, "budget": {}}
+    with loader_of(shards, **plain) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    assert not any(name in state["batching"] for name in ("balance", "budget"))
+    with loader_of(shards, **plain) as loader:
+        loader.load_state_dict(state)
+    with loader_of(shards) as loader, pytest.raises(ValueError, match="give balance=None"):
+        loader.load_state_dict(state)

@@ -94,6 +94,17 @@ def test_what_is_measured_ahead_is_known_to_the_first_run_wherever_the_catalog_i
         assert len(loader) == len(list(loader))
 
 
+def test_columns_that_balance_names_are_measured_too(folder: Path) -> None:
+    assert "2 of lengths, in" in _measured(folder, "headers", "--lengths-of", "ids,pixels").output
+    from ahead_of_training import Headers, made
+
+    dataset = ShardedDataset(folder / "x.catalog", transform=Headers())
+    batching = Packed(16, "ids", balance="pixels", budget={"pixels": 9})
+    with DataLoader(dataset, 2, batching=batching, num_workers=0) as loader:
+        assert len(loader)
+    assert not made
+
+
 def test_without_a_measure_each_sample_is_made_once(folder: Path) -> None:
     assert f"measured {NUM} of {NUM} samples" in _measured(folder, "chats", "--lengths-of", "ids").output
     from ahead_of_training import Chats

@@ -134,7 +134,7 @@ def test_a_state_tells_of_balance_and_budget_and_only_where_they_are():
     assert square["balance"] != cube["balance"]
     lengths = np.array([3, 4, 5])
     marks = {
-        UnitPlanner(Packed(8, balance="c"), lengths=np.stack([lengths, own], axis=1)).token["lengths"]
+        UnitPlanner(Packed(8, balance="c"), lengths=np.stack([lengths, own], axis=1)).token["costs"]
         for own in ([1, 2, 3], [1, 2, 4])
     }
     assert len(marks) == 2
