@@ -311,7 +311,7 @@ MOST_LINES = {
     "dataflow/grad": 3_200,
     "dataflow/grad/adapt": 550,
     "dataflow/grad/strategies": 1_750,
-    "dataflow/integrations": 1_165,
+    "dataflow/integrations": 1_170,
     "dataflow/outputs": 2_600,
     "dataflow/planning": 1_415,
     "dataflow/processes": 1_500,
@@ -337,7 +337,7 @@ MOST_LINES = {
     "dataflow/tools/top": 1_390,
     "dataflow/tools/terminal": 1_025,
     "dataflow/tools/verdicts": 765,
-    "dataflow/vision": 1_080,
+    "dataflow/vision": 1_560,
     "dataflow/workers": 3_200,
 }
 """Lines that a folder of the packages may have, in Python and C: what it had on 27 Nov 2026, and a tenth."""
