@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from dataflow.decode.image import Image, MissingImageSupportError as MissingImageSupportError
     from dataflow.decode.media import MissingMediaSupportError as MissingMediaSupportError
     from dataflow.decode.video import Video as Video
+    from dataflow.explain.find import find as find
+    from dataflow.explain.provenance import provenance as provenance
     from dataflow.grad.agreement import DisagreementError as DisagreementError, RankLostError as RankLostError
     from dataflow.grad.schedule import GradSchedule
     from dataflow.limits import Cache
@@ -118,6 +120,8 @@ _MODULES = {
     "VisionChat": "dataflow.vision.chat",
     "WorkerStats": "dataflow.stats",
     "convert": "dataflow.conversion.run",
+    "find": "dataflow.explain.find",
+    "provenance": "dataflow.explain.provenance",
     "serve_metrics": "dataflow.telemetry.serving.serve",
     "split_pairs": "dataflow.text.pairs",
     # `__all__`:

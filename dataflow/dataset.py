@@ -9,13 +9,13 @@ format tells where they lie (tar, tokens), and whole blocks, a few of which are 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
@@ -35,7 +35,7 @@ from dataflow.sources.listing.claims import SourceArguments
 from dataflow.sources.listing.places import Places
 from dataflow.sources.missing import raise_missing
 from dataflow.sources.opening import OpenOptions
-from dataflow.staging.source import MatchSource, Source
+from dataflow.staging.source import MatchSource, Source, warn_of_wait
 from dataflow.tables import ColumnTable, Row, listed_shortly
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.mapping import Mappings
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from sharding.plan.split import By
 
 
-_log = logging.getLogger("dataflow")
+WITHOUT = "dataflow.explain.find:without"
 _COLUMNS_SHOWN = 20
 """Columns that the table of a notebook has a row for."""
 
@@ -260,7 +260,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         return Source(
             catalog=self.catalog,
             format=self.codec,
-            reader=self.new_reader(pause, _warn_of_wait if is_awaited else None),
+            reader=self.new_reader(pause, warn_of_wait if is_awaited else None),
             outputs=staged_outputs(self._own_outputs),
             mappings=Mappings(keep_mapped_bytes, guards),
             pause=pause,
@@ -439,6 +439,11 @@ class ShardedDataset(Sharded, Dataset[S]):
 
         return self._view(matching(self.source(), self.selection, expression))
 
+    def without(self, samples: Any, *, on: str = "__key__") -> ShardedDataset[S]:
+        """All samples but those of some keys, an expression or numbers, as `dataflow.find` takes them."""
+        view: ShardedDataset[S] = resolve_name(WITHOUT)(self, samples, on)
+        return view
+
     def balanced(
         self, by: str, weights: Mapping[Any, Weight] | Sequence[Weight] | None = None
     ) -> ShardedDataset[S]:
@@ -583,11 +588,6 @@ class ShardedDataset(Sharded, Dataset[S]):
         yield f"{num} samples {of}{' ' if of else ''}in {shards} shards"
         yield f"{self.catalog.format}, columns {columns}{', classes balanced' if self.balance else ''}"
         yield from (f"joined to {join.other!r}" for join in self.joins)
-
-
-def _warn_of_wait(line: str) -> None:
-    """Tell whoever waits for a sample: nobody else would say for what."""
-    _log.warning("%s", printable(line))
 
 
 def _not_negative(n: int) -> int:

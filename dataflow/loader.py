@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
 
@@ -33,6 +33,8 @@ from sharding.plan.batch_plan import Tail
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from dataflow.stats import LoaderStats, WorkerStats
     from dataflow.stream.loader import StreamLoader
     from dataflow.telemetry.status.health import LoaderHealth
@@ -179,6 +181,8 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             lengths of samples (docs/guide/batching.md).
         mark_repeats: add a column "__repeat__" to batches of shards, bool: the samples (rows with `Packed`)
             that `tail` delivers a second time.
+        skip_steps: pairs (first step, the one after the last): global batches that are passed over on every
+            rank, over shards only; see `skip_steps`. Of a state that has them, they are known.
         progress: True or a title: show a bar of each loop, on stderr and rank 0 only: samples a second, the
             share of the time spent waiting, the time left (docs/guide/monitoring.md).
         name: what metrics, `dataflow top` and progress call this loader. None: the dataset's folder, its name
@@ -233,6 +237,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         ship_blocks: bool = False,
         batching: Batching | None = None,
         mark_repeats: bool = False,
+        skip_steps: Sequence[tuple[int, int]] = (),
         progress: bool | str = False,
         name: str | None = None,
         role: Role | None = None,
@@ -251,7 +256,9 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         }  # fmt: skip
         if not isinstance(dataset, Sharded):
             mixes = {"shuffle": shuffle} if isinstance(shuffle, Shuffle) else {}
-            _refuse("only a ShardedDataset or a Mixture has ", {**of_shards, **mixes})
+            _refuse(
+                "only a ShardedDataset or a Mixture has ", {**of_shards, **mixes, "skip_steps": skip_steps}
+            )
             self.workers = checked_workers(workers, num_workers or 0, multiprocessing_context)
             self.snapshot_every_n_steps = snapshot_every_n_steps
             self.prefetch_across_epochs = prefetch_across_epochs
@@ -301,6 +308,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
                 max_worker_restarts=max_worker_restarts, worker_init_fn=worker_init_fn,
                 multiprocessing_context=multiprocessing_context, builders=builders, ship_blocks=ship_blocks,
                 batching=batching, pin_memory=pin_memory, mark_repeats=mark_repeats,
+                skip_steps=skip_steps,
             )  # fmt: skip
         self._stream = StreamLoader(cast("Any", dataset), settings)
         plan = self._stream.builder_plan
@@ -371,6 +379,22 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         """Choose the epoch: of the order over shards, else of the sampler and the dataset that have one."""
         self._engine.set_epoch(epoch)
 
+    def skip_steps(self, steps: Sequence[tuple[int, int]]) -> None:
+        """Pass over global batches to come, on every rank, while all others stay what they were.
+
+        Any number of ranks that goes on from a state passes over the same samples (docs/guide/explain.md). A
+        collective where torch.distributed is initialised: all ranks call it with the same steps, after the
+        same number of batches. What was read ahead is dropped and read anew.
+
+        Args:
+            steps: pairs (first step, the one after the last), counted since the training began.
+
+        Raises:
+            ValueError: steps that were taken, that ranks name unlike, or nobody knows the samples of.
+            DataflowError: other ranks did not call it within `timeout`.
+        """
+        resolve_name("dataflow.explain.skips:skip_steps")(self, steps)
+
     # ---- state --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -403,6 +427,44 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     def resumed(self) -> bool:
         """Return whether a state was loaded and no batch asked for since."""
         return self._engine.resumed
+
+    # ---- what was delivered -------------------------------------------------------------------------
+
+    def provenance(self, steps: int | Iterable[int], rank: int | None = None, keys: bool = True) -> pa.Table:
+        """Return which samples were in steps of this training: a `pyarrow.Table`.
+
+        A row is a sample that was delivered, or a piece of one; docs/guide/explain.md lists the columns.
+
+        Args:
+            steps: one, or several: batches of all ranks together, counted since the training began.
+            rank: only what this rank got, counted in the order in which ranks share out a batch.
+            keys: whether keys are read, where samples have some; nothing else of the data is.
+
+        Raises:
+            IndexError: steps that are not known, or were not taken yet; a rank that there was not.
+            ValueError: what cannot be told, with the reason.
+            TypeError: a loader over another dataset, whose order is its sampler's.
+        """
+        return resolve_name("dataflow.explain.provenance:provenance_of_loader")(self, steps, rank, keys)
+
+    def batch_at(self, step: int, rank: int | None = None, world_size: int | None = None) -> Any:
+        """Make the batch that a rank got in a step again, bit by bit. The loader stays where it is.
+
+        Args:
+            step: counted since the training began.
+            rank: of `world_size` ranks; None: this one.
+            world_size: ranks that share out the step's samples; None: as many as did.
+
+        Raises as `provenance`, and as reading does.
+        """
+        return resolve_name("dataflow.explain.batch:batch_of_loader")(self, step, rank, world_size)
+
+    def find(self, samples: Any, on: str = "__key__") -> Any:
+        """Return at which steps of this training samples were delivered, and when they come next.
+
+        Arguments, table and errors are those of `dataflow.find`.
+        """
+        return resolve_name("dataflow.explain.find:find_of_loader")(self, samples, on)
 
     # ---- statistics ---------------------------------------------------------------------------------
 

@@ -12,26 +12,24 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Union
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.outputs.output import Output
 from dataflow.shard_order import Sharded
 from dataflow.tables import Row, listed_shortly
+from dataflow.topology_exchange import check_ranks_agree
 from prefetch.core.executor import executor
 from prefetch.retries import RetryPolicy
 from prefetch.store.retrier import Retrier
 from sharding.blocks import ColumnSpec
 from sharding.catalog.widening import common_spec, is_alike
-from sharding.errors import DataflowError
 from sharding.lengths.unit_plan import epoch_lengths
 from sharding.mixture.interleaving import Counts, Interleaving, MixtureSpec, Stop
 from sharding.mixture.shares import (
@@ -228,7 +226,8 @@ class Mixture(Sharded):
             parts = self.spec.checked_weights(self._of_sources(weights, self.spec.counts))
         except ValueError as error:
             failure = error  # told once the others know: they wait for this rank
-        _check_ranks_agree(str(failure) if failure else " ".join(map(str, parts)), self.timeout_s)
+        said = str(failure) if failure else " ".join(map(str, parts))
+        check_ranks_agree("set_weights", "weights", said, self.timeout_s)
         if failure is not None:
             raise failure
         self.weights_set = (self.weights_set[0] + 1 if self.weights_set else 1, parts)
@@ -356,25 +355,6 @@ class Mixture(Sharded):
         epoch, position, weights = self.spec.changes.steps[-1]
         shares = listed_shortly((f"{float(weight):.3g}" for weight in weights), _SOURCES_SHOWN)
         return f"weights {shares} from sample {position:,} of epoch {epoch} on"
-
-
-def _check_ranks_agree(text: str, timeout_s: float) -> None:
-    """Raise `ValueError` on all ranks where they do not say the same. A collective of its own."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return
-    said = [""] * dist.get_world_size()
-    try:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        dist.all_gather_object(said, text, group=group)
-        dist.destroy_process_group(group)
-    except RuntimeError as error:
-        raise DataflowError(
-            f"other ranks did not call set_weights within {timeout_s:g} s (timeout= of the loader): all of "
-            "them call it, with the same weights and after the same number of batches"
-        ) from error
-    if len({*said}) > 1:
-        listed = "; ".join(f"rank {rank}: {weights}" for rank, weights in enumerate(said))
-        raise ValueError(f"the ranks set unlike weights: {listed}")
 
 
 def _check_members(members: Sequence[object]) -> None:

@@ -8,6 +8,7 @@ a job that finds its topology by itself has to be made on all ranks (a loader of
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -85,6 +86,32 @@ def data_ranks_of_mesh(mesh: DeviceMesh, *data_dims: str) -> list[int]:
     data_ranks = np.empty(ranks.size, np.int64)
     data_ranks[ranks] = np.ravel_multi_index(tuple(coordinates), tuple(ranks.shape[axis] for axis in axes))
     return [int(rank) for rank in data_ranks]
+
+
+def check_ranks_agree(call: str, subject: str, text: str, timeout_s: float) -> None:
+    """Raise `ValueError` on all ranks where they do not say the same. A collective of its own.
+
+    Args:
+        call: the method that all ranks call.
+        subject: the word for its arguments.
+        text: this rank's.
+        timeout_s: seconds to wait for the others; beyond, a `DataflowError`.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    said = [""] * dist.get_world_size()
+    try:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        dist.all_gather_object(said, text, group=group)
+        dist.destroy_process_group(group)
+    except RuntimeError as error:
+        raise DataflowError(
+            f"other ranks did not call {call} within {timeout_s:g} s (timeout= of the loader): all of "
+            f"them call it, with the same {subject} and after the same number of batches"
+        ) from error
+    if len({*said}) > 1:
+        listed = "; ".join(f"rank {rank}: {words}" for rank, words in enumerate(said))
+        raise ValueError(f"the ranks set unlike {subject}: {listed}")
 
 
 def _rank_info_in_group(env: Env) -> RankInfo:

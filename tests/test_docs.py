@@ -12,8 +12,8 @@ ROOT = Path(__file__).parent.parent
 INCLUDE = runpy.run_path(str(ROOT / "docs" / "include.py"))
 PAGES: list[Path] = INCLUDE["pages"]()
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
-MOST_WORDS = {"README.md": 900, "CHANGELOG.md": 600, "docs/architecture.md": 2000}
-MOST_IN_A_GUIDE, MOST_IN_ALL = 1500, 56_930
+MOST_WORDS = {"README.md": 900, "CHANGELOG.md": 700, "docs/architecture.md": 2000}
+MOST_IN_A_GUIDE, MOST_IN_ALL = 1500, 58_700
 
 
 def named(page: Path) -> str:

@@ -31,6 +31,7 @@ SMALL = {
 EXACT = [
     pytest.param("choose_shuffle", "docs/guide/order.md", marks=pytest.mark.full),
     ("mix_datasets", "docs/guide/mixtures.md"),
+    ("explain_step", "docs/guide/explain.md"),
     pytest.param("mixture_shares", "docs/guide/mixtures.md", marks=pytest.mark.full),
     ("tour", "docs/guide/tour.md"),
     pytest.param("text_to_rows", "docs/guide/text.md", marks=pytest.mark.full),

@@ -6,16 +6,19 @@ import pytest
 from source_kit import MODULES, ROOT, facts
 from wall import OPENED_BY, OUTSIDE, core_lines, core_tests, is_in, is_outside, module_of
 
-MOST_CORE_LINES = 54_795
+MOST_CORE_LINES = 55_404
 """As `wc -l` counts them in Python; 50,000 are wanted."""
 SEAMS = {
     "dataflow",  # public names
+    "dataflow.dataset",  # a view without some samples
     "dataflow.loader",  # whether observers are installed
+    "dataflow.planning.settings",  # steps that are passed over
     "dataflow.outputs.resolve",  # `decode="image"`
     "dataflow.progress.observer",
     "dataflow.sources.listing.claims",
     "dataflow.stream.decisions",
     "sharding.formats",
+    "sharding.lengths.batching",
     "sharding.write.writer",
 }
 """Modules of the core that have a table of entries, as docs/architecture.md lists them."""

@@ -27,9 +27,11 @@ OUTSIDE = {
     "command line": ("dataflow.tools",),
     "conversion and executors": ("dataflow.conversion", "dataflow.engines"),
     "Ray": ("dataflow.actors",),
+    "steps explained, found, passed over": ("dataflow.explain", "sharding.plan.passing"),
     "text": ("dataflow.text",),
     "pictures and text": ("dataflow.vision",),
     "frameworks": ("dataflow.integrations",),
+    "costs of rows": ("sharding.lengths.costs",),
     "test kit": TEST_KIT,
     "images": (
         "dataflow.decode.crop",
@@ -63,12 +65,12 @@ _MODULES_OUTSIDE = tuple(module for modules in OUTSIDE.values() for module in mo
 OPENED_BY = {
     "dataflow": _MODULES_OUTSIDE,  # public names, imported when they are used
     "dataflow.loader": ("dataflow.telemetry.status",),  # `DataLoader.health`, `.name`
-    "dataflow.dataset": ("dataflow.sources.manifests",),  # the type of `manifest=`
+    "dataflow.dataset": ("dataflow.sources.manifests", "dataflow.explain.find"),  # `manifest=`, `without`
     "dataflow.mixture": ("dataflow.sources.energon",),  # `Mixture.from_energon`
 }
 """Modules of the core that name what is outside, since their public names do."""
 
-TESTS_OUTSIDE = {"test_energon.py", "test_loose_http.py"}
+TESTS_OUTSIDE = {"test_balanced_loader.py", "test_energon.py", "test_loose_http.py"}
 """Files of tests that say by names of formats alone what they are of."""
 SLOW = {"test_batched_weights.py", "test_core_driver.py", "test_mixture_weights.py"}
 """Files of tests that run with --full only: one takes half a minute, one compiles C."""

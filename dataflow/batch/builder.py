@@ -178,7 +178,7 @@ class ChunkPlan(Struct, frozen=True, kw_only=True, eq=False):
     cut: Cut | None
     """The part of its columns that a length-aware batch takes."""
     lengths: NDArray[np.int64] | None
-    """[rows] the length that each row's sample must be made with; None: none is planned with."""
+    """[rows, 1 + costs] the length, and costs, that each row's sample must be made with; None: none is."""
     repeats: Sequence[NDArray[np.bool_]]
     """For each batch, which of its samples, rows or units come a second time; empty: nobody asks."""
 
@@ -196,11 +196,11 @@ class ChunkPlan(Struct, frozen=True, kw_only=True, eq=False):
             and (settings.gathers or settings.forms(batching.column))
         ):
             assert isinstance(plan, UnitPlan)
-            assert plan.sequence.lengths is not None
+            assert plan.sequence.sizes is not None
             taken = segments.segments
-            lengths = plan.sequence.lengths[taken.position].astype(np.int64)
+            lengths = np.atleast_2d(plan.sequence.sizes[taken.position].astype(np.int64).T).T
             if not settings.gathers:
-                cut, lengths = Cut(batching.columns, taken.begin, taken.length, lengths), None
+                cut, lengths = Cut(batching.columns, taken.begin, taken.length, lengths[:, 0]), None
         marked = range(first_batch, last) if settings.mark_repeats else ()
         return cls(
             epoch=plan.order.epoch,
@@ -402,7 +402,7 @@ class BatchBuilder:
                 return {}, 0
             if segments is not None and (gather := settings.gathers) is not None:
                 assert settings.batching is not None
-                made = made_for(segments, gather(samples), kept)
+                made = made_for(segments, gather, samples, kept)
                 wrong = self.context.forms.misfits_among(made, gather, kept, partial(self._made_wrong, row))
                 for bad in wrong.values():
                     self._leave_out(bad, None, skipped)

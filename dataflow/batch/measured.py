@@ -8,7 +8,8 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 from dataflow.batch.packed import batch_columns
 from dataflow.batch.samples import (
     KEPT,
+    LEAVE_OUT,
     ONE_FORM,
     Form,
     GatherSamples,
@@ -29,6 +31,7 @@ from dataflow.batch.samples import (
     unlike_columns,
     unlike_planned,
 )
+from dataflow.batch.transforms import COSTS
 from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.ragged import Ragged
 from sharding.errors import SampleError
@@ -36,6 +39,8 @@ from sharding.lengths.batching import Batching
 from sharding.lengths.units import BatchSegments
 from sharding.order.windows import ranges
 from sharding.printable import listed
+
+_NO_COST = -1
 
 
 class Lists(Struct, frozen=True, eq=False):
@@ -61,13 +66,20 @@ class Lists(Struct, frozen=True, eq=False):
         rows: NDArray[np.int64],
         begin: NDArray[np.int64] | None = None,
         length: NDArray[np.int64] | None = None,
+        *,
+        is_last: bool = False,
     ) -> Ragged:
         """Copy `length[i]` elements of each of some rows, from `begin[i]` on.
 
-        Without these, copy all elements.
+        Without these, copy all elements. Nothing is copied where they are the whole array, and nobody else
+        uses it: `is_last`.
         """
         starts = self.starts[rows] if begin is None else self.starts[rows] + begin
-        whole = Lists(self.values, starts, self.lengths[rows] if length is None else length).gathered()
+        whole = Lists(self.values, starts, self.lengths[rows] if length is None else length)
+        ends = np.cumsum(whole.lengths)
+        is_whole = whole.lengths.sum() == len(self.values) and (starts == ends - whole.lengths).all()
+        if not (is_last and is_whole):
+            whole = whole.gathered()
         offsets = np.append(whole.starts, len(whole.values))
         return Ragged(torch.from_numpy(whole.values), torch.from_numpy(offsets))
 
@@ -118,6 +130,22 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
             if name != KEPT
         }
         return cls(positions[batch[KEPT].numpy()], columns)
+
+    def costs(self, names: Sequence[str]) -> NDArray[np.int64]:
+        """The costs of columns, [n, names], each as `cost_of` says."""
+        if not len(self) or COSTS in self.columns:
+            costs: Any = self.columns.get(COSTS, ())
+            return np.array(costs, np.int64).reshape(len(self), len(names))
+        columns = [self.columns.get(name, [_NO_COST] * len(self)) for name in names]
+        costs = [c.lengths if isinstance(c, Lists) else [*map(cost_of, c)] for c in columns]
+        return np.array(costs, np.int64).reshape(len(names), len(self)).T
+
+    def wrong_costs(self, batching: Batching) -> Iterator[tuple[int, str]]:
+        """The row and the reason of each cost that is wrong."""
+        names = batching.cost_columns
+        for name, costs in zip(names, self.costs(names).T, strict=True):
+            reasons = [cost_reason(batching, name, cost) for cost in costs.tolist()]
+            yield from ((row, reason) for row, reason in enumerate(reasons) if reason)
 
     @property
     def nbytes(self) -> int:
@@ -179,10 +207,13 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         batching: Batching,
         segments: BatchSegments,
         forms: SampleForms,
+        *,
+        is_last: bool = False,
     ) -> dict[str, Any]:
         """One batch of a plan, as `batch_columns` forms it.
 
-        `forms` knows the dtype and shape of columns in which none of its samples has an element.
+        `forms` knows the dtype and shape of columns in which none of its samples has an element. `is_last`:
+        the samples are in no other batch, which may have their arrays.
         """
         own = segments.segments
         rows = np.searchsorted(self.positions, own.position)
@@ -190,7 +221,7 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         for name, column in self.columns.items():
             if isinstance(column, Lists):
                 cut = (own.begin, own.length) if name in batching.columns else ()
-                columns[name] = forms.given(name, column.ragged(rows, *cut))
+                columns[name] = forms.given(name, column.ragged(rows, *cut, is_last=is_last))
             else:
                 columns[name] = _of_segments(_taken(column, rows))
         return batch_columns(batching, segments, columns)
@@ -266,9 +297,13 @@ def _said(form: Form) -> str:
 NO_SAMPLES = MeasuredSamples(np.empty(0, np.int64), {})
 
 
-def made_for(segments: BatchSegments, samples: Mapping[str, Any], kept: NDArray[np.int64]) -> MeasuredSamples:
-    """Samples that were made for a batch, as `GatherSamples` gives them; `kept`: a segment of each."""
-    own = {**samples, KEPT: torch.from_numpy(kept)}
+def made_for(
+    segments: BatchSegments, gather: GatherSamples, samples: list[Any], kept: NDArray[np.int64]
+) -> MeasuredSamples:
+    """Samples that were made for a batch, gathered and taken out of the list; `kept`: a segment of each."""
+    gathered = gather(samples)
+    samples.clear()  # pixels are there once
+    own = {**gathered, KEPT: torch.from_numpy(kept)}
     return MeasuredSamples.of_batch(own, segments.segments.position)
 
 
@@ -280,17 +315,49 @@ def batch_of_made(
     own = samples.take(np.argsort(samples.positions))
     there: NDArray[np.int64] = np.flatnonzero(own.has(positions))
     segments = segments if len(there) == len(positions) else segments.keep(there)
-    return own.batch(batching, segments, forms), there
+    return own.batch(batching, segments, forms, is_last=True), there
 
 
-def length_reason(batching: Batching, sample: Mapping[str, Any], planned: int) -> tuple[str, bool]:
-    """Return what is wrong with a sample's lengths, "": nothing; and whether it is not what was planned."""
-    lengths = [len(sample[name]) for name in batching.columns]
+def length_reason(
+    batching: Batching, sample: Mapping[str, Any], planned: NDArray[np.int64]
+) -> tuple[str, bool]:
+    """Return what is wrong with a sample's lengths, "": nothing; and whether it is not what was planned.
+
+    That is its length, and its costs, [1 + costs].
+    """
+    lengths, names = [len(sample[name]) for name in batching.columns], batching.cost_columns
     if reason := unlike_columns(batching.columns, lengths):
         return reason, False
-    if lengths[0] != planned:
-        return unlike_planned(batching.column, lengths[0], planned), True
+    made = [lengths[0], *(cost_of(sample.get(name, _NO_COST)) for name in names)]
+    for name, own, said in zip((batching.column, *names), made, planned.tolist(), strict=True):
+        if own != said:
+            is_wrong = own != _NO_COST
+            return unlike_planned(name, own, said) if is_wrong else cost_reason(batching, name, own), is_wrong
     return cut_reason(batching, lengths[0], sample), False
+
+
+def cost_of(value: Any) -> int:
+    """Return what a value of a cost column counts: itself, a whole number, or its length; 0 for None.
+
+    -1 where it is neither.
+    """
+    if value is None:
+        return 0
+    if isinstance(value, list | tuple | bytes) or np.ndim(value):
+        return len(value)
+    try:
+        return max(_NO_COST, index(value))
+    except TypeError:
+        return _NO_COST
+
+
+def cost_reason(batching: Batching, column: str, cost: int) -> str:
+    """Return what is wrong with a sample's cost; "": nothing."""
+    if cost == _NO_COST:
+        return f"column {column!r} of balance= or budget= has no whole number >= 0, nor a list, in the sample"
+    most = batching.most_costs.get(column, cost)
+    text = f"column {column!r} counts {cost:,}, above budget={{{column!r}: {most}}}"
+    return f"{text}: raise it, make the sample smaller, {LEAVE_OUT}" if cost > most else ""
 
 
 def cut_reason(batching: Batching, length: int, sample: Mapping[str, Any]) -> str:

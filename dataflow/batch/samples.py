@@ -148,7 +148,7 @@ class GatherSamples(Struct, frozen=True):
         """The sample with its lists as arrays; and what is wrong with it, "": nothing."""
         if not isinstance(sample, Mapping):
             cure = "return the sample" if sample is None else "samples must be dicts to be batched by length"
-            return sample, f"transform= returned {described(sample)}; {cure}, {_LEAVE_OUT}"
+            return sample, f"transform= returned {described(sample)}; {cure}, {LEAVE_OUT}"
         if self.optional:  # they come last, whether they are there or not
             lacking = {name: value for name, value in self.optional.items() if sample.get(name) is None}
             rest = {name: value for name, value in sample.items() if name not in self.optional}
@@ -158,7 +158,7 @@ class GatherSamples(Struct, frozen=True):
             which = f"batching by column {missing[0]!r}, but the sample has {have}"
             lets = f" (whole={{{missing[0]!r}: Optional()}} lets samples lack it)"
             cure = f"pass column=, or return that column{lets if missing[0] != self.lists[0] else ''}"
-            return sample, f"{which}: {cure}, {_LEAVE_OUT}"
+            return sample, f"{which}: {cure}, {LEAVE_OUT}"
         arrays = dict(sample)
         for name in self.lists:
             array = _array_of(sample[name])
@@ -166,7 +166,7 @@ class GatherSamples(Struct, frozen=True):
                 what = "text, whose length in tokens a tokenizer tells: use one in transform="
                 if not isinstance(sample[name], str):
                     what = f"{described(sample[name])}: return lists of numbers, arrays or tensors"
-                return sample, f"column {name!r} holds {what}, {_LEAVE_OUT}"
+                return sample, f"column {name!r} holds {what}, {LEAVE_OUT}"
             arrays[name] = array
         return arrays, ""
 
@@ -301,7 +301,7 @@ _NAMED = 20
 """Columns that a message names."""
 _OF_OTHER_ARGUMENTS = (KeyError, TypeError, AttributeError)
 """Errors of code that takes its argument for something else."""
-_LEAVE_OUT = "or leave such samples out by on_error='skip'"
+LEAVE_OUT = "or leave such samples out by on_error='skip'"
 _ONE_SHAPE = "pad or cut them to one shape in transform=, or give a collate_fn= that does"
 ONE_FORM = "return one dtype, and one shape but for the first dimension, for every sample"
 _ONE_TYPE = "return one type for every sample, or give a collate_fn= that takes both"
@@ -341,7 +341,7 @@ def misfit_of(
     for at, sample in enumerate(samples):
         if _is_too_deep(sample):
             what, cure = f"what holds itself, or is nested over {_DEEPEST} deep", "return plain values"
-            return Misfit(at=at, column="", what=what, cure=f"{cure}, {_LEAVE_OUT}")
+            return Misfit(at=at, column="", what=what, cure=f"{cure}, {LEAVE_OUT}")
     if _fits(samples):
         return None
     are_dicts = [isinstance(sample, Mapping) for sample in samples]
@@ -355,13 +355,13 @@ def _misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) -> Mis
     first = values[0]
     for at, value in enumerate(values):
         if value is None:
-            cure = f"return {'a value' if column else 'the sample'}, {_LEAVE_OUT}"
+            cure = f"return {'a value' if column else 'the sample'}, {LEAVE_OUT}"
             return Misfit(at=at, column=column, what="None", cure=cure)
     if isinstance(first, Mapping | list | tuple):
         return _inner_misfit(values, column, cures)
     for at, value in enumerate(values):
         if not _fits([value]):
-            return Misfit(at=at, column=column, what=described(value), cure=f"{_BATCHABLE}; {_LEAVE_OUT}")
+            return Misfit(at=at, column=column, what=described(value), cure=f"{_BATCHABLE}; {LEAVE_OUT}")
         if not _fits([first, value]):
             same = isinstance(value, type(first))
             cure = cures.get(column, _ONE_SHAPE) if same else _ONE_TYPE
@@ -384,7 +384,7 @@ def _inner_misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) 
                 cure = "return the same columns for every sample"
                 other = described(first[key])
                 if not column:
-                    cure += f", {_LEAVE_OUT}"
+                    cure += f", {LEAVE_OUT}"
                 return Misfit(
                     at=at, column=name, what="missing", cure=cure, beside=0, other=other, is_bad=not column
                 )

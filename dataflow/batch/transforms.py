@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 BatchFn = Callable[[Any], Any]
 Sample = dict[str, Any]
 _MOST = 32
+COSTS = "__costs__"
+"""The column of costs, a list of integers a sample, of samples that are measured and not made."""
 """Most characters of a fingerprint."""
 
 
@@ -84,20 +86,23 @@ class LengthsAlone:
 
     Args:
         transform: one that has `measure`.
-        batching: its columns are as long as `measure` says of the first one.
+        batching: its columns are as long as `measure` says of the first one, and the lengths of its
+            `cost_columns` stand in `COSTS`.
     """
 
     def __init__(self, transform: Any, batching: Batching) -> None:
         self._measure, self._columns, self._whole = transform.measure, batching.columns, [*batching.whole]
+        self._costs = batching.cost_columns
         self.fingerprint, self.releases_gil = fingerprint_of(transform), releases_gil(transform)
 
-    def __call__(self, sample: Sample, **rng: np.random.Generator) -> Sample:
-        """Lists of zeros. `rng` is given where `measure` takes it, as the transform has it later."""
-        lengths, lead = self._measure(sample, **rng), self._columns[0]
-        if lead not in lengths:
-            raise ValueError(f"measure returned {lengths!r}, without the length of {lead!r}")
+    def __call__(self, sample: Sample, **draws: np.random.Generator) -> Sample:
+        """Lists of zeros. It is given `rng` where `measure` takes it, as the transform is later."""
+        lengths, lead = self._measure(sample, **draws), self._columns[0]
+        if missing := [name for name in (lead, *self._costs) if name not in lengths]:
+            raise ValueError(f"measure returned {lengths!r}, without the length of {missing[0]!r}")
         empty = np.zeros(int(lengths[lead]), np.int8)
-        return dict.fromkeys(self._columns, empty) | dict.fromkeys(self._whole, empty[:0])
+        made = dict.fromkeys(self._columns, empty) | dict.fromkeys(self._whole, empty[:0])
+        return {**made, COSTS: [int(lengths[name]) for name in self._costs]}
 
 
 def trains_nothing(transform: object, sample: Any) -> str:

@@ -75,4 +75,4 @@ class PlanInParts(StreamPlan):
             start=start,
         )
         plan.goes_on = goes_on
-        return plan
+        return self.without_passed(plan)

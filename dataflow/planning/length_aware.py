@@ -16,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from dataflow.batch.measured import cost_reason
 from dataflow.batch.samples import GatherSamples, not_cut
 from dataflow.batch.transforms import LengthsAlone, fingerprint_of, has_random_lengths, measure_of
 from dataflow.dataset import ShardedDataset
@@ -73,6 +74,13 @@ def check_batching(settings: StreamSettings, dataset: ShardedDataset | Mixture) 
         raise ValueError('overlong="truncate" needs batches that are padded here: leave collate_fn out')
     if collate_fn and len(batching.columns) > 1:
         raise ValueError("columns= are padded here: leave it or collate_fn out")
+    untyped = [name for name, value in optional(batching).items() if value.ndim == 1 and not len(value)]
+    if (batching.balance is not None or batching.cost_columns) and untyped:
+        raise ValueError(
+            f"balance= and budget= have rows without {untyped[0]!r} come together, before a sample that has "
+            "it: say of which dtype and shape they are, as in "
+            f'whole={{{untyped[0]!r}: Optional(default=numpy.zeros((0, 1176), "uint8"))}}'
+        )
     if (lacking := optional(batching)) and not are_measured(settings, dataset):
         first = next(iter(lacking))
         raise ValueError(
@@ -180,10 +188,17 @@ def make_planner(
     length.
     """
     sources = dataset.sources
-    parts = None
+    parts, names = None, (batching.column, *batching.cost_columns)
     if batching.lengths is not None or not measured:
-        asked = _lengths_asked(batching.lengths, dataset)
-        parts = [_source_lengths(batching, one, own) for one, own in zip(sources, asked, strict=True)]
+        if measured and (unknown := [name for name in names if batching.told.get(name) is None]):
+            raise ValueError(
+                f"lengths= does not tell of {unknown[0]!r}: pass one for each of {listed(names)}"
+            )
+        asked = [_lengths_asked(batching.told.get(name), dataset) for name in names]
+        parts, *costs = (
+            [_source_lengths(batching, *one, name) for one in zip(sources, own, strict=True)]
+            for name, own in zip(names, asked, strict=True)
+        )
     shares: Sequence[Fraction] = [Fraction(1)]
     if isinstance(dataset, Mixture):
         shares = dataset.shares
@@ -199,6 +214,7 @@ def make_planner(
         means = (float(part.mean()) if len(part) else 0.0 for part in parts)
         mean = sum(float(share) * own for share, own in zip(shares, means, strict=True))
         most = max(most, batching.least_samples(lengths[:num_in_token]))
+        lengths = np.column_stack([lengths, *map(np.concatenate, costs)]) if costs else lengths
     if measured and not tells_lengths(dataset):
         most = min(DEFAULT_MEGABATCH_SAMPLES, max(_LEAST_MEASURED, int(_MEASURED_BYTES / each)))
     return UnitPlanner(
@@ -234,7 +250,8 @@ def kept_lengths(settings: StreamSettings, dataset: ShardedDataset | Mixture) ->
     transforms = [source.transform for source in sources if source.transform is not None]
     if not _lengths_key(batching, dataset) or any(map(has_random_lengths, transforms)):
         return None
-    return KeptLengths([_lengths_file(batching, source) for source in sources])
+    names = (batching.column, *batching.cost_columns)
+    return KeptLengths(*([_lengths_file(batching, source, name) for source in sources] for name in names))
 
 
 class SampleLengths:
@@ -286,10 +303,10 @@ class SampleLengths:
         return self._with_lengths(planner)
 
     def _with_lengths(self, planner: UnitPlanner) -> UnitPlanner:
-        kept, most = self._kept, planner.batching.refused_beyond
+        kept = self._kept
         if kept is None or not kept.is_complete or planner.lengths is not None:
             return planner
-        if most is not None and (kept.lengths > most).any():
+        if (kept.lengths > planner.batching.most).any():
             return planner  # such samples are named, or left out, when they are made
         return planner.with_lengths(kept.lengths)
 
@@ -328,13 +345,13 @@ class SampleLengths:
             (self._kept.save_much if if_much else self._kept.save)()
 
 
-def _lengths_file(batching: Batching, source: ShardedDataset) -> LengthsFile:
-    """Return where the lengths of a source's samples are kept."""
+def _lengths_file(batching: Batching, source: ShardedDataset, column: str) -> LengthsFile:
+    """Return where the lengths of a source's samples are kept, those of one column."""
     outputs = [f"{one.name} {one.sources} {one.description()}" for one in source.outputs]
     return LengthsFile(
         num_samples=len(source),
         catalog=source.catalog.fingerprint(),
-        facts=[source.fingerprint(), batching.column, *outputs, _lengths_key(batching, source)],
+        facts=[source.fingerprint(), column, *outputs, _lengths_key(batching, source)],
         catalog_path=source.catalog_path,
     )
 
@@ -358,13 +375,13 @@ def _lengths_asked(lengths: Any, dataset: ShardedDataset | Mixture) -> Sequence[
 
 
 def _source_lengths(
-    batching: Batching, dataset: ShardedDataset, asked: Lengths | None
+    batching: Batching, dataset: ShardedDataset, asked: Lengths | None, column: str
 ) -> NDArray[np.integer]:
-    """The lengths of the samples of one dataset, those of a view alone."""
-    output = _output(batching.column, dataset)
-    stored = output.sources[0] if output is not None else batching.column  # `columns=` may rename
+    """The lengths of a column of the samples of one dataset, those of a view alone."""
+    output = _output(column, dataset)
+    stored = output.sources[0] if output is not None else column  # `columns=` may rename
     named = asked is not None
-    join = next((join for join in dataset.joins_used if batching.column in join.names and not named), None)
+    join = next((join for join in dataset.joins_used if column in join.names and not named), None)
     of = dataset if join is None else join.other
     source = of.source()
 
@@ -378,6 +395,13 @@ def _source_lengths(
         at, row = dataset.selection.locate(np.arange(len(dataset)))
         samples = dataset.catalog.blocks.first_sample[at] + row
         lengths = lengths[samples if join is None else join.matches.of(samples)]
+    if column != batching.column:
+        lengths = np.where(lengths < 0, 0, lengths)  # a missing one costs nothing
+        most = batching.most_costs.get(column, lengths.max(initial=0))
+        if len(over := np.flatnonzero(lengths > most)[:1]):
+            reason = cost_reason(batching, column, int(lengths[over[0]]))
+            raise error_of_sample(dataset, over, reason, stage="plan")
+        return lengths
     lengths = _with_missing(lengths, output, stored, dataset)
     _check_fit(lengths, batching, stored, dataset)
     if len(lengths) and output is not None and dataset.transform is None:

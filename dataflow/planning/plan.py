@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import ClassVar
+from functools import partial
+from pkgutil import resolve_name
+from typing import ClassVar, TypeVar, Unpack
 
 import numpy as np
 
@@ -14,7 +17,7 @@ from dataflow.limits import memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.planning.facts import sources_of
 from dataflow.planning.length_aware import are_measured, make_planner, megabatch_bytes, tells_lengths
-from dataflow.planning.settings import StreamSettings
+from dataflow.planning.settings import PASSING, StreamSettings
 from sharding.cached_property import cached_property
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlanner
@@ -27,13 +30,14 @@ from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Dealing, Tail
 from sharding.plan.difference import SOURCES, Difference, Facts, differing
-from sharding.plan.history import StepHistory
+from sharding.plan.history import PassedRange, StepHistory
 from sharding.plan.placement import read_amplification, shard_index_of
 from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.plan.window_size import resolve_windows
 from sharding.topology.topology import Topology
 
 _ORDERS_KEPT = 2
+PlanT = TypeVar("PlanT", bound=RankPlan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,8 @@ class StreamPlan:
     """The batching, where transforms are only asked for lengths; None: they make samples."""
     weights_taken: int = 0
     """Up to which call of `set_weights` it has the mixture's weights."""
+    passed: tuple[PassedRange, ...] = ()
+    """The items that are passed over, of any epochs."""
     _orders: dict[int, Order] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The orders of the epochs that were asked for last."""
 
@@ -208,6 +214,7 @@ class StreamPlan:
             sources=self._given(epoch, position, told=SOURCES in data),
             weights=weights,
             data=data,
+            passed=self.passed or None,
         )
 
     def _given(self, epoch: int, position: int, *, told: bool) -> list[int] | None:
@@ -253,7 +260,14 @@ class StreamPlan:
                 shuffle=state.shuffle if is_same else shuffle,
                 planner=self.planner and self.planner.resumed({}, state.epoch),
                 weights_taken=_num_weights_set(of),
+                passed=(),
             )
+            if gone := [one[3:] for one in state.passed or () if one.epoch >= state.epoch]:
+                steps = ", ".join(f"{first:,} to {end - 1:,}" for first, end in gone)
+                warnings.warn(
+                    f"{difference}: steps {steps} are not passed over: positions mean others here",
+                    stacklevel=5,
+                )
             anew.num_samples(state.epoch)  # raises where there is no such epoch, before anything changes
             return anew
         units = "samples" if state.batching is None else "rows or batches"
@@ -289,6 +303,7 @@ class StreamPlan:
             shuffle=state.shuffle,
             planner=self.planner and self.planner.resumed(state.batching or {}, state.epoch),
             weights_taken=_num_weights_set(of),  # the state's weights hold
+            passed=tuple(state.passed or ()),
         )
 
     def _checked(self, state: PlanState) -> StreamPlan:
@@ -303,20 +318,27 @@ class StreamPlan:
 
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
-        windows = self.windows_of(epoch)
-        dealing: Dealing = {
-            "batch_size": self.batch_size,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "tail": self.tail,
-            "start": start,
-        }
+        return self.dealt(
+            self.windows_of(epoch), batch_size=self.batch_size, rank=self.rank, world_size=self.world_size,
+            tail=self.tail, start=start,
+        )  # fmt: skip
+
+    def dealt(self, windows: EpochOrder, **dealing: Unpack[Dealing]) -> RankPlan:
+        """The plan of an epoch with this order, for any rank of any world."""
+        plan: RankPlan
         if self.planner is not None:
-            return self.planner.plan(windows, **dealing)
-        if isinstance(windows, MixtureWindows):
-            return MixturePlan(windows, **dealing)
-        assert isinstance(windows, Order)
-        return EpochPlan(windows, **dealing)
+            plan = self.planner.plan(windows, **dealing)
+        elif isinstance(windows, MixtureWindows):
+            plan = MixturePlan(windows, **dealing)
+        else:
+            assert isinstance(windows, Order)
+            plan = EpochPlan(windows, **dealing)
+        return self.without_passed(plan) if self.passed else plan
+
+    def without_passed(self, plan: PlanT) -> PlanT:
+        """The plan of an epoch without what is passed over of it."""
+        ranges = [one for one in self.passed if one.epoch == plan.order.epoch]
+        return plan.passing_over(partial(resolve_name(PASSING), ranges=ranges)) if ranges else plan
 
 
 def first_plan(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> tuple[StreamPlan, str]:

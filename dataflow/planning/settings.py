@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any, Literal
@@ -13,9 +14,15 @@ from prefetch.control.depth import DepthPolicy, fixed_depth
 from sharding.lengths.batching import Batching
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import Tail
+from sharding.plan.history import StepRange
 from sharding.topology.topology import Topology
 
 _TIMEOUT_S = 600.0
+EXPLAINED = "dataflow.explain"
+"""The package that tells which samples are in steps, and passes over some. The next three are its entries."""
+CHECKED_STEPS = "sharding.plan.passing:checked_steps"
+PASSING = "sharding.plan.passing:passing"
+WITH_STEPS = f"{EXPLAINED}.skips:with_steps"
 
 
 def checked_context(given: Any) -> BaseContext:
@@ -98,6 +105,9 @@ class StreamSettings:
     """Add a column "__repeat__" to each batch, bool [samples] ([rows] with `Packed`): what the tail rule
     delivers a second time. After `collate_fn` and transforms, whose result must be a dict."""
 
+    skip_steps: Sequence[StepRange] = ()
+    """Steps since the training began, (first, the one after the last), that are passed over."""
+
     def __post_init__(self) -> None:
         if self.timeout < 0:
             raise ValueError(f"timeout must be >= 0 seconds, got {self.timeout}")
@@ -162,6 +172,21 @@ class StreamSettings:
                     "worker_init_fn and multiprocessing_context are for builders that are processes of this "
                     f"machine, and {names[0]} asks for others: leave one of them out"
                 )
+
+    def warn_of_another_order(self, seed: int, kind: str) -> None:
+        """Say which settings a loaded state replaces. Nobody can tell a default that was given."""
+        pairs = []
+        if self.seed not in (0, seed):
+            pairs.append((f"seed={self.seed}", f"seed={seed}"))
+        if self.shuffle is not None and self.order.kind != kind:
+            pairs.append((f"shuffle {self.order.kind!r}", f"shuffle {kind!r}"))
+        if pairs:
+            here, there = (" and ".join(names) for names in zip(*pairs, strict=True))
+            warnings.warn(
+                f"this loader was given {here}, and goes on with {there} of the loaded state, in which its "
+                "position means the samples that come next; for another order begin anew, without the state",
+                stacklevel=4,
+            )
 
     @property
     def asks_for_processes(self) -> bool:

@@ -149,7 +149,7 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
                 native, cure = native.replace("\n", ", "), cure.strip()
                 return f", {context}: {cure} Native frames: {native}"
             return f", {context}" if context else ""
-        context, chunk, row = json.loads(told)
+        context, chunk, row = json.loads(told.partition("\n")[0])  # stacks of the next answer may follow
         one = builds.get(chunk)
         sample = "" if one is None or row < 0 else sample_text(chunk_of(one.build).rows, row)
         return f", {context}{sample}" if context else sample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from sharding.blocks import Block, Format, Shard
 from sharding.cached_property import cached_property
 from sharding.catalog.table import Catalog
 from sharding.errors import ShardChangedError, ShardReadError
+from sharding.printable import printable
 
 if TYPE_CHECKING:
     from dataflow.decode.rules import ReadBytes
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from sharding.plan.matches import MatchTable
 
 
+_log = logging.getLogger("dataflow")
 _SOURCE_SHIFT = 44  # 2**44 samples a source
 
 
@@ -261,3 +264,8 @@ class MatchSource:
     """The table of matches: which of its samples belongs to each of the other's."""
     keeps: bool = False
     """True if its blocks stay in memory once they were read, where only whole ones can be decoded."""
+
+
+def warn_of_wait(line: str) -> None:
+    """Tell whoever waits for a sample: nobody else would say for what."""
+    _log.warning("%s", printable(line))

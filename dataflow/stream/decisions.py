@@ -6,21 +6,21 @@ Nothing is opened here: that does `dataflow.stream.resources`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
 
-from dataflow.batch.builder import BuildSettings
-from dataflow.batch.transforms import LengthsAlone, has_random_lengths, releases_gil
+from dataflow.batch.builder import REPEAT, BuildSettings
+from dataflow.batch.transforms import LengthsAlone, fingerprint_of, has_random_lengths, releases_gil
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import allowed_cores, machine_memory, memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.outputs.objects import is_text
-from dataflow.planning.joined_reads import kept_bytes
-from dataflow.planning.length_aware import gather_of
+from dataflow.planning.joined_reads import check_reads, kept_bytes
+from dataflow.planning.length_aware import check_batching, gather_of, is_by_tokens
 from dataflow.planning.plan import StreamPlan
-from dataflow.planning.settings import StreamSettings
+from dataflow.planning.settings import CHECKED_STEPS, WITH_STEPS, StreamSettings
 from dataflow.stream.read_ahead import (
     CHUNK_BYTES,
     HAND_OVER_S,
@@ -28,8 +28,10 @@ from dataflow.stream.read_ahead import (
     choose_read_ahead,
 )
 from prefetch.engine.builds import chunks_ahead
+from prefetch.errors import MemoryLimitError
 from prefetch.workers.starting import is_fork, start_context
 from sharding.lengths.batching import Packed
+from sharding.plan.history import StepRange
 from sharding.plan.window_size import window_bytes
 from sharding.topology.topology import Topology
 from sharding.urls import is_local
@@ -291,3 +293,35 @@ def _mean_bytes(source: ShardedDataset) -> int:
     """Bytes of a sample, with what is joined to it."""
     catalogs = [one.catalog for one in source.datasets_read]
     return sum(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs)
+
+
+def check_fits(plan: StreamPlan, settings: StreamSettings, memory_limit: int) -> None:
+    """Raise `MemoryLimitError` where a limit has no room for a batch, or for what joins read beside it."""
+    rows = plan.samples_per_batch * sum(output.row_bytes for output in plan.dataset.outputs)
+    if rows > memory_limit:
+        raise MemoryLimitError(
+            f"one batch of {settings.batch_size} samples needs {rows:,} bytes, more than "
+            f"memory_limit={memory_limit:,}; lower batch_size or raise memory_limit"
+        )
+    if plan.has_joins:
+        check_reads(plan, memory_limit)
+
+
+def check_settings(dataset: ShardedDataset | Mixture, settings: StreamSettings) -> None:
+    """Raise for settings that a dataset does not go with, as `StreamLoader` says."""
+    if settings.mark_repeats and any(output.name == REPEAT for output in dataset.outputs):
+        raise ValueError(f"mark_repeats=True: the dataset has a column of its own called {REPEAT!r}")
+    if settings.skip_steps:
+        resolve_name(CHECKED_STEPS)(settings.skip_steps)
+    if settings.batching is not None or is_by_tokens(dataset):
+        check_batching(settings, dataset)
+    for source in dataset.sources:
+        source.check_missing()
+        if source.transform is not None:
+            fingerprint_of(source.transform)  # raises now, not where a state is taken
+
+
+def with_steps(plan: StreamPlan, steps: Sequence[StepRange], *begin: Any) -> StreamPlan:
+    """The plan that passes over steps, too; `begin`: history, epoch and position where they are looked up."""
+    passing: StreamPlan = resolve_name(WITH_STEPS)(plan, steps, *begin) if steps else plan
+    return passing

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,15 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.batch.builder import REPEAT
 from dataflow.batch.delivered import UNTRAINED, Delivered
-from dataflow.batch.transforms import fingerprint_of
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import told_of_memory
 from dataflow.mixture import Mixture
 from dataflow.planning.facts import facts_of
-from dataflow.planning.joined_reads import check_reads
-from dataflow.planning.length_aware import SampleLengths, check_batching, is_by_tokens
+from dataflow.planning.length_aware import SampleLengths, is_by_tokens
 from dataflow.planning.plan import StreamPlan, check_known, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
 from dataflow.planning.settings import StreamSettings
@@ -37,15 +33,18 @@ from dataflow.progress.bar import ProgressBar
 from dataflow.progress.observer import EpochPosition, LoaderObserver
 from dataflow.stats import LoaderStats
 from dataflow.stream.decisions import (
+    check_fits,
+    check_settings,
     datasets_read,
     is_all_local,
     loader_limit,
     plan_builders,
     plan_session,
+    with_steps,
 )
 from dataflow.stream.deliveries import DeliveryCounters, ErrorBudget, PendingErrors, RepeatedBatch
 from dataflow.stream.loop_sessions import LoopSessions
-from dataflow.stream.loops import EpochLoop, LoopQueue
+from dataflow.stream.loops import EpochLoop, LoopFrame, LoopQueue
 from dataflow.stream.measuring import LengthsStage, MeasuringStage
 from dataflow.stream.resources import warm_up
 from dataflow.stream.session import Session
@@ -63,12 +62,6 @@ from sharding.plan.plan import EpochPlan, PlanState, RankPlan
 from sharding.topology.topology import Topology
 
 
-class LoopFrame:
-    """A variable of a loop's generator: it dies when the loop is over or left, however that happens."""
-
-    __slots__ = ("__weakref__",)
-
-
 class StreamLoader:
     """Batches of a dataset or a mixture, in an order that is a function of (seed, epoch, position).
 
@@ -82,18 +75,11 @@ class StreamLoader:
     """
 
     def __init__(self, dataset: ShardedDataset | Mixture, settings: StreamSettings) -> None:
-        if settings.mark_repeats and any(output.name == REPEAT for output in dataset.outputs):
-            raise ValueError(f"mark_repeats=True: the dataset has a column of its own called {REPEAT!r}")
+        check_settings(dataset, settings)
         self.dataset, self.settings = dataset, settings
         self.batching = settings.batching
         self.device, self.mark_repeats = settings.torch_device, settings.mark_repeats
         self._rank = RankTopology(settings.topology)
-        if settings.batching is not None or is_by_tokens(dataset):
-            check_batching(settings, dataset)
-        for source in dataset.sources:
-            source.check_missing()
-            if source.transform is not None:
-                fingerprint_of(source.transform)  # raises now, not where a state is taken
         if isinstance(dataset, Mixture):
             dataset.timeout_s = settings.timeout_s
         self._lengths = SampleLengths(settings, dataset) if settings.batching is not None else None
@@ -115,19 +101,14 @@ class StreamLoader:
         with self._planning():
             plan, self.window_reason = first_plan(dataset, settings)
         self._own_shuffle, self._own_reason = plan.shuffle, self.window_reason
+        self._steps_asked = settings.skip_steps
+        """Steps to be passed over, until the first loop begins, or a state says where they lie."""
         self._use_plan(plan)
         # Else torch.distributed may come before the first batch.
         if self._rank.topology.world_size == 1 or is_distributed():
             self._join_ranks()
         self.epoch_plan(0, 0)  # raises if the settings make no plan
-        rows = self._plan.samples_per_batch * sum(output.row_bytes for output in dataset.outputs)
-        if rows > self.memory_limit:
-            raise MemoryLimitError(
-                f"one batch of {settings.batch_size} samples needs {rows:,} bytes, more than "
-                f"memory_limit={self.memory_limit:,}; lower batch_size or raise memory_limit"
-            )
-        if self._plan.has_joins:
-            check_reads(self._plan, self.memory_limit)
+        check_fits(self._plan, settings, self.memory_limit)
         if self.builder_plan.num_processes:
             warm_up(self.builder_plan, settings.multiprocessing_context)
 
@@ -175,8 +156,8 @@ class StreamLoader:
 
     def _measure(self, source: ShardedDataset) -> SampleLengths:
         """Measure all samples of a source whose lengths are not known yet, on all ranks, each its part."""
-        settings = replace(self.settings, shuffle=None, device=None, topology=self._rank.topology)
-        loader = StreamLoader(source, settings)
+        own: dict[str, Any] = {"shuffle": None, "device": None, "skip_steps": ()}
+        loader = StreamLoader(source, replace(self.settings, topology=self._rank.topology, **own))
         try:
             assert loader._lengths is not None
             if not loader._lengths.are_known:
@@ -226,13 +207,13 @@ class StreamLoader:
         if self._plan.planner is None:
             len(self.dataset)
         self._resolve_rank()
-        num_batches = self.epoch_plan(self._loops.epoch, 0).num_batches
-        if num_batches == UNKNOWN:
+        num_steps = self.epoch_plan(self._loops.epoch, 0).num_steps
+        if num_steps == UNKNOWN:
             raise TypeError(
-                "the lengths of samples are measured as they are made: how many batches there are shows when "
-                "all were made once, and kept under a lengths_key="
+                "the lengths of samples are measured on the way: how many batches there are shows when all "
+                "are kept; `dataflow index --lengths --transform` measures them before"
             )
-        return num_batches
+        return num_steps
 
     def __iter__(self) -> Iterator[Any]:
         self._resolve_rank()
@@ -273,13 +254,7 @@ class StreamLoader:
             if observer is not None:
                 observer.end(asked_s, error)
             raise
-        if loop.nothing_left:
-            warnings.warn(
-                "this loop had no batch: the loaded state was taken in the loop, after the last batch of "
-                f"epoch {epoch}. The next loop runs the next epoch. Take states behind the loop, "
-                "or say which epoch comes: loader.set_epoch(...)",
-                stacklevel=2,
-            )
+        loop.warn_if_empty(epoch)
         self._loops.end(loop, epoch)
         if observer is not None:
             observer.end(asked_s)
@@ -336,6 +311,9 @@ class StreamLoader:
     def _newest_plan(self, epoch: int, start: int) -> RankPlan:
         """The plan of a loop that begins."""
         self._take_weights(epoch, start)
+        if self._steps_asked:
+            self._use_plan(self._plan_from(epoch, start))
+            self._steps_asked = ()
         plan = self.epoch_plan(epoch, start)
         check_known(plan)
         return plan
@@ -347,6 +325,23 @@ class StreamLoader:
         if plan.lacks_weights(self.dataset):
             plan = plan.with_weights(self._loops.epoch, self._loops.position, self.dataset)
         return plan.dataset if isinstance(plan.dataset, Mixture) else None
+
+    def _plan_from(self, epoch: int, position: int) -> StreamPlan:
+        """The plan, with the steps that wait for the first loop: it begins at this position."""
+        return with_steps(self._plan, self._steps_asked, self._loops.history, epoch, position)
+
+    def plan_now(self, epoch: int, position: int) -> StreamPlan:
+        """The plan as the next batch has it, which begins at this position."""
+        self._take_weights(epoch, position)
+        return self._plan_from(epoch, position)
+
+    def go_on_with(self, plan: StreamPlan) -> None:
+        """Have another plan from the next batch of the newest loop on: what was read ahead is dropped."""
+        self._use_plan(plan)
+        self._steps_asked = ()
+        if (loop := self._loops.newest) is not None:
+            self.sessions.drop(loop)
+        self.sessions.drop_idle(-1, 0)
 
     def _take_weights(self, epoch: int, position: int) -> None:
         """Go on, from a position on, with the weights that were set for the mixture since the last call."""
@@ -383,7 +378,7 @@ class StreamLoader:
     def _position(self, plan: RankPlan) -> EpochPosition:
         """Return where a loop begins that runs this plan."""
         with self._planning():
-            whole = self._plan.epoch(epoch := plan.order.epoch, 0).num_batches
+            whole = self._plan.epoch(epoch := plan.order.epoch, 0).num_steps
         if whole >= UNKNOWN or (isinstance(self.dataset, Mixture) and self.dataset.spec.stop == "never"):
             return EpochPosition(epoch, 0, None)
         return EpochPosition(epoch, whole - plan.num_batches, whole)
@@ -397,7 +392,9 @@ class StreamLoader:
         self._resolve_rank()
         if self._may_be_empty and self._rank.topology.data_world_size == 1:
             return None
-        num_batches = self.epoch_plan(*self._loops.next_start()).num_batches
+        start = self._loops.next_start()
+        with self._planning():
+            num_batches = self._plan_from(*start).epoch(*start).num_batches
         return None if num_batches == UNKNOWN else num_batches
 
     @property
@@ -412,7 +409,8 @@ class StreamLoader:
         """The figure of `ShardOrder.remainder`."""
         self._resolve_rank()
         plan = self.epoch_plan(*self._loops.next_start())
-        if self.tail == "drop" or not self.shuffle.is_file_order or type(plan) is not EpochPlan:
+        in_order = self.shuffle.is_file_order and type(plan) is EpochPlan and not self._plan.passed
+        if self.tail == "drop" or not in_order:
             return -1
         return (plan.order.num_samples - plan.start) % plan.batch_plan.global_batch_size
 
@@ -458,10 +456,19 @@ class StreamLoader:
         an epoch, it resumes to nothing more of that epoch; taken after the loop, to the next epoch.
         """
         epoch, position, history = self._loops.epoch, self._loops.position, self._loops.history
-        self._take_weights(epoch, position)
-        state = self._plan.state(epoch, position, of=self.dataset, data=self._facts)
+        state = self.plan_now(epoch, position).state(epoch, position, of=self.dataset, data=self._facts)
         counts = {"skipped_samples": self._errors.count, "epoch_named": self.epoch_named}
         return {**state.to_json(), **counts, "history": history and history.to_json()}
+
+    @property
+    def taken(self) -> tuple[StreamPlan, StepHistory | None]:
+        """The plan, and which steps it has delivered so far; None: the loaded state does not tell."""
+        return self._plan, self._loops.history
+
+    @property
+    def position(self) -> int:
+        """The place in the epoch at which the batches handed out end."""
+        return self._loops.position
 
     @cached_property
     def _facts(self) -> Facts:
@@ -486,29 +493,16 @@ class StreamLoader:
             if type(count) is not int or count < 0:
                 raise ValueError(f"{name} must be an integer >= 0, got {count!r}")
         plan = self._plan.resumed(loaded, of=self.dataset, data=self._facts, shuffle=self._own_shuffle)
-        self._warn_of_another_order(loaded, plan.shuffle.kind)
+        told = plan.history(history, loaded, self.dataset)
+        plan = with_steps(plan, self.settings.skip_steps, told, loaded.epoch, loaded.position)
+        self.settings.warn_of_another_order(loaded.seed, plan.shuffle.kind)
         self.close()
+        self._steps_asked = ()
         self._use_plan(plan)
         is_kept = plan.shuffle == loaded.shuffle
         self.window_reason = "as in the loaded state" if is_kept else f"{self._own_reason}, as data differ"
         self._errors.count, self.epoch_named = int(skipped or 0), named
-        self._loops.resume(loaded.epoch, loaded.position, plan.history(history, loaded, self.dataset))
-
-    def _warn_of_another_order(self, loaded: PlanState, kind: str) -> None:
-        """Say which settings of this loader the state replaces. Nobody can tell a default that was given."""
-        settings = self.settings
-        pairs = []
-        if settings.seed not in (0, loaded.seed):
-            pairs.append((f"seed={settings.seed}", f"seed={loaded.seed}"))
-        if settings.shuffle is not None and settings.order.kind != kind:
-            pairs.append((f"shuffle {settings.order.kind!r}", f"shuffle {kind!r}"))
-        if pairs:
-            here, there = (" and ".join(names) for names in zip(*pairs, strict=True))
-            warnings.warn(
-                f"this loader was given {here}, and goes on with {there} of the loaded state, in which its "
-                "position means the samples that come next; for another order begin anew, without the state",
-                stacklevel=4,
-            )
+        self._loops.resume(loaded.epoch, loaded.position, told)
 
     # ---- engine -------------------------------------------------------------------------------------
 

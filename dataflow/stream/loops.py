@@ -7,6 +7,7 @@ for a batch: training loops set the epoch after `iter`. The loader stands where 
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Generator
 from numbers import Integral
@@ -31,8 +32,8 @@ class EpochLoop:
         """Epoch and position where it begins; None: they follow from the loops before."""
         self.plan: RankPlan | None = None
         """The plan from where its session began; None: no batch was asked for."""
-        self.taken = self.taken_before = 0
-        """Batches of the plan that were handed out, and of the plans that it had before."""
+        self.taken = self.steps_before = 0
+        """Batches of the plan that were handed out; steps of the plans that it had before."""
         self.num_ahead = 0
         """Batches handed out that a framework keeps for later (`LoopQueue.is_taken_ahead`)."""
         self.session: Session | None = None
@@ -63,10 +64,15 @@ class EpochLoop:
         """Return whether no batches are to come."""
         return self.closed or self.is_whole
 
-    @property
-    def nothing_left(self) -> bool:
-        """Return whether it goes on where its epoch has no more batches."""
-        return self.begins is not None and self.begins[1] > 0 and self.is_whole and not self.taken
+    def warn_if_empty(self, epoch: int) -> None:
+        """Say so where it went on where its epoch has no more batches."""
+        if self.begins is not None and self.begins[1] > 0 and self.is_whole and not self.taken:
+            warnings.warn(
+                "this loop had no batch: the loaded state was taken in the loop, after the last batch of "
+                f"epoch {epoch}. The next loop runs the next epoch. Take states behind the loop, "
+                "or say which epoch comes: loader.set_epoch(...)",
+                stacklevel=3,
+            )
 
     @property
     def position(self) -> int | None:
@@ -77,7 +83,8 @@ class EpochLoop:
 
     def go_on_with(self, plan: RankPlan) -> None:
         """Have another plan, from where it is."""
-        self.taken_before += self.taken
+        if self.plan is not None:
+            self.steps_before += self.plan.batch_plan.steps_after(self.taken)
         self.plan, self.taken = plan, 0
 
     @property
@@ -85,6 +92,12 @@ class EpochLoop:
         """Return whether its batches may still be asked for."""
         batches = self.batches()
         return not self.closed and getattr(batches, "gi_frame", None) is not None
+
+
+class LoopFrame:
+    """A variable of a loop's generator: it dies when the loop is over or left, however that happens."""
+
+    __slots__ = ("__weakref__",)
 
 
 class LoopQueue:
@@ -119,6 +132,11 @@ class LoopQueue:
         return {**self.__dict__, "_pending": [], **stands}
 
     @property
+    def newest(self) -> EpochLoop | None:
+        """The loop whose position is the loader's; None: none has begun since."""
+        return self._newest
+
+    @property
     def history(self) -> StepHistory | None:
         """The steps that the loader's state is behind; None: not known. Of loops at a time, the newest's."""
         return self._history()
@@ -127,11 +145,12 @@ class LoopQueue:
         before, loop = self._before, self._newest
         if before is None or loop is None or loop.plan is None:
             return before
-        steps, dealt = max(0, loop.taken - loop.num_ahead), loop.plan.batch_plan
+        dealt = loop.plan.batch_plan
+        steps = dealt.steps_after(max(0, loop.taken - loop.num_ahead))
         if is_over and loop.is_whole:
-            steps = loop.plan.num_global_batches  # this rank may have had one less
+            steps = dealt.num_steps_global  # this rank may have had one less
         place = self.epoch, self.start, dealt.global_batch_size, dealt.world_size, loop.plan.tail
-        return before.after(loop.taken_before + steps, *place)
+        return before.after(loop.steps_before + steps, *place)
 
     def add(
         self, batches_of: Callable[[EpochLoop], Generator[Any, None, None]]

@@ -39,7 +39,7 @@ from prefetch.errors import EngineClosedError
 from prefetch.work import Batches
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.measuring import MeasuredUnits, SharePlan, maker_counts, makers
-from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan, items_of
+from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan
 from sharding.order.epoch_order import EpochOrder
 
 _GATHERED_SAMPLES = 128
@@ -109,7 +109,7 @@ class MeasuringPlan(StreamPlan):
     def _delivered_here(self, plan: UnitPlan) -> Callable[[int], NDArray[np.int64]]:
         """Megabatch -> the positions of which this rank delivers segments, where all lengths are known."""
         sequence, dealt = plan.sequence, plan.batch_plan
-        last = items_of(dealt, max(0, dealt.num_batches - 1), dealt.num_batches)[0]
+        last = dealt.items(max(0, dealt.num_batches - 1), dealt.num_batches)[0]
 
         def own(megabatch: int) -> NDArray[np.int64]:
             units, begin = sequence.units(megabatch), int(sequence.first_unit[megabatch])
@@ -188,7 +188,7 @@ class MeasuringStage:
         assert isinstance(outer, UnitPlan)
         self._outer, self._order = outer, outer.order
         self._share = self.plan.epoch(epoch, start)
-        self._units, self._lengths = MeasuredUnits(outer.sequence, outer.megabatch), outer.sequence.lengths
+        self._units, self._lengths = MeasuredUnits(outer.sequence, outer.megabatch), outer.sequence.sizes
         self._number = 0
         """Batch of the epoch's plan that comes next."""
         self._num_dealt = 0
@@ -212,7 +212,7 @@ class MeasuringStage:
     def next_batches(self) -> Batches[Delivered]:
         """The next batch; none at the end of the epoch."""
         number = self._number
-        self._measure_until((number + 2) * self._outer.global_batch_size)
+        self._measure_until(self._outer.dealt(self._units.num_units, is_all=False).end_of(number + 2))
         dealt = self._outer.dealt(self._units.num_units, is_all=self._units.is_all)
         if number >= dealt.num_batches:
             return ()
@@ -269,12 +269,12 @@ class MeasuringStage:
     # ---- measuring ----------------------------------------------------------------------------------
 
     def _measure_until(self, num_units: int) -> None:
-        """Find megabatches until there are so many units from the start on, or no more.
+        """Find megabatches until there are so many units, or no more.
 
         Ranks must do that before batches of the same number: they meet in it. So it depends on what this
         session has measured alone, not on what else is known of the epoch.
         """
-        while not self._units.is_all and self._units.num_units - self._outer.start < num_units:
+        while not self._units.is_all and self._units.num_units < num_units:
             self._measure_megabatch()
 
     def _measure_some(self, num_batches: int) -> None:
@@ -351,6 +351,8 @@ class MeasuringStage:
             for row in np.flatnonzero(lengths > self._batching.longest).tolist():
                 if reason := cut_reason(self._batching, int(lengths[row]), samples.one(row)):
                     reasons.setdefault(row, reason)
+        for row, reason in samples.wrong_costs(self._batching):
+            reasons.setdefault(row, reason)
         return dict(sorted(reasons.items()))
 
     def _misform(self, text: str, position: int | None) -> str:
@@ -379,8 +381,10 @@ class MeasuringStage:
             num_own = int(np.searchsorted(samples.positions, end))
             own, rest = samples.take(np.arange(num_own)), samples.take(np.arange(num_own, len(samples)))
             self._made = [rest] if len(rest) else []
-            lengths = np.full(end - first, LEFT_OUT)
-            lengths[own.positions - first] = _lengths(own, self._batching.column)
+            names, made = self._batching.cost_columns, _lengths(own, self._batching.column)
+            sizes = np.column_stack([made, own.costs(names)]) if names else made
+            lengths = np.full((end - first, *sizes.shape[1:]), LEFT_OUT)
+            lengths[own.positions - first] = sizes
         except EngineClosedError:
             raise
         except Exception as error:
@@ -393,30 +397,31 @@ class MeasuringStage:
             lengths = self._checked(lengths, first, end)
         elif (record := self._record()) is not None:
             record(self._order, first, lengths)
-        self._units.forget(self._outer.start + self._number * self._outer.global_batch_size)
+        self._units.forget(self._outer.batch_plan.end_of(self._number))
         self._units.add(lengths)
         self._deal(own)
 
     def _exchanged(
         self, exchange: LengthExchange, own: NDArray[np.int64] | Exception, first: int, end: int
     ) -> NDArray[np.int64]:
-        """The lengths of a megabatch, of which each rank has measured some."""
+        """The lengths of a megabatch, of which each rank has measured some; so it is with costs."""
         of_maker = makers(first, end, self._order.num_lanes, exchange.num_makers)
         mine = own if isinstance(own, Exception) else own[of_maker == exchange.maker]
-        lengths = np.empty(end - first, np.int64)
-        for maker, measured in enumerate(exchange.lengths(mine)):
+        parts = exchange.lengths(mine)
+        lengths = np.empty((end - first, *parts[0].shape[1:]), np.int64)
+        for maker, measured in enumerate(parts):
             lengths[of_maker == maker] = measured
         return lengths
 
     def _checked(self, made: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
-        """The lengths that were known, with which what was made must agree."""
+        """The lengths, and costs, that were known, with which what was made must agree."""
         assert self._lengths is not None
         lengths = self._lengths[first:end].astype(np.int64)
-        wrong = np.flatnonzero((made != LEFT_OUT) & (made != lengths))
+        wrong = np.argwhere((made != LEFT_OUT) & (made != lengths))
         if len(wrong):
-            at = int(wrong[0])
-            reason = unlike_planned(self._batching.column, int(made[at]), int(lengths[at]))
-            raise self._error(first + at, reason)
+            at, names = tuple(wrong[0].tolist()), (self._batching.column, *self._batching.cost_columns)
+            reason = unlike_planned(names[at[-1] if len(at) > 1 else 0], int(made[at]), int(lengths[at]))
+            raise self._error(first + at[0], reason)
         return lengths
 
     def _deal(self, own: MeasuredSamples) -> None:
@@ -432,7 +437,7 @@ class MeasuringStage:
             parts = self._exchange.samples(parts)
         rest = self._dealt.among(self._positions(outer.batch_plan.rank, self._number, self._num_dealt))
         self._dealt = MeasuredSamples.joined([rest, *parts])
-        first = outer.start + num_dealt * outer.global_batch_size
+        first = whole.end_of(num_dealt)
         pending = np.arange(min(first, units.num_units), 0 if units.is_all else units.num_units)
         self._undealt = self._undealt.among(np.unique(units.take(pending)[0].position))
         self._num_dealt = num_dealt
@@ -484,7 +489,7 @@ class LengthsStage(MeasuringStage):
         """See `MeasuringStage.next_batches`. Ranks meet before batches of the same number: one at a time."""
         number = self._number
         ahead = min(number, _MOST_AHEAD) + 2
-        self._measure_until((number + ahead) * self._outer.global_batch_size)
+        self._measure_until(self._outer.dealt(self._units.num_units, is_all=False).end_of(number + ahead))
         dealt = self._outer.dealt(self._units.num_units, is_all=self._units.is_all)
         if number >= dealt.num_batches:
             return ()

@@ -56,7 +56,7 @@ class Stream:
             plan = self._plan.epoch(epoch, start)
             yield from self._epoch(plan)
             if plan.goes_on:
-                start = plan.position_after(plan.num_batches)
+                start = plan.end
                 continue
             epoch, start, num_empty = epoch + 1, 0, 0 if plan.num_batches else num_empty + 1
 

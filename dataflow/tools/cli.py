@@ -15,6 +15,8 @@ import click
 from dataflow.tools.bench.commands import bench
 from dataflow.tools.convert.command import convert
 from dataflow.tools.doctor.command import doctor
+from dataflow.tools.explain.command import explain
+from dataflow.tools.explain.found import find
 from dataflow.tools.inspect.settings import InspectSettings
 from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.terminal.options import (
@@ -69,6 +71,11 @@ def main() -> None:
       dataflow doctor --headspace -- torchrun --nproc-per-node 2 train.py
 
     \b
+    Show which samples were in a step of a training:
+      dataflow explain data/train.catalog --state checkpoint.pt --step 41237
+      dataflow find data/train.catalog --state checkpoint.pt --key sample0731
+
+    \b
     Follow the trainings that run, on a terminal or in a browser:
       dataflow top
       dataflow top --web
@@ -110,6 +117,18 @@ def main() -> None:
     help="Also write the lengths of samples beside the catalog, as loaders with batching= have measured them "
     "on this machine. Whoever opens the catalog need not measure them again.",
 )
+@click.option(
+    "--transform",
+    metavar="MODULE:FUNCTION",
+    help="Measure the lengths first: package.module:function, your transform, or what takes no argument and "
+    "makes it, or the ShardedDataset that has it. Its measure is asked, else each sample is made.",
+)
+@click.option(
+    "--lengths-of",
+    metavar="COLUMN",
+    help="Column of --transform whose length counts; more of them, with commas, for balance= and budget=.",
+    show_default="the first one that measure tells, or tokens",
+)
 @options_of(EngineArguments, "engine")
 @plain_errors
 def index(
@@ -119,6 +138,8 @@ def index(
     block_bytes: int | None,
     checksum: bool,
     lengths: bool,
+    transform: str | None,
+    lengths_of: str | None,
 ) -> None:
     """Build or refresh the catalog of a dataset.
 
@@ -134,6 +155,7 @@ def index(
       dataflow index 's3://bucket/x-{000..099}.tar' --storage-option anon=true --output x.catalog
       dataflow index x.catalog                                 refresh a catalog
       dataflow index x.catalog --lengths                       and keep the lengths of samples with it
+      dataflow index x.catalog --lengths --transform chats:made   measure them: len(loader) is known at once
       dataflow index 's3://bucket/**/*.tar' --on dask --engine-option address=tcp://head:8786
     """  # noqa: D301 - click wants the control character
     from dataflow.tools.terminal.indexing import index_source
@@ -146,6 +168,8 @@ def index(
             block_bytes=block_bytes,
             checksum=checksum,
             lengths=lengths,
+            transform=transform,
+            lengths_of=lengths_of,
             executor=executor,
         )
 
@@ -293,6 +317,8 @@ def metrics(what: str) -> None:
 main.add_command(bench)
 main.add_command(convert)
 main.add_command(doctor)
+main.add_command(explain)
+main.add_command(find)
 main.add_command(top)
 
 

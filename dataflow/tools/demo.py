@@ -19,6 +19,7 @@ from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow.dataset import ShardedDataset
+from dataflow.explain.provenance import provenance
 from dataflow.loader import DataLoader
 from dataflow.progress.bar import ProgressBar
 from dataflow.testing import run_ranks
@@ -214,6 +216,9 @@ def run_demo(*, folder: Path | None, keep: bool, max_modules: int | None, **sett
         losses, resumed = runs["whole"]["losses"], runs["interrupted"]["losses"] + runs["resumed"]["losses"]
         _say(losses_text(losses, resumed, half), "green" if losses == resumed else "red")
         _say(waiting_text(runs["whole"]["waiting_share"]))
+        step = max(range(half, steps), key=losses.__getitem__)
+        table = provenance(runs["resumed"]["loader_state"], tokens(place), step)
+        _say(samples_text(step, losses[step], table))
     seconds = time.perf_counter() - began
     kept = f"; shards and checkpoint are in {place}" if place.exists() else ""
     _say(f"done in {seconds:.0f} s; the training loop is {__file__}{kept}")
@@ -223,6 +228,7 @@ def run_demo(*, folder: Path | None, keep: bool, max_modules: int | None, **sett
         "corpus": corpus,
         "tars": tars,
         "runs": runs,
+        "explained": {"step": step, "samples": table["sample"].to_pylist()},
         "seconds": seconds,
         "machine": {**machine(), "python": platform.python_version(), "torch": torch.__version__},
     }
@@ -240,6 +246,16 @@ def losses_text(whole: list[float], pieces: list[float], half: int) -> str:
     return (
         f"identical: {len(whole)} losses of the run that was interrupted after step {half} and resumed in "
         "new processes equal those of the uninterrupted one, bit for bit"
+    )
+
+
+def samples_text(step: int, loss: float, table: pa.Table) -> str:
+    """Name some of the samples of the step whose loss was largest after the interruption."""
+    rows = table.select(["rank", "shard", "offset"]).slice(0, 3).to_pylist()
+    named = (f"{Path(row['shard']).name}, byte {row['offset']:,}, on rank {row['rank']}" for row in rows)
+    return (
+        f"step {step} had the largest loss of the second half, {loss:.3f}. Its {table.num_rows} samples "
+        f"follow from the last state alone: {'; '.join(named)} ... `dataflow explain` tells those of any step"
     )
 
 

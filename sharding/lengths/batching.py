@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,10 +21,20 @@ if TYPE_CHECKING:
 
 _ROWS = 256
 """Rows of a megabatch of which one is half full on average: 0.998 of them holds elements."""
-Lengths = str | ArrayLike | Callable[[Any], ArrayLike]
+_GROUPS = 16
+"""Groups of balanced rows in a megabatch: some of the rows at its two ends are in none."""
+Lengths = str | ArrayLike | Callable[[Any], ArrayLike] | Mapping[str, Any]
 """The lengths of samples: a column (its values if they are integers, else their lengths), an array with one
 entry a sample in file order, or a function of the catalog that gives one. Of a mixture, a column or a
-function holds for all sources; else one of these a source, as a list or by dataset."""
+function holds for all sources; else one of these a source, as a list or by dataset. A mapping from names of
+columns gives those of several: of the first column, and of the columns that count as costs."""
+Costs = Callable[[Mapping[str, NDArray[np.int64]]], NDArray[np.integer]]
+"""Column -> lengths of segments, int64 [n]; returns what each costs, whole numbers >= 0, [n]."""
+_ANY = 1 << 62
+PLANNED = "sharding.lengths.costs:planned"
+BALANCE_MARK = "sharding.lengths.costs:balance_mark"
+MAX_OVER_MEAN = "sharding.lengths.costs:cost_max_over_mean"
+"""Plans by costs, what a state knows of them, and how even they are: outside the core."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,12 @@ class BatchedColumns:
     """Samples of a megabatch: consecutive ones of the epoch's order that are planned together, and whose
     blocks are held in memory. None: 16,384, less where samples are large for the memory limit, or where
     lengths are measured, which is done again for all of them where a run goes on inside a megabatch."""
+    balance: str | Costs | None = None
+    """The cost of a row or batch, so that ranks take those of like cost in the same step: a column, whose
+    lengths count (of integers, they are the costs), or a function from the lengths of segments, by column, to
+    the costs of these. It gets the columns that are cut, those in `whole`, and those of a `budget`."""
+    balance_group: int = 64
+    """Rows or batches of like cost that follow one another: those of all ranks in a step, or a multiple."""
 
     def _resolve(self, column: str) -> None:
         """Let `column` lead `columns`, and check the names. Idempotent."""
@@ -72,6 +89,38 @@ class BatchedColumns:
             raise ValueError("lengths= says how long samples are: leave lengths_key out")
         if self.window is not None:
             _check_at_least(self, 1, "window")
+        _check_at_least(self, 1, "balance_group")
+        if not (self.balance is None or isinstance(self.balance, str) or callable(self.balance)):
+            raise ValueError(f"balance must be a column or a function of lengths, got {self.balance!r}")
+        if strange := [name for name in self.told if name not in (lead, *self.cost_columns)]:
+            raise ValueError(f"lengths names {strange[0]!r}: only {[lead, *self.cost_columns]} count")
+
+    @property
+    def told(self) -> Mapping[str, Any]:
+        """Return what `lengths` says, by column."""
+        given = self.lengths
+        is_by_column = isinstance(given, Mapping) and given and all(isinstance(name, str) for name in given)
+        return cast("Mapping[str, Any]", given) if is_by_column else {self.columns[0]: given}
+
+    @property
+    def most_costs(self) -> Mapping[str, int]:
+        """Return the most that columns may cost in a unit."""
+        return getattr(self, "budget", {})
+
+    @property
+    def cost_columns(self) -> tuple[str, ...]:
+        """Return the columns that are not cut, and whose lengths are costs; those with a budget first."""
+        balanced = self.whole if callable(self.balance) else [self.balance] if self.balance else []
+        return tuple(dict.fromkeys(n for n in (*self.most_costs, *balanced) if n not in self.columns))
+
+    def planned(self, sizes: NDArray[np.integer], key: int | None, before: int) -> Units:
+        """The units of one megabatch, balanced and within a budget, else as `cut`; `before` are as many.
+
+        `sizes`: of each sample its length, [n]; with `cost_columns`, [n, 1 + costs].
+        """
+        if self.balance is None and not self.cost_columns:
+            return self.cut(sizes, key)
+        return resolve_name(PLANNED)(self, sizes, key, before)  # type: ignore[no-any-return]
 
     def pad_of(self, column: str) -> int:
         """Return the value that fills a column up."""
@@ -102,6 +151,12 @@ class BatchedColumns:
         """Elements beyond which a sample fits nowhere and is an error; None: it is cut, or any fits."""
         return self.longest if getattr(self, "overlong", "error") == "error" else None
 
+    @property
+    def most(self) -> Sequence[int]:
+        """Return beyond which length, and costs, a sample fits nowhere and is an error, [1 + costs]."""
+        costs = (self.most_costs.get(name, _ANY) for name in self.cost_columns)
+        return [_ANY if self.refused_beyond is None else self.refused_beyond, *costs]
+
     def with_window(self, window: int) -> Self:
         """The value with this `window`, if it has none."""
         return replace(self, window=self.window or window)
@@ -129,14 +184,13 @@ class BatchedColumns:
 
     def to_json(self) -> dict[str, object]:
         """Return the facts that decide about the units, as JSON types, without `lengths`."""
-        left_out = (
-            "lengths",
-            "lengths_key",
-            "columns",
-            "whole",
-            "pad",
-        )  # a state may be gone on with other columns
+        # A state may be gone on with other columns.
+        left_out = "lengths", "lengths_key", "columns", "whole", "pad", "balance", "balance_group", "budget"
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in left_out}
+        if self.balance is not None:  # states from before it have none
+            values |= {"balance": resolve_name(BALANCE_MARK)(self), "balance_group": self.balance_group}
+        if self.most_costs:
+            values["budget"] = dict(self.most_costs)
         return {"kind": self.kind} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
@@ -163,6 +217,11 @@ class Packed(BatchedColumns):
         window: samples of a megabatch: consecutive ones that are planned together, and whose blocks are in
             memory. None: 16,384, less where samples are large for the memory limit, or where lengths are
             measured.
+        balance: a column of costs, or a function of lengths: rows of like cost come in the same step on all
+            ranks. See `BatchedColumns.balance`.
+        balance_group: rows of like cost that follow one another, 64: those of a step, or a multiple.
+        budget: column -> most of its elements in a row, {"pixel_values": 32768}; a sample alone above it is
+            an error.
 
     Raises:
         ValueError: a setting is out of range.
@@ -177,11 +236,17 @@ class Packed(BatchedColumns):
     length: int
     column: str = ""
     overlong: Overlong = "split"
+    _: KW_ONLY
+    budget: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         from sharding.lengths.cutting import Overlong
 
+        if not all(type(most) is int and most > 0 for most in {**self.budget}.values()):
+            raise ValueError(f"budget must map columns to integers >= 1, got {self.budget!r}")
         self._resolve(self.column)
+        if cut := [name for name in self.budget if name in self.columns]:
+            raise ValueError(f"budget names {cut[0]!r}, which is in columns: a row has length={self.length}")
         _check_at_least(self, 1, "length")
         if self.overlong not in get_args(Overlong):
             raise ValueError(
@@ -195,7 +260,8 @@ class Packed(BatchedColumns):
     def least_samples(self, lengths: NDArray[np.integer]) -> int:
         """See `BatchedColumns`. Whole numbers alone: all machines agree."""
         elements = int(self.delivered(lengths).sum(dtype=np.int64))
-        return -(-_ROWS * self.length * len(lengths) // max(1, elements))
+        rows = _ROWS if self.balance is None else max(_ROWS, _GROUPS * self.balance_group)
+        return -(-rows * self.length * len(lengths) // max(1, elements))
 
     @property
     def longest(self) -> int:
@@ -235,6 +301,8 @@ class TokenBudget(BatchedColumns):
         lengths_key: names the lengths of samples that a transform makes, so that later runs know them; see
             `Packed`.
         window: samples that are planned together, 16,384 where None; see `Packed`.
+        balance: a column of costs, or a function of lengths; see `Packed`.
+        balance_group: batches of like cost that follow one another; see `Packed`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -304,6 +372,8 @@ class Bucketed(BatchedColumns):
         lengths_key: names the lengths of samples that a transform makes, so that later runs know them; see
             `Packed`.
         window: samples that are planned together, 16,384 where None; see `Packed`.
+        balance: a column of costs, or a function of lengths; see `Packed`.
+        balance_group: batches of like cost that follow one another; see `Packed`.
 
     Raises:
         ValueError: a setting is out of range.

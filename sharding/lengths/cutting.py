@@ -20,6 +20,7 @@ and samples of a unit one another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -37,13 +38,12 @@ _CLASSES = 8192
 _WORD = 10
 """Bits of the number of a bit in a word."""
 _IN_WORD = (1 << _WORD) - 1
+Move = Callable[[Segments, NDArray[np.int64], int], tuple[NDArray[np.int64], int]]
+"""Segments, the row of each and the number of rows; returns other rows."""
 
 
 def pack(
-    lengths: NDArray[np.integer],
-    length: int,
-    overlong: Overlong,
-    key: int | None,
+    lengths: NDArray[np.integer], length: int, overlong: Overlong, key: int | None, move: Move | None = None
 ) -> Units:
     """Pack the samples of a megabatch into rows. The last row to be begun is half full, on average.
 
@@ -53,12 +53,15 @@ def pack(
         overlong: "split" cuts longer samples into full rows and a rest, "truncate" keeps their beginning,
             "error" raises `DataflowError`.
         key: decides the order of the rows; None: that of their first segments.
+        move: moves segments to other rows.
 
     Returns:
         One unit a row; its segments in order of position. Samples of length 0 are in no row.
     """
     segments, cut = segments_of(lengths, length, overlong)
     row, num_rows = best_fit_rows(segments.length, length)
+    if move is not None:
+        row, num_rows = move(segments, row, num_rows)
     number = np.empty(num_rows, np.int64)
     number[_by_first_segment(row) if key is None else seeded_permutation(num_rows, key)] = np.arange(num_rows)
     row = number[row]

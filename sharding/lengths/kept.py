@@ -15,11 +15,13 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sharding.lengths.unit_plan import LEFT_OUT
+from sharding.lengths.units import lengths_in
 from sharding.write.file import NewFile, private_folder, user_folder, warn_not_kept
 
 _VERSION = 2
@@ -86,13 +88,14 @@ class KeptLengths:
     """The lengths of samples, as far as they are known. For one thread.
 
     Args:
-        files: of each dataset that samples come from.
+        files: of each dataset that samples come from; then, for each column of costs, as many.
     """
 
-    def __init__(self, files: Sequence[LengthsFile]) -> None:
+    def __init__(self, *files: Sequence[LengthsFile]) -> None:
         self._files = files
         self.lengths = self._read()
-        """int32 [num_samples] in file order, source after source; `LEFT_OUT` where none is known."""
+        """int32 [num_samples] in file order, source after source; `LEFT_OUT` where none is known. With costs,
+        [num_samples, 1 + costs]."""
         self._num_missing = int(np.count_nonzero(self.lengths == LEFT_OUT))
         self._num_unsaved = 0
 
@@ -108,7 +111,7 @@ class KeptLengths:
 
     def note(self, samples: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Note the lengths of some samples."""
-        known = (lengths != LEFT_OUT) & (lengths <= _MOST)
+        known = (lengths_in(lengths) != LEFT_OUT) & (np.atleast_2d(lengths.T) <= _MOST).all(axis=0)
         samples, at = np.unique(samples[known], return_index=True)  # a balanced one comes again
         num_new = int(np.count_nonzero(self.lengths[samples] == LEFT_OUT))
         self.lengths[samples] = lengths[known][at]
@@ -117,12 +120,12 @@ class KeptLengths:
 
     def forget(self) -> None:
         """Know none: other ranks know others."""
-        self.lengths = np.full(len(self.lengths), LEFT_OUT, np.int32)
-        self._num_missing, self._num_unsaved = len(self.lengths), 0
+        self.lengths = np.full(self.lengths.shape, LEFT_OUT, np.int32)
+        self._num_missing, self._num_unsaved = self.lengths.size, 0
 
     def save_much(self) -> None:
         """Write what is known, if so much is new that it should not be lost with this process."""
-        if self._num_unsaved * _PARTS >= len(self.lengths):
+        if self._num_unsaved * _PARTS >= self.lengths.size:
             self.save()
 
     def save(self) -> None:
@@ -131,10 +134,11 @@ class KeptLengths:
             return
         self._num_unsaved = 0
         whole = np.where(self.lengths == LEFT_OUT, self._read(), self.lengths)
-        ends = np.cumsum([file.num_samples for file in self._files])
+        ends = np.cumsum([file.num_samples for file in self._files[0]])
+        parts = [part for column in np.atleast_2d(whole.T) for part in np.split(column, ends[:-1])]
         try:
             private_folder(user_folder("lengths"))
-            for of, own in zip(self._files, np.split(whole, ends[:-1]), strict=True):
+            for of, own in zip(chain(*self._files), parts, strict=True):
                 data = io.BytesIO()
                 np.save(data, own, allow_pickle=False)
                 file = NewFile(of.path, overwrite=True)
@@ -142,10 +146,11 @@ class KeptLengths:
                 file.commit()
         except OSError as error:
             so = "they are measured again by the next start. See that this user may write there"
-            warn_not_kept("lengths of samples", self._files[0].path, error, so=so)
+            warn_not_kept("lengths of samples", self._files[0][0].path, error, so=so)
 
     def _read(self) -> NDArray[np.int32]:
-        return np.concatenate([file.read() for file in self._files])
+        columns = [np.concatenate([file.read() for file in files]) for files in self._files]
+        return columns[0] if len(columns) == 1 else np.stack(columns, axis=1)
 
 
 def _read(path: str, num_samples: int) -> NDArray[np.int32]:

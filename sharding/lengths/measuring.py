@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from sharding.lengths.unit_plan import MegabatchPlan, UnitSequence, items_of
+from sharding.lengths.unit_plan import MegabatchPlan, UnitSequence
 from sharding.lengths.units import BatchSegments, Segments, Units
 from sharding.order.epoch_order import EpochOrder
 from sharding.plan.batch_plan import BatchPlan
@@ -74,7 +74,7 @@ class MeasuredUnits:
 
     def batches(self, dealt: BatchPlan, first_batch: int, last_batch: int) -> BatchSegments:
         """Return what a rank's batches [first_batch, last_batch) consist of."""
-        units, rows = items_of(dealt, first_batch, last_batch)
+        units, rows = dealt.items(first_batch, last_batch)
         segments, segments_of_row = self.take(units)
         return BatchSegments.of(segments, rows, segments_of_row)
 

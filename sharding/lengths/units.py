@@ -12,14 +12,19 @@ epoch that has few rows, so much would be left unfilled in them that they are la
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sharding.order.permutations import mix_key
+
 FIRST_MEGABATCH_SAMPLES = 1024
 """Samples of the first megabatch of an epoch; each next one doubles up to the full size."""
+_UNITS = 0x756E6974
+"""Purpose of a key: the order of the units in a megabatch."""
 DEFAULT_MEGABATCH_SAMPLES = 16_384
 """Samples planned together where nobody says; more pack no better in practice and hold more memory."""
 
@@ -45,6 +50,9 @@ class LengthStats:
     empty: int = 0
     """Samples of length 0, which a packed row cannot hold."""
 
+    cost_max_over_mean: float = 0.0
+    """The greatest cost of a rank in a step over the mean of all, on average; 0.0 without `balance=`."""
+
     @property
     def efficiency(self) -> float:
         """Share of the capacity that holds elements: 1.0 means no padding; 0.0 for an empty plan."""
@@ -55,6 +63,32 @@ class LengthStats:
         """Sum the counts, field by field."""
         terms = list(parts)
         return cls(**{one.name: sum(getattr(term, one.name) for term in terms) for one in fields(cls)})
+
+
+@dataclass(frozen=True)
+class MegabatchStart:
+    """The begin of a megabatch."""
+
+    epoch: int
+    position: int
+    """The first sample of the megabatch."""
+    unit: int
+    """The number of units before it."""
+
+    @classmethod
+    def from_json(cls, token: Mapping[str, object], epoch: int) -> MegabatchStart:
+        """Read the start from a state's token; the begin of the epoch where it has none."""
+        numbers = [token.get(name) for name in ("first_sample", "units_before")]
+        first, unit = (number if type(number) is int and number >= 0 else 0 for number in numbers)
+        return cls(epoch, first, unit)
+
+    def to_json(self) -> dict[str, object]:
+        """Return what `from_json` takes."""
+        return {"first_sample": self.position, "units_before": self.unit}
+
+
+BEGIN = MegabatchStart(0, 0, 0)
+"""The begin of a run, or of any epoch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +128,8 @@ class Units:
     first: NDArray[np.int64]
     """[units + 1]: unit u has the segments `first[u]` up to `first[u + 1]`."""
     stats: LengthStats
+    costs: NDArray[np.int64] | None = None
+    """The cost of each unit, [units]; None: they are not balanced."""
 
     def __len__(self) -> int:
         return len(self.first) - 1
@@ -137,6 +173,11 @@ class BatchSegments:
         return BatchSegments(self.segments.take(segments), np.array([len(segments)]), self.rows, of_row)
 
 
+def lengths_in(sizes: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Return the lengths among those of samples, [n], or with costs, [n, 1 + costs]."""
+    return sizes if sizes.ndim == 1 else sizes[:, 0]
+
+
 def joined(parts: list[Segments]) -> Segments:
     """Segments one after the other."""
     if len(parts) == 1:
@@ -156,6 +197,19 @@ def megabatch_bounds(num_samples: int, size: int, multiple: int = 1, least: int 
         start, next_size = start + -(-next_size // multiple) * multiple, next_size * 2
     steady = np.arange(start, max(num_samples, start), -(-size // multiple) * multiple)
     return np.concatenate((bounds, steady, [num_samples])).astype(np.int64)
+
+
+def units_key(seed: int, epoch: int, shuffled: bool) -> Callable[[int], int | None]:
+    """Megabatch -> what decides the order of its units; None: their first samples do."""
+    return partial(_unit_key, seed, epoch) if shuffled else _no_key
+
+
+def _unit_key(seed: int, epoch: int, megabatch: int) -> int:
+    return mix_key(seed, epoch, _UNITS, megabatch)
+
+
+def _no_key(megabatch: int) -> None:
+    return None
 
 
 def stable_order(key: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sharding.mixture.interleaving import Interleaving
+from sharding.mixture.shares import ENDLESS
 from sharding.order.epoch_order import SourceWindow, Windows
 from sharding.order.order import Order, most_windows
 from sharding.order.permutations import mix_key
@@ -111,6 +112,30 @@ class MixtureWindows:
             source_epoch, number = divmod(key, len(self._sizes))
             out[at] += self.order_of(number, source_epoch).samples(position[at])
         return out
+
+    def positions_of(
+        self, samples: NDArray[np.int64], begin: int = 0, end: int | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """See `EpochOrder.positions_of`; costs that of each source epoch that lies in the range."""
+        if samples.size and not 0 <= int(samples.min()) <= int(samples.max()) < int(self._sizes.sum()):
+            raise IndexError(f"samples must be in [0, {self._sizes.sum()})")
+        begin, end = max(begin, self.known_from), min(self.num_samples, ENDLESS if end is None else end)
+        if begin >= end:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        first, last = (self.interleaving.first + self.interleaving.counts(at) for at in (begin, end))
+        source = np.searchsorted(self._first_sample, samples, side="right") - 1
+        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+        for number, at in windows_touched(source):
+            at = np.arange(len(samples))[at]
+            own, size = samples[at] - self._first_sample[number], int(self._sizes[number])
+            for epoch in range(int(first[number]) // size, -(-int(last[number]) // size)):
+                which, index = self.order_of(number, epoch).positions_of(own)
+                positions = self.interleaving.positions(number, index + epoch * size)
+                inside = (positions >= begin) & (positions < end)
+                found.append((at[which[inside]], positions[inside]))
+        which, positions = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        by_sample = np.lexsort((positions, which))
+        return which[by_sample], positions[by_sample]
 
     def in_order(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Yield as `Order.in_order`: positions and sample numbers from `begin` on, each window mixed once.
@@ -281,9 +306,10 @@ class MixturePlan(RankPlan):
             windows=order, num_items=order.num_samples, num_lanes=order.num_lanes, **dealing
         )
         super().__init__(order, batch_plan)
-        self._takes, self._window_positions = batch_plan.takes, order.window_positions
+        self._window_positions = order.window_positions
 
     def rank_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """See `RankPlan.rank_indices`; `windows` is the mixture's."""
-        mask = self._takes(self._window_positions(window))
+        dealt: Any = self.batch_plan
+        mask = dealt.takes(self._window_positions(window))
         return None if mask.all() else np.flatnonzero(mask)

@@ -33,11 +33,12 @@ from sharding.order.permutations import (
     mix_key,
     mix_more,
     mix_runs,
+    places_in_permutation,
     seeded_permutations,
     spread_order,
 )
 from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Shuffle
-from sharding.order.windows import cut_windows, first_blocks
+from sharding.order.windows import cut_windows, first_blocks, windows_touched
 
 _SAMPLES_AT_ONCE = 1 << 21
 """Samples tabulated together: 16 MiB."""
@@ -268,6 +269,45 @@ class Order:
             at = slice(None) if inside.all() else np.flatnonzero(inside)
             out[at] = self._sample_numbers(cells[at], offsets[at], first, last)
         return out
+
+    def positions_of(
+        self, samples: NDArray[np.int64], begin: int = 0, end: int | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The inverse of `samples`; see `EpochOrder.positions_of`.
+
+        Costs a pass over each lane's window touched under "window", O(blocks) at most under the others.
+        """
+        if samples.size and not 0 <= int(samples.min()) <= int(samples.max()) < self.num_samples:
+            raise IndexError(
+                f"samples must be in [0, {self.num_samples}), got {samples.min()} to {samples.max()}"
+            )
+        if self.shuffle.kind == "full":
+            index = feistel(samples.astype(np.uint64), self.num_samples, self._key, inverse=True)
+            positions = index.view(np.int64)
+        else:
+            positions = self._positions(samples)
+        which = np.flatnonzero(
+            (positions >= begin) & (positions < (self.num_samples if end is None else end))
+        )
+        return which, positions[which]
+
+    def _positions(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The position of each sample, under a shuffle that has windows."""
+        table, mixes = self.table, self.shuffle.kind == "window"
+        used = np.zeros(len(self._first_sample), bool)
+        used[np.searchsorted(self._first_sample, samples, side="right") - 1] = True
+        pieces = np.flatnonzero(used[table.piece_block])
+        first = self._first_sample[table.piece_block[pieces]] + table.piece_row[pieces]
+        by_first = np.argsort(first)
+        nth = by_first[np.searchsorted(first, samples, side="right", sorter=by_first) - 1]
+        offset = table.piece_start[pieces[nth]] + samples - first[nth]
+        cells = np.searchsorted(table.cell_piece, pieces[nth], side="right") - 1
+        for cell, at in windows_touched(cells) if mixes else ():
+            begin, end = table.cell_start[cell : cell + 2].tolist()
+            key = mix_more(self._window_key, *divmod(cell, self.num_windows))
+            offset[at] = begin + places_in_permutation(end - begin, key, offset[at] - begin)
+        lane = cells // max(1, self.num_windows)
+        return np.asarray((offset - table.lane_bounds[lane]) * self.num_lanes + lane)
 
     def in_order(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Positions and their sample numbers, two int64 [n]: all from `begin` on, each once.

@@ -108,6 +108,30 @@ def seeded_permutations(sizes: NDArray[np.int64], keys: Sequence[int], out: NDAr
     bits += start
 
 
+def places_in_permutation(n: int, key: int, values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The inverse of `seeded_permutation(n, key)`: where it has each of some values, int64 [k].
+
+    Nothing is sorted but the values: O(n log k) time, O(k) memory. `values`: in [0, n).
+    """
+    low = np.uint64((1 << max(n - 1, 0).bit_length()) - 1)
+
+    def sort_keys(index: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        return splitmix64(index ^ np.uint64(key)) & ~low | index
+
+    wanted = sort_keys(values.astype(np.uint64))
+    by_key = np.argsort(wanted)
+    ends, smaller = wanted[by_key], np.zeros(len(values) + 1, np.int64)
+    for start in range(0, n, _CHUNK):
+        keys = sort_keys(np.arange(start, min(start + _CHUNK, n), dtype=np.uint64))
+        if len(values) == 1:  # as it is for few samples of many
+            smaller[0] += np.count_nonzero(keys < ends)
+            continue
+        smaller += np.bincount(np.searchsorted(ends, keys, side="right"), minlength=len(smaller))
+    places = np.empty(len(values), np.int64)
+    places[by_key] = np.cumsum(smaller)[:-1]
+    return places
+
+
 SeededPermutations = Callable[[NDArray[np.int64], Sequence[int], NDArray[np.int64]], None]
 """`seeded_permutations`, or what gives the same faster."""
 
@@ -145,19 +169,23 @@ def mix_runs(order: NDArray[np.int64], run: int, key: int) -> NDArray[np.int64]:
     return order[np.concatenate((at.reshape(-1), last))]
 
 
-def feistel(index: NDArray[np.uint64], n: int, key: int, rounds: int = 12) -> NDArray[np.uint64]:
+def feistel(
+    index: NDArray[np.uint64], n: int, key: int, rounds: int = 12, *, inverse: bool = False
+) -> NDArray[np.uint64]:
     """A seeded bijection of [0, n) applied to each element of `index` (any shape), uint64 of that shape.
 
     n <= 2**62. The domain is rounded up to a power of two; values that fall outside [0, n) are mapped again
     (less than one extra pass on average). Twelve rounds, because eight are visibly biased below n = 16.
-    Raises `ValueError` for a bad n, `IndexError` for an index >= n.
+    With `inverse`, what it maps to `index`. Raises `ValueError` for a bad n, `IndexError` for an index >= n.
     """
     if not 0 <= n <= 1 << 62:
         raise ValueError(f"n must be in [0, 2**62], got {n}")
     if index.size and int(index.max()) >= n:  # such a value might walk for ever
         raise IndexError(f"index {int(index.max())} is not in [0, {n})")
     bits = max(n - 1, 0).bit_length()
-    keys = [np.uint64(mix_key(key, r)) for r in range(rounds)]
+    keys = [(r % 2, np.uint64(mix_key(key, r))) for r in range(rounds)]
+    if inverse:
+        keys.reverse()
     out = np.array(index, dtype=np.uint64).reshape(-1)
     for start in range(0, out.size, _CHUNK):
         part = out[start : start + _CHUNK]
@@ -169,14 +197,13 @@ def feistel(index: NDArray[np.uint64], n: int, key: int, rounds: int = 12) -> ND
     return out.reshape(index.shape)
 
 
-def _feistel_pass(x: NDArray[np.uint64], bits: int, keys: list[np.uint64]) -> NDArray[np.uint64]:
+def _feistel_pass(x: NDArray[np.uint64], bits: int, keys: list[tuple[int, np.uint64]]) -> NDArray[np.uint64]:
     """An alternating Feistel network on [0, 2**bits): each round changes one half by a hash of the other."""
     width = bits - bits // 2
     masks = np.uint64((1 << bits // 2) - 1), np.uint64((1 << width) - 1)
     halves = [x >> np.uint64(width), x & masks[1]]
-    for r, key in enumerate(keys):
-        side, other = r % 2, halves[1 - r % 2]
-        h = (other ^ key) * np.uint64(_MUL1)
+    for side, key in keys:
+        h = (halves[1 - side] ^ key) * np.uint64(_MUL1)
         h ^= h >> np.uint64(32)
         h *= np.uint64(_MUL2)
         h >>= np.uint64(32)

@@ -118,6 +118,15 @@ class Selection:
         used, ordinal = np.unique(blocks, return_inverse=True)
         return blocks, self.rows_of(used, ordinal, nth)
 
+    def positions_of(self, blocks: Ints, rows: Ints) -> Ints:
+        """The inverse of `locate`, int64 [n]: where the samples come among those kept; -1: they are not."""
+        positions = np.where(self.num_samples[blocks] > 0, self.start[blocks] + rows, -1)
+        for block in np.unique(blocks[self._first_byte[blocks] != _NO_BITS]).tolist():
+            at, kept = np.flatnonzero(blocks == block), self.rows(block)
+            nth = np.minimum(np.searchsorted(kept, rows[at]), len(kept) - 1)
+            positions[at] = np.where(kept[nth] == rows[at], self.start[block] + nth, -1)
+        return positions
+
     def rows_of(self, blocks: Ints, ordinal: NDArray[np.integer], nth: Ints) -> Ints:
         """Row in its block of the `nth[i]`-th kept sample of `blocks[ordinal[i]]`, int64 [n]."""
         if not self.lists_rows:

@@ -63,6 +63,8 @@ class BatchPlan:
     """First item to deliver, in [0, num_items]."""
     num_lanes: int = 1
     """Item i is of lane `i % num_lanes`."""
+    wraps: bool = True
+    """The last batch is filled up with the first items of all; False: with its own first ones."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -90,6 +92,24 @@ class BatchPlan:
     def num_batches(self) -> int:
         """Batches of this rank, none of them empty."""
         return self.num_full + (self._last_share[1] > 0)
+
+    @property
+    def num_steps(self) -> int:
+        """Batches of this rank, and those that are passed over: see `sharding.plan.passing`."""
+        return self.num_batches
+
+    @property
+    def num_steps_global(self) -> int:
+        """Batches that at least one rank gets, and those that are passed over."""
+        return self.num_global_batches
+
+    def steps_after(self, num_batches: int) -> int:
+        """Global batches that are done once `num_batches` were taken: those passed over before count."""
+        return num_batches
+
+    def end_of(self, num_batches: int) -> int:
+        """The item after so many full batches, of all ranks."""
+        return self.start + self.steps_after(num_batches) * self.global_batch_size
 
     @cached_property
     def num_full(self) -> int:
@@ -120,7 +140,7 @@ class BatchPlan:
         sizes = np.full(last_batch - first_batch, self.batch_size, np.int64)
         items = self._full_batches(first_batch, min(last_batch, self.num_full))
         if first_batch < last_batch and last_batch > self.num_full:
-            last = self._last_batch % self.num_items  # padding wraps
+            last = self._once(self._last_batch)
             sizes[-1] = len(last)
             items = np.concatenate((items, last))
         return items, sizes
@@ -139,13 +159,19 @@ class BatchPlan:
         """
         if not 0 <= num_batches <= self.num_global_batches:
             raise IndexError(f"num_batches must be in [0, {self.num_global_batches}], got {num_batches}")
-        return min(self.num_items, self.start + num_batches * self.global_batch_size)
+        return min(self.num_items, self.end_of(num_batches))
 
     @property
     def padding(self) -> NDArray[np.int64]:
         """Items that this rank gets as padding, in its last batch, int64 [num_padded]."""
         last = self._last_batch if self.num_padded else np.zeros(0, np.int64)
-        return last[last >= self.num_items] % self.num_items
+        return self._once(last[last >= self.num_items])
+
+    def _once(self, items: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return items as they are numbered; those beyond the last fill up."""
+        begin = 0 if self.wraps else self.start + self.num_full * self.global_batch_size
+        again = begin + items % self.num_items % max(1, self.num_items - begin)
+        return np.where(items < self.num_items, items, again)
 
     @property
     def rank_tail(self) -> NDArray[np.int64]:

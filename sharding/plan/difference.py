@@ -25,6 +25,7 @@ _A_POSITION = ("first_sample", "units_before")
 _PHRASES = {
     "blocks": "shards cut into blocks {}",
     "bytes": "shards of {:,} bytes",
+    "costs": "costs of samples {}",
     "data": "a {}",
     "joins": "joined data {}",
     "kind": "batching of kind {}",

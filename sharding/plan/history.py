@@ -8,6 +8,7 @@ same number of ranks has one. Restarts leave no trace, unless the global batch o
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Self, cast, get_args
@@ -16,6 +17,10 @@ from sharding.plan.batch_plan import Tail
 
 MOST_STRETCHES = 64
 MOST_BYTES = 4096
+MOST_RANGES = 64
+"""Ranges that are passed over, of a state: 3 KB."""
+StepRange = tuple[int, int]
+"""The first step, and the one after the last."""
 
 
 class StepStretch(NamedTuple):
@@ -86,6 +91,12 @@ class StepHistory:
         """The first step that is known."""
         return self.stretches[0].first_step if self.stretches else self.num_steps
 
+    @property
+    def goes_back(self) -> bool:
+        """Return whether a stretch begins before the end of the one before it, as far as they are known."""
+        pairs = pairwise(self.stretches)
+        return any(later[1:3] <= earlier.at(earlier.end - 1)[1:3] for earlier, later in pairs)
+
     def find(self, step: int) -> StepPlace:
         """The place of a step. `IndexError` where it is not known, or was not taken."""
         for stretch in reversed(self.stretches):
@@ -150,3 +161,25 @@ def _checked(row: list[object], num_steps: int) -> StepStretch:
     return StepStretch(
         first, epoch, position, group, world_size, cast(Tail, tail), epochs, num_steps // epochs
     )
+
+
+class PassedRange(NamedTuple):
+    """Items of an epoch that are passed over, and the steps that were named for it."""
+
+    epoch: int
+    begin: int
+    end: int
+    first_step: int
+    end_step: int
+
+
+def ranges_from_json(rows: object) -> tuple[PassedRange, ...]:
+    """The ranges of a state; None: of a state of before. `ValueError` for what are none."""
+    rows = [] if rows is None else rows
+    if not isinstance(rows, Sequence) or len(rows) > MOST_RANGES:
+        raise ValueError(f"passed must be at most {MOST_RANGES} ranges or missing, got {rows!r}")
+    for row in rows:
+        counts = isinstance(row, Sequence) and [v for v in row if type(v) is int and 0 <= v < 1 << 62]
+        if not counts or len(row) != len(counts) or len(row) != 5 or row[1] >= row[2] or row[3] >= row[4]:
+            raise ValueError(f"a range that is passed over is five integers, got {row!r}")
+    return tuple(PassedRange(*row) for row in rows)

@@ -6,11 +6,12 @@ rank.
 
 from __future__ import annotations
 
+import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Unpack, cast
+from typing import Self, Unpack, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +21,18 @@ from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 from sharding.plan.batch_plan import BatchPlan, Dealing, Tail
 from sharding.plan.difference import Facts, are_facts
+from sharding.plan.history import PassedRange, ranges_from_json
 
-_OPTIONAL = {"batching", "data", "sources", "weights"}
-_AS_TEXT = ("batching", "weights", "data")
+_OPTIONAL = {"batching", "data", "passed", "sources", "weights"}
+_AS_TEXT = ("batching", "weights", "data", "passed")
 STATE_VERSION = 4
 """The order of version 1 had no lanes; in that of version 2 all epochs began with small windows; in that of
 version 3 pieces of samples were carried from megabatch to megabatch, and what came before weights that were
 set was forgotten."""
+
+
+Passing = Callable[[BatchPlan], BatchPlan]
+"""Leaves out what is passed over: see `sharding.plan.passing`."""
 
 
 class RankPlan(ABC):
@@ -40,10 +46,17 @@ class RankPlan(ABC):
     """
 
     goes_on = False
-    """True if more of the epoch is planned later: from `position_after(num_batches)` on."""
+    """True if more of the epoch is planned later: from `end` on."""
 
     def __init__(self, order: EpochOrder, batch_plan: BatchPlan) -> None:
         self.order, self._batch_plan = order, batch_plan
+        self._passing: Passing | None = None
+
+    def passing_over(self, passing: Passing) -> Self:
+        """The same plan without some items: of the batches that `passing` makes of all."""
+        other = copy.copy(self)
+        other._passing, other._batch_plan = passing, passing(self._batch_plan)
+        return other
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -99,6 +112,11 @@ class RankPlan(ABC):
         return self.batch_plan.num_batches
 
     @property
+    def num_steps(self) -> int:
+        """See `BatchPlan.num_steps`."""
+        return self.batch_plan.num_steps
+
+    @property
     def num_global_batches(self) -> int:
         """Batches that at least one rank gets: the steps left in the epoch."""
         return self.batch_plan.num_global_batches
@@ -112,6 +130,12 @@ class RankPlan(ABC):
     def num_padded_global(self) -> int:
         """Items delivered a second time, over all ranks."""
         return self.batch_plan.num_padded_global
+
+    @property
+    def end(self) -> int:
+        """The item after all batches, and what is passed over behind them."""
+        dealt = self.batch_plan
+        return min(dealt.num_items, dealt.start + dealt.num_steps_global * dealt.global_batch_size)
 
     def repeats(self, first_batch: int, last_batch: int) -> NDArray[np.bool_]:
         """Return which items of batches [first_batch, last_batch) fill the last one up again, bool [m]."""
@@ -183,6 +207,8 @@ class PlanState:
     """Weights that were set while a mixture ran, and since when (`WeightSteps`); None: its own."""
     data: Facts | None = None
     """Facts behind the fingerprint, for `differing` to name what differs; None: a state of before."""
+    passed: Sequence[PassedRange] | None = None
+    """Items that are passed over, of this epoch and others; None: none are."""
 
     def __post_init__(self) -> None:
         _check_version(self.version)
@@ -194,6 +220,7 @@ class PlanState:
             raise ValueError(f"weights must be an object or missing, got {self.weights!r}")
         if self.data is not None and not are_facts(self.data):
             raise ValueError(f"data must be an object of facts or missing, got {self.data!r}")
+        object.__setattr__(self, "passed", ranges_from_json(self.passed) or None)
         for name in ("seed", "epoch", "position", "num_samples"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -236,7 +263,7 @@ class PlanState:
         return cls(**{**state, **held, "shuffle": Shuffle.from_json(state["shuffle"])})  # type: ignore[arg-type]
 
 
-def _text_of(value: Mapping[str, object] | None) -> str | None:
+def _text_of(value: object) -> str | None:
     return None if value is None else json.dumps(value, separators=(",", ":"))
 
 

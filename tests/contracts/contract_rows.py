@@ -496,6 +496,17 @@ ROWS: dict[str, Row] = {
     **{f"planned {name}": planned(rule("tokens")) for name, rule in BATCHINGS.items()},
     "planned long rows": planned(Packed(12, "tokens", overlong="error", window=16)),
     "planned long rows, tail pad": planned(Packed(12, "tokens", window=16), tail="pad"),
+    **{
+        f"{name}, passed over": replace(row, options={**row.options, "skip_steps": [(1, 2), (10, 12)]})
+        for name, row in {
+            "lanes of nodes": of_format("ints", NODES),
+            "full shuffle": of_format("ints", Shuffle("full")),
+            "mixture": mixture("all"),
+            "packed": packed("split"),
+            "buckets": packed("buckets"),
+            "planned packed": planned(BATCHINGS["packed"]("tokens")),
+        }.items()
+    },
     "measured packed, in file order": measured("packed", None),
     "measured packed mixture": packed_mixture("packed", "all", is_measured=True),
     "measured packed mixture, tokens": packed_mixture("packed", "first", is_measured=True, shares="tokens"),

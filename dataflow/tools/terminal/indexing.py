@@ -48,8 +48,8 @@ _CHECKSUM_THREADS = 8
 _BLOCKS = 4_096
 """Blocks of a task that reads them for checksums, at most."""
 _NO_LENGTHS = (
-    "no lengths were found of its samples by this user yet: let a loader with batching= run an epoch, with a "
-    "transform that has a fingerprint, or a lengths_key="
+    "no lengths were found of its samples by this user yet: name the transform by --transform, or let a "
+    "loader with batching= run an epoch, with a transform that has a fingerprint, or a lengths_key="
 )
 _NAMED = 10
 """Stale shards that are named one by one."""
@@ -76,16 +76,21 @@ def index_source(
     block_bytes: int | None,
     checksum: bool = False,
     lengths: bool = False,
+    transform: str | None = None,
+    lengths_of: str | None = None,
     executor: Executor | None = None,
 ) -> Catalog:
     """Bring the catalog of a source up to date and print what it holds; returns it.
 
     `dataset_options`: format, dtype, length, allow_unfinished, revision, storage_options, as for
     `ShardedDataset`.
-    `lengths`: put those that loaders have found beside it. `executor`: looks at the shards; None: threads do.
+    `lengths`: put those that loaders have found beside it. `transform`: the name of a function; samples that
+    it makes are measured first: the column `lengths_of`. `executor`: looks at the shards; None: threads do.
     """
     if output is not None and not output.endswith(CATALOG_SUFFIX):
         raise ValueError(f"--output must end in {CATALOG_SUFFIX}, got {output!r}")
+    if not lengths and (transform or lengths_of):
+        raise ValueError("--transform and --lengths-of say which --lengths are measured: give that, too")
     given = dict(dataset_options)
     asked = SourceArguments(
         **{name: given.pop(name) for name in SourceArguments.__struct_fields__ if name in given}
@@ -108,6 +113,12 @@ def index_source(
                 raise ValueError(
                     f"--lengths puts files beside the catalog, and {target.path} is none of this machine"
                 )
+            if transform is not None:
+                from dataflow.tools.terminal.measuring import measure_samples  # which imports torch
+
+                options = {k: v for k, v in dataset_options.items() if k in ("columns", "storage_options")}
+                num_samples = measure_samples(transform, lengths_of, catalog, target.path, options)
+                show([f"measured {num_samples:,} of {catalog.num_samples:,} samples"])
             num_files, folder = copy_beside(catalog.fingerprint(), local_path(target.path))
             show([f"{num_files} of lengths, in {folder}" if num_files else _NO_LENGTHS])
         return catalog

@@ -16,6 +16,7 @@ from forked_kit import fast_ranks
 from parameters_kit import in_pairs
 
 from dataflow import Bucketed, DataLoader, Optional, Packed, PackedRows, Ragged, ShardedDataset, TokenBudget
+from dataflow.batch.measured import Lists
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
 
@@ -232,3 +233,15 @@ class Listed:
 def test_what_whole_does_not_take_is_refused(folder: Path, rule: Any, options: Any) -> None:
     with pytest.raises(ValueError, match="whole"):
         loader_of(folder, TokenBudget(8, whole={"pixels": rule}), **options)
+
+
+def test_pixels_that_were_made_for_one_batch_are_not_copied_into_it() -> None:
+    """They are where others may have the array, pieces are taken, or they lie in another order."""
+    values = np.arange(12.0).reshape(6, 2)
+    lists = Lists(values, np.array([3, 0]), np.array([3, 3]))
+    in_order, all_rows = np.array([1, 0]), np.array([0, 1])
+    assert np.shares_memory(lists.ragged(in_order, is_last=True).values.numpy(), values)
+    for copied in (lists.ragged(in_order), lists.ragged(all_rows, is_last=True), lists.ragged(in_order[:1])):
+        assert not np.shares_memory(copied.values.numpy(), values)
+    assert np.array_equal(lists.ragged(in_order).values, values)
+    assert np.array_equal(lists.ragged(all_rows, is_last=True).values, np.roll(values, 3, axis=0))

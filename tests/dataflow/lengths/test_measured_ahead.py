@@ -170,6 +170,15 @@ def test_a_measure_that_only_some_sources_have_is_not_used_which_is_told(
     assert "some sources of the mixture have no measure" in caplog.text
 
 
+def test_shares_by_tokens_ask_for_all_lengths_first(folder: Path) -> None:
+    tokens = Measured()
+    sources = [ShardedDataset(str(folder), transform=tokens, block_bytes=400) for _ in range(2)]
+    mixture = Mixture(dict.fromkeys(sources, 0.5), shares="tokens", stop="all")
+    with DataLoader(mixture, 3, True, batching=SHORT, num_workers=0) as loader:
+        assert not tokens.made
+        assert len(loader) == len(delivered(loader))
+
+
 def test_a_mixture_is_measured_ahead(folder: Path) -> None:
     sources = [ShardedDataset(str(folder), transform=Measured(), block_bytes=400) for _ in range(2)]
     with DataLoader(Mixture([*sources]), 3, True, batching=SHORT, num_workers=0) as loader:

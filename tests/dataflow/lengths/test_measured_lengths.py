@@ -30,7 +30,8 @@ from dataflow.tools.cli import main
 from sharding.errors import DataflowError, SampleError
 from sharding.lengths.batching import Batching
 from sharding.lengths.measuring import makers
-from sharding.lengths.unit_plan import UnitSequence, units_key
+from sharding.lengths.unit_plan import UnitSequence
+from sharding.lengths.units import units_key
 from sharding.order.order import Order
 from sharding.write.file import user_folder
 
@@ -635,7 +636,7 @@ def test_a_sample_of_known_length_that_cannot_be_made_is_missing_in_its_rows(fol
 
 def test_the_number_of_batches_is_a_type_error(folder: Path) -> None:
     with loader_of(folder, BATCHINGS["packed"]()) as loader:
-        with pytest.raises(TypeError, match="measured as they are made"):
+        with pytest.raises(TypeError, match="measured on the way"):
             len(loader)
         assert loader.batches_left is None
 

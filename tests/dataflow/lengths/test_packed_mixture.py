@@ -25,7 +25,8 @@ from dataflow import Bucketed, DataLoader, Image, Mixture, Packed, ShardedDatase
 from dataflow.planning.length_aware import make_planner
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
-from sharding.lengths.unit_plan import UnitSequence, units_key
+from sharding.lengths.unit_plan import UnitSequence
+from sharding.lengths.units import units_key
 from sharding.mixture.windows import source_seed
 from sharding.order.selection import SelectedOrder
 

@@ -4,9 +4,11 @@ stands still between samples.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,12 @@ from dataflow.batch.builder import BuildSettings, ChunkPlan
 from dataflow.outputs.columns import ChunkRows
 from dataflow.outputs.fixed import ArrayOutput
 from dataflow.processes.builder_main import BuildTask, BuiltBatches
+from dataflow.processes.builders import ProcessBuilders
 from dataflow.processes.dispatch import BusyTimes
 from dataflow.processes.serialized import SerializedChunk, SerializedColumn, SerializedSource, serialized_rows
 from prefetch.ipc.protocol import WorkerLoop, WorkerMessage, WorkerRequest, WorkerResult
 from prefetch.memory.arena import Arena
+from prefetch.workers.worker_start import ABOUT
 from sharding.errors import SampleError
 
 BATCH, BATCHES = 4, 5
@@ -191,3 +195,11 @@ def test_builders_are_at_work_from_when_a_chunk_is_sent_until_its_last_batches_a
     times.are(set())
     now = 100.0
     assert times.total_s() == 10.0
+
+
+def test_an_answer_that_came_late_does_not_end_the_loop_that_asks() -> None:
+    """Behind it are the stacks of the next one."""
+    told = f"stacks{ABOUT}{json.dumps(['in f (x.py, line 1)', 7, -1])}\nFile y.py, line 2\n"
+    builders: Any = ProcessBuilders.__new__(ProcessBuilders)
+    builders._processes = SimpleNamespace(pool=SimpleNamespace(about=lambda process: told))
+    assert builders._standing(0, {}) == ", in f (x.py, line 1)"

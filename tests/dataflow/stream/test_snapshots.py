@@ -85,7 +85,14 @@ NOW = {
     *("read_amplification", "ready_batches", "unfinished_shards", "window_blocks"),
 }
 LENGTHS = {
-    *("lengths.capacity", "lengths.efficiency", "lengths.empty", "lengths.segments", "lengths.split"),
+    *(
+        "lengths.capacity",
+        "lengths.cost_max_over_mean",
+        "lengths.efficiency",
+        "lengths.empty",
+        "lengths.segments",
+        "lengths.split",
+    ),
     *("lengths.tokens", "lengths.truncated", "lengths.truncated_tokens", "lengths.units"),
 }
 

@@ -23,7 +23,15 @@ UNITS = re.compile(
     r"\b(numbers? of|bytes|MiB|pixels|(milli|micro)?seconds|Gbit/s|watts|price|ratio|share|seed)\b",
     re.IGNORECASE,
 )
-CHOSEN_BY_NOBODY = {"--compute-ms", "--nodes", "--parameters", "--microbatch-ms", "--output", "--to"}
+CHOSEN_BY_NOBODY = {
+    "--compute-ms",
+    "--nodes",
+    "--parameters",
+    "--microbatch-ms",
+    "--output",
+    "--state",
+    "--to",
+}
 """Options without a default, which a command refuses to run without."""
 
 

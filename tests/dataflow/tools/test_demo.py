@@ -62,6 +62,14 @@ def test_every_run_tells_its_figures(report):
     assert report["runs"]["interrupted"]["loader_state"]["position"] == 3 * 2 * 4
 
 
+def test_the_samples_of_a_step_are_named_at_the_end(report):
+    explained = report["explained"]
+    assert 3 <= explained["step"] < 6
+    assert len(set(explained["samples"])) == 2 * 4
+    assert f"step {explained['step']} had the largest loss of the second half" in report["output"]
+    assert "Its 8 samples follow from the last state alone: tokens-000000.bin, byte" in report["output"]
+
+
 def test_the_temporary_folder_is_gone(report):
     assert not Path(report["settings"]["folder"]).exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,8 @@ def opened(folder: Path) -> ShardedDataset:
     return ShardedDataset(folder / "chats.parquet", decode={"images": None}, transform=chats)
 
 
-def loader_of(folder: Path, place: int = 0, places: int = 1) -> DataLoader:
-    options = {"shuffle": True, "batching": PACKED, "tail": "uneven", "num_workers": 0}
+def loader_of(folder: Path, place: int = 0, places: int = 1, batching: Packed = PACKED) -> DataLoader:
+    options = {"shuffle": True, "batching": batching, "tail": "uneven", "num_workers": 0}
     return DataLoader(opened(folder), 2, **options, topology=rank(place, places))
 
 
@@ -128,3 +129,23 @@ def test_a_resumed_loader_goes_on_with_the_same_chats(folder: Path) -> None:
     with loader_of(folder) as loader:
         loader.load_state_dict(state)
         assert [[number for number, _ in chats_of(batch)] for batch in loader] == rest
+
+
+def test_rows_of_like_patches_come_together_and_those_without_have_an_empty_tensor(folder: Path) -> None:
+    figures = {}
+    for balance in ("", "pixel_values"):
+        batching = replace(PACKED, balance=balance or None, balance_group=4, budget={"pixel_values": 200})
+        sizes = []
+        with loader_of(folder, batching=batching) as loader:
+            list(loader)  # later loaders know all lengths
+        for place in range(2):
+            with loader_of(folder, place, 2, batching) as loader:
+                patches = [batch["pixel_values"].values for batch in loader]
+                stats = loader.stats().lengths
+            assert {(one.dtype, *one.shape[1:]) for one in patches} == {(torch.uint8, 588)}
+            sizes.append([len(one) for one in patches])
+        paid = [step for step in zip(*sizes, strict=False) if any(step)]
+        figures[balance] = sum(max(step) / sum(step) * 2 for step in paid) / len(paid)
+        assert stats is not None
+        assert stats.cost_max_over_mean == (pytest.approx(figures[balance]) if balance else 0.0)
+    assert figures["pixel_values"] < figures[""]

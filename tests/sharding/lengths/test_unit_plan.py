@@ -10,14 +10,8 @@ from hypothesis import given, strategies as st
 
 from sharding.lengths import units as units_module
 from sharding.lengths.batching import Bucketed, Packed, TokenBudget
-from sharding.lengths.unit_plan import (
-    MegabatchStart,
-    UnitPlan,
-    UnitPlanner,
-    UnitSequence,
-    epoch_lengths,
-    units_key,
-)
+from sharding.lengths.unit_plan import UnitPlan, UnitPlanner, UnitSequence, epoch_lengths
+from sharding.lengths.units import MegabatchStart, units_key
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 

@@ -397,6 +397,7 @@ def test_the_states_json_is_pinned():
         "sources": None,
         "weights": None,
         "data": None,
+        "passed": None,
     }
 
 
