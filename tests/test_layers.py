@@ -335,7 +335,7 @@ MOST_LINES = {
     "dataflow/sources/listing": 971,
     "dataflow/sources/tables": 894,
     "dataflow/staging": 2_498,
-    "dataflow/stream": 3_152,
+    "dataflow/stream": 3_163,
     "dataflow/testing": 650,
     "dataflow/text": 1_250,
     "dataflow/telemetry": 218,

@@ -363,11 +363,11 @@ class StreamLoader:
 
     def _fail(self, loop: EpochLoop, error: BaseException) -> None:
         """End a loop that failed, or was interrupted."""
-        num_loops = self.sessions.num_loops
-        if isinstance(error, MemoryLimitError) and num_loops > 1:
-            error.add_note(
-                f"{num_loops} loops over this loader share its memory_limit: each has a part of it"
-            )
+        num_loops, measures = self.sessions.num_loops, self._plan.measures_ahead
+        if isinstance(error, MemoryLimitError) and num_loops + measures > 1:
+            who = f"{num_loops} loops over this loader" if num_loops > 1 else "building rows"
+            also = ", and measuring what comes next," if measures else ""
+            error.add_note(f"{who}{also} share its memory_limit: each has a part of it")
         if loop.closed:  # by another thread, which waits for what is being built
             return
         if isinstance(error, Exception):

@@ -12,6 +12,7 @@ alone are made and exchanged (`LengthsStage`), and the rows are built by a sessi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +42,8 @@ from sharding.errors import DataflowError, SampleError
 from sharding.lengths.measuring import MeasuredUnits, SharePlan, maker_counts, makers
 from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan
 from sharding.order.epoch_order import EpochOrder
+
+_log = logging.getLogger("dataflow")
 
 _GATHERED_SAMPLES = 128
 """Made and gathered at a time."""
@@ -173,6 +176,7 @@ class MeasuringStage:
         )
         self._pin: Callable[[Any], Any] | None = pin_memory if settings.is_pinned else None
         self._held_bytes = 0
+        self._was_told = False
 
     @property
     def is_shared(self) -> bool:
@@ -454,6 +458,13 @@ class MeasuringStage:
     def _hold(self, nbytes: int) -> None:
         """Account for samples that are kept: builders make no more while that is too much."""
         self._held_bytes += nbytes
+        if self._held_bytes > self._ledger.limit_bytes and not self._was_told:
+            self._was_told = True
+            _log.warning(
+                "%d MB of samples wait for their megabatch to be planned, more than memory_limit has room "
+                "for: give the transform a measure, or batching= lengths= or a smaller window=",
+                self._held_bytes >> 20,
+            )
         if nbytes > 0:
             self._ledger.charge(State.IN_USE, nbytes)
         else:

@@ -207,11 +207,11 @@ class UnitSequence:
 
     def known_part(self, unit: int) -> UnitSequence:
         """The megabatches that are known, from that of a unit on, as an epoch that ends with them."""
-        part, known, (first, begin) = copy.copy(self), self._known, self.at(unit)
+        part, known = copy.copy(self), self._known
         firsts = known[0]
         vars(part).pop("units", None)
-        part.begin, part.sizes = begin, self._added
-        part._unit_costs = {number: costs for number, costs in self._unit_costs.items() if number >= first}
+        part.begin, part.sizes = self.at(unit)[1], self._added
+        part._unit_costs = {}  # they are for the figures of the whole; the dict here may grow meanwhile
         part.bounds = self.bounds[: len(firsts)]
         part._known = firsts, known[1], known[2] if len(firsts) == len(self.bounds) else 0
         return part

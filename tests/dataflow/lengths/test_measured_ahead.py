@@ -32,6 +32,7 @@ from test_measured_lengths import (
 )
 
 from dataflow import DataLoader, Mixture, Packed, ShardedDataset, Shuffle
+from prefetch.errors import MemoryLimitError
 from sharding.errors import DataflowError, SampleError
 from sharding.write.file import user_folder
 
@@ -358,6 +359,15 @@ def test_loops_at_a_time_measure_for_themselves(folder: Path) -> None:
         for epoch, batches in enumerate(zip(*both, strict=True)):
             units = whole_batches(units_of(loader, epoch), 3)
             assert [segments_of(batch["tokens"]) for batch in batches] == units[: len(batches)]
+
+
+def test_a_limit_that_is_too_small_says_that_measuring_has_a_part_of_it(folder: Path) -> None:
+    with (
+        loader_of(folder, SHORT, Measured(), memory_limit=2000) as loader,
+        pytest.raises(MemoryLimitError) as caught,
+    ):
+        list(loader)
+    assert "measuring what comes next, share its memory_limit" in caught.value.__notes__[0]
 
 
 def test_lengths_of_a_run_that_ended_early_serve_the_next(folder: Path) -> None:
