@@ -8,21 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from vision_kit import SPECIAL, TEMPLATE, write_vision_tokenizer
+from vision_kit import OTHERS, SPECIAL, template_of_family, write_vision_tokenizer
 
 SIDE = 56
 PINPOINTS = [[SIDE * high, SIDE * wide] for high in (1, 2, 3) for wide in (1, 2, 3)]
-QWEN_PART = "<|vision_start|><|image_pad|><|vision_end|>"
-PARTS = {
-    "gemma3": "<start_of_image>",
-    **dict.fromkeys(("llava", "llava_onevision", "idefics3", "smolvlm"), "<image>"),
-}
-"""What a template writes in place of a picture, where it is not Qwen's."""
-OTHERS = [
-    *("<image>", "<video>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
-    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
-    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
-]
 
 
 def import_torchvision() -> None:
@@ -62,7 +51,7 @@ def make_processor(family: str, folder: Path, **options: Any) -> Any:
     )
     given: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "chat_template": TEMPLATE.replace(QWEN_PART, PARTS.get(family, QWEN_PART)),
+        "chat_template": template_of_family(family),
     }
     square = {"height": SIDE, "width": SIDE}
     if family.startswith("qwen"):

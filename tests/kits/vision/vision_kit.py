@@ -27,7 +27,24 @@ SPECIAL = [
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
     *("<|image_pad|>", "<|video_pad|>"),
 ]
+QWEN_PART = "<|vision_start|><|image_pad|><|vision_end|>"
+PARTS = {
+    "gemma3": "<start_of_image>",
+    **dict.fromkeys(("llava", "llava_onevision", "idefics3", "smolvlm"), "<image>"),
+}
+"""What a template writes in place of a picture, where it is not Qwen's."""
+OTHERS = [
+    *("<image>", "<video>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+]
+"""Special tokens of the other families."""
 WORDS = ["the", "a", "picture", "shows", "red", "blue", "house", "tree", "with", "two", "beside", "under"]
+
+
+def template_of_family(family: str) -> str:
+    """`TEMPLATE` with the family's token of a picture."""
+    return TEMPLATE.replace(QWEN_PART, PARTS.get(family, QWEN_PART))
 
 
 def write_vision_tokenizer(path: Path, special: list[str] | None = None) -> Path:

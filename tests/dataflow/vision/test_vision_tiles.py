@@ -1,0 +1,132 @@
+"""`VisionChat` of families that see tiles: lengths, levels, turns left out, settings that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vision_kit import OTHERS, SPECIAL, image_bytes, template_of_family, vision_chat, write_vision_tokenizer
+
+from dataflow import VisionChat
+from dataflow.vision.tiles import TILE_FAMILIES
+
+SIDE = 28
+SQUARE = {"height": SIDE, "width": SIDE}
+POINTS = [[SIDE * high, SIDE * wide] for high in (1, 2) for wide in (1, 2, 3)]
+IDEFICS = {"size": {"longest_edge": 3 * SIDE}, "max_image_size": {"longest_edge": SIDE}}
+IMAGE: dict[str, dict[str, Any]] = {
+    "llava": {"size": {"shortest_edge": SIDE}, "crop_size": SQUARE},
+    "llava_onevision": {"size": SQUARE, "image_grid_pinpoints": POINTS},
+    "idefics3": IDEFICS,
+    "smolvlm": {**IDEFICS, "image_processor_type": "SmolVLMImageProcessor"},
+    "gemma3": {"size": SQUARE},
+}
+OWN: dict[str, dict[str, Any]] = {
+    "llava": {
+        "patch_size": 14,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+    },
+    "llava_onevision": {"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
+    "idefics3": {"image_seq_len": 4},
+    "smolvlm": {"image_seq_len": 4},
+    "gemma3": {"image_seq_length": 4},
+}
+
+
+@pytest.fixture(params=TILE_FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def folder(family: str, tmp_path: Path) -> Path:
+    """A model's folder, of small pictures."""
+    write_vision_tokenizer(tmp_path / "tokenizer.json", [*SPECIAL, *OTHERS])
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({**OWN[family], "image_processor": IMAGE[family]})
+    )
+    (tmp_path / "chat_template.jinja").write_text(template_of_family(family))
+    return tmp_path
+
+
+def test_what_is_measured_from_headers_is_what_is_made(folder: Path, family: str) -> None:
+    chats = VisionChat(folder, family=family)
+    exact = VisionChat(folder, family=family, patches="float32")
+    for seed in range(8):
+        sample = vision_chat(seed)
+        made = chats(sample)
+        assert chats.measure(sample) == {name: len(made[name]) for name in chats.lists}
+        assert made["pixel_values"].dtype == torch.uint8
+        assert made["pixel_values"].shape[1:] == (3, SIDE, SIDE)
+        assert torch.equal(chats.normalized(made["pixel_values"]), exact(sample)["pixel_values"])
+
+
+def test_turns_that_have_no_room_are_left_out_with_their_pictures(folder: Path, family: str) -> None:
+    """OneVision's picture is tiled once it is the only one that is left."""
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    turn = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a tree"}]
+    picture = image_bytes(60, 90)
+    alone = VisionChat(folder, family=family)({"messages": turn, "images": [picture]})
+    both = {"messages": [*turn, *turn], "images": [picture] * 2}
+    longer = len(VisionChat(folder, family=family)(both)["input_ids"])
+    room = max(len(alone["input_ids"]), longer - 1)
+    if room >= longer:
+        pytest.skip("two pictures are shorter than one")
+    chats = VisionChat(folder, family=family, max_length=room)
+    with pytest.warns(UserWarning, match="the last 2 messages of a chat are left out"):
+        made = chats(both)
+    assert made["messages_left_out"] == 2
+    assert all(torch.equal(made[name], alone[name]) for name in chats.lists)
+    assert chats.measure(both) == {name: len(made[name]) for name in chats.lists}
+
+
+def test_a_literal_token_of_pictures_in_text_is_bad(folder: Path, family: str) -> None:
+    chats = VisionChat(folder, family=family)
+    for token in (chats.family.image_token, chats.family.run_token):
+        with pytest.raises(ValueError, match=f"the text of message 0 has the token {token}"):
+            chats.measure({"messages": [{"role": "user", "content": f"a {token}"}], "images": []})
+
+
+def test_settings_that_no_code_is_for_are_refused(folder: Path, family: str) -> None:
+    with pytest.raises(ValueError, match="max_pixels= are of Qwen's families"):
+        VisionChat(folder, family=family, max_pixels=10_000)
+    wrong = {
+        "llava": ({"do_center_crop": False}, "do_center_crop=False; only True"),
+        "llava_onevision": ({"size": {"height": 28, "width": 56}}, "is no square"),
+        "idefics3": ({"do_image_splitting": False}, "do_image_splitting=False; only True"),
+        "smolvlm": ({"size": {"longest_edge": 5000}}, "a longest_edge of at most 4096"),
+        "gemma3": ({"do_pan_and_scan": True}, "do_pan_and_scan=True; only False"),
+    }
+    for change, message in (wrong[family], ({"resample": 0}, "resample=0; only")):
+        text = json.dumps({**OWN[family], "image_processor": {**IMAGE[family], **change}})
+        (folder / "processor_config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            VisionChat(folder, family=family)
+
+
+def test_published_settings_are_those_without_a_file(tmp_path: Path) -> None:
+    path = write_vision_tokenizer(tmp_path / "tokenizer.json", [*SPECIAL, *OTHERS])
+    sample = {
+        "messages": [{"role": "user", "content": [{"type": "image"}]}],
+        "images": [image_bytes(700, 900)],
+    }
+    rows, tokens = {}, {}
+    for family in TILE_FAMILIES:
+        chats = VisionChat(path, family=family, template=template_of_family(family))
+        lengths = chats.measure(sample)
+        rows[family], tokens[family] = (
+            lengths["pixel_values"],
+            int((chats(sample)["input_ids"] == chats._image_id).sum()),
+        )
+    assert rows == {"llava": 1, "llava_onevision": 7, "idefics3": 17, "smolvlm": 17, "gemma3": 1}
+    assert tokens == {
+        "llava": 576,
+        "llava_onevision": 4509,
+        "idefics3": 17 * 169,
+        "smolvlm": 17 * 81,
+        "gemma3": 256,
+    }
