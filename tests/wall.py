@@ -65,7 +65,7 @@ _MODULES_OUTSIDE = tuple(module for modules in OUTSIDE.values() for module in mo
 OPENED_BY = {
     "dataflow": _MODULES_OUTSIDE,  # public names, imported when they are used
     "dataflow.loader": ("dataflow.telemetry.status",),  # `DataLoader.health`, `.name`
-    "dataflow.dataset": ("dataflow.sources.manifests", "dataflow.explain.find"),  # `manifest=`, `without`
+    "dataflow.dataset": ("dataflow.sources.manifests",),  # the type of `manifest=`
     "dataflow.mixture": ("dataflow.sources.energon",),  # `Mixture.from_energon`
 }
 """Modules of the core that name what is outside, since their public names do."""

@@ -8,6 +8,8 @@ For each shuffle, in a fresh process: the dataset is opened and a state loaded, 
 of epoch 3 of 64 ranks with batches of 16. Then one step is asked for, of all ranks. Measured are the seconds
 until its table is there, the same for another step of that epoch, and how much memory the process took at
 most beside what it had once the dataset was opened. The bar is 0.5 s and 200 MB.
+Then `find` is asked for 1,000 samples, of which it tells the steps in all four epochs, and the next one. The
+bar is 10 s an epoch and 500 MB.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from benchmarks.report import save_figures
 SHUFFLES = ("none", "window", "full")
 SAMPLES_A_SHARD, LENGTH, RANKS, BATCH, WINDOW = 1000, 8, 64, 16, 64
 BAR_S, BAR_MB = 0.5, 200
+FOUND, FIND_BAR_S, FIND_BAR_MB = 1000, 10, 500
 
 
 def written(folder: Path, num_shards: int) -> str:
@@ -70,9 +73,14 @@ def measured(path: str, kind: str) -> dict[str, Any]:
         before_mb = _peak_mb()
         first_s, table = _timed(lambda: loader.provenance(step))
         next_s, _ = _timed(lambda: loader.provenance(step + 500))
+        more_mb = _peak_mb() - before_mb
+        numbers = np.random.default_rng(1).integers(0, len(dataset), FOUND)
+        find_s, found = _timed(lambda: loader.find(numbers))
+        find_mb = _peak_mb() - before_mb
     assert table.num_rows == RANKS * BATCH
-    more_mb = _peak_mb() - before_mb
-    return {"step_s": first_s, "next_step_s": next_s, "opened_mb": before_mb, "more_mb": more_mb}
+    assert all(3 <= len(steps) <= 4 for steps in found["steps"].to_pylist())
+    step = {"step_s": first_s, "next_step_s": next_s, "opened_mb": before_mb, "more_mb": more_mb}
+    return {**step, "find_epoch_s": find_s / 5, "find_mb": find_mb}
 
 
 def _timed(call: Any) -> tuple[float, Any]:
@@ -106,6 +114,8 @@ def main() -> None:
             command="python -m benchmarks.order.explain --json benchmarks/results/explain.json",
             bar_s=BAR_S,
             bar_mb=BAR_MB,
+            find_bar_s=FIND_BAR_S,
+            find_bar_mb=FIND_BAR_MB,
             cases=cases,
         )
 

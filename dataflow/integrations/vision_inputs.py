@@ -99,7 +99,11 @@ def _llava(given: PackedPictures) -> dict[str, Any]:
 
 def _llava_onevision(given: PackedPictures) -> dict[str, Any]:
     """Tiles filled up to the most that a picture has; the number of pictures of each sample."""
-    parts = given.columns.get("pixel_values", [])
+    parts = [*given.columns.get("pixel_values", ())]
+    sizes = given.columns.get("image_sizes", ())
+    for place, (part, size) in enumerate(zip(parts, sizes, strict=False)):
+        if len(part) and part.dim() == 4:  # all tiles of a sample: of one picture, or one of each
+            parts[place] = part[None] if len(size) == 1 else part[:, None]
     most = max((part.shape[1] for part in parts if len(part)), default=0)
     filled = [pad(part, (0, 0) * 3 + (0, most - part.shape[1])) if len(part) else part for part in parts]
     counts = [len(part) for part in filled if len(part)]
@@ -183,8 +187,8 @@ def model_inputs(batch: Mapping[str, Any], model: Any) -> dict[str, Any]:
             left out: the one of `PackedRows` holds the tokens; `labels` and `loss_mask` are packed like it
             (-100, and 0, where nothing is to be learned); those of the pictures have one entry a segment, as
             lists of tensors or as `Ragged`: `pixel_values`, `image_grid_thw`, `image_sizes` and
-            `pixel_attention_mask` as the model's processor makes them of one sample, with no rows where a
-            sample has no picture.
+            `pixel_attention_mask` as the processor, or `VisionChat`, makes them of one sample, with no
+            rows where a sample has no picture.
         model: a model of transformers, also wrapped, or its config.
 
     Returns:

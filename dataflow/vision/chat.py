@@ -17,8 +17,9 @@ from dataflow.ragged import Ragged
 from dataflow.text.chat import from_json, overlapping
 from dataflow.text.chat_template import ChatText, template_of
 from dataflow.text.tokenizer import TokenizerFile, checked_dtype, tokenizer_fingerprint
-from dataflow.vision.family import family_of
-from dataflow.vision.messages import messages_with_pictures
+from dataflow.vision.families import family_of
+from dataflow.vision.family import PicturePlan, VisionFamily
+from dataflow.vision.messages import messages_with_pictures, shifted
 from dataflow.vision.pictures import Picture, picture_members, pictures_of
 from dataflow.vision.positions import image_positions
 
@@ -34,15 +35,18 @@ class VisionTokens(NamedTuple):
 
 
 class VisionChat:
-    """Replaces messages and encoded pictures by what a vision-language model of Qwen's kind takes.
+    """Replaces messages and encoded pictures by what a vision-language model takes.
 
     A sample gets these columns in place of its messages and pictures:
 
     - `input_ids` [tokens] and `loss_mask` [tokens], bool: as `ChatTemplate` makes them. A picture is as many
       image tokens as the model makes of it; they are never to be learned.
-    - `mrope` [tokens, 3]: positions in time, height and width.
-    - `pixel_values` [patches, values]: uint8, 3 * patch * patch levels each, or float32 as of the processor.
-    - `image_grid_thw` [pictures, 3]: patches in time, down and across, int64.
+    - `pixel_values`: uint8 levels, or float32 as of the processor. Of Qwen's families [patches, values], with
+      3 * patch * patch levels each; of the others [tiles, 3, side, side], of all pictures of the sample.
+    - `mrope` [tokens, 3] and `image_grid_thw` [pictures, 3], int64, of Qwen's: positions in time, height and
+      width, and patches in time, down and across.
+    - `image_sizes` [pictures, 2], int64, of "llava_onevision": heights and widths.
+    - `pixel_attention_mask` [tiles, side, side], int64, of "idefics3" and "smolvlm": ones.
     - `messages_left_out`: a number, with `max_length` alone.
 
     Messages are those of `ChatTemplate`. A picture is a part {"type": "image"} of a message's content; an
@@ -57,11 +61,12 @@ class VisionChat:
     Args:
         tokenizer: a `tokenizer.json`, or the folder of a model that has one. Where a
             `preprocessor_config.json` is beside it, sizes, patches, mean and deviation come from there.
-        family: "qwen2_5_vl", "qwen3_vl" or "qwen3_5".
-        min_pixels: smaller pictures are made larger; None: as the model.
-        max_pixels: larger pictures are made smaller; None: as the model.
+        family: "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "llava_onevision", "idefics3", "smolvlm" or
+            "gemma3".
+        min_pixels: smaller pictures are made larger, of Qwen's families; None: as the model.
+        max_pixels: larger pictures are made smaller, of Qwen's families; None: as the model.
         patches: "uint8": levels, each once; `normalized` makes the model's of them, on the device.
-            "float32": normalised and repeated in time, eight times as many bytes.
+            "float32": normalised, four times as many bytes; eight times of Qwen's, repeated in time.
         max_length: most tokens of a chat; None: any number.
         overlong: of longer chats messages are left out from the end, with their pictures, so that a chat ends
             with a turn of the assistant ("turns"); or they are bad samples ("error").
@@ -119,10 +124,10 @@ class VisionChat:
             raise ValueError(f'overlong must be "turns" or "error", got {overlong!r}')
         if max_length is not None and (type(max_length) is not int or max_length < 1):
             raise ValueError(f"max_length must be an integer > 0, got {max_length!r}")
-        token = self.family.image_token
-        if (number := self.file.tokenizer.token_to_id(token)) is None:
-            raise ValueError(f"{self.file.path} lacks the token {token!r}, which family={family!r} wants")
-        self._image_id: int = number
+        for token in (self.family.image_token, self.family.run_token):
+            if self.file.tokenizer.token_to_id(token) is None:
+                raise ValueError(f"{self.file.path} lacks the token {token!r}, which family={family!r} wants")
+        self._image_id: int = self.file.tokenizer.token_to_id(self.family.run_token)
         self.patches, self.max_length, self.overlong = patches, max_length, overlong
         self.column, self.images, self.tools, self.upright = column, images, tools, upright
         self._dtype = checked_dtype(dtype)
@@ -131,7 +136,11 @@ class VisionChat:
     @property
     def lists(self) -> tuple[str, ...]:
         """See `BatchTransform`."""
-        return ("input_ids", "loss_mask", "mrope", "pixel_values", "image_grid_thw")
+        return (*self._of_tokens, "pixel_values", *self.family.columns)
+
+    @property
+    def _of_tokens(self) -> tuple[str, ...]:
+        return ("input_ids", "loss_mask", *(["mrope"] if self.family.has_positions else []))
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -142,23 +151,26 @@ class VisionChat:
     def fingerprint(self) -> str:
         """See `BatchTransform`."""
         text = (self.text.source, self.text.variables, self.column, self.images, self.tools, self.max_length)
-        return tokenizer_fingerprint(self.file, *text, self.overlong, self.family, self.patches, self.upright)
+        return tokenizer_fingerprint(
+            self.file, *text, self.overlong, self.family.settings, self.patches, self.upright
+        )
 
     def __call__(self, sample: Sample) -> Sample:
         """One sample: tokens and patches in place of messages and pictures. `ValueError` for a bad one."""
         pictures = pictures_of(sample, self.images, self.upright)
-        tokens, grids, left_out = self._planned(sample, pictures)
+        tokens, plans, left_out = self._planned(sample, pictures)
         members = () if self.images in sample else picture_members(sample)
         made = {*members, self.column, self.images, self.tools}
         rest = {name: value for name, value in sample.items() if name not in made}
-        thw = torch.tensor([(1, *grid) for grid in grids], dtype=torch.int64).view(-1, 3)
-        is_image, length = torch.from_numpy(tokens.ids == self._image_id), torch.tensor([len(tokens.ids)])
-        positions = image_positions(is_image, length, thw, self.family.merge).T
+        beside = self.family.beside(plans)
         rest["input_ids"] = torch.from_numpy(tokens.ids.astype(self._dtype))
         rest["loss_mask"] = torch.from_numpy(tokens.mask)
-        rest["mrope"] = positions.to(rest["input_ids"].dtype).contiguous()
-        rest["pixel_values"] = self._pixel_values(pictures, grids)
-        rest["image_grid_thw"] = thw
+        if isinstance(self.family, VisionFamily):
+            is_image, length = torch.from_numpy(tokens.ids == self._image_id), torch.tensor([len(tokens.ids)])
+            positions = image_positions(is_image, length, beside["image_grid_thw"], self.family.merge).T
+            rest["mrope"] = positions.to(rest["input_ids"].dtype).contiguous()
+        rest["pixel_values"] = self._pixel_values(pictures, plans)
+        rest |= beside
         if self.max_length is not None:
             rest[LEFT_OUT] = left_out
         if left_out and not self._has_warned:
@@ -172,28 +184,22 @@ class VisionChat:
 
     def measure(self, sample: Sample) -> dict[str, int]:
         """The lengths of what `__call__` makes of a sample, from its text and the headers of its pictures."""
-        tokens, grids, _ = self._planned(sample, pictures_of(sample, self.images, self.upright))
-        num_tokens, num_patches = len(tokens.ids), sum(down * across for down, across in grids)
-        return {
-            "input_ids": num_tokens,
-            "loss_mask": num_tokens,
-            "mrope": num_tokens,
-            "pixel_values": num_patches,
-            "image_grid_thw": len(grids),
-        }
+        tokens, plans, _ = self._planned(sample, pictures_of(sample, self.images, self.upright))
+        lengths = dict.fromkeys(self._of_tokens, len(tokens.ids))
+        return {**lengths, "pixel_values": sum(plan.rows for plan in plans), **self.family.lengths(plans)}
 
     @overload
     def normalized(self, pixel_values: Tensor) -> Tensor: ...
     @overload
     def normalized(self, pixel_values: Ragged) -> Ragged: ...
     def normalized(self, pixel_values: Tensor | Ragged) -> Tensor | Ragged:
-        """Return uint8 patches as the model takes them: float32, normalised, and repeated in time.
+        """Return levels as the model takes them: float32, normalised, of Qwen's families repeated in time.
 
         Args:
-            pixel_values: uint8 [patches, values], on any device; or the column of a batch.
+            pixel_values: uint8 [rows, ...], on any device; or the column of a batch.
 
         Returns:
-            float32 [patches, 2 * values], on that device: to the last bit what the processor makes on a CPU.
+            float32 [rows, ...], on that device: to the last bit what the processor makes on a CPU.
         """
         if isinstance(pixel_values, Ragged):
             return Ragged(self.family.normalized(pixel_values.values), pixel_values.offsets)
@@ -201,29 +207,26 @@ class VisionChat:
 
     def _planned(
         self, sample: Sample, pictures: Sequence[Picture]
-    ) -> tuple[VisionTokens, list[tuple[int, int]], int]:
-        """Tokens, grids of the pictures that are kept, and how many messages are left out."""
-        tokens = (self.family.image_token, self.family.video_token)
+    ) -> tuple[VisionTokens, list[PicturePlan], int]:
+        """Tokens, plans of the pictures that are kept, and how many messages are left out."""
+        family = self.family
+        tokens = (family.image_token, family.run_token, family.video_token)
         messages, counts = messages_with_pictures(sample[self.column], len(pictures), tokens, self.images)
-        grids = []
-        for number, picture in enumerate(pictures):
-            try:
-                grids.append(self.family.grid(*picture.size))
-            except ValueError as error:
-                raise ValueError(f"picture {number}: {error}") from error
+        sizes = [picture.size for picture in pictures]
+        plans = self.family.planned(sizes)
         tools = from_json(sample[self.tools]) if self.tools else None
-        whole = self._tokens(messages, grids, tools)
+        whole = self._tokens(messages, plans, tools)
         if self.max_length is None or len(whole.ids) <= self.max_length:
-            return whole, grids, 0
+            return whole, plans, 0
         if self.overlong == "error":
             raise ValueError(f"{len(whole.ids):,} tokens, and max_length={self.max_length:,}")
         ends = [n for n in range(1, len(messages)) if messages[n - 1]["role"] == "assistant"]
         pictures_until = [0, *accumulate(counts)]
-        kept: tuple[VisionTokens, list[tuple[int, int]], int] | None = None
+        kept: tuple[VisionTokens, list[PicturePlan], int] | None = None
         while ends:  # the longest part that fits, by halving
             middle = len(ends) // 2
             end = ends[middle]
-            some = grids[: pictures_until[end]]
+            some = self.family.planned(sizes[: pictures_until[end]])
             part = self._tokens(messages[:end], some, tools)
             if len(part.ids) <= self.max_length:
                 kept, ends = (part, some, len(messages) - end), ends[middle + 1 :]
@@ -237,33 +240,47 @@ class VisionChat:
         return kept
 
     def _tokens(
-        self, messages: Sequence[Mapping[str, Any]], grids: Sequence[tuple[int, int]], tools: Any
+        self, messages: Sequence[Mapping[str, Any]], plans: Sequence[PicturePlan], tools: Any
     ) -> VisionTokens:
-        chat = self.text.rendered(messages, tools)
-        encoding = self.file.tokenizer.encode(chat.text, add_special_tokens=False)
-        ids = np.array(encoding.ids, np.int64)
-        places = np.flatnonzero(ids == self._image_id)
-        if len(places) != len(grids):
+        chat, placeholder = self.text.rendered(messages, tools), self.family.image_token
+        pieces = chat.text.split(placeholder)
+        if len(pieces) - 1 != len(plans):
             raise ValueError(
-                f"the chat's text has {len(places)} tokens {self.family.image_token}, for {len(grids)} "
-                "pictures: the template must write one for each part of type image, and the tokenizer have "
-                "it among its special tokens"
+                f"the chat's text has {len(pieces) - 1} tokens {placeholder}, for {len(plans)} pictures: the "
+                "template must write one for each part of type image"
             )
-        learned = overlapping(encoding.offsets, chat.spans)
+        text, spans = chat.text, chat.spans
+        if any(plan.text != placeholder for plan in plans):
+            text = pieces[0] + "".join(
+                plan.text + piece for plan, piece in zip(plans, pieces[1:], strict=True)
+            )
+            gains = [0, *accumulate(len(plan.text) - len(placeholder) for plan in plans)]
+            lengths = (len(piece) + len(placeholder) for piece in pieces[:-1])
+            ends = [*accumulate(lengths)]
+            spans = [(shifted(begin, ends, gains), shifted(end, ends, gains)) for begin, end in spans]
+        encoding = self.file.tokenizer.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int64)
+        places, runs = np.flatnonzero(ids == self._image_id), [run for plan in plans for run in plan.runs]
+        if len(places) != len(runs):
+            raise ValueError(
+                f"the tokenizer makes {len(places)} tokens {self.family.run_token} of {len(runs)} in the "
+                "text: it must have it among its special tokens"
+            )
+        learned = overlapping(encoding.offsets, spans)
         learned[places] = False
         times = np.ones(len(ids), np.int64)
-        times[places] = [self.family.num_tokens(grid) for grid in grids]
+        times[places] = runs
         return VisionTokens(np.repeat(ids, times), np.repeat(learned, times))
 
-    def _pixel_values(self, pictures: Sequence[Picture], grids: Sequence[tuple[int, int]]) -> Tensor:
-        sizes = [down * across for down, across in grids]
-        out = torch.empty((sum(sizes), self.family.values), dtype=torch.uint8)
-        for number, (part, grid) in enumerate(zip(out.split(sizes), grids, strict=True)):
+    def _pixel_values(self, pictures: Sequence[Picture], plans: Sequence[PicturePlan]) -> Tensor:
+        sizes = [plan.rows for plan in plans]
+        out = torch.empty((sum(sizes), *self.family.row), dtype=torch.uint8)
+        for number, (part, plan) in enumerate(zip(out.split(sizes), plans, strict=True)):
             try:
                 pixels = pictures[number].pixels()
             except ValueError as error:
                 raise ValueError(f"picture {number}: {error}") from error
-            self.family.patches(pixels, grid, part)
+            self.family.fill(pixels, plan, part)
         return out if self.patches == "uint8" else self.family.normalized(out)
 
     def __repr__(self) -> str:

@@ -1,10 +1,9 @@
-"""Families of models: tokens, sizes of pictures, patches and positions, each as its processor has them."""
+"""Families of Qwen's kind: tokens, sizes of pictures and patches, as their processors have them."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +12,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.text.tokenizer import read_regular
-
-_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
-_HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 _MOST_RATIO = 200
 """Most times that a picture may be longer than wide: processors refuse more."""
-_FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, "resample": 3}
-_PROCESSORS = {"Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"}
+_FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
+_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
+
+
+class PicturePlan(NamedTuple):
+    """One picture of a sample, before its pixels are there."""
+
+    text: str
+    """The text in place of the picture's token."""
+    runs: tuple[int, ...]
+    """The times that each `run_token` in `text` is repeated."""
+    rows: int
+    """Its rows of `pixel_values`."""
+    size: tuple[int, int]
+    """(height, width): in pixels, of Qwen's kind in patches."""
 
 
 class VisionFamily(NamedTuple):
@@ -39,9 +49,59 @@ class VisionFamily(NamedTuple):
     video_token: str = "<|video_pad|>"
 
     @property
+    def run_token(self) -> str:
+        """The token that is repeated for a picture."""
+        return self.image_token
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of pictures beside `pixel_values`."""
+        return ("image_grid_thw",)
+
+    @property
+    def has_positions(self) -> bool:
+        """Return whether tokens have positions in three dimensions."""
+        return True
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """All that decides about its samples."""
+        return tuple(self)
+
+    @property
     def values(self) -> int:
         """Levels of a patch, without repetition."""
         return 3 * self.patch**2
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The shape of a row of `pixel_values`."""
+        return (self.values,)
+
+    def planned(self, sizes: Sequence[tuple[int, int]]) -> list[PicturePlan]:
+        """A plan for each picture of a sample, of these heights and widths. `ValueError` for one too long."""
+        plans = []
+        for number, size in enumerate(sizes):
+            try:
+                grid = self.grid(*size)
+            except ValueError as error:
+                raise ValueError(f"picture {number}: {error}") from error
+            tokens, patches = self.num_tokens(grid), grid[0] * grid[1]
+            plans.append(PicturePlan(self.image_token, (tokens,), patches, grid))
+        return plans
+
+    def fill(self, pixels: NDArray[np.uint8], plan: PicturePlan, out: Tensor) -> None:
+        """Write a picture's patches, uint8 [rows, values]."""
+        self.patches(pixels, plan.size, out)
+
+    def beside(self, plans: Sequence[PicturePlan]) -> dict[str, Tensor]:
+        """The columns of pictures beside `pixel_values`."""
+        grids = [(1, *plan.size) for plan in plans]
+        return {"image_grid_thw": torch.tensor(grids, dtype=torch.int64).view(-1, 3)}
+
+    def lengths(self, plans: Sequence[PicturePlan]) -> dict[str, int]:
+        """The lengths of these columns."""
+        return {"image_grid_thw": len(plans)}
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Patches (down, across) of a picture of so many pixels. `ValueError` for one that is too long."""
@@ -100,66 +160,62 @@ class VisionFamily(NamedTuple):
         repeated = levels[:, :, None].expand(-1, -1, self.temporal, -1)
         return repeated.reshape(len(patches), self.temporal * self.values)
 
+    def configured(self, image: Mapping[str, Any], own: Mapping[str, Any], file: Path) -> VisionFamily:
+        """The family with a model's own settings, and the defaults of the processor's class beside."""
+        check_steps(image, file, _PROCESSORS, {"resample": 3})
+        size = image.get("size") or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+        least = image.get("min_pixels") or size.get("shortest_edge")
+        most = image.get("max_pixels") or size.get("longest_edge")
+        if least is None or most is None:
+            raise ValueError(f"{file} says size={size!r}; shortest_edge and longest_edge are wanted")
+        return self._replace(
+            patch=image.get("patch_size", 14),
+            merge=image.get("merge_size", 2),
+            temporal=image.get("temporal_patch_size", 2),
+            mean=tuple(image.get("image_mean") or CLIP[0]),
+            std=tuple(image.get("image_std") or CLIP[1]),
+            min_pixels=least,
+            max_pixels=most,
+        )
 
-FAMILIES = {
-    "qwen2_5_vl": VisionFamily(14, 2, 2, *_CLIP, 4 * 28**2, 16384 * 28**2),
-    "qwen3_vl": VisionFamily(16, 2, 2, *_HALF, 1 << 16, 1 << 24),
-    "qwen3_5": VisionFamily(16, 2, 2, *_HALF, 1 << 16, 1 << 24),
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> VisionFamily:
+        """The family with other bounds of a picture's pixels. `ValueError` for bounds that are none."""
+        family = self._replace(
+            min_pixels=self.min_pixels if min_pixels is None else min_pixels,
+            max_pixels=self.max_pixels if max_pixels is None else max_pixels,
+        )
+        token_pixels = (family.patch * family.merge) ** 2
+        if not 1 <= family.min_pixels <= family.max_pixels or family.max_pixels < token_pixels:
+            raise ValueError(
+                f"min_pixels={family.min_pixels} and max_pixels={family.max_pixels}: these are pixels, the "
+                f"former not more than the latter, and that at least the {token_pixels} of one token"
+            )
+        return family
+
+
+def check_steps(image: Mapping[str, Any], file: Path, kinds: Sequence[str], fixed: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a processor of pictures, as a file describes it, that no code here is for.
+
+    Args:
+        image: its settings.
+        file: where they come from.
+        kinds: the classes that are supported.
+        fixed: settings that must be so where they are given; a tuple: one of these values.
+    """
+    kind = image.get("image_processor_type", kinds[0])
+    if kind not in kinds:
+        raise ValueError(f"{file} is for {kind}, not for one of {', '.join(sorted(kinds))}")
+    for key, value in {**_FIXED, **fixed}.items():
+        allowed = value if isinstance(value, tuple) else (value,)
+        if image.get(key, allowed[0]) not in allowed:
+            raise ValueError(f"{file} says {key}={image[key]!r}; only {allowed[0]!r} is supported")
+    if abs(image.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
+        raise ValueError(f"{file} says rescale_factor={image['rescale_factor']!r}; only 1/255 is supported")
+
+
+QWEN_FAMILIES = {
+    "qwen2_5_vl": VisionFamily(14, 2, 2, *CLIP, 4 * 28**2, 16384 * 28**2),
+    "qwen3_vl": VisionFamily(16, 2, 2, *HALF, 1 << 16, 1 << 24),
+    "qwen3_5": VisionFamily(16, 2, 2, *HALF, 1 << 16, 1 << 24),
 }
 """Families by name, with the settings that their models were published with."""
-
-
-def family_of(name: str, folder: Path, min_pixels: int | None, max_pixels: int | None) -> VisionFamily:
-    """The settings of a family's processor: those of `preprocessor_config.json` where the folder has one.
-
-    `ValueError` for a family that is not supported, and for settings that no code here is for.
-    """
-    if name not in FAMILIES:
-        raise ValueError(
-            f"family={name!r} is not supported, only {', '.join(FAMILIES)}: call the model's own "
-            "processor in a transform of yours"
-        )
-    family = FAMILIES[name]
-    file = folder / "preprocessor_config.json"
-    nested = folder / "processor_config.json"
-    if file.exists():
-        family = _configured(family, json.loads(read_regular(file)), file)
-    elif nested.exists() and (config := json.loads(read_regular(nested)).get("image_processor")):
-        family = _configured(family, config, nested)
-    family = family._replace(
-        min_pixels=family.min_pixels if min_pixels is None else min_pixels,
-        max_pixels=family.max_pixels if max_pixels is None else max_pixels,
-    )
-    token_pixels = (family.patch * family.merge) ** 2
-    if not 1 <= family.min_pixels <= family.max_pixels or family.max_pixels < token_pixels:
-        raise ValueError(
-            f"min_pixels={family.min_pixels} and max_pixels={family.max_pixels}: these are pixels, the "
-            f"former not more than the latter, and that at least the {token_pixels} of one token"
-        )
-    return family
-
-
-def _configured(family: VisionFamily, config: Mapping[str, Any], file: Path) -> VisionFamily:
-    """The family with a model's own settings, and the defaults of the processor's class beside."""
-    kind = config.get("image_processor_type", "Qwen2VLImageProcessor")
-    if kind not in _PROCESSORS:
-        raise ValueError(f"{file} is for {kind}, not for one of {', '.join(sorted(_PROCESSORS))}")
-    for key, value in _FIXED.items():
-        if config.get(key, value) != value:
-            raise ValueError(f"{file} says {key}={config[key]!r}; only {value!r} is supported")
-    if abs(config.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
-        raise ValueError(f"{file} says rescale_factor={config['rescale_factor']!r}; only 1/255 is supported")
-    size = config.get("size") or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-    least = config.get("min_pixels") or size.get("shortest_edge")
-    most = config.get("max_pixels") or size.get("longest_edge")
-    if least is None or most is None:
-        raise ValueError(f"{file} says size={size!r}; shortest_edge and longest_edge are wanted")
-    return family._replace(
-        patch=config.get("patch_size", 14),
-        merge=config.get("merge_size", 2),
-        temporal=config.get("temporal_patch_size", 2),
-        mean=tuple(config.get("image_mean") or _CLIP[0]),
-        std=tuple(config.get("image_std") or _CLIP[1]),
-        min_pixels=least,
-        max_pixels=most,
-    )

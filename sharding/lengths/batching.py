@@ -237,7 +237,7 @@ class Packed(BatchedColumns):
     column: str = ""
     overlong: Overlong = "split"
     _: KW_ONLY
-    budget: Mapping[str, int] = field(default_factory=dict)
+    budget: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         from sharding.lengths.cutting import Overlong

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from datasets_kit import rank
 from forked_kit import fast_ranks
 
 from dataflow import Bucketed, DataLoader, Mixture, Packed, ShardedDataset, Shuffle
+from dataflow.explain.provenance import notes_of
 from dataflow.state_checksum import checked_fields, with_checksum
 from sharding.errors import DataflowError
 
@@ -270,3 +272,44 @@ def test_data_that_differ_between_epochs_have_other_samples_at_these_positions(f
             other.load_state_dict(state)
         assert other.state_dict()["passed"] is None
         assert len(numbers(other)) == len(other)
+
+
+@pytest.mark.parametrize("batching", [None, Packed(6, "tokens", window=8)], ids=["samples", "packed"])
+def test_provenance_tells_what_was_passed_over_and_what_is_left(folder: Path, batching: Any) -> None:
+    """The ranges are of batches of six; two ranks with batches of four go on."""
+    dataset = ShardedDataset(str(folder / "*.parquet"), columns=["tokens"] if batching else ["n"])
+    with loader_of(dataset, batch_size=6, batching=batching, skip_steps=[(1, 2)]) as loader:
+        state = loader.state_dict()
+    made: dict[int, dict[int, Any]] = {}
+    steps = []
+    for r in range(2):
+        place = rank(r, 2)
+        with loader_of(dataset, batch_size=2, topology=place, batching=batching, tail="even") as loader:
+            loader.load_state_dict(state)
+            for batch in loader:
+                step = json.loads(str(loader.state_dict()["history"]))[-1] - 1
+                made.setdefault(step, {})[r] = batch
+                steps.append(step)
+            told = loader.provenance(range(max(steps) + 1))
+            for step in range(max(steps) + 1):
+                rows = told.filter(pc.field("step") == step)
+                if step not in made:
+                    assert rows.num_rows == 0
+                    with pytest.raises(IndexError, match="was passed over"):
+                        loader.batch_at(step, 0)
+                elif r in made[step]:
+                    own = rows.filter(pc.field("rank") == r)
+                    if batching is None:
+                        assert own["sample"].to_pylist() == numbered(made[step][r]["n"].tolist())
+                    again = loader.batch_at(step, r)
+                    name = "tokens" if batching else "n"
+                    one, other = (getattr(b[name], "tokens", b[name]) for b in (again, made[step][r]))
+                    assert one.tolist() == other.tolist()
+    gone = set(range(max(steps) + 1)) - {*made}
+    assert gone
+    assert {f"step {step} was passed over, as skip_steps says" for step in gone} <= {*notes_of(told)}
+
+
+def numbered(numbers: list[int]) -> list[int]:
+    """The index of samples by their numbers: shards have nine, and are ten apart."""
+    return [n - n // 10 for n in numbers]

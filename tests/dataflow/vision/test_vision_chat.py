@@ -17,7 +17,7 @@ import torch
 from vision_kit import SPECIAL, TEMPLATE, image_bytes, vision_chat, write_vision_tokenizer
 
 from dataflow import Ragged, SampleError, ShardedDataset, ShardWriter, VisionChat
-from dataflow.vision.family import FAMILIES
+from dataflow.vision.family import QWEN_FAMILIES as FAMILIES
 
 SIDE = {"qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_5": 32}
 """Pixels along each side of a token."""
@@ -328,7 +328,10 @@ def test_samples_that_contradict_themselves_are_bad(tokenizer: Path, change: Any
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"family": "llava"}, r"family='llava' is not supported, only qwen2_5_vl, .*own processor in a"),
+        (
+            {"family": "pixtral"},
+            r"family='pixtral' is not supported, only qwen2_5_vl, .*Processor\(processor\)",
+        ),
         ({"patches": "int8"}, "patches must be"),
         ({"overlong": "truncate"}, "overlong must be"),
         ({"max_length": 0}, "max_length must be"),

@@ -168,6 +168,17 @@ def test_ragged_columns_give_the_same_arguments(batch_of: Any) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in found if name != "use_cache")
 
 
+def test_tiles_of_all_pictures_of_a_sample_in_one_column_give_the_same_arguments(batch_of: Any) -> None:
+    batch, config = batch_of("llava_onevision"), make_model("llava_onevision").config
+    flat = [part.flatten(0, 1) if len(part) else part[:, 0] for part in batch["pixel_values"]]
+    assert {part.dim() for part in flat} == {4}
+    expected = model_inputs(batch, config)
+    for column in (flat, Ragged.of_rows(flat)):
+        found = model_inputs({**batch, "pixel_values": column}, config)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found if name != "use_cache")
+
+
 @pytest.mark.parametrize("left_out", ["seq_idx", "image_positions"])
 def test_a_missing_argument_shows(batch_of: Any, left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     linear_stand_in(monkeypatch)

@@ -113,6 +113,26 @@ def test_ranks_have_like_costs_where_they_are_balanced():
     assert found["cost"].efficiency == found[None].efficiency
 
 
+def test_the_imbalance_counts_all_rows_of_a_rank_in_a_step():
+    rng, ranks, rows = np.random.default_rng(1), 3, 2
+    sizes = np.stack([rng.integers(1, 16, 200), rng.integers(0, 9, 200)], axis=1)
+    order = Order([200], Shuffle("full"), seed=1, epoch=0)
+    planner = UnitPlanner(Packed(16, balance="cost", balance_group=6, window=50), lengths=sizes)
+    dealing = {"batch_size": rows, "world_size": ranks, "tail": "drop", "start": 7}
+    plans = [planner.plan(order, rank=rank, **dealing) for rank in range(ranks)]
+    cost = sizes[order.samples(np.arange(200)), 1]
+    steps = [
+        [cost[plan.batches(step, step + 1).segments.position].sum() for plan in plans]
+        for step in range(plans[0].num_batches)
+    ]
+    figures = {plan.stats.cost_max_over_mean for plan in plans}
+    assert [*figures] == [pytest.approx(np.mean([max(own) / np.mean(own) for own in steps]))]
+
+
+def test_batchings_are_keys():
+    assert len({Packed(8, budget={"cost": 3}), Packed(8), Packed(8)}) == 2
+
+
 def test_the_imbalance_is_the_mean_of_steps_with_a_cost():
     assert max_over_mean(np.array([[1, 3], [0, 0], [2, 2]])) == pytest.approx((1.5 + 1) / 2)
     assert max_over_mean(np.zeros((0, 4), np.int64)) == 0.0

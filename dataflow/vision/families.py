@@ -1,0 +1,37 @@
+"""All families by name, and a model's own settings beside its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dataflow.text.tokenizer import read_regular
+from dataflow.vision.family import QWEN_FAMILIES, VisionFamily
+from dataflow.vision.tiles import TILE_FAMILIES, TileFamily
+
+Family = VisionFamily | TileFamily
+FAMILIES: dict[str, Family] = {**QWEN_FAMILIES, **TILE_FAMILIES}
+
+
+def family_of(name: str, folder: Path, min_pixels: int | None, max_pixels: int | None) -> Family:
+    """The settings of a family's processor: those of its files where the folder has them.
+
+    `ValueError` for a family that is not supported, and for settings that no code here is for.
+    """
+    if name not in FAMILIES:
+        raise ValueError(
+            f"family={name!r} is not supported, only {', '.join(FAMILIES)}: take "
+            "Processor(processor) with the model's own"
+        )
+    family = FAMILIES[name]
+    file, nested = folder / "preprocessor_config.json", folder / "processor_config.json"
+    own: dict[str, Any] = json.loads(read_regular(nested)) if nested.exists() else {}
+    image = json.loads(read_regular(file)) if file.exists() else own.get("image_processor")
+    if image:
+        family = family.configured(image, own, file if file.exists() else nested)
+    if isinstance(family, VisionFamily):
+        return family.limited(min_pixels, max_pixels)
+    if min_pixels is not None or max_pixels is not None:
+        raise ValueError(f"min_pixels= and max_pixels= are of Qwen's families; family={name!r} has one size")
+    return family
