@@ -31,9 +31,10 @@ from test_measured_lengths import (
     write,
 )
 
-from dataflow import DataLoader, Mixture, Packed, ShardedDataset, Shuffle
+from dataflow import DataLoader, Mixture, Packed, ShardedDataset, Shuffle, TokenBudget
 from prefetch.errors import MemoryLimitError
 from sharding.errors import DataflowError, SampleError
+from sharding.lengths.unit_plan import LEFT_OUT, UnitPlan, UnitSequence
 from sharding.write.file import user_folder
 
 SHORT = Packed(32, overlong="error", window=40)
@@ -387,3 +388,12 @@ def test_a_megabatch_is_as_large_as_where_lengths_are_stored(folder: Path) -> No
     with loader_of(folder, replace(SHORT, window=None), Measured()) as loader:
         assert np.sum(IN_FILES) > 0
         assert stream_of(loader)._plan.planner.batching.window == 16_384
+
+
+def test_no_window_waits_for_a_sample_that_was_left_out() -> None:
+    sequence = UnitSequence(TokenBudget(48, window=40), 40, lambda megabatch: None)
+    sequence.keep_lengths()
+    sequence.add(0, np.array([LEFT_OUT if i == 7 else 5 for i in range(40)]))
+    order: Any = None
+    plan = UnitPlan(order, sequence.known_part(0), batch_size=1, rank=0, world_size=1, tail="uneven")
+    assert plan._count_own(0).tolist() == [int(i != 7) for i in range(40)]
