@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pkgutil import resolve_name
-from typing import ClassVar, TypeVar, Unpack
+from typing import Any, ClassVar, TypeVar, Unpack
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class StreamPlan:
     """Up to which call of `set_weights` it has the mixture's weights."""
     passed: tuple[PassedRange, ...] = ()
     """The items that are passed over, of any epochs."""
-    _orders: dict[int, Order] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _orders: dict[int, EpochOrder] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The orders of the epochs that were asked for last."""
 
     def __getstate__(self) -> dict[str, object]:
@@ -318,14 +318,12 @@ class StreamPlan:
 
     def epoch(self, epoch: int, start: int = 0) -> RankPlan:
         """The plan of one epoch, from position `start` on."""
-        return self.dealt(
-            self.windows_of(epoch), batch_size=self.batch_size, rank=self.rank, world_size=self.world_size,
-            tail=self.tail, start=start,
-        )  # fmt: skip
-
-    def dealt(self, windows: EpochOrder, **dealing: Unpack[Dealing]) -> RankPlan:
-        """The plan of an epoch with this order, for any rank of any world."""
         plan: RankPlan
+        windows = self.windows_of(epoch)
+        dealing: Dealing = {
+            "batch_size": self.batch_size, "rank": self.rank, "world_size": self.world_size,
+            "tail": self.tail, "start": start,
+        }  # fmt: skip
         if self.planner is not None:
             plan = self.planner.plan(windows, **dealing)
         elif isinstance(windows, MixtureWindows):
@@ -334,6 +332,14 @@ class StreamPlan:
             assert isinstance(windows, Order)
             plan = EpochPlan(windows, **dealing)
         return self.without_passed(plan) if self.passed else plan
+
+    def dealt(self, order: EpochOrder, **dealing: Unpack[Dealing]) -> RankPlan:
+        """The plan of an epoch with this order, as any rank of any world has it."""
+        own: dict[str, Any] = {**dealing}
+        start = own.pop("start", 0)
+        other = replace(self, **own)
+        other._orders[order.epoch] = order
+        return other.epoch(order.epoch, start)
 
     def without_passed(self, plan: PlanT) -> PlanT:
         """The plan of an epoch without what is passed over of it."""

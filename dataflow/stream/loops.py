@@ -250,7 +250,8 @@ class LoopQueue:
         self._before, self.resumed = history, True
 
     def _begin_epoch(self, epoch: int, start: int) -> None:
-        self._before = self._history(is_over=True)
+        if self._newest is not None:
+            self._before = self._history(is_over=True)
         self.epoch, self.start, self._in_epoch = epoch, start, False
         self._newest, self.resumed = None, False
 

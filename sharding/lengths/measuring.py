@@ -104,7 +104,7 @@ class SharePlan(MegabatchPlan):
         """Samples of this rank before each megabatch, and all, int64 [megabatches + 1]."""
         num_items = int(self.first_item[-1])
         dealt = BatchPlan(num_items=num_items, batch_size=batch_size, rank=0, world_size=1, tail="uneven")
-        super().__init__(order, dealt)
+        self.order, self._batch_plan = order, dealt
 
     def positions(self, first_batch: int, last_batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """See `RankPlan.positions`."""

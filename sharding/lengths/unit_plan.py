@@ -305,13 +305,13 @@ class UnitPlan(MegabatchPlan):
         if dealing["batch_size"] != 1 and not sequence.batching.rows_are_units:
             raise ValueError("the batching makes whole batches: leave batch_size out")
         self._dealing: Dealing = {**dealing}
-        self._passing = None
         self.sequence, self.bounds = sequence, sequence.bounds
         if sequence.is_complete and self.start > sequence.num_units:
             raise ValueError(f"start must be in [0, {sequence.num_units}] units, got {self.start}")
         self.megabatch = sequence.at(self.start)[0]
         """The one that the first batch begins in."""
-        super().__init__(order, self.dealt(sequence.num_units, is_all=sequence.is_complete))
+        self.order = order
+        self._batch_plan = self.dealt(sequence.num_units, is_all=sequence.is_complete)
         self._is_whole = sequence.is_complete
 
     @property

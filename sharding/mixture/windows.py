@@ -305,7 +305,7 @@ class MixturePlan(RankPlan):
         batch_plan = MixtureBatchPlan(
             windows=order, num_items=order.num_samples, num_lanes=order.num_lanes, **dealing
         )
-        super().__init__(order, batch_plan)
+        self.order, self._batch_plan = order, batch_plan
         self._window_positions = order.window_positions
 
     def rank_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:

@@ -39,18 +39,14 @@ class RankPlan(ABC):
     """One rank's batches of one epoch, from `start` on. Batches count from 0 at `start`; thread-safe.
 
     What is dealt out are items: positions of the order, or units of samples (`UnitPlan`).
-
-    Args:
-        order: where the positions lie.
-        batch_plan: which items each batch takes.
     """
 
+    order: EpochOrder
+    """The order in which the positions lie."""
     goes_on = False
     """True if more of the epoch is planned later: from `end` on."""
-
-    def __init__(self, order: EpochOrder, batch_plan: BatchPlan) -> None:
-        self.order, self._batch_plan = order, batch_plan
-        self._passing: Passing | None = None
+    _batch_plan: BatchPlan
+    _passing: Passing | None = None
 
     def passing_over(self, passing: Passing) -> Self:
         """The same plan without some items: of the batches that `passing` makes of all."""
@@ -160,7 +156,8 @@ class EpochPlan(RankPlan):
     order: Order
 
     def __init__(self, order: Order, **dealing: Unpack[Dealing]) -> None:
-        super().__init__(order, BatchPlan(num_items=order.num_samples, num_lanes=order.num_lanes, **dealing))
+        self.order = order
+        self._batch_plan = BatchPlan(num_items=order.num_samples, num_lanes=order.num_lanes, **dealing)
 
     def rank_indices(self, window: int, windows: Windows | None = None) -> NDArray[np.int64] | None:
         """See `RankPlan.rank_indices`; each comes once. O(samples of the window that are this rank's)."""

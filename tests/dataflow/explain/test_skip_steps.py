@@ -79,7 +79,7 @@ def test_all_other_batches_stay_what_they_are(folder: Path, shuffle: Any) -> Non
         assert json.loads(str(loader.state_dict()["history"]))[-1] == step == 30
 
 
-@pytest.mark.parametrize("make", [opened, mixed])
+@pytest.mark.parametrize("make", [opened, pytest.param(mixed, marks=pytest.mark.full)])
 def test_steps_named_in_a_loop_are_resumed_at_every_position(folder: Path, make: Any) -> None:
     dataset = make(folder)
     with loader_of(dataset) as plain:
