@@ -459,7 +459,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         """
         return resolve_name("dataflow.explain.batch:batch_of_loader")(self, step, rank, world_size)
 
-    def find(self, samples: Any, on: str = "__key__") -> Any:
+    def find(self, samples: Any, on: str = "__key__") -> pa.Table:
         """Return at which steps of this training samples were delivered, and when they come next.
 
         Arguments, table and errors are those of `dataflow.find`.

@@ -71,22 +71,20 @@ class Lists(Struct, frozen=True, eq=False):
     ) -> Ragged:
         """Copy `length[i]` elements of each of some rows, from `begin[i]` on.
 
-        Without these, copy all elements. Nothing is copied where they are the whole array, and nobody else
-        uses it: `is_last`.
+        Without these, copy all elements. `is_last`: see `gathered`.
         """
         starts = self.starts[rows] if begin is None else self.starts[rows] + begin
         whole = Lists(self.values, starts, self.lengths[rows] if length is None else length)
-        ends = np.cumsum(whole.lengths)
-        is_whole = whole.lengths.sum() == len(self.values) and (starts == ends - whole.lengths).all()
-        if not (is_last and is_whole):
-            whole = whole.gathered()
+        whole = whole.gathered(is_last=is_last)
         offsets = np.append(whole.starts, len(whole.values))
         return Ragged(torch.from_numpy(whole.values), torch.from_numpy(offsets))
 
-    def gathered(self) -> Lists:
-        """The same, one after the other in an array of their own."""
-        ends = np.cumsum(self.lengths)
-        return Lists(self.values[ranges(self.starts, self.lengths)], ends - self.lengths, self.lengths)
+    def gathered(self, *, is_last: bool = False) -> Lists:
+        """The same, one after the other in an array of their own, of `is_last` maybe the one they have."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        if is_last and self.lengths.sum() == len(self.values) and (self.starts == starts).all():
+            return self
+        return Lists(self.values[ranges(self.starts, self.lengths)], starts, self.lengths)
 
     def compact(self) -> Lists:
         """The same in an array that is at most twice as long as they are."""

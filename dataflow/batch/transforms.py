@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from operator import index
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex
 
 import numpy as np
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 BatchFn = Callable[[Any], Any]
 Sample = dict[str, Any]
 _MOST = 32
+"""Most characters of a fingerprint."""
 COSTS = "__costs__"
 """The column of costs, a list of integers a sample, of samples that are measured and not made."""
-"""Most characters of a fingerprint."""
 
 
 class BatchTransform(Protocol):
@@ -97,12 +98,12 @@ class LengthsAlone:
 
     def __call__(self, sample: Sample, **draws: np.random.Generator) -> Sample:
         """Lists of zeros. It is given `rng` where `measure` takes it, as the transform is later."""
-        lengths, lead = self._measure(sample, **draws), self._columns[0]
-        if missing := [name for name in (lead, *self._costs) if name not in lengths]:
-            raise ValueError(f"measure returned {lengths!r}, without the length of {missing[0]!r}")
-        empty = np.zeros(int(lengths[lead]), np.int8)
-        made = dict.fromkeys(self._columns, empty) | dict.fromkeys(self._whole, empty[:0])
-        return {**made, COSTS: [int(lengths[name]) for name in self._costs]}
+        lengths, names = self._measure(sample, **draws), (self._columns[0], *self._costs)
+        if wrong := [name for name in names if not isinstance(lengths.get(name), SupportsIndex)]:
+            raise ValueError(f"measure returned {lengths!r}, without the length of {wrong[0]!r}, an integer")
+        length, *costs = (index(lengths[name]) for name in names)
+        lists, none = np.zeros(length, np.int8), np.zeros(0, np.int8)
+        return {**dict.fromkeys(self._columns, lists), **dict.fromkeys(self._whole, none), COSTS: costs}
 
 
 def trains_nothing(transform: object, sample: Any) -> str:

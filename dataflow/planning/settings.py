@@ -18,11 +18,10 @@ from sharding.plan.history import StepRange
 from sharding.topology.topology import Topology
 
 _TIMEOUT_S = 600.0
-EXPLAINED = "dataflow.explain"
-"""The package that tells which samples are in steps, and passes over some. The next three are its entries."""
 CHECKED_STEPS = "sharding.plan.passing:checked_steps"
 PASSING = "sharding.plan.passing:passing"
-WITH_STEPS = f"{EXPLAINED}.skips:with_steps"
+WITH_STEPS = "dataflow.explain.skips:with_steps"
+"""Steps that are passed over: outside the core, and imported where some are named."""
 
 
 def checked_context(given: Any) -> BaseContext:

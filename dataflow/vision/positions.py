@@ -41,11 +41,9 @@ def image_positions(is_image: Tensor, lengths: Tensor, grids: Tensor, merge: int
     steps = (~is_image).long()
     steps[places[last]] = torch.maximum(height, width)
     before = steps.cumsum(0) - steps  # of each token, from the first sample on
-    begins = (
-        before[(lengths.cumsum(0) - lengths).clamp(max=max(len(before) - 1, 0))] if len(before) else before
-    )
     if len(before):
-        before = before - begins.repeat_interleave(lengths)
+        begins = (lengths.cumsum(0) - lengths).clamp(max=len(before) - 1)  # an empty sample may be the last
+        before = before - before[begins].repeat_interleave(lengths)
     out = before.expand(3, -1).clone()
     high, wide = height[number], width[number]
     out[:, places] += torch.stack([within // (high * wide), within // wide % high, within % wide])

@@ -114,7 +114,7 @@ class Processor:
         names = [getattr(each, name, None) for each in (processor, tokenizer) for name in _PLACEHOLDERS]
         self._tokens = tuple(dict.fromkeys(name for name in names if isinstance(name, str)))
         self.fingerprint = self._fingerprint()
-        self._columns, self._token_columns, hook_error = self._tried()
+        hook_error = self._try()
         self._left_to_check, self._lock = _CHECKED, threading.Lock()
         self.measure: Callable[[Sample], dict[str, int]] | None = None if hook_error else self._measured
         """The lengths of a sample from its text and the headers of its pictures; None: not known."""
@@ -229,8 +229,8 @@ class Processor:
                     "this transform, so that samples are made to be planned"
                 )
 
-    def _tried(self) -> tuple[dict[str, ProcessorColumn], tuple[str, ...], str]:
-        """Columns of pictures and of tokens, by blank pictures, and why the hook tells no lengths."""
+    def _try(self) -> str:
+        """Learn its columns by blank pictures; return why the hook tells no lengths, "": it does."""
         from PIL import Image
 
         answers, texts = [], []
@@ -246,13 +246,13 @@ class Processor:
         names = [name for name in first if name not in (*_OF_TEXT, "input_ids")]
         shapes = [answer["input_ids"].shape for answer in answers]
         of_tokens = tuple(name for name in names if [answer[name].shape for answer in answers] == shapes)
-        columns = {
+        self._token_columns = of_tokens
+        self._columns = {
             name: _column(first[name], second[name], [len(sizes) for sizes in _TRIED])
             for name in names
             if name not in of_tokens
         }
-        self._columns, self._token_columns = columns, of_tokens
-        return columns, of_tokens, self._hook_error(texts, answers)
+        return self._hook_error(texts, answers)
 
     def _hook_error(self, texts: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> str:
         if not hasattr(self.processor, "_get_num_multimodal_tokens"):

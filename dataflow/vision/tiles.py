@@ -310,7 +310,7 @@ class IdeficsFamily(TileFamily):
             wide = int(high * ratio)
             wide += wide % 2
         high, wide = max(high, 1), max(wide, 1)
-        first = (max(high, 1), max(wide, 1))
+        first = (high, wide)
         ratio = wide / high
         if wide >= high:
             wide = math.ceil(wide / self.side) * self.side

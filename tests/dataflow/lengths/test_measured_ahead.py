@@ -397,3 +397,18 @@ def test_no_window_waits_for_a_sample_that_was_left_out() -> None:
     order: Any = None
     plan = UnitPlan(order, sequence.known_part(0), batch_size=1, rank=0, world_size=1, tail="uneven")
     assert plan._count_own(0).tolist() == [int(i != 7) for i in range(40)]
+
+
+class Rounded(Measured):
+    """Tells lengths as floats, as a division does."""
+
+    def measure(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        return {"tokens": len(sample["text"]) + 0.5}
+
+
+def test_a_length_that_is_no_whole_number_is_an_error_and_is_not_rounded(folder: Path) -> None:
+    with (
+        loader_of(folder, SHORT, Rounded()) as loader,
+        pytest.raises(SampleError, match="without the length of 'tokens', an integer"),
+    ):
+        next(iter(loader))
