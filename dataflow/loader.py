@@ -466,6 +466,14 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         """
         return resolve_name("dataflow.explain.find:find_of_loader")(self, samples, on)
 
+    def account(self) -> dict[str, Any]:
+        """Return counts and sums over what this rank got since the loader was made, or a state loaded.
+
+        Save it with each checkpoint, one JSON file a rank: `dataflow.verify` adds them up. Raises as `find`.
+        """
+        account: dict[str, Any] = resolve_name("dataflow.explain.account:account_of_loader")(self)
+        return account
+
     # ---- statistics ---------------------------------------------------------------------------------
 
     def health(self, limit_s: float = 600.0) -> LoaderHealth:

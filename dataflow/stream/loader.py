@@ -90,7 +90,6 @@ class StreamLoader:
         self._finalizer: Finalizer | None = None
         self._errors = ErrorBudget(dataset.on_error, dataset.error_budget)
         self._skips_bad = dataset.on_error != "raise"
-        self._counters, self._repeated = DeliveryCounters(), RepeatedBatch()
         self.epoch_named: int | None = None
         """The epoch that a framework has named last, by `ShardOrder.set_epoch`."""
         self.loop_length = 0
@@ -98,6 +97,7 @@ class StreamLoader:
         self.observer: LoaderObserver | None = None
         """Is told of each loop; None: nobody watches them."""
         self._loops, self.sessions = LoopQueue(dataset), LoopSessions()
+        self.counters, self._repeated = DeliveryCounters(self._loops.standing), RepeatedBatch()
         with self._planning():
             plan, self.window_reason = first_plan(dataset, settings)
         self._own_shuffle, self._own_reason = plan.shuffle, self.window_reason
@@ -114,10 +114,11 @@ class StreamLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, goes on by itself and reads with threads of its own.
-        changing = ("_rank", "_errors", "_counters", "_loops", "sessions")
+        changing = ("_rank", "_errors", "_loops", "sessions")
         own = {name: copy.copy(self.__dict__[name]) for name in changing}
-        none = dict.fromkeys(("_finalizer", "_pause", "_length_plan"))
-        return {**self.__dict__, **own, **none, "_repeated": RepeatedBatch(), "observer": None}
+        none = dict.fromkeys(("_finalizer", "_pause", "_length_plan", "observer"))
+        new = {"_repeated": RepeatedBatch(), "counters": self.counters.going_on(own["_loops"].standing)}
+        return {**self.__dict__, **own, **none, **new}
 
     @property
     def read_pause(self) -> ReadPause | None:
@@ -164,7 +165,7 @@ class StreamLoader:
                 num_samples = len(source) // loader.topology.data_world_size
                 with ProgressBar("measuring lengths", total=num_samples, unit="sample") as bar:
                     for _ in loader:
-                        bar.show(loader._counters.samples)
+                        bar.show(loader.counters.samples)
         finally:
             loader.close()
         return loader._lengths
@@ -225,7 +226,7 @@ class StreamLoader:
         epoch, asked_s, self.loop_length = plan.order.epoch, began_s, plan.num_batches
         begins = None if self.observer is None else self.observer.begin
         observer = begins and begins(self, epoch, partial(self._position, plan))
-        frame, counters, mixes = LoopFrame(), self._counters, isinstance(self.dataset, Mixture)
+        frame, counters, mixes = LoopFrame(), self.counters, isinstance(self.dataset, Mixture)
         try:
             while not loop.has_ended:
                 session = loop.session
@@ -237,10 +238,11 @@ class StreamLoader:
                     batch = delivered.batch if on_device is None else on_device(delivered.batch)
                     if delivered.skipped:
                         session.errors.delivered(delivered.skipped)
-                    counters.add(delivered)
+                    loop.taken += 1
+                    own = session.sums.pop((delivered.epoch, delivered.number), (0, 0, 0))
+                    counters.add(delivered, own, loop.taken if self._loops.newest is loop else None)
                     if observer is not None:
                         observer.batch(asked_s)
-                    loop.taken += 1
                     if loop.is_whole:
                         self._deliver_last(loop, session)
                     if delivered.num_samples:
@@ -503,6 +505,7 @@ class StreamLoader:
         self.window_reason = "as in the loaded state" if is_kept else f"{self._own_reason}, as data differ"
         self._errors.count, self.epoch_named = int(skipped or 0), named
         self._loops.resume(loaded.epoch, loaded.position, told)
+        self.counters = self.counters.going_on(self._loops.standing)
 
     # ---- engine -------------------------------------------------------------------------------------
 
@@ -547,7 +550,7 @@ class StreamLoader:
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
-        sessions, delivered = self.sessions.open, self._counters
+        sessions, delivered = self.sessions.open, self.counters
         return LoaderStats(
             **vars(self.sessions.stats()),
             samples=delivered.samples,
@@ -568,7 +571,7 @@ class StreamLoader:
     @property
     def has_counts(self) -> bool:
         """Return whether `stats()` has counted something."""
-        return self._counters.batches > 0 or self._errors.count > 0
+        return self.counters.batches > 0 or self._errors.count > 0
 
     @property
     def ranks(self) -> tuple[int, int, int, int]:

@@ -39,7 +39,17 @@ OWN: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=TILE_FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
+    if not _is_made_here(request.param):
+        pytest.skip("this torch has no Lanczos filter")
     return str(request.param)
+
+
+def _is_made_here(family: str) -> bool:
+    try:
+        TILE_FAMILIES[family].check_torch()
+    except RuntimeError:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -115,18 +125,20 @@ def test_published_settings_are_those_without_a_file(tmp_path: Path) -> None:
         "images": [image_bytes(700, 900)],
     }
     rows, tokens = {}, {}
-    for family in TILE_FAMILIES:
+    for family in filter(_is_made_here, TILE_FAMILIES):
         chats = VisionChat(path, family=family, template=template_of_family(family))
         lengths = chats.measure(sample)
         rows[family], tokens[family] = (
             lengths["pixel_values"],
             int((chats(sample)["input_ids"] == chats._image_id).sum()),
         )
-    assert rows == {"llava": 1, "llava_onevision": 7, "idefics3": 17, "smolvlm": 17, "gemma3": 1}
-    assert tokens == {
-        "llava": 576,
-        "llava_onevision": 4509,
-        "idefics3": 17 * 169,
-        "smolvlm": 17 * 81,
-        "gemma3": 256,
+    published = {
+        "llava": (1, 576),
+        "llava_onevision": (7, 4509),
+        "idefics3": (17, 17 * 169),
+        "smolvlm": (17, 17 * 81),
+        "gemma3": (1, 256),
+    }
+    assert {family: (rows[family], tokens[family]) for family in rows} == {
+        family: published[family] for family in rows
     }
