@@ -103,7 +103,7 @@ def verify(
         batching: that of the loader, if it had one.
 
     Returns:
-        a `VerifiedRun`, whose text says it all: `is_whole`, the departures from the plan, what `on_error` left
+        a `VerifiedRun`, whose text says it all: `is_whole`, departures from the plan, what `on_error` left
         out, and how many samples of each epoch came.
 
     Raises:

@@ -62,7 +62,7 @@ class TileFamily:
     def check_torch(self) -> None:
         """Raise `RuntimeError` where this torch cannot resize as the family does."""
         try:
-            interpolate(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), (1, 1), mode=self.mode, antialias=True)
+            interpolate(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), (4, 4), mode=self.mode, antialias=True)
         except (NotImplementedError, ValueError) as error:
             raise RuntimeError(
                 f"the pictures of this family are resized by mode={self.mode!r}, which torch "
