@@ -25,3 +25,8 @@ def memory_at(address: int, nbytes: int, owner: object = None) -> NDArray[np.uin
     type of its own, which is never freed.
     """
     return np.asarray(SimpleNamespace(__array_interface__=array_interface(address, nbytes), owner=owner))
+
+
+def address_of(array: NDArray[Any] | None) -> int:
+    """Return the address at which an array begins; 0: there is none."""
+    return 0 if array is None else array.__array_interface__["data"][0]

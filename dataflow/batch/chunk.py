@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from dataflow.outputs.output import Output, staged_outputs
 from dataflow.staging.columns import StagedOutput
 from dataflow.staging.rows import WindowPart
 from dataflow.staging.window import StagedWindow, WindowSamples
+from prefetch.addresses import address_of
 from prefetch.core.copy_table import JobPlan
 from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena, rounded_bytes
@@ -31,7 +33,7 @@ from prefetch.work import PartialChunk
 from sharding.cached_property import cached_property
 from sharding.errors import ShardReadError
 from sharding.lengths.units import BatchSegments, Segments
-from sharding.order.permutations import sum_keys
+from sharding.order.permutations import sum_key
 from sharding.plan.batch_index import BatchIndex
 from sharding.plan.plan import EpochPlan, RankPlan
 
@@ -215,20 +217,24 @@ def _window_parts(
     segments: BatchSegments | None,
 ) -> list[WindowPart]:
     """The rows of a chunk, window by window."""
-    parts = []
+    parts, epoch, size = list[WindowPart](), plan.order.epoch, plan.batch_plan.batch_size
     for part, window in zip(batches.parts, windows, strict=True):
         if part.indices is not None:
             rows = window.rows[part.indices]
         else:
             if window.in_batches is None:
-                window.in_batches = _rows_in_batches(plan, part.window, window, context.arena)
+                window.in_batches = first, rows = _rows_in_batches(plan, part.window, window, context.arena)
+                sizes = np.full(len(rows) // size, size)
+                note_sums(
+                    context.sums, epoch, first, sizes, [(rows, slice(0, len(rows)), window.samples)], None
+                )
             first, rows = window.in_batches
-            rows = rows[(batches.first - first) * plan.batch_plan.batch_size :][: len(part)]
+            rows = rows[(batches.first - first) * size :][: len(part)]
         parts.append(WindowPart(window, rows, part.rows))
-    if context.sums is not None:
+    if any(part.indices is not None for part in batches.parts):
         pieces = None if segments is None else segments.segments
         own = [(part.rows, part.chunk_rows, one.samples) for part, one in zip(parts, windows, strict=True)]
-        note_sums(context.sums, plan.order.epoch, batches.first, batches.sizes, own, pieces)
+        note_sums(context.sums, epoch, batches.first, batches.sizes, own, pieces)
     return parts
 
 
@@ -259,35 +265,41 @@ def _rows_in_batches(
 
 
 def note_sums(
-    sums: BatchSums,
+    sums: BatchSums | None,
     epoch: int,
     first_batch: int,
     sizes: NDArray[np.int64],
     parts: Iterable[tuple[NDArray[np.int64], slice | NDArray[np.int64], WindowSamples | None]],
     pieces: Segments | None,
 ) -> None:
-    """Note the sums of batches: of the rows that are read, and not of the plan.
+    """Note the sums of batches of so many rows each: of the rows that are read, and not of the plan.
 
-    Args:
-        sums: where they go.
-        epoch: of the batches.
-        first_batch: number of the first.
-        sizes: [batches] the rows of each.
-        parts: rows of windows, the rows of all batches that they fill, ascending, and the window's samples;
-            None: they are numbers of samples.
-        pieces: the part of its sample that each row has; None: all.
+    `parts`: rows of windows, the rows of all batches that they fill, ascending, and the window's samples;
+    None: they are numbers of samples. `pieces`: the part of its sample that each row has; None: all.
     """
-    ends, totals, keys = np.cumsum(sizes), np.zeros((len(sizes), 2), np.uint64), sum_keys(epoch)
-    cuts = [np.require(cut, np.int64, "C") for cut in ([pieces.begin, pieces.length] if pieces else [])]
-    begin, length = (cut.ctypes.data for cut in cuts) if cuts else (0, 0)
+    if sums is None:
+        return
+    buffer, num, key = np.zeros((3, len(sizes)), np.int64), len(sizes), sum_key(epoch)
+    np.cumsum(sizes, out=buffer[0])
+    at, cuts = address_of(buffer), [] if pieces is None else [pieces.begin, pieces.length]
+    cuts = [np.require(cut, np.int64, "C") for cut in cuts]
+    begin, length = map(address_of, cuts) if cuts else (0, 0)
     for rows, own, samples in parts:
-        at, first = (0, own.start) if isinstance(own, slice) else (own.ctypes.data, 0)
-        where = (0, 0, 0, 0)
-        if samples is not None:
-            inside = 0 if samples.row_in_block is None else samples.row_in_block.ctypes.data
-            starts = samples.first_row.ctypes.data, samples.first_samples.ctypes.data
-            where = (*starts, len(samples.blocks), inside)
-        table = (rows.ctypes.data, at, len(rows), first, *where, begin, length, ends.ctypes.data)
-        executor().sum_samples(np.array([*table, keys.ctypes.data, totals.ctypes.data], np.int64))
-    for number, own_sum in enumerate(zip(sizes.tolist(), *totals.T.tolist(), strict=True), first_batch):
-        sums[epoch, number] = own_sum
+        where = (0, own.start) if isinstance(own, slice) else (address_of(own), 0)
+        blocks = (0, 0, 0, 0) if samples is None else samples.table
+        table = (
+            address_of(rows),
+            where[0],
+            len(rows),
+            where[1],
+            *blocks,
+            begin,
+            length,
+            at,
+            key,
+            at + 8 * num,
+        )
+        executor().sum_samples(np.array(table, np.uint64))
+    low, high = buffer[1:].view(np.uint64).reshape(num, 2).T.tolist()
+    places = zip(repeat(epoch, num), range(first_batch, first_batch + num), strict=True)
+    sums.update(zip(places, zip(sizes.tolist(), low, high, strict=True), strict=True))

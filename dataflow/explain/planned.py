@@ -13,7 +13,7 @@ from dataflow.explain.dealt import Ints, rank_plan, whole_plan
 from dataflow.explain.run import ExplainedRun
 from sharding.lengths.unit_plan import UnitPlan
 from sharding.lengths.units import Segments
-from sharding.order.permutations import splitmix64, sum_keys
+from sharding.order.permutations import splitmix64, sum_key
 from sharding.plan.history import StepPlace
 from sharding.plan.plan import RankPlan
 
@@ -36,10 +36,11 @@ class PlannedItems(NamedTuple):
     def hashes(self) -> NDArray[np.uint64]:
         """Return what each adds to the two sums of an account, uint64 [n, 2]."""
         parts = [self.number] if self.pieces is None else [self.number, self.pieces.begin, self.pieces.length]
-        hashed = np.repeat(sum_keys(self.epoch)[None], len(self.number), axis=0)
+        low = np.full(len(self.number), sum_key(self.epoch), np.uint64)
         for part in parts:
-            hashed = splitmix64(hashed ^ part.astype(np.uint64)[:, None])
-        return hashed
+            low = splitmix64(low ^ part.astype(np.uint64))
+        turned = low << np.uint64(32) | low >> np.uint64(32)
+        return np.stack((low, turned * (turned >> np.uint64(32) | np.uint64(1))), axis=1)
 
 
 def planned_items(run: ExplainedRun, begin: int, end: int) -> Iterator[PlannedItems]:

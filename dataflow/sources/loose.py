@@ -31,9 +31,8 @@ from dataflow.sources.listing.folders import (
     KINDS,
     UNKNOWN,
     Folders,
-    folders_in,
+    is_hidden,
     listing,
-    split_of,
 )
 from dataflow.sources.listing.places import Places
 from dataflow.sources.manifests import (
@@ -54,6 +53,7 @@ from sharding.formats.files import (
     key_of,
 )
 from sharding.formats.tables.separated import separator_of
+from sharding.hub.layout import KEYWORDS
 from sharding.hub.names import is_hub
 from sharding.printable import listed, printable_name
 from sharding.redaction import identity_of
@@ -231,7 +231,7 @@ def _of_folder(
         rows = _manifest_in(above[0], there, options, within=above[1])
     if rows is not None:
         named = sorted({name.removeprefix("./").partition("/")[0] for name in rows.names if "/" in name})
-        if len({split_of(name) for name in named} - {None}) > 1:
+        if len({_split_of(name) for name in named} - {None}) > 1:
             raise _of_several_splits(url, named, f", or manifest={file_name(rows.url)!r} for all its files")
         return _in_order_of(rows, url, folders, num_hidden, is_found=True)
     samples = {path: [one for one in files if is_sample(one[0])] for path, files in folders.items()}
@@ -242,8 +242,8 @@ def _of_folder(
     if not filled:
         files = [("", *one) for one in sorted(samples[""])]
         return _loose(url, files, [], [], num_files - len(files))
-    splits = {split_of(name) for name in filled} - {None}
-    is_split = filled == {name for name in filled if split_of(name)}
+    splits = {_split_of(name) for name in filled} - {None}
+    is_split = filled == {name for name in filled if _split_of(name)}
     if len(splits) > 1 or (is_split and not any(files for path, files in samples.items() if "/" not in path)):
         raise _of_several_splits(url, top, "")
     nested = [f"{path}/{name}" for path, files in folders.items() for name, *_ in files if name in MANIFESTS]
@@ -403,7 +403,7 @@ def _of_rows(
 
 
 def _of_several_splits(url: str, names: Sequence[str], otherwise: str) -> ValueError:
-    one = next(filter(None, map(split_of, names)))
+    one = next(filter(None, map(_split_of, names)))
     told = f"{identity_of(url)} has a folder for each split ({listed(names)})"
     return ValueError(f"{told}: name one, as in split={one!r}{otherwise}")
 
@@ -419,14 +419,14 @@ def _of_split(
     """The loose files in the folder of a split; None: the source means others."""
     if len(patterns) != 1 or not _is_folder(url := patterns[0], options):
         return None
-    names = folders_in(url, options)
-    splits = {one: name for name in reversed(names) if (one := split_of(name))}
-    name = split if split in names else splits.get(split_of(split) or split)
+    names = _folders_in(url, options)
+    splits = {one: name for name in reversed(names) if (one := _split_of(name))}
+    name = split if split in names else splits.get(_split_of(split) or split)
     if name is not None:
         if classes is None:  # of all splits: one that lacks a class has the numbers of the others
-            own = {*folders_in(below(url, name), options)}
+            own = {*_folders_in(below(url, name), options)}
             of_others = [
-                folders_in(below(url, one), options) for one in names if split_of(one) and one != name
+                _folders_in(below(url, one), options) for one in names if _split_of(one) and one != name
             ]
             classes = sorted(own.union(*of_others)) if own else None
         place = below(url, name)
@@ -573,3 +573,21 @@ def _loose(
         class_names=class_names,
         num_left_out=num_left_out,
     )
+
+
+def _folders_in(url: str, options: Mapping[str, Any] | None) -> list[str]:
+    """The names of the folders that lie in a folder, sorted."""
+    with store_errors(url):
+        if is_local(url):
+            with os.scandir(local_path(url)) as entries:
+                names = [entry.name for entry in entries if entry.is_dir()]
+        else:
+            fs, path = open_url(url, options)
+            found = fs.ls(path, detail=True)
+            names = [file_name(one["name"]) for one in found if one["type"] == "directory"]
+    return sorted(name for name in names if not is_hidden(name))
+
+
+def _split_of(name: str) -> str | None:
+    """The split that a folder of this name holds; None: it is called like none."""
+    return next((split for split, names in KEYWORDS.items() if name.lower() in names), None)

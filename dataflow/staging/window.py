@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dataflow.decode.values import DRAWS, Draws
 from dataflow.staging.columns import StagedArray, StagedMoments, StagedSpans
 from dataflow.staging.source import Source
-from prefetch.addresses import memory_at
+from prefetch.addresses import address_of, memory_at
 from prefetch.memory.arena import Arena
 from prefetch.memory.open_files import OpenFile
 from sharding.blocks import Block, Columns, Spans
@@ -89,6 +89,11 @@ class WindowSamples:
         ordinal = self.ordinals(rows)
         in_block = rows - self.first_row[ordinal] if self.row_in_block is None else self.row_in_block[rows]
         return self.first_samples[ordinal] + in_block
+
+    @cached_property
+    def table(self) -> tuple[int, ...]:
+        """Return the addresses of `first_row`, `first_samples` and `row_in_block`, and how many blocks."""
+        return *map(address_of, (self.first_row, self.first_samples, self.row_in_block)), len(self.blocks)
 
     @cached_property
     def first_samples(self) -> NDArray[np.int64]:

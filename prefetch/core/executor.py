@@ -110,8 +110,8 @@ class Executor:
         tables = map(address_of, (shares, owed, lengths, upcoming, end))
         return int(self._library.core_token_draws(*tables, len(shares), address_of(out), len(out)))
 
-    def sum_samples(self, table: NDArray[np.int64]) -> None:
-        """Add samples to the sums of their batches; `table`: the fields of `core_samples`, int64 [13]."""
+    def sum_samples(self, table: NDArray[np.uint64]) -> None:
+        """Add samples to the sums of their batches; `table`: the fields of `core_samples`, uint64 [13]."""
         self._library.core_sum_samples(address_of(table))
 
     def interleave(self, columns: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:

@@ -119,13 +119,15 @@ class Monitor(RLock):  # type: ignore[misc]  # typeshed calls it final; CPython 
 
     def __init__(self) -> None:
         super().__init__()
-        self._waiters: deque[threading.Lock] = deque()
+        self._waiters: deque[tuple[threading.Lock, list[bool]]] = deque()
+        """The lock of each that waits, and whether it was told: one item, once it was."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Give the lock up until notified; False: nobody did in time."""
         waiter = allocate_lock()
         waiter.acquire()
-        self._waiters.append(waiter)
+        own: tuple[threading.Lock, list[bool]] = (waiter, [])
+        self._waiters.append(own)
         saved, notified = None, False
         try:
             saved = self._release_save()
@@ -136,8 +138,8 @@ class Monitor(RLock):  # type: ignore[misc]  # typeshed calls it final; CPython 
                 self._acquire_restore(saved or (1, threading.get_ident()))
             raise
         finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+            if own in self._waiters:
+                self._waiters.remove(own)
         return notified
 
     def without(self, work: Callable[[], object]) -> None:
@@ -153,13 +155,14 @@ class Monitor(RLock):  # type: ignore[misc]  # typeshed calls it final; CPython 
     def notify(self) -> None:
         """Wake one of those that wait. Under the lock."""
         while self._waiters:
-            try:
-                self._waiters[0].release()
-            except RuntimeError:  # it was woken, and a Ctrl-C came before it was taken out
-                self._waiters.popleft()
-                continue
+            waiter, told = self._waiters[0]
+            was_told = bool(told)  # and a Ctrl-C came before it was taken out: it may not have been woken
+            told.append(True)
+            if waiter.locked():
+                waiter.release()
             self._waiters.popleft()
-            return
+            if not was_told:
+                return
 
     def notify_all(self) -> None:
         """Wake all that wait. Under the lock."""

@@ -117,16 +117,18 @@ CORE_API int64_t core_token_draws(const int64_t *shares, int64_t *owed, const in
 /* The samples of batches, as sums that do not depend on their order. Row i of n is row `at[i]` of a chunk (ascending;
    null: first + i), in the batch b that ends[b] is the first row after, and stands for the number first_sample[k] +
    row_in_block[rows[i]] of the block k that holds rows[i]: the last one with first_row[k] <= rows[i]. `row_in_block`
-   null: rows[i] - first_row[k]; `blocks` 0: the number is rows[i]. Added to sums[b][0] and sums[b][1], modulo 2^64, is
-   what `mix_more` of `sharding.order.permutations` makes of keys[0] and keys[1], the number, and begin and length of the
-   row of the chunk, where these are not null. */
+   null: rows[i] - first_row[k]; `blocks` 0: the number is rows[i]. Its hash z is what `mix_more` of
+   `sharding.order.permutations` makes of the key, the number, and begin and length of the row of the chunk, where these
+   are not null. Added to sums[b][0] and sums[b][1], modulo 2^64, are z and z' * (z' >> 32 | 1) with z' = z rotated by
+   32 bits. */
 typedef struct {
     const int64_t *rows, *at;
     int64_t n, first;
-    const int64_t *first_row, *first_sample;
+    const int64_t *first_row, *first_sample; /* [blocks + 1], [blocks] */
+    const int64_t *row_in_block;
     int64_t blocks;
-    const int64_t *row_in_block, *begin, *length, *ends;
-    const uint64_t *keys;
+    const int64_t *begin, *length, *ends;
+    uint64_t key;
     uint64_t *sums;
 } core_samples;
 

@@ -81,20 +81,51 @@ int64_t core_token_draws(const int64_t *shares, int64_t *owed, const int64_t *le
     return most;
 }
 
+enum { TOGETHER = 256 }; /* rows: one step of all of them after the other, which compilers make wide */
+
+/* The numbers of rows: of each, the last block with first_row[block] <= row is found without a branch. */
+VARIANTS static void numbers_of(const core_samples *s, const int64_t *restrict rows, int64_t n, int64_t *restrict out) {
+    int64_t block[TOGETHER] = {0};
+    for (int64_t left = s->blocks; left > 1; left -= left / 2)
+        for (int64_t i = 0; i < n; i++) block[i] += s->first_row[block[i] + left / 2] <= rows[i] ? left / 2 : 0;
+    for (int64_t i = 0; i < n; i++)
+        out[i] = s->first_sample[block[i]] + (s->row_in_block ? s->row_in_block[rows[i]] : rows[i] - s->first_row[block[i]]);
+}
+
+VARIANTS static void mix_in(uint64_t *restrict z, const int64_t *restrict part, int64_t n) {
+    for (int64_t i = 0; i < n; i++) z[i] = mixed(z[i] ^ (uint64_t)part[i]);
+}
+
+VARIANTS static void add_up(const uint64_t *restrict z, int64_t n, uint64_t *restrict sums) {
+    uint64_t low = 0, high = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t turned = z[i] << 32 | z[i] >> 32;
+        low += z[i];
+        high += turned * (turned >> 32 | 1);
+    }
+    sums[0] += low, sums[1] += high;
+}
+
 void core_sum_samples(const core_samples *s) {
-    int64_t batch = 0;
-    for (int64_t i = 0; i < s->n; i++) {
-        int64_t own = s->at ? s->at[i] : s->first + i, row = s->rows[i], number = row, block = 0;
-        while (own >= s->ends[batch]) batch++;
-        if (s->blocks) {
-            for (int64_t left = s->blocks; left > 1; left -= left / 2) /* without a branch: rows are mixed */
-                block += s->first_row[block + left / 2] <= row ? left / 2 : 0;
-            number = s->first_sample[block] + (s->row_in_block ? s->row_in_block[row] : row - s->first_row[block]);
+    int64_t batch = 0, numbers[TOGETHER], part[TOGETHER];
+    uint64_t z[TOGETHER];
+    for (int64_t start = 0, n; start < s->n; start += n) {
+        n = s->n - start < TOGETHER ? s->n - start : TOGETHER;
+        const int64_t *at = s->at ? s->at + start : 0;
+        int64_t first = s->first + start;
+        if (s->blocks) numbers_of(s, s->rows + start, n, numbers);
+        for (int64_t i = 0; i < n; i++) z[i] = s->key;
+        mix_in(z, s->blocks ? numbers : s->rows + start, n);
+        for (int64_t side = 0; s->begin && side < 2; side++) {
+            const int64_t *values = side ? s->length : s->begin;
+            for (int64_t i = 0; i < n; i++) part[i] = values[at ? at[i] : first + i];
+            mix_in(z, part, n);
         }
-        for (int side = 0; side < 2; side++) {
-            uint64_t z = mixed((uint64_t)number ^ s->keys[side]);
-            if (s->begin) z = mixed(mixed(z ^ (uint64_t)s->begin[own]) ^ (uint64_t)s->length[own]);
-            s->sums[2 * batch + side] += z;
+        for (int64_t i = 0, end; i < n; i = end) { /* rows of one batch */
+            while ((at ? at[i] : first + i) >= s->ends[batch]) batch++;
+            end = at ? i + 1 : s->ends[batch] - first < n ? s->ends[batch] - first : n;
+            while (at && end < n && at[end] < s->ends[batch]) end++;
+            add_up(z + i, end - i, s->sums + 2 * batch);
         }
     }
 }

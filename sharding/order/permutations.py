@@ -243,8 +243,6 @@ def _draw_keys(seed: int, epoch: int, num_draws: int) -> NDArray[np.uint64]:
 
 
 @lru_cache(maxsize=4)
-def sum_keys(epoch: int) -> NDArray[np.uint64]:
-    """The keys of the two sums over samples that were delivered in an epoch, uint64 [2], read-only."""
-    keys = np.array([mix_key(epoch, DELIVERED, side) for side in range(2)], np.uint64)
-    keys.setflags(write=False)
-    return keys
+def sum_key(epoch: int) -> int:
+    """The key of the sums over samples that were delivered in an epoch, 64 bits."""
+    return mix_key(epoch, DELIVERED)

@@ -14,8 +14,7 @@ from typing import Any
 from sharding.catalog.build import CATALOG_SUFFIX
 from sharding.catalog.storage import VERSION_KEYS, open_url, store_errors, version_of
 from sharding.errors import ShardReadError
-from sharding.hub.layout import KEYWORDS
-from sharding.urls import file_name, is_http, is_local, local_path
+from sharding.urls import is_http, is_local, local_path
 
 KINDS = {
     "images": ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"),
@@ -118,21 +117,3 @@ def _no_version(info: Mapping[str, Any]) -> str:
 def is_hidden(name: str) -> bool:
     """Return whether a file or folder is one that systems leave behind, and nobody's sample."""
     return name.startswith(".") or name.lower() in _NO_DATA or name.endswith(CATALOG_SUFFIX)
-
-
-def folders_in(url: str, options: Mapping[str, Any] | None) -> list[str]:
-    """The names of the folders that lie in a folder, sorted."""
-    with store_errors(url):
-        if is_local(url):
-            with os.scandir(local_path(url)) as entries:
-                names = [entry.name for entry in entries if entry.is_dir()]
-        else:
-            fs, path = open_url(url, options)
-            found = fs.ls(path, detail=True)
-            names = [file_name(one["name"]) for one in found if one["type"] == "directory"]
-    return sorted(name for name in names if not is_hidden(name))
-
-
-def split_of(name: str) -> str | None:
-    """The split that a folder of this name holds; None: it is called like none."""
-    return next((split for split, names in KEYWORDS.items() if name.lower() in names), None)

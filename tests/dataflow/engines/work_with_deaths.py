@@ -22,8 +22,8 @@ from dataflow.engines import engine, run_all
 from dataflow.tools.terminal.indexing import index_source
 from sharding.formats.tar.format import TarFormat
 
-first = 0
-"""The process that starts the engine."""
+FIRST = "FIRST_PROCESS"
+"""The environment's id of the process that starts the engine: as a global it would tell runs apart."""
 
 
 def die_once(note: str) -> None:
@@ -50,7 +50,8 @@ class DyingTar(TarFormat):
 
 def dying(sample: dict[str, Any], note: str) -> dict[str, Any]:
     """The sample; the worker that first maps the third of `1.tar` is killed then."""
-    if sample["__key__"] == "1-2" and os.getpid() != first:  # which looks at some samples, too
+    is_first = str(os.getpid()) == os.environ.get(FIRST)  # which looks at some samples, too
+    if sample["__key__"] == "1-2" and not is_first:
         die_once(note)
     return sample
 
@@ -58,7 +59,7 @@ def dying(sample: dict[str, Any], note: str) -> dict[str, Any]:
 def main(folder: str, name: str, engine_name: str, *options: str) -> None:
     import work_with_deaths as ours  # workers import it, and not `__main__`
 
-    ours.first = os.getpid()
+    os.environ[FIRST] = str(os.getpid())
     made = Path(folder, name)
     made.mkdir(exist_ok=True)
     notes = [str(made / "index.died"), str(made / "convert.died")]

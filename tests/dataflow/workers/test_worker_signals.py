@@ -37,7 +37,7 @@ def _no_worker_is_left() -> Iterator[None]:
 
 def send(name: str, *pids: int) -> None:
     """As a launcher sends it: from another process."""
-    subprocess.run(["kill", f"-{name}", *map(str, pids)], check=True, timeout=20)
+    subprocess.run(["sh", "-c", " ".join(["kill", f"-{name}", *map(str, pids)])], check=True, timeout=20)
 
 
 def own_pid(index: int) -> int:

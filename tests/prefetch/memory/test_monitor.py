@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -88,11 +89,17 @@ def test_a_wait_that_nobody_ends_takes_the_lock_again_as_often_as_it_was_held() 
     assert_in_order(monitor)
 
 
-def test_a_waiter_that_was_woken_and_not_taken_out_costs_nobody_its_notice() -> None:
+@pytest.mark.parametrize("is_woken", [False, True])
+def test_a_waiter_that_was_told_and_not_taken_out_costs_nobody_its_notice(is_woken: bool) -> None:
     monitor = Monitor()
     threads, notified = waiting(monitor, 2)
     with monitor:
-        monitor._waiters[0].release()  # as when a Ctrl-C comes between the two steps of `notify`
+        lock, told = monitor._waiters[0]
+        told.append(True)  # as when a Ctrl-C comes between the steps of `notify`
+        if is_woken:
+            lock.release()
+            while not lock.locked():  # the thread has it, and waits for the monitor
+                os.sched_yield()
         monitor.notify()
     joined(threads)
     assert notified == [True] * 2
