@@ -20,8 +20,9 @@ from text_kit import chat, text_in, tokenizer as tokenizer, write_jsonl
 
 from dataflow import ChatTemplate, DataLoader, Mixture, Packed, ShardedDataset, ShardWriter
 from dataflow.state_checksum import checked_fields, with_checksum
-from dataflow.tools.explain.page import POLICY, png_of
+from dataflow.tools.explain.page import POLICY
 from dataflow.tools.explain.saved import state_in
+from dataflow.tools.explain.values import png_of
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m"
 
