@@ -112,11 +112,11 @@ def compared(steps: Sequence[StepMeasures]) -> Iterator[str]:
         heads = "".join(f"<th>{text_of(step.name)}</th>" for step in steps)
         yield f"<div class=scroll><table><tr><th></th>{heads}</tr>{''.join(lines)}</table></div>"
         marked = (
-            f"; marked is what is {_FAR:g} times as far from the median as steps are in the median"
+            f"; marked is what lies more than {_FAR:g} times as far from the median as half of the steps do"
             if len(steps) >= _LEAST_STEPS
             else ""
         )
-        yield f"<p class=dim>Means over the batches that are shown, and all samples of the table{marked}.</p>"
+        yield f"<p class=dim>Bytes and sources are of all samples, the rest of the batches shown{marked}.</p>"
     yield from (f"<p class=dim>{text_of(line)}</p>" for step in steps for line in step.repeated())
 
 

@@ -23,6 +23,7 @@ from dataflow.tools.explain.values import PageRoom, TokenWords, text_of, values_
 from sharding.errors import DataflowError
 
 if TYPE_CHECKING:
+    from dataflow.explain.accumulated import NumberedPlace
     from dataflow.explain.run import ExplainedRun
     from sharding.plan.history import StepPlace
 
@@ -36,7 +37,7 @@ STYLE = """
 * { box-sizing: border-box }
 body { margin: 0 auto; max-width: 80rem; padding: 1rem; background: var(--back); color: var(--ink);
   font: 15px/1.45 system-ui, sans-serif; font-variant-numeric: tabular-nums }
-h1 { font-size: 1.2rem } h2 { font-size: 1.05rem; margin-top: 2rem }
+h1 { font-size: 1.2rem } h2 { font-size: 1.05rem; margin-top: 1.5rem }
 .dim { color: var(--dim) } .odd { color: var(--odd) }
 .rows { display: grid; grid-template-columns: repeat(auto-fill, minmax(16rem, 1fr)); gap: .7rem }
 .row { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .6rem;
@@ -61,18 +62,28 @@ POLICY = (
 )
 
 
-def page_of(run: ExplainedRun, places: Sequence[StepPlace], table: pa.Table, notes: Sequence[str]) -> str:
-    """The page of steps, whose batches are made again for it."""
+def page_of(
+    run: ExplainedRun,
+    places: Sequence[NumberedPlace],
+    table: pa.Table,
+    notes: Sequence[str],
+    asked: int | None = None,
+) -> str:
+    """The page of steps, whose batches are made again for it.
+
+    `asked`: the number of the step that is shown whole, while those beside it unfold. None: there are none.
+    """
     steps, measures, room = list[str](), list[StepMeasures](), PageRoom()
     lengths = np.array(table["length"].to_pylist(), float)
     usual = float(np.median(lengths)) if len(lengths) else 0.0
-    for number, place in enumerate(places):
-        rows = table.filter(pa.compute.equal(table["step"], place.step)).to_pylist()
-        measures.append(StepMeasures(_name(place), rows, len(run.dataset.sources)))
-        is_whole = number == len(places) // 2 or len(places) < 4
-        most = MOST_ROWS if is_whole else MOST_BESIDE
+    for numbered, own in zip(places, _rows_of(places, table), strict=True):
+        place, rows, name = numbered.place, own.to_pylist(), numbered.name.capitalize()
+        measures.append(StepMeasures(name, rows, len(run.dataset.sources)))
+        is_asked = asked in (None, numbered.number)
+        most = MOST_ROWS if is_asked else MOST_BESIDE
         samples = [*_samples(run, place, rows, most, room, measures[-1])]
-        steps += [f"<h2>{_name(place)}</h2>", *_facts(place, rows, usual), *samples]
+        fold = ("<div>", "</div>") if is_asked else ("<details><summary>its samples</summary>", "</details>")
+        steps += [f"<h2>{name}</h2>", *_facts(place, rows, usual), fold[0], *samples, fold[1]]
     title = f"dataflow explain: {len(places):,} step{'s' if len(places) > 1 else ''}"
     body = [*(f"<p class=odd>{text_of(note)}</p>" for note in notes), *compared(measures), *steps]
     return (
@@ -85,8 +96,12 @@ def page_of(run: ExplainedRun, places: Sequence[StepPlace], table: pa.Table, not
     )
 
 
-def _name(place: StepPlace) -> str:
-    return "The step" if place.step < 0 else f"Step {place.step:,}"
+def _rows_of(places: Sequence[NumberedPlace], table: pa.Table) -> Iterator[pa.Table]:
+    """Yield the rows of each step, or microbatch of one."""
+    for numbered in places:
+        is_own = pa.compute.equal(table["step"], numbered.number)
+        is_part = pa.compute.equal(table["microbatch"], numbered.microbatch or 0)
+        yield table.filter(pa.compute.and_(is_own, is_part))
 
 
 def _facts(place: StepPlace, rows: Sequence[Mapping[str, Any]], usual: float) -> Iterator[str]:

@@ -74,6 +74,27 @@ def test_a_table_of_a_step_is_printed(folder: Path) -> None:
     assert {row["key"] for row in told["rows"]} == {None}
 
 
+def test_an_optimizer_step_is_told_by_its_microbatches(folder: Path, tmp_path: Path) -> None:
+    """Ten steps of two epochs: of three each, and two that are left."""
+    given = ("explain", f"{folder}/*.tar", "--state", f"{folder}/state.json", "--accumulate", "3")
+    page = ("--html", f"{tmp_path}/page.html")
+    code, text = run_command(*given, "--step", "2", *page)
+    assert code == 0, text
+    assert "step 2, microbatch 0: epoch 1, from position 0; batch of 4 on 1 rank" in text
+    assert "step 2, microbatch 2: epoch 1, from position 8" in text
+    assert "<h2>Step 2, microbatch 1</h2>" in (tmp_path / "page.html").read_text()
+    code, text = run_command(*given, "--around", "1", "--json", "-")
+    told = json.loads(text)
+    assert [(place["step"], place["microbatch"]) for place in told["steps"]] == [
+        *[(2, 0), (2, 1), (2, 2)],
+        *[(3, 0), (3, 1)],
+    ]
+    assert [row["microbatch"] for row in told["rows"]] == [n for n in (0, 1, 2, 0, 1) for _ in range(4)]
+    assert "the last one of an epoch has the batches that are left" in told["notes"][0]
+    code, text = run_command(*given, "--step", "4")
+    assert (code, "steps 0 to 3 are complete" in " ".join(text.split())) == (1, True)
+
+
 def test_the_last_step_is_told_unless_one_is_named(folder: Path) -> None:
     code, text = run_command("explain", f"{folder}/*.tar", "--state", f"{folder}/state.json", "--rows", "1")
     assert code == 0, text
