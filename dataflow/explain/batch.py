@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dataflow.explain.dealt import is_passed_over
 from dataflow.explain.run import run_of_loader
+from dataflow.explain.transforms import other_transforms
 from dataflow.stream.loader import StreamLoader
 from sharding.plan.history import StepHistory
 from sharding.topology.topology import Topology
@@ -28,6 +30,8 @@ def batch_of_loader(loader: DataLoader[Any, Any], step: int, rank: int | None, w
                 f"{ranks} ranks share out step {step:,}, and here are {run.plan.world_size}: say which, rank="
             )
         rank = run.plan.rank if ranks > 1 else 0
+    if text := other_transforms(run):
+        warnings.warn(text, stacklevel=3)
     return batch_at(run, place, rank, world_size)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from dataflow.explain.accumulated import NumberedPlace, numbered_places
 from dataflow.explain.dealt import WHOLE, DealtRows, Ints, dealt_rows, has_step, is_passed_over
 from dataflow.explain.located import draws_of, keys_of, located
 from dataflow.explain.run import ExplainedRun, Steps, run_of_loader, run_of_state
+from dataflow.explain.transforms import other_transforms
 from dataflow.mixture import Mixture
 from sharding.lengths.batching import Batching
 from sharding.order.epoch_order import EpochOrder
@@ -113,6 +115,8 @@ def provenance(
         True
     """
     run = run_of_state(state, dataset, batching)
+    if text := other_transforms(run, may_lack=True):
+        warnings.warn(text, stacklevel=2)
     where = (epoch, position, global_batch)
     if steps is not None:
         if where != (None, None, None):

@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from dataflow.planning.facts import facts_of
 from dataflow.planning.length_aware import SampleLengths, is_by_tokens
 from dataflow.planning.plan import StreamPlan, check_known, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
-from dataflow.planning.settings import StreamSettings
+from dataflow.planning.settings import TRANSFORMED, StreamSettings
 from dataflow.progress.bar import ProgressBar
 from dataflow.progress.observer import EpochPosition, LoaderObserver
 from dataflow.stats import LoaderStats
@@ -93,6 +94,7 @@ class StreamLoader:
         self._counters, self._repeated = DeliveryCounters(), RepeatedBatch()
         self.epoch_named: int | None = None
         """The epoch that a framework has named last, by `ShardOrder.set_epoch`."""
+        self.facts_loaded: Facts | None = None
         self.loop_length = 0
         """Batches of the loop begun last on this rank."""
         self.observer: LoaderObserver | None = None
@@ -472,8 +474,12 @@ class StreamLoader:
 
     @cached_property
     def _facts(self) -> Facts:
-        """The facts of the dataset in states."""
-        return facts_of(self.dataset)
+        """The facts of the dataset in states, and of what transforms it."""
+        facts = facts_of(self.dataset)
+        if any((one.transform, one.batch_transform) != (None, None) for one in self.dataset.sources):
+            with suppress(ModuleNotFoundError):  # the core alone
+                facts |= resolve_name(TRANSFORMED)(self.dataset)
+        return facts
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: seed and shuffle come from the state.
@@ -501,7 +507,7 @@ class StreamLoader:
         self._use_plan(plan)
         is_kept = plan.shuffle == loaded.shuffle
         self.window_reason = "as in the loaded state" if is_kept else f"{self._own_reason}, as data differ"
-        self._errors.count, self.epoch_named = int(skipped or 0), named
+        self._errors.count, self.epoch_named, self.facts_loaded = int(skipped or 0), named, loaded.data
         self._loops.resume(loaded.epoch, loaded.position, told)
 
     # ---- engine -------------------------------------------------------------------------------------

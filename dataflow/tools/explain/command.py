@@ -112,6 +112,7 @@ def explain(
       dataflow explain data/ --state old.pt --epoch 2 --position 40960 --global-batch 1024
     """  # noqa: D301 - click wants the control character
     from dataflow.explain.provenance import notes_of, table_of
+    from dataflow.explain.transforms import other_transforms
     from dataflow.tools.explain.saved import state_in
     from dataflow.tools.terminal.report import Page, save, show
 
@@ -123,7 +124,8 @@ def explain(
         table = table_of(run, places, settings.rank, keys=not settings.no_keys, notes=said)
     except IndexError as error:  # a step or rank that there was not
         raise ValueError(str(error)) from error
-    notes = notes_of(table)
+    differs = other_transforms(run, may_lack=html is None)
+    notes = [*notes_of(table), *([differs] if differs else [])]
     if json_path != "-":
         show(_told(run, places, table, notes, settings.rows))
     rows = table.drop_columns("draws").to_pylist()

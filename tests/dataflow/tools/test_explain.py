@@ -19,6 +19,7 @@ from programs_kit import run_command
 from text_kit import chat, text_in, tokenizer as tokenizer, write_jsonl
 
 from dataflow import ChatTemplate, DataLoader, Mixture, Packed, ShardedDataset, ShardWriter
+from dataflow.explain.transforms import mark_of
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.tools.explain.page import POLICY
 from dataflow.tools.explain.saved import state_in
@@ -222,6 +223,23 @@ def test_tokens_are_told_as_text_with_pieces_and_what_is_trained(
     assert said.split()[0] in shown
     assert f"{own.float().mean():.0%} trained" in made
     assert '<span class="p1 m">' in made
+
+
+def added(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "cls": sample["cls"] + 1}
+
+
+def test_a_page_without_the_transform_of_the_run_says_so(folder: Path, tmp_path: Path) -> None:
+    dataset = ShardedDataset(f"{folder}/*.tar", transform=added)
+    with DataLoader(dataset, 4, num_workers=0) as loader:
+        next(iter(loader))
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    given = ("explain", f"{folder}/*.tar", "--state", f"{tmp_path}/state.json")
+    said = f"taken with transform= {mark_of(added)} (name, and hash of its source), and here it is none"
+    assert said not in " ".join(run_command(*given)[1].split())
+    code, text = run_command(*given, "--html", f"{tmp_path}/page.html")
+    assert (code, said in " ".join(text.split())) == (0, True)
+    assert f"<p class=odd>the state was {said}" in (tmp_path / "page.html").read_text()
 
 
 def test_a_picture_is_written_as_it_is() -> None:

@@ -215,6 +215,24 @@ def test_a_step_is_told_beside_its_neighbours(page: Page, tmp_path: Path) -> Non
     assert "Step 1: the same" not in made
 
 
+def test_the_step_that_is_asked_for_is_shown_and_others_unfold(page: Page, tmp_path: Path) -> None:
+    with ShardWriter(f"{tmp_path}/a.jsonl") as shards:
+        for n in range(80):
+            shards.write({"n": n})
+
+    def loader() -> DataLoader:
+        return DataLoader(ShardedDataset(f"{tmp_path}/a.jsonl"), 20, num_workers=0)
+
+    made = page(loader, "--step", "3", "--around", "2", steps=4)
+    folded = "".join(re.findall(r"<details>.*?</details>", made, re.DOTALL))
+    assert (made.count("<details>"), folded.count("<div class=row>"), made.count("<div class=row>")) == (
+        2,
+        32,
+        52,
+    )
+    assert folded.count("4 more rows are not shown") == 2
+
+
 def test_the_sources_of_a_step_are_told_beside_those_of_its_neighbours(page: Page, tmp_path: Path) -> None:
     for name in "ab":
         with ShardWriter(f"{tmp_path}/{name}.jsonl") as shards:
