@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dataflow.decode.video import Video as Video
     from dataflow.explain.find import find as find
     from dataflow.explain.provenance import provenance as provenance
+    from dataflow.explain.verify import verify as verify
     from dataflow.grad.agreement import DisagreementError as DisagreementError, RankLostError as RankLostError
     from dataflow.grad.schedule import GradSchedule
     from dataflow.limits import Cache
@@ -122,6 +123,7 @@ _MODULES = {
     "convert": "dataflow.conversion.run",
     "find": "dataflow.explain.find",
     "provenance": "dataflow.explain.provenance",
+    "verify": "dataflow.explain.verify",
     "serve_metrics": "dataflow.telemetry.serving.serve",
     "split_pairs": "dataflow.text.pairs",
     # `__all__`:

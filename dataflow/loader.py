@@ -433,9 +433,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
     def provenance(
         self, steps: int | Iterable[int], rank: int | None = None, keys: bool = True, accumulate: int = 1
     ) -> pa.Table:
-        """Return which samples were in steps of this training: a `pyarrow.Table`.
-
-        A row is a sample that was delivered, or a piece of one; docs/guide/explain.md lists the columns.
+        """Return which samples, or pieces, were in steps: the table that docs/guide/explain.md describes.
 
         Args:
             steps: one, or several: batches of all ranks together, counted since the training began.
@@ -466,6 +464,14 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         Arguments, table and errors are those of `dataflow.find`.
         """
         return resolve_name("dataflow.explain.find:find_of_loader")(self, samples, on)
+
+    def account(self) -> dict[str, Any]:
+        """Return counts and sums over what this rank got since the loader was made, or a state loaded.
+
+        Save it with each checkpoint, one JSON file a rank: `dataflow.verify` adds them up. Raises as `find`.
+        """
+        account: dict[str, Any] = resolve_name("dataflow.explain.account:account_of_loader")(self)
+        return account
 
     # ---- statistics ---------------------------------------------------------------------------------
 

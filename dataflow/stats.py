@@ -102,17 +102,6 @@ def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
     return dict(_numbers("", figures))
 
 
-def numbers_since(later: Mapping[str, float], earlier: Mapping[str, float]) -> dict[str, float]:
-    """Return what `since` does, of the numbers that `flat` returned: counts are those of the interval.
-
-    Rates and shares stay as they were later.
-    """
-    return {
-        name: max(0.0, value - earlier.get(name, 0.0)) if is_count(name) else value
-        for name, value in later.items()
-    }
-
-
 def is_count(name: str) -> bool:
     """Return whether a figure only grows, by its name in `flat`; others hold at one time, or are rates."""
     parts = name.split(".")

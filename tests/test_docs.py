@@ -13,7 +13,7 @@ INCLUDE = runpy.run_path(str(ROOT / "docs" / "include.py"))
 PAGES: list[Path] = INCLUDE["pages"]()
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 MOST_WORDS = {"README.md": 900, "CHANGELOG.md": 700, "docs/architecture.md": 2000}
-MOST_IN_A_GUIDE, MOST_IN_ALL = 1500, 58_700
+MOST_IN_A_GUIDE, MOST_IN_ALL = 1500, 59_300
 
 
 def named(page: Path) -> str:

@@ -22,7 +22,7 @@ ROOT = HERE.parent
 PACKAGES = ("sharding", "prefetch", "dataflow")
 TEST_KIT = ("dataflow.testing", "dataflow.pytest_plugin")
 OUTSIDE = {
-    "strategies and accumulation of gradients": ("dataflow.grad",),
+    "strategies and accumulation of gradients": ("dataflow.grad", "prefetch.workers.ordered_thread"),
     "telemetry": ("dataflow.telemetry",),
     "command line": ("dataflow.tools",),
     "conversion and executors": ("dataflow.conversion", "dataflow.engines"),

@@ -23,7 +23,7 @@ import torch
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from dataflow.batch.delivered import UNTRAINED, Delivered, SampleWarning
+from dataflow.batch.delivered import UNTRAINED, BatchSums, Delivered, SampleWarning
 from dataflow.batch.measured import SampleForms, batch_of_made, length_reason, made_for
 from dataflow.batch.packed import batch_columns
 from dataflow.batch.samples import (
@@ -92,8 +92,7 @@ class BuildSettings(Struct, frozen=True, kw_only=True):
     hand_over_s: float = math.inf
     """Once building took so long, what is finished is handed over before the chunk is whole."""
     is_pinned: bool = False
-    """True if the training process page-locks what it views of other processes: whole slabs, so that these
-    copy batches there."""
+    """True if the training process page-locks whole slabs of other processes, so that these copy there."""
 
     @property
     def calls_functions(self) -> bool:
@@ -163,6 +162,8 @@ class BuildContext(Struct, frozen=True, kw_only=True):
     """The types of arrays that samples which were made had."""
     warned_of: set[str] = field(default_factory=set)
     """Kinds of remarks of which was said where the first one is."""
+    sums: BatchSums | None = None
+    """Gets those of batches; None: no batch is made, but samples for some."""
 
 
 class ChunkPlan(Struct, frozen=True, kw_only=True, eq=False):
@@ -324,8 +325,7 @@ class BatchBuilder:
                 yield part
                 del part
                 resumed_s, thread_s = context.now(), context.thread_s()
-                if flush_now:
-                    began_s = resumed_s
+                began_s = resumed_s if flush_now else began_s
 
     @property
     def _takes_each(self) -> bool:

@@ -8,7 +8,7 @@ few at a time, while the consumer takes them (`prefetch.memory.copies`). All oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,19 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataflow.batch.builder import NO_ROWS, BatchBuilder, BuildContext, ChunkPlan
-from dataflow.batch.delivered import Delivered, LazyBatches, job_ends, largest_job
+from dataflow.batch.delivered import BatchSums, Delivered, LazyBatches, job_ends, largest_job
 from dataflow.batch.sharing import finished
 from dataflow.outputs.columns import ChunkRows
 from dataflow.outputs.output import Output, staged_outputs
 from dataflow.staging.columns import StagedOutput
 from dataflow.staging.rows import WindowPart
-from dataflow.staging.window import StagedWindow
+from dataflow.staging.window import StagedWindow, WindowSamples
 from prefetch.core.copy_table import JobPlan
+from prefetch.core.executor import executor
 from prefetch.memory.arena import Arena, rounded_bytes
 from prefetch.memory.copies import ChunkCopies, Copies
 from prefetch.work import PartialChunk
 from sharding.cached_property import cached_property
 from sharding.errors import ShardReadError
+from sharding.lengths.units import BatchSegments, Segments
+from sharding.order.permutations import sum_keys
 from sharding.plan.batch_index import BatchIndex
 from sharding.plan.plan import EpochPlan, RankPlan
 
@@ -58,7 +61,7 @@ class BatchChunk:
         self.leased_bytes = 0
         self.reads_windows = copies is not None
         """True if batches that were handed out are still to be made of its windows."""
-        locate = partial(_window_parts, plan, batches, self.needs, context.arena)
+        locate = partial(_window_parts, plan, batches, self.needs, context, self.plan.segments)
         self.rows = ChunkRows(int(batches.sizes.sum()), locate, self.plan.cut)
         self._builder = BatchBuilder(context, self.plan, self.rows)
         self._submitted: ChunkCopies | None = None
@@ -205,7 +208,11 @@ class BatchChunk:
 
 
 def _window_parts(
-    plan: RankPlan, batches: BatchIndex, windows: Sequence[StagedWindow], arena: Arena
+    plan: RankPlan,
+    batches: BatchIndex,
+    windows: Sequence[StagedWindow],
+    context: BuildContext,
+    segments: BatchSegments | None,
 ) -> list[WindowPart]:
     """The rows of a chunk, window by window."""
     parts = []
@@ -214,10 +221,14 @@ def _window_parts(
             rows = window.rows[part.indices]
         else:
             if window.in_batches is None:
-                window.in_batches = _rows_in_batches(plan, part.window, window, arena)
+                window.in_batches = _rows_in_batches(plan, part.window, window, context.arena)
             first, rows = window.in_batches
             rows = rows[(batches.first - first) * plan.batch_plan.batch_size :][: len(part)]
         parts.append(WindowPart(window, rows, part.rows))
+    if context.sums is not None:
+        pieces = None if segments is None else segments.segments
+        own = [(part.rows, part.chunk_rows, one.samples) for part, one in zip(parts, windows, strict=True)]
+        note_sums(context.sums, plan.order.epoch, batches.first, batches.sizes, own, pieces)
     return parts
 
 
@@ -245,3 +256,38 @@ def _rows_in_batches(
     for i, first in enumerate(plan.order.indices_at(number, lanes, depths).tolist()):
         by_lane[:, i] = window.rows[first : first + len(core) * each].reshape(-1, each)
     return core.start, rows
+
+
+def note_sums(
+    sums: BatchSums,
+    epoch: int,
+    first_batch: int,
+    sizes: NDArray[np.int64],
+    parts: Iterable[tuple[NDArray[np.int64], slice | NDArray[np.int64], WindowSamples | None]],
+    pieces: Segments | None,
+) -> None:
+    """Note the sums of batches: of the rows that are read, and not of the plan.
+
+    Args:
+        sums: where they go.
+        epoch: of the batches.
+        first_batch: number of the first.
+        sizes: [batches] the rows of each.
+        parts: rows of windows, the rows of all batches that they fill, ascending, and the window's samples;
+            None: they are numbers of samples.
+        pieces: the part of its sample that each row has; None: all.
+    """
+    ends, totals, keys = np.cumsum(sizes), np.zeros((len(sizes), 2), np.uint64), sum_keys(epoch)
+    cuts = [np.require(cut, np.int64, "C") for cut in ([pieces.begin, pieces.length] if pieces else [])]
+    begin, length = (cut.ctypes.data for cut in cuts) if cuts else (0, 0)
+    for rows, own, samples in parts:
+        at, first = (0, own.start) if isinstance(own, slice) else (own.ctypes.data, 0)
+        where = (0, 0, 0, 0)
+        if samples is not None:
+            inside = 0 if samples.row_in_block is None else samples.row_in_block.ctypes.data
+            starts = samples.first_row.ctypes.data, samples.first_samples.ctypes.data
+            where = (*starts, len(samples.blocks), inside)
+        table = (rows.ctypes.data, at, len(rows), first, *where, begin, length, ends.ctypes.data)
+        executor().sum_samples(np.array([*table, keys.ctypes.data, totals.ctypes.data], np.int64))
+    for number, own_sum in enumerate(zip(sizes.tolist(), *totals.T.tolist(), strict=True), first_batch):
+        sums[epoch, number] = own_sum

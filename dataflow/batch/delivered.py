@@ -39,6 +39,12 @@ class Delivered(NamedTuple):
     remarks: tuple[SampleWarning, ...] = ()
 
 
+BatchSum = tuple[int, int, int]
+"""Rows of a batch (samples, or pieces of them), and two sums modulo 2**64 over them."""
+BatchSums = dict[tuple[int, int], BatchSum]
+"""Epoch of a batch, and its number in the plan -> its sum."""
+
+
 class LazyBatches:
     """Batches that are made when they are asked for, once, by whoever takes them."""
 

@@ -60,22 +60,19 @@ def dealt_rows(plan: StreamPlan, order: EpochOrder, place: StepPlace, rank: int 
 
 def has_step(plan: StreamPlan, order: EpochOrder, place: StepPlace) -> bool:
     """Return whether a step is one of its epoch, also where it was passed over."""
-    return _dealt(plan, order, place, 0).batch_plan.num_steps_global > 0
+    return rank_plan(plan, order, place, 0).batch_plan.num_steps_global > 0
 
 
 def is_passed_over(plan: StreamPlan, order: EpochOrder, place: StepPlace) -> bool:
     """Return whether nothing is left of a step."""
-    dealt = _dealt(plan, order, place, 0).batch_plan
+    dealt = rank_plan(plan, order, place, 0).batch_plan
     return dealt.num_steps_global > 0 and (not dealt.num_global_batches or dealt.steps_after(1) > 1)
 
 
 def _whole_batch(plan: StreamPlan, order: EpochOrder, place: StepPlace) -> DealtRows | None:
     """A complete global batch, whose ranks have the parts of one list; None: it is the incomplete one."""
     each = place.global_batch // place.world_size
-    whole = plan.dealt(
-        order, batch_size=place.global_batch, rank=0, world_size=1, tail="drop", start=place.position
-    )
-    _check_known(whole, place)
+    whole = whole_plan(plan, order, place)
     first_is_left = whole.num_batches and whole.batch_plan.steps_after(1) == 1
     if not first_is_left or whole.batch_plan.items(0, 1)[1][0] < place.global_batch:
         return None
@@ -86,7 +83,7 @@ def _whole_batch(plan: StreamPlan, order: EpochOrder, place: StepPlace) -> Dealt
 
 def _of_rank(plan: StreamPlan, order: EpochOrder, place: StepPlace, rank: int) -> DealtRows | None:
     """Return what one rank took; None: nothing."""
-    own = _dealt(plan, order, place, rank)
+    own = rank_plan(plan, order, place, rank)
     _check_known(own, place)
     if not own.num_batches or own.batch_plan.steps_after(1) > 1:  # the first that is left is a later one
         return None
@@ -105,12 +102,21 @@ def _of_rank(plan: StreamPlan, order: EpochOrder, place: StepPlace, rank: int) -
     return DealtRows(segments.position, ranks, row, segments.begin, segments.length, repeated)
 
 
-def _dealt(plan: StreamPlan, order: EpochOrder, place: StepPlace, rank: int) -> RankPlan:
+def rank_plan(plan: StreamPlan, order: EpochOrder, place: StepPlace, rank: int) -> RankPlan:
     """The plan of a rank that begins with a step."""
     return plan.dealt(
         order, batch_size=place.global_batch // place.world_size, rank=rank, world_size=place.world_size,
         tail=place.tail, start=place.position,
     )  # fmt: skip
+
+
+def whole_plan(plan: StreamPlan, order: EpochOrder, place: StepPlace) -> RankPlan:
+    """The plan of the complete global batches from a step on, as one rank would have them."""
+    whole = plan.dealt(
+        order, batch_size=place.global_batch, rank=0, world_size=1, tail="drop", start=place.position
+    )
+    _check_known(whole, place)
+    return whole
 
 
 def _check_known(plan: RankPlan, place: StepPlace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from dataflow.dataset import ShardedDataset
@@ -85,7 +86,7 @@ class ExplainedRun(NamedTuple):
         if not (own := [one for one in own if one.begin < end and place.position < one.end]):
             return
         ends = max(one.end_step for one in own)
-        if history is None or place.step < 0 or ends > history.num_steps or history.goes_back:
+        if history is None or place.step < 0 or ends > history.num_steps or _goes_back(history):
             raise ValueError(
                 f"whether position {place.position:,} of epoch {place.epoch} was passed over in that step, "
                 "as skip_steps said, is not known: some of the steps that were named are still to come, or "
@@ -122,6 +123,12 @@ class ExplainedRun(NamedTuple):
                 f"the mixture went on as this one in an epoch before {epoch}: what earlier epochs held is "
                 "told by a state of that time, and the mixture as it was"
             )
+
+
+def _goes_back(history: StepHistory) -> bool:
+    """Return whether a stretch begins before the end of the one before it, as far as they are known."""
+    pairs = pairwise(history.stretches)
+    return any(later[1:3] <= earlier.at(earlier.end - 1)[1:3] for earlier, later in pairs)
 
 
 def run_of_loader(loader: DataLoader[Any, Any]) -> ExplainedRun:

@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar, TypeVar, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
@@ -18,6 +19,7 @@ from dataflow.mixture import Mixture
 from dataflow.planning.facts import sources_of
 from dataflow.planning.length_aware import are_measured, make_planner, megabatch_bytes, tells_lengths
 from dataflow.planning.settings import PASSING, StreamSettings
+from dataflow.staging.source import SOURCE_SHIFT
 from sharding.cached_property import cached_property
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlanner
@@ -340,6 +342,17 @@ class StreamPlan:
         other = replace(self, **own)
         other._orders[order.epoch] = order
         return other.epoch(order.epoch, start)
+
+    def numbers(self, order: EpochOrder, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers of the samples at some positions, as windows have them (`RowNumbers`)."""
+        samples, sources = order.samples(positions), self.dataset.sources
+        ends = np.cumsum([len(source) for source in sources])
+        own, numbers = np.searchsorted(ends, samples, side="right"), np.empty_like(samples)
+        for which in np.unique(own).tolist():
+            at, source = np.flatnonzero(own == which), sources[which]
+            blocks, rows = source.selection.locate(samples[at] - (int(ends[which]) - len(source)))
+            numbers[at] = (which << SOURCE_SHIFT) + source.catalog.blocks.first_sample[blocks] + rows
+        return numbers
 
     def without_passed(self, plan: PlanT) -> PlanT:
         """The plan of an epoch without what is passed over of it."""

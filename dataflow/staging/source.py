@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("dataflow")
-_SOURCE_SHIFT = 44  # 2**44 samples a source
+SOURCE_SHIFT = 44  # 2**44 samples a source
 
 
 class Traffic:
@@ -218,7 +218,7 @@ class Source:
     @property
     def first_number(self) -> int:
         """The number of its first sample: its random numbers depend on no other source's size."""
-        return self.number << _SOURCE_SHIFT
+        return self.number << SOURCE_SHIFT
 
     @cached_property
     def _has_others(self) -> bool:

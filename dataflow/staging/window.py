@@ -58,7 +58,7 @@ class WindowSamples:
         rows_in_block: Sequence[NDArray[np.int64]] | None = None,
     ) -> None:
         self._first_number, self.blocks = first_number, blocks
-        self._row_in_block = np.concatenate(rows_in_block) if rows_in_block else None
+        self.row_in_block = np.concatenate(rows_in_block) if rows_in_block else None
         counts = map(len, rows_in_block) if rows_in_block else (block.num_samples for block in blocks)
         self.first_row = np.cumsum([0, *counts], dtype=np.int64)
         """First row of every block, and the number of rows, int64 [b + 1]."""
@@ -71,8 +71,8 @@ class WindowSamples:
     def find(self, row: int) -> tuple[int, int]:
         """Ordinal of the block that holds a row, and the row in the block."""
         ordinal = int(np.searchsorted(self.first_row, row, side="right")) - 1
-        if self._row_in_block is not None:
-            return ordinal, int(self._row_in_block[row])
+        if self.row_in_block is not None:
+            return ordinal, int(self.row_in_block[row])
         return ordinal, row - int(self.first_row[ordinal])
 
     def number(self, row: int) -> int:
@@ -87,11 +87,12 @@ class WindowSamples:
     def numbers(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `RowNumbers.numbers`."""
         ordinal = self.ordinals(rows)
-        in_block = rows - self.first_row[ordinal] if self._row_in_block is None else self._row_in_block[rows]
-        return self._first_samples[ordinal] + in_block
+        in_block = rows - self.first_row[ordinal] if self.row_in_block is None else self.row_in_block[rows]
+        return self.first_samples[ordinal] + in_block
 
     @cached_property
-    def _first_samples(self) -> NDArray[np.int64]:
+    def first_samples(self) -> NDArray[np.int64]:
+        """[b] the number of each block's first sample."""
         return np.array([block.first_sample for block in self.blocks], np.int64) + self._first_number
 
 

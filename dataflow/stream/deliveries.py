@@ -1,37 +1,113 @@
-"""Counts of what is delivered, errors that a policy forgives, and what comes in place of an empty batch."""
+"""Counts and account of what is delivered; errors that a policy forgives; the stand-in of an empty batch."""
 
 from __future__ import annotations
 
 import copy
+import os
 import threading
+import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from operator import add
+from typing import Any, Self
 
 import torch
 
 from dataflow.batch.builder import REPEAT
-from dataflow.batch.delivered import UNTRAINED, Delivered
+from dataflow.batch.delivered import UNTRAINED, BatchSum, Delivered
 from dataflow.outputs.columns import odd_text
 from dataflow.torch_threads import run_with_one_torch_thread
 from sharding.errors import DataflowError, SampleError
 
-_LISTED_ERRORS = 1000
+LISTED_ERRORS = 1000
+CUT_STEPS = 64
+MOST_CUTS = 256
+"""More cuts of an account than that are thinned out: every second one goes."""
+Standing = Callable[[], tuple[int | None, int]]
+"""Tells the steps that the loader's state is behind, None: not known; and batches that are taken ahead."""
+
+
+@dataclass(eq=False, kw_only=True)
+class DeliveryAccount:
+    """The account of a loader from when it was made, or a state loaded. For one thread at a time."""
+
+    standing: Standing
+    cuts: list[tuple[int, int, int, int]]
+    """Steps of the training, and rows and sums that were handed out before them; empty: steps are unknown."""
+    run: str = field(default_factory=lambda: os.urandom(8).hex())
+    began_s: float = field(default_factory=time.time)
+    left_out: list[tuple[int, str]] = field(default_factory=list)
+    """Step and text of samples that `on_error` left out, `LISTED_ERRORS` of them."""
+    repeated: list[int] = field(default_factory=list)
+    """Steps at which an earlier batch came in place of one of which nothing was left."""
+    num_left_out: int = 0
+    num_aside: int = 0
+    """Batches of loops beside the newest, which are no steps."""
+    sums: tuple[int, int, int] = (0, 0, 0)
+    """Rows and sums before the last batch, which a framework may keep for later."""
+    last: BatchSum = (0, 0, 0)
+
+    @classmethod
+    def behind(cls, standing: Standing) -> Self:
+        """An account that begins where a loader stands."""
+        steps = standing()[0]
+        return cls(standing=standing, cuts=[] if steps is None else [(steps, 0, 0, 0)])
+
+    def note(self, delivered: Delivered) -> None:
+        """List what is odd about a batch."""
+        step = (self.standing()[0] or 1) - 1
+        texts = map(str, delivered.skipped[: LISTED_ERRORS - len(self.left_out)])
+        self.left_out += [(step, text) for text in texts]
+        self.num_left_out += len(delivered.skipped)
+        self.repeated += [step] * (delivered.in_place and len(self.repeated) < LISTED_ERRORS)
+
+    @property
+    def total(self) -> tuple[int, int, int]:
+        """Rows and sums of all."""
+        return tuple(map(add, self.sums, self.last))
+
+    def cut(self) -> None:
+        """Note what was handed out before the steps that the loader's state is behind."""
+        steps, num_ahead = self.standing()
+        if steps is not None and self.cuts and steps > self.cuts[-1][0]:
+            self.cuts.append((steps, *(self.sums if num_ahead else self.total)))
+        if len(self.cuts) > MOST_CUTS:
+            del self.cuts[1:-1:2]
 
 
 class DeliveryCounters:
     """Counts of what was handed out, over all loops of a loader."""
 
-    def __init__(self) -> None:
+    def __init__(self, standing: Standing) -> None:
+        self.account = DeliveryAccount(standing=standing, cuts=[(0, 0, 0, 0)])
         self.samples = self.batches = self.empty_batches = 0
         self.first_batch_s = 0.0
         self.remarks: Counter[str] = Counter()
         self._warned_of = set[str]()
 
-    def add(self, delivered: Delivered) -> None:
-        """Count a batch that is handed out, or left out for being empty."""
+    def going_on(self, standing: Standing) -> Self:
+        """Counts that go on from these, with an account of its own."""
+        other = copy.copy(self)
+        other.account = DeliveryAccount.behind(standing)
+        return other
+
+    def add(self, delivered: Delivered, own: BatchSum, taken: int | None) -> None:
+        """Count a batch that is handed out, or left out for being empty.
+
+        `own`: its sum; `taken`: batches of its loop, None: that is not the newest.
+        """
+        account = self.account
+        if taken is None:
+            account.num_aside += 1
+        else:
+            account.sums, account.last = account.total, own
+            if delivered.skipped or delivered.in_place:
+                account.note(delivered)
+            if not taken % CUT_STEPS:
+                account.cut()
         self.empty_batches += delivered.in_place or not delivered.num_samples
         self.batches += delivered.num_samples > 0
         self.samples += delivered.num_samples
@@ -143,7 +219,7 @@ class PendingErrors:
             skipped.num_ahead -= len(errors)
             self._count -= len(errors)
             skipped.count += len(errors)
-            skipped.errors += map(str, errors[: _LISTED_ERRORS - len(skipped.errors)])
+            skipped.errors += map(str, errors[: LISTED_ERRORS - len(skipped.errors)])
 
     def forget(self) -> None:
         """Forget what was decided about batches that will never be delivered."""

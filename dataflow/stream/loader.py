@@ -77,8 +77,7 @@ class StreamLoader:
 
     def __init__(self, dataset: ShardedDataset | Mixture, settings: StreamSettings) -> None:
         check_settings(dataset, settings)
-        self.dataset, self.settings = dataset, settings
-        self.batching = settings.batching
+        self.dataset, self.settings, self.batching = dataset, settings, settings.batching
         self.device, self.mark_repeats = settings.torch_device, settings.mark_repeats
         self._rank = RankTopology(settings.topology)
         if isinstance(dataset, Mixture):
@@ -90,8 +89,6 @@ class StreamLoader:
         self._pause: ReadPause | None = None
         self._finalizer: Finalizer | None = None
         self._errors = ErrorBudget(dataset.on_error, dataset.error_budget)
-        self._skips_bad = dataset.on_error != "raise"
-        self._counters, self._repeated = DeliveryCounters(), RepeatedBatch()
         self.epoch_named: int | None = None
         """The epoch that a framework has named last, by `ShardOrder.set_epoch`."""
         self.facts_loaded: Facts | None = None
@@ -100,6 +97,7 @@ class StreamLoader:
         self.observer: LoaderObserver | None = None
         """Is told of each loop; None: nobody watches them."""
         self._loops, self.sessions = LoopQueue(dataset), LoopSessions()
+        self.counters, self._repeated = DeliveryCounters(self._loops.standing), RepeatedBatch()
         with self._planning():
             plan, self.window_reason = first_plan(dataset, settings)
         self._own_shuffle, self._own_reason = plan.shuffle, self.window_reason
@@ -116,10 +114,11 @@ class StreamLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy stands where this loader stands, goes on by itself and reads with threads of its own.
-        changing = ("_rank", "_errors", "_counters", "_loops", "sessions")
+        changing = ("_rank", "_errors", "_loops", "sessions")
         own = {name: copy.copy(self.__dict__[name]) for name in changing}
-        none = dict.fromkeys(("_finalizer", "_pause", "_length_plan"))
-        return {**self.__dict__, **own, **none, "_repeated": RepeatedBatch(), "observer": None}
+        none = dict.fromkeys(("_finalizer", "_pause", "_length_plan", "observer"))
+        new = {"_repeated": RepeatedBatch(), "counters": self.counters.going_on(own["_loops"].standing)}
+        return {**self.__dict__, **own, **none, **new}
 
     @property
     def read_pause(self) -> ReadPause | None:
@@ -166,7 +165,7 @@ class StreamLoader:
                 num_samples = len(source) // loader.topology.data_world_size
                 with ProgressBar("measuring lengths", total=num_samples, unit="sample") as bar:
                     for _ in loader:
-                        bar.show(loader._counters.samples)
+                        bar.show(loader.counters.samples)
         finally:
             loader.close()
         return loader._lengths
@@ -227,7 +226,7 @@ class StreamLoader:
         epoch, asked_s, self.loop_length = plan.order.epoch, began_s, plan.num_batches
         begins = None if self.observer is None else self.observer.begin
         observer = begins and begins(self, epoch, partial(self._position, plan))
-        frame, counters, mixes = LoopFrame(), self._counters, isinstance(self.dataset, Mixture)
+        frame, counters, mixes = LoopFrame(), self.counters, isinstance(self.dataset, Mixture)
         try:
             while not loop.has_ended:
                 session = loop.session
@@ -239,10 +238,11 @@ class StreamLoader:
                     batch = delivered.batch if on_device is None else on_device(delivered.batch)
                     if delivered.skipped:
                         session.errors.delivered(delivered.skipped)
-                    counters.add(delivered)
+                    loop.taken += 1
+                    own = session.sums.pop((delivered.epoch, delivered.number), (0, 0, 0))
+                    counters.add(delivered, own, loop.taken if self._loops.newest is loop else None)
                     if observer is not None:
                         observer.batch(asked_s)
-                    loop.taken += 1
                     if loop.is_whole:
                         self._deliver_last(loop, session)
                     if delivered.num_samples:
@@ -268,7 +268,7 @@ class StreamLoader:
             try:
                 if batches is None:
                     chunk = session.next_batches()
-                    may_be_empty = self._skips_bad and self._may_be_empty
+                    may_be_empty = self.dataset.on_error != "raise" and self._may_be_empty
                     steps_together = may_be_empty and self._rank.topology.data_world_size > 1
                     batches = self._repeated.in_place_of_empty(chunk) if steps_together else iter(chunk)
                     del chunk
@@ -404,7 +404,7 @@ class StreamLoader:
         """Return whether `on_error` may leave nothing of a batch that was planned with more."""
         planner = self._plan.planner
         leaves_out_first = planner is not None and planner.lengths is None
-        return self._skips_bad and (self._plan.measures_ahead or not leaves_out_first)
+        return self.dataset.on_error != "raise" and (self._plan.measures_ahead or not leaves_out_first)
 
     @property
     def remainder(self) -> int:
@@ -475,11 +475,10 @@ class StreamLoader:
     @cached_property
     def _facts(self) -> Facts:
         """The facts of the dataset in states, and of what transforms it."""
-        facts = facts_of(self.dataset)
-        if any((one.transform, one.batch_transform) != (None, None) for one in self.dataset.sources):
-            with suppress(ModuleNotFoundError):  # the core alone
-                facts |= resolve_name(TRANSFORMED)(self.dataset)
-        return facts
+        with suppress(ModuleNotFoundError):  # the core alone
+            if any((one.transform, one.batch_transform) != (None, None) for one in self.dataset.sources):
+                return {**facts_of(self.dataset), **resolve_name(TRANSFORMED)(self.dataset)}
+        return facts_of(self.dataset)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: seed and shuffle come from the state.
@@ -509,6 +508,7 @@ class StreamLoader:
         self.window_reason = "as in the loaded state" if is_kept else f"{self._own_reason}, as data differ"
         self._errors.count, self.epoch_named, self.facts_loaded = int(skipped or 0), named, loaded.data
         self._loops.resume(loaded.epoch, loaded.position, told)
+        self.counters = self.counters.going_on(self._loops.standing)
 
     # ---- engine -------------------------------------------------------------------------------------
 
@@ -553,7 +553,7 @@ class StreamLoader:
 
     def stats(self) -> LoaderStats:
         """A snapshot; cheap, any thread."""
-        sessions, delivered = self.sessions.open, self._counters
+        sessions, delivered = self.sessions.open, self.counters
         return LoaderStats(
             **vars(self.sessions.stats()),
             samples=delivered.samples,
@@ -574,7 +574,7 @@ class StreamLoader:
     @property
     def has_counts(self) -> bool:
         """Return whether `stats()` has counted something."""
-        return self._counters.batches > 0 or self._errors.count > 0
+        return self.counters.batches > 0 or self._errors.count > 0
 
     @property
     def ranks(self) -> tuple[int, int, int, int]:

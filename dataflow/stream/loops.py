@@ -141,6 +141,11 @@ class LoopQueue:
         """The steps that the loader's state is behind; None: not known. Of loops at a time, the newest's."""
         return self._history()
 
+    def standing(self) -> tuple[int | None, int]:
+        """Return the steps that the state is behind, None: not known; and batches that are taken ahead."""
+        history, newest = self.history, self._newest
+        return None if history is None else history.num_steps, newest.num_ahead if newest else 0
+
     def _history(self, *, is_over: bool = False) -> StepHistory | None:
         before, loop = self._before, self._newest
         if before is None or loop is None or loop.plan is None:

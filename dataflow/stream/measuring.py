@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.builder import REPEAT, checked_dict
-from dataflow.batch.delivered import Delivered, SampleWarning
+from dataflow.batch.chunk import note_sums
+from dataflow.batch.delivered import BatchSums, Delivered, SampleWarning
 from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples, SampleForms, cut_reason, misform
 from dataflow.batch.samples import unlike_columns, unlike_planned
 from dataflow.batch.transforms import called
@@ -143,6 +144,9 @@ class MeasuringStage:
     Raises `DataflowError` where ranks must measure together, and cannot.
     """
 
+    sums: BatchSums
+    """Gets those of the batches."""
+
     def __init__(
         self,
         *,
@@ -224,6 +228,10 @@ class MeasuringStage:
             self._measure_some(dealt.num_full - 1 - number)
         segments = self._units.batches(dealt, number, number + 1)
         self._number = number + 1
+        pieces, epoch = segments.segments, self._order.epoch
+        numbers = self._plan.numbers(self._order, pieces.position)
+        parts = [(numbers, slice(0, len(numbers)), None)]
+        note_sums(self.sums, epoch, number, np.array([len(pieces)]), parts, pieces)
         has = self._dealt.has(segments.segments.position)
         if not has.all():  # planned with lengths that were known, and left out since
             lacking, segments = segments.segments.position[~has], segments.keep(np.flatnonzero(has))
@@ -478,8 +486,11 @@ class LengthsStage(MeasuringStage):
     as it is known (`PlanInParts`).
     """
 
-    open_rows: Callable[[StreamPlan, StreamSettings, int, int], Callable[[], Batches[Delivered]]]
-    """Begins to build the batches of a plan, from a position of an epoch on; what gives the next ones."""
+    open_rows: Callable[
+        [StreamPlan, StreamSettings, int, int], tuple[Callable[[], Batches[Delivered]], BatchSums]
+    ]
+    """Begins to build the batches of a plan, from a position of an epoch on; what gives the next ones, and
+    their sums."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -510,10 +521,12 @@ class LengthsStage(MeasuringStage):
         if self._next_rows is None:
             stats = self._outer.sequence.stats
             plan = PlanInParts.of(self._plan, max(1, stats.segments // max(1, stats.units)), self.known)
-            self._next_rows = self.open_rows(plan, self._settings, self._order.epoch, self._outer.start)
+            epoch, start = self._order.epoch, self._outer.start
+            self._next_rows, self._row_sums = self.open_rows(plan, self._settings, epoch, start)
         while (delivered := next(self._ready, None)) is None:
             self._ready = iter(self._next_rows())
         errors, remarks = delivered.skipped + self._passed(), delivered.remarks + self._take_remarks()
+        self.sums[self._order.epoch, number] = self._row_sums.pop((delivered.epoch, delivered.number))
         return [delivered._replace(number=number, skipped=errors, remarks=remarks)]
 
     def _deal(self, own: MeasuredSamples) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from dataflow.batch.at_work import sample_at
 from dataflow.batch.builder import BuildContext
-from dataflow.batch.delivered import Delivered
+from dataflow.batch.delivered import BatchSums, Delivered
 from dataflow.planning.settings import StreamSettings
 from dataflow.staging.source import Source, Traffic
 from dataflow.staging.stager import Stager
@@ -75,6 +75,8 @@ class Resources:
     ) -> None:
         plan, limit, ahead = decided.plan, decided.memory_limit, decided.ahead
         self._pause, self._builds_end = pause, threading.Event()
+        self.sums: BatchSums = {}
+        """The sums of batches that are not handed out yet."""
         self.ledger = Ledger(limit - sum(decided.kept_bytes.values()))
         register = register_pinned if decided.settings.is_pinned else None
         # Threads that call functions of the user's may leave them what is staged.
@@ -135,6 +137,7 @@ class Resources:
             ships_values=decided.builders.num_processes > 0,
             row_bytes=batch_bytes(plan) // plan.samples_per_batch if decided.builders.reads else None,
             pin=pin_memory if decided.settings.is_pinned else None,
+            sums=None if plan.measures_lengths else self.sums,
         )
 
     def _copies(self, decided: SessionPlan, options: EngineOptions) -> Copies:

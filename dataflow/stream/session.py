@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from dataflow.batch.delivered import Delivered
+from dataflow.batch.delivered import BatchSums, Delivered
 from dataflow.outputs.columns import closed_error
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
@@ -56,7 +56,7 @@ class Session:
         self._num_taken, self._last_taken_s = 0, self._now()
         self.copier = DeviceCopier(CudaStreams(device)) if device.type == "cuda" else None
         self.resources = Resources(decided, epoch, start, errors=errors, pause=pause)
-        self._engine = self.resources.engine
+        self._engine, self.sums = self.resources.engine, self.resources.sums
         self._next: tuple[int, int] | None = (epoch, start)
         """Epoch and position of the next batch, where that is the first of what was asked for."""
         self._closing = threading.RLock()  # held until all has ended
@@ -66,12 +66,13 @@ class Session:
         if isinstance(stage, LengthsStage):
             stage.open_rows = self._open_rows
         if stage is not None:
+            stage.sums = self.sums
             stage.begin(self.next_chunk, self.resources.ledger, epoch, start)
 
     def _open_rows(
         self, plan: StreamPlan, settings: StreamSettings, epoch: int, start: int
-    ) -> Callable[[], Batches[Delivered]]:
-        """Open the session that builds rows, and return what gives its next batches."""
+    ) -> tuple[Callable[[], Batches[Delivered]], BatchSums]:
+        """Open the session that builds rows, and return what gives its next batches, and their sums."""
         topology, limit = self.decided.topology, self.decided.memory_limit
         decided = plan_session(plan, settings, topology, limit, plan_builders(plan, settings, topology))
         with Uninterrupted(), self._closing:
@@ -79,7 +80,7 @@ class Session:
                 raise closed_error()
             here = torch.device("cpu")
             self._rows = [Session(decided, epoch, start, errors=self.errors, pause=self._pause, device=here)]
-        return self._rows[0].next_chunk
+        return self._rows[0].next_chunk, self._rows[0].sums
 
     def next_batches(self) -> Batches[Delivered]:
         """The batches of the next chunk, or what the stage forms next."""

@@ -17,6 +17,7 @@ from dataflow.tools.convert.command import convert
 from dataflow.tools.doctor.command import doctor
 from dataflow.tools.explain.command import explain
 from dataflow.tools.explain.found import find
+from dataflow.tools.explain.verified import verify
 from dataflow.tools.inspect.settings import InspectSettings
 from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.terminal.options import (
@@ -74,6 +75,7 @@ def main() -> None:
     Show which samples were in a step of a training:
       dataflow explain data/train.catalog --state checkpoint.pt --step 41237
       dataflow find data/train.catalog --state checkpoint.pt --key sample0731
+      dataflow verify data/train.catalog --state checkpoint.pt --account accounts/
 
     \b
     Follow the trainings that run, on a terminal or in a browser:
@@ -319,6 +321,7 @@ main.add_command(convert)
 main.add_command(doctor)
 main.add_command(explain)
 main.add_command(find)
+main.add_command(verify)
 main.add_command(top)
 
 

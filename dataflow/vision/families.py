@@ -17,7 +17,8 @@ FAMILIES: dict[str, Family] = {**QWEN_FAMILIES, **TILE_FAMILIES}
 def family_of(name: str, folder: Path, min_pixels: int | None, max_pixels: int | None) -> Family:
     """The settings of a family's processor: those of its files where the folder has them.
 
-    `ValueError` for a family that is not supported, and for settings that no code here is for.
+    `ValueError` for a family that is not supported, and for settings that no code here is for; `RuntimeError`
+    where this torch cannot resize as the family does.
     """
     if name not in FAMILIES:
         raise ValueError(
@@ -34,4 +35,5 @@ def family_of(name: str, folder: Path, min_pixels: int | None, max_pixels: int |
         return family.limited(min_pixels, max_pixels)
     if min_pixels is not None or max_pixels is not None:
         raise ValueError(f"min_pixels= and max_pixels= are of Qwen's families; family={name!r} has one size")
+    family.check_torch()
     return family

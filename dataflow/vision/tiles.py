@@ -59,6 +59,16 @@ class TileFamily:
         """The shape of a row of `pixel_values`."""
         return (3, self.side, self.side)
 
+    def check_torch(self) -> None:
+        """Raise `RuntimeError` where this torch cannot resize as the family does."""
+        try:
+            interpolate(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), (4, 4), mode=self.mode, antialias=True)
+        except (NotImplementedError, ValueError) as error:
+            raise RuntimeError(
+                f"the pictures of this family are resized by mode={self.mode!r}, which torch "
+                f"{torch.__version__} does not have: install a newer one, such as 2.13"
+            ) from error
+
     def configured(self, image: Mapping[str, Any], own: Mapping[str, Any], file: Path) -> TileFamily:
         """The family with a model's settings: of its processor of images, and of its own."""
         check_steps(image, file, self.processors, {"resample": self.resample, **self.fixed})

@@ -439,7 +439,13 @@ def _checked_progress(loaded: Mapping[str, Any]) -> EpochProgress:
 
 
 _OF_A_LOADER = ("kind", "batch_size", "length", "sampler_kind", "sampler_length", "base_seed")
-_chains: weakref.WeakKeyDictionary[torch.Generator, set[str]] = weakref.WeakKeyDictionary()
+
+
+class _SeedChain(torch.Generator):
+    """A generator that can be referred to weakly: in older releases, its own class cannot."""
+
+
+_chains: weakref.WeakKeyDictionary[_SeedChain, set[str]] = weakref.WeakKeyDictionary()
 """The states of torch's global generator that go on, with the loaders that draw from it."""
 
 
@@ -455,7 +461,7 @@ def _chain_from(state: Mapping[str, Any]) -> torch.Generator:
         if own not in loaders and torch.equal(chain.get_state(), state["chain"]):
             break
     else:
-        chain, loaders = torch.Generator(), set()
+        chain, loaders = _SeedChain(), set()
         chain.set_state(state["chain"])
         _chains[chain] = loaders
     loaders.add(own)

@@ -127,8 +127,7 @@ class WindowQueue:
 
     def keep_free(self, nbytes: int) -> None:
         """Leave so much credit for what builders make, but half of the limit at most."""
-        most = max(self._least_kept_bytes, self._ledger.limit_bytes // 2)
-        self._keep_bytes = min(max(self._least_kept_bytes, nbytes), most)
+        self._keep_bytes = max(self._least_kept_bytes, min(nbytes, self._ledger.limit_bytes // 2))
 
     def release(self, chunk: Chunk[Any]) -> None:
         """A chunk needs its windows no more."""

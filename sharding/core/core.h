@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 11 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 12 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -113,6 +113,24 @@ CORE_API int64_t core_seeded_permutations(const int64_t *sizes, const uint64_t *
    `most`, fewer where the known lengths of a source end. Changes `owed` and `upcoming`; gives the number of draws. */
 CORE_API int64_t core_token_draws(const int64_t *shares, int64_t *owed, const int64_t *lengths, int64_t *upcoming,
                                   const int64_t *end, int64_t sources, uint16_t *out, int64_t most);
+
+/* The samples of batches, as sums that do not depend on their order. Row i of n is row `at[i]` of a chunk (ascending;
+   null: first + i), in the batch b that ends[b] is the first row after, and stands for the number first_sample[k] +
+   row_in_block[rows[i]] of the block k that holds rows[i]: the last one with first_row[k] <= rows[i]. `row_in_block`
+   null: rows[i] - first_row[k]; `blocks` 0: the number is rows[i]. Added to sums[b][0] and sums[b][1], modulo 2^64, is
+   what `mix_more` of `sharding.order.permutations` makes of keys[0] and keys[1], the number, and begin and length of the
+   row of the chunk, where these are not null. */
+typedef struct {
+    const int64_t *rows, *at;
+    int64_t n, first;
+    const int64_t *first_row, *first_sample;
+    int64_t blocks;
+    const int64_t *row_in_block, *begin, *length, *ends;
+    const uint64_t *keys;
+    uint64_t *sums;
+} core_samples;
+
+CORE_API void core_sum_samples(const core_samples *samples);
 
 /* ---- protobuf messages ---------------------------------------------------------------------------------------- */
 

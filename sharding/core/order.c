@@ -5,13 +5,15 @@
 #include <stdlib.h>
 
 /* `splitmix64` of Steele, Lea & Flood (2014), as `sharding.order.permutations` has it. */
+static inline uint64_t mixed(uint64_t z) {
+    z += 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
 VARIANTS static void hash(uint64_t *restrict out, int64_t n, uint64_t key, uint64_t low) {
-    for (int64_t i = 0; i < n; i++) {
-        uint64_t z = ((uint64_t)i ^ key) + 0x9E3779B97F4A7C15u;
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-        out[i] = ((z ^ (z >> 31)) & ~low) | (uint64_t)i;
-    }
+    for (int64_t i = 0; i < n; i++) out[i] = (mixed((uint64_t)i ^ key) & ~low) | (uint64_t)i;
 }
 
 static void insert(uint64_t *keys, int64_t n) {
@@ -77,4 +79,22 @@ int64_t core_token_draws(const int64_t *shares, int64_t *owed, const int64_t *le
         out[taken] = (uint16_t)best;
     }
     return most;
+}
+
+void core_sum_samples(const core_samples *s) {
+    int64_t batch = 0;
+    for (int64_t i = 0; i < s->n; i++) {
+        int64_t own = s->at ? s->at[i] : s->first + i, row = s->rows[i], number = row, block = 0;
+        while (own >= s->ends[batch]) batch++;
+        if (s->blocks) {
+            for (int64_t left = s->blocks; left > 1; left -= left / 2) /* without a branch: rows are mixed */
+                block += s->first_row[block + left / 2] <= row ? left / 2 : 0;
+            number = s->first_sample[block] + (s->row_in_block ? s->row_in_block[row] : row - s->first_row[block]);
+        }
+        for (int side = 0; side < 2; side++) {
+            uint64_t z = mixed((uint64_t)number ^ s->keys[side]);
+            if (s->begin) z = mixed(mixed(z ^ (uint64_t)s->begin[own]) ^ (uint64_t)s->length[own]);
+            s->sums[2 * batch + side] += z;
+        }
+    }
 }

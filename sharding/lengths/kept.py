@@ -67,23 +67,6 @@ def folder_beside(catalog_path: str) -> str:
     return os.path.splitext(catalog_path)[0] + ".lengths"
 
 
-def copy_beside(catalog: str, catalog_path: str) -> tuple[int, str]:
-    """Put the lengths that were measured of a catalog's samples beside it; how many files, and where.
-
-    Raises `OSError` where that cannot be written.
-    """
-    folder, names = folder_beside(catalog_path), list[str]()
-    with suppress(FileNotFoundError):
-        names = [name for name in os.listdir(user_folder("lengths")) if name.startswith(f"{catalog}-")]
-    names = [name for name in names if name.endswith(".npy")]
-    for name in names:
-        with open(os.path.join(user_folder("lengths"), name), "rb") as source:
-            file = NewFile(os.path.join(folder, name), overwrite=True)
-            file.write(source.read())
-            file.commit()
-    return len(names), folder
-
-
 class KeptLengths:
     """The lengths of samples, as far as they are known. For one thread.
 

@@ -27,7 +27,9 @@ from numpy.typing import NDArray
 _U64 = (1 << 64) - 1
 _GAMMA, _MUL1, _MUL2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _CHUNK = 1 << 14  # elements hashed at a time, so that the temporaries stay in the L2 cache
-BLOCK_ORDER, WINDOW_ORDER, FULL_ORDER, DRAW, EXCHANGE, LANE_ORDER, GLOBALS, CLASS_ORDER = range(1, 9)
+BLOCK_ORDER, WINDOW_ORDER, FULL_ORDER, DRAW, EXCHANGE, LANE_ORDER, GLOBALS, CLASS_ORDER, DELIVERED = range(
+    1, 10
+)
 """Purposes of a key: part of it, so that no two share a stream."""
 
 
@@ -238,3 +240,11 @@ def uniform(
 @lru_cache(maxsize=64)
 def _draw_keys(seed: int, epoch: int, num_draws: int) -> NDArray[np.uint64]:
     return np.array([mix_key(seed, epoch, DRAW, draw) for draw in range(num_draws)], np.uint64)
+
+
+@lru_cache(maxsize=4)
+def sum_keys(epoch: int) -> NDArray[np.uint64]:
+    """The keys of the two sums over samples that were delivered in an epoch, uint64 [2], read-only."""
+    keys = np.array([mix_key(epoch, DELIVERED, side) for side in range(2)], np.uint64)
+    keys.setflags(write=False)
+    return keys

@@ -91,12 +91,6 @@ class StepHistory:
         """The first step that is known."""
         return self.stretches[0].first_step if self.stretches else self.num_steps
 
-    @property
-    def goes_back(self) -> bool:
-        """Return whether a stretch begins before the end of the one before it, as far as they are known."""
-        pairs = pairwise(self.stretches)
-        return any(later[1:3] <= earlier.at(earlier.end - 1)[1:3] for earlier, later in pairs)
-
     def find(self, step: int) -> StepPlace:
         """The place of a step. `IndexError` where it is not known, or was not taken."""
         for stretch in reversed(self.stretches):

@@ -141,7 +141,8 @@ SHARED = [
 @pytest.mark.parametrize(
     "name",
     others_in_full(
-        SHARED,
+        # A step of four ranks is four buckets: the steps that are passed over are others of one rank.
+        [name for name in SHARED if name != "buckets, passed over"],
         *PLANS,  # which format it is, ranks do not see
         *OF_THEIR_OWN,
         "measured packed mixture, weights set",

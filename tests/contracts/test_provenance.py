@@ -51,6 +51,8 @@ class Trained(NamedTuple):
     batches: list[list[list[Any] | None]]
     """Of each step and rank; None: a rank got nothing."""
     state: dict[str, Any]
+    accounts: list[dict[str, Any]]
+    """Of each stage and rank."""
 
 
 def passing(row: Row, loader: DataLoader[Any, Any], steps: int | None) -> list[list[Any] | None]:
@@ -67,6 +69,7 @@ def train(row: Row, folder: Path) -> Trained:
     """Run all stages, each with loaders of its own."""
     batches: list[list[list[Any] | None]] = []
     state: dict[str, Any] | None = None
+    accounts = list[dict[str, Any]]()
     for stage in STAGES:
         of_ranks, before = [], state
         # Ranks set weights after the same number of batches, and a rank may get none of the last whole ones.
@@ -77,13 +80,14 @@ def train(row: Row, folder: Path) -> Trained:
                     loader.load_state_dict(before)
                 run = partial(passing, row) if "skip_steps" in row.options else row.run
                 of_ranks.append([run(loader, steps=steps) for steps in stage.loops])
+                accounts.append(json.loads(json.dumps(loader.account())))
                 if rank == 0:
                     state = json.loads(json.dumps(loader.state_dict()))
         for loops in zip(*of_ranks, strict=True):
             most = max(map(len, loops))
             batches += [[own[b] if b < len(own) else None for own in loops] for b in range(most)]
     assert state is not None
-    return Trained(folder, batches, state)
+    return Trained(folder, batches, state, accounts)
 
 
 def steps_taken(loader: DataLoader[Any, Any]) -> int:
@@ -155,3 +159,29 @@ def test_steps_held_what_the_table_says(trained: Trained, request: pytest.Fixtur
         state, dataset = trained.state, row.open(trained.folder)
         again = dataflow.provenance(state, dataset, range(steps), batching=row.options.get("batching"))
         assert again.equals(table)
+
+
+@pytest.mark.parametrize("trained", others_in_full(EXPLAINED, *PLANS), indirect=True)
+@pytest.mark.filterwarnings("ignore:this loader was given:UserWarning")
+def test_accounts_of_all_ranks_and_restarts_add_up_to_the_plan(
+    trained: Trained, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.params["trained"]
+    row, accounts = ROWS[name], trained.accounts
+    verify = partial(
+        dataflow.verify, trained.state, row.open(trained.folder), batching=row.options.get("batching")
+    )
+    report = verify(random.Random(name).sample(accounts, len(accounts)))
+    assert report.is_whole, str(report)
+    assert (report.begin, report.end) == (0, len(trained.batches))
+    if "batching" not in row.options:
+        assert report.rows == sum(len(batch or []) for batches in trained.batches for batch in batches)
+    for lacking in range(len(accounts)):
+        with pytest.raises(
+            ValueError, match=r"has no account that ends with step|there is no account of rank"
+        ):
+            verify(accounts[:lacking] + accounts[lacking + 1 :])
+    changed = copy.deepcopy(accounts)
+    last = changed[-1]["intervals"][-1]
+    last[3] = f"{int(last[3], 16) ^ 1:032x}"
+    assert [(one.end, one.planned) for one in verify(changed).departures] == [(last[1], last[2])]

@@ -111,8 +111,8 @@ def explain(
       dataflow explain my_project.data:train_loader --state state.json --step 41237 --html step.html
       dataflow explain data/ --state old.pt --epoch 2 --position 40960 --global-batch 1024
     """  # noqa: D301 - click wants the control character
+    from dataflow.explain.batch import other_transforms
     from dataflow.explain.provenance import notes_of, table_of
-    from dataflow.explain.transforms import other_transforms
     from dataflow.tools.explain.saved import state_in
     from dataflow.tools.terminal.report import Page, save, show
 

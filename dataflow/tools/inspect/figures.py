@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dataflow.tools.inspect.hot_spots import HotSpot, hot_spot
 from dataflow.tools.inspect.quality import (
     MAX_SAMPLES,
     Stretch,
@@ -32,7 +33,7 @@ from dataflow.tools.inspect.read_cost import (
     reads_of,
 )
 from sharding.catalog.table import BlockTable
-from sharding.plan.placement import HotSpot, hot_spot, reads_by_node
+from sharding.plan.placement import reads_by_node
 from sharding.plan.plan import EpochPlan
 
 Targets = Mapping[str, NDArray[np.int64]]

@@ -6,10 +6,11 @@ A saved catalog is believed only after every shard was asked for its size and ve
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,9 +40,10 @@ from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats import FORMATS
 from sharding.hub.access import options_elsewhere
-from sharding.lengths.kept import copy_beside
+from sharding.lengths.kept import folder_beside
 from sharding.redaction import identity_of, without_secrets
 from sharding.urls import file_name, is_local, local_path
+from sharding.write.file import NewFile, user_folder
 
 _CHECK_THREADS = 16
 _CHECKSUM_THREADS = 8
@@ -119,7 +121,7 @@ def index_source(
                 options = {k: v for k, v in dataset_options.items() if k in ("columns", "storage_options")}
                 num_samples = measure_samples(transform, lengths_of, catalog, target.path, options)
                 show([f"measured {num_samples:,} of {catalog.num_samples:,} samples"])
-            num_files, folder = copy_beside(catalog.fingerprint(), local_path(target.path))
+            num_files, folder = _copy_lengths(catalog.fingerprint(), local_path(target.path))
             show([f"{num_files} of lengths, in {folder}" if num_files else _NO_LENGTHS])
         return catalog
 
@@ -308,3 +310,20 @@ def _spec_text(spec: ColumnSpec) -> str:
     if spec.optional:
         parts.append("not in every sample")
     return ", ".join(parts)
+
+
+def _copy_lengths(catalog: str, catalog_path: str) -> tuple[int, str]:
+    """Put the lengths that were measured of a catalog's samples beside it; how many files, and where.
+
+    Raises `OSError` where that cannot be written.
+    """
+    folder, names = folder_beside(catalog_path), list[str]()
+    with suppress(FileNotFoundError):
+        names = [name for name in os.listdir(user_folder("lengths")) if name.startswith(f"{catalog}-")]
+    names = [name for name in names if name.endswith(".npy")]
+    for name in names:
+        with open(os.path.join(user_folder("lengths"), name), "rb") as source:
+            file = NewFile(os.path.join(folder, name), overwrite=True)
+            file.write(source.read())
+            file.commit()
+    return len(names), folder

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dataflow.stats import numbers_of, numbers_since
+from dataflow.stats import is_count, numbers_of
 from dataflow.telemetry.status.reading import boot_id
 from dataflow.telemetry.status.record import LoaderRecord, ScheduleRecord, TrainingRecord
 from dataflow.telemetry.timing.diagnosis import diagnose
@@ -79,7 +79,7 @@ def numbers_in(stats: Mapping[str, Any]) -> dict[str, float]:
 def growth(before: LoaderRecord | None, now: LoaderRecord) -> tuple[dict[str, float], float | None]:
     """Return the numbers of the time between two pages, and its seconds; None: they are not known."""
     old, new = numbers_in(before.stats) if before else {}, numbers_in(now.stats)
-    grown = numbers_since(new, old)
+    grown = _since(new, old)
     elapsed_s = grown.get("elapsed_s", 0.0)
     is_known = before is not None and elapsed_s > 0 and new.get("batches", 0) >= old.get("batches", 0)
     return grown, elapsed_s if is_known else None
@@ -208,3 +208,14 @@ def times_of(record: TrainingRecord, before: LoaderRecord | None, now: LoaderRec
         return LoaderTimes(str(now.stats.get("workers", 0)), cores=cores, cores_busy=share)
     except (AttributeError, TypeError, ValueError):
         return LoaderTimes("other")  # figures that no loader of this version has
+
+
+def _since(later: Mapping[str, float], earlier: Mapping[str, float]) -> dict[str, float]:
+    """Return what `since` does, of the numbers that `flat` returned: counts are those of the interval.
+
+    Rates and shares stay as they were later.
+    """
+    return {
+        name: max(0.0, value - earlier.get(name, 0.0)) if is_count(name) else value
+        for name, value in later.items()
+    }

@@ -13,7 +13,7 @@ import pytest
 from datasets_kit import Made, make_ints_tar, rank
 
 from dataflow import DataLoader, Mixture, provenance
-from dataflow.explain.transforms import mark_of
+from dataflow.explain.batch import mark_of
 from sharding.plan.difference import TRANSFORMS
 
 Transform = Callable[[dict[str, Any]], dict[str, Any]]

@@ -29,6 +29,7 @@ CHOSEN_BY_NOBODY = {
     "--parameters",
     "--microbatch-ms",
     "--output",
+    "--account",
     "--state",
     "--to",
 }

@@ -19,7 +19,7 @@ from programs_kit import run_command
 from text_kit import chat, text_in, tokenizer as tokenizer, write_jsonl
 
 from dataflow import ChatTemplate, DataLoader, Mixture, Packed, ShardedDataset, ShardWriter
-from dataflow.explain.transforms import mark_of
+from dataflow.explain.batch import mark_of
 from dataflow.state_checksum import checked_fields, with_checksum
 from dataflow.tools.explain.page import POLICY
 from dataflow.tools.explain.saved import state_in

@@ -1,4 +1,4 @@
-"""Shard indices, reads by more than one node, and hot spots, against blocks counted sample by sample."""
+"""Shard indices, and reads by more than one node, against blocks counted sample by sample."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
-from sharding.plan.placement import hot_spot, read_amplification, reads_by_node, shard_indices
+from sharding.plan.placement import read_amplification, reads_by_node, shard_indices
 from sharding.plan.plan import EpochPlan
 
 tables = st.lists(st.integers(1, 8), min_size=1, max_size=50)
@@ -151,33 +151,3 @@ def test_shard_indices_are_a_permutation_in_which_nodes_and_racks_are_runs(place
 
 
 # Hot spots
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.integers(1, 50))
-def test_the_hot_spot_is_the_worst_of_all_runs_of_reads(labels, ahead):
-    run = min(ahead, len(labels))
-    share = np.bincount(labels) * run / len(labels)
-    runs = [np.bincount(labels[at : at + run], minlength=len(share)) for at in range(len(labels) - run + 1)]
-    found = hot_spot(labels, ahead)
-    assert found.ahead == run
-    assert found.most == max(counts[found.label] for counts in runs)
-    assert found.share == pytest.approx(share[found.label])
-    assert found.most - found.share == pytest.approx(max((counts - share).max() for counts in runs))
-    assert found.ratio == found.most / max(1, found.share)
-
-
-@pytest.mark.parametrize(("labels", "ahead"), [([], 3), ([1], 0)])
-def test_a_hot_spot_needs_reads(labels, ahead):
-    with pytest.raises(ValueError, match="there must be reads, and ahead >= 1"):
-        hot_spot(labels, ahead)
-
-
-@pytest.mark.parametrize("window", [32, 64, 512])
-def test_no_shard_or_folder_is_asked_for_much_more_than_its_share(window):
-    even = Order([100] * 4096, Shuffle("window", window), seed=1, epoch=2)
-    uneven = Order(50 + np.arange(4096) % 100, Shuffle("window", window), seed=1, epoch=2)
-    shard, folder = np.arange(4096) // 16, np.arange(4096) // 512
-    for order, more in ((even, 1), (uneven, 4)):
-        for labels in (shard, folder):
-            found = hot_spot(labels[order.table.read_block], window)
-            assert found.most <= np.ceil(found.share) + more
