@@ -44,6 +44,8 @@ class StoredFiles:
     def __init__(self, dataset: ShardedDataset, rows: _Rows) -> None:
         joined = {name for join in dataset.joins for name in join.names}
         self._outputs = [one for one in dataset.outputs if one.name not in joined and _is_file(one)]
+        clips = (one for one in dataset.outputs if isinstance(one, ClipOutput))
+        self._sounds = {one.name: one.rule for one in clips if isinstance(one.rule, Audio)}
         self._files: dict[tuple[str, int], bytes] = {}
         self._too_large: dict[int, int] = {}
         """Bytes of the samples that are not read."""
@@ -67,18 +69,16 @@ class StoredFiles:
         with closing(source.reader):
             for _, at, columns in read_rows(source, dataset.selection, samples, names):
                 for name, column in columns.items():
-                    assert isinstance(column, Spans)
+                    assert isinstance(column, Spans), name
                     for index, sample in enumerate(samples[at].tolist()):
                         if column.lengths[index] >= 0:
                             self._files[name, sample] = column.value(index).tobytes()
 
     def rates(self, sample: int) -> dict[str, int]:
         """Samples a second of the columns of sound of a sample, as they are delivered."""
-        rates = dict[str, int]()
-        for output, data in self._of(sample):
-            if isinstance(output, ClipOutput) and isinstance(output.rule, Audio):
-                rates[output.name] = output.rule.rate or _rate_of(data)
-        return rates
+        rates = {name: rule.rate for name, rule in self._sounds.items() if rule.rate}
+        stored = ((output.name, data) for output, data in self._of(sample) if output.name in self._sounds)
+        return {**{name: _rate_of(data) for name, data in stored if name not in rates}, **rates}
 
     def shown(self, row: Mapping[str, Any], room: PageRoom) -> str:
         """The stored pictures and clips of a sample, as the page has them."""

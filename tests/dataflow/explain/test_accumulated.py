@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from datasets_kit import Made, make_ints_tar, make_tokens_bin, rank
+from forked_kit import fast_ranks
+from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import DataLoader, GradSchedule, Packed, Shuffle, provenance
 from dataflow.explain.provenance import notes_of
@@ -103,6 +106,33 @@ def test_a_loop_that_was_left_early_ends_what_can_be_counted(ints: Made) -> None
         ValueError, match=r"a loop was left early before step .* cannot be counted from there"
     ):
         provenance(state, ints.open(), 2, accumulate=2)  # its last batches may have been taken ahead
+
+
+def windows_of_rank(made: Made, accumulate: int) -> tuple[list[list[list[int]]], dict[str, Any]]:
+    """Two epochs of a rank, without the batches that it only runs again; and the state."""
+    r, windows, own = dist.get_rank(), [], list[list[int]]()
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with (
+        loader_over(made, batch_size=1, tail="uneven", topology=rank(r, 2)) as loader,
+        GradSchedule(loader, model, optimizer, accumulate) as schedule,
+    ):
+        for batch in chain(schedule, schedule):
+            if not schedule._loop.present().is_replay:
+                own.append(batch["cls"].tolist())
+            schedule.backward(model(batch["cls"].float()[:, None]).sum() * schedule.scale())
+            if schedule.step() is not None:
+                windows, own = [*windows, own], []
+        return windows, schedule.state_dict()["loader"]
+
+
+def test_windows_of_ranks_one_of_which_has_a_batch_less(ints: Made) -> None:
+    """Of 24 steps an epoch the last has one sample, for the first rank."""
+    ranks = fast_ranks(windows_of_rank, 2, args=(ints, 3), timeout_s=60)
+    for r, (windows, state) in enumerate(ranks):
+        table = provenance(state, ints.open(), range(16), rank=r, accumulate=3)
+        assert told(table) == windows
+        assert len(windows[7]) == 3 - r
 
 
 def test_packed_rows_are_told_by_microbatch(ints: Made, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -23,7 +23,7 @@ from dataflow import Audio, DataLoader, Image, Mixture, Optional, Packed, Sharde
 from dataflow.batch.packed import PackedRows
 from dataflow.decode.image import resize_part
 from dataflow.ragged import Ragged
-from dataflow.tools.explain import values
+from dataflow.tools.explain import stored, values
 from dataflow.tools.explain.neighbours import StepMeasures, unusual
 from dataflow.tools.explain.values import PageRoom, TokenWords, kind_of, png_of, values_of, wav_of
 
@@ -110,8 +110,8 @@ def test_sound_is_played_as_it_was_delivered_and_as_it_is_stored(page: Page, tmp
     with loader() as again:
         batch = next(iter(again))["wav"]
     played = files_in(made, "audio/wav")
-    stored = {media.sound(8000 + n) for n in range(2)}
-    assert {played[1], played[3]} == stored
+    files = {media.sound(8000 + n) for n in range(2)}
+    assert {played[1], played[3]} == files
     for clip, data in zip(batch, played[::2], strict=True):
         with wave.open(io.BytesIO(data)) as sound:
             assert (sound.getframerate(), sound.getnchannels(), sound.getsampwidth()) == (16_000, 1, 2)
@@ -151,6 +151,25 @@ def test_what_is_too_large_for_a_page_is_said_to_be_so(monkeypatch: pytest.Monke
     assert "11 bytes of image/png are not shown: a page holds 10 of a file" in PageRoom().shown(
         b"x" * 11, "image/png"
     )
+
+
+def test_a_sample_that_is_too_large_is_not_read_for_its_files(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media = pytest.importorskip("media_kit")
+    write_tar(tmp_path / "a.tar", [("0.wav", media.sound(9000)), ("1.wav", media.sound(5000))])
+    monkeypatch.setattr(stored, "MOST_FILE", 12_000)
+
+    def loader() -> DataLoader:
+        dataset = ShardedDataset(f"{tmp_path}/a.tar", decode={"wav": Audio(rate=8000, seconds=0.25)})
+        return DataLoader(dataset, 2, num_workers=0)
+
+    made = page(loader)
+    assert re.search(r"its 1[89],\d{3} stored bytes are more than the 12,000 that are shown", made)
+    clips = files_in(made, "audio/wav")
+    assert len(clips) == 3  # of both what was delivered
+    assert media.sound(9000) not in clips
+    assert media.sound(5000) in clips
 
 
 def test_files_that_samples_hold_can_do_nothing(page: Page, tmp_path: Path) -> None:
