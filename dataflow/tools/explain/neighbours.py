@@ -38,6 +38,8 @@ class StepMeasures:
         """Numerator and denominator of each mean or share."""
         self._most = dict[str, tuple[int, str]]()
         """Times that the words of a column come that come most often, and these."""
+        self.is_cut = False
+        """True if repeats were counted among the first tokens of a batch alone."""
         if rows:
             lengths = [row["length"] for row in rows]
             self._add("bytes of a sample or its block", sum(lengths), len(lengths))
@@ -62,15 +64,13 @@ class StepMeasures:
         for name, column in columns.items():
             self._add(f"share of {name} missing", *_missing(column, columns.get(name + MASK_SUFFIX)))
             if name in (words.mask, "loss_mask", "labels"):
-                flat = _flat(column)
-                trained = int((flat != (IGNORE if name == "labels" else 0)).sum())
-                self._add(f"share of {name} trained", trained, len(flat))
+                trained = _flat(column) != (IGNORE if name == "labels" else 0)
+                self._add(f"share of {name} trained", int(trained.sum()), len(trained))
             elif name == words.column or isinstance(column, PackedRows):
                 rows = _token_rows(column)
                 self._add(f"tokens of {name} in a piece", sum(map(len, rows)), len(rows))
                 self._add_repeats(name, rows, words.decode if name == words.column else _listed)
-            elif isinstance(column, list) and column and isinstance(column[0], str):
-                texts = [text for text in column if isinstance(text, str)]
+            elif isinstance(column, list) and (texts := [text for text in column if isinstance(text, str)]):
                 self._add(f"characters of {name}", sum(map(len, texts)), len(texts))
                 self._add_repeats(name, *_word_rows(texts))
             elif isinstance(column, Ragged):
@@ -81,9 +81,10 @@ class StepMeasures:
         self._sums[name] = before[0] + have, before[1] + of
 
     def _add_repeats(self, name: str, rows: Sequence[Ints], decode: Callable[[Sequence[Any]], str]) -> None:
-        """Count the n-grams of rows of tokens that came before in the batch."""
+        """Count the n-grams of rows of tokens that came before in the batch, up to some many tokens."""
         ends = np.cumsum([len(row) for row in rows])
-        rows = rows[: int(np.searchsorted(ends, MOST_TOKENS, side="right"))]
+        self.is_cut |= bool(len(ends) and ends[-1] > MOST_TOKENS)
+        rows = [row[:MOST_TOKENS] for row in rows[: 1 + int(np.searchsorted(ends, MOST_TOKENS))]]
         grams = [np.lib.stride_tricks.sliding_window_view(row, GRAM) for row in rows if len(row) >= GRAM]
         if not grams:
             return
@@ -116,7 +117,9 @@ def compared(steps: Sequence[StepMeasures]) -> Iterator[str]:
             if len(steps) >= _LEAST_STEPS
             else ""
         )
-        yield f"<p class=dim>Bytes and sources are of all samples, the rest of the batches shown{marked}.</p>"
+        cut = f"; of repeats the first {MOST_TOKENS:,} tokens" if any(step.is_cut for step in steps) else ""
+        told = f"Bytes and sources are of all samples, the rest of the batches shown{cut}{marked}."
+        yield f"<p class=dim>{told}</p>"
     yield from (f"<p class=dim>{text_of(line)}</p>" for step in steps for line in step.repeated())
 
 
@@ -150,24 +153,27 @@ def _missing(column: Any, mask: Any) -> tuple[int, int]:
 
 
 def _flat(column: Any) -> NDArray[Any]:
-    """All elements of a column of numbers; of packed rows without padding."""
+    """All elements of a column of numbers, without padding of packed rows; of others none."""
     if isinstance(column, PackedRows):
         column = column.tokens[column.segment_ids > 0]
-    values = column.values if isinstance(column, Ragged) else column
-    return np.asarray(values).reshape(-1)
+    column = column.values if isinstance(column, Ragged) else column
+    parts = column if isinstance(column, list) else [column]
+    tensors = [part.reshape(-1).cpu() for part in parts if isinstance(part, torch.Tensor)]
+    return torch.cat(tensors).float().numpy() if tensors else np.empty(0)
 
 
 def _token_rows(column: Any) -> list[Ints]:
-    """The tokens of each row, or piece of a packed one; without padding."""
+    """The tokens of each row, or piece of a packed one, without padding; none where they are no integers."""
     if not isinstance(column, PackedRows):
         rows = column.rows() if isinstance(column, Ragged) else column
-        return [np.asarray(row).reshape(-1).astype(np.int64) for row in rows]
-    tokens, ids = (np.asarray(one.cpu()).reshape(len(one), -1) for one in (column.tokens, column.segment_ids))
-    if tokens.shape != ids.shape or tokens.dtype.kind not in "iu":  # arrays, which are no tokens
+        tensors = [row.reshape(-1).cpu() for row in rows if isinstance(row, torch.Tensor)]
+        return [row.numpy().astype(np.int64) for row in tensors if not row.is_floating_point()]
+    tokens, ids = column.tokens.cpu(), column.segment_ids.cpu().numpy()
+    if tokens.shape != ids.shape or tokens.is_floating_point():  # arrays, which are no tokens
         return []
     changes = np.flatnonzero(np.diff(ids.reshape(-1))) + 1
     cuts = np.union1d(changes, np.arange(1, len(ids)) * ids.shape[1])
-    pieces = zip(np.split(tokens.reshape(-1), cuts), np.split(ids.reshape(-1), cuts), strict=True)
+    pieces = zip(np.split(tokens.numpy().reshape(-1), cuts), np.split(ids.reshape(-1), cuts), strict=True)
     return [piece.astype(np.int64) for piece, number in pieces if len(number) and number[0]]
 
 

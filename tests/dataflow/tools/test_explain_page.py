@@ -23,8 +23,8 @@ from dataflow import Audio, DataLoader, Image, Mixture, Optional, Packed, Sharde
 from dataflow.batch.packed import PackedRows
 from dataflow.decode.image import resize_part
 from dataflow.ragged import Ragged
-from dataflow.tools.explain import stored, values
-from dataflow.tools.explain.neighbours import StepMeasures, unusual
+from dataflow.tools.explain import neighbours, stored, values
+from dataflow.tools.explain.neighbours import StepMeasures, compared, unusual
 from dataflow.tools.explain.values import PageRoom, TokenWords, kind_of, png_of, values_of, wav_of
 
 Page = Callable[..., str]
@@ -310,6 +310,33 @@ def test_missing_values_are_counted() -> None:
     )
     missing = {name: value for name, value in told.items() if name.endswith("missing")}
     assert missing == {"share of a missing": 0.5, "share of b missing": 0.5, "share of c missing": 0.5}
+
+
+def test_columns_of_any_kind_are_measured_or_left_out() -> None:
+    told = measured(
+        text=[None, "a b", "c"],
+        labels=["x", None],
+        loss_mask=[torch.ones(3, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16)],
+        ids=torch.zeros(2, 3),
+        other={"a": 1},
+        packed=PackedRows(
+            *[torch.zeros(2, 8), torch.ones(2, 8), *[torch.zeros(2)] * 5][: len(PackedRows._fields)]
+        ),
+    )
+    assert {name: value for name, value in told.items() if value} == {
+        "share of text missing": 1 / 3,
+        "characters of text": 2,
+        "share of labels missing": 0.5,
+        "share of loss_mask trained": 0.75,
+    }
+
+
+def test_of_many_tokens_the_first_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "MOST_TOKENS", 20)
+    step = StepMeasures("Step 0", [], 1)
+    step.add({"ids": [torch.zeros(30, dtype=torch.int64), torch.arange(30)]}, TokenWords(column="ids"))
+    assert step.values["share of ids repeated"] == 12 / 13
+    assert "of repeats the first 20 tokens" in "".join(compared([step]))
 
 
 @pytest.mark.parametrize(
