@@ -430,22 +430,21 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
 
     # ---- what was delivered -------------------------------------------------------------------------
 
-    def provenance(self, steps: int | Iterable[int], rank: int | None = None, keys: bool = True) -> pa.Table:
-        """Return which samples were in steps of this training: a `pyarrow.Table`.
-
-        A row is a sample that was delivered, or a piece of one; docs/guide/explain.md lists the columns.
+    def provenance(
+        self, steps: int | Iterable[int], rank: int | None = None, keys: bool = True, accumulate: int = 1
+    ) -> pa.Table:
+        """Return which samples, or pieces, were in steps: the table that docs/guide/explain.md describes.
 
         Args:
             steps: one, or several: batches of all ranks together, counted since the training began.
             rank: only what this rank got, counted in the order in which ranks share out a batch.
             keys: whether keys are read, where samples have some; nothing else of the data is.
+            accumulate: microbatches a rank of an optimizer step, whose numbers `steps` are then.
 
-        Raises:
-            IndexError: steps that are not known, or were not taken yet; a rank that there was not.
-            ValueError: what cannot be told, with the reason.
-            TypeError: a loader over another dataset, whose order is its sampler's.
+        Raises as `dataflow.provenance`, and `TypeError` for a loader over another dataset.
         """
-        return resolve_name("dataflow.explain.provenance:provenance_of_loader")(self, steps, rank, keys)
+        table = resolve_name("dataflow.explain.provenance:provenance_of_loader")
+        return table(self, steps, rank, keys, accumulate)
 
     def batch_at(self, step: int, rank: int | None = None, world_size: int | None = None) -> Any:
         """Make the batch that a rank got in a step again, bit by bit. The loader stays where it is.

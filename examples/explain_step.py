@@ -1,4 +1,4 @@
-"""The loss spiked at a step: tell which samples were in it, and look at them.
+"""The loss spiked at a step: tell which samples were in it, and train again without that step.
 
 python examples/explain_step.py
 """
@@ -36,10 +36,11 @@ def main() -> None:
                 shards.write({"__key__": f"sample{i:04d}", "npy": x.numpy(), "cls": i % 2})
 
         with DataLoader(ShardedDataset(f"{folder}/*.tar"), batch_size=20, shuffle=True, seed=3) as loader:
+            before = loader.state_dict()
             losses = train(loader)
             state = loader.state_dict()  # as any checkpoint has it
         spike = max(range(len(losses)), key=lambda step: losses[step])
-        print(f"the loss spiked at step {spike} of {len(losses)}")
+        print(f"the loss spiked at step {spike} of {len(losses)}: {losses[spike]:.1f}")
 
         # Later, on another machine: the state and the data are all it takes.
         dataset = ShardedDataset(f"{folder}/*.tar")
@@ -53,6 +54,12 @@ def main() -> None:
             loader.load_state_dict(state)
             batch = loader.batch_at(spike)  # the very batch
             print(f"its largest value is {batch['npy'][row['row']].abs().max():.0f}")
+
+        (steps,) = dataflow.find(state, dataset, [row["key"]])["steps"].to_pylist()
+        skipped = [(step, step + 1) for step in steps]
+        with DataLoader(dataset, batch_size=20, shuffle=True, seed=3, skip_steps=skipped) as loader:
+            loader.load_state_dict(before)
+            print(f"without steps {steps} the largest loss is {max(train(loader)):.1f}")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,33 @@
-"""The batch of a step again: a loader of the same settings, put where the step began, makes it."""
+"""The batch of a step again: a loader of the same settings, put where the step began, makes it.
+
+Its transforms may be others. One with a `fingerprint` has it in that of its dataset, which decides. Of
+others a state has the name, and a hash of the source, for a warning: code may have changed since.
+"""
 
 from __future__ import annotations
 
+import inspect
+import textwrap
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dataflow.explain.dealt import is_passed_over
 from dataflow.explain.run import run_of_loader
 from dataflow.stream.loader import StreamLoader
+from sharding.plan.difference import TRANSFORMS, bounded, short_digest
 from sharding.plan.history import StepHistory
 from sharding.topology.topology import Topology
 
 if TYPE_CHECKING:
+    from dataflow.dataset import ShardedDataset
     from dataflow.explain.run import ExplainedRun
     from dataflow.loader import DataLoader
+    from dataflow.mixture import Mixture
     from sharding.plan.history import StepPlace
+
+
+_MOST_OF_A_NAME = 24
 
 
 def batch_of_loader(loader: DataLoader[Any, Any], step: int, rank: int | None, world_size: int | None) -> Any:
@@ -28,6 +41,8 @@ def batch_of_loader(loader: DataLoader[Any, Any], step: int, rank: int | None, w
                 f"{ranks} ranks share out step {step:,}, and here are {run.plan.world_size}: say which, rank="
             )
         rank = run.plan.rank if ranks > 1 else 0
+    if text := other_transforms(run):
+        warnings.warn(text, stacklevel=3)
     return batch_at(run, place, rank, world_size)
 
 
@@ -78,3 +93,48 @@ def batch_at(run: ExplainedRun, place: StepPlace, rank: int, world_size: int | N
     if history is None or history.num_steps != 1:
         raise ValueError(f"on_error= leaves nothing of what rank {rank} was to get in step {place.step:,}")
     return batch
+
+
+# ---- transforms ------------------------------------------------------------------------------------------
+
+
+def facts_of_transforms(dataset: ShardedDataset | Mixture) -> dict[str, str]:
+    """The fact of a dataset's transforms for states, at most 60 bytes; none where fingerprints tell."""
+    functions = [f for source in dataset.sources for f in (source.transform, source.batch_transform)]
+    marks = dict.fromkeys(mark_of(f) for f in functions if f is not None and not _has_fingerprint(f))
+    return {TRANSFORMS: str(bounded(" + ".join(marks)))} if marks else {}
+
+
+def mark_of(transform: Any) -> str:
+    """The name of a transform and a hash of its source, such as "tokenize 1f3a09bc".
+
+    Without a source, as of what was typed at a prompt, it is the name. Settings of objects are no part of it.
+    """
+    while hasattr(transform, "func"):  # a `functools.partial`
+        transform = transform.func
+    code = transform if hasattr(transform, "__qualname__") else type(transform)
+    name = code.__qualname__.rpartition("<locals>.")[2][:_MOST_OF_A_NAME]
+    try:
+        source = textwrap.dedent(inspect.getsource(code)).strip()
+    except (OSError, TypeError):
+        return ascii(name)[1:-1][:_MOST_OF_A_NAME]
+    return f"{ascii(name)[1:-1][:_MOST_OF_A_NAME]} {short_digest(source)}"
+
+
+def other_transforms(run: ExplainedRun, *, may_lack: bool = False) -> str:
+    """Say how transforms here are not those of the run; "": they are, or the state does not tell.
+
+    `may_lack`: nothing is said where there is no transform here.
+    """
+    there = run.transforms
+    here = facts_of_transforms(run.dataset).get(TRANSFORMS, "none")
+    if not there or there == here or (may_lack and here == "none"):
+        return ""
+    return (
+        f"the state was taken with transform= {there} (name, and hash of its source), and here it is {here}: "
+        "batches made again may differ from those that were trained on"
+    )
+
+
+def _has_fingerprint(transform: Any) -> bool:
+    return bool(getattr(transform, "fingerprint", ""))

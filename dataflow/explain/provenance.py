@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from dataflow.dataset import ShardedDataset
+from dataflow.explain.accumulated import NumberedPlace, numbered_places
+from dataflow.explain.batch import other_transforms
 from dataflow.explain.dealt import WHOLE, DealtRows, Ints, dealt_rows, has_step, is_passed_over
 from dataflow.explain.located import draws_of, keys_of, located
 from dataflow.explain.run import ExplainedRun, Steps, run_of_loader, run_of_state
@@ -37,6 +40,7 @@ _SCHEMA = pa.schema(
         "epoch": pa.int64(),
         "position": pa.int64(),
         "rank": pa.int32(),
+        "microbatch": pa.int32(),
         "row": pa.int32(),
         "source": pa.int32(),
         "sample": pa.int64(),
@@ -67,6 +71,7 @@ def provenance(
     rank: int | None = None,
     batching: Batching | None = None,
     keys: bool = True,
+    accumulate: int = 1,
     epoch: int | None = None,
     position: int | None = None,
     global_batch: int | None = None,
@@ -84,6 +89,8 @@ def provenance(
         rank: only what this rank got. None: all ranks.
         batching: that of the loader, if it had one.
         keys: whether the keys of samples are read, where the format has keys.
+        accumulate: microbatches a rank of an optimizer step, as `GradSchedule` has it: above 1, `steps` are
+            numbers of optimizer steps.
         epoch: for a state of an older release, which does not tell where its steps were: the epoch of the
             step, in place of `steps`, ...
         position: ... the `position` that a state has before it, ...
@@ -108,13 +115,17 @@ def provenance(
         True
     """
     run = run_of_state(state, dataset, batching)
+    if text := other_transforms(run, may_lack=True):
+        warnings.warn(text, stacklevel=2)
     where = (epoch, position, global_batch)
     if steps is not None:
         if where != (None, None, None):
             raise ValueError("say which steps, or epoch=, position= and global_batch=, not both")
-        return table_of(run, run.places(steps), rank, keys=keys)
+        return _table_of_steps(run, steps, accumulate, rank, keys=keys)
+    if accumulate != 1:
+        raise ValueError("epoch=, position= and global_batch= name one batch: leave accumulate= out")
     place = given_place(run, epoch, position, global_batch, world_size, tail)
-    return table_of(run, [place], rank, keys=keys)
+    return table_of(run, [NumberedPlace(-1, None, place)], rank, keys=keys)
 
 
 def given_place(
@@ -143,34 +154,51 @@ def given_place(
 
 
 def provenance_of_loader(
-    loader: DataLoader[Any, Any], steps: Steps, rank: int | None, keys: bool
+    loader: DataLoader[Any, Any], steps: Steps, rank: int | None, keys: bool, accumulate: int
 ) -> pa.Table:
     """The entry of `DataLoader.provenance`."""
-    run = run_of_loader(loader)
-    return table_of(run, run.places(steps), rank, keys=keys)
+    return _table_of_steps(run_of_loader(loader), steps, accumulate, rank, keys=keys)
+
+
+def _table_of_steps(
+    run: ExplainedRun, steps: Steps, accumulate: int, rank: int | None, *, keys: bool
+) -> pa.Table:
+    notes = dict[str, None]()
+    return table_of(run, numbered_places(run, steps, accumulate, notes), rank, keys=keys, notes=notes)
 
 
 def table_of(
-    run: ExplainedRun, places: Iterable[StepPlace], rank: int | None = None, *, keys: bool = True
+    run: ExplainedRun,
+    places: Iterable[NumberedPlace],
+    rank: int | None = None,
+    *,
+    keys: bool = True,
+    notes: Iterable[str] = (),
 ) -> pa.Table:
-    """The table of steps at some places."""
-    notes, tables = dict[str, None](), []
+    """The table of steps at some places; `notes`: what is to be said of their numbers."""
+    notes, tables = dict.fromkeys(notes), []
     if run.dataset.on_error != "raise":
         notes |= {_SKIPPED: None, _EMPTY: None}
-    for place in places:
+    for numbered in places:
+        place = numbered.place
         order = run.order_at(place)
         rows = dealt_rows(run.plan, order, place, rank)
         if run.plan.passed and is_passed_over(run.plan, order, place):
             notes[f"step {place.step:,} was passed over, as skip_steps says"] = None
-        tables.append(_table(run, place, order, rows, notes if keys else None))
+        tables.append(_table(run, numbered, order, rows, notes if keys else None))
     table = pa.concat_tables(tables).unify_dictionaries()
     return table.replace_schema_metadata({NOTES: json.dumps([*notes])})
 
 
 def _table(
-    run: ExplainedRun, place: StepPlace, order: EpochOrder, rows: DealtRows, notes: dict[str, None] | None
+    run: ExplainedRun,
+    numbered: NumberedPlace,
+    order: EpochOrder,
+    rows: DealtRows,
+    notes: dict[str, None] | None,
 ) -> pa.Table:
     """The table of a step; `notes`: gets what could not be read of keys, which None leaves out."""
+    place = numbered.place
     source, sample, draw_epoch = _samples(run.plan.dataset, place.epoch, order, rows.position)
     num, seed = len(sample), run.plan.seed
     columns: dict[str, Any] = {
@@ -193,7 +221,8 @@ def _table(
     draws = draws_of(seed, draw_epoch, number)
     named = [[{"shard": url, "shard_row": row} for url, row in match] for match in matches]
     columns |= {
-        "step": np.full(num, place.step),
+        "step": np.full(num, numbered.number),
+        "microbatch": np.full(num, numbered.microbatch or 0),
         "epoch": np.full(num, place.epoch),
         "position": rows.position,
         "rank": rows.rank,

@@ -17,6 +17,7 @@ from dataflow.state_checksum import checked_fields
 from dataflow.stream.loader import StreamLoader
 from sharding.lengths.batching import Batching
 from sharding.order.epoch_order import EpochOrder
+from sharding.plan.difference import TRANSFORMS
 from sharding.plan.history import MOST_RANGES, StepHistory, StepPlace
 from sharding.topology.topology import Topology
 
@@ -43,6 +44,8 @@ class ExplainedRun(NamedTuple):
     settings: StreamSettings
     history: StepHistory | None
     """The steps; None: a state of before does not tell."""
+    transforms: str = ""
+    """The fact of the transforms that the state has which was loaded; "": none was, or it does not tell."""
 
     def places(self, steps: Steps) -> list[StepPlace]:
         """The places of some steps. `IndexError` for an unknown one, `ValueError` for a state of before."""
@@ -143,7 +146,8 @@ def stream_of(loader: DataLoader[Any, Any]) -> StreamLoader:
 def run_of_stream(stream: StreamLoader) -> ExplainedRun:
     """The run of a loader's stream so far."""
     plan, history = stream.taken
-    return ExplainedRun(plan, stream.dataset, stream.settings, history)
+    transforms = str((stream.facts_loaded or {}).get(TRANSFORMS, ""))
+    return ExplainedRun(plan, stream.dataset, stream.settings, history, transforms)
 
 
 def run_of_state(

@@ -21,7 +21,8 @@ _TIMEOUT_S = 600.0
 CHECKED_STEPS = "sharding.plan.passing:checked_steps"
 PASSING = "sharding.plan.passing:passing"
 WITH_STEPS = "dataflow.explain.skips:with_steps"
-"""Steps that are passed over: outside the core, and imported where some are named."""
+TRANSFORMED = "dataflow.explain.batch:facts_of_transforms"
+"""Steps that are passed over, facts of transforms: outside the core, and imported where there are some."""
 
 
 def checked_context(given: Any) -> BaseContext:

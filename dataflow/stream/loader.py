@@ -12,9 +12,10 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from dataflow.planning.facts import facts_of
 from dataflow.planning.length_aware import SampleLengths, is_by_tokens
 from dataflow.planning.plan import StreamPlan, check_known, first_plan
 from dataflow.planning.rank import RankTopology, is_distributed
-from dataflow.planning.settings import StreamSettings
+from dataflow.planning.settings import TRANSFORMED, StreamSettings
 from dataflow.progress.bar import ProgressBar
 from dataflow.progress.observer import EpochPosition, LoaderObserver
 from dataflow.stats import LoaderStats
@@ -76,8 +77,7 @@ class StreamLoader:
 
     def __init__(self, dataset: ShardedDataset | Mixture, settings: StreamSettings) -> None:
         check_settings(dataset, settings)
-        self.dataset, self.settings = dataset, settings
-        self.batching = settings.batching
+        self.dataset, self.settings, self.batching = dataset, settings, settings.batching
         self.device, self.mark_repeats = settings.torch_device, settings.mark_repeats
         self._rank = RankTopology(settings.topology)
         if isinstance(dataset, Mixture):
@@ -89,9 +89,9 @@ class StreamLoader:
         self._pause: ReadPause | None = None
         self._finalizer: Finalizer | None = None
         self._errors = ErrorBudget(dataset.on_error, dataset.error_budget)
-        self._skips_bad = dataset.on_error != "raise"
         self.epoch_named: int | None = None
         """The epoch that a framework has named last, by `ShardOrder.set_epoch`."""
+        self.facts_loaded: Facts | None = None
         self.loop_length = 0
         """Batches of the loop begun last on this rank."""
         self.observer: LoaderObserver | None = None
@@ -268,7 +268,7 @@ class StreamLoader:
             try:
                 if batches is None:
                     chunk = session.next_batches()
-                    may_be_empty = self._skips_bad and self._may_be_empty
+                    may_be_empty = self.dataset.on_error != "raise" and self._may_be_empty
                     steps_together = may_be_empty and self._rank.topology.data_world_size > 1
                     batches = self._repeated.in_place_of_empty(chunk) if steps_together else iter(chunk)
                     del chunk
@@ -404,7 +404,7 @@ class StreamLoader:
         """Return whether `on_error` may leave nothing of a batch that was planned with more."""
         planner = self._plan.planner
         leaves_out_first = planner is not None and planner.lengths is None
-        return self._skips_bad and (self._plan.measures_ahead or not leaves_out_first)
+        return self.dataset.on_error != "raise" and (self._plan.measures_ahead or not leaves_out_first)
 
     @property
     def remainder(self) -> int:
@@ -474,7 +474,10 @@ class StreamLoader:
 
     @cached_property
     def _facts(self) -> Facts:
-        """The facts of the dataset in states."""
+        """The facts of the dataset in states, and of what transforms it."""
+        with suppress(ModuleNotFoundError):  # the core alone
+            if any((one.transform, one.batch_transform) != (None, None) for one in self.dataset.sources):
+                return {**facts_of(self.dataset), **resolve_name(TRANSFORMED)(self.dataset)}
         return facts_of(self.dataset)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -503,7 +506,7 @@ class StreamLoader:
         self._use_plan(plan)
         is_kept = plan.shuffle == loaded.shuffle
         self.window_reason = "as in the loaded state" if is_kept else f"{self._own_reason}, as data differ"
-        self._errors.count, self.epoch_named = int(skipped or 0), named
+        self._errors.count, self.epoch_named, self.facts_loaded = int(skipped or 0), named, loaded.data
         self._loops.resume(loaded.epoch, loaded.position, told)
         self.counters = self.counters.going_on(self._loops.standing)
 

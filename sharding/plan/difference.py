@@ -19,9 +19,9 @@ Facts = Mapping[str, Any]
 """Text and numbers by name, in the order in which they explain."""
 SOURCES = "sources"
 """The fact of a mixture: samples and digest of each source, "47:1a2b3c 20:4d5e6f", for a state's size."""
-_MOST_CHARACTERS = 40
-_A_POSITION = ("first_sample", "units_before")
-"""Parts of a state's batching that tell a position and not how batches are made."""
+TRANSFORMS, _MOST_CHARACTERS = "transform", 40
+_NO_CAUSE = ("first_sample", "units_before", TRANSFORMS)
+"""Facts that tell a position, or how batches are made again, and not which samples are theirs."""
 _PHRASES = {
     "blocks": "shards cut into blocks {}",
     "bytes": "shards of {:,} bytes",
@@ -100,7 +100,7 @@ def differing(there: Facts | None, here: Facts | None) -> Difference | None:
     there, here = there or {}, here or {}
     for name in [*there, *(name for name in here if name not in there)]:
         own, other = there.get(name), here.get(name)
-        if own == other or name in _A_POSITION:
+        if own == other or name in _NO_CAUSE:
             continue
         if name == SOURCES and own and other:  # a mixture may have more, which have no share
             pairs = enumerate(zip(own.split(), other.split(), strict=False))

@@ -24,8 +24,8 @@ from dataflow.tools.terminal.options import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from dataflow.explain.accumulated import NumberedPlace
     from dataflow.explain.run import ExplainedRun
-    from sharding.plan.history import StepPlace
 
 _FROM_0 = click.IntRange(min=0)
 
@@ -46,6 +46,12 @@ class ExplainSettings:
         show_default="the last one",
     )
     around: int = option("Number of steps before and after it that are told, too.", _FROM_0, 0, metavar="N")
+    accumulate: int = option(
+        "Number of microbatches a rank in an optimizer step, as GradSchedule has it; --step is one.",
+        COUNT,
+        1,
+        metavar="N",
+    )
     rank: int | None = option(
         "Number of the rank whose samples are told.", _FROM_0, None, metavar="N", show_default="all ranks"
     )
@@ -105,6 +111,7 @@ def explain(
       dataflow explain my_project.data:train_loader --state state.json --step 41237 --html step.html
       dataflow explain data/ --state old.pt --epoch 2 --position 40960 --global-batch 1024
     """  # noqa: D301 - click wants the control character
+    from dataflow.explain.batch import other_transforms
     from dataflow.explain.provenance import notes_of, table_of
     from dataflow.tools.explain.saved import state_in
     from dataflow.tools.terminal.report import Page, save, show
@@ -112,25 +119,27 @@ def explain(
     state = state_in(settings.state)
     run = run_of(dataset, state)
     try:
-        places = _places(run, settings)
-        table = table_of(run, places, settings.rank, keys=not settings.no_keys)
+        said = dict[str, None]()
+        places, asked = _places(run, settings, said)
+        table = table_of(run, places, settings.rank, keys=not settings.no_keys, notes=said)
     except IndexError as error:  # a step or rank that there was not
         raise ValueError(str(error)) from error
-    notes = notes_of(table)
+    differs = other_transforms(run, may_lack=html is None)
+    notes = [*notes_of(table), *([differs] if differs else [])]
     if json_path != "-":
         show(_told(run, places, table, notes, settings.rows))
     rows = table.drop_columns("draws").to_pylist()
     save(
         Page(
             "dataflow explain",
-            {"steps": [place._asdict() for place in places], "rows": rows, "notes": [*notes]},
+            {"steps": [*map(_as_json, places)], "rows": rows, "notes": [*notes]},
         ),
         json_path,
     )
     if html is not None:
         from dataflow.tools.explain.page import page_of
 
-        Path(html).write_text(page_of(run, places, table, notes), "utf-8")
+        Path(html).write_text(page_of(run, places, table, notes, asked), "utf-8")
 
 
 def run_of(dataset: DatasetArguments, state: Mapping[str, Any]) -> ExplainedRun:
@@ -151,41 +160,53 @@ def run_of(dataset: DatasetArguments, state: Mapping[str, Any]) -> ExplainedRun:
     return run_of_loader(loader)
 
 
-def _places(run: ExplainedRun, settings: ExplainSettings) -> list[StepPlace]:
+def _places(
+    run: ExplainedRun, settings: ExplainSettings, notes: dict[str, None]
+) -> tuple[list[NumberedPlace], int | None]:
+    """The places that are told, and the number of the step that is asked for."""
+    from dataflow.explain.accumulated import NumberedPlace, num_optimizer_steps, numbered_places
     from dataflow.explain.provenance import given_place
 
+    accumulate, step = settings.accumulate, settings.step
     where = (settings.epoch, settings.position, settings.global_batch)
     if where != (None, None, None):
-        if settings.step is not None or settings.around:
+        if step is not None or settings.around or accumulate > 1:
             raise ValueError("say --step, or --epoch, --position and --global-batch, not both")
-        return [given_place(run, *where, settings.world_size, settings.tail)]
-    step = settings.step
-    if step is None:
-        (last,) = run.places(max(0, run.history.num_steps - 1)) if run.history else run.places(0)
-        step = last.step
-    (asked,) = run.places(step)
-    assert run.history is not None
-    first = max(run.history.known_from, step - settings.around)
-    around = range(first, min(run.history.num_steps, step + settings.around + 1))
-    return run.places(around) if settings.around else [asked]
+        place = given_place(run, *where, settings.world_size, settings.tail)
+        return [NumberedPlace(-1, None, place)], None
+    known_from, num = 0, 1
+    if run.history is not None and (step is None or settings.around):
+        known_from, num = run.history.known_from, run.history.num_steps
+        num = num if accumulate == 1 else num_optimizer_steps(run, accumulate)
+    step = max(0, num - 1) if step is None else step
+    asked = numbered_places(run, step, accumulate, notes)
+    if not settings.around:
+        return asked, step
+    around = range(max(known_from, step - settings.around), min(num, step + settings.around + 1))
+    return numbered_places(run, around, accumulate, notes), step
+
+
+def _as_json(numbered: NumberedPlace) -> dict[str, Any]:
+    told = {**numbered.place._asdict(), "step": numbered.number}
+    return {**told, "microbatch": numbered.microbatch or 0}
 
 
 def _told(
-    run: ExplainedRun, places: Sequence[StepPlace], table: pa.Table, notes: Sequence[str], most: int
+    run: ExplainedRun, places: Sequence[NumberedPlace], table: pa.Table, notes: Sequence[str], most: int
 ) -> list[Any]:
     """The parts of the report on a terminal."""
     from dataflow.tools.terminal.report import Table
 
     parts: list[Any] = []
-    for place in places:
-        number = "the step" if place.step < 0 else f"step {place.step:,}"
+    for numbered in places:
+        place = numbered.place
         ranks = f"{place.world_size:,} rank{'s' if place.world_size > 1 else ''}"
         parts.append(
-            f"{number}: epoch {place.epoch}, from position {place.position:,}; batch of "
+            f"{numbered.name}: epoch {place.epoch}, from position {place.position:,}; batch of "
             f"{place.global_batch:,} on {ranks}"
         )
     names = ["step", "rank", "row", "sample", "key", "shard", "shard_row", "offset", "length"]
-    for name in ("source", "piece_start", "piece_length", "repeat"):
+    for name in ("microbatch", "source", "piece_start", "piece_length", "repeat"):
         column = table[name]
         if column.null_count < len(column) and any(column.to_pylist()):
             names.append(name)

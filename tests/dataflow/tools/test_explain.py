@@ -19,9 +19,11 @@ from programs_kit import run_command
 from text_kit import chat, text_in, tokenizer as tokenizer, write_jsonl
 
 from dataflow import ChatTemplate, DataLoader, Mixture, Packed, ShardedDataset, ShardWriter
+from dataflow.explain.batch import mark_of
 from dataflow.state_checksum import checked_fields, with_checksum
-from dataflow.tools.explain.page import POLICY, png_of
+from dataflow.tools.explain.page import POLICY
 from dataflow.tools.explain.saved import state_in
+from dataflow.tools.explain.values import png_of
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m"
 
@@ -71,6 +73,27 @@ def test_a_table_of_a_step_is_printed(folder: Path) -> None:
     assert [place["step"] for place in told["steps"]] == [*range(10)]
     assert len(told["rows"]) == 40
     assert {row["key"] for row in told["rows"]} == {None}
+
+
+def test_an_optimizer_step_is_told_by_its_microbatches(folder: Path, tmp_path: Path) -> None:
+    """Ten steps of two epochs: of three each, and two that are left."""
+    given = ("explain", f"{folder}/*.tar", "--state", f"{folder}/state.json", "--accumulate", "3")
+    page = ("--html", f"{tmp_path}/page.html")
+    code, text = run_command(*given, "--step", "2", *page)
+    assert code == 0, text
+    assert "step 2, microbatch 0: epoch 1, from position 0; batch of 4 on 1 rank" in text
+    assert "step 2, microbatch 2: epoch 1, from position 8" in text
+    assert "<h2>Step 2, microbatch 1</h2>" in (tmp_path / "page.html").read_text()
+    code, text = run_command(*given, "--around", "1", "--json", "-")
+    told = json.loads(text)
+    assert [(place["step"], place["microbatch"]) for place in told["steps"]] == [
+        *[(2, 0), (2, 1), (2, 2)],
+        *[(3, 0), (3, 1)],
+    ]
+    assert [row["microbatch"] for row in told["rows"]] == [n for n in (0, 1, 2, 0, 1) for _ in range(4)]
+    assert "the last one of an epoch has the batches that are left" in told["notes"][0]
+    code, text = run_command(*given, "--step", "4")
+    assert (code, "steps 0 to 3 are complete" in " ".join(text.split())) == (1, True)
 
 
 def test_the_last_step_is_told_unless_one_is_named(folder: Path) -> None:
@@ -200,6 +223,23 @@ def test_tokens_are_told_as_text_with_pieces_and_what_is_trained(
     assert said.split()[0] in shown
     assert f"{own.float().mean():.0%} trained" in made
     assert '<span class="p1 m">' in made
+
+
+def added(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "cls": sample["cls"] + 1}
+
+
+def test_a_page_without_the_transform_of_the_run_says_so(folder: Path, tmp_path: Path) -> None:
+    dataset = ShardedDataset(f"{folder}/*.tar", transform=added)
+    with DataLoader(dataset, 4, num_workers=0) as loader:
+        next(iter(loader))
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    given = ("explain", f"{folder}/*.tar", "--state", f"{tmp_path}/state.json")
+    said = f"taken with transform= {mark_of(added)} (name, and hash of its source), and here it is none"
+    assert said not in " ".join(run_command(*given)[1].split())
+    code, text = run_command(*given, "--html", f"{tmp_path}/page.html")
+    assert (code, said in " ".join(text.split())) == (0, True)
+    assert f"<p class=odd>the state was {said}" in (tmp_path / "page.html").read_text()
 
 
 def test_a_picture_is_written_as_it_is() -> None:

@@ -6,9 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given, settings, strategies as st
+from numpy.typing import NDArray
 
+from prefetch.core.executor import executor
 from sharding.mixture.interleaving import MixtureSpec
+from sharding.mixture.token_schedule import TokenEpochs
 from sharding.mixture.windows import MixtureWindows, source_seed
 from sharding.order.balanced import Balance, BalancedOrder
 from sharding.order.epoch_order import EpochOrder
@@ -141,6 +144,68 @@ def test_of_a_mixture_whose_weights_change_and_of_one_without_end() -> None:
     check(mixture_order(changed, 0, Shuffle("window", 2, 1)), sum(SIZES))
     endless = mixture_order(MixtureSpec.weighted(SIZES, [1, 1, 1], stop="never"), 0, Shuffle("window", 2, 1))
     check(endless, sum(SIZES), 1_000_000_000, 1_000_000_200)
+
+
+def token_order(
+    blocks: list[list[int]], spec: MixtureSpec, seed: int, epoch: int, shuffle: Shuffle
+) -> MixtureWindows:
+    """The epoch of a mixture whose shares count the tokens of samples, which have 0 to 9 each."""
+
+    def order(source: int, source_epoch: int) -> Order:
+        return Order(blocks[source], shuffle, seed=source_seed(seed, source), epoch=source_epoch)
+
+    def lengths(source: int, source_epoch: int) -> NDArray[np.int64]:
+        own = np.random.default_rng([seed, source]).integers(0, 10, sum(blocks[source]))
+        own[0] = 5  # a source has some
+        return own[order(source, source_epoch).samples(np.arange(len(own)))]
+
+    return MixtureWindows(
+        TokenEpochs(spec, lengths, take=executor().token_draws).epoch(epoch),
+        seed=seed,
+        epoch=epoch,
+        shuffle=shuffle,
+        sizes=[sum(counts) for counts in blocks],
+        num_blocks=[np.count_nonzero(counts) for counts in blocks],
+        orders=order,
+    )
+
+
+SOURCES = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any), min_size=1, max_size=3)
+WEIGHTS = st.lists(st.integers(1, 9), min_size=3, max_size=3)
+PARTS = st.integers(0, 100)
+
+
+@settings(max_examples=25)
+@given(
+    SOURCES,
+    WEIGHTS,
+    st.sampled_from(["first", "all"]),
+    SHUFFLES.filter(lambda shuffle: shuffle.kind != "full"),
+    st.tuples(st.integers(0, 99), st.integers(0, 2)),
+    st.none() | WEIGHTS,
+    st.tuples(PARTS, PARTS, PARTS),
+)
+@example([[2], [4, 4, 3]], [1, 1, 1], "all", Shuffle("window", 2, 1), (3, 1), None, (0, 0, 100))
+@example([[2], [4, 4, 3]], [1, 1, 1], "all", Shuffle("window", 2, 1), (3, 2), [1, 5, 1], (50, 25, 75))
+def test_of_a_mixture_by_tokens(
+    blocks: list[list[int]],
+    weights: list[int],
+    stop: Any,
+    shuffle: Shuffle,
+    seed_and_epoch: tuple[int, int],
+    later: list[int] | None,
+    parts: tuple[int, int, int],
+) -> None:
+    """Whatever came before; with other weights from a place of the epoch on; of a part of the epoch."""
+    sizes, (seed, epoch) = [sum(counts) for counts in blocks], seed_and_epoch
+    spec = MixtureSpec.weighted(sizes, weights[: len(sizes)], stop=stop, counts="tokens")
+    order = token_order(blocks, spec, seed, epoch, shuffle)
+    if later is not None:
+        place = order.num_samples * parts[0] // 100
+        spec = spec.changed(order.interleaving, epoch, later[: len(sizes)], position=place)
+        order = token_order(blocks, spec, seed, epoch, shuffle)
+    begin, end = sorted(order.num_samples * part // 100 for part in parts[1:])
+    check(order, sum(sizes), begin, end)
 
 
 @pytest.mark.parametrize("numbers", [[-1], [30], [0, 99]])
