@@ -46,11 +46,12 @@ class Host:
         actor, self._actor, self._number = self._actor, BuilderActor(), self._number + 1
         actor._ended.set()
         has_ended = True
-        if actor._loop is not None and actor._pool is not None:
-            actor._loop.messages.put(None)  # type: ignore[arg-type]
+        if actor._pool is not None:
+            calls = actor._transport
+            calls._requests.put(None)  # type: ignore[arg-type]
             has_ended = actor._pool.close(_END_S)
-            for number in [*actor._loop.responses]:  # calls that nobody waits for
-                actor._loop.responses.pop(number).put((ActorResponse(-1, 0, (0, 0, 0)), None))
+            for number in [*calls._responses]:  # calls that nobody waits for
+                calls._responses.pop(number).put((ActorResponse(-1, 0, (0, 0, 0)), None))
         if actor._reader is not None:
             has_ended = actor._reader._threads.close(_END_S) and has_ended
         return has_ended
@@ -120,7 +121,11 @@ class ReusedActors:
             host.end.remote().future().add_done_callback(partial(self._take_back, host, actor.number + 1))
 
     def _take_back(self, host: Any, number: int, has_ended: futures.Future[bool]) -> None:
-        if has_ended.exception() is None and has_ended.result():
+        error = has_ended.exception()
+        if isinstance(error, AttributeError):  # the actor is another than this kit knows
+            print(f"actors cannot be used again, and each takes 5 s: {error}", file=sys.stderr, flush=True)
+            os.abort()
+        if error is None and has_ended.result():
             with self._lock:
                 self._hosts.append((host, number))
 
