@@ -225,16 +225,15 @@ def _window_parts(
             if window.in_batches is None:
                 window.in_batches = first, rows = _rows_in_batches(plan, part.window, window, context.arena)
                 sizes = np.full(len(rows) // size, size)
-                note_sums(
-                    context.sums, epoch, first, sizes, [(rows, slice(0, len(rows)), window.samples)], None
-                )
+                whole = [(rows, slice(0, len(rows)), window.samples)]
+                note_sums(context.sums, epoch, plan.start + first, sizes, whole, None)
             first, rows = window.in_batches
             rows = rows[(batches.first - first) * size :][: len(part)]
         parts.append(WindowPart(window, rows, part.rows))
     if any(part.indices is not None for part in batches.parts):
         pieces = None if segments is None else segments.segments
         own = [(part.rows, part.chunk_rows, one.samples) for part, one in zip(parts, windows, strict=True)]
-        note_sums(context.sums, epoch, batches.first, batches.sizes, own, pieces)
+        note_sums(context.sums, epoch, plan.start + batches.first, batches.sizes, own, pieces)
     return parts
 
 

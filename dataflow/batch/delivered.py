@@ -41,8 +41,9 @@ class Delivered(NamedTuple):
 
 BatchSum = tuple[int, int, int]
 """Rows of a batch (samples, or pieces of them), and two sums modulo 2**64 over them."""
+NO_SUM: BatchSum = (0, 0, 0)
 BatchSums = dict[tuple[int, int], BatchSum]
-"""Epoch of a batch, and its number in the plan -> its sum."""
+"""Epoch of a batch, and its number behind its plan's start -> its sum. Parts of an epoch have own plans."""
 
 
 class LazyBatches:

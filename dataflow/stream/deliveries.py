@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 
 from dataflow.batch.builder import REPEAT
-from dataflow.batch.delivered import UNTRAINED, BatchSum, Delivered
+from dataflow.batch.delivered import NO_SUM, UNTRAINED, BatchSum, Delivered
 from dataflow.outputs.columns import odd_text
 from dataflow.torch_threads import run_with_one_torch_thread
 from sharding.errors import DataflowError, SampleError
@@ -48,13 +48,7 @@ class DeliveryAccount:
     """Batches of loops beside the newest, which are no steps."""
     sums: tuple[int, int, int] = (0, 0, 0)
     """Rows and sums before the last batch, which a framework may keep for later."""
-    last: BatchSum = (0, 0, 0)
-
-    @classmethod
-    def behind(cls, standing: Standing) -> Self:
-        """An account that begins where a loader stands."""
-        steps = standing()[0]
-        return cls(standing=standing, cuts=[] if steps is None else [(steps, 0, 0, 0)])
+    last: BatchSum = NO_SUM
 
     def note(self, delivered: Delivered) -> None:
         """List what is odd about a batch."""
@@ -90,8 +84,8 @@ class DeliveryCounters:
 
     def going_on(self, standing: Standing) -> Self:
         """Counts that go on from these, with an account of its own."""
-        other = copy.copy(self)
-        other.account = DeliveryAccount.behind(standing)
+        other, steps = copy.copy(self), standing()[0]
+        other.account = DeliveryAccount(standing=standing, cuts=[] if steps is None else [(steps, 0, 0, 0)])
         return other
 
     def add(self, delivered: Delivered, own: BatchSum, taken: int | None) -> None:

@@ -239,8 +239,8 @@ class StreamLoader:
                     if delivered.skipped:
                         session.errors.delivered(delivered.skipped)
                     loop.taken += 1
-                    own = session.sums.pop((delivered.epoch, delivered.number), (0, 0, 0))
-                    counters.add(delivered, own, loop.taken if self._loops.newest is loop else None)
+                    taken = loop.taken if self._loops.newest is loop else None
+                    counters.add(delivered, session.sum_of(delivered), taken)
                     if observer is not None:
                         observer.batch(asked_s)
                     if loop.is_whole:

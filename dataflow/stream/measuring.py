@@ -231,7 +231,7 @@ class MeasuringStage:
         pieces, epoch = segments.segments, self._order.epoch
         numbers = self._plan.numbers(self._order, pieces.position)
         parts = [(numbers, slice(0, len(numbers)), None)]
-        note_sums(self.sums, epoch, number, np.array([len(pieces)]), parts, pieces)
+        note_sums(self.sums, epoch, self._outer.start + number, np.array([len(pieces)]), parts, pieces)
         has = self._dealt.has(segments.segments.position)
         if not has.all():  # planned with lengths that were known, and left out since
             lacking, segments = segments.segments.position[~has], segments.keep(np.flatnonzero(has))
@@ -526,7 +526,8 @@ class LengthsStage(MeasuringStage):
         while (delivered := next(self._ready, None)) is None:
             self._ready = iter(self._next_rows())
         errors, remarks = delivered.skipped + self._passed(), delivered.remarks + self._take_remarks()
-        self.sums[self._order.epoch, number] = self._row_sums.pop((delivered.epoch, delivered.number))
+        first = min(self._row_sums)  # those of later batches have larger numbers
+        self.sums[self._order.epoch, self._outer.start + number] = self._row_sums.pop(first)
         return [delivered._replace(number=number, skipped=errors, remarks=remarks)]
 
     def _deal(self, own: MeasuredSamples) -> None:

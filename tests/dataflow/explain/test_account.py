@@ -273,6 +273,40 @@ def doubled(sample: dict[str, Any]) -> dict[str, Any]:
     return {"tokens": np.repeat(np.asarray(sample["tokens"]), 2)}
 
 
+class Doubled:
+    """Tokens twice, and how many that are."""
+
+    fingerprint = "doubled"
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return doubled(sample)
+
+    def measure(self, sample: dict[str, Any]) -> dict[str, int]:
+        return {"tokens": 2 * len(sample["tokens"])}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("skip", [(), [(2, 4), (9, 11)]])
+@pytest.mark.filterwarnings("ignore:lengths are measured as samples are made:UserWarning")
+def test_rows_that_are_planned_megabatch_by_megabatch_are_accounted_for(
+    folder: Path, own_cache: None, num_workers: int, skip: Any
+) -> None:
+    def dataset() -> ShardedDataset:
+        return ShardedDataset(str(folder / "*.parquet"), columns=["tokens"], transform=Doubled())
+
+    how: dict[str, Any] = {"batching": Packed(16, column="tokens", window=16), "num_workers": num_workers}
+    for _ in range(2):  # lengths are measured in the first run, and known in the second
+        with loader_of(dataset(), batch_size=1, skip_steps=skip, **how) as loader:
+            _ = [*loader], [*islice(loader, 5)]
+            (account,), state = run([loader], 0)
+        with loader_of(dataset(), batch_size=1, **how) as other:
+            other.load_state_dict(state)
+            (after,), end = run([other], 50)
+        report = verify(end, dataset(), [account, after], batching=how["batching"])
+        assert report.is_whole, str(report)
+        assert [one.epoch for one in report.epochs][:2] == [0, 1]
+
+
 def test_a_copy_of_a_loader_has_an_account_of_its_own(folder: Path) -> None:
     with loader_of(opened(folder)) as loader:
         _ = [*islice(loader, 4)]

@@ -46,6 +46,7 @@ def two_epochs(path: str, batch_size: int, num_nodes: int) -> list[list[list[int
         return [[samples_of(batch) for batch in loader] for _ in range(2)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("world_size", "num_nodes"), [(4, 2), (2, 2), (4, 1)])
 def test_each_sample_comes_once_and_each_block_is_read_by_one_node(
     tmp_path: Path, world_size: int, num_nodes: int

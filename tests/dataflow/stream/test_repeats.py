@@ -243,6 +243,7 @@ def gradients(kwargs: dict[str, Any], tail: str, shuffle: bool, accumulate: int)
 
 
 @pytest.mark.one_in(3)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("tail", ["pad", "even", "uneven"])
 def test_repeats_of_weight_zero_give_exactly_the_gradient_of_the_epoch(
