@@ -8,6 +8,8 @@ from wall import OPENED_BY, OUTSIDE, core_lines, core_tests, is_in, is_outside, 
 
 MOST_CORE_LINES = 55_479
 """As `wc -l` counts them in Python; 50,000 are wanted."""
+MOST_USED_OUTSIDE = 128
+"""Modules of the core that packages outside import from: public names and seams alone are wanted."""
 SEAMS = {
     "dataflow",  # public names
     "dataflow.dataset",  # a view without some samples
@@ -53,6 +55,17 @@ def test_who_may_import_what_is_outside_does(opener: str) -> None:
 def test_what_is_outside_is_there() -> None:
     for modules in OUTSIDE.values():
         assert set(modules) <= NAMES.keys()
+
+
+def test_packages_outside_use_no_more_modules_of_the_core_than_today() -> None:
+    used = {
+        other
+        for name, path in NAMES.items()
+        if is_outside(name)
+        for other in facts(path).imported
+        if other in NAMES and not is_outside(other)
+    }
+    assert len(used) <= MOST_USED_OUTSIDE, "take a public name, or a seam of docs/architecture.md"
 
 
 def test_the_core_keeps_to_its_budget_of_lines() -> None:
