@@ -14,7 +14,7 @@ from dataflow.tools.cli import main
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "cli.md"
 HEAD = """# The command line
 
-Every command and option with its default; `dataflow COMMAND --help` tells what each is for. SOURCE is a file, a directory, a URL, a glob or a brace pattern (quote those two), several of them, or a catalog; `bench loader`, `bench compare` and `explain` also take `package.module:function`. SIZE is bytes, such as `256MiB` or `2GB`.
+Every command and option with its default; `dataflow COMMAND --help` tells what each is for. SOURCE is a file, a directory, a URL, a glob or a brace pattern (quote those two), several of them, or a catalog; `bench loader`, `bench compare`, `explain`, `find` and `verify` also take `package.module:function`. SIZE is bytes, such as `256MiB` or `2GB`.
 
 <!-- Written by tests/dataflow/tools/test_cli_page.py. -->
 """  # noqa: E501 - a line a paragraph
