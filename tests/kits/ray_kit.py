@@ -33,17 +33,20 @@ class Host:
     """A process that is the actor of one loader at a time."""
 
     def __init__(self) -> None:
-        self._actor, self._number = BuilderActor(), 0
+        self._now = BuilderActor(), 0
+        """The actor and the number of its loader, in one: a late call must not come to another's actor."""
 
     def call(self, number: int, name: str, *arguments: Any) -> Any:
         """What a method of the actor returns; `number`: of the loader, as calls may come late."""
-        if number != self._number:
+        actor, own = self._now
+        if number != own:
             raise RuntimeError("the loader was closed")
-        return getattr(self._actor, name)(*arguments)
+        return getattr(actor, name)(*arguments)
 
     def end(self) -> bool:
         """End what a process would take with it, and be another actor; False: something still runs."""
-        actor, self._actor, self._number = self._actor, BuilderActor(), self._number + 1
+        actor, number = self._now
+        self._now = BuilderActor(), number + 1
         actor._ended.set()
         has_ended = True
         if actor._pool is not None:

@@ -151,6 +151,7 @@ def test_a_sample_that_lacks_an_image_is_told_of_the_others(shards: str) -> None
         assert offer in str(caught.value)
 
 
+@pytest.mark.reads_here
 def test_a_join_takes_alternatives_of_either_side(shards: str, tmp_path: Path) -> None:
     captions = tmp_path / "captions.parquet"
     pq.write_table(

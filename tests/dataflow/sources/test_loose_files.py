@@ -82,6 +82,7 @@ def test_a_folder_of_class_folders_is_what_image_folder_makes_of_it(tmp_path: Pa
     assert sum(map(codec.num_passed_over, footers)) == len(CLUTTER)
 
 
+@pytest.mark.reads_here
 def test_a_store_gives_the_same_samples_as_a_disk(tmp_path: Path) -> None:
     local = opened(write(tmp_path, ODD), columns=["cls"])
     store = fsspec.filesystem("memory")
@@ -238,6 +239,7 @@ def test_an_empty_file_is_a_bad_sample_that_may_be_skipped(tmp_path: Path) -> No
         assert loader.stats().skipped_samples == 2
 
 
+@pytest.mark.reads_here
 @pytest.mark.parametrize("shuffle", [False, "full"])
 def test_a_file_that_the_memory_limit_has_no_room_for_is_named(shuffle: Any, tmp_path: Path) -> None:
     write(tmp_path, {f"{n}.jpg": b"1" for n in range(4)})

@@ -104,6 +104,7 @@ def test_names_of_lists_end_in_their_ending(server: RangeServer) -> None:
         opened([f"{server.url}/a/1.jpg?size=3"])
 
 
+@pytest.mark.reads_here
 def test_a_cache_keeps_them_for_the_next_run(server: RangeServer, tmp_path: Path) -> None:
     manifest = table(server)
     for _ in range(2):

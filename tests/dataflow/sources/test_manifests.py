@@ -139,6 +139,7 @@ def test_a_table_above_the_folders_of_splits_has_the_rows_of_each(splits: Path) 
         opened(splits, split="train")
 
 
+@pytest.mark.reads_here
 def test_a_filter_asks_for_values_of_the_table_and_reads_no_file(splits: Path) -> None:
     dataset = opened(splits, manifest=Manifest("metadata.csv", classes={"label": ["cat", "dog"]}))
     for path in splits.glob("*/[!58].jpg"):
@@ -180,6 +181,7 @@ def test_files_without_a_row_are_counted_and_named(folder: Path, caplog: pytest.
     assert "2 files such as a/1.jpg" in caplog.text
 
 
+@pytest.mark.reads_here
 def test_a_store_gives_the_same_samples_as_a_disk(folder: Path) -> None:
     (folder / "metadata.csv").write_text(TABLE, newline="")
     store = fsspec.filesystem("memory")

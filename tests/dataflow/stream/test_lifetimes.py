@@ -485,6 +485,7 @@ def in_memory(made: Made, fs: Any, catalog: Path, **options: Any) -> ShardedData
     return made.open(source=source, catalog=str(catalog), **options)
 
 
+@pytest.mark.reads_here
 def test_local_files_alone_are_not_read_ahead_of_the_first_batch(tmp_path: Path, memory: Any) -> None:
     """To read them takes cores, which that batch needs; from afar it takes time."""
     made = MAKERS["tar"](tmp_path)
