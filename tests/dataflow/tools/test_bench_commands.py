@@ -513,7 +513,7 @@ def comparison(source, **settings):
 
 
 def test_compare_over_shards_gives_torch_the_map_style_dataset(tars):
-    found = compare(comparison(tars, workers=(0,), repeats=1), run=measure).to_json()
+    found = compare(comparison(tars, workers=(0,), repeats=1, seconds=0.5), run=measure).to_json()
     found = json.loads(json.dumps(found))
     assert [one["name"] for one in found["contestants"]] == ["dataflow", "torch, no workers"]
     assert found["ratio"] > 0
