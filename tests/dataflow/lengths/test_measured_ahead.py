@@ -286,6 +286,21 @@ def test_a_bad_sample_in_a_planned_row_keeps_ranks_in_step(folder: Path) -> None
     assert 3 <= skipped <= 2 * 2 + pieces
 
 
+def rows_one_by_one(folder: Path, bad: Collection[int]) -> Any:
+    with loader_of(folder, SHORT, Measured(bad), batch_size=1, on_error="skip") as loader:
+        return delivered(loader), loader.stats().empty_batches
+
+
+def test_a_rank_that_has_nothing_left_of_a_row_keeps_in_step_by_its_last_one(folder: Path) -> None:
+    run = {"timeout_s": 60, "env": {"XDG_CACHE_HOME": str(folder / "../first")}}
+    (others, _), (rows, _) = fast_ranks(rows_one_by_one, 2, args=(folder, ()), **run)
+    bad = documents_of(rows[3])
+    run["env"] = {"XDG_CACHE_HOME": str(folder / "../second")}
+    (same, none), (kept, empty) = fast_ranks(rows_one_by_one, 2, args=(folder, bad), **run)
+    assert (same, none) == (others, 0)
+    assert (kept, empty) == ([*rows[:3], rows[2], *rows[4:]], 1)
+
+
 def fails_on_one_rank(folder: Path) -> str:
     bad = [i for i in range(NUM_DOCUMENTS) if dist.get_rank() == 1]
     with loader_of(folder, SHORT, Measured((), bad)) as loader, pytest.raises(DataflowError) as caught:
