@@ -153,7 +153,8 @@ def test_processes_count_and_tell_of_odd_images_too(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="sample '0") as caught:
             list(loader)
         assert loader.stats().image_warnings == {LEFT: 3, NO_END: 2}
-        assert sorted("sample '03'" in str(one.message) for one in caught) == [False, True]
+        texts = [str(one.message) for one in caught if one.category is UserWarning]  # Python 3.13 has others
+        assert sorted("sample '03'" in text for text in texts) == [False, True]
 
 
 def test_random_access_warns_once(tmp_path: Path) -> None:
