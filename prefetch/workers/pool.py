@@ -55,8 +55,8 @@ from prefetch.workers.worker_start import (
 _KILL_S = 2.0
 _STACKS_S = 2.0
 """A worker begins to write its stacks within this time."""
-_ANSWER_S = 0.5
-"""The training thread waits no longer for what a worker says of where it stands."""
+_ANSWER_S = 0.1, 0.5
+"""The training thread waits no longer for what a worker says of where it stands, and asks once more."""
 _QUIET_S = 0.25
 """Stacks have arrived when nothing more came for this long."""
 _PIPE_BYTES = 1 << 20
@@ -382,17 +382,19 @@ class WorkerPool:
         pid, words = self.processes[worker].pid, self._file.header.words
         if pid is None or not words[Header.WORKERS + worker]:
             return ""
-        deadline, text = time.monotonic() + _ANSWER_S, b""
+        text = b""
         with self._asking:
-            if self._closed:
-                return ""
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, STACKS_SIGNAL)
-            while ABOUT.encode() not in text or not text.endswith(b"\n"):
-                rest_s = deadline - time.monotonic()
-                if rest_s <= 0 or not select.select([self._stacks], [], [], rest_s)[0]:
+            while not self._closed and select.select([self._stacks], [], [], 0)[0]:
+                os.read(self._stacks, 1 << 16)  # the answer to a question before
+            for wait_s in _ANSWER_S:  # a signal right before a call that blocks is seen when another comes
+                if self._closed or ABOUT.encode() in text:
                     break
-                text += os.read(self._stacks, 1 << 16)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, STACKS_SIGNAL)
+                while ABOUT.encode() not in text or not text.endswith(b"\n"):
+                    if not select.select([self._stacks], [], [], wait_s)[0]:
+                        break
+                    text += os.read(self._stacks, 1 << 16)
         return text.decode(errors="replace")
 
     def _read_stacks(self, first_s: float) -> str:
@@ -455,7 +457,7 @@ class WorkerPool:
             child.join(max(0.0, deadline - time.monotonic()))
 
     def _close_ends(self) -> None:
-        with self._asking, self._waking:  # for `_ANSWER_S` at most
+        with self._asking, self._waking:  # for both times of `_ANSWER_S` at most
             for fd in (*self._own_ends, self._responses_writer, self._stacks_writer):
                 os.close(fd)
         for child in self.processes:

@@ -27,9 +27,7 @@ from numpy.typing import NDArray
 _U64 = (1 << 64) - 1
 _GAMMA, _MUL1, _MUL2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _CHUNK = 1 << 14  # elements hashed at a time, so that the temporaries stay in the L2 cache
-BLOCK_ORDER, WINDOW_ORDER, FULL_ORDER, DRAW, EXCHANGE, LANE_ORDER, GLOBALS, CLASS_ORDER, DELIVERED = range(
-    1, 10
-)
+BLOCK_ORDER, WINDOW_ORDER, FULL_ORDER, DRAW, EXCHANGE, LANE_ORDER, GLOBALS, CLASS_ORDER, SUMS = range(1, 10)
 """Purposes of a key: part of it, so that no two share a stream."""
 
 
@@ -245,4 +243,4 @@ def _draw_keys(seed: int, epoch: int, num_draws: int) -> NDArray[np.uint64]:
 @lru_cache(maxsize=4)
 def sum_key(epoch: int) -> int:
     """The key of the sums over samples that were delivered in an epoch, 64 bits."""
-    return mix_key(epoch, DELIVERED)
+    return mix_key(epoch, SUMS)
