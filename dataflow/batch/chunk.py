@@ -284,20 +284,9 @@ def note_sums(
     cuts = [np.require(cut, np.int64, "C") for cut in cuts]
     begin, length = map(address_of, cuts) if cuts else (0, 0)
     for rows, own, samples in parts:
-        where = (0, own.start) if isinstance(own, slice) else (address_of(own), 0)
+        own_at, first = (0, own.start) if isinstance(own, slice) else (address_of(own), 0)
         blocks = (0, 0, 0, 0) if samples is None else samples.table
-        table = (
-            address_of(rows),
-            where[0],
-            len(rows),
-            where[1],
-            *blocks,
-            begin,
-            length,
-            at,
-            key,
-            at + 8 * num,
-        )
+        table = (address_of(rows), own_at, len(rows), first, *blocks, begin, length, at, key, at + 8 * num)
         executor().sum_samples(np.array(table, np.uint64))
     low, high = buffer[1:].view(np.uint64).reshape(num, 2).T.tolist()
     places = zip(repeat(epoch, num), range(first_batch, first_batch + num), strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dataflow.explain.run import NO_HISTORY, stream_of
@@ -37,11 +38,11 @@ class Account(NamedTuple):
     """The account of one process on one rank, up to some step."""
 
     run: str
-    """Names the process: its later accounts have the same."""
+    """The name of the process; its later accounts have the same."""
     began_s: float
     """The time at which it began, in seconds since 1970."""
     fingerprint: str
-    """The dataset's."""
+    """The fingerprint of the dataset."""
     seed: int
     rank: int
     world_size: int
@@ -89,8 +90,8 @@ class Account(NamedTuple):
             ends = [fields["first_step"], *(one.end for one in intervals)]
             begins = [*(one.begin for one in intervals), fields["num_steps"]]
             _check(ends == begins and ends == sorted({*ends}), "intervals")
-            left_out = tuple((int(step), str(text)) for step, text in fields["left_out"])
-            repeated = tuple(map(int, fields["repeated"]))
+            left_out = tuple((index(step), str(text)) for step, text in fields["left_out"])
+            repeated = tuple(map(index, fields["repeated"]))
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{name} is a damaged account: {error}") from error
         return cls(**{**fields, "intervals": intervals, "left_out": left_out, "repeated": repeated})

@@ -144,12 +144,17 @@ def verified(run: ExplainedRun, fingerprint: str, accounts: Sequence[Account]) -
     for start, stop, world_size in _worlds(run, begin, end):
         chains = [_chain(wanted, rank, world_size, start, stop) for rank in range(world_size)]
         _check_alike(chains)
-        first = min(first, chains[0][0][0])
         for chain in chains:
             for low, high, account in chain:
                 in_force.setdefault(account.run, []).append((low, high, account))
         for low, high, handed in _common(chains):
+            first = min(first, low)
             departures += _compared(run, low, high, handed, seen)
+    if first == end:
+        raise ValueError("there is nothing to verify: the state and all accounts have no step in common")
+    if seen.uncounted:
+        epochs = listed([f"{epoch:,}" for epoch in sorted(seen.uncounted)][:_MOST_NAMED])
+        notes.append(f"epochs are too large to count their samples one by one: {epochs}")
     if first:
         notes.append(f"of steps before {first:,}, state and accounts do not tell all")
     left_out, repeated, num_left_out = [], [], 0
@@ -282,6 +287,8 @@ class _SeenEpochs:
         self._seen: dict[int, NDArray[np.bool_]] = {}
         self._rows = Counter[int]()
         """Samples that came whole."""
+        self.uncounted = set[int]()
+        """The epochs for which there is no room."""
 
     def add(self, items: PlannedItems) -> None:
         """Count some."""
@@ -289,6 +296,7 @@ class _SeenEpochs:
         if items.epoch not in self._seen:
             num_samples = self._run.plan.num_samples(items.epoch)
             if sum(map(len, self._seen.values())) + num_samples > _MOST_SEEN:
+                self.uncounted.add(items.epoch)
                 return
             self._seen[items.epoch] = np.zeros(num_samples, bool)
         self._seen[items.epoch][items.position] = True

@@ -28,16 +28,15 @@ if TYPE_CHECKING:
     from dataflow.explain.run import ExplainedRun
 
 _FROM_0 = click.IntRange(min=0)
+_STATE = "File with the loader's state, JSON or of torch.save; FILE:path.to.loader where it has several."
+state_option = click.option("--state", required=True, metavar="FILE[:PATH]", help=_STATE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainSettings:
     """The step that is asked for, and how much is told of it."""
 
-    state: str = option(
-        "File with the loader's state, JSON or of torch.save; FILE:path.to.loader where it has several.",
-        metavar="FILE[:PATH]",
-    )
+    state: str = option(_STATE, metavar="FILE[:PATH]")
     step: int | None = option(
         "Number of the step, a batch of all ranks, counted since the training began.",
         _FROM_0,

@@ -7,18 +7,13 @@ from typing import Any
 
 import click
 
-from dataflow.tools.explain.command import run_of
+from dataflow.tools.explain.command import run_of, state_option
 from dataflow.tools.terminal.options import DatasetArguments, json_option, options_of, plain_errors
 
 
 @click.command(short_help="Show at which steps samples were delivered, and when they come next.")
 @options_of(DatasetArguments, "dataset")
-@click.option(
-    "--state",
-    required=True,
-    metavar="FILE[:PATH]",
-    help="File with the loader's state, JSON or of torch.save; FILE:path.to.loader where it has several.",
-)
+@state_option
 @click.option("--key", "keys", multiple=True, metavar="KEY", help="Key of a sample; may be repeated.")
 @click.option("--keys", "keys_file", metavar="FILE", help="File with a key a line.")
 @click.option(

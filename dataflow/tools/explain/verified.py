@@ -8,18 +8,13 @@ from pathlib import Path
 
 import click
 
-from dataflow.tools.explain.command import run_of
+from dataflow.tools.explain.command import run_of, state_option
 from dataflow.tools.terminal.options import DatasetArguments, json_option, options_of, plain_errors
 
 
 @click.command(short_help="Verify that a training saw each sample exactly once.")
 @options_of(DatasetArguments, "dataset")
-@click.option(
-    "--state",
-    required=True,
-    metavar="FILE[:PATH]",
-    help="File with the loader's state, JSON or of torch.save; FILE:path.to.loader where it has several.",
-)
+@state_option
 @click.option(
     "--account",
     "files",

@@ -15,13 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets_kit import rank
+from datasets_kit import edited, rank
 from hypothesis import given, strategies as st
 from programs_kit import run_command
 
 from dataflow import DataLoader, Packed, ShardedDataset, verify
 from dataflow.batch.chunk import note_sums
 from dataflow.batch.delivered import BatchSum, BatchSums, Delivered
+from dataflow.explain import verify as verify_module
 from dataflow.explain.account import Account
 from dataflow.explain.planned import PlannedItems
 from dataflow.staging.window import WindowSamples
@@ -213,6 +214,27 @@ def _longer(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {"num_steps": after["num_steps"], "intervals": [*before["intervals"], *after["intervals"]]}
 
 
+@pytest.mark.parametrize(("cuts", "begin"), [((4, 4), 4), ((4, 6), None)])
+def test_what_is_verified_begins_where_all_ranks_have_a_cut(
+    folder: Path, cuts: tuple[int, int], begin: int | None
+) -> None:
+    own, accounts = loaders(folder, 2, None), []
+    for loader, cut in zip(own, cuts, strict=True):
+        batches = iter(loader)
+        _ = [*islice(batches, cut)], loader.account(), [*islice(batches, 8 - cut)]
+        accounts.append(loader.account())
+    state = edited(own[0].state_dict(), history=json.dumps([[2, 0, 12, 6, 2, "even", 1], 8]))
+    for loader in own:
+        loader.close()
+    if begin is None:
+        with pytest.raises(ValueError, match="have no step in common"):
+            verify(state, opened(folder), accounts)
+    else:
+        report = verify(state, opened(folder), accounts)
+        assert (report.is_whole, report.begin, report.rows) == (True, begin, 6 * (8 - begin))
+        assert report.notes == (f"of steps before {begin:,}, state and accounts do not tell all",)
+
+
 def test_samples_left_out_are_listed_and_no_departure(folder: Path) -> None:
     def odd(sample: dict[str, Any]) -> dict[str, Any]:
         if sample["n"] in (7, 31):
@@ -253,6 +275,16 @@ def test_epochs_say_how_many_of_their_samples_came(folder: Path) -> None:
         report = verify(loader.state_dict(), opened(folder), [loader.account()])
     assert [tuple(one) for one in report.epochs] == [(0, 60, 60, 3)]
     assert str(report).endswith("epoch 0: 60 of 60 samples came; 3 came once more")
+
+
+def test_an_epoch_that_is_too_large_to_be_counted_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account, state, _ = one_epoch(folder)
+    monkeypatch.setattr(verify_module, "_MOST_SEEN", 59)
+    report = verify(state, opened(folder), [account])
+    assert (report.rows, report.epochs) == (60, ())
+    assert report.notes == ("epochs are too large to count their samples one by one: 0",)
 
 
 def test_rows_of_samples_that_are_measured_while_they_are_made_are_accounted_for(folder: Path) -> None:
@@ -325,6 +357,7 @@ def test_damaged_and_foreign_accounts_are_refused(folder: Path) -> None:
     account, state, _ = one_epoch(folder)
     cases: list[tuple[Any, str]] = [
         ([], "give the accounts of all ranks"),
+        ([{**account, "repeated": [1.5]}], "account 0 is a damaged account: 'float' object"),
         ([{"a": 1}], "account 0 is no account: it is what loader.account"),
         ([{**account, "version": 9}], "account 0 is an account of version 9, and 1 is read"),
         ([{**account, "rank": 1}], "account 0 is a damaged account: its rank cannot be so"),
@@ -339,6 +372,11 @@ def test_damaged_and_foreign_accounts_are_refused(folder: Path) -> None:
     for accounts, words in cases:
         with pytest.raises(ValueError, match=words):
             verify(state, opened(folder), accounts)
+    with (
+        loader_of(opened(folder)) as loader,
+        pytest.raises(ValueError, match="nothing to verify: the state and all accounts have no step"),
+    ):
+        verify(loader.state_dict(), opened(folder), [account])
     with (
         loader_of([{"n": 1}] * 6, shuffle=False) as loader,
         pytest.raises(TypeError, match="only loaders over a ShardedDataset or a Mixture"),

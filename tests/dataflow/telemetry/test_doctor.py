@@ -84,7 +84,6 @@ def two_speeds() -> tuple[str, int, str, float]:
     return report.bound, report.critical_rank, text, report.shares["straggler"]
 
 
-@pytest.mark.full
 def test_the_slow_rank_is_named_on_all_ranks() -> None:
     for bound, critical, text, share in run_ranks(two_speeds, 2, timeout_s=40, **FAST):
         assert (bound, critical) == ("straggler", 1)
@@ -105,7 +104,6 @@ def exposed_of_big_gradients() -> float:
     return own.seconds["exposed_s"].p50
 
 
-@pytest.mark.full
 def test_communication_that_nothing_hides_is_measured_by_ddp() -> None:
     """One layer, one bucket: 4 MB leave when the backward pass has nothing left to compute."""
     assert all(seconds > 0 for seconds in run_ranks(exposed_of_big_gradients, 2, timeout_s=40, **FAST))

@@ -219,7 +219,6 @@ def test_nodes_and_racks_have_the_names_that_are_given():
         assert names == [topology.host] * 2
 
 
-@pytest.mark.full
 def test_ranks_of_one_node_have_its_names():
     found = run_ranks(named_places, 4, num_nodes=2, hosts=["a", "b"], racks=["r0", "r1"], **FAST)
     assert [(topology.host, topology.rack) for topology, *_ in found] == [("a", "r0")] * 2 + [("b", "r1")] * 2
@@ -232,7 +231,6 @@ def test_names_that_do_not_fit_the_nodes_are_refused(name, wrong):
         run_ranks(who, 2, num_nodes=2, **{name: wrong})
 
 
-@pytest.mark.full
 def test_two_jobs_at_a_time_have_ports_of_their_own():
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: run_ranks(port, 2, **FAST), range(2))
@@ -242,7 +240,6 @@ def test_two_jobs_at_a_time_have_ports_of_their_own():
 quiet_gloo = pytest.mark.skipif(OLD_TORCH, reason="gloo of an older torch prints when ranks connect")
 
 
-@pytest.mark.full
 @quiet_gloo
 def test_unless_asked_otherwise_ranks_are_spawned_and_output_is_shared(capfd):
     assert run_ranks(speak, 1, kwargs={"how": "return"}) == [True]
@@ -260,13 +257,11 @@ def test_env_reaches_the_ranks_and_omp_num_threads_is_followed(monkeypatch):
     assert run_ranks(variable, 1, args=("MINE",), env={"OMP_NUM_THREADS": "2"}, **FAST) == [(None, 2)]
 
 
-@pytest.mark.full
 def test_variables_set_after_the_fork_server_started_reach_the_ranks(monkeypatch):
     monkeypatch.setenv("SET_LATE", "yes")
     assert run_ranks(variable, 1, args=("SET_LATE",), **FAST)[0][0] == "yes"
 
 
-@pytest.mark.full
 def test_without_a_backend_the_function_initialises_the_group_itself():
     assert run_ranks(initialises_itself, 2, backend=None, **FAST) == [1.0, 1.0]
 
@@ -285,7 +280,6 @@ def test_an_exception_comes_back_as_itself_with_the_traceback_of_its_rank():
     assert "rank_process.py" not in note
 
 
-@pytest.mark.full
 def test_an_exception_that_cannot_be_pickled_is_told_in_words():
     with pytest.raises(RankError, match=r"rank \d raised .*NotPicklableError: this and that"):
         run_ranks(raise_unpicklable, 2, **FAST)
@@ -323,7 +317,6 @@ def test_a_death_is_named_although_a_peer_complains_first(tmp_path):
     assert caught.value.__notes__ == ["then another rank raised RuntimeError: Connection closed by peer"]
 
 
-@pytest.mark.full
 def test_a_complaint_without_a_death_stays_what_it_is():
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         run_ranks(complain, 1, **FAST)

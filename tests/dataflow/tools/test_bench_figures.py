@@ -337,7 +337,6 @@ def test_sequential_order_is_the_shards_one_after_the_other_in_whole_blocks():
     assert order[13] == order[0]
 
 
-@pytest.mark.full
 @given(st.integers(1, 3000), st.integers(0, 5))
 def test_random_order_gives_each_block_once_before_any_comes_again(block_bytes, seed):
     order = BlockOrder(SHARDS, block_bytes, "random", seed)
