@@ -282,13 +282,7 @@ class Mixture(Sharded):
         """
         return self.spec.epoch(epoch).num_samples
 
-    def token_epochs(
-        self,
-        lengths: NDArray[np.integer],
-        shuffle: Shuffle,
-        *,
-        seed: int,
-    ) -> TokenEpochs:
+    def token_epochs(self, lengths: NDArray[np.integer], shuffle: Shuffle, *, seed: int) -> TokenEpochs:
         """The epochs by tokens under an order.
 
         Args:

@@ -4,10 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+
+class LateArray:
+    """An array [n, ...] of a sample that is computed where its batch lies; `write` is up to the class."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        self.write(out := np.empty(self.shape, self.dtype))
+        return out
+
+    def write(self, out: NDArray[Any], /) -> None:
+        """Compute it into `out`, of its shape and dtype."""
+        raise NotImplementedError
+
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """torch indexes few of its unsigned types; the bits are the same."""

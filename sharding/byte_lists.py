@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.blocks import Spans
-from sharding.spans import gathered, numbers_at
+from sharding.spans import numbers_at
 
 Numbers = NDArray[np.int64]
 _NUMBER_BYTES = 8
@@ -60,22 +60,3 @@ def list_items(buffer: NDArray[np.uint8], starts: Numbers) -> tuple[Numbers, Num
     before = np.append(0, np.cumsum(lengths))
     begin = starts + _NUMBER_BYTES * (1 + counts) - before[first]
     return counts, np.repeat(begin, counts) + before[:-1], lengths
-
-
-def joined_lists(counts: Numbers, items: Spans) -> ByteLists:
-    """Lists of so many items each, [n], as one piece each; the items follow one another, list by list."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    heads, head_at = list_heads(counts, items.lengths)
-    bodies = gathered(items.buffer.view(np.uint8), items.starts, items.lengths)
-    body_at = np.append(0, np.cumsum(items.lengths))[np.append(0, np.cumsum(counts))]
-    parts = [
-        pa.Array.from_buffers(pa.large_binary(), len(counts), [None, pa.py_buffer(at), pa.py_buffer(content)])
-        for at, content in ((head_at, heads), (body_at, np.ascontiguousarray(bodies)))
-    ]
-    joined = pc.binary_join_element_wise(*parts, pa.scalar(b"", pa.large_binary()))
-    sizes = np.diff(head_at) + np.diff(body_at)
-    content = joined.buffers()[2] if len(joined) else None
-    buffer = np.zeros(0, np.uint8) if content is None else np.frombuffer(content, np.uint8)
-    return ByteLists(buffer, np.cumsum(sizes) - sizes, sizes)

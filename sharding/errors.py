@@ -52,12 +52,7 @@ class ShardError(DataflowError):
     """
 
     def __init__(
-        self,
-        shard: str,
-        reason: str,
-        offset: int | None = None,
-        key: str | None = None,
-        stage: str = "index",
+        self, shard: str, reason: str, offset: int | None = None, key: str | None = None, stage: str = "index"
     ) -> None:
         super().__init__(shard, reason, offset, key, stage)
         self.shard, self.reason = without_secrets(shard), without_secrets(reason)
@@ -79,12 +74,7 @@ class ShardReadError(ShardError, OSError):
     """
 
     def __init__(
-        self,
-        shard: str,
-        reason: str,
-        offset: int | None = None,
-        key: str | None = None,
-        stage: str = "index",
+        self, shard: str, reason: str, offset: int | None = None, key: str | None = None, stage: str = "index"
     ) -> None:
         super().__init__(shard, reason, offset, key, stage)
         # `OSError` takes its first argument for an errno and keeps two: pickling needs all five.

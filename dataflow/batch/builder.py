@@ -45,6 +45,7 @@ from dataflow.batch.transforms import (
     batch_form,
     called,
     lists_of,
+    own_form,
     trains_nothing,
     transformed_together,
 )
@@ -402,8 +403,10 @@ class BatchBuilder:
                 return {}, 0
             if segments is not None and (gather := settings.gathers) is not None:
                 assert settings.batching is not None
-                made = made_for(segments, gather, samples, kept)
-                wrong = self.context.forms.misfits_among(made, gather, kept, partial(self._made_wrong, row))
+                room = partial(self.context.arena.lease, on_return=self.context.on_return(0))
+                made = made_for(segments, gather(samples, room), samples, kept)
+                error = partial(self.rows.sample_error, column=None, stage="transform")
+                wrong = self.context.forms.misfits_among(made, gather, row + kept, error)
                 for bad in wrong.values():
                     self._leave_out(bad, None, skipped)
                 made = made.without([*wrong]).with_lists(gather.lists)
@@ -427,9 +430,6 @@ class BatchBuilder:
         if settings.marks_kept:
             checked_dict(result, settings.last_function)[KEPT] = torch.from_numpy(kept)
         return result, len(kept)
-
-    def _made_wrong(self, first: int, row: int, reason: str) -> SampleError:
-        return self.rows.sample_error(first + row, reason, None, "transform")
 
     def _repeats(self, number: int, kept: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which kept samples of a batch (of packed rows: which of all) come a second time."""
@@ -576,11 +576,11 @@ class BatchBuilder:
         transform, wants_rng = settings.transforms[window.source_number]
         if transform is None:
             return sample
+        transform = (settings.gathers and own_form(transform, "deferred")) or transform
         if self.context.seed_globals is not None:
             self.context.seed_globals(self._randomness.key(window, row, of_batch=False))
-        if not wants_rng:
-            return transform(sample)
-        return transform(sample, rng=self._randomness.generator(window, row))
+        draws = {"rng": self._randomness.generator(window, row)} if wants_rng else {}
+        return transform(sample, **draws)
 
 
 _BAD = object()

@@ -201,12 +201,7 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         return whole.take(np.argsort(positions))
 
     def batch(
-        self,
-        batching: Batching,
-        segments: BatchSegments,
-        forms: SampleForms,
-        *,
-        is_last: bool = False,
+        self, batching: Batching, segments: BatchSegments, forms: SampleForms, *, is_last: bool = False
     ) -> dict[str, Any]:
         """One batch of a plan, as `batch_columns` forms it.
 
@@ -296,10 +291,9 @@ NO_SAMPLES = MeasuredSamples(np.empty(0, np.int64), {})
 
 
 def made_for(
-    segments: BatchSegments, gather: GatherSamples, samples: list[Any], kept: NDArray[np.int64]
+    segments: BatchSegments, gathered: dict[str, Any], samples: list[Any], kept: NDArray[np.int64]
 ) -> MeasuredSamples:
-    """Samples that were made for a batch, gathered and taken out of the list; `kept`: a segment of each."""
-    gathered = gather(samples)
+    """Samples that were made for a batch and gathered, and leave the list; `kept`: a segment of each."""
     samples.clear()  # pixels are there once
     own = {**gathered, KEPT: torch.from_numpy(kept)}
     return MeasuredSamples.of_batch(own, segments.segments.position)
@@ -363,7 +357,7 @@ def cut_reason(batching: Batching, length: int, sample: Mapping[str, Any]) -> st
     if batching.longest is None or length <= batching.longest or batching.refused_beyond is not None:
         return ""
     for name, value in sample.items():
-        if name not in batching.columns and isinstance(value, Tensor | np.ndarray) and value.ndim > 1:
+        if name not in batching.columns and getattr(value, "ndim", 0) > 1:
             return f"column {batching.column!r} has {length:,} elements; {not_cut(batching, name)}"
     return ""
 

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from dataflow.batch.packed import Allocate
 from dataflow.outputs.held_bytes import Ranges
 from dataflow.outputs.objects import described
 from dataflow.outputs.output import Output
-from dataflow.ragged import Ragged
+from dataflow.ragged import LateArray, Ragged
 from sharding.lengths.batching import Batching
 from sharding.printable import listed
 
@@ -107,7 +108,7 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Tensor | np.ndarray) and value.ndim > 0
 
 
-def form_of(values: Tensor | NDArray[Any]) -> Form | None:
+def form_of(values: Tensor | NDArray[Any] | LateArray) -> Form | None:
     """The dtype and trailing shape that values of a column share; None: it fits any, as it has no element.
 
     Lists of numbers, [n], may have any dtype.
@@ -160,6 +161,8 @@ class GatherSamples(Struct, frozen=True):
             cure = f"pass column=, or return that column{lets if missing[0] != self.lists[0] else ''}"
             return sample, f"{which}: {cure}, {LEAVE_OUT}"
         arrays = dict(sample)
+        late = [n for n, value in sample.items() if isinstance(value, LateArray) and n not in self.lists]
+        arrays.update((name, torch.from_numpy(np.asarray(sample[name]))) for name in late)
         for name in self.lists:
             array = _array_of(sample[name])
             if array is None:
@@ -170,16 +173,17 @@ class GatherSamples(Struct, frozen=True):
             arrays[name] = array
         return arrays, ""
 
-    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, samples: Sequence[Any], allocate: Allocate | None = None) -> dict[str, Any]:
         """Column -> `Ragged`, or a list of what the samples have, of samples as `checked` gives them.
 
         Arrays that differ in dtype or trailing shape are such a list: who takes the batch names the sample.
+        Large ones go where `allocate` says.
         """
         first = samples[0]
         batch: dict[str, Any] = {}
         for name in first:
             values = [sample[name] for sample in samples]
-            batch[name] = ragged(values) if name in self.lists else values
+            batch[name] = ragged(values, allocate) if name in self.lists else values
         return batch
 
 
@@ -209,7 +213,7 @@ def unlike_planned(column: str, made: int, planned: int) -> str:
     )
 
 
-def ragged(arrays: Sequence[NDArray[Any]]) -> Any:
+def ragged(arrays: Sequence[NDArray[Any] | LateArray], allocate: Allocate | None = None) -> Any:
     """The arrays one after the other as a `Ragged`; or as they are, where they are not of one form.
 
     An empty one [0] has no type of its own.
@@ -217,18 +221,30 @@ def ragged(arrays: Sequence[NDArray[Any]]) -> Any:
     filled = [array for array in arrays if len(array)]
     shaped = [array for array in arrays if array.ndim > 1]
     if shaped and len({form for array in arrays if (form := form_of(array))}) > 1:
-        return [*arrays]
+        return [*map(np.asarray, arrays)]
     filled = filled or shaped[:1] or [np.empty(0, np.int64)]
     offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
-    return Ragged(torch.from_numpy(np.concatenate(filled)), torch.from_numpy(offsets))
+    shape, dtype = (int(offsets[-1]), *filled[0].shape[1:]), np.result_type(*{one.dtype for one in filled})
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    memory = allocate(nbytes) if allocate and nbytes >= _WORTH_A_COPY else np.empty(nbytes, np.uint8)
+    out = memory.view(dtype).reshape(shape)
+    if any(isinstance(array, LateArray) for array in filled):
+        for array, part in zip(filled, np.split(out, np.cumsum([*map(len, filled[:-1])])), strict=True):
+            if isinstance(array, LateArray) and array.dtype == dtype:
+                array.write(part)
+            else:
+                np.copyto(part, array)
+    else:
+        np.concatenate(filled, out=out)
+    return Ragged(torch.from_numpy(out), torch.from_numpy(offsets))
 
 
-def _array_of(value: Any) -> NDArray[Any] | None:
+def _array_of(value: Any) -> NDArray[Any] | LateArray | None:
     """A list of numbers, or an array [n, ...] of numbers, as an array; None where it is none."""
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
-    if value is None or isinstance(value, str):
-        return None
+    if value is None or isinstance(value, str | LateArray):
+        return value if isinstance(value, LateArray) else None
     try:
         array = np.asarray(value)
     except ValueError:  # lists of unlike lengths

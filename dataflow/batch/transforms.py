@@ -34,9 +34,10 @@ class BatchTransform(Protocol):
 
     Builders call `batch` with the samples of a batch, threads at the same time. Where it raises, each sample
     is transformed by itself: so the error names the one that is bad, and `on_error` decides about it alone.
-    A transform that takes `rng=` is called sample by sample, whatever it has.
+    A transform that takes `rng=` is called sample by sample, whatever it has; so is one whose class has a
+    `__call__` of its own and inherits `batch`.
 
-    Five attributes are looked up, and may be left out:
+    Six attributes are looked up, and may be left out:
 
     - `measure`, a function of a sample that returns `{column: length}` without making it, as from headers of
       images. Megabatches are planned by it, and each sample is made when its row is built. Where lengths
@@ -49,6 +50,8 @@ class BatchTransform(Protocol):
     - `fingerprint`, up to 32 printable ASCII characters without "@", "+" and "~": what the results depend on
       besides the samples, such as the hash of a tokenizer's file. A loader's state has it, and a loader with
       another one refuses the state.
+    - `deferred`, a function of a sample that gives the same with `LateArray` in the place of large arrays. It
+      is called instead where samples are made for a row that is planned.
     - `releases_gil`: True where nearly all of its work is done without the interpreter lock, so that threads
       build batches. Any function of yours may say so: those in `decode=`, `collate_fn`, `batch_transform`.
     """
@@ -60,10 +63,16 @@ class BatchTransform(Protocol):
         """`[self(sample) for sample in samples]`. The samples stay as they are."""
 
 
+def own_form(transform: object, name: str) -> Callable[..., Any] | None:
+    """A method that stands for the transform's call; None: it has none, or a class below has another call."""
+    kinds = [getattr(transform, "__dict__", {}), *map(vars, type(transform).__mro__)]
+    own = next((kind for kind in kinds if name in kind or "__call__" in kind), {})
+    return getattr(transform, name) if callable(own.get(name)) else None
+
+
 def batch_form(transform: object) -> Callable[[list[Sample]], Sequence[Any]] | None:
     """The batch form of a transform; None where it has none."""
-    batch = getattr(transform, "batch", None)
-    return batch if callable(batch) else None
+    return own_form(transform, "batch")
 
 
 def lists_of(transform: object) -> tuple[str, ...]:

@@ -311,10 +311,7 @@ def open_builders(
     from dataflow.processes.threads_first import ThreadsFirstBuilders
 
     first = ThreadsFirstBuilders(
-        new_threads(number),
-        open_processes,
-        num_processes=plan.num_workers,
-        reason=plan.reason,
+        new_threads(number), open_processes, num_processes=plan.num_workers, reason=plan.reason
     )
     return OpenBuilders(first, lambda: first.choice)
 

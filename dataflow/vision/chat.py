@@ -17,7 +17,7 @@ from dataflow.ragged import Ragged
 from dataflow.text.chat import from_json, overlapping
 from dataflow.text.chat_template import ChatText, template_of
 from dataflow.text.tokenizer import TokenizerFile, checked_dtype, tokenizer_fingerprint
-from dataflow.vision.families import family_of
+from dataflow.vision.families import NormalizedLevels, family_of
 from dataflow.vision.family import PicturePlan, VisionFamily
 from dataflow.vision.messages import messages_with_pictures, shifted
 from dataflow.vision.pictures import Picture, picture_members, pictures_of
@@ -157,6 +157,13 @@ class VisionChat:
 
     def __call__(self, sample: Sample) -> Sample:
         """One sample: tokens and patches in place of messages and pictures. `ValueError` for a bad one."""
+        made = self.deferred(sample)
+        if isinstance(levels := made["pixel_values"], NormalizedLevels):
+            made["pixel_values"] = self.family.normalized(levels.levels)
+        return made
+
+    def deferred(self, sample: Sample) -> Sample:
+        """See `BatchTransform`: levels become float32 where the batch lies."""
         pictures = pictures_of(sample, self.images, self.upright)
         tokens, plans, left_out = self._planned(sample, pictures)
         members = () if self.images in sample else picture_members(sample)
@@ -169,7 +176,8 @@ class VisionChat:
             is_image, length = torch.from_numpy(tokens.ids == self._image_id), torch.tensor([len(tokens.ids)])
             positions = image_positions(is_image, length, beside["image_grid_thw"], self.family.merge).T
             rest["mrope"] = positions.to(rest["input_ids"].dtype).contiguous()
-        rest["pixel_values"] = self._pixel_values(pictures, plans)
+        levels = self._levels(pictures, plans)
+        rest["pixel_values"] = levels if self.patches == "uint8" else NormalizedLevels(levels, self.family)
         rest |= beside
         if self.max_length is not None:
             rest[LEFT_OUT] = left_out
@@ -272,7 +280,7 @@ class VisionChat:
         times[places] = runs
         return VisionTokens(np.repeat(ids, times), np.repeat(learned, times))
 
-    def _pixel_values(self, pictures: Sequence[Picture], plans: Sequence[PicturePlan]) -> Tensor:
+    def _levels(self, pictures: Sequence[Picture], plans: Sequence[PicturePlan]) -> Tensor:
         sizes = [plan.rows for plan in plans]
         out = torch.empty((sum(sizes), *self.family.row), dtype=torch.uint8)
         for number, (part, plan) in enumerate(zip(out.split(sizes), plans, strict=True)):
@@ -281,7 +289,7 @@ class VisionChat:
             except ValueError as error:
                 raise ValueError(f"picture {number}: {error}") from error
             self.family.fill(pixels, plan, part)
-        return out if self.patches == "uint8" else self.family.normalized(out)
+        return out
 
     def __repr__(self) -> str:
         return f"VisionChat({self.file!r}, {self.family_name}, {self.column}, {self.images})"

@@ -6,12 +6,29 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dataflow.ragged import LateArray
 from dataflow.text.tokenizer import read_regular
 from dataflow.vision.family import QWEN_FAMILIES, VisionFamily
 from dataflow.vision.tiles import TILE_FAMILIES, TileFamily
 
 Family = VisionFamily | TileFamily
 FAMILIES: dict[str, Family] = {**QWEN_FAMILIES, **TILE_FAMILIES}
+
+
+class NormalizedLevels(LateArray):
+    """The levels of a sample's pictures, uint8, which become float32 where their batch lies."""
+
+    def __init__(self, levels: Tensor, family: Family) -> None:
+        super().__init__((len(levels), *family.normalized_row), "float32")
+        self.levels, self._family = levels, family
+
+    def write(self, out: NDArray[Any], /) -> None:
+        """See `LateArray`."""
+        self._family.normalized(self.levels, torch.from_numpy(out))
 
 
 def family_of(name: str, folder: Path, min_pixels: int | None, max_pixels: int | None) -> Family:

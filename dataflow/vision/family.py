@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,8 +75,13 @@ class VisionFamily(NamedTuple):
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The shape of a row of `pixel_values`."""
+        """The shape of a row of levels."""
         return (self.values,)
+
+    @property
+    def normalized_row(self) -> tuple[int, ...]:
+        """The shape of a row that is normalised."""
+        return (self.temporal * self.values,)
 
     def planned(self, sizes: Sequence[tuple[int, int]]) -> list[PicturePlan]:
         """A plan for each picture of a sample, of these heights and widths. `ValueError` for one too long."""
@@ -143,22 +148,22 @@ class VisionFamily(NamedTuple):
         squares = picture.contiguous().view(3, down, merge, side, across, merge, side)
         out.view(down, across, merge, merge, 3, side, side).copy_(squares.permute(1, 4, 2, 5, 0, 3, 6))
 
-    def normalized(self, patches: Tensor) -> Tensor:
+    def normalized(self, patches: Tensor, out: Tensor | None = None) -> Tensor:
         """Return patches as the model takes them: float32, normalised, repeated in time.
 
         Args:
             patches: uint8 [patches, 3 * patch * patch], on any device.
+            out: where they go.
 
         Returns:
             float32 [patches, 3 * temporal * patch * patch].
         """
-        mean, std = (
-            (torch.tensor(values) * (1.0 / (1 / 255)))[:, None].to(patches.device)
-            for values in (self.mean, self.std)
-        )
-        levels = patches.view(len(patches), 3, self.patch**2).to(torch.float32).sub_(mean).div_(std)
-        repeated = levels[:, :, None].expand(-1, -1, self.temporal, -1)
-        return repeated.reshape(len(patches), self.temporal * self.values)
+        shape = (len(patches), 3, self.temporal, self.patch**2)
+        if out is None:
+            out = torch.empty(shape, device=patches.device)
+        for own, part in blocks(patches.view(len(patches), 3, 1, shape[-1]), out.view(shape)):
+            part.copy_(standardized(own, self.mean, self.std))
+        return out.view(len(patches), self.temporal * self.values)
 
     def configured(self, image: Mapping[str, Any], own: Mapping[str, Any], file: Path) -> VisionFamily:
         """The family with a model's own settings, and the defaults of the processor's class beside."""
@@ -191,6 +196,24 @@ class VisionFamily(NamedTuple):
                 f"former not more than the latter, and that at least the {token_pixels} of one token"
             )
         return family
+
+
+_BLOCK = 1 << 18
+"""Elements that stay in a core's cache from one step to the next."""
+
+
+def blocks(levels: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of both, a few at a time on a CPU."""
+    rows = max(1, _BLOCK * len(levels) // max(1, levels.numel())) if levels.is_cpu else max(1, len(levels))
+    return zip(levels.split(rows), out.split(rows), strict=True)
+
+
+def standardized(levels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Levels, uint8 [rows, 3, x, y], as processors of pictures normalise them: float32."""
+    shifts, scales = (
+        (torch.tensor(values) * (1.0 / (1 / 255)))[:, None, None].to(levels.device) for values in (mean, std)
+    )
+    return levels.to(torch.float32).sub_(shifts).div_(scales)
 
 
 def check_steps(image: Mapping[str, Any], file: Path, kinds: Sequence[str], fixed: Mapping[str, Any]) -> None:

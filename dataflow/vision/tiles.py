@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from dataflow.vision.family import CLIP, HALF, PicturePlan, check_steps
+from dataflow.vision.family import CLIP, HALF, PicturePlan, blocks, check_steps, standardized
 
 Size = tuple[int, int]
 _MOST_SIDE = 4096
@@ -56,8 +56,13 @@ class TileFamily:
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The shape of a row of `pixel_values`."""
+        """The shape of a row of levels."""
         return (3, self.side, self.side)
+
+    @property
+    def normalized_row(self) -> tuple[int, ...]:
+        """The shape of a row that is normalised."""
+        return self.row
 
     def check_torch(self) -> None:
         """Raise `RuntimeError` where this torch cannot resize as the family does."""
@@ -99,13 +104,13 @@ class TileFamily:
         """The lengths of these columns."""
         return {}
 
-    def normalized(self, levels: Tensor) -> Tensor:
-        """Return levels, uint8 [rows, 3, side, side], as the model takes them: float32."""
-        mean, std = (
-            (torch.tensor(values) * (1.0 / (1 / 255)))[:, None, None].to(levels.device)
-            for values in (self.mean, self.std)
-        )
-        return levels.to(torch.float32).sub_(mean).div_(std)
+    def normalized(self, levels: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return levels, uint8 [rows, 3, side, side], as the model takes them: float32, in `out`."""
+        if out is None:
+            out = torch.empty(levels.shape, device=levels.device)
+        for own, part in blocks(levels, out):
+            part.copy_(standardized(own, self.mean, self.std))
+        return out
 
     def _resized(self, picture: Tensor, size: Size) -> Tensor:
         """Resize uint8 [1, 3, height, width]."""

@@ -20,8 +20,8 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from sharding.blocks import MISSING, Column, ColumnSpec, Masked, Spans
-from sharding.byte_lists import joined_lists
 from sharding.core.library import address_of, library
+from sharding.formats.joined_lists import joined_lists
 from sharding.formats.records.wire import WireError, numbers_in, unharmed, whole_numbers
 from sharding.spans import Bytes, Ints, gathered
 

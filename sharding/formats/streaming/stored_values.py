@@ -10,7 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from sharding.blocks import Spans
-from sharding.byte_lists import ByteLists, joined_lists
+from sharding.byte_lists import ByteLists
+from sharding.formats.joined_lists import joined_lists
 from sharding.formats.streaming.offset_table import words_at
 from sharding.spans import Bytes, Ints
 

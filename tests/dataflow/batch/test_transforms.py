@@ -49,6 +49,49 @@ def numbers(batches: list[Any], column: str = "cls") -> list[int]:
     return [number for batch in batches for number in batch[column].tolist()]
 
 
+class Halves(Squares):
+    """Has another call than the class whose batch form it inherits."""
+
+    def __call__(self, sample: Sample) -> Sample:
+        return {**sample, "square": sample["cls"] / 2}
+
+
+class Around:
+    """Gives all attributes of what it wraps, but for the call."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, sample: Sample) -> Sample:
+        return {**sample, "square": self.inner(sample)["square"] + 1}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["inner"], name)
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"), [(Halves(), lambda n: n / 2), (Around(Squares()), lambda n: n * n + 1)]
+)
+def test_a_call_that_is_a_class_own_is_not_passed_over_for_an_inherited_batch_form(
+    ints: Made, transform: Any, expected: Any
+) -> None:
+    with DataLoader(ints.open(transform=transform), 10, num_workers=0) as loader:
+        batches = list(loader)
+    assert numbers(batches, "square") == [expected(number) for number in numbers(batches)]
+
+
+def test_a_function_may_have_a_batch_form(ints: Made) -> None:
+    squares = Squares()
+
+    def transform(sample: Sample) -> Sample:
+        raise AssertionError("it has a batch form")
+
+    transform.batch, transform.lists = squares.batch, squares.lists  # type: ignore[attr-defined]
+    with DataLoader(ints.open(transform=transform), 10, num_workers=0) as loader:
+        assert numbers(list(loader), "square")
+    assert squares.sizes
+
+
 def test_the_batch_form_gets_whole_batches_and_gives_what_single_calls_give(ints: Made) -> None:
     squares: BatchTransform = Squares()
     dataset = ints.open(transform=squares)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +17,8 @@ from parameters_kit import in_pairs
 
 from dataflow import Bucketed, DataLoader, Optional, Packed, PackedRows, Ragged, ShardedDataset, TokenBudget
 from dataflow.batch.measured import Lists
+from dataflow.batch.samples import GatherSamples, ragged
+from dataflow.ragged import LateArray
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
 
@@ -245,3 +247,90 @@ def test_pixels_that_were_made_for_one_batch_are_not_copied_into_it() -> None:
         assert not np.shares_memory(copied.values.numpy(), values)
     assert np.array_equal(lists.ragged(in_order).values, values)
     assert np.array_equal(lists.ragged(all_rows, is_last=True).values, np.roll(values, 3, axis=0))
+
+
+class LatePixels(LateArray):
+    """The pixels of sample n, whose `write` notes where they went."""
+
+    written: ClassVar[list[int]] = []
+
+    def __init__(self, n: int) -> None:
+        super().__init__(pixels_of(n).shape, "float32")
+        self.n = n
+
+    def write(self, out: np.ndarray, /) -> None:
+        assert (out.shape, out.dtype) == (self.shape, self.dtype)
+        out[:] = pixels_of(self.n)
+        self.written.append(out.ctypes.data)
+
+
+class LateChat:
+    """`chat`, whose pixels are computed where their batch lies."""
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        return chat(sample)
+
+    def deferred(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        n = int(sample["n"])
+        return {**chat(sample), "pixels": LatePixels(n)}
+
+
+@pytest.mark.parametrize("lengths", [None, KNOWN])
+@pytest.mark.parametrize("kind", BATCHINGS)
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_arrays_that_are_deferred_are_those_that_a_call_makes(
+    folder: Path, kind: str, workers: Any, lengths: Any
+) -> None:
+    batching = BATCHINGS[kind](whole=["pixels"], lengths=lengths)
+    with loader_of(folder, batching, LateChat(), num_workers=1, workers=workers) as loader:
+        numbers = []
+        for batch in loader:
+            check_pixels(batch)
+            numbers += batch["n"].tolist()
+        assert sorted(numbers) == [*range(NUM)]
+
+
+def test_a_deferred_array_is_written_once_and_into_its_batch(folder: Path) -> None:
+    batching = BATCHINGS["packed"](whole=["pixels"], lengths=KNOWN)
+    LatePixels.written.clear()
+    with loader_of(folder, batching, LateChat()) as loader:
+        dataset = loader.dataset
+        for batch in loader:
+            values = batch["pixels"].values
+            first, end = values.data_ptr(), values.data_ptr() + values.nbytes
+            assert all(first <= address < end for address in LatePixels.written)
+            assert len(LatePixels.written) == np.count_nonzero(batch["pixels"].lengths)
+            LatePixels.written.clear()
+    assert isinstance(dataset[1]["pixels"], np.ndarray)  # type: ignore[index]
+
+
+def test_a_deferred_array_that_batching_does_not_take_is_a_tensor_as_ever(folder: Path) -> None:
+    with loader_of(folder, BATCHINGS["packed"](lengths=KNOWN), LateChat()) as loader:
+        for batch in loader:
+            for n, pixels in zip(batch["n"].tolist(), batch["pixels"], strict=True):
+                assert np.array_equal(pixels, pixels_of(n))
+
+
+def test_deferred_arrays_beside_others_of_another_type_become_one_tensor_without_loss() -> None:
+    wide = np.full((1, 2, 3), 1e-300)
+    mixed = ragged([LatePixels(3), wide])
+    assert isinstance(mixed, list)  # they have no form in common: who takes the batch names the sample
+    assert np.array_equal(mixed[0], pixels_of(3))
+    flat = [LateArray((0,), "float32"), np.array([1e-300])]
+    assert ragged(flat).values.tolist() == [1e-300]
+
+
+def test_large_arrays_go_where_the_batch_is_to_lie() -> None:
+    asked = []
+
+    def allocate(nbytes: int) -> np.ndarray:
+        asked.append(np.zeros(nbytes, np.uint8))
+        return asked[-1]
+
+    small, large = np.ones((4, 2), np.float32), np.ones((4, 1 << 14), np.float32)
+    gather = GatherSamples(("small", "large"))
+    batch = gather([{"small": small, "large": large}] * 2, allocate)
+    (memory,) = asked
+    assert np.shares_memory(batch["large"].values.numpy(), memory)
+    assert torch.equal(batch["large"].values, torch.ones(8, 1 << 14))
+    assert torch.equal(batch["small"].values, torch.ones(8, 2))

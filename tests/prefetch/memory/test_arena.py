@@ -81,6 +81,23 @@ def test_there_are_few_size_classes() -> None:
     assert len({rounded_bytes(n) for n in range(1 << 20, 2 << 20, 1000)}) <= 10
 
 
+def test_a_free_slab_that_is_up_to_a_quarter_larger_is_taken_before_another_is_mapped(
+    pinned: Registrations,
+) -> None:
+    """Its pages are there; to map others costs more than to use them, and drops what is free at the limit."""
+    arena = Arena(limit_bytes=100 * MIB, register=pinned)
+    address(arena.lease(10 * MIB))
+    for nbytes, mapped in ((8 * MIB, 1), (10 * MIB, 1), (7 * MIB, 2), (MIB, 3), (MIB - MIB // 8, 4)):
+        leased = arena.lease(nbytes)
+        assert (leased.nbytes, pinned.registered) == (nbytes, mapped)
+        del leased
+    held = [arena.lease(8 * MIB), arena.lease(8 * MIB)]
+    assert pinned.registered == 5  # one larger was free, and is held as what it is
+    assert arena.mapped_bytes == sum(pinned.now.values())
+    del held
+    assert arena.mapped_bytes == sum(pinned.now.values())
+
+
 # ---- one lease ---------------------------------------------------------------------------------------------
 
 
