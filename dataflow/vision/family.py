@@ -145,8 +145,10 @@ class VisionFamily(NamedTuple):
         if picture.shape[2:] != size:
             picture = torch.nn.functional.interpolate(picture, size, mode="bicubic", antialias=True)
         down, across, merge, side = grid[0] // self.merge, grid[1] // self.merge, self.merge, self.patch
-        squares = picture.contiguous().view(3, down, merge, side, across, merge, side)
-        out.view(down, across, merge, merge, 3, side, side).copy_(squares.permute(1, 4, 2, 5, 0, 3, 6))
+        line = np.dtype((np.void, side))  # so many bytes are moved at a time
+        squares = picture.contiguous().numpy().view(line).reshape(3, down, merge, side, across, merge)
+        patches = out.numpy().view(line).reshape(down, across, merge, merge, 3, side)
+        np.copyto(patches, squares.transpose(1, 4, 2, 5, 0, 3))
 
     def normalized(self, patches: Tensor, out: Tensor | None = None) -> Tensor:
         """Return patches as the model takes them: float32, normalised, repeated in time.
