@@ -171,12 +171,18 @@ def test_accounts_of_all_ranks_and_restarts_add_up_to_the_plan(
     verify = partial(
         dataflow.verify, trained.state, row.open(trained.folder), batching=row.options.get("batching")
     )
+    if len({(one["first_step"], one["num_steps"]) for one in accounts}) > len(STAGES):
+        # Ranks left a loop behind the last batch of some of them: these counted the epoch's other steps, too.
+        assert name == "budget"
+        with pytest.raises(ValueError, match="has no account that ends with step"):
+            verify(accounts)
+        return
     report = verify(random.Random(name).sample(accounts, len(accounts)))
     assert report.is_whole, str(report)
     assert (report.begin, report.end) == (0, len(trained.batches))
     if "batching" not in row.options:
         assert report.rows == sum(len(batch or []) for batches in trained.batches for batch in batches)
-    for lacking in range(len(accounts)):
+    for lacking in (at for at, one in enumerate(accounts) if one["intervals"]):  # others tell nothing
         with pytest.raises(
             ValueError, match=r"has no account that ends with step|there is no account of rank"
         ):
