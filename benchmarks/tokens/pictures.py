@@ -1,16 +1,20 @@
-"""Chats with pictures into packed rows, beside the model's own processor in torch's DataLoader.
+"""Chats with pictures into packed rows, beside the model's own processor, Energon and torchtitan.
 
     python -m benchmarks.tokens.pictures --json result.json
+    python -m benchmarks.tokens.pictures --peers uint8,float32,processor
 
-All read the same JPEGs and messages of one Parquet file, and use two builders of one thread. torch's loader
-has the processor of transformers in each worker, with torchvision's operations, and delivers lists of
-samples; this one delivers packed rows. Needs transformers and torchvision. Each runs in a process of its own,
-in turns.
+All read the same JPEGs and messages, and use two builders of one thread. This loader, in uint8 and float32,
+and Energon deliver packed rows; torch's DataLoader delivers lists of four chats from the processor, as
+torchtitan a chat a row: its packer emits only rows that are full to the token. Energon's task encoder is the
+best that its docs allow: lengths from headers, best fit among 256 chats, pixels made once they are packed.
+Each runs in a process of its own, in turns. Needs transformers, torchvision, megatron-energon, torchtitan,
+datasets, torchdata and simplejpeg; a peer whose package is missing is left out with a word.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import json
 import resource
@@ -18,7 +22,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +34,24 @@ import torch
 from PIL import Image
 
 from benchmarks.harness import in_own_process
+from benchmarks.tokens.picture_peers import SPECIAL, Energon, Ours, Processor, Taken, Titan, write_energon
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
-SPECIAL += ["<|image_pad|>", "<|video_pad|>"]
 WORDS = ["the", "a", "picture", "shows", "red", "blue", "house", "tree", "with", "two", "beside", "under"]
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
-)
-ROW = 8192
-OURS, THEIRS = ("uint8", "float32"), "processor"
+FILES = 4
+RANKS = 8
+"""Ranks that would share the batches, in turns: how evenly is told by their patches."""
+PEERS: dict[str, Any] = {
+    "uint8": partial(Ours, patches="uint8"),
+    "float32": partial(Ours, patches="float32"),
+    "processor": Processor,
+    "energon": Energon,
+    "torchtitan": Titan,
+}
+PACKAGES = {
+    "processor": ("transformers", "torchvision"),
+    "energon": ("transformers", "torchvision", "megatron.energon"),
+    "torchtitan": ("torchvision", "torchtitan", "datasets", "torchdata", "simplejpeg"),
+}
 
 
 def write(folder: Path, chats: int, low: int, high: int) -> None:
@@ -52,6 +64,7 @@ def write(folder: Path, chats: int, low: int, high: int) -> None:
     trainer = trainers.BpeTrainer(special_tokens=SPECIAL, initial_alphabet=letters, show_progress=False)
     tokenizer.train_from_iterator([" ".join(WORDS)] * 3, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": SPECIAL[2]}))
     messages, images = [], []
     for number in range(chats):
         rng = np.random.default_rng(number)
@@ -72,89 +85,71 @@ def write(folder: Path, chats: int, low: int, high: int) -> None:
     part = pa.struct([("type", pa.string()), ("text", pa.string())])
     message = pa.struct([("role", pa.string()), ("content", pa.list_(part))])
     schema = pa.schema({"messages": pa.list_(message), "images": pa.list_(pa.binary())})
-    table = pa.table({"messages": messages, "images": images}, schema)
-    pq.write_table(table, folder / "chats.parquet", row_group_size=64)
-
-
-def of_ours(folder: Path, patches: Any) -> Iterator[int]:
-    """The chats of each batch of packed rows."""
-    from dataflow import DataLoader, Packed, ShardedDataset, VisionChat
-
-    chats = VisionChat(
-        folder / "tokenizer.json", family="qwen2_5_vl", template=TEMPLATE, patches=patches, max_length=ROW
-    )
-    dataset = ShardedDataset(folder / "chats.parquet", decode={"images": None}, transform=chats)
-    whole = ["pixel_values", "image_grid_thw"]
-    batching = Packed(ROW, columns=["input_ids", "loss_mask"], whole=whole, overlong="error")
-    with DataLoader(dataset, 1, shuffle=True, batching=batching, num_workers=2) as loader:
-        for batch in loader:
-            yield len(batch["input_ids"].segments.length)
-
-
-class Chats(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """What the processor makes of each chat."""
-
-    def __init__(self, folder: Path) -> None:
-        table = pq.read_table(folder / "chats.parquet")
-        self.messages, self.images = table["messages"].to_pylist(), table["images"].to_pylist()
-        real = torch.library.register_fake  # torchvision's compiled part is not needed
-
-        def without_own(name: Any, *arguments: Any, **options: Any) -> Any:
-            is_own = str(name).startswith("torchvision::")
-            return (lambda function: function) if is_own else real(name, *arguments, **options)
-
-        torch.library.register_fake = without_own  # type: ignore[assignment]
-        import transformers as t
-
-        tokenizer = t.PreTrainedTokenizerFast(
-            tokenizer_file=str(folder / "tokenizer.json"), pad_token="<|endoftext|>"
-        )
-        limits = {"min_pixels": 4 * 28**2, "max_pixels": 16384 * 28**2}
-        parts = {"image_processor": t.Qwen2VLImageProcessor(**limits), "tokenizer": tokenizer}
-        parts["video_processor"] = t.Qwen2VLVideoProcessor()
-        self.processor = t.Qwen2_5_VLProcessor(**parts, chat_template=TEMPLATE)
-        torch.library.register_fake = real
-
-    def __len__(self) -> int:
-        return len(self.messages)
-
-    def __getitem__(self, number: int) -> Any:
-        text = self.processor.apply_chat_template(self.messages[number])
-        pictures = [Image.open(io.BytesIO(data)) for data in self.images[number]]
-        return dict(self.processor(text=[text], images=pictures or None, return_tensors="pt"))
-
-
-def first_of(samples: list[Any]) -> list[Any]:
-    """The samples, as they are."""
-    return samples
-
-
-def of_torch(folder: Path) -> Iterator[int]:
-    """The chats of each batch of torch's DataLoader with the processor in two workers."""
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    options: dict[str, Any] = {"num_workers": 2, "shuffle": True, "collate_fn": first_of}
-    for batch in torch.utils.data.DataLoader(Chats(folder), 4, **options):
-        yield len(batch)
+    for number in range(FILES):
+        own = {"messages": messages[number::FILES], "images": images[number::FILES]}
+        pq.write_table(pa.table(own, schema), folder / f"chats-{number}.parquet", row_group_size=64)
 
 
 def measured(name: str, folder: str) -> dict[str, float]:
-    """Chats a second, CPU seconds and peak memory of one pass, its start included."""
+    """Rates, CPU seconds, peak memory and rows of one pass, its start included."""
     torch.set_num_threads(1)
     start = time.perf_counter()
-    batches = of_torch(Path(folder)) if name == THEIRS else of_ours(Path(folder), name)
-    first, chats = 0.0, 0
-    for size in batches:
+    first, batches = 0.0, list[Taken]()
+    loader = PEERS[name](Path(folder), None)
+    for batch in loader:
         first = first or time.perf_counter() - start
-        chats += size
+        batches.append(batch)
     seconds = time.perf_counter() - start
+    loader.close()
     kinds = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    chats, tokens, room, patches = np.array(batches, np.int64).T
+    steps = patches[: len(patches) // RANKS * RANKS].reshape(-1, RANKS)
+    steps = steps[steps.any(axis=1)]
     return {
-        "chats": chats,
-        "chats_per_s": chats / seconds,
+        "chats": int(chats.sum()),
+        "patches": int(patches.sum()),
+        "chats_per_s": chats.sum() / seconds,
         "first_batch_s": first,
         "cpu_s": sum(kind.ru_utime + kind.ru_stime for kind in kinds),
         "peak_mb_of_largest_process": max(kind.ru_maxrss for kind in kinds) / 1000,
+        "fill": tokens.sum() / room.sum(),
+        f"patches_max_over_mean_of_{RANKS}": float((steps.max(axis=1) / steps.mean(axis=1)).mean()),
     }
+
+
+def resumed(name: str, folder: str, num_batches: int) -> dict[str, float]:
+    """Seconds from a state behind so many batches to the next; nothing for what has no state."""
+    torch.set_num_threads(1)
+    loader = PEERS[name](Path(folder), None)
+    batches = iter(loader)
+    for _ in islice(batches, num_batches):
+        pass
+    state = loader.state()
+    del batches
+    loader.close()
+    if state is None:
+        return {}
+    start = time.perf_counter()
+    loader = PEERS[name](Path(folder), state)
+    next(iter(loader))
+    seconds = time.perf_counter() - start
+    loader.close()
+    return {"resume_s": seconds}
+
+
+def prepare(folder: str, chats: int, sides: tuple[int, int], names: list[str]) -> None:
+    """Write the data."""
+    write(Path(folder), chats, *sides)
+    if "energon" in names:
+        write_energon(Path(folder))
+
+
+def is_there(package: str) -> bool:
+    """Return whether a package is installed."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def main() -> None:
@@ -162,16 +157,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--chats", type=int, default=2000)
     parser.add_argument("--sides", type=int, nargs=2, default=(200, 700), help="least and most pixels a side")
+    parser.add_argument("--peers", default=",".join(PEERS), help="some of " + ", ".join(PEERS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in (*OURS, THEIRS)}
+    names = arguments.peers.split(",")
+    for name in list(names):
+        if lacking := [one for one in PACKAGES.get(name, ()) if not is_there(one)]:
+            print(f"{name} is left out: {', '.join(lacking)} is not installed", flush=True)
+            names.remove(name)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), arguments.chats, *arguments.sides)
+        in_own_process(prepare, folder, arguments.chats, tuple(arguments.sides), names, limit_s=600)
         for _ in range(arguments.repeats):
             for name, found in runs.items():
-                found.append(in_own_process(measured, name, folder, limit_s=600))
-                print(name, {key: round(value, 2) for key, value in found[-1].items()}, flush=True)
+                figures = in_own_process(measured, name, folder, limit_s=900)
+                batches = 4 if name in ("processor", "torchtitan") else 2
+                figures |= in_own_process(resumed, name, folder, batches, limit_s=600)
+                found.append(figures)
+                print(name, {key: round(value, 3) for key, value in figures.items()}, flush=True)
     medians = {
         name: {key: statistics.median(run[key] for run in found) for key in found[0]}
         for name, found in runs.items()
