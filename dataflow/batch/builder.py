@@ -42,7 +42,6 @@ from dataflow.batch.samples import (
 from dataflow.batch.sharing import Finishing, Outcome, SampleOutcomes, building_s
 from dataflow.batch.transforms import (
     BatchFn,
-    batch_form,
     called,
     lists_of,
     own_form,
@@ -335,7 +334,7 @@ class BatchBuilder:
         Decoded samples of any size are then there one by one. Rows of packed batches are whole.
         """
         transforms = [(transform, rng) for transform, rng in self.settings.transforms if transform]
-        together = any(batch_form(transform) and not wants_rng for transform, wants_rng in transforms)
+        together = any(own_form(transform, "batch") and not wants_rng for transform, wants_rng in transforms)
         is_whole = self.plan.segments is not None and self.settings.collate is None
         return bool(transforms) and not together and not is_whole
 

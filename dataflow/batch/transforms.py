@@ -70,11 +70,6 @@ def own_form(transform: object, name: str) -> Callable[..., Any] | None:
     return getattr(transform, name) if callable(own.get(name)) else None
 
 
-def batch_form(transform: object) -> Callable[[list[Sample]], Sequence[Any]] | None:
-    """The batch form of a transform; None where it has none."""
-    return own_form(transform, "batch")
-
-
 def lists_of(transform: object) -> tuple[str, ...]:
     """The columns of its samples that are lists of unlike lengths."""
     return tuple(getattr(transform, "lists", ()))
@@ -171,7 +166,7 @@ def transformed_together(
     failure: BaseException | None = None
     own = [id(transform) for transform, _ in transforms]
     for number, (transform, wants_rng) in dict(zip(own, transforms, strict=True)).items():
-        form = batch_form(transform)
+        form = own_form(transform, "batch")
         if form is None or wants_rng:
             continue
         rows = [at for at, other in enumerate(own) if other == number]

@@ -18,10 +18,11 @@ from dataflow.text.chat import from_json, overlapping
 from dataflow.text.chat_template import ChatText, template_of
 from dataflow.text.tokenizer import TokenizerFile, checked_dtype, tokenizer_fingerprint
 from dataflow.vision.families import NormalizedLevels, family_of
-from dataflow.vision.family import PicturePlan, VisionFamily
+from dataflow.vision.family import PicturePlan
 from dataflow.vision.messages import messages_with_pictures, shifted
 from dataflow.vision.pictures import Picture, picture_members, pictures_of
 from dataflow.vision.positions import image_positions
+from dataflow.vision.qwen import VisionFamily
 
 Sample = dict[str, Any]
 LEFT_OUT = "messages_left_out"

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from dataflow.ragged import LateArray
 from dataflow.text.tokenizer import read_regular
-from dataflow.vision.family import QWEN_FAMILIES, VisionFamily
-from dataflow.vision.tiles import TILE_FAMILIES, TileFamily
+from dataflow.vision.family import PictureFamily
+from dataflow.vision.qwen import QWEN_FAMILIES
+from dataflow.vision.tiles import TILE_FAMILIES
 
-Family = VisionFamily | TileFamily
-FAMILIES: dict[str, Family] = {**QWEN_FAMILIES, **TILE_FAMILIES}
+FAMILIES: dict[str, PictureFamily] = {**QWEN_FAMILIES, **TILE_FAMILIES}
 
 
 class NormalizedLevels(LateArray):
     """The levels of a sample's pictures, uint8, which become float32 where their batch lies."""
 
-    def __init__(self, levels: Tensor, family: Family) -> None:
+    def __init__(self, levels: Tensor, family: PictureFamily) -> None:
         super().__init__((len(levels), *family.normalized_row), "float32")
         self.levels, self._family = levels, family
 
@@ -31,7 +31,7 @@ class NormalizedLevels(LateArray):
         self._family.normalized(self.levels, torch.from_numpy(out))
 
 
-def family_of(name: str, folder: Path, min_pixels: int | None, max_pixels: int | None) -> Family:
+def family_of(name: str, folder: Path, min_pixels: int | None, max_pixels: int | None) -> PictureFamily:
     """The settings of a family's processor: those of its files where the folder has them.
 
     `ValueError` for a family that is not supported, and for settings that no code here is for; `RuntimeError`
@@ -48,9 +48,4 @@ def family_of(name: str, folder: Path, min_pixels: int | None, max_pixels: int |
     image = json.loads(read_regular(file)) if file.exists() else own.get("image_processor")
     if image:
         family = family.configured(image, own, file if file.exists() else nested)
-    if isinstance(family, VisionFamily):
-        return family.limited(min_pixels, max_pixels)
-    if min_pixels is not None or max_pixels is not None:
-        raise ValueError(f"min_pixels= and max_pixels= are of Qwen's families; family={name!r} has one size")
-    family.check_torch()
-    return family
+    return family.limited(min_pixels, max_pixels)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from dataflow.vision.family import CLIP, HALF, PicturePlan, blocks, check_steps, standardized
+from dataflow.vision.family import CLIP, HALF, PictureFamily, PicturePlan, check_steps
 
 Size = tuple[int, int]
 _MOST_SIDE = 4096
@@ -25,7 +25,7 @@ _MOST_SIDE = 4096
 
 
 @dataclass(frozen=True)
-class TileFamily:
+class TileFamily(PictureFamily):
     """A family whose tiles are square, and each of them one row of `pixel_values`."""
 
     side: int
@@ -41,41 +41,14 @@ class TileFamily:
     processors: ClassVar[tuple[str, ...]] = ()
     fixed: ClassVar[Mapping[str, Any]] = {}
     """Settings of the processor that no other code here is for."""
-    image_token: ClassVar[str] = "<image>"
-    run_token: ClassVar[str] = "<image>"
-    """The token that is repeated for a picture; the other stands for it in the template's text."""
-    video_token: ClassVar[str] = "<video>"
-    columns: ClassVar[tuple[str, ...]] = ()
-    """The columns of pictures beside `pixel_values`."""
-    has_positions: ClassVar[bool] = False
-
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        """All that decides about its samples."""
-        return astuple(self)
 
     @property
     def row(self) -> tuple[int, ...]:
-        """The shape of a row of levels."""
+        """See `PictureFamily`."""
         return (3, self.side, self.side)
 
-    @property
-    def normalized_row(self) -> tuple[int, ...]:
-        """The shape of a row that is normalised."""
-        return self.row
-
-    def check_torch(self) -> None:
-        """Raise `RuntimeError` where this torch cannot resize as the family does."""
-        try:
-            interpolate(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), (4, 4), mode=self.mode, antialias=True)
-        except (NotImplementedError, ValueError) as error:
-            raise RuntimeError(
-                f"the pictures of this family are resized by mode={self.mode!r}, which torch "
-                f"{torch.__version__} does not have: install a newer one, such as 2.13"
-            ) from error
-
     def configured(self, image: Mapping[str, Any], own: Mapping[str, Any], file: Path) -> TileFamily:
-        """The family with a model's settings: of its processor of images, and of its own."""
+        """See `PictureFamily`."""
         check_steps(image, file, self.processors, {"resample": self.resample, **self.fixed})
         size = image.get("size") or {}
         known = {"mean": image.get("image_mean"), "std": image.get("image_std")}
@@ -89,28 +62,24 @@ class TileFamily:
         raise NotImplementedError
 
     def planned(self, sizes: Sequence[Size]) -> list[PicturePlan]:
-        """A plan for each picture of a sample, of these heights and widths."""
+        """See `PictureFamily`."""
         return [PicturePlan(self.run_token, (self.tokens,), 1, size) for size in sizes]
 
     def fill(self, pixels: NDArray[np.uint8], plan: PicturePlan, out: Tensor) -> None:
-        """Write a picture's tiles: uint8 [rows, 3, side, side]."""
+        """See `PictureFamily`."""
         out.copy_(self._resized(_chw(pixels), (self.side, self.side)))
 
-    def beside(self, plans: Sequence[PicturePlan]) -> dict[str, Tensor]:
-        """The columns of pictures beside `pixel_values`."""
-        return {}
-
-    def lengths(self, plans: Sequence[PicturePlan]) -> dict[str, int]:
-        """The lengths of these columns."""
-        return {}
-
-    def normalized(self, levels: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return levels, uint8 [rows, 3, side, side], as the model takes them: float32, in `out`."""
-        if out is None:
-            out = torch.empty(levels.shape, device=levels.device)
-        for own, part in blocks(levels, out):
-            part.copy_(standardized(own, self.mean, self.std))
-        return out
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> TileFamily:
+        """See `PictureFamily`. `RuntimeError` where this torch cannot resize as the family does."""
+        super().limited(min_pixels, max_pixels)
+        try:
+            interpolate(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), (4, 4), mode=self.mode, antialias=True)
+        except (NotImplementedError, ValueError) as error:
+            raise RuntimeError(
+                f"the pictures of this family are resized by mode={self.mode!r}, which torch "
+                f"{torch.__version__} does not have: install a newer one, such as 2.13"
+            ) from error
+        return self
 
     def _resized(self, picture: Tensor, size: Size) -> Tensor:
         """Resize uint8 [1, 3, height, width]."""
@@ -138,7 +107,7 @@ class LlavaFamily(TileFamily):
         return {"side": side, "tokens": tokens - is_default if own else (side // 14) ** 2}
 
     def fill(self, pixels: NDArray[np.uint8], plan: PicturePlan, out: Tensor) -> None:
-        """See `TileFamily`."""
+        """See `PictureFamily`."""
         height, width = plan.size
         short, long = sorted((height, width))
         longer = int(self.side * long / short)
@@ -168,7 +137,7 @@ class GemmaFamily(TileFamily):
         return {"side": size.get("height", 224), "tokens": own.get("image_seq_length", self.tokens)}
 
     def planned(self, sizes: Sequence[Size]) -> list[PicturePlan]:
-        """See `TileFamily`."""
+        """See `PictureFamily`."""
         text = f"\n\n{self.image_token}{self.run_token}{self.video_token}\n\n"
         return [PicturePlan(text, (self.tokens,), 1, size) for size in sizes]
 
@@ -202,7 +171,7 @@ class OnevisionFamily(TileFamily):
         }
 
     def planned(self, sizes: Sequence[Size]) -> list[PicturePlan]:
-        """See `TileFamily`."""
+        """See `PictureFamily`."""
         if len(sizes) != 1:
             tokens = self.tokens + 1 - self.less
             return [PicturePlan(self.run_token, (tokens,), 1, size) for size in sizes]
@@ -235,7 +204,7 @@ class OnevisionFamily(TileFamily):
         return rows * columns + rows + self.tokens
 
     def fill(self, pixels: NDArray[np.uint8], plan: PicturePlan, out: Tensor) -> None:
-        """See `TileFamily`."""
+        """See `PictureFamily`."""
         picture, square = _chw(pixels), (self.side, self.side)
         height, width = plan.size
         if plan.rows == 1 and height != width:
@@ -261,11 +230,11 @@ class OnevisionFamily(TileFamily):
         out[1:].view(high // self.side, wide // self.side, *self.row).copy_(tiles.permute(1, 3, 0, 2, 4))
 
     def beside(self, plans: Sequence[PicturePlan]) -> dict[str, Tensor]:
-        """See `TileFamily`."""
+        """See `PictureFamily`."""
         return {"image_sizes": torch.tensor([plan.size for plan in plans], dtype=torch.int64).view(-1, 2)}
 
     def lengths(self, plans: Sequence[PicturePlan]) -> dict[str, int]:
-        """See `TileFamily`."""
+        """See `PictureFamily`."""
         return {"image_sizes": len(plans)}
 
 
@@ -295,7 +264,7 @@ class IdeficsFamily(TileFamily):
         }
 
     def planned(self, sizes: Sequence[Size]) -> list[PicturePlan]:
-        """See `TileFamily`."""
+        """See `PictureFamily`."""
         return [self._planned(size) for size in sizes]
 
     def _planned(self, size: Size) -> PicturePlan:
@@ -336,7 +305,7 @@ class IdeficsFamily(TileFamily):
         return first, (high, wide)
 
     def fill(self, pixels: NDArray[np.uint8], plan: PicturePlan, out: Tensor) -> None:
-        """See `TileFamily`."""
+        """See `PictureFamily`."""
         first, second = self._steps(plan.size)
         picture = self._resized(self._resized(_chw(pixels), first), second)
         out[-1:].copy_(self._resized(picture, (self.side, self.side)))
@@ -346,12 +315,12 @@ class IdeficsFamily(TileFamily):
             out[:-1].view(down, across, *self.row).copy_(tiles.permute(1, 3, 0, 2, 4))
 
     def beside(self, plans: Sequence[PicturePlan]) -> dict[str, Tensor]:
-        """See `TileFamily`."""
+        """See `PictureFamily`."""
         rows = sum(plan.rows for plan in plans)
         return {"pixel_attention_mask": torch.ones(rows, self.side, self.side, dtype=torch.int64)}
 
     def lengths(self, plans: Sequence[PicturePlan]) -> dict[str, int]:
-        """See `TileFamily`."""
+        """See `PictureFamily`."""
         return {"pixel_attention_mask": sum(plan.rows for plan in plans)}
 
 

@@ -152,7 +152,7 @@ class Arena:
                 raise RuntimeError("the arena is closed")
             if self._returned:
                 self._reconcile()
-            stack = self._free.get(size) or self._larger(size)
+            stack = self._free.get(size) or (self._larger(size) if self._free_bytes else None)
             slab = stack.pop() if stack else None
             size = slab.nbytes if slab else size
             self._leased_bytes += size

@@ -17,7 +17,7 @@ import torch
 from vision_kit import SPECIAL, TEMPLATE, image_bytes, vision_chat, write_vision_tokenizer
 
 from dataflow import Ragged, SampleError, ShardedDataset, ShardWriter, VisionChat
-from dataflow.vision.family import QWEN_FAMILIES as FAMILIES
+from dataflow.vision.qwen import QWEN_FAMILIES as FAMILIES
 
 SIDE = {"qwen2_5_vl": 28, "qwen3_vl": 32, "qwen3_5": 32}
 """Pixels along each side of a token."""
