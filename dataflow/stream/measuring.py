@@ -229,7 +229,7 @@ class MeasuringStage:
         segments = self._units.batches(dealt, number, number + 1)
         self._number = number + 1
         pieces, epoch = segments.segments, self._order.epoch
-        numbers = self._plan.numbers(self._order, pieces.position)
+        numbers = self._numbers[np.searchsorted(self._numbered, pieces.position)]
         parts = [(numbers, slice(0, len(numbers)), None)]
         note_sums(self.sums, epoch, self._outer.start + number, np.array([len(pieces)]), parts, pieces)
         has = self._dealt.has(segments.segments.position)
@@ -453,6 +453,9 @@ class MeasuringStage:
         pending = np.arange(min(first, units.num_units), 0 if units.is_all else units.num_units)
         self._undealt = self._undealt.among(np.unique(units.take(pending)[0].position))
         self._num_dealt = num_dealt
+        # Of all batches that may come: each batch alone would have its windows shuffled again.
+        self._numbered = self._positions(outer.batch_plan.rank, self._number, num_dealt)
+        self._numbers = self._plan.numbers(self._order, self._numbered)
         made = sum(samples.nbytes for samples in self._made)
         self._hold(self._dealt.nbytes + self._undealt.nbytes + made - self._held_bytes)
 

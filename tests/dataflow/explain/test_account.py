@@ -25,6 +25,7 @@ from dataflow.batch.delivered import BatchSum, BatchSums, Delivered
 from dataflow.explain import verify as verify_module
 from dataflow.explain.account import Account
 from dataflow.explain.planned import PlannedItems
+from dataflow.planning.plan import StreamPlan
 from dataflow.staging.window import WindowSamples
 from dataflow.stream.deliveries import MOST_CUTS, DeliveryCounters
 from sharding.lengths.units import Segments
@@ -299,6 +300,26 @@ def test_rows_of_samples_that_are_measured_while_they_are_made_are_accounted_for
         report = verify(state, dataset(), [account], batching=how)
         assert report.is_whole, str(report)
         assert (report.end, report.epochs[0][:3]) == (num, (0, 60, 60))
+
+
+def test_numbers_of_samples_that_are_measured_are_looked_up_once_a_megabatch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch has samples of many windows, each of which would be shuffled again for every batch."""
+    looked_up: list[int] = []
+    numbers = StreamPlan.numbers
+
+    def counted(plan: StreamPlan, order: Any, positions: np.ndarray) -> np.ndarray:
+        looked_up.append(len(positions))
+        return numbers(plan, order, positions)
+
+    monkeypatch.setattr(StreamPlan, "numbers", counted)
+    dataset = ShardedDataset(str(folder / "*.parquet"), columns=["tokens"], transform=doubled)
+    how = Packed(8, column="tokens", lengths_key="doubled", window=30)
+    with loader_of(dataset, batching=how) as loader:
+        assert sum(1 for _ in loader) > 5
+    assert 2 <= len(looked_up) <= 3
+    assert 60 <= sum(looked_up) < 100
 
 
 def doubled(sample: dict[str, Any]) -> dict[str, Any]:
