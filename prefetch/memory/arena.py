@@ -152,7 +152,7 @@ class Arena:
                 raise RuntimeError("the arena is closed")
             if self._returned:
                 self._reconcile()
-            stack = self._free.get(size) or (self._larger(size) if self._free_bytes else None)
+            stack = self._free.get(size) or (self._larger(size) if self._free_bytes and on_return else None)
             slab = stack.pop() if stack else None
             size = slab.nbytes if slab else size
             self._leased_bytes += size
@@ -172,7 +172,7 @@ class Arena:
         return np.asarray(slot), slab.address
 
     def _larger(self, size: int) -> list[Slab]:
-        """Free slabs of the class that comes next: pages that are there are worth a quarter more. Locked."""
+        """Free slabs of the next class for a batch: pages that are there are worth a quarter more. Locked."""
         near = [n for n, stack in self._free.items() if stack and _HUGE <= size < n <= size + size // 4]
         return self._free[min(near)] if near else []
 

@@ -87,12 +87,15 @@ def test_a_free_slab_that_is_up_to_a_quarter_larger_is_taken_before_another_is_m
     """Its pages are there; to map others costs more than to use them, and drops what is free at the limit."""
     arena = Arena(limit_bytes=100 * MIB, register=pinned)
     address(arena.lease(10 * MIB))
-    for nbytes, mapped in ((8 * MIB, 1), (10 * MIB, 1), (7 * MIB, 2), (MIB, 3), (MIB - MIB // 8, 4)):
-        leased = arena.lease(nbytes)
+    assert pinned.registered == 1
+    address(arena.lease(9 * MIB))  # a part that is kept by itself, and holds no more than it needs
+    assert pinned.registered == 2
+    for nbytes, mapped in ((8 * MIB, 2), (10 * MIB, 2), (7 * MIB, 3), (MIB, 4), (MIB - MIB // 8, 5)):
+        leased = arena.lease(nbytes, int)
         assert (leased.nbytes, pinned.registered) == (nbytes, mapped)
         del leased
-    held = [arena.lease(8 * MIB), arena.lease(8 * MIB)]
-    assert pinned.registered == 5  # one larger was free, and is held as what it is
+    held = [arena.lease(8 * MIB, int) for _ in range(3)]
+    assert pinned.registered == 6  # two larger ones were free, and are held as what they are
     assert arena.mapped_bytes == sum(pinned.now.values())
     del held
     assert arena.mapped_bytes == sum(pinned.now.values())
