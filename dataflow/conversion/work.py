@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from dataflow.batch.transforms import own_form
 from dataflow.conversion.folder import THREADS, ConversionError, OutputFolder, index_name, write_errors
 from dataflow.conversion.rows import KEY, Rows, Sample, StoredRows
 from dataflow.conversion.target import SUFFIXES, TOKENS, Target
@@ -310,8 +311,7 @@ def _mapped(
     function: Callable[..., Any], rows: ProducedSamples, named: Callable[[int], tuple[str, str]]
 ) -> list[Any]:
     """Return what a function makes of samples: of all at once where it has a `batch` form."""
-    batch_form = getattr(function, "batch", None)
-    if batch_form is None:
+    if (batch_form := own_form(function, "batch")) is None:
         return _called("map", function, rows, named)
     try:
         return list(batch_form(list(rows.samples)))

@@ -94,6 +94,31 @@ def test_values_arrive_in_every_target(source: str, tmp_path: Path, to: str, fun
     assert (made.catalog, written.catalog.checksums is not None) == (f"{tmp_path}/out/dataset.catalog", True)
 
 
+class Lengths:
+    """Makes the length of a text, of many samples at once."""
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        raise AssertionError("it has a batch form")
+
+    def batch(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{"n": len(sample["txt"])} for sample in samples]
+
+
+class Negated(Lengths):
+    """Has another call than the class whose batch form it inherits."""
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {"n": -len(sample["txt"])}
+
+
+@pytest.mark.parametrize(("function", "sign"), [(Lengths(), 1), (Negated(), -1)])
+def test_a_map_has_the_batch_form_of_the_class_whose_call_it_has(
+    source: str, tmp_path: Path, function: Any, sign: int
+) -> None:
+    made = convert(source, tmp_path / "out", to="parquet", map=function, workers=1)
+    assert ShardedDataset(made.catalog)[33]["n"] == sign * len("bild 33 ü")
+
+
 def way_of(folder: Path) -> str:
     return str(json.loads((folder / ".convert/plan.json").read_text())["options"]["way"])
 
