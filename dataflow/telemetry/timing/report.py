@@ -106,7 +106,7 @@ class Report:
         what = f"windows of up to {self.microbatches} microbatches" if self.in_schedule else "batches"
         return (
             f"{self.windows} {what} on {len(self.ranks)} of {self.world_size} ranks, "
-            f"{self.window_s.p50 * 1e3:,.1f} ms each "
+            f"{self.window_s.p50 * 1e3:,.1f} ms each in the median "
             f"({self.window_s.p10 * 1e3:,.1f} to {self.window_s.p90 * 1e3:,.1f})"
         )
 

@@ -58,7 +58,7 @@ def test_waiting_for_batches_is_told_from_the_rest(tmp_path: Path) -> None:
     assert report.advice.verdict == "data-bound: 75% waiting for the loader"
     assert report.advice.gain == pytest.approx(4.0)
     text = str(report)
-    assert "4 batches on 1 of 1 ranks, 4,000.0 ms each" in text
+    assert "4 batches on 1 of 1 ranks, 4,000.0 ms each in the median" in text
     assert "all else" in text
     assert "optimizer  " not in text
 
