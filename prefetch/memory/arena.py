@@ -173,7 +173,8 @@ class Arena:
 
     def _larger(self, size: int) -> list[Slab]:
         """Free slabs of the next class for a batch: pages that are there are worth a quarter more. Locked."""
-        near = [n for n, stack in self._free.items() if stack and _HUGE <= size < n <= size + size // 4]
+        most = min(size + size // 4, self._limit_bytes - self._leased_bytes)
+        near = [n for n, stack in self._free.items() if stack and _HUGE <= size < n <= most]
         return self._free[min(near)] if near else []
 
     def _map(self, size: int) -> Slab:

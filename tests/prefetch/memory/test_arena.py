@@ -101,6 +101,16 @@ def test_a_free_slab_that_is_up_to_a_quarter_larger_is_taken_before_another_is_m
     assert arena.mapped_bytes == sum(pinned.now.values())
 
 
+@pytest.mark.parametrize(("limit", "size"), [(22, 10), (21, 8)])
+def test_a_larger_slab_is_taken_only_within_the_limit(limit: int, size: int) -> None:
+    arena = Arena(limit_bytes=limit * MIB)
+    first, held = arena.lease(10 * MIB, int), arena.lease(12 * MIB, int)
+    del first
+    taken = arena.lease(8 * MIB, int)
+    assert arena.mapped_bytes == (12 + size) * MIB
+    del held, taken
+
+
 # ---- one lease ---------------------------------------------------------------------------------------------
 
 
