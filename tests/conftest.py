@@ -3,8 +3,10 @@
 import compileall
 import functools
 import gc
+import os
 import signal
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -43,7 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that tests start need not compile the packages again, also where Python keeps none."""
+    """Processes that tests start need not compile the packages again, also where Python keeps none.
+
+    What is kept of data without a place is this run's own: in others the same port served something else.
+    """
+    kept = tempfile.TemporaryDirectory(prefix="dataflow-tests-")
+    config.add_cleanup(kept.cleanup)
+    os.environ["XDG_CACHE_HOME"] = kept.name
     if not hasattr(config, "workerinput"):
         for package in ("sharding", "prefetch", "dataflow"):
             compileall.compile_dir(Path(__file__).parent.parent / package, quiet=2)
