@@ -51,7 +51,7 @@ from dataflow.processes.serialized import serialize
 from dataflow.staging.source import Traffic
 from prefetch.engine.builders import Build
 from prefetch.ipc.batch_writer import TorchSettings
-from prefetch.ipc.payload import pack, unpack
+from prefetch.ipc.payload import PackedObject, pack, unpack
 from prefetch.ipc.protocol import RemoteError, WorkerMessage, WorkerResult
 from prefetch.memory.arena import rounded_bytes
 from prefetch.work import PartialChunk, Task
@@ -63,6 +63,8 @@ _log = logging.getLogger("dataflow")
 
 _MOST_FAILED_STARTS = 3
 """Actors, one after another, that may die before they said where they are."""
+_TRIES = 10
+"""Times that a job is packed, at most, while others change it."""
 _CLOSE_S = 10.0
 """To wait for actors that were ended."""
 _PATIENCE_S = 15.0
@@ -98,6 +100,20 @@ class _ActorBuild(RemoteBuild):
     """Bytes of the batches that are asked for."""
 
 
+def _packed(job: object) -> PackedObject:
+    """Pack a job by value: our main module is not the actors'.
+
+    The dataset may be that of a loop in another thread, which keeps more of it meanwhile.
+    """
+    for left in reversed(range(_TRIES)):
+        try:
+            return pack(job, by_value=True)
+        except RuntimeError as error:
+            if not left or "changed size during iteration" not in str(error):
+                raise
+    raise AssertionError
+
+
 class RayBuilders(RemoteBuilders[_ActorBuild]):
     """`Builders` that are actors of a Ray cluster.
 
@@ -126,7 +142,7 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
         self._traffic, self._num_ranks = traffic, num_ranks
         try:
             job = TorchSettings.here(), settings, [*map(only_read, datasets)]
-            packed = pack(job, by_value=True)  # our main module is not theirs
+            packed = _packed(job)
         except Exception as error:
             raise ValueError(
                 f"a function that builds batches cannot be sent to Ray actors ({error}): make what it uses "

@@ -118,6 +118,40 @@ def test_a_function_given_as_on_error_stays_where_it_is(local_ray: LocalRay, mad
     assert sum(map(len, batches)) == 47 - len(keys)
 
 
+class Keeps:
+    """A transform that keeps more while it is packed, so many times, as what another thread's loop uses."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.kept: dict[str, Any] = {"part": KeptPart(self), "other": 1}
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        return {"n": sample["label"]}
+
+
+class KeptPart:
+    def __init__(self, whole: Keeps) -> None:
+        self.whole = whole
+
+    def __reduce__(self) -> Any:
+        if self.whole.times:
+            self.whole.times -= 1
+            self.whole.kept[f"more {self.whole.times}"] = 1
+        return int, ()
+
+
+@pytest.mark.parametrize(("times", "is_sent"), [(3, True), (1000, False)])
+def test_what_changes_while_it_is_packed_is_packed_again(
+    local_ray: LocalRay, made: Make, times: int, is_sent: bool
+) -> None:
+    with in_actors(made("parquet").open(transform=Keeps(times)), 4) as loader:
+        if is_sent:
+            assert sorted(n for batch in loader for n in batch["n"].tolist()) == [*range(47)]
+        else:
+            with pytest.raises(ValueError, match="changed size during iteration"):
+                list(loader)
+
+
 @pytest.mark.parametrize(("keep_bytes", "times"), [(1 << 20, 1), (0, 2)])
 def test_blocks_are_decoded_once_as_long_as_they_are_kept(made: Make, keep_bytes: int, times: int) -> None:
     dataset = made("parquet").open()
