@@ -105,13 +105,13 @@ def _packed(job: object) -> PackedObject:
 
     The dataset may be that of a loop in another thread, which keeps more of it meanwhile.
     """
-    for left in reversed(range(_TRIES)):
+    for _ in range(_TRIES - 1):
         try:
             return pack(job, by_value=True)
         except RuntimeError as error:
-            if not left or "changed size during iteration" not in str(error):
+            if "changed size during iteration" not in str(error):
                 raise
-    raise AssertionError
+    return pack(job, by_value=True)
 
 
 class RayBuilders(RemoteBuilders[_ActorBuild]):

@@ -402,6 +402,7 @@ class BatchBuilder:
                 return {}, 0
             if segments is not None and (gather := settings.gathers) is not None:
                 assert settings.batching is not None
+                # Not in the chunk's credits: it counts as what is on the heap does.
                 room = partial(self.context.arena.lease, on_return=self.context.on_return(0))
                 made = made_for(segments, gather(samples, room), samples, kept)
                 error = partial(self.rows.sample_error, column=None, stage="transform")

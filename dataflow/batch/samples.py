@@ -24,6 +24,8 @@ KEPT = "__kept__"
 """The column of `marks_kept`: int64 [samples], which rows of the batch's plan they are."""
 Form = tuple[str, tuple[int, ...]]
 """A dtype and the shape of one element."""
+_OWN_MEMORY = 1 << 16
+"""Bytes of a column from which on it is worth memory of its own, which processes share."""
 
 
 class OnDemand(Struct, frozen=True, eq=False):
@@ -226,7 +228,7 @@ def ragged(arrays: Sequence[NDArray[Any] | LateArray], allocate: Allocate | None
     offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
     shape, dtype = (int(offsets[-1]), *filled[0].shape[1:]), np.result_type(*{one.dtype for one in filled})
     nbytes = int(np.prod(shape)) * dtype.itemsize
-    memory = allocate(nbytes) if allocate and nbytes >= _WORTH_A_COPY else np.empty(nbytes, np.uint8)
+    memory = allocate(nbytes) if allocate and nbytes >= _OWN_MEMORY else np.empty(nbytes, np.uint8)
     out = memory.view(dtype).reshape(shape)
     if any(isinstance(array, LateArray) for array in filled):
         for array, part in zip(filled, np.split(out, np.cumsum([*map(len, filled[:-1])])), strict=True):

@@ -35,7 +35,7 @@ class BatchTransform(Protocol):
     Builders call `batch` with the samples of a batch, threads at the same time. Where it raises, each sample
     is transformed by itself: so the error names the one that is bad, and `on_error` decides about it alone.
     A transform that takes `rng=` is called sample by sample, whatever it has; so is one whose class has a
-    `__call__` of its own and inherits `batch`.
+    `__call__` of its own and inherits `batch`; nor is an inherited `deferred` called then.
 
     Six attributes are looked up, and may be left out:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
@@ -94,8 +95,8 @@ class PictureFamily(ABC):
             for values in (self.mean, self.std)
         )
         source, target = self._shaped(levels, out)
-        each = max(1, _BLOCK * len(levels) // max(1, levels.numel())) if levels.is_cpu else len(levels)
-        for own, part in zip(source.split(max(1, each)), target.split(max(1, each)), strict=True):
+        each = max(1, _BLOCK // math.prod(self.row) if levels.is_cpu else len(levels))
+        for own, part in zip(source.split(each), target.split(each), strict=True):
             part.copy_(own.to(torch.float32).sub_(shifts).div_(scales))
         return out
 

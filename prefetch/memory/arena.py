@@ -123,11 +123,11 @@ class Arena:
         map_slab: Callable[[int], Slab] | None = None,
         hides: bool = False,
     ) -> None:
-        self._closed, self._hides, self._limit_bytes = False, hides, limit_bytes
+        self._hides, self._limit_bytes = hides, limit_bytes
         self._map_slab = map_slab or (lambda size: _Mapping(size, register))
         self._lock = threading.RLock()  # a finaliser may close us inside `lease`; guards all that follows
         self._free: OrderedDict[int, list[Slab]] = OrderedDict()  # size class -> stack; coldest class first
-        self._free_bytes, self._leased_bytes = 0, 0
+        self._free_bytes, self._leased_bytes, self._closed = 0, 0, False
         self._returned: deque[_Return] = deque()
         self._give_back: Callable[[_Return], None] = self._returned.append
         self._alive: set[_Return] = set()

@@ -31,9 +31,9 @@ class CountedChat(VisionChat):
 
     made = 0
 
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+    def deferred(self, sample: dict[str, Any]) -> dict[str, Any]:
         self.made += 1
-        return super().__call__(sample)
+        return super().deferred(sample)
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +53,14 @@ def kept_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def opened(folder: Path) -> ShardedDataset:
+def opened(folder: Path, patches: Any = "uint8") -> ShardedDataset:
     chats = CountedChat(
         folder / "tokenizer.json",
         family="qwen2_5_vl",
         template=TEMPLATE,
         min_pixels=28**2,
         max_pixels=9 * 28**2,
+        patches=patches,
     )
     return ShardedDataset(folder / "chats.parquet", decode={"images": None}, transform=chats)
 
@@ -106,6 +107,18 @@ def test_each_chat_of_packed_rows_is_what_it_is_alone_on_any_number_of_ranks(fol
                 chats += [chat for batch in loader for chat in chats_of(batch)]
         assert sorted(number for number, _ in chats) == [*range(NUM_CHATS)]
         check(chats[::7], alone)
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_float32_patches_are_in_a_row_what_they_are_alone(folder: Path, workers: Any) -> None:
+    """In rows they are computed where these lie."""
+    alone = opened(folder, "float32")
+    options: dict[str, Any] = {"batching": PACKED, "num_workers": 1, "workers": workers, "tail": "uneven"}
+    with DataLoader(opened(folder, "float32"), 2, shuffle=True, **options) as loader:
+        chats = [chat for batch in loader for chat in chats_of(batch)]
+    assert sorted(number for number, _ in chats) == [*range(NUM_CHATS)]
+    assert {chat["pixel_values"].dtype for _, chat in chats} == {torch.float32}
+    check(chats, alone)
 
 
 def test_pixels_are_made_with_their_row_from_the_first_run_on(folder: Path) -> None:
