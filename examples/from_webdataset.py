@@ -23,6 +23,7 @@ def main() -> None:
         dataset = ShardedDataset(shards, columns=columns, decode={"image": Image(size=16), "label": "int"})
         loader = DataLoader(dataset, batch_size=40, shuffle=True, seed=0)
         for epoch in range(2):
+            losses = []
             for number, batch in enumerate(loader):
                 # [end]
                 image = batch["image"].flatten(1) / 255
@@ -30,9 +31,11 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                losses.append(loss.item())
                 if epoch == 1 and number == 3:
                     state = loader.state_dict()  # JSON: save it beside the model
-            print(f"epoch {epoch}: {number + 1} batches of {len(dataset)} samples, loss {loss.item():.2f}")
+            mean = sum(losses) / len(losses)
+            print(f"epoch {epoch}: {len(losses)} batches of {len(dataset)} samples, mean loss {mean:.2f}")
         loader.close()
 
         resumed = DataLoader(dataset, batch_size=40, shuffle=True, seed=0)

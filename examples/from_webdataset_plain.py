@@ -27,13 +27,16 @@ def main() -> None:
         )
         loader = wds.WebLoader(dataset, batch_size=None, num_workers=2)
         for epoch in range(2):
+            losses = []
             for image, label in loader:
                 # [end]
                 loss = torch.nn.functional.cross_entropy(model(image.flatten(1)), torch.as_tensor(label))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            print(f"epoch {epoch}: loss {loss.item():.2f}")
+                losses.append(loss.item())
+            mean = sum(losses) / len(losses)
+            print(f"epoch {epoch}: mean loss {mean:.2f}")
 
 
 if __name__ == "__main__":
