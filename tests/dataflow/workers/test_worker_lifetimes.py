@@ -492,9 +492,9 @@ CASES = {
         0,
     ),
     "thread": ("threading.Thread(target=lambda: [list(loader) for _ in range(2)]).start()", 0),
-    "daemon": (
-        "begun = threading.Event()\n"
-        "def loop():\n    for batch in loader:\n        begun.set()\n"
+    "daemon": (  # before 3.14, a thread that frees a tensor while Python ends aborts: it keeps its batches
+        "begun, kept = threading.Event(), []\n"
+        "def loop():\n    for batch in loader:\n        kept.append(batch)\n        begun.set()\n"
         "threading.Thread(target=loop, daemon=True).start(); begun.wait(60)",
         0,
     ),
