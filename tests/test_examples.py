@@ -39,6 +39,7 @@ EXACT = [
     ("batch_transform", "docs/guide/text.md"),
     pytest.param("images_from_tar", "docs/guide/images.md", marks=pytest.mark.full),
     pytest.param("several_images", "docs/guide/images.md", marks=pytest.mark.full),
+    pytest.param("native_resolution", "docs/guide/images.md", marks=pytest.mark.full),
     pytest.param("labels_table", "docs/guide/images.md", marks=pytest.mark.full),
     pytest.param("clips", "docs/guide/media.md", marks=pytest.mark.full),
     pytest.param("convert_on_engine", "docs/guide/engines.md", marks=pytest.mark.full),
@@ -57,6 +58,7 @@ NEEDS = {
     "from_webdataset": "cv2",
     "monitoring": "prometheus_client",
     "clips": "media_kit",
+    "native_resolution": "cv2",
     "preference_pairs": "tokenizers",
     "text_to_rows": "tokenizers",
 }
