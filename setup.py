@@ -58,13 +58,17 @@ class CompileCore(build_ext):
         return os.path.join(*fullname.split(".")) + ".so"
 
     def run(self) -> None:
-        if self.inplace:  # where nothing compiles, no older library stays in a checkout
-            LIBRARY.unlink(missing_ok=True)
-        super().run()
+        if self.inplace:  # setuptools would copy it there: who starts meanwhile must find a whole one
+            self._compile(LIBRARY)
+        else:
+            super().run()
 
     def build_extension(self, ext: Extension) -> None:
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
+        self._compile(library)
+
+    def _compile(self, library: Path) -> None:
         try:
             compile_core(library)
         except NoCompilerError as error:

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -155,9 +156,15 @@ def test_a_wheel_with_a_library_is_for_every_python_of_one_platform(tree: Path) 
 @needs_compiler
 @needs_setuptools
 @pytest.mark.full
-def test_an_editable_install_puts_the_library_into_the_checkout(tree: Path) -> None:
-    built(tree, "build_editable", {})
+def test_an_editable_install_replaces_the_library_of_the_checkout_which_is_never_missing(tree: Path) -> None:
+    compiler = tree.parent / "compiler"
+    compiler.write_text(
+        f'#!/bin/sh\ntest -s "{tree / CORE}" && exec {shlex.join(compilers_on_path()[0])} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    _, printed = built(tree, "build_editable", {"CC": str(compiler)})
     assert version_of(tree / CORE) == contract_version()
+    assert f"dataflow: libcore.so is compiled by {compiler}" in printed
 
 
 @needs_setuptools
