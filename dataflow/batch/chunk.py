@@ -278,16 +278,16 @@ def note_sums(
     """
     if sums is None:
         return
-    buffer, num, key = np.zeros((3, len(sizes)), np.int64), len(sizes), sum_key(epoch)
+    buffer, num, table = np.zeros((3, len(sizes)), np.int64), len(sizes), list[tuple[int, ...]]()
     np.cumsum(sizes, out=buffer[0])
-    at, cuts = address_of(buffer), [] if pieces is None else [pieces.begin, pieces.length]
-    cuts = [np.require(cut, np.int64, "C") for cut in cuts]
-    begin, length = map(address_of, cuts) if cuts else (0, 0)
+    cuts = [] if pieces is None else [np.require(cut, np.int64, "C") for cut in (pieces.begin, pieces.length)]
+    at = address_of(buffer)
+    of_all = (*(map(address_of, cuts) if cuts else (0, 0)), at, sum_key(epoch), at + 8 * num)
     for rows, own, samples in parts:
         own_at, first = (0, own.start) if isinstance(own, slice) else (address_of(own), 0)
         blocks = (0, 0, 0, 0) if samples is None else samples.table
-        table = (address_of(rows), own_at, len(rows), first, *blocks, begin, length, at, key, at + 8 * num)
-        executor().sum_samples(np.array(table, np.uint64))
+        table.append((address_of(rows), own_at, len(rows), first, *blocks, *of_all))
+    executor().sum_samples(np.array(table, np.uint64))
     low, high = buffer[1:].view(np.uint64).reshape(num, 2).T.tolist()
     places = zip(repeat(epoch, num), range(first_batch, first_batch + num), strict=True)
     sums.update(zip(places, zip(sizes.tolist(), low, high, strict=True), strict=True))

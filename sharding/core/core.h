@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 12 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 13 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -132,7 +132,7 @@ typedef struct {
     uint64_t *sums;
 } core_samples;
 
-CORE_API void core_sum_samples(const core_samples *samples);
+CORE_API void core_sum_samples(const core_samples *parts, int64_t n);
 
 /* ---- protobuf messages ---------------------------------------------------------------------------------------- */
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sharding.core.compile import LIBRARY
 
-VERSION = 12
+VERSION = 13
 """The version of the contract in core.h."""
 _CURE = (
     "Compile it with `python -m sharding.core.compile`, where there is a C compiler: gcc, clang or that of "
@@ -28,7 +28,7 @@ _FUNCTIONS = {
     "core_read": "pi:i",
     "core_seeded_permutations": "ppip:i",
     "core_token_draws": "pppppipi:i",
-    "core_sum_samples": "p:",
+    "core_sum_samples": "pi:",
     "core_fields": "pippipi:i",
     "core_numbers": "pippippi:i",
     "core_parse": "p:i",

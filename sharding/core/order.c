@@ -106,7 +106,7 @@ VARIANTS static void add_up(const uint64_t *restrict z, int64_t n, uint64_t *res
     sums[0] += low, sums[1] += high;
 }
 
-void core_sum_samples(const core_samples *s) {
+static void sum_part(const core_samples *s) {
     int64_t batch = 0, numbers[TOGETHER], part[TOGETHER];
     uint64_t z[TOGETHER];
     for (int64_t start = 0, n; start < s->n; start += n) {
@@ -128,4 +128,8 @@ void core_sum_samples(const core_samples *s) {
             add_up(z + i, end - i, s->sums + 2 * batch);
         }
     }
+}
+
+void core_sum_samples(const core_samples *parts, int64_t n) {
+    for (int64_t i = 0; i < n; i++) sum_part(parts + i);
 }
