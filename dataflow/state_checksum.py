@@ -46,12 +46,10 @@ def checked_fields(state: Any) -> dict[str, Any]:
 
 def _checksum(fields: Mapping[str, Any]) -> str:
     # A dataset's own state may hold objects that are no JSON: of those, only where they are counts.
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=_kind)
+    text = json.dumps(
+        fields, sort_keys=True, separators=(",", ":"), default=lambda thing: type(thing).__qualname__
+    )
     return blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _kind(thing: object) -> str:
-    return type(thing).__qualname__
 
 
 def _shown(thing: object) -> str:

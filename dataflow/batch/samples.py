@@ -101,13 +101,10 @@ def _without_lists(samples: Sequence[Any], lists: Set[str]) -> tuple[list[Any], 
     if not lists or not all(isinstance(sample, Mapping) for sample in samples):
         return list(samples), {}
     columns = {name: [sample.get(name) for sample in samples] for name in sorted(lists)}
-    columns = {name: rows for name, rows in columns.items() if all(map(_is_list, rows))}
+    arrays = Tensor | np.ndarray
+    columns = {n: rows for n, rows in columns.items() if all(isinstance(r, arrays) and r.ndim for r in rows)}
     rest = [{k: v for k, v in sample.items() if k not in columns} for sample in samples]
     return rest, {name: [*map(torch.as_tensor, rows)] for name, rows in columns.items()}
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0
 
 
 def form_of(values: Tensor | NDArray[Any] | LateArray) -> Form | None:

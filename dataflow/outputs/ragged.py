@@ -64,10 +64,6 @@ class RaggedOutput(Output):
         """Elements of a row whose value is missing; None: it is a bad one."""
         return None if self.default is None else len(self.default.value)
 
-    @property
-    def _missing_bytes(self) -> int:
-        return 0 if self.default_array is None else self.default_array.nbytes
-
     def batch_bytes(self, rows: ChunkRows) -> int:
         """Bytes of the values, or of the segments that length-aware batches take of them."""
         return rounded_bytes(int(self.row_sizes(rows).sum()))
@@ -77,7 +73,7 @@ class RaggedOutput(Output):
         cut = rows.cut_of(self.name)
         if cut is not None:
             return cut.length * np.dtype(self.dtype).itemsize
-        return rows.bytes_of(self.name, self._missing_bytes)
+        return rows.bytes_of(self.name, 0 if self.default_array is None else self.default_array.nbytes)
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Values one after the other in one slot."""

@@ -47,7 +47,7 @@ class OpenCaches:
             (number, at): one
             for number, dataset in enumerate(datasets)
             for at, one in enumerate(dataset.datasets_read)
-            if one.cache is not None and _is_remote(one)
+            if one.cache is not None and not all(map(is_local, one.catalog.urls[:1]))  # a disk needs none
         }
         uses = {(number, at): _use_of(datasets[number], number, plan, topology, at) for number, at in read}
         for cache in dict.fromkeys(one.cache for one in read.values()):
@@ -77,11 +77,6 @@ class OpenCaches:
         """Close the folders, when no thread reads any more. Idempotent."""
         for blocks in self._open:
             blocks.close()
-
-
-def _is_remote(dataset: ShardedDataset) -> bool:
-    """Return whether its shards are remote: local ones lie on a disk already, and need no cache."""
-    return any(not is_local(url) for url in dataset.catalog.urls[:1])
 
 
 def _use_of(dataset: ShardedDataset, number: int, plan: StreamPlan, topology: Topology, at: int) -> SourceUse:

@@ -25,7 +25,6 @@ from dataflow.workers.worker import (
     Worker,
     WorkerJob,
     WorkerLimits,
-    WorkerState,
     array_bytes,
     has_state,
 )
@@ -344,7 +343,8 @@ class MainIterator(FetchIterator):
                 worker.skip(next(self._sampler_iter))
             self._leave()
         self._progress.begin_workers(job.num_copies)
-        self._progress.look = functools.partial(_snapshots, self._own_workers if job.state_every else [])
+        own = self._own_workers if job.state_every else []
+        self._progress.look = lambda: [copy.deepcopy(worker.snapshot()) for worker in own]
         self._resumed = None
 
     def _enter(self, worker: Worker) -> None:
@@ -386,10 +386,6 @@ class MainIterator(FetchIterator):
         except StopIteration:
             self._progress.end()
             raise
-
-
-def _snapshots(workers: list[Worker]) -> list[WorkerState | None]:
-    return [copy.deepcopy(worker.snapshot()) for worker in workers]
 
 
 class RoundRobin:

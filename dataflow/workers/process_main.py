@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +17,15 @@ from torch.utils.data._utils import signal_handling, worker as torch_worker
 from dataflow.workers.worker import Worker, WorkerJob, wrapped_error
 from prefetch.ipc.generators import Draws, random_state, seed_all, set_random_state
 from prefetch.ipc.pipe import PipeTransport, run_worker
-from prefetch.ipc.protocol import WorkerLoop, WorkerMessage, WorkerRequest, WorkerResult
+from prefetch.ipc.protocol import WorkerMessage, WorkerRequest, WorkerResult
 from prefetch.workers.shared_arena import Header
 from prefetch.workers.worker_start import WorkerStart
 
 
 def run(start: WorkerStart) -> None:
     """A worker process, from its start to its end."""
-    run_worker(start, _opened, handle=signal_handling._set_worker_signal_handlers)  # type: ignore[attr-defined]
-
-
-def _opened(_: WorkerLoop, transport: PipeTransport) -> Callable[[WorkerRequest], None]:
-    return FetchTask(transport).serve
+    handle = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined]
+    run_worker(start, lambda _, transport: FetchTask(transport).serve, handle=handle)
 
 
 @dataclass(eq=False)

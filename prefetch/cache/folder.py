@@ -220,8 +220,8 @@ class CacheFolder:
 
     def _stored(self) -> Stored:
         names, shard_hashes, offsets, nbytes = [], [], [], []
-        for fan in _folders(self._path("blocks")):
-            for item in _files(fan.path):
+        for fan in _items(self._path("blocks")):
+            for item in _files(fan.path) if fan.is_dir(follow_symlinks=False) else ():
                 parts = NAME.fullmatch(item.name)
                 if parts and os.path.dirname(self._block_path(item.name)) == fan.path:
                     names.append(item.name)
@@ -332,10 +332,6 @@ def _removed(path: str) -> bool:
 def _files(path: str) -> Iterator[os.DirEntry[str]]:
     """Regular files in a folder; none if it is not there."""
     yield from (item for item in _items(path) if item.is_file(follow_symlinks=False))
-
-
-def _folders(path: str) -> Iterator[os.DirEntry[str]]:
-    yield from (item for item in _items(path) if item.is_dir(follow_symlinks=False))
 
 
 def _items(path: str) -> list[os.DirEntry[str]]:

@@ -37,6 +37,9 @@ def read_fully(descriptor: int, offset: int, out: NDArray[np.uint8], *, read: Re
     return done
 
 
+_path = lru_cache(maxsize=4096)(local_path)
+
+
 def read_local(shard: Shard, offset: int, out: NDArray[np.uint8], *, read: Read = os.preadv) -> None:
     """Fill `out` from an offset. Raises `ShardReadError`, `ShardChangedError`."""
     try:
@@ -59,8 +62,3 @@ def read_local(shard: Shard, offset: int, out: NDArray[np.uint8], *, read: Read 
 def truncated(shard: Shard, offset: int, wanted: int, got: int) -> ShardReadError:
     """The error of a shard that ends too early."""
     return ShardReadError(shard.url, f"truncated: wanted {wanted} bytes, got {got}", offset, stage="read")
-
-
-@lru_cache(maxsize=4096)
-def _path(url: str) -> str:
-    return local_path(url)

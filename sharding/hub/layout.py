@@ -177,7 +177,7 @@ def _default_patterns(paths: Sequence[str], data_dir: str) -> dict[str, list[str
     if shards:
         names = set()
         for path in shards:
-            match = _SHARD_NAME.fullmatch(_below(path, data_dir))
+            match = _SHARD_NAME.fullmatch(posixpath.relpath(path, data_dir) if data_dir else path)
             name = match[1] if match else ""
             if not _SPLIT_NAME.fullmatch(name):
                 raise ValueError(
@@ -242,10 +242,6 @@ def _hidden(path: str) -> int:
 
 def _special(path: str) -> int:
     return sum(part.startswith("__") for part in PurePosixPath(path).parent.parts)
-
-
-def _below(path: str, folder: str) -> str:
-    return posixpath.relpath(path, folder) if folder else path
 
 
 def _of_one_format(files: Sequence[str], format: str, label: str) -> list[str]:  # noqa: A002

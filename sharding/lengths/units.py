@@ -201,11 +201,7 @@ def megabatch_bounds(num_samples: int, size: int, multiple: int = 1, least: int 
 
 def units_key(seed: int, epoch: int, shuffled: bool) -> Callable[[int], int | None]:
     """Megabatch -> what decides the order of its units; None: their first samples do."""
-    return partial(_unit_key, seed, epoch) if shuffled else _no_key
-
-
-def _unit_key(seed: int, epoch: int, megabatch: int) -> int:
-    return mix_key(seed, epoch, _UNITS, megabatch)
+    return partial(mix_key, seed, epoch, _UNITS) if shuffled else _no_key
 
 
 def _no_key(megabatch: int) -> None:

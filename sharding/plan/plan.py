@@ -242,7 +242,9 @@ class PlanState:
         loader's state has before it is loaded. So mappings (but for the shuffle) are JSON text here.
         """
         fields = asdict(self) | {"shuffle": self.shuffle.to_json()}
-        return fields | {name: _text_of(getattr(self, name)) for name in _AS_TEXT}
+        given = ((name, getattr(self, name)) for name in _AS_TEXT)
+        texts = {n: json.dumps(value, separators=(",", ":")) for n, value in given if value is not None}
+        return fields | texts
 
     @classmethod
     def from_json(cls, value: object) -> PlanState:
@@ -258,10 +260,6 @@ class PlanState:
         state = cast(Mapping[str, object], value)
         held = {name: _from_text(name, state.get(name)) for name in _AS_TEXT}
         return cls(**{**state, **held, "shuffle": Shuffle.from_json(state["shuffle"])})  # type: ignore[arg-type]
-
-
-def _text_of(value: object) -> str | None:
-    return None if value is None else json.dumps(value, separators=(",", ":"))
 
 
 def _from_text(name: str, value: object) -> object:

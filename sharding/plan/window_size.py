@@ -83,7 +83,8 @@ def choose_window_blocks(
     mean, allowed = max(1, total // num_blocks), (memory_limit or DEFAULT_LIMIT) // _SHARE_OF_LIMIT
     mixes = kind == "window"
     most = _SINGLES if mixes and not (table.num_samples > 1).any() else num_blocks
-    aim, one = (_aim(mean), ONE_WINDOW_BYTES) if mixes else (READ_BYTES, READ_BYTES)
+    mixed = max(READ_BYTES, WINDOW_BYTES * USUAL_BLOCK_BYTES // max(mean, USUAL_BLOCK_BYTES))
+    aim, one = (mixed, ONE_WINDOW_BYTES) if mixes else (READ_BYTES, READ_BYTES)
     blocks = f"blocks of {_mib(mean)} on average"
     if total <= min(one, allowed) and num_blocks <= most:
         return WindowSize(
@@ -162,11 +163,6 @@ def window_bytes(shuffle: Shuffle, tables: Sequence[BlockTable]) -> int:
         blocks = min(len(sizes), shuffle.of_source(number).window_blocks or len(sizes))
         total += int(sizes.sum()) * blocks // max(1, len(sizes))
     return total
-
-
-def _aim(mean: int) -> int:
-    """Bytes of a window that mixes blocks of this many bytes."""
-    return max(READ_BYTES, WINDOW_BYTES * USUAL_BLOCK_BYTES // max(mean, USUAL_BLOCK_BYTES))
 
 
 def _mib(count: int) -> str:

@@ -230,7 +230,8 @@ def element_type(spec: ColumnSpec) -> pa.DataType:
 def stored_type(kind: pa.DataType) -> pa.DataType:
     """Return the type that values are made of, beneath extensions, dictionaries and run-length encoding."""
     while True:
-        if isinstance(kind, pa.FixedShapeTensorType) and _is_row_major(kind):
+        is_tensor = isinstance(kind, pa.FixedShapeTensorType)
+        if is_tensor and kind.permutation in (None, list(range(len(kind.shape)))):  # of row-major values
             inner = kind.value_type
             for size in reversed(kind.shape):
                 inner = pa.list_(inner, size)
@@ -241,10 +242,6 @@ def stored_type(kind: pa.DataType) -> pa.DataType:
             kind = kind.value_type
         else:
             return kind
-
-
-def _is_row_major(kind: pa.FixedShapeTensorType) -> bool:
-    return kind.permutation in (None, list(range(len(kind.shape))))
 
 
 def dtype_of(kind: pa.DataType) -> np.dtype[Any] | None:
