@@ -220,6 +220,29 @@ class MeasuredSamples(Struct, frozen=True, eq=False):
         return batch_columns(batching, segments, columns)
 
 
+class MadeToMeasure:
+    """Stands for a transform without `measure` whose samples do not fit: makes each, and keeps its lengths.
+
+    Samples are as those of `LengthsAlone`; one that cannot be gathered is as it was made.
+    """
+
+    def __init__(
+        self, transform: Callable[..., Any] | None, batching: Batching, gather: GatherSamples
+    ) -> None:
+        self._transform, self._gather = transform, gather
+        self._columns, self._costs = batching.columns, batching.cost_columns
+
+    def __call__(self, sample: Any, **draws: np.random.Generator) -> Any:
+        """Make a sample, given `rng` where the transform takes it."""
+        own = sample if self._transform is None else self._transform(sample, **draws)
+        made, reason = self._gather.checked(own)
+        if reason:
+            return own
+        lists = {name: np.asarray(made[name])[:0].copy() for name in self._gather.lists}
+        lists |= {name: np.zeros(len(made[name]), np.int8) for name in self._columns}
+        return {**lists, COSTS: [cost_of(made.get(name, _NO_COST)) for name in self._costs]}
+
+
 class SampleForms:
     """The one dtype and trailing shape that samples have in columns of arrays: those of the first."""
 

@@ -22,6 +22,10 @@ from dataflow.batch.measured import MeasuredSamples
 from sharding.errors import DataflowError
 
 
+class NotHeldError(Exception):
+    """Says to the loader that samples which wait to be planned do not fit its limit, or another rank's."""
+
+
 class LengthExchange:
     """The exchange between the ranks of one loader. Making it is a collective, as every method is.
 
@@ -57,16 +61,19 @@ class LengthExchange:
     def lengths(self, own: NDArray[np.int64] | Exception) -> list[NDArray[np.int64]]:
         """The lengths that each maker has measured; an error ends the loop on all ranks.
 
-        Raises the own error, or `DataflowError` for that of another rank.
+        Raises the own error, `DataflowError` for that of another rank, `NotHeldError` where that is all.
         """
         message = f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own
         with _named_failures():
             gathered = self._gathered(message)
-        if isinstance(own, Exception):
+        if isinstance(own, Exception) and not isinstance(own, NotHeldError):
             raise own
-        for rank, other in enumerate(gathered):
-            if isinstance(other, str):
-                raise DataflowError(f"rank {rank} could not make its samples: {other}")
+        failures = {rank: other for rank, other in enumerate(gathered) if isinstance(other, str)}
+        for rank, failure in failures.items():
+            if not failure.startswith(NotHeldError.__name__):
+                raise DataflowError(f"rank {rank} could not make its samples: {failure}")
+        if failures:  # all ranks make their samples twice, from the same batch on
+            raise NotHeldError
         return [gathered[rank] for rank in self._ranks]
 
     def samples(self, for_makers: Sequence[MeasuredSamples]) -> list[MeasuredSamples]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from dataflow.batch.measured import cost_reason
+from dataflow.batch.measured import MadeToMeasure, cost_reason
 from dataflow.batch.samples import GatherSamples, not_cut
 from dataflow.batch.transforms import LengthsAlone, fingerprint_of, has_random_lengths, measure_of
 from dataflow.dataset import ShardedDataset
@@ -467,6 +467,13 @@ def optional(batching: Batching) -> dict[str, NDArray[Any]]:
 def gather_of(batching: Batching) -> GatherSamples:
     """The function that gathers samples which a transform makes."""
     return GatherSamples((*batching.columns, *batching.whole), optional(batching))
+
+
+def lengths_alone(transform: Any, batching: Batching) -> Callable[..., Any]:
+    """Return what tells builders the lengths of a transform's samples, and costs, in its place."""
+    if measure_of(transform):
+        return LengthsAlone(transform, batching)
+    return MadeToMeasure(transform, batching, gather_of(batching))
 
 
 def error_of_sample(

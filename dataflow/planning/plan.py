@@ -60,6 +60,8 @@ class StreamPlan:
     """True if it says which samples are made, and not which batches they are in."""
     asked: Batching | None = None
     """The batching, where transforms are only asked for lengths; None: they make samples."""
+    makes_twice: bool = False
+    """True if samples that are made to be measured do not fit: they are made again with their row."""
     weights_taken: int = 0
     """Up to which call of `set_weights` it has the mixture's weights."""
     passed: tuple[PassedRange, ...] = ()
@@ -95,7 +97,7 @@ class StreamPlan:
         planner = self.planner
         if planner is None or not planner.is_measured or planner.lengths is None:
             return False
-        if not (planner.batching.whole or tells_lengths(self.dataset)):
+        if not (planner.batching.whole or self.makes_twice or tells_lengths(self.dataset)):
             return False
         return int(planner.batching.num_segments(planner.lengths).max(initial=0)) <= 1
 
@@ -104,7 +106,7 @@ class StreamPlan:
         """Return whether transforms tell the lengths of a megabatch before any sample of it is made."""
         planner = self.planner
         is_open = planner is not None and planner.is_measured and planner.lengths is None
-        return is_open and tells_lengths(self.dataset)
+        return is_open and (self.makes_twice or tells_lengths(self.dataset))
 
     @property
     def samples_per_batch(self) -> int:

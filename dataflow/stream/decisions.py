@@ -12,13 +12,13 @@ from pkgutil import resolve_name
 from typing import Any
 
 from dataflow.batch.builder import REPEAT, BuildSettings
-from dataflow.batch.transforms import LengthsAlone, fingerprint_of, has_random_lengths, releases_gil
+from dataflow.batch.transforms import fingerprint_of, has_random_lengths, releases_gil
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import allowed_cores, machine_memory, memory_limit_bytes
 from dataflow.mixture import Mixture
 from dataflow.outputs.objects import is_text
 from dataflow.planning.joined_reads import check_reads, kept_bytes
-from dataflow.planning.length_aware import check_batching, gather_of, is_by_tokens
+from dataflow.planning.length_aware import check_batching, gather_of, is_by_tokens, lengths_alone
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import CHECKED_STEPS, WITH_STEPS, StreamSettings
 from dataflow.stream.read_ahead import (
@@ -190,7 +190,7 @@ class SessionPlan:
             collate = gather_of(batching)
         transforms: list[Any] = [(source.transform, source.transform_wants_rng) for source in dataset.sources]
         if plan.asked is not None:
-            transforms = [(LengthsAlone(one, plan.asked), has_random_lengths(one)) for one, _ in transforms]
+            transforms = [(lengths_alone(one, plan.asked), has_random_lengths(one)) for one, _ in transforms]
         return BuildSettings(
             outputs=dataset.outputs,
             seed=plan.seed,
@@ -272,7 +272,7 @@ def _building_bytes(plan: StreamPlan, builders: BuilderPlan) -> int:
         return 0
     batch = batch_bytes(plan)
     if builders.num_processes:
-        batch += plan.samples_per_batch * max(map(_mean_bytes, plan.dataset.sources))
+        batch += plan.samples_per_batch * max(map(mean_bytes, plan.dataset.sources))
     return chunks_ahead(builders.num_workers) * max(batch, CHUNK_BYTES)
 
 
@@ -281,7 +281,7 @@ def batch_bytes(plan: StreamPlan) -> int:
     dataset = plan.dataset
     fixed = sum(output.row_bytes for output in dataset.outputs)
     ragged = not all(output.is_fixed for output in dataset.outputs)
-    mean = max(map(_mean_bytes, dataset.sources)) if ragged else 0
+    mean = max(map(mean_bytes, dataset.sources)) if ragged else 0
     laid = 0
     batching = plan.planner.batching if plan.planner else None
     if isinstance(batching, Packed):  # 8 bytes an element, and as many for segment ids and positions
@@ -289,7 +289,7 @@ def batch_bytes(plan: StreamPlan) -> int:
     return max(1, plan.samples_per_batch * (fixed + mean) + laid)
 
 
-def _mean_bytes(source: ShardedDataset) -> int:
+def mean_bytes(source: ShardedDataset) -> int:
     """Bytes of a sample, with what is joined to it."""
     catalogs = [one.catalog for one in source.datasets_read]
     return sum(int(c.blocks.nbytes.sum()) // max(1, c.num_samples) for c in catalogs)

@@ -25,6 +25,7 @@ from dataflow.batch.delivered import UNTRAINED, Delivered
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import told_of_memory
 from dataflow.mixture import Mixture
+from dataflow.planning.exchange import NotHeldError
 from dataflow.planning.facts import facts_of
 from dataflow.planning.length_aware import SampleLengths, is_by_tokens
 from dataflow.planning.plan import StreamPlan, check_known, first_plan
@@ -68,8 +69,7 @@ class StreamLoader:
 
     `for batch in loader` runs one epoch; the next loop runs the next one, also while others run: loops have
     their epochs in order of `iter` and share the memory limit; the loader's state is that of the newest. Each
-    loop is for one thread.
-    A mixture with `stop="never"` has no length and one epoch: the next loop goes on where the last was left.
+    loop is for one thread. Of a mixture with `stop="never"`, one goes on where the last was left.
 
     Raises `ValueError` for settings that do not go with the dataset or each other, `MemoryLimitError` where
     the memory limit has no room for a batch, `SampleError` where samples are known to lack a column.
@@ -224,8 +224,7 @@ class StreamLoader:
         # What is to be delivered is looked up at the first `next`: training loops set the epoch after `iter`.
         plan, began_s = self._loops.begin(loop, self._newest_plan), time.perf_counter()
         epoch, asked_s, self.loop_length = plan.order.epoch, began_s, plan.num_batches
-        begins = None if self.observer is None else self.observer.begin
-        observer = begins and begins(self, epoch, partial(self._position, plan))
+        observer = self.observer.begin(self, epoch, partial(self._position, plan)) if self.observer else None
         frame, counters, mixes = LoopFrame(), self.counters, isinstance(self.dataset, Mixture)
         try:
             while not loop.has_ended:
@@ -273,10 +272,13 @@ class StreamLoader:
                     batches = self._repeated.in_place_of_empty(chunk) if steps_together else iter(chunk)
                     del chunk
                 delivered = next(batches, None)
-            except EngineClosedError:
+            except (EngineClosedError, NotHeldError) as error:
                 if loop.closed:
                     raise
-                return  # it held more than its share when another loop began
+                if isinstance(error, NotHeldError):
+                    self._use_plan(replace(self._plan, makes_twice=True))
+                    self.sessions.drop(loop)
+                return  # it held more than its share when another loop began, or than all of it
             if delivered is None:
                 break
             yield delivered  # outside of `try`: nothing may run here when the loop is left
@@ -526,7 +528,7 @@ class StreamLoader:
     def new_session(self, epoch: int, start: int, memory_limit: int) -> Session:
         """A session from this position on, which may hold so many bytes."""
         plan, settings, stage, topology = self._plan, self.settings, None, self._rank.topology
-        errors, builders = PendingErrors(self._errors), self.builder_plan
+        errors, builders, pause = PendingErrors(self._errors), self.builder_plan, self.read_pause
         if plan.planner is not None and plan.planner.is_measured and not plan.makes_rows:
             stage = (LengthsStage if plan.measures_ahead else MeasuringStage)(
                 plan=plan,
@@ -536,14 +538,12 @@ class StreamLoader:
                 exchange=self._lengths.exchange if self._lengths else None,
                 record=self._record,
             )
-            if plan.measures_ahead:
-                memory_limit //= 2  # the other half is for the rows
+            memory_limit //= 1 + plan.measures_ahead  # the other half is for the rows
             plan, settings = stage.plan, stage.settings
             builders = plan_builders(plan, settings, topology)
         decided = plan_session(plan, settings, topology, memory_limit, builders)
         with told_of_memory("find samples in their blocks", "write shards with smaller blocks (row groups)"):
-            pause, device = self.read_pause, self.device
-            return Session(decided, epoch, start, errors=errors, pause=pause, device=device, stage=stage)
+            return Session(decided, epoch, start, errors=errors, pause=pause, device=self.device, stage=stage)
 
     def _record(self, order: EpochOrder, first: int, lengths: NDArray[np.int64]) -> None:
         """Keep the lengths of samples that were measured, from a position of an order on."""

@@ -6,8 +6,8 @@ whole, ranks tell each other the lengths, which decide its batches on all of the
 batches that are complete to the ranks that deliver these: a sample is made once in the whole job. Where all
 lengths are known beforehand, samples are made when their batch is built, and none of this is needed; but for
 those that are cut into pieces (`StreamPlan.makes_rows`): each rank makes what it delivers, nothing is
-exchanged, and what it makes must be as long as was said. Where transforms tell lengths by `measure`, these
-alone are made and exchanged (`LengthsStage`), and the rows are built by a session of their own.
+exchanged, and what it makes must be as long as was said. Where transforms tell lengths by `measure`, or what
+they make does not fit, lengths alone are made and exchanged, and a session of its own builds the rows.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples, SampleFo
 from dataflow.batch.samples import unlike_columns, unlike_planned
 from dataflow.batch.transforms import called
 from dataflow.planning.ahead import PartsKnown, PlanInParts
-from dataflow.planning.exchange import LengthExchange
+from dataflow.planning.exchange import LengthExchange, NotHeldError
 from dataflow.planning.length_aware import error_of_sample, gather_of
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
+from dataflow.stream.decisions import mean_bytes
 from dataflow.stream.deliveries import PendingErrors
 from prefetch.engine.ledger import Ledger, State
 from prefetch.errors import EngineClosedError
@@ -46,8 +47,8 @@ from sharding.order.epoch_order import EpochOrder
 
 _log = logging.getLogger("dataflow")
 
-_GATHERED_SAMPLES = 128
-"""Made and gathered at a time."""
+_GATHERED_SAMPLES, _GATHERED_BYTES = 128, 1 << 20
+"""Made and gathered at a time, and what these take in their shards, about."""
 _MOST_AHEAD = 8
 """Batches beyond the next two of which lengths are known before, where these are measured ahead: rows of the
 next megabatch are built before those of this one are all delivered."""
@@ -72,11 +73,12 @@ class MeasuringPlan(StreamPlan):
     def of(cls, outer: StreamPlan, exchange: LengthExchange | None) -> MeasuringPlan:
         """The plan that serves the batches of another."""
         assert outer.planner is not None
+        gathered = _GATHERED_BYTES // max(1, *map(mean_bytes, outer.dataset.sources))
         return cls(
             dataset=outer.dataset,
             shuffle=outer.shuffle,
             seed=outer.seed,
-            batch_size=min(_GATHERED_SAMPLES, outer.planner.batching.window or 1),
+            batch_size=max(1, min(_GATHERED_SAMPLES, outer.planner.batching.window or 1, gathered)),
             rank=outer.rank,
             world_size=outer.world_size,
             tail=outer.tail,
@@ -322,6 +324,14 @@ class MeasuringStage:
             self._leave_out(position, error)
         if len(samples):
             samples = self._fitting(samples)
+            is_too_much = self._held_bytes + samples.nbytes > self._ledger.limit_bytes
+            if is_too_much and self._lengths is None and not self._plan.measures_ahead:
+                _log.warning(
+                    "samples that wait for their megabatch to be planned take more than memory_limit: each "
+                    "is made to be measured now, and again with its row; give the transform a measure, or "
+                    "batching= lengths= or a smaller window="
+                )
+                raise NotHeldError
             self._made.append(samples)
             self._hold(samples.nbytes)
 
@@ -344,7 +354,8 @@ class MeasuringStage:
         """{row: what is wrong with its lengths}, ascending."""
         (lead, *others), most = self._batching.columns, self._batching.refused_beyond
         reasons = {
-            row: self._misform(*what) for row, what in self._forms.misfits(samples, self._gather).items()
+            row: misform(text, None if position is None else self._error(position, ""))
+            for row, (text, position) in self._forms.misfits(samples, self._gather).items()
         }
         lengths = _lengths(samples, lead)
         for name in others:
@@ -366,10 +377,6 @@ class MeasuringStage:
         for row, reason in samples.wrong_costs(self._batching):
             reasons.setdefault(row, reason)
         return dict(sorted(reasons.items()))
-
-    def _misform(self, text: str, position: int | None) -> str:
-        """Return what is wrong with a sample's arrays, beside the sample at a position, or the default."""
-        return misform(text, None if position is None else self._error(position, ""))
 
     def _error(self, position: int, reason: str) -> SampleError:
         """An error that names the sample at a position."""
@@ -472,8 +479,8 @@ class MeasuringStage:
         if self._held_bytes > self._ledger.limit_bytes and not self._was_told:
             self._was_told = True
             _log.warning(
-                "%d MB of samples wait for their megabatch to be planned, more than memory_limit has room "
-                "for: give the transform a measure, or batching= lengths= or a smaller window=",
+                "%d MB of samples wait for their rows, more than memory_limit has room for: give batching= a "
+                "smaller window=, or an overlong= that cuts none",
                 self._held_bytes >> 20,
             )
         if nbytes > 0:

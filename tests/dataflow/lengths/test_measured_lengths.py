@@ -235,16 +235,18 @@ def test_loops_at_a_time_share_little_memory(folder: Path) -> None:
         assert got == [whole_batches(units_of(loader, epoch), 3) for epoch in range(2)]
 
 
-def test_samples_that_are_kept_beyond_the_limit_are_told_once(
+def test_samples_with_known_lengths_that_are_cut_and_kept_beyond_the_limit_are_told_once(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def large(sample: Mapping[str, Any]) -> dict[str, Any]:
         return {"tokens": np.zeros(length_of(sample["n"]) * 3000, np.int64)}
 
-    with loader_of(folder, Packed(8000, window=40), large, memory_limit=8 << 20) as loader:
+    lengths = [length_of(i) * 3000 for shard in range(3) for i in range(shard, NUM_DOCUMENTS, 3)]
+    batching = Packed(8000, lengths=np.array(lengths), window=40)
+    with loader_of(folder, batching, large, memory_limit=8 << 20) as loader:
         assert list(loader)
-    (line,) = [line for line in caplog.messages if "wait for their megabatch" in line]
-    assert "give the transform a measure" in line
+    (line,) = [line for line in caplog.messages if "wait for their rows" in line]
+    assert "smaller window=" in line
 
 
 def test_samples_that_are_kept_hold_credits_until_they_are_delivered(folder: Path) -> None:
