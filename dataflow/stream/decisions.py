@@ -214,7 +214,8 @@ def plan_session(
     """Decide what a session works with whose builders deliver a plan's batches within so many bytes."""
     dataset = plan.dataset
     if plan.asked is not None and builders.num_processes:  # beside those that build rows
-        builders = replace(builders, num_workers=-(-builders.num_workers // 4))
+        share = 2 if plan.makes_twice else 4
+        builders = replace(builders, num_workers=-(-builders.num_workers // share))
     makers = max(builders.num_threads, builders.num_workers) if plan.measures_lengths else 0
     ahead = choose_read_ahead(
         memory_limit,

@@ -82,6 +82,7 @@ class MeasuringPlan(StreamPlan):
             rank=outer.rank,
             world_size=outer.world_size,
             tail=outer.tail,
+            makes_twice=outer.makes_twice,
             outer=outer,
             asked=outer.planner.batching if outer.measures_ahead else None,
             maker=exchange.maker if exchange else 0,
