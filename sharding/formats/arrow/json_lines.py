@@ -322,14 +322,10 @@ def _is_integers(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 _FITS: dict[str, Callable[[Any], bool]] = {
     "bool": lambda value: isinstance(value, bool),
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "double": _is_number,
+    "double": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
     "text": lambda value: isinstance(value, str),
     "list": lambda value: isinstance(value, list) and not any(isinstance(one, list | dict) for one in value),
     "null": lambda value: value is None,
