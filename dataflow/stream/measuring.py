@@ -73,20 +73,21 @@ class MeasuringPlan(StreamPlan):
     def of(cls, outer: StreamPlan, exchange: LengthExchange | None) -> MeasuringPlan:
         """The plan that serves the batches of another."""
         assert outer.planner is not None
-        gathered = _GATHERED_BYTES // max(1, *map(mean_bytes, outer.dataset.sources))
+        planner, each = outer.planner, max(1, *map(mean_bytes, outer.dataset.sources))
+        most = _GATHERED_SAMPLES if outer.measures_ahead else min(_GATHERED_SAMPLES, _GATHERED_BYTES // each)
         return cls(
             dataset=outer.dataset,
             shuffle=outer.shuffle,
             seed=outer.seed,
-            batch_size=max(1, min(_GATHERED_SAMPLES, outer.planner.batching.window or 1, gathered)),
+            batch_size=max(1, min(most, planner.batching.window or 1)),
             rank=outer.rank,
             world_size=outer.world_size,
             tail=outer.tail,
             makes_twice=outer.makes_twice,
             outer=outer,
-            asked=outer.planner.batching if outer.measures_ahead else None,
+            asked=planner.batching if outer.measures_ahead else None,
             maker=exchange.maker if exchange else 0,
-            num_makers=0 if outer.planner.lengths is not None else exchange.num_makers if exchange else 1,
+            num_makers=0 if planner.lengths is not None else exchange.num_makers if exchange else 1,
         )
 
     def epoch(self, epoch: int, start: int = 0) -> SharePlan:
@@ -325,7 +326,7 @@ class MeasuringStage:
             self._leave_out(position, error)
         if len(samples):
             samples = self._fitting(samples)
-            is_too_much = self._held_bytes + samples.nbytes > self._ledger.limit_bytes
+            is_too_much = self._held_bytes + (nbytes := samples.nbytes) > self._ledger.limit_bytes
             if is_too_much and self._lengths is None and not self._plan.measures_ahead:
                 _log.warning(
                     "samples that wait for their megabatch to be planned take more than memory_limit: each "
@@ -334,7 +335,7 @@ class MeasuringStage:
                 )
                 raise NotHeldError
             self._made.append(samples)
-            self._hold(samples.nbytes)
+            self._hold(nbytes)
 
     def _leave_out(self, position: int, error: SampleError) -> None:
         megabatch = int(np.searchsorted(self._outer.sequence.bounds, position, side="right")) - 1
