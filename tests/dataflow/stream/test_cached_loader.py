@@ -16,6 +16,7 @@ from forked_kit import fast_ranks
 from http_kit import slowstore
 
 from dataflow import Cache, DataLoader, Mixture, ShardedDataset, Shuffle, Topology
+from prefetch.retries import RetryPolicy
 
 pytestmark = pytest.mark.reads_here
 
@@ -64,6 +65,7 @@ def open_dataset(url: str, folder: Path, cache: Cache | None, shards: slice = sl
         block_bytes=BLOCK,
         catalog=str(folder / f"{shards.start}-{shards.stop}.catalog"),
         cache=cache,
+        retry=RetryPolicy(stall_s=WAIT_S, least_stall_s=WAIT_S),  # a busy machine is no silent store
     )
 
 
