@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import add
 from typing import Any, Self
 
 import torch
@@ -61,7 +60,8 @@ class DeliveryAccount:
     @property
     def total(self) -> tuple[int, int, int]:
         """Rows and sums of all."""
-        return tuple(map(add, self.sums, self.last))
+        (rows, low, high), last = self.sums, self.last
+        return rows + last[0], low + last[1], high + last[2]
 
     def cut(self) -> None:
         """Note what was handed out before the steps that the loader's state is behind."""
