@@ -60,8 +60,7 @@ class DeliveryAccount:
     @property
     def total(self) -> tuple[int, int, int]:
         """Rows and sums of all."""
-        (rows, low, high), last = self.sums, self.last
-        return rows + last[0], low + last[1], high + last[2]
+        return self.sums[0] + self.last[0], self.sums[1] + self.last[1], self.sums[2] + self.last[2]
 
     def cut(self) -> None:
         """Note what was handed out before the steps that the loader's state is behind."""
