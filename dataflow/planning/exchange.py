@@ -63,16 +63,16 @@ class LengthExchange:
 
         Raises the own error, `DataflowError` for that of another rank, `NotHeldError` where that is all.
         """
-        message = f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own
+        failure = f"{type(own).__name__}: {own}" if isinstance(own, Exception) else ""
+        message = None if isinstance(own, NotHeldError) else failure or own
         with _named_failures():
             gathered = self._gathered(message)
         if isinstance(own, Exception) and not isinstance(own, NotHeldError):
             raise own
-        failures = {rank: other for rank, other in enumerate(gathered) if isinstance(other, str)}
-        for rank, failure in failures.items():
-            if not failure.startswith(NotHeldError.__name__):
-                raise DataflowError(f"rank {rank} could not make its samples: {failure}")
-        if failures:  # all ranks make their samples twice, from the same batch on
+        for rank, other in enumerate(gathered):
+            if isinstance(other, str):
+                raise DataflowError(f"rank {rank} could not make its samples: {other}")
+        if any(other is None for other in gathered):  # all ranks make samples twice, from the same batch on
             raise NotHeldError
         return [gathered[rank] for rank in self._ranks]
 

@@ -247,8 +247,7 @@ class SamplerProgress:
             # Others may have drawn from these, too.
             tokens["now"] = [*self._sources.states()[:-1], tokens["draws"][-1]]
         for name in ("begun", "now"):
-            own = tokens.get(name)
-            if name in tokens and pickle.dumps(own) == pickle.dumps(tokens.get("draws", own)):
+            if name in tokens and ("draws" not in tokens or _same(tokens[name], tokens["draws"])):
                 del tokens[name]
         if (checksum := (self._checksums or {}).get(handed_out - 1)) is not None:
             tokens["order"] = checksum
@@ -370,6 +369,10 @@ def from_chain(chain: torch.Generator | None) -> Iterator[None]:
     finally:
         chain.set_state(torch.get_rng_state())
         torch.set_rng_state(before)
+
+
+def _same(state: Any, other: Any) -> bool:
+    return pickle.dumps(state) == pickle.dumps(other)
 
 
 def _bytes_of(index: Any) -> bytes:

@@ -132,7 +132,7 @@ typedef struct {
     uint64_t *sums;
 } core_samples;
 
-CORE_API void core_sum_samples(const core_samples *parts, int64_t n);
+CORE_API void core_sum_samples(const core_samples *parts, int64_t count);
 
 /* ---- protobuf messages ---------------------------------------------------------------------------------------- */
 

@@ -130,6 +130,6 @@ static void sum_part(const core_samples *s) {
     }
 }
 
-void core_sum_samples(const core_samples *parts, int64_t n) {
-    for (int64_t i = 0; i < n; i++) sum_part(parts + i);
+void core_sum_samples(const core_samples *parts, int64_t count) {
+    for (int64_t i = 0; i < count; i++) sum_part(parts + i);
 }
