@@ -14,7 +14,6 @@ close theirs at once; and the kernel tells even those that hang.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import gc
@@ -30,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection, process
+from multiprocessing import connection, process, util
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
@@ -130,6 +129,8 @@ class WorkerPool:
         self._stacks, self._stacks_writer = os.pipe()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         _pools.add(self)
+        # After all that may close it: a daemon thread at that would be stopped in the middle of it.
+        self._at_exit = util.Finalize(None, self.close, exitpriority=0)
         try:
             for fd in (self._responses_writer, self._stacks_writer):
                 _enlarge(fd)
@@ -420,13 +421,10 @@ class WorkerPool:
         with self._closing:
             if not self._closed:
                 self._closed = True
-                self._end(self._stop_s if stop_s is None else stop_s)
-
-    def wait_for_end(self) -> None:
-        """If a thread is closing it, wait until that is done."""
-        if self._closed and self._owner == os.getpid():
-            with self._closing:
-                pass
+                try:
+                    self._end(self._stop_s if stop_s is None else stop_s)
+                finally:
+                    self._at_exit.cancel()
 
     def _end(self, stop_s: float) -> None:
         self._file.header.set(self._file.header.STOP, 1)
@@ -471,6 +469,7 @@ class WorkerPool:
 
         The other ends are those of a worker that was forked, if it is one of this pool.
         """
+        self._at_exit.cancel()
         if not self._closed:
             self._closed = True
             for tasks in self._tasks:
@@ -498,13 +497,6 @@ def _forked_by(pool: WorkerPool) -> Iterator[None]:
         yield
     finally:
         _forking.pool = None
-
-
-@atexit.register
-def _wait_for_ends() -> None:
-    """A daemon thread that closes a pool when the program ends would be stopped in the middle of it."""
-    for pool in _pools:
-        pool.wait_for_end()
 
 
 def _after_fork() -> None:

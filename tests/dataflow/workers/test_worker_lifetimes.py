@@ -9,7 +9,6 @@ import gc
 import os
 import pickle
 import random
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -528,17 +527,22 @@ def test_a_program_with_a_fork_server_may_end_at_any_moment(tmp_path: Path, case
 
 
 CLOSES = """
-import atexit, os, threading
+import os, sys, threading
+from multiprocessing import util
 from multiprocessing.context import ForkContext, ForkProcess
 from dataflow import DataLoader
+from prefetch.workers.pool import WorkerPool
 from worker_kit import Does
 
 begun, exits = threading.Event(), threading.Event()
 
+def hold():
+    begun.set()
+    exits.wait(60)
+
 class WatchedProcess(ForkProcess):
     def join(self, timeout=None):
-        begun.set()
-        exits.wait(60)
+        hold()
         super().join(timeout)
         os.write(1, b"ended")
 
@@ -548,20 +552,17 @@ class WatchedContext(ForkContext):
 def busy(index):
     return index if index < 4 else sum(range(4_000_000))
 
+if sys.argv[1] == "begins":
+    close = WorkerPool.close
+    WorkerPool.close = lambda pool, **options: (hold(), close(pool, **options))
 iterator = iter(DataLoader(Does(busy, 64), 2, num_workers=1, multiprocessing_context=WatchedContext()))
 next(iterator)
-atexit.register(exits.set)
+util.Finalize(None, exits.set, exitpriority=5)  # among the last things that Python does at its end
 threading.Thread(target=iterator.close, daemon=True).start()
 begun.wait(60)
 """
 
 
-def test_a_program_ends_after_the_workers_that_a_daemon_thread_is_ending(tmp_path: Path) -> None:
-    assert run_script(CLOSES, how="forked", folder=tmp_path) == (0, "ended", "")
-
-
-def test_threads_have_no_part_in_it() -> None:
-    before = threading.active_count()
-    iterator = iter(DataLoader(Does(same), num_workers=2))
-    next(iterator)
-    assert threading.active_count() == before
+@pytest.mark.parametrize("at", ["begins", "joins"])
+def test_a_program_ends_after_the_workers_that_a_daemon_thread_is_ending(tmp_path: Path, at: str) -> None:
+    assert run_script(CLOSES, at, how="forked", folder=tmp_path) == (0, "ended", "")
