@@ -208,7 +208,6 @@ class ShardedDataset(Sharded, Dataset[S]):
         """True if its samples are read beside those of another dataset, by whose numbers they draw."""
         self._num_splits = 0
         self.seed = self.epoch = 0
-        self._access = RandomAccess()
         if listing.selects is not None:
             from dataflow.sources.joins import selected
 
@@ -532,7 +531,7 @@ class ShardedDataset(Sharded, Dataset[S]):
         if self.balance is not None and selection is not self.selection:
             raise ValueError("a balanced dataset has no other samples: choose or join them, then balanced()")
         view = object.__new__(type(self))
-        view.__setstate__(self.__getstate__())
+        view.__dict__.update(self.__getstate__())
         view.selection, view._resolve = selection, self._resolve
         return view
 
@@ -567,9 +566,9 @@ class ShardedDataset(Sharded, Dataset[S]):
             "_resolve": None
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._access = RandomAccess()
+    @cached_property
+    def _access(self) -> RandomAccess:
+        return RandomAccess()
 
     def _shown(self) -> Iterator[Row]:
         of = "" if self.selection.is_whole else f" of {self.catalog.num_samples:,}"

@@ -23,22 +23,20 @@ from dataflow.tables import (
 )
 from prefetch.control.depth import Decision
 from prefetch.counts import NO_CACHE, NO_FAULTS, CacheStats, ReadStats
-from prefetch.engine.ledger import MemoryHeld
 from prefetch.engine.stats import NOT_STARTED, EngineStats, StageStats
 from sharding.lengths.units import LengthStats
 
 _NOT_STARTED = Decision(0, "not started")
 _NOW = {
-    *("engine.depth", "engine.memory", "engine.open_windows", "engine.ready_batches"),
-    *("engine.build.queued", "engine.build.threads", "engine.read.queued", "engine.read.threads"),
-    *("ahead_batches", "first_batch_s", "in_flight", "lengths", "mapped_bytes", "num_workers"),
+    *("ahead_batches", "build.queued", "build.threads", "depth", "first_batch_s", "in_flight", "lengths"),
+    *("mapped_bytes", "memory", "num_workers", "open_windows", "read.queued", "read.threads"),
     *("read_amplification", "ready_batches", "shared_bytes", "unfinished_shards", "window", "worker_pids"),
 }
 """Figures that are not counts: they hold at one time, or for a whole epoch."""
-_NOW_BY_NAME = {name.removeprefix("engine.") for name in _NOW} | {"in_flight_limit", "window_blocks"}
+_NOW_BY_NAME = {*_NOW, "in_flight_limit", "window_blocks"}
 """Their names in `flat`."""
-PARTS_OF_STATS = {"engine", "in_flight", "window"}
-"""Fields of `LoaderStats` whose figures have names of their own."""
+PARTS_OF_STATS = {"delivered_batches", "in_flight", "open_windows", "window"}
+"""Fields of `LoaderStats` whose figures have names of their own, or are the engine's alone."""
 
 
 class StatsSnapshot(ABC):
@@ -165,10 +163,9 @@ def _listed(counts: Mapping[str, float]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SessionStats:
+class SessionStats(EngineStats):
     """The work of threads for the batches of a loader."""
 
-    engine: EngineStats = NOT_STARTED
     read_bytes: int = 0
     """Bytes read, from the store or from a cache. Far above `delivered_bytes`: most of each block is not
     used by this rank."""
@@ -187,19 +184,21 @@ class SessionStats:
     cache: CacheStats = NO_CACHE
     """Counts of reads through a `Cache`: hits, misses, bytes, blocks dropped, errors."""
 
-    def with_past(self, past: SessionStats) -> SessionStats:
-        """The session as it is, its sums together with those of earlier ones."""
-        return SessionStats(
-            engine=self.engine.with_past(past.engine),
+    def with_past(self, past: EngineStats) -> Self:
+        """See `EngineStats.with_past`."""
+        assert isinstance(past, SessionStats)
+        own: Self = super().with_past(past)
+        return replace(
+            own,
             read_bytes=past.read_bytes + self.read_bytes,
             decoded_bytes=past.decoded_bytes + self.decoded_bytes,
-            in_flight=self.in_flight,
             faults=past.faults + self.faults,
-            num_workers=self.num_workers,
-            workers=self.workers,
-            workers_reason=self.workers_reason,
             cache=past.cache + self.cache,
         )
+
+
+NO_SESSION = SessionStats(**vars(NOT_STARTED))
+"""The figures before the first batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,29 +250,6 @@ class LoaderStats(SessionStats, StatsSnapshot):
     may be missing."""
 
     @property
-    def delivered_bytes(self) -> int:
-        """Bytes of the batches' slots. Python objects (text, JSON, transformed samples) are not counted."""
-        return self.engine.delivered_bytes
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the first batch was asked for."""
-        return self.engine.elapsed_s
-
-    @property
-    def starved_s(self) -> float:
-        """Seconds the training code waited for a batch.
-
-        Near 0: the loader keeps up. Near `elapsed_s`: the loader is the bottleneck.
-        """
-        return self.engine.starved_s
-
-    @property
-    def few_chunks_s(self) -> float:
-        """Seconds of these in which some builders built, and others had nothing: chunks were too few."""
-        return self.engine.few_chunks_s
-
-    @property
     def stall_share(self) -> float:
         """`starved_s / elapsed_s`, in [0, 1]."""
         return _rate(self.starved_s, self.elapsed_s)
@@ -299,31 +275,6 @@ class LoaderStats(SessionStats, StatsSnapshot):
         return _rate(self.read_bytes, self.elapsed_s)
 
     @property
-    def read(self) -> StageStats:
-        """The stage that reads and decodes blocks."""
-        return self.engine.read
-
-    @property
-    def build(self) -> StageStats:
-        """The stage that gathers and decodes batches."""
-        return self.engine.build
-
-    @property
-    def ready_batches(self) -> int:
-        """Finished batches waiting. 0 while training: the loader is behind. At `depth`: it is ahead."""
-        return self.engine.ready_batches
-
-    @property
-    def depth(self) -> int:
-        """Batches kept ready or in work."""
-        return self.engine.depth
-
-    @property
-    def depth_reason(self) -> str:
-        """The reason for the value of `depth`."""
-        return self.engine.depth_reason
-
-    @property
     def in_flight_limit(self) -> int:
         """Bytes that may be in flight at a remote store; 0: local shards, read without such a limit."""
         return self.in_flight.value
@@ -342,11 +293,6 @@ class LoaderStats(SessionStats, StatsSnapshot):
     def window_reason(self) -> str:
         """The reason for the value of `window_blocks`."""
         return self.window.reason
-
-    @property
-    def memory(self) -> MemoryHeld:
-        """Bytes held now, by state: what `memory_limit` is about."""
-        return self.engine.memory
 
     def rows(self) -> Iterator[Row]:
         """See `StatsSnapshot`."""

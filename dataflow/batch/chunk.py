@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -288,6 +287,5 @@ def note_sums(
         blocks = (0, 0, 0, 0) if samples is None else samples.table
         table.append((address_of(rows), own_at, len(rows), first, *blocks, *of_all))
     executor().sum_samples(np.array(table, np.uint64))
-    low, high = buffer[1:].view(np.uint64).reshape(num, 2).T.tolist()
-    places = zip(repeat(epoch, num), range(first_batch, first_batch + num), strict=True)
-    sums.update(zip(places, zip(sizes.tolist(), low, high, strict=True), strict=True))
+    both = buffer[1:].view(np.uint64).reshape(num, 2).T
+    sums.note(epoch, first_batch, np.vstack([sizes.astype(np.uint64), both]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -40,10 +41,51 @@ class Delivered(NamedTuple):
 
 
 BatchSum = tuple[int, int, int]
-"""Rows of a batch (samples, or pieces of them), and two sums modulo 2**64 over them."""
+"""Rows of batches (samples, or pieces of them), and two sums modulo 2**64 over them."""
 NO_SUM: BatchSum = (0, 0, 0)
-BatchSums = dict[tuple[int, int], BatchSum]
-"""Epoch of a batch, and its number behind its plan's start -> its sum. Parts of an epoch have own plans."""
+_NONE_NOTED = np.zeros((3, 0), np.uint64)
+
+
+class BatchSums:
+    """The sums of a session's batches, from when their rows are located until an account takes them.
+
+    They are noted for many batches at once, in any order and also twice, and taken for many in their order:
+    next to nothing is done for one batch. Thread-safe. `epoch`, `start`: of the session's first batch.
+    """
+
+    def __init__(self, epoch: int = 0, start: int = 0) -> None:
+        self._begin, self._lock = (epoch, start), threading.Lock()
+        self._noted = {epoch: (start, _NONE_NOTED)}
+        """The first batch of each epoch that was not taken, and rows and sums [3, batches] from it on."""
+
+    def note(self, epoch: int, first: int, sums: NDArray[np.uint64]) -> None:
+        """Keep the sums [3, batches] of an epoch's batches from `first` on; not of those that were taken."""
+        with self._lock:
+            begin, noted = self._noted.get(epoch, (0, _NONE_NOTED))
+            past, end = max(0, begin - first), max(0, first + sums.shape[1] - begin)
+            lacking = max(0, end - noted.shape[1])
+            noted = np.concatenate([noted, np.zeros((3, lacking), np.uint64)], 1) if lacking else noted
+            noted[:, first + past - begin : end] = sums[:, past:]
+            self._noted[epoch] = begin, noted
+
+    def take(self, epoch: int, first: int, end: int) -> BatchSum:
+        """Return the sum over batches [first, end), counted from the session's first; forget all before."""
+        if epoch == self._begin[0]:
+            first, end = first + self._begin[1], end + self._begin[1]
+        with self._lock:
+            begin, noted = self._noted.get(epoch, (0, _NONE_NOTED))
+            rows, low, high = noted[:, max(0, first - begin) : max(0, end - begin)].sum(axis=1).tolist()
+            self._noted = {later: of for later, of in self._noted.items() if later > epoch}
+            self._noted[epoch] = max(begin, end), noted[:, max(0, end - begin) :]
+            return rows, low, high
+
+    def take_next(self) -> NDArray[np.uint64]:
+        """Take the sum [3, 1] of the first batch that was noted, where numbers leave gaps."""
+        with self._lock:
+            epoch, (begin, noted) = min(one for one in self._noted.items() if one[1][1][0].any())
+            at = int((noted[0] > 0).argmax()) + 1
+            self._noted[epoch] = begin + at, noted[:, at:]
+            return noted[:, at - 1 : at]
 
 
 class LazyBatches:

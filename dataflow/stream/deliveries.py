@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from dataflow.batch.builder import REPEAT
-from dataflow.batch.delivered import NO_SUM, UNTRAINED, BatchSum, Delivered
+from dataflow.batch.delivered import NO_SUM, UNTRAINED, BatchSum, BatchSums, Delivered
 from dataflow.outputs.columns import odd_text
 from dataflow.torch_threads import run_with_one_torch_thread
 from sharding.errors import DataflowError, SampleError
@@ -45,9 +45,14 @@ class DeliveryAccount:
     num_left_out: int = 0
     num_aside: int = 0
     """Batches of loops beside the newest, which are no steps."""
-    sums: tuple[int, int, int] = (0, 0, 0)
+    sums: BatchSum = NO_SUM
     """Rows and sums before the last batch, which a framework may keep for later."""
     last: BatchSum = NO_SUM
+    noted: BatchSums | None = None
+    """The sums of the session that handed out batches [first, end) of `epoch`, which are not added yet."""
+    epoch: int = 0
+    first: int = 0
+    end: int = 0
 
     def note(self, delivered: Delivered) -> None:
         """List what is odd about a batch."""
@@ -57,18 +62,26 @@ class DeliveryAccount:
         self.num_left_out += len(delivered.skipped)
         self.repeated += [step] * (delivered.in_place and len(self.repeated) < LISTED_ERRORS)
 
-    @property
-    def total(self) -> tuple[int, int, int]:
-        """Rows and sums of all."""
-        return self.sums[0] + self.last[0], self.sums[1] + self.last[1], self.sums[2] + self.last[2]
+    def settle(self) -> None:
+        """Add the sums of what was handed out since, at least one batch."""
+        assert self.noted is not None
+        before = self.noted.take(self.epoch, self.first, self.end - 1)
+        self.sums = _added(_added(self.sums, self.last), before)
+        self.last, self.first = self.noted.take(self.epoch, self.end - 1, self.end), self.end
 
     def cut(self) -> None:
         """Note what was handed out before the steps that the loader's state is behind."""
+        if self.first < self.end:
+            self.settle()
         steps, num_ahead = self.standing()
         if steps is not None and self.cuts and steps > self.cuts[-1][0]:
-            self.cuts.append((steps, *(self.sums if num_ahead else self.total)))
+            self.cuts.append((steps, *(self.sums if num_ahead else _added(self.sums, self.last))))
         if len(self.cuts) > MOST_CUTS:
             del self.cuts[1:-1:2]
+
+
+def _added(one: BatchSum, other: BatchSum) -> BatchSum:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
 class DeliveryCounters:
@@ -87,16 +100,22 @@ class DeliveryCounters:
         other.account = DeliveryAccount(standing=standing, cuts=[] if steps is None else [(steps, 0, 0, 0)])
         return other
 
-    def add(self, delivered: Delivered, own: BatchSum, taken: int | None) -> None:
+    def add(self, delivered: Delivered, noted: BatchSums, taken: int | None) -> None:
         """Count a batch that is handed out, or left out for being empty.
 
-        `own`: its sum; `taken`: batches of its loop, None: that is not the newest.
+        `noted`: sums of its session; `taken`: batches of its loop, None: that is not the newest.
         """
         account = self.account
         if taken is None:
             account.num_aside += 1
+            noted.take(delivered.epoch, delivered.number, delivered.number + 1)
         else:
-            account.sums, account.last = account.total, own
+            if delivered.number != account.end or noted is not account.noted:
+                if account.first < account.end:  # another session's, or epoch's
+                    account.settle()
+                account.noted, account.epoch = noted, delivered.epoch
+                account.first = account.end = delivered.number
+            account.end += 1
             if delivered.skipped or delivered.in_place:
                 account.note(delivered)
             if not taken % CUT_STEPS:

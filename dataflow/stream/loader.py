@@ -239,7 +239,7 @@ class StreamLoader:
                         session.errors.delivered(delivered.skipped)
                     loop.taken += 1
                     taken = loop.taken if self._loops.newest is loop else None
-                    counters.add(delivered, session.sum_of(delivered), taken)
+                    counters.add(delivered, session.sums, taken)
                     if observer is not None:
                         observer.batch(asked_s)
                     if loop.is_whole:

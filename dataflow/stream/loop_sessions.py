@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from dataflow.stats import SessionStats
+from dataflow.stats import NO_SESSION, SessionStats
 from dataflow.stream.loops import EpochLoop
 from dataflow.stream.session import Session
 from prefetch.memory.interrupts import Uninterrupted
@@ -25,7 +25,7 @@ class LoopSessions:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # guards what follows; sessions are made under it, and closed outside
-        self._past = SessionStats()
+        self._past = NO_SESSION
         """Sums over the sessions that have ended: however many there were, one record is kept."""
         self._memory_limit = 0
         self._loops: list[EpochLoop] = []

@@ -538,8 +538,7 @@ class LengthsStage(MeasuringStage):
         while (delivered := next(self._ready, None)) is None:
             self._ready = iter(self._next_rows())
         errors, remarks = delivered.skipped + self._passed(), delivered.remarks + self._take_remarks()
-        first = min(self._row_sums)  # those of later batches have larger numbers
-        self.sums[self._order.epoch, self._outer.start + number] = self._row_sums.pop(first)
+        self.sums.note(self._order.epoch, self._outer.start + number, self._row_sums.take_next())
         return [delivered._replace(number=number, skipped=errors, remarks=remarks)]
 
     def _deal(self, own: MeasuredSamples) -> None:

@@ -75,8 +75,7 @@ class Resources:
     ) -> None:
         plan, limit, ahead = decided.plan, decided.memory_limit, decided.ahead
         self._pause, self._builds_end = pause, threading.Event()
-        self.sums: BatchSums = {}
-        """The sums of batches that are not handed out yet."""
+        self.sums = BatchSums(epoch, start)
         self.ledger = Ledger(limit - sum(decided.kept_bytes.values()))
         register = register_pinned if decided.settings.is_pinned else None
         # Threads that call functions of the user's may leave them what is staged.

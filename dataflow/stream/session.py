@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from dataflow.batch.delivered import NO_SUM, BatchSum, BatchSums, Delivered
+from dataflow.batch.delivered import BatchSums, Delivered
 from dataflow.outputs.columns import closed_error
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
@@ -57,7 +57,6 @@ class Session:
         self.copier = DeviceCopier(CudaStreams(device)) if device.type == "cuda" else None
         self.resources = Resources(decided, epoch, start, errors=errors, pause=pause)
         self._engine, self.sums = self.resources.engine, self.resources.sums
-        self._start = {epoch: start}
         self._next: tuple[int, int] | None = (epoch, start)
         """Epoch and position of the next batch, where that is the first of what was asked for."""
         self._closing = threading.RLock()  # held until all has ended
@@ -82,10 +81,6 @@ class Session:
             here = torch.device("cpu")
             self._rows = [Session(decided, epoch, start, errors=self.errors, pause=self._pause, device=here)]
         return self._rows[0].next_chunk, self._rows[0].sums
-
-    def sum_of(self, one: Delivered) -> BatchSum:
-        """Return the sum of a batch that is handed out."""
-        return self.sums.pop((one.epoch, self._start.get(one.epoch, 0) + one.number), NO_SUM)
 
     def next_batches(self) -> Batches[Delivered]:
         """The batches of the next chunk, or what the stage forms next."""
@@ -131,7 +126,7 @@ class Session:
         """A snapshot; cheap, any thread."""
         sources, (workers, reason) = self.resources.sources, self.resources.builders.choice()
         own = SessionStats(
-            engine=self._engine.stats(),
+            **vars(self._engine.stats()),
             read_bytes=sources.traffic.read_bytes,
             decoded_bytes=sources.traffic.decoded_bytes,
             in_flight=sources.in_flight,

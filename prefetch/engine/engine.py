@@ -168,12 +168,9 @@ class Engine(Generic[T]):
     def _is_deliverable(self) -> bool:
         if self._queue.line:
             return self._queue.line[0].is_deliverable
-        return self._failure is not None or self._is_at_end()
-
-    def _is_at_end(self) -> bool:
-        """Return whether all there was has been delivered; what `close` dropped was not."""
         is_left = self._windows.chunks or self._windows.num_reads_left
-        return self._windows.has_ended and not is_left and not self._queue.is_closed
+        is_at_end = self._windows.has_ended and not is_left
+        return self._failure is not None or (is_at_end and not self._queue.is_closed)
 
     def _wait(self) -> None:
         began_s = time.perf_counter()

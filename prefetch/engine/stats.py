@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from prefetch.control.chunk_time import ChunkTime
 from prefetch.control.depth import DepthPolicy
@@ -110,8 +111,10 @@ class EngineStats:
     """A snapshot of the engine."""
 
     elapsed_s: float
+    """Seconds since the first batch was asked for."""
     starved_s: float
-    """Seconds the consumer waited in `next`. Near 0: the loader keeps up. Near `elapsed_s`: it is slower."""
+    """Seconds the training code waited for a batch. Near 0: the loader keeps up. Near `elapsed_s`: it is the
+    bottleneck."""
     few_chunks_s: float = 0.0
     """Seconds of these in which some builders built and others had nothing, though no read was awaited. Near
     `starved_s`: there are more builders than chunks."""
@@ -119,19 +122,23 @@ class EngineStats:
     """The number of batches that were delivered. Those of a chunk count at once, also where they are made
     while the consumer takes them."""
     delivered_bytes: int
-    """The bytes of the slots that were delivered."""
+    """Bytes of the batches' slots. Python objects (text, JSON, transformed samples) are not counted."""
     ready_batches: int
-    """Finished batches waiting. 0: the consumer is faster. At the depth: the loader is ahead."""
+    """Finished batches waiting. 0 while training: the loader is behind. At `depth`: it is ahead."""
     depth: int
-    """Batches the depth policy asks for."""
+    """Batches kept ready or in work."""
     depth_reason: str
+    """The reason for the value of `depth`."""
     open_windows: int
     """Windows being read or staged."""
     read: StageStats
+    """The stage that reads and decodes blocks."""
     build: StageStats
+    """The stage that gathers and decodes batches."""
     memory: MemoryHeld
+    """Bytes held now, by state: what `memory_limit` is about."""
 
-    def with_past(self, past: EngineStats) -> EngineStats:
+    def with_past(self, past: EngineStats) -> Self:
         """The engine as it is, its sums together with those of an earlier one."""
         return replace(
             self,

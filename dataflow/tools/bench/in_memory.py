@@ -68,7 +68,7 @@ class InMemory(ShardedDataset):
     ) -> None:
         total = int(dataset.catalog.blocks.length[dataset.selection.num_samples > 0].sum())
         fits = int(len(dataset) * min(1.0, limit_bytes / max(1, total)))
-        self.__setstate__(dataset.take(max(1, at_least, fits)).__getstate__())
+        self.__dict__.update(dataset.take(max(1, at_least, fits)).__getstate__())
         if not decode:
             self.outputs = resolve_outputs(self.catalog.schema, None, None, codec=self.codec)
             self.transform = self.batch_transform = None

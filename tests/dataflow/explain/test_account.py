@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets_kit import edited, rank
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from programs_kit import run_command
 
 from dataflow import DataLoader, Packed, ShardedDataset, verify
@@ -98,25 +98,55 @@ def test_sums_are_those_of_the_numbers_and_pieces_whatever_the_blocks_and_batche
         pieces = Segments(np.zeros(len(own), np.int64), begin, begin[::-1] + 1)
     order = np.array(data.draw(st.permutations(range(len(own)))), np.int64)
     parts = [(own[part], part, samples) for part in (np.sort(order[:7]), np.sort(order[7:]))]
-    sums: BatchSums = {}
+    sums = BatchSums()
     note_sums(sums, 5, 11, sizes, parts, pieces)
     items = PlannedItems(5, own, samples.numbers(own), own, pieces)
     hashes = np.add.accumulate(np.vstack([np.zeros((1, 2), np.uint64), items.hashes]))
     ends = np.append(0, np.cumsum(sizes))
     expected = hashes[ends[1:]] - hashes[ends[:-1]]
-    assert sums == {
-        (5, 11 + at): (size, *own_sum)
-        for at, (size, own_sum) in enumerate(zip(sizes.tolist(), expected.tolist(), strict=True))
-    }
+    assert [sums.take(5, 11 + at, 12 + at) for at in range(len(sizes))] == [
+        (size, *own_sum) for size, own_sum in zip(sizes.tolist(), expected.tolist(), strict=True)
+    ]
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_sums_that_are_noted_in_any_order_and_twice_are_taken_once(data: st.DataObject) -> None:
+    """Beside a plain table: batches from `start` on of an epoch, and all of the next one."""
+    start, num = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 12))
+    sums, table = BatchSums(3, start), {3: range(start, start + num), 4: range(num)}
+    for epoch, numbers in table.items():
+        at, noted = 0, 0
+        while at < num:
+            ahead = data.draw(st.integers(at + 1, num))
+            while noted < ahead:  # what is noted again may begin before what was taken
+                first = data.draw(st.integers(max(0, numbers[0] - 2), numbers[noted]))
+                noted += data.draw(st.integers(1, num - noted))
+                own = np.arange(first, numbers[noted - 1] + 1)
+                sums.note(epoch, first, np.array([own * 0 + 1, own, own << 62]).astype(np.uint64))
+            end = data.draw(st.integers(at + 1, noted))
+            own = numbers[at:end]
+            assert sums.take(epoch, at, end) == (len(own), sum(own), (sum(own) << 62) % (1 << 64))
+            assert sums.take(epoch, at, end) == (0, 0, 0)
+            at = end
+
+
+def test_sums_whose_numbers_leave_gaps_are_taken_one_by_one() -> None:
+    sums = BatchSums(0, 7)
+    for epoch, first in [(1, 2), (0, 30), (0, 9), (1, 0)]:
+        sums.note(epoch, first, np.array([[1], [first], [0]], np.uint64))
+    assert [sums.take_next()[1, 0] for _ in range(4)] == [9, 30, 0, 2]
 
 
 def counted(sums: Sequence[BatchSum], *, ahead: int = 0) -> DeliveryCounters:
     """Counters that were told of so many batches, of which the state is behind all but `ahead`."""
     taken = [0]
     counters = DeliveryCounters(lambda: (max(0, taken[0] - ahead), ahead))
+    noted = BatchSums()
     for number, own in enumerate(sums):
         taken[0] = number + 1
-        counters.add(Delivered(0, number, None, own[0]), own, number + 1)
+        noted.note(0, number, np.array([own], np.uint64).T)
+        counters.add(Delivered(0, number, None, own[0]), noted, number + 1)
     return counters
 
 
@@ -129,7 +159,7 @@ def test_cuts_are_thinned_out_and_lose_nothing() -> None:
     assert [*steps] == sorted({*steps})
     assert (steps[0], steps[-1]) == (0, num)
     assert [*rows] == [2 * step for step in steps]
-    assert [*low] == [HALF * step for step in steps]
+    assert [one % (1 << 64) for one in low] == [HALF * step % (1 << 64) for step in steps]
     assert [*high] == [step * (step - 1) // 2 for step in steps]
 
 

@@ -16,7 +16,7 @@ from prefetch.engine.stats import NOT_STARTED, StageStats
 from sharding.lengths.units import LengthStats
 
 EARLIER: Any = LoaderStats(
-    engine=replace(NOT_STARTED, elapsed_s=2.0, starved_s=1.0, read=StageStats(2, 1.5, 10, 4)),
+    **vars(replace(NOT_STARTED, elapsed_s=2.0, starved_s=1.0, read=StageStats(2, 1.5, 10, 4))),
     read_bytes=1000,
     num_workers=2,
     workers="thread",
@@ -37,7 +37,7 @@ EARLIER: Any = LoaderStats(
 )
 LATER = replace(
     EARLIER,
-    engine=replace(NOT_STARTED, elapsed_s=6.0, starved_s=1.5, read=StageStats(4, 3.5, 30, 2), depth=7),
+    **vars(replace(NOT_STARTED, elapsed_s=6.0, starved_s=1.5, read=StageStats(4, 3.5, 30, 2), depth=7)),
     read_bytes=5000,
     num_workers=3,
     cache=CacheStats(hits=9, misses=3),
