@@ -309,7 +309,7 @@ MOST_LINES = {
     "prefetch/cache": 890,
     "prefetch/control": 1_350,
     "prefetch/core": 652,
-    "prefetch/engine": 1_840,
+    "prefetch/engine": 1_844,
     "prefetch/http": 1_400,
     "prefetch/ipc": 1_130,
     "prefetch/memory": 1_740,

@@ -127,6 +127,8 @@ class ThreadBuilders(PriorityPool, Generic[T]):
     ) -> None:
         super().__init__(num_threads, "dataflow-build", initializer=initializer, about=about)
         self.num_builders, self.copies = num_threads, copies
+        self._ahead = 0
+        """Chunks that begin before the parts of one are made: else there are times with none to make."""
         self._counting = threading.Lock()  # guards the parts left and the error of each build
 
     @property
@@ -168,8 +170,9 @@ class ThreadBuilders(PriorityPool, Generic[T]):
 
     def build(self, build: Build[T]) -> None:
         """See `Builders`."""
-        task = self._begin if build.progress is None else self._go_on
-        self.submit(build.number, partial(task, build))
+        begins = build.progress is None
+        task = self._begin if begins else self._go_on
+        self.submit(build.number - begins * self._ahead, partial(task, build))
 
     def _go_on(self, build: Build[T]) -> None:
         self.begin()
@@ -238,6 +241,7 @@ class ThreadBuilders(PriorityPool, Generic[T]):
             if finished is None:
                 break
             if finished.parts:
+                self._ahead = 2 + self.num_builders // len(finished.parts)
                 self._share(build, progress, finished.parts)
                 return
             build.add(finished)

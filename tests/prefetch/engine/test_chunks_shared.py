@@ -79,6 +79,7 @@ class _PartsChunk(FakeChunk):
             yield made
 
     def begin(self) -> list[Action]:
+        super().begin()
         return []
 
 
@@ -104,6 +105,24 @@ def test_builders_make_the_parts_of_an_earlier_batch_before_they_begin_a_later_o
         begun.open()
         assert outcomes(engine) == ["a.0", "b.0"]
     assert order == ["part", "part", "part", "later"]
+
+
+def test_chunks_begin_before_the_parts_of_those_before_them_run_out() -> None:
+    """Else all builders would begin at the same time, with nothing to share until the first are that far."""
+    order = list[str]()
+
+    def noted(what: str) -> Action:
+        return lambda: order.append(what)
+
+    chunks = [
+        _PartsChunk(str(i), parts=[noted(f"part {i}")] * 4, num_batches=1, on_begin=noted(f"begin {i}"))
+        for i in range(12)
+    ]
+    with running([FakeWindow(*chunks)], num_workers=1, chunk_time=_Told(1)) as engine:
+        assert outcomes(engine) == [f"{i}.0" for i in range(12)]
+    ahead = [order.index(f"begin {i}") < order.index(f"part {i - 1}") for i in range(1, 12)]
+    assert ahead[:2] == [False, False]  # they were handed out before it was known that there are parts
+    assert all(ahead[2:])
 
 
 def test_what_is_closed_in_the_middle_of_parts_ends_and_gives_its_credits_back() -> None:
