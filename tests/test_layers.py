@@ -293,7 +293,7 @@ MOST_LINES = {
     "sharding/catalog": 2_318,
     "sharding/core": 2_134,
     "sharding/formats": 1_193,
-    "sharding/formats/arrow": 3_657,
+    "sharding/formats/arrow": 3_641,
     "sharding/formats/records": 1_510,
     "sharding/formats/streaming": 1_691,
     "sharding/formats/tables": 1_106,
@@ -317,7 +317,7 @@ MOST_LINES = {
     "prefetch/workers": 2_031,
     "dataflow": 3_190,
     "dataflow/actors": 1_100,
-    "dataflow/batch": 2_807,
+    "dataflow/batch": 2_812,
     "dataflow/conversion": 3_079,
     "dataflow/decode": 2_350,
     "dataflow/engines": 835,
@@ -353,7 +353,7 @@ MOST_LINES = {
     "dataflow/tools/terminal": 1_116,
     "dataflow/tools/verdicts": 765,
     "dataflow/vision": 1_642,
-    "dataflow/workers": 3_200,
+    "dataflow/workers": 3_176,
 }
 """Lines that a folder of the packages may have, in Python and C: what it had on 27 Nov 2026, and a tenth."""
 SOURCES = {".py", ".c", ".h"}

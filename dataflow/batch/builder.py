@@ -464,7 +464,7 @@ class BatchBuilder:
             is_shared=self.context.shares_batches and not together,
             closing=self.context.closing,
             now=self.context.now,
-            built_s=partial(building_s, num_builders=self.settings.num_builders),
+            num_builders=self.settings.num_builders,
         )
         for at, (index, (window, row)) in enumerate(zip(kept, origins, strict=True)):
             if self.context.closing.is_set():

@@ -21,6 +21,8 @@ from prefetch.work import PartialChunk, Task
 T = TypeVar("T")
 PART_S = 0.005
 """Seconds of transforming that are a task of their own; with 0.01, gaps were longer and rates the same."""
+COMPUTED_S = 2e-4
+"""Seconds that a part computes at least, where builders compute: to hand one out takes a fifth of it."""
 _BUSY = 0.7
 """The part of a core that builders take together where they compute, and do not wait."""
 Outcome = tuple[Any, str, BaseException | None]
@@ -38,11 +40,14 @@ def building_s(wall_s: float, thread_s: float, num_builders: int) -> float:
     return thread_s if num_builders * thread_s >= _BUSY * wall_s else wall_s
 
 
-def part_size(num_made: int, made_s: float, num_left: int) -> int:
+def part_size(num_made: int, made_s: float, thread_s: float, num_left: int, num_builders: int) -> int:
     """Samples of a part, once so many were made in so many seconds; 0: what is left is not worth parts."""
-    if not num_made or made_s < PART_S or num_left * made_s < 2 * PART_S * num_made:
+    if not num_made or made_s < PART_S:
         return 0
-    return max(1, int(PART_S * num_made / made_s))
+    size = num_made * PART_S / made_s
+    if building_s(made_s, thread_s, num_builders) == thread_s:
+        size = max(size, num_made * COMPUTED_S / thread_s)
+    return max(1, int(size)) if num_left >= 2 * size else 0
 
 
 class SampleOutcomes:
@@ -54,7 +59,7 @@ class SampleOutcomes:
         is_shared: whether others may make some.
         closing: set when nobody wants them any more.
         now: a clock, in seconds.
-        built_s: as `building_s`, for the builders there are.
+        num_builders: threads that build.
     """
 
     def __init__(
@@ -65,9 +70,9 @@ class SampleOutcomes:
         is_shared: bool,
         closing: threading.Event,
         now: Callable[[], float],
-        built_s: Callable[[float, float], float] = lambda wall_s, _: wall_s,
+        num_builders: int = 1,
     ) -> None:
-        self._built_s, self._began_thread_s = built_s, time.thread_time() if is_shared else 0.0
+        self._num_builders, self._began_thread_s = num_builders, time.thread_time() if is_shared else 0.0
         self._make, self._num_samples, self._closing, self._now = make, num_samples, closing, now
         self.may_share, self._began_s = is_shared, now()
         self._made: dict[int, Outcome] = {}
@@ -78,8 +83,8 @@ class SampleOutcomes:
         rows = range(at, self._num_samples)
         if (made_s := self._now() - self._began_s) < PART_S:
             return []
-        made_s = self._built_s(made_s, time.thread_time() - self._began_thread_s)
-        if not (size := part_size(at, made_s, len(rows))):
+        thread_s = time.thread_time() - self._began_thread_s
+        if not (size := part_size(at, made_s, thread_s, len(rows), self._num_builders)):
             return []
         self.may_share = False
         return [partial(self._run, rows[first : first + size]) for first in range(0, len(rows), size)]

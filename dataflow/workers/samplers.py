@@ -328,13 +328,10 @@ def _sources_of(sampler: Any) -> _Sources | None:
         seen.add(id(part))
         values = list(getattr(part, "__dict__", {}).values())
         left += [value for value in values if isinstance(value, Sampler)]
-        held |= {id(value): value for value in values if _has_positions(value)}
+        drawn = [value for value in values if isinstance(value, _Generators)]
+        held |= {id(value): value for value in drawn if not isinstance(value, random.SystemRandom)}
     is_torchs = type(core) in _TAKE_A_GENERATOR and core.generator is not None
     return _Sources(list(held.values()), with_global=not is_torchs)
-
-
-def _has_positions(value: Any) -> bool:
-    return isinstance(value, _Generators) and not isinstance(value, random.SystemRandom)
 
 
 def _state_of(generator: Any) -> Any:

@@ -368,18 +368,13 @@ def _decoded_bytes(group: Any, specs: dict[str, ColumnSpec]) -> int:
     chunks = [group.column(i) for i in range(group.num_columns)] if nested or lists or numbers else []
     texts = sum(_json_bytes(chunk) for chunk in chunks if _belongs(chunk.path_in_schema, nested))
     copies = sum(_decoded_text(chunk) for chunk in chunks if _belongs(chunk.path_in_schema, lists))
-    encoded = sum(
-        _encoded_bytes(chunk, specs[name])
+    encoded: int = sum(  # more than in their encoding
+        max(0, chunk.num_values * np.dtype(specs[name].dtype).itemsize - chunk.total_uncompressed_size)
         for name in numbers
         for chunk in chunks
         if _belongs(chunk.path_in_schema, (name,))
     )
     return max(int(group.total_byte_size), fixed) + spans + texts + 2 * copies + encoded
-
-
-def _encoded_bytes(chunk: Any, spec: ColumnSpec) -> int:
-    """Return how many bytes more the numbers of a column of lists take than their encoding."""
-    return max(0, int(chunk.num_values) * np.dtype(spec.dtype).itemsize - int(chunk.total_uncompressed_size))
 
 
 def _json_bytes(chunk: Any) -> int:

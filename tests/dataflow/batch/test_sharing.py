@@ -19,18 +19,29 @@ TIMEOUT_S = 10
 
 
 @pytest.mark.parametrize(
-    ("num_made", "made_s", "num_left", "size"),
+    ("num_made", "made_s", "thread_s", "num_left", "size"),
     [
-        (0, 1.0, 32, 0),  # nothing is known
-        (4, 0.004, 28, 0),  # not long yet
-        (1, 0.005, 31, 1),
-        (1, 0.1, 31, 1),  # a sample is never cut
-        (10, 0.005, 22, 10),
-        (10, 0.005, 19, 0),  # less than two parts are left
+        (0, 1.0, 0.0, 32, 0),  # nothing is known
+        (4, 0.004, 0.0, 28, 0),  # not long yet
+        (1, 0.005, 0.0, 31, 1),
+        (1, 0.1, 0.0, 31, 1),  # a sample is never cut
+        (10, 0.005, 0.0, 22, 10),
+        (10, 0.005, 0.0, 19, 0),  # less than two parts are left
+        (1, 0.005, 0.0002, 31, 1),  # 16 such threads wait, mostly
+        (1, 0.005, 0.00025, 31, 1),  # they compute, 0.25 ms a part
+        (5, 0.005, 0.00025, 32, 5),
+        (10, 0.05, 0.0025, 31, 1),
+        (20, 0.05, 0.0025, 31, 2),
+        (40, 0.04, 0.002, 31, 5),
+        (4, 0.005, 0.00022, 32, 4),
+        (4, 0.1, 0.0045, 32, 1),
+        (80, 0.1, 0.0045, 32, 4),
     ],
 )
-def test_parts_take_a_few_milliseconds(num_made: int, made_s: float, num_left: int, size: int) -> None:
-    assert part_size(num_made, made_s, num_left) == size
+def test_parts_take_a_few_milliseconds_and_compute_for_a_few_tenths(
+    num_made: int, made_s: float, thread_s: float, num_left: int, size: int
+) -> None:
+    assert part_size(num_made, made_s, thread_s, num_left, num_builders=16) == size
 
 
 class _Clock:
@@ -120,6 +131,7 @@ def test_batches_and_what_is_left_out_depend_neither_on_parts_nor_on_chunks(
     expected = _delivered(numbers, num_workers=0)
     assert len(expected[1]) == 8
     monkeypatch.setattr(sharing, "PART_S", part_s)
+    monkeypatch.setattr(sharing, "COMPUTED_S", 0.0)
     monkeypatch.setattr(resources, "ChunkTime", lambda: ChunkTime(chunk_s))
     assert _delivered(numbers, num_workers=3, workers="thread") == expected
 
@@ -129,6 +141,7 @@ def test_threads_make_the_samples_of_one_batch_side_by_side(
 ) -> None:
     """All seven that are left of the batch stand at the barrier at the same time."""
     monkeypatch.setattr(sharing, "PART_S", 0.0)
+    monkeypatch.setattr(sharing, "COMPUTED_S", 0.0)
     together, begun = threading.Barrier(7, timeout=TIMEOUT_S), threading.Event()
 
     def transform(sample: dict[str, Any]) -> dict[str, Any]:
