@@ -119,7 +119,7 @@ def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> Proce
         inherited=job if packed is None else None,
         pins=pin,
         region_bytes=job.limits.region_bytes,
-        region_limit=loader.memory_limit if not pin else 1 << 60,
+        region_limit=loader.memory_limit,
         stop_s=job.limits.stop_s,
     )
     isolated = loader.prefetch_across_epochs and _is_isolated(job)

@@ -44,7 +44,8 @@ class PipeTransport:
 
     def __init__(self, start: WorkerStart) -> None:
         self.start, self.header = start, Header(start.memory.fd)
-        self.region = Region(start.memory.fd, start.region_offset, start.region_bytes, start.region_limit)
+        where = start.memory.fd, start.region_offset, start.region_bytes, start.region_limit
+        self.region = Region(*where, is_locked=start.is_locked)
         self.writer = BatchWriter(self.region)
 
     def read_job(self) -> Any:
@@ -184,6 +185,7 @@ class WorkerProcesses:
                 inherited=None if job else (TorchSettings.here(), inherited),
                 passed=[fd for fd, _ in job.shared] if job else [],
                 region_limit=region_limit,
+                is_locked=pins,
                 replaces=num_spare > 1,
                 stop_s=stop_s,
             )

@@ -28,6 +28,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -113,6 +114,8 @@ class Arena:
         register: page-locks slabs.
         map_slab: makes a slab; None: an anonymous mapping.
         hides: what is leased without `on_return` no code of the user's ever sees.
+        drops: whether slabs are unmapped that do not fit the limit; else, beyond it, any that is large enough
+            is taken before a new one is made.
     """
 
     def __init__(
@@ -122,8 +125,9 @@ class Arena:
         register: Register | None = None,
         map_slab: Callable[[int], Slab] | None = None,
         hides: bool = False,
+        drops: bool = True,
     ) -> None:
-        self._hides, self._limit_bytes = hides, limit_bytes
+        self._hides, self._limit_bytes, self._drops = hides, limit_bytes, drops
         self._map_slab = map_slab or (lambda size: _Mapping(size, register))
         self._lock = threading.RLock()  # a finaliser may close us inside `lease`; guards all that follows
         self._free: OrderedDict[int, list[Slab]] = OrderedDict()  # size class -> stack; coldest class first
@@ -152,7 +156,8 @@ class Arena:
                 raise RuntimeError("the arena is closed")
             if self._returned:
                 self._reconcile()
-            stack = self._free.get(size) or (self._larger(size) if self._free_bytes and on_return else None)
+            takes_larger = self._free_bytes and (on_return or not self._drops)
+            stack = self._free.get(size) or (self._larger(size) if takes_larger else None)
             slab = stack.pop() if stack else None
             size = slab.nbytes if slab else size
             self._leased_bytes += size
@@ -173,7 +178,8 @@ class Arena:
 
     def _larger(self, size: int) -> list[Slab]:
         """Free slabs of the next class for a batch: pages that are there are worth a quarter more. Locked."""
-        most = min(size + size // 4, self._limit_bytes - self._leased_bytes)
+        left = self._limit_bytes - self._leased_bytes
+        most = min(size + size // 4, left) if self._drops or left > self._free_bytes else sys.maxsize
         near = [n for n, stack in self._free.items() if stack and _HUGE <= size < n <= most]
         return self._free[min(near)] if near else []
 
@@ -233,7 +239,7 @@ class Arena:
     def _take_cold(self) -> list[Slab]:
         """Free slabs that no longer fit the limit, coldest first. Under the lock."""
         cold = []
-        while self._free_bytes and self._free_bytes + self._leased_bytes > self._limit_bytes:
+        while self._drops and self._free_bytes and self._free_bytes + self._leased_bytes > self._limit_bytes:
             size, stack = next(iter(self._free.items()))
             if not stack:
                 del self._free[size]

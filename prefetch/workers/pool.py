@@ -79,6 +79,7 @@ class WorkerPool:
         inherited: handed to forked workers as it is.
         passed: descriptors that every worker gets a copy of; open as long as workers may be replaced.
         region_limit: bytes of free slabs that a worker keeps.
+        is_locked: whether they are page-locked where this process views them.
         replaces: whether workers may be replaced.
         stop_s: time that workers have to end by themselves, together.
 
@@ -99,6 +100,7 @@ class WorkerPool:
         inherited: Any = None,
         passed: Sequence[int] = (),
         region_limit: int,
+        is_locked: bool = False,
         replaces: bool = False,
         stop_s: float = STOP_S,
     ) -> None:
@@ -140,6 +142,7 @@ class WorkerPool:
             self._common = {
                 **self._start_arguments(),
                 "region_limit": region_limit,
+                "is_locked": is_locked,
                 "inherited": inherited,
                 "passed": tuple(map(Descriptor, passed)),
             }

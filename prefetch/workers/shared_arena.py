@@ -129,15 +129,18 @@ class Region:
         offset: where the region begins in the file, in bytes.
         nbytes: its length.
         limit_bytes: free slabs beyond this are given back to the system.
+        is_locked: slabs stay, as a device reads the pages that they had when they were page-locked.
     """
 
-    def __init__(self, fd: int, offset: int, nbytes: int, limit_bytes: int) -> None:
+    def __init__(
+        self, fd: int, offset: int, nbytes: int, limit_bytes: int, *, is_locked: bool = False
+    ) -> None:
         self._memory = mapped(fd, nbytes, offset)
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
         self._offset, self._nbytes = offset, nbytes
         self._end = 0
         self._dropped: defaultdict[int, list[int]] = defaultdict(list)
-        self.arena = Arena(limit_bytes=limit_bytes, map_slab=self._carve)
+        self.arena = Arena(limit_bytes=limit_bytes, map_slab=self._carve, drops=not is_locked)
         self._leases: dict[int, list[Any]] = {}
 
     def _carve(self, nbytes: int) -> _RegionSlab:

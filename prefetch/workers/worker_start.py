@@ -92,6 +92,7 @@ class WorkerStart:
     """The number of the process's own; no other process ever has it."""
     region_bytes: int
     region_limit: int
+    is_locked: bool
     tasks: connection.Connection
     responses: Descriptor
     stacks: Descriptor

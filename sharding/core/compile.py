@@ -52,7 +52,7 @@ def compile_core(library: Path = LIBRARY) -> None:
     Raises `NoCompilerError` that names each compiler that was tried; an older library does not stay then.
     """
     reasons = ""
-    for command in _commands():
+    for command in (*((*c, *more) for c in compilers_on_path() for more in ((), PLAIN)), *_zig()):
         reason = _reason_against(library, command)
         if not reason:
             print(f"dataflow: {library.name} is compiled by {shlex.join(command)}", flush=True)
@@ -71,11 +71,6 @@ def contract_version() -> int:
     found = re.search(r"^#define CORE_VERSION (\d+)", HEADER.read_text("utf-8"), re.MULTILINE)
     assert found, f"{HEADER} has no CORE_VERSION"
     return int(found[1])
-
-
-def _commands() -> list[tuple[str, ...]]:
-    """Return the commands to try, in this order."""
-    return [*((*c, *more) for c in compilers_on_path() for more in ((), PLAIN)), *_zig()]
 
 
 def _zig() -> list[tuple[str, ...]]:

@@ -98,16 +98,12 @@ def _remote_listing(fs: Any, root: str, depth: int | None) -> tuple[Folders, int
         elif info.get("size") is None:
             folders.setdefault("/".join(above), []).append((last, UNKNOWN, ""))
         else:
-            if not is_checked and not _tell_alike(info, fs.info(path)):
-                version = _no_version  # A read asks for its file alone, and would take it for another one.
+            alone = info if is_checked else fs.info(path)
+            if alone is not info and any(info.get(key) != alone.get(key) for key in VERSION_KEYS):
+                version = _no_version  # some round times: a read asks for its file alone
             is_checked = True
             folders.setdefault("/".join(above), []).append((last, int(info["size"]), version(info)))
     return folders, num_hidden
-
-
-def _tell_alike(listed_info: Mapping[str, Any], info: Mapping[str, Any]) -> bool:
-    """Return whether a store says of a file alone what its listing said: some round times."""
-    return all(listed_info.get(key) == info.get(key) for key in VERSION_KEYS)
 
 
 def _no_version(info: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import torch
 from forked_kit import exit_code_in_child
 from threads_kit import python_calls
 
-from prefetch.workers.shared_arena import HEADER_BYTES, SharedFile
+from prefetch.workers.shared_arena import HEADER_BYTES, Region, SharedFile
 
 PAGE = 4096
 SLOT = HEADER_BYTES + 16 * PAGE
@@ -121,3 +121,19 @@ def test_a_forked_child_leaves_its_parents_memory_alone() -> None:
     assert exit_code_in_child(views.clear) == 0
     assert used_bytes(file) == 3 * PAGE
     assert np.asarray(views[1]).tolist() == [1] * (3 * PAGE - 20)
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_slabs_that_were_locked_keep_their_pages_and_serve_all_smaller_batches(is_locked: bool) -> None:
+    """A device reads the pages that a range had when it was locked, whatever lies there by then."""
+    mib, file = 1 << 20, make()
+    region = Region(file.fd, file.region_offset(0), file.region_bytes, 8 * mib, is_locked=is_locked)
+    for round_number in range(3):
+        for size in (2, 7, 3, 8, 5, 4, 6):
+            batches = [region.arena.lease(size * mib) for _ in range(2)]
+            for number, batch in enumerate(batches):
+                batch[:] = round_number + number
+            del batches, batch
+    assert used_bytes(file) == (34 if is_locked else 12) * mib  # two of 2, 7 and 8 MiB: the others fit there
+    assert bool(sum(map(len, region._dropped.values()))) is not is_locked
+    file.close()
