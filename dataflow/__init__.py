@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dataflow.sources.manifests import Manifest as Manifest
     from dataflow.stats import LoaderStats as LoaderStats, WorkerStats as WorkerStats
     from dataflow.telemetry.serving.serve import serve_metrics as serve_metrics
-    from dataflow.telemetry.status.health import LoaderHealth as LoaderHealth
+    from dataflow.telemetry.timing.health import LoaderHealth as LoaderHealth
     from dataflow.telemetry.timing.phases import StepInfo as StepInfo
     from dataflow.text.chat import ChatTemplate as ChatTemplate
     from dataflow.text.pairs import PreferencePairs as PreferencePairs, split_pairs as split_pairs
@@ -93,7 +93,7 @@ _MODULES = {
     "Converted": "dataflow.conversion.run",
     "CorruptShardError": "sharding.errors",
     "DisagreementError": "dataflow.grad.agreement",
-    "LoaderHealth": "dataflow.telemetry.status.health",
+    "LoaderHealth": "dataflow.telemetry.timing.health",
     "LoaderStats": "dataflow.stats",
     "Manifest": "dataflow.sources.manifests",
     "MemoryLimitError": "prefetch.errors",

@@ -10,7 +10,6 @@ import copy
 import inspect
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, cast, overload
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 
     from dataflow.stats import LoaderStats, WorkerStats
     from dataflow.stream.loader import StreamLoader
-    from dataflow.telemetry.status.health import LoaderHealth
     from dataflow.telemetry.status.loaders import LoaderStatus
+    from dataflow.telemetry.timing.health import LoaderHealth
     from prefetch.control.pause import ReadPause
 
 _log = logging.getLogger("dataflow")
@@ -481,13 +480,10 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         Args:
             limit_s: seconds without a batch after which a loop that runs is taken to hang.
         """
-        from dataflow.telemetry.status.health import health_by_stats, health_of
-
-        record, now = None, time.time()
-        if self._status is not None:
-            self._status.ask()
-            record = self._status.record(now, time.monotonic())
-        return health_by_stats(self.stats()) if record is None else health_of(record, now, limit_s)
+        health: LoaderHealth = resolve_name("dataflow.telemetry.timing.health:health_of_loader")(
+            self, limit_s
+        )
+        return health
 
     @property
     def name(self) -> str:

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from dataflow.telemetry.serving.http import JSON, TEXT, Answer, HttpServer
-from dataflow.telemetry.status.health import LIMIT_S, liveness, readiness
 from dataflow.telemetry.status.reading import read_pages, start_ticks
 from dataflow.telemetry.status.record import TrainingRecord, to_json
+from dataflow.telemetry.timing.health import LIMIT_S, liveness, readiness
 
 _NICE = 5
 

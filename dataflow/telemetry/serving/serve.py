@@ -20,9 +20,9 @@ from pathlib import Path
 
 from dataflow.telemetry.status import OFF
 from dataflow.telemetry.status.facts import in_one_line, rank_info
-from dataflow.telemetry.status.health import LIMIT_S
 from dataflow.telemetry.status.page import page_of_process
 from dataflow.telemetry.status.reading import read_pages
+from dataflow.telemetry.timing.health import LIMIT_S
 
 _log = logging.getLogger("dataflow")
 

@@ -120,7 +120,7 @@ def _diagnosis(shares: StepShares, records: Sequence[RankRecord]) -> Diagnosis:
 def _data(shares: StepShares, critical: RankRecord, num_ranks: int) -> Diagnosis:
     where = "" if num_ranks == 1 or takes_turns(shares, num_ranks) else f", most on rank {critical.rank}"
     verdict = f"data-bound: {shares.share('data'):.0%} waiting for the loader{where}"
-    part, action = _loader_action(critical.loader)
+    part, action = loader_action(critical.loader)
     return Diagnosis(verdict, action, shares.gains["data"], part)
 
 
@@ -141,7 +141,7 @@ def _cores(shares: StepShares, loader: LoaderTimes) -> Diagnosis:
     return Diagnosis(verdict, action, None, "decoding and transforms")
 
 
-def _loader_action(loader: LoaderTimes) -> tuple[Where, str]:
+def loader_action(loader: LoaderTimes) -> tuple[Where, str]:
     """Return which part of a loader does not keep up, and what helps."""
     made: Where = "decoding and transforms"
     cores_are_busy = (loader.cores_busy or 0.0) >= _BUSY

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -23,10 +24,10 @@ from dataflow.stats import StatsSnapshot
 from dataflow.telemetry.serving.endpoint import NodeAnswers, exposition
 from dataflow.telemetry.serving.instruments import all_instruments, loader_instruments, points_of
 from dataflow.telemetry.serving.serve import MetricsEndpoint, checked_address
-from dataflow.telemetry.status.health import health_of, liveness, readiness
 from dataflow.telemetry.status.page import StatusFile
 from dataflow.telemetry.status.reading import read_pages
 from dataflow.telemetry.status.record import TrainingRecord, from_json
+from dataflow.telemetry.timing.health import health_of, liveness, readiness
 
 pytestmark = pytest.mark.timeout(60)
 pytest.importorskip("prometheus_client")
@@ -141,6 +142,25 @@ def test_health_says_what_is_wrong(record: TrainingRecord) -> None:
     health = health_of(loader, loader.last_batch_at + 1)
     assert (health.is_alive, health.is_ready, health.last_batch_s) == (True, True, 1.0)
     assert str(health).startswith("the training waits 40% of its time for data")
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["with a page", "without one"])
+def test_a_loaders_health_says_what_helps_as_the_doctor_does(
+    monkeypatch: pytest.MonkeyPatch, counts: bool
+) -> None:
+    monkeypatch.setenv("DATAFLOW_LIVE", "1" if counts else "0")
+    loader = DataLoader(range(8), batch_size=2)
+    batches = iter(loader)
+    next(batches)
+    counted = replace(loader.stats(), elapsed_s=2.0, starved_s=0.9)
+    monkeypatch.setattr(type(loader._engine._state), "stats", lambda _: counted)  # type: ignore[union-attr]
+    health = loader.health()
+    assert health.is_alive
+    assert health.stall_share == 0.45
+    assert str(health) == (
+        "the training waits 45% of its time for data; next: make batches beside the training: "
+        "DataLoader(num_workers=...), it has none"
+    )
 
 
 # ---- answers --------------------------------------------------------------------------------------------

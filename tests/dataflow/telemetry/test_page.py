@@ -22,11 +22,11 @@ from dataflow import DataLoader
 from dataflow.stream.loader import StreamLoader
 from dataflow.telemetry.status import reading
 from dataflow.telemetry.status.facts import counts_of, totals_of
-from dataflow.telemetry.status.health import health_of
 from dataflow.telemetry.status.names import name_of, name_of_urls, role_of
 from dataflow.telemetry.status.page import StatusFile
 from dataflow.telemetry.status.reading import read_pages, remove_old
 from dataflow.telemetry.status.record import _HEADER, _MAGIC, TrainingRecord, from_page, to_page, why_unread
+from dataflow.telemetry.timing.health import health_of
 from dataflow.workers import fetching
 
 pytestmark = pytest.mark.timeout(60)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Any
 
 from dataflow.telemetry.status.record import LoaderRecord, TrainingRecord
+from dataflow.telemetry.timing.diagnosis import loader_action
+from dataflow.telemetry.timing.records import loader_times
 from sharding.printable import printable
-
-if TYPE_CHECKING:
-    from dataflow.stats import LoaderStats, WorkerStats
 
 LIMIT_S = 600.0
 """Seconds without a batch after which a loop that runs is taken to hang."""
+_DOCTOR = "`dataflow doctor` says what to do"
 _STALLED = 0.1
 """Share of waiting that is worth a word."""
 
@@ -76,23 +77,32 @@ def health_of(one: LoaderRecord, now: float, limit_s: float = LIMIT_S) -> Loader
     )
 
 
-def health_by_stats(stats: LoaderStats | WorkerStats) -> LoaderHealth:
-    """Return how a loader fares of which nobody counts when it had its batches."""
-    is_ready, share = stats.batches > 0, stats.stall_share
-    return LoaderHealth(
-        is_alive=True,
-        is_ready=is_ready,
-        last_batch_s=None,
-        stall_share=share,
-        message=_well(share, is_ready=is_ready, is_running=is_ready),
-    )
+def health_of_loader(loader: Any, limit_s: float) -> LoaderHealth:
+    """The entry of `DataLoader.health`: as the doctor, it says what helps where the training waits."""
+    status, now = loader._status, time.time()
+    if status is not None:
+        status.ask()
+    record = None if status is None else status.record(now, time.monotonic())
+    if record is not None:
+        health = health_of(record, now, limit_s)
+    else:  # nobody counts when it had its batches
+        stats = loader.stats()
+        is_ready, share = stats.batches > 0, stats.stall_share
+        message = _well(share, is_ready=is_ready, is_running=is_ready)
+        health = LoaderHealth(
+            is_alive=True, is_ready=is_ready, last_batch_s=None, stall_share=share, message=message
+        )
+    if health.message.endswith(_DOCTOR):
+        action = loader_action(loader_times(loader))[1]
+        health = replace(health, message=health.message.replace(_DOCTOR, f"next: {action}"))
+    return health
 
 
 def _well(share: float, *, is_ready: bool, is_running: bool) -> str:
     if not is_ready:
         return "no batch was delivered yet"
     if share > _STALLED and is_running:
-        return f"the training waits {share:.0%} of its time for data; `dataflow doctor` says what to do"
+        return f"the training waits {share:.0%} of its time for data; {_DOCTOR}"
     return "all is well"
 
 
