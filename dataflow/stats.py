@@ -24,6 +24,7 @@ from dataflow.tables import (
 from prefetch.control.depth import Decision
 from prefetch.counts import NO_CACHE, NO_FAULTS, CacheStats, ReadStats
 from prefetch.engine.stats import NOT_STARTED, EngineStats, StageStats
+from sharding.cached_property import cached_property
 from sharding.lengths.units import LengthStats
 
 _NOT_STARTED = Decision(0, "not started")
@@ -248,6 +249,11 @@ class LoaderStats(SessionStats, StatsSnapshot):
     unfinished_shards: int
     """Shards that end before their format says so, which `allow_unfinished=True` lets pass. Above 0: samples
     may be missing."""
+
+    @cached_property  # no figure, as properties are
+    def engine(self) -> EngineStats:
+        """Its figures that are the engine's."""
+        return self
 
     @property
     def stall_share(self) -> float:

@@ -315,7 +315,7 @@ MOST_LINES = {
     "prefetch/memory": 1_746,
     "prefetch/store": 1_400,
     "prefetch/workers": 2_038,
-    "dataflow": 3_186,
+    "dataflow": 3_192,
     "dataflow/actors": 1_100,
     "dataflow/batch": 2_812,
     "dataflow/conversion": 3_079,

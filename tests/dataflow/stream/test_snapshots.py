@@ -184,3 +184,8 @@ def test_tables_wrap_and_escape() -> None:
     assert html_table("<T>", [("<a>", '"&"')]).count("&lt;") == 2
     assert "&quot;&amp;&quot;" in html_table("T", [("a", '"&"')])
     assert "a<b" not in replace(LATER, workers_reason="a<b")._repr_html_()
+
+
+def test_the_figures_of_the_engine_are_a_part_of_a_loaders() -> None:
+    assert (LATER.engine.depth, LATER.engine.open_windows, LATER.depth) == (7, 0, 7)
+    assert not {"engine", "open_windows", "delivered_batches"} & LATER.to_json().keys()
