@@ -328,7 +328,7 @@ MOST_LINES = {
     "dataflow/integrations": 1_170,
     "dataflow/outputs": 2_600,
     "dataflow/planning": 1_521,
-    "dataflow/processes": 1_500,
+    "dataflow/processes": 1_483,
     "dataflow/progress": 207,
     "dataflow/sources": 2_755,
     "dataflow/sources/energon": 550,

@@ -40,6 +40,8 @@ from prefetch.workers.worker_start import ABOUT, NATIVE, WorkerResponse
 
 _INPUTS_IN_LIMIT = 8
 """Free memory for chunks' values is kept up to this part of the limit: those of all processes take less."""
+_LARGE_IN_LIMIT = 16
+"""The divisor of a process's part of the limit: larger batches are not handed out ahead."""
 _ONE_ACCIDENT_S = 2.0
 """Deaths of several processes within this time are counted as one."""
 _log = logging.getLogger("dataflow")
@@ -81,7 +83,8 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         settings, num_builders = context.settings, context.settings.num_builders
-        super().__init__(num_builders, decide=context.on_bad)
+        large_bytes = settings.limit_bytes // (_LARGE_IN_LIMIT * num_builders)
+        super().__init__(num_builders, decide=context.on_bad, large_bytes=large_bytes)
         self._context, self._give_back = context, give_back
         self._is_asked = threading.Event()
         """Set with each call, for the thread that listens to no processes any more."""

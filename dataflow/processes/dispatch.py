@@ -11,6 +11,7 @@ happens, each build comes to its end, once.
 from __future__ import annotations
 
 import heapq
+import math
 import threading
 import time
 from abc import abstractmethod
@@ -35,7 +36,7 @@ from sharding.errors import SampleError
 
 ASSIGNED = 2
 """Chunks that a builder has at a time: one that it builds, and one that it builds next. Until it is known
-what batches weigh, it has one."""
+what batches weigh, it has one; also where they are large, as it hears with the next one what was freed."""
 MOST_DEATHS = 2
 """Number of builders' deaths on a chunk that are no accident."""
 
@@ -144,6 +145,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
     Args:
         num_builders: of them.
         decide: whether a bad sample is left out.
+        large_bytes: batches of so many bytes are not handed out ahead.
         now: a clock, in seconds.
     """
 
@@ -152,9 +154,10 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         num_builders: int,
         *,
         decide: Callable[[SampleError], bool],
+        large_bytes: float = math.inf,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.num_builders, self._decide = num_builders, decide
+        self.num_builders, self._decide, self._large_bytes = num_builders, decide, large_bytes
         self._lock = threading.Lock()  # guards the builds, the failure and the counts
         self._tasks: list[tuple[int, B]] = []
         """Builds that wait for a builder, most urgent first."""
@@ -165,7 +168,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         self._failure: BaseException | None = None
         self._cpu_s, self._num_done = 0.0, 0
         self._busy = BusyTimes(now)
-        self._most_assigned = 1
+        self._most_assigned, self._batch_bytes = 1, 0
         self._is_stopped = self._is_closed = False
         self._thread: PriorityPool
 
@@ -352,7 +355,9 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
     def _add(self, one: B, built: BuiltBatches, slot_bytes: int) -> None:
         with self._lock:
             self._cpu_s += built.cpu_s
-            self._most_assigned = ASSIGNED
+            fallen = self._batch_bytes - self._batch_bytes // 64
+            self._batch_bytes = max(slot_bytes, built.heap_bytes, fallen)
+            self._most_assigned = ASSIGNED if self._batch_bytes < self._large_bytes else 1
         if built.is_last:
             try:
                 chunk_of(one.build).end()

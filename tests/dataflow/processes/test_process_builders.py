@@ -27,6 +27,7 @@ from worker_kit import Gate
 
 from dataflow import DataLoader, SampleError, ShardedDataset, ShardWriter, Shuffle
 from dataflow.processes import builders, serialized
+from dataflow.processes.builder_main import BuiltBatches
 from dataflow.processes.builders import ProcessBuilders
 from dataflow.processes.dispatch import RemoteBuild, RemoteBuilders
 from dataflow.processes.serialized import SerializedChunk
@@ -638,3 +639,42 @@ def test_a_failure_ends_each_build_once_and_those_to_come() -> None:
     builders.build(later)  # type: ignore[arg-type]
     builders._dispatch()
     assert [build.errors for build in builds] == [[failure]] * 4
+
+
+class OneBuilder(NoBuilders):
+    """A builder elsewhere, which does nothing with what it is sent."""
+
+    def _choose(self, one: RemoteBuild, loads: Any) -> str:  # type: ignore[override]
+        return "a builder"
+
+
+class Goes(Ended):
+    """A build that may always go on, and that takes what it is told."""
+
+    is_cancelled = False
+
+    def may_go_on(self) -> bool:
+        return True
+
+    def add(self, partial: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("sizes", "assigned"),
+    [([99_999], 2), ([100_000], 1), ([150_000, *[1] * 20], 1), ([150_000, *[1] * 40], 2)],
+)
+def test_large_batches_are_not_handed_out_ahead(sizes: list[int], assigned: int) -> None:
+    """A builder hears with its next chunk what was freed: with two, it takes new memory meanwhile."""
+    builders = OneBuilder(1, decide=lambda error: False, large_bytes=100_000)
+    for number in range(3):
+        builders.build(Goes(number))  # type: ignore[arg-type]
+    builders._dispatch()
+    assert len(builders._assigned) == 1  # nothing is known yet
+    [one] = builders._assigned.values()
+    for size in sizes:
+        built = BuiltBatches(
+            [], size, size, flush_now=False, is_last=False, asks=False, cpu_s=0.0, build_s=0.0
+        )
+        builders._add(one, built, 0)
+    builders._dispatch()
+    assert len(builders._assigned) == assigned
