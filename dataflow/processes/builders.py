@@ -40,7 +40,7 @@ from prefetch.workers.worker_start import ABOUT, NATIVE, WorkerResponse
 
 _INPUTS_IN_LIMIT = 8
 """Free memory for chunks' values is kept up to this part of the limit: those of all processes take less."""
-_LARGE_IN_LIMIT = 16
+_LARGE_IN_LIMIT = 8
 """The divisor of a process's part of the limit: larger batches are not handed out ahead."""
 _ONE_ACCIDENT_S = 2.0
 """Deaths of several processes within this time are counted as one."""
