@@ -480,10 +480,8 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         Args:
             limit_s: seconds without a batch after which a loop that runs is taken to hang.
         """
-        health: LoaderHealth = resolve_name("dataflow.telemetry.timing.health:health_of_loader")(
-            self, limit_s
-        )
-        return health
+        entry: Callable[..., LoaderHealth] = resolve_name("dataflow.telemetry.timing.health:health_of_loader")
+        return entry(self, limit_s)
 
     @property
     def name(self) -> str:

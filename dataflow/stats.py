@@ -253,7 +253,7 @@ class LoaderStats(SessionStats, StatsSnapshot):
     @cached_property  # no figure, as properties are
     def engine(self) -> EngineStats:
         """Its figures that are the engine's."""
-        return self
+        return EngineStats(**{one.name: getattr(self, one.name) for one in fields(EngineStats)})
 
     @property
     def stall_share(self) -> float:

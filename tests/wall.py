@@ -65,7 +65,7 @@ OUTSIDE = {
 _MODULES_OUTSIDE = tuple(module for modules in OUTSIDE.values() for module in modules)
 OPENED_BY = {
     "dataflow": _MODULES_OUTSIDE,  # public names, imported when they are used
-    "dataflow.loader": ("dataflow.telemetry",),  # `DataLoader.health`, `.name`
+    "dataflow.loader": ("dataflow.telemetry.status", "dataflow.telemetry.timing.health"),
     "dataflow.dataset": ("dataflow.sources.manifests",),  # the type of `manifest=`
     "dataflow.mixture": ("dataflow.sources.energon",),  # `Mixture.from_energon`
 }

@@ -1,4 +1,4 @@
-"""Delivered batches with their position in the stream, and jobs of those that are copies alone."""
+"""Delivered batches with their place in the stream, their sums, and jobs of those that are copies alone."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 PART_S = 0.005
 """Seconds of transforming that are a task of their own; with 0.01, gaps were longer and rates the same."""
 COMPUTED_S = 2e-4
-"""Seconds that a part computes at least, where builders compute: to hand one out takes a fifth of it."""
+"""Seconds that a part computes at least where builders do; with 5e-4, gaps were longer, rates the same."""
 _BUSY = 0.7
 """The part of a core that builders take together where they compute, and do not wait."""
 Outcome = tuple[Any, str, BaseException | None]
@@ -45,7 +45,7 @@ def part_size(num_made: int, made_s: float, thread_s: float, num_left: int, num_
     if not num_made or made_s < PART_S:
         return 0
     size = num_made * PART_S / made_s
-    if building_s(made_s, thread_s, num_builders) == thread_s:
+    if building_s(made_s, thread_s, num_builders) < made_s:  # they compute
         size = max(size, num_made * COMPUTED_S / thread_s)
     return max(1, int(size)) if num_left >= 2 * size else 0
 

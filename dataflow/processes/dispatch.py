@@ -355,8 +355,8 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
     def _add(self, one: B, built: BuiltBatches, slot_bytes: int) -> None:
         with self._lock:
             self._cpu_s += built.cpu_s
-            fallen = self._batch_bytes - self._batch_bytes // 64
-            self._batch_bytes = max(slot_bytes, built.heap_bytes, fallen)
+            # It falls slowly: some small ones say little of the next.
+            self._batch_bytes = max(slot_bytes, built.heap_bytes, self._batch_bytes * 63 // 64)
             self._most_assigned = ASSIGNED if self._batch_bytes < self._large_bytes else 1
         if built.is_last:
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -59,10 +59,6 @@ def _no_column(codec: Format, column: str) -> str:
     return "the shard has no such column, which other shards have"
 
 
-def _no_member(names: Sequence[str]) -> str:
-    return f"no member {names[0]!r}" if len(names) == 1 else f"none of the members {listed(names)}"
-
-
 def _first_selected(catalog: Catalog, codec: Format, selection: Selection, column: str) -> Missing | None:
     """Return what the indexes of the blocks in question tell for certain."""
     blocks = np.flatnonzero(selection.num_samples)
@@ -81,12 +77,11 @@ def _first_selected(catalog: Catalog, codec: Format, selection: Selection, colum
             rows = selection.rows(number)
             lacking = rows[sizes[rows] < 0]
             if len(lacking):
-                key = str(block.first_in_shard + int(lacking[0]))
-                return (
-                    block.shard.url,
-                    key,
-                    f"the sample has {_no_member(codec.alternatives(column))}, which other samples have",
+                key, names = str(block.first_in_shard + int(lacking[0])), codec.alternatives(column)
+                none = (
+                    f"no member {names[0]!r}" if len(names) == 1 else f"none of the members {listed(names)}"
                 )
+                return block.shard.url, key, f"the sample has {none}, which other samples have"
         elif selection.num_samples[number] == block.num_samples:
             rows_text = f"{num_missing:,} of {block.num_samples:,} rows from row {block.first_in_shard:,} on"
             return block.shard.url, None, f"{rows_text} are null"

@@ -128,7 +128,7 @@ class ThreadBuilders(PriorityPool, Generic[T]):
         super().__init__(num_threads, "dataflow-build", initializer=initializer, about=about)
         self.num_builders, self.copies = num_threads, copies
         self._ahead = 0
-        """Chunks that begin before the parts of one are made: else there are times with none to make."""
+        """Chunks that begin before the parts of one: those made while a part takes, and two more."""
         self._counting = threading.Lock()  # guards the parts left and the error of each build
 
     @property

@@ -16,7 +16,7 @@ import os
 import resource
 import tempfile
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
@@ -258,6 +258,7 @@ class SharedFile:
         self.header = Header(self.fd)
         self._register = register
         self._registered: dict[int, Unregister] = {}
+        self._locked = Counter[int]()  # bytes from each offset on that are page-locked
         self._grants: set[_GrantEnd] = set()
         self._ended: deque[_GrantEnd] = deque()
         self._end: Callable[[_GrantEnd], None] = self._ended.append
@@ -303,8 +304,9 @@ class SharedFile:
 
         `on_end` hears of its bytes then, when the account is next looked at.
         """
-        if self._register is not None and offset not in self._registered:
-            whole = rounded_bytes(nbytes)  # a slab keeps its offset and size for life
+        if self._register is not None and self._locked[offset] < nbytes:
+            self._registered.pop(offset, bool)()  # a smaller batch came first in this slab
+            self._locked[offset] = whole = rounded_bytes(nbytes)
             self._registered[offset] = self._register(self._address + offset, whole)
         grant = _Grant(self, self._address + offset, nbytes)
         end = _GrantEnd(grant, self._end)

@@ -62,8 +62,8 @@ def pack(
     row, num_rows = best_fit_rows(segments.length, length)
     if move is not None:
         row, num_rows = move(segments, row, num_rows)
-    number, order = np.empty(num_rows, np.int64), None if key is None else seeded_permutation(num_rows, key)
-    number[np.argsort(np.unique(row, return_index=True)[1]) if order is None else order] = np.arange(num_rows)
+    number = np.empty(num_rows, np.int64)
+    number[_by_first_segment(row) if key is None else seeded_permutation(num_rows, key)] = np.arange(num_rows)
     row = number[row]
     first = np.concatenate(([0], np.cumsum(np.bincount(row, minlength=num_rows)))).astype(np.int64)
     packed = LengthStats(
@@ -73,6 +73,11 @@ def pack(
         capacity=num_rows * length,
     )
     return Units(segments.take(stable_order(row)), first, LengthStats.total([cut, packed]))
+
+
+def _by_first_segment(row: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The rows in the order in which segments, which lie in the order of their samples, first name them."""
+    return np.argsort(np.unique(row, return_index=True)[1])
 
 
 def segments_of(

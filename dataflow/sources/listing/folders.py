@@ -100,7 +100,7 @@ def _remote_listing(fs: Any, root: str, depth: int | None) -> tuple[Folders, int
         else:
             alone = info if is_checked else fs.info(path)
             if alone is not info and any(info.get(key) != alone.get(key) for key in VERSION_KEYS):
-                version = _no_version  # some round times: a read asks for its file alone
+                version = _no_version  # A read asks for its file alone, and would take it for another one.
             is_checked = True
             folders.setdefault("/".join(above), []).append((last, int(info["size"]), version(info)))
     return folders, num_hidden

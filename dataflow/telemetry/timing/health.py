@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dataflow.telemetry.status.record import LoaderRecord, TrainingRecord
@@ -14,7 +14,6 @@ from sharding.printable import printable
 
 LIMIT_S = 600.0
 """Seconds without a batch after which a loop that runs is taken to hang."""
-_DOCTOR = "`dataflow doctor` says what to do"
 _STALLED = 0.1
 """Share of waiting that is worth a word."""
 
@@ -47,13 +46,20 @@ class LoaderHealth:
         return self.message
 
 
-def health_of(one: LoaderRecord, now: float, limit_s: float = LIMIT_S) -> LoaderHealth:
+def _doctor() -> str:
+    return "`dataflow doctor` says what to do"
+
+
+def health_of(
+    one: LoaderRecord, now: float, limit_s: float = LIMIT_S, advice: Callable[[], str] = _doctor
+) -> LoaderHealth:
     """Return how a loader fares by its record.
 
     Args:
         one: the record.
         now: seconds since 1970.
         limit_s: seconds without a batch that a loop may take.
+        advice: what helps where the training waits for it; asked only then.
     """
     since = max(0.0, now - one.last_batch_at) if one.last_batch_at else None
     quiet = now - max(one.last_batch_at, one.loop_began_at)  # between two loops it may take long
@@ -67,7 +73,7 @@ def health_of(one: LoaderRecord, now: float, limit_s: float = LIMIT_S) -> Loader
             "loader hangs; `py-spy dump` shows where"
         )
     else:
-        message = _well(share, is_ready=since is not None, is_running=one.state == "running")
+        message = _well(share, advice, is_ready=since is not None, is_running=one.state == "running")
     return LoaderHealth(
         is_alive=not hangs and one.state != "failed",
         is_ready=since is not None,
@@ -83,26 +89,25 @@ def health_of_loader(loader: Any, limit_s: float) -> LoaderHealth:
     if status is not None:
         status.ask()
     record = None if status is None else status.record(now, time.monotonic())
+
+    def advice() -> str:
+        return f"next: {loader_action(loader_times(loader))[1]}"
+
     if record is not None:
-        health = health_of(record, now, limit_s)
-    else:  # nobody counts when it had its batches
-        stats = loader.stats()
-        is_ready, share = stats.batches > 0, stats.stall_share
-        message = _well(share, is_ready=is_ready, is_running=is_ready)
-        health = LoaderHealth(
-            is_alive=True, is_ready=is_ready, last_batch_s=None, stall_share=share, message=message
-        )
-    if health.message.endswith(_DOCTOR):
-        action = loader_action(loader_times(loader))[1]
-        health = replace(health, message=health.message.replace(_DOCTOR, f"next: {action}"))
-    return health
+        return health_of(record, now, limit_s, advice)
+    stats = loader.stats()  # nobody counts when it had its batches
+    is_ready, share = stats.batches > 0, stats.stall_share
+    message = _well(share, advice, is_ready=is_ready, is_running=is_ready)
+    return LoaderHealth(
+        is_alive=True, is_ready=is_ready, last_batch_s=None, stall_share=share, message=message
+    )
 
 
-def _well(share: float, *, is_ready: bool, is_running: bool) -> str:
+def _well(share: float, advice: Callable[[], str], *, is_ready: bool, is_running: bool) -> str:
     if not is_ready:
         return "no batch was delivered yet"
     if share > _STALLED and is_running:
-        return f"the training waits {share:.0%} of its time for data; {_DOCTOR}"
+        return f"the training waits {share:.0%} of its time for data; {advice()}"
     return "all is well"
 
 

@@ -9,6 +9,7 @@ import gc
 import os
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -566,3 +567,10 @@ begun.wait(60)
 @pytest.mark.parametrize("at", ["begins", "joins"])
 def test_a_program_ends_after_the_workers_that_a_daemon_thread_is_ending(tmp_path: Path, at: str) -> None:
     assert run_script(CLOSES, at, how="forked", folder=tmp_path) == (0, "ended", "")
+
+
+def test_threads_have_no_part_in_it() -> None:
+    before = threading.active_count()
+    iterator = iter(DataLoader(Does(same), num_workers=2))
+    next(iterator)
+    assert threading.active_count() == before

@@ -137,3 +137,20 @@ def test_slabs_that_were_locked_keep_their_pages_and_serve_all_smaller_batches(i
     assert used_bytes(file) == (34 if is_locked else 12) * mib  # two of 2, 7 and 8 MiB: the others fit there
     assert bool(sum(map(len, region._dropped.values()))) is not is_locked
     file.close()
+
+
+def test_what_is_viewed_is_locked_whole_whatever_came_first_in_its_slab() -> None:
+    locked: dict[int, int] = {}
+
+    def register(address: int, nbytes: int) -> Callable[[], object]:
+        assert address not in locked
+        locked[address] = nbytes
+        return lambda: locked.pop(address)
+
+    file = make(register)
+    for pages, expected in ((1, 1), (3, 3), (2, 3)):
+        view = file.view(0, SLOT, pages * PAGE)
+        assert [*locked.values()] == [expected * PAGE]
+        del view
+    file.close()
+    assert not locked
