@@ -68,16 +68,20 @@ class BatchSums:
             noted[:, first + past - begin : end] = sums[:, past:]
             self._noted[epoch] = begin, noted
 
-    def take(self, epoch: int, first: int, end: int) -> BatchSum:
-        """Return the sum over batches [first, end), counted from the session's first; forget all before."""
+    def take(self, epoch: int, first: int, end: int) -> tuple[BatchSum, BatchSum]:
+        """Take the sums of batches [first, end), counted from the session's first; forget all before.
+
+        Returns the sum over all but the last of them, and that of the last.
+        """
         if epoch == self._begin[0]:
             first, end = first + self._begin[1], end + self._begin[1]
         with self._lock:
             begin, noted = self._noted.get(epoch, (0, _NONE_NOTED))
-            rows, low, high = noted[:, max(0, first - begin) : max(0, end - begin)].sum(axis=1).tolist()
             self._noted = {later: of for later, of in self._noted.items() if later > epoch}
             self._noted[epoch] = max(begin, end), noted[:, max(0, end - begin) :]
-            return rows, low, high
+        taken = noted[:, max(0, first - begin) : max(0, end - begin)]
+        before, last = taken[:, :-1].sum(axis=1).tolist(), taken[:, -1:].sum(axis=1).tolist()
+        return tuple(before), tuple(last)
 
     def take_next(self) -> NDArray[np.uint64]:
         """Take the sum [3, 1] of the first batch that was noted, where numbers leave gaps."""

@@ -22,7 +22,7 @@ from dataflow.torch_threads import run_with_one_torch_thread
 from sharding.errors import DataflowError, SampleError
 
 LISTED_ERRORS = 1000
-CUT_STEPS = 64
+CUT_STEPS = 256
 MOST_CUTS = 256
 """More cuts of an account than that are thinned out: every second one goes."""
 Standing = Callable[[], tuple[int | None, int]]
@@ -65,9 +65,9 @@ class DeliveryAccount:
     def settle(self) -> None:
         """Add the sums of what was handed out since, at least one batch."""
         assert self.noted is not None
-        before = self.noted.take(self.epoch, self.first, self.end - 1)
+        before, last = self.noted.take(self.epoch, self.first, self.end)
         self.sums = _added(_added(self.sums, self.last), before)
-        self.last, self.first = self.noted.take(self.epoch, self.end - 1, self.end), self.end
+        self.last, self.first = last, self.end
 
     def cut(self) -> None:
         """Note what was handed out before the steps that the loader's state is behind."""
@@ -105,25 +105,27 @@ class DeliveryCounters:
 
         `noted`: sums of its session; `taken`: batches of its loop, None: that is not the newest.
         """
+        epoch, number, _, num_samples, skipped, in_place, remarks = delivered
         account = self.account
         if taken is None:
             account.num_aside += 1
-            noted.take(delivered.epoch, delivered.number, delivered.number + 1)
+            noted.take(epoch, number, number + 1)
         else:
-            if delivered.number != account.end or noted is not account.noted:
+            if number != account.end or noted is not account.noted:
                 if account.first < account.end:  # another session's, or epoch's
                     account.settle()
-                account.noted, account.epoch = noted, delivered.epoch
-                account.first = account.end = delivered.number
-            account.end += 1
-            if delivered.skipped or delivered.in_place:
+                account.noted, account.epoch, account.first = noted, epoch, number
+            account.end = number + 1
+            if skipped or in_place:
                 account.note(delivered)
             if not taken % CUT_STEPS:
                 account.cut()
-        self.empty_batches += delivered.in_place or not delivered.num_samples
-        self.batches += delivered.num_samples > 0
-        self.samples += delivered.num_samples
-        for kind, num_values, first in delivered.remarks:
+        self.samples += num_samples
+        if num_samples:
+            self.batches += 1
+        if in_place or not num_samples:
+            self.empty_batches += 1
+        for kind, num_values, first in remarks:
             if first and kind not in self._warned_of:
                 self._warned_of.add(kind)
                 text = untrained_text(first) if kind == UNTRAINED else odd_text(first)

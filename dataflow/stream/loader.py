@@ -263,7 +263,7 @@ class StreamLoader:
     def _chunk_of(self, session: Session, loop: EpochLoop) -> Iterator[Delivered]:
         """Return what a session delivers next, up to where the loop ends or goes on with another session."""
         mixes, batches = isinstance(self.dataset, Mixture), None
-        while loop.session is session and not loop.has_ended and not (mixes and self._is_outdated(loop)):
+        while loop.session is session and not (mixes and self._is_outdated(loop)):
             try:
                 if batches is None:
                     chunk = session.next_batches()

@@ -121,20 +121,15 @@ class LoopQueue:
         self._last_begun = -1
         self._pending: list[EpochLoop] = []
         """Loops that were asked for, and not for a batch yet."""
-        self._newest: EpochLoop | None = None
-        """The loop whose position is the loader's."""
+        self.newest: EpochLoop | None = None
+        """The loop whose position is the loader's; None: none has begun since."""
         self._before: StepHistory | None = StepHistory()
         """The steps before that loop; None: a state of before was loaded, which does not tell."""
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy stands where this queue stands, without the loops that wait."""
-        stands = {"_newest": copy.copy(self._newest), "_before": self.history}
+        stands = {"newest": copy.copy(self.newest), "_before": self.history}
         return {**self.__dict__, "_pending": [], **stands}
-
-    @property
-    def newest(self) -> EpochLoop | None:
-        """The loop whose position is the loader's; None: none has begun since."""
-        return self._newest
 
     @property
     def history(self) -> StepHistory | None:
@@ -143,11 +138,11 @@ class LoopQueue:
 
     def standing(self) -> tuple[int | None, int]:
         """Return the steps that the state is behind, None: not known; and batches that are taken ahead."""
-        history, newest = self.history, self._newest
+        history, newest = self.history, self.newest
         return None if history is None else history.num_steps, newest.num_ahead if newest else 0
 
     def _history(self, *, is_over: bool = False) -> StepHistory | None:
-        before, loop = self._before, self._newest
+        before, loop = self._before, self.newest
         if before is None or loop is None or loop.plan is None:
             return before
         dealt = loop.plan.batch_plan
@@ -181,7 +176,7 @@ class LoopQueue:
         if loop.number >= self._since:
             self._since = loop.number
             self._begin_epoch(*loop.begins)
-            self._newest, self._in_epoch = loop, True
+            self.newest, self._in_epoch = loop, True
         if loop.plan.num_batches == UNKNOWN:
             loop.num_ahead = self._next_ahead
         self._next_ahead = 0
@@ -200,7 +195,7 @@ class LoopQueue:
 
     def end(self, loop: EpochLoop, epoch: int) -> None:
         """Move on to the next epoch, if it is the newest loop that has ended."""
-        if self._newest is loop and not loop.closed:
+        if self.newest is loop and not loop.closed:
             self._begin_epoch(epoch + 1, 0)
 
     def is_taken_ahead(self, epoch: int) -> bool:
@@ -209,7 +204,7 @@ class LoopQueue:
         Lightning does so with loaders that have no length, and stays a batch ahead, also in epochs that it
         begins later: the loader's position is that of the batches which it goes on to use.
         """
-        newest = self._newest
+        newest = self.newest
         if newest is None or self.epoch != epoch or newest.taken != 1 or not newest.is_live:
             self._next_ahead = self._num_ahead
             return False
@@ -231,7 +226,7 @@ class LoopQueue:
     @property
     def position(self) -> int:
         """Return where in the epoch the batches handed out by the newest loop end."""
-        position = self._newest.position if self._newest else None
+        position = self.newest.position if self.newest else None
         return self.start if position is None else position
 
     def set_epoch(self, epoch: int) -> bool:
@@ -255,14 +250,14 @@ class LoopQueue:
         self._before, self.resumed = history, True
 
     def _begin_epoch(self, epoch: int, start: int) -> None:
-        if self._newest is not None:
+        if self.newest is not None:
             self._before = self._history(is_over=True)
         self.epoch, self.start, self._in_epoch = epoch, start, False
-        self._newest, self.resumed = None, False
+        self.newest, self.resumed = None, False
 
     def _is_whole(self) -> bool:
         """Return whether the newest loop has all batches of its epoch."""
-        return self._in_epoch and self._newest is not None and self._newest.is_whole
+        return self._in_epoch and self.newest is not None and self.newest.is_whole
 
     def _is_endless(self, epoch: int) -> bool:
         return isinstance(self._dataset, Mixture) and self._dataset.spec.stop == "never"

@@ -105,7 +105,7 @@ class RankPlan(ABC):
     @property
     def num_batches(self) -> int:
         """Batches of this rank, none of them empty."""
-        return self.batch_plan.num_batches
+        return self._batch_plan.num_batches  # asked for with each batch
 
     @property
     def num_steps(self) -> int:
