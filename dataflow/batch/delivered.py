@@ -69,10 +69,7 @@ class BatchSums:
             self._noted[epoch] = begin, noted
 
     def take(self, epoch: int, first: int, end: int) -> tuple[BatchSum, BatchSum]:
-        """Take the sums of batches [first, end), counted from the session's first; forget all before.
-
-        Returns the sum over all but the last of them, and that of the last.
-        """
+        """Take the sum over batches [first, end - 1) of the session, and that of the last; forget all before."""
         if epoch == self._begin[0]:
             first, end = first + self._begin[1], end + self._begin[1]
         with self._lock:
@@ -80,8 +77,7 @@ class BatchSums:
             self._noted = {later: of for later, of in self._noted.items() if later > epoch}
             self._noted[epoch] = max(begin, end), noted[:, max(0, end - begin) :]
         taken = noted[:, max(0, first - begin) : max(0, end - begin)]
-        before, last = taken[:, :-1].sum(axis=1).tolist(), taken[:, -1:].sum(axis=1).tolist()
-        return tuple(before), tuple(last)
+        return tuple(taken[:, :-1].sum(axis=1).tolist()), tuple(taken[:, -1:].sum(axis=1).tolist())
 
     def take_next(self) -> NDArray[np.uint64]:
         """Take the sum [3, 1] of the first batch that was noted, where numbers leave gaps."""
