@@ -335,7 +335,7 @@ MOST_LINES = {
     "dataflow/sources/listing": 947,
     "dataflow/sources/tables": 894,
     "dataflow/staging": 2_504,
-    "dataflow/stream": 3_284,
+    "dataflow/stream": 3_281,
     "dataflow/testing": 650,
     "dataflow/text": 1_250,
     "dataflow/telemetry": 218,

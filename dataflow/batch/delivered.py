@@ -69,7 +69,7 @@ class BatchSums:
             self._noted[epoch] = begin, noted
 
     def take(self, epoch: int, first: int, end: int) -> tuple[BatchSum, BatchSum]:
-        """Take the sum over batches [first, end - 1) of the session, and that of the last; forget all before."""
+        """Take the sum over batches [first, end - 1), and that of the last, by number in the session."""
         if epoch == self._begin[0]:
             first, end = first + self._begin[1], end + self._begin[1]
         with self._lock:
