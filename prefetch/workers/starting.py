@@ -102,6 +102,8 @@ class _WatchedPopen(popen_fork.Popen):
     pid: int
 
     def _launch(self, process_obj: Any) -> None:
+        if arrow := sys.modules.get("pyarrow"):  # written again, each page that a child has, too, is copied
+            arrow.default_memory_pool().release_unused()
         super()._launch(process_obj)  # type: ignore[misc]
         self._watch: Any = bool
         with suppress(OSError):  # an old kernel
