@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dataflow.vision.family import CLIP, HALF, PictureFamily, PicturePlan, check_steps
+from dataflow.vision.resample import resized_patches
 
 _MOST_RATIO = 200
 """Most times that a picture may be longer than wide: processors refuse more."""
@@ -119,13 +120,7 @@ class VisionFamily(PictureFamily):
         """
         size = (grid[0] * self.patch, grid[1] * self.patch)
         picture = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-        if picture.shape[2:] != size:
-            picture = torch.nn.functional.interpolate(picture, size, mode="bicubic", antialias=True)
-        down, across, merge, side = grid[0] // self.merge, grid[1] // self.merge, self.merge, self.patch
-        line = np.dtype((np.void, side))  # so many bytes are moved at a time
-        squares = picture.contiguous().numpy().view(line).reshape(3, down, merge, side, across, merge)
-        patches = out.numpy().view(line).reshape(down, across, merge, merge, 3, side)
-        np.copyto(patches, squares.transpose(1, 4, 2, 5, 0, 3))
+        resized_patches(picture, size, self.patch, self.merge, out)
 
     def _shaped(self, levels: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """See `PictureFamily`: patches are repeated in time."""

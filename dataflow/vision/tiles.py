@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 from dataflow.vision.family import CLIP, HALF, PictureFamily, PicturePlan, check_steps
+from dataflow.vision.resample import resized
 
 Size = tuple[int, int]
 _MOST_SIDE = 4096
@@ -67,7 +68,7 @@ class TileFamily(PictureFamily):
 
     def fill(self, pixels: NDArray[np.uint8], plan: PicturePlan, out: Tensor) -> None:
         """See `PictureFamily`."""
-        out.copy_(self._resized(_chw(pixels), (self.side, self.side)))
+        out.copy_(resized(_chw(pixels), (self.side, self.side), self.mode))
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> TileFamily:
         """See `PictureFamily`. `RuntimeError` where this torch cannot resize as the family does."""
@@ -80,12 +81,6 @@ class TileFamily(PictureFamily):
                 f"{torch.__version__} does not have: install a newer one, such as 2.13"
             ) from error
         return self
-
-    def _resized(self, picture: Tensor, size: Size) -> Tensor:
-        """Resize uint8 [1, 3, height, width]."""
-        if tuple(picture.shape[2:]) == size:
-            return picture
-        return interpolate(picture, size, mode=self.mode, antialias=True)
 
 
 @dataclass(frozen=True)
@@ -113,8 +108,8 @@ class LlavaFamily(TileFamily):
         longer = int(self.side * long / short)
         size = (self.side, longer) if height <= width else (longer, self.side)
         top, left = (int((side - self.side) / 2.0) for side in size)
-        resized = self._resized(_chw(pixels), size)
-        out.copy_(resized[..., top : top + self.side, left : left + self.side])
+        picture = resized(_chw(pixels), size, self.mode)
+        out.copy_(picture[..., top : top + self.side, left : left + self.side])
 
 
 @dataclass(frozen=True)
@@ -214,7 +209,7 @@ class OnevisionFamily(TileFamily):
             top, left = (side - height) // 2, (side - width) // 2
             padded[..., top : top + height, left : left + width] = picture
             picture = padded
-        out[:1].copy_(self._resized(picture, square))
+        out[:1].copy_(resized(picture, square, self.mode))
         if plan.rows == 1:
             return
         high, wide = self._best(plan.size)
@@ -225,7 +220,7 @@ class OnevisionFamily(TileFamily):
             size = (high, min(math.ceil(width * scales[1]), wide))
         top, left = (high - size[0]) // 2, (wide - size[1]) // 2
         margins = (left, wide - size[1] - left, top, high - size[0] - top)
-        tiled = pad(self._resized(picture, size), margins)
+        tiled = pad(resized(picture, size, self.mode), margins)
         tiles = tiled.view(3, high // self.side, self.side, wide // self.side, self.side)
         out[1:].view(high // self.side, wide // self.side, *self.row).copy_(tiles.permute(1, 3, 0, 2, 4))
 
@@ -307,8 +302,8 @@ class IdeficsFamily(TileFamily):
     def fill(self, pixels: NDArray[np.uint8], plan: PicturePlan, out: Tensor) -> None:
         """See `PictureFamily`."""
         first, second = self._steps(plan.size)
-        picture = self._resized(self._resized(_chw(pixels), first), second)
-        out[-1:].copy_(self._resized(picture, (self.side, self.side)))
+        picture = resized(resized(_chw(pixels), first, self.mode), second, self.mode)
+        out[-1:].copy_(resized(picture, (self.side, self.side), self.mode))
         if plan.rows > 1:
             down, across = second[0] // self.side, second[1] // self.side
             tiles = picture.contiguous().view(3, down, self.side, across, self.side)

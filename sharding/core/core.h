@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 13 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 14 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -71,6 +71,21 @@ typedef struct {
 
 /* Resize an image. 0, or -1 where there is no memory for it. */
 CORE_API int64_t core_resize(const core_image *image, const core_form *form);
+
+/* A picture that becomes patches of another size. */
+typedef struct {
+    const uint8_t *pixels;         /* [height][stride], three channels a pixel */
+    int64_t height, width, stride; /* `stride`: bytes from a row to the next */
+    int64_t rows, columns;         /* of the result */
+    int64_t reach;                 /* of the filter, in pixels: 1 bilinear, 2 bicubic; it grows with the pixels */
+    int64_t down, across;          /* pixels of a patch; whole squares of patches divide the result */
+    int64_t merge;                 /* patches along each side of a square; those of a square follow one another */
+    uint8_t *out;                  /* [patches][3][down][across] */
+} core_picture;
+
+/* Resize a picture and cut it into patches, with the levels of torch's `interpolate` with antialias. 0, or -1 where
+   there is no memory for it, or 1 where this processor has no AVX2: nothing is done then. */
+CORE_API int64_t core_patches(const core_picture *picture);
 
 /* ---- pages of mapped files ---------------------------------------------------------------------------------- */
 

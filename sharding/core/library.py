@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sharding.core.compile import LIBRARY
 
-VERSION = 13
+VERSION = 14
 """The version of the contract in core.h."""
 _CURE = (
     "Compile it with `python -m sharding.core.compile`, where there is a C compiler: gcc, clang or that of "
@@ -24,6 +24,7 @@ _FUNCTIONS = {
     "core_run": "piiip:i",
     "core_interleave": "piiip:",
     "core_resize": "pp:i",
+    "core_patches": "p:i",
     "core_bring": "pip:i",
     "core_read": "pi:i",
     "core_seeded_permutations": "ppip:i",
