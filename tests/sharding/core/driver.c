@@ -26,7 +26,7 @@ enum { MOST_COLUMNS = 6, THREADS = 3, MOST_ROWS = 400, MOST_PAGES = 40, GUARD = 
 
 static enum { HONEST, SHORT, BROKEN } mode;
 static int64_t page;
-static long num_rows, num_lost, num_widened, num_short, num_resized, num_ordered;
+static long num_rows, num_lost, num_widened, num_short, num_resized, num_patched, num_ordered;
 static long num_fields, num_numbers, num_sums; /* what was tried, for the test to see */
 
 #define CHECK(true_, ...)                                                                                        \
@@ -524,6 +524,36 @@ static void try_resize(void) {
     num_resized += results;
 }
 
+/* Levels from 64 to 191, of which nothing between the passes leaves [0, 255]: rounding there is the only difference. */
+static void try_patches(void) {
+    int64_t height = 1 + below(24), width = 1 + below(24), stride = 3 * width + below(3), nbytes, results;
+    int64_t merge = 1 + below(2), down = 1 + below(7), across = one_in(3) ? 14 : 1 + below(7);
+    core_form f = {.channels = 3, .height = merge * down * (1 + below(2)), .width = merge * across * (1 + below(2)),
+                   .filter = below(2), .antialias = 1};
+    core_image m = {.stride = stride, .past_row = height, .past_column = width, .height = (double)height,
+                    .width = (double)width};
+    nbytes = (height - 1) * stride + 3 * width, results = 3 * f.height * f.width;
+    uint8_t *pixels = allocated(nbytes), *out = allocated(results);
+    for (int64_t i = 0; i < nbytes; i++)
+        pixels[i] = (uint8_t)(64 + below(128));
+    m.pixels = pixels;
+    core_picture p = {.pixels = pixels, .height = height, .width = width, .stride = stride, .rows = f.height,
+                      .columns = f.width, .reach = f.filter == CORE_BICUBIC ? 2 : 1, .down = down, .across = across,
+                      .merge = merge, .out = out};
+    int64_t status = core_patches(&p);
+    CHECK(status >= 0, "core_patches");
+    for (int64_t i = 0; i < results && !status; i++) {
+        int64_t x = i % across, y = i / across % down, channel = i / across / down % 3, patch = i / across / down / 3;
+        int64_t square = patch / merge / merge, in_row = f.width / across / merge, inside = patch % (merge * merge);
+        x += (square % in_row * merge + inside % merge) * across;
+        y += (square / in_row * merge + inside / merge) * down;
+        double want = level_of(&m, &f, y, x, channel), have = out[i];
+        CHECK(have - want < 1.3 && want - have < 1.3, "level %ld is %f and not %f", (long)i, have, want);
+    }
+    num_patched += results;
+    free(pixels), free(out);
+}
+
 /* ---- orders, draws, and pages of mapped files ----------------------------------------------------------------- */
 
 static void try_orders(void) {
@@ -810,6 +840,7 @@ int main(int argc, char **argv) {
         try_interleave();
         try_queue();
         try_resize();
+        try_patches();
         try_orders();
         try_wire();
         try_chunks();
@@ -819,9 +850,9 @@ int main(int argc, char **argv) {
         try_bring();
         try_read();
     }
-    printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld, \"resized\": %ld, \"ordered\": %ld, "
-           "\"fields\": %ld, \"numbers\": %ld, \"sums\": %ld}\n",
-           num_rows, num_lost, num_widened, num_short, num_resized, num_ordered, num_fields, num_numbers,
+    printf("{\"rows\": %ld, \"lost\": %ld, \"widened\": %ld, \"short\": %ld, \"resized\": %ld, \"patched\": %ld, "
+           "\"ordered\": %ld, \"fields\": %ld, \"numbers\": %ld, \"sums\": %ld}\n",
+           num_rows, num_lost, num_widened, num_short, num_resized, num_patched, num_ordered, num_fields, num_numbers,
            num_sums);
     return 0;
 }
