@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ from torch import Tensor
 class LateArray:
     """An array [n, ...] of a sample that is computed where its batch lies; `write` is up to the class."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: str, held_bytes: int = 0) -> None:
         self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(dtype)
+        self.late_bytes = max(0, math.prod(shape) * self.dtype.itemsize - held_bytes)
+        """What it takes then, beyond the `held_bytes` that it takes until then."""
 
     def __len__(self) -> int:
         return self.shape[0]

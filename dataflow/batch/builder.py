@@ -34,6 +34,7 @@ from dataflow.batch.samples import (
     OnDemand,
     collated,
     drop_rows,
+    late_bytes,
     misfit_of,
     samples_of,
     transform_reason,
@@ -224,8 +225,8 @@ class BatchBuilder:
         self.leased_bytes = 0
         """Bytes of slots within the chunk's credits; known when `finish` has ended."""
         self._randomness = Randomness(context.settings.seed, plan.epoch)
-        self._shared_s = 0.0
-        """Seconds that others took for the batch, beyond those that passed meanwhile."""
+        self._shared_s, self._late_bytes = 0.0, 0
+        """Seconds that others took for the batch, beyond those that passed meanwhile; see `late_bytes`."""
         self.columns: ChunkColumns | None = None
 
     def open(self) -> None:
@@ -281,9 +282,8 @@ class BatchBuilder:
             numbered = enumerate(zip(batches, sizes, strict=True), self.plan.first_batch)
             yield PartialChunk([Delivered(self.plan.epoch, n, batch, size) for n, (batch, size) in numbered])
             return
-        delivered, heap_bytes, most_bytes = list[Delivered](), 0, 0
-        row, began_s = 0, context.now()
-        resumed_s, thread_s = began_s, context.thread_s()
+        delivered, heap_bytes, most_bytes, row = list[Delivered](), 0, 0, 0
+        resumed_s, thread_s = (began_s := context.now()), context.thread_s()
         for number, size in enumerate(sizes, self.plan.first_batch):
             if context.closing.is_set():
                 raise closed_error()
@@ -302,7 +302,7 @@ class BatchBuilder:
                 del part
                 raise
             own_bytes = held_bytes(delivered[-1].batch, columns.slots)
-            heap_bytes, most_bytes = heap_bytes + own_bytes, max(most_bytes, own_bytes)
+            heap_bytes, most_bytes = heap_bytes + own_bytes, max(most_bytes, own_bytes - self._late_bytes)
             row += size
             is_last = row == self.rows.num_rows
             flush_now = not is_last and context.now() - began_s >= settings.hand_over_s
@@ -404,6 +404,7 @@ class BatchBuilder:
                 assert settings.batching is not None
                 # Not in the chunk's credits: it counts as what is on the heap does.
                 room = partial(self.context.arena.lease, on_return=self.context.on_return(0))
+                self._late_bytes = late_bytes(samples)
                 made = made_for(segments, gather(samples, room), samples, kept)
                 error = partial(self.rows.sample_error, column=None, stage="transform")
                 wrong = self.context.forms.misfits_among(made, gather, row + kept, error)
@@ -424,9 +425,8 @@ class BatchBuilder:
             context = partial(self._context_of, "batch_transform=", number, row, kept, result)
             result = called(settings.batch_transform, result, context)
         if settings.mark_repeats:
-            checked_dict(result, settings.last_function)[REPEAT] = torch.from_numpy(
-                self._repeats(number, kept)
-            )
+            repeats = torch.from_numpy(self._repeats(number, kept))
+            checked_dict(result, settings.last_function)[REPEAT] = repeats
         if settings.marks_kept:
             checked_dict(result, settings.last_function)[KEPT] = torch.from_numpy(kept)
         return result, len(kept)

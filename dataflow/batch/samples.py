@@ -212,6 +212,12 @@ def unlike_planned(column: str, made: int, planned: int) -> str:
     )
 
 
+def late_bytes(samples: Sequence[Mapping[str, Any]]) -> int:
+    """Return how much less samples take than their batch, for what is computed where that lies."""
+    names = [name for name, value in samples[0].items() if isinstance(value, LateArray)]
+    return sum(getattr(sample[name], "late_bytes", 0) for name in names for sample in samples)
+
+
 def ragged(arrays: Sequence[NDArray[Any] | LateArray], allocate: Allocate | None = None) -> Any:
     """The arrays one after the other as a `Ragged`; or as they are, where they are not of one form.
 

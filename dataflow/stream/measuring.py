@@ -246,7 +246,8 @@ class MeasuringStage:
             return [Delivered(self._order.epoch, number, {}, 0, errors, remarks=self._take_remarks())]
         batch: Any = self._dealt.batch(self._batching, segments, self._forms)
         if (transform := self._plan.dataset.batch_transform) is not None:
-            batch = self._transformed(transform, batch, number)
+            context = f"in batch_transform= of batch {number} of epoch {self._order.epoch}"
+            batch = called(transform, batch, lambda: context)
         if self._settings.mark_repeats:
             repeats = dealt.repeats(number, number + 1)
             flags = repeats if self._batching.rows_are_units else np.full(len(segments.segments), repeats[0])
@@ -260,10 +261,6 @@ class MeasuringStage:
         """Return what is odd about samples that were made since the last batch."""
         remarks, self._remarks = tuple(self._remarks), []
         return remarks
-
-    def _transformed(self, transform: Callable[[Any], Any], batch: Any, number: int) -> Any:
-        context = f"in batch_transform= of batch {number} of epoch {self._order.epoch}"
-        return called(transform, batch, lambda: context)
 
     def _lacking(self, positions: list[int]) -> tuple[SampleError, ...]:
         """The errors of samples that a batch lacks, each once, though it may lack several segments of it."""

@@ -21,7 +21,6 @@ from dataflow.stream.decisions import SessionPlan, plan_builders, plan_session
 from dataflow.stream.deliveries import PendingErrors
 from dataflow.stream.measuring import LengthsStage, MeasuringStage
 from dataflow.stream.resources import Resources
-from prefetch.control.gate import ReadGate
 from prefetch.control.pause import ReadPause
 from prefetch.memory.device import CudaStreams, DeviceCopier
 from prefetch.memory.interrupts import Uninterrupted
@@ -95,16 +94,13 @@ class Session:
             self._next = None
             self._last_taken_s = self._now()
             if self.resources.sources.gate:
-                self._observe_use(self.resources.sources.gate, len(batches), gap_s)
+                self._num_taken += len(batches)
+                # What is read ahead counts, too: that makes the demand too high at first, which does no harm.
+                each = self.resources.sources.traffic.read_bytes * len(batches) // self._num_taken
+                self.resources.sources.gate.observe_use(each, gap_s)
             if self._pause:
                 self._pause.batches_taken()
         return batches
-
-    def _observe_use(self, gate: ReadGate, taken: int, gap_s: float) -> None:
-        """Tell the gate how many bytes a batch takes, and how often one is taken."""
-        self._num_taken += taken
-        # What is read ahead counts, too: that makes the demand too high at first, which does no harm.
-        gate.observe_use(self.resources.sources.traffic.read_bytes * taken // self._num_taken, gap_s)
 
     def read_on(self) -> None:
         """Read ahead into the next epoch: a second one has begun. See `Engine.read_on`."""

@@ -23,7 +23,7 @@ class NormalizedLevels(LateArray):
     """The levels of a sample's pictures, uint8, which become float32 where their batch lies."""
 
     def __init__(self, levels: Tensor, family: PictureFamily) -> None:
-        super().__init__((len(levels), *family.normalized_row), "float32")
+        super().__init__((len(levels), *family.normalized_row), "float32", levels.nbytes)
         self.levels, self._family = levels, family
 
     def write(self, out: NDArray[Any], /) -> None:

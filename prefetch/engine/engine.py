@@ -193,7 +193,9 @@ class Engine(Generic[T]):
                     continue
                 now_s = time.perf_counter()
                 if now_s >= wait.due_s:
-                    wait.tell(now_s, self._reason(), self._running_work(), self.stats)
+                    reads = self._windows.num_reads_left
+                    otherwise = f"blocks being read: {reads}" if reads else "nothing is being read or built"
+                    wait.tell(now_s, self._reason(), otherwise, self.stats)
                 self._changed.wait(wait.due_s - now_s)
         finally:
             self._consumer_waits = False
@@ -209,11 +211,6 @@ class Engine(Generic[T]):
             contexts = self._builders.contexts()
             return f"one is being built, {contexts[0]}" if contexts else ""
         return self._options.explain()
-
-    def _running_work(self) -> str:
-        """Say what there is to say of a wait that nothing explains."""
-        reads = self._windows.num_reads_left
-        return f"blocks being read: {reads}" if reads else "nothing is being read or built"
 
     # ---- under the lock -----------------------------------------------------------------------------
 

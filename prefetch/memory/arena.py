@@ -53,9 +53,12 @@ Register = Callable[[int, int], Callable[[], object]]
 
 
 class Slab(Protocol):
-    """Memory of a fixed size at a fixed address; free when nobody refers to it, at the latest."""
+    """Memory at a fixed address; free when nobody refers to it, at the latest."""
 
     nbytes: int
+    """Bytes of it that may have been used."""
+    most: int
+    """Bytes that it may grow to, where it lies."""
     address: int
 
     def unmap(self) -> None:
@@ -66,7 +69,7 @@ class _Mapping:
     """A slab that is an anonymous mapping of its own."""
 
     def __init__(self, nbytes: int, register: Register | None) -> None:
-        self.nbytes, self.is_forked = nbytes, True
+        self.nbytes, self.most, self.is_forked = nbytes, nbytes, True
         self.memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE:
             self.memory.madvise(mmap.MADV_HUGEPAGE)
@@ -114,8 +117,7 @@ class Arena:
         register: page-locks slabs.
         map_slab: makes a slab; None: an anonymous mapping.
         hides: what is leased without `on_return` no code of the user's ever sees.
-        drops: whether slabs are unmapped that do not fit the limit; else, beyond it, any that is large enough
-            is taken before a new one is made.
+        drops: whether slabs are unmapped that do not fit the limit.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Arena:
     ) -> None:
         self._hides, self._limit_bytes, self._drops = hides, limit_bytes, drops
         self._map_slab = map_slab or (lambda size: _Mapping(size, register))
+        self._is_region = map_slab is not None
         self._lock = threading.RLock()  # a finaliser may close us inside `lease`; guards all that follows
         self._free: OrderedDict[int, list[Slab]] = OrderedDict()  # size class -> stack; coldest class first
         self._free_bytes, self._leased_bytes, self._closed = 0, 0, False
@@ -156,12 +159,13 @@ class Arena:
                 raise RuntimeError("the arena is closed")
             if self._returned:
                 self._reconcile()
-            takes_larger = self._free_bytes and (on_return or not self._drops)
-            stack = self._free.get(size) or (self._larger(size) if takes_larger else None)
+            takes_other = self._free_bytes and (on_return or self._is_region)
+            stack = self._free.get(size) or (self._other(size) if takes_other else None)
             slab = stack.pop() if stack else None
-            size = slab.nbytes if slab else size
+            if slab:
+                self._free_bytes -= slab.nbytes
+                slab.nbytes = size = max(size, slab.nbytes)
             self._leased_bytes += size
-            self._free_bytes -= size if slab else 0
             is_full = self._free_bytes and self._free_bytes + self._leased_bytes > self._limit_bytes
             cold = self._take_cold() if is_full else ()
         for old in cold:
@@ -176,12 +180,18 @@ class Arena:
             back.slab = None
         return np.asarray(slot), slab.address
 
-    def _larger(self, size: int) -> list[Slab]:
-        """Free slabs of the next class for a batch: pages that are there are worth a quarter more. Locked."""
+    def _other(self, size: int) -> list[Slab]:
+        """Free slabs of another class for a batch: pages that are there are worth a quarter more. Locked.
+
+        A region that is full takes any that is large enough, or lets one grow: a new one costs their pages.
+        """
         left = self._limit_bytes - self._leased_bytes
-        most = min(size + size // 4, left) if self._drops or left > self._free_bytes else sys.maxsize
-        near = [n for n, stack in self._free.items() if stack and _HUGE <= size < n <= most]
-        return self._free[min(near)] if near else []
+        is_full = self._is_region and left - self._free_bytes < size
+        most = sys.maxsize if is_full else min(size + size // 4, left)
+        free = [n for n, stack in self._free.items() if stack and size >= _HUGE]
+        near = [n for n in free if size < n <= most]
+        grown = [n for n in free if n < size <= self._free[n][-1].most and is_full]
+        return self._free[min(near) if near else max(grown)] if near or grown else []
 
     def _map(self, size: int) -> Slab:
         try:
@@ -239,7 +249,8 @@ class Arena:
     def _take_cold(self) -> list[Slab]:
         """Free slabs that no longer fit the limit, coldest first. Under the lock."""
         cold = []
-        while self._drops and self._free_bytes and self._free_bytes + self._leased_bytes > self._limit_bytes:
+        limit = self._limit_bytes + (max(self._free, default=0) if self._is_region else 0)
+        while self._drops and self._free_bytes and self._free_bytes + self._leased_bytes > limit:
             size, stack = next(iter(self._free.items()))
             if not stack:
                 del self._free[size]

@@ -324,15 +324,12 @@ class WorkerPool:
                     return []
                 dead = [worker for fd, worker in self._sentinels.items() if fd in ready]
                 if dead:
-                    ended = [(one, self.processes[one].pid or 0, self._exit_code(one)) for one in dead]
+                    for one in dead:
+                        self.processes[one].join(_KILL_S)
+                    ended = [(one, (own := self.processes[one]).pid or 0, own.exitcode) for one in dead]
                     raise WorkerDiedError(ended, memory_note(self._oom_kills))
                 if not ready and rest_s <= 0:
                     return []
-
-    def _exit_code(self, worker: int) -> int | None:
-        child = self.processes[worker]
-        child.join(_KILL_S)
-        return child.exitcode
 
     @property
     def started(self) -> bool:
@@ -355,15 +352,11 @@ class WorkerPool:
                 else:
                     os.kill(pid or 0, STACKS_SIGNAL)
                     text = self._read_stacks(_STACKS_S).strip() or "it does not answer"
-                    text = self._without_native(worker, text)
+                    # Native frames only where a process may stand still for being forked.
+                    cure = self.standstill(worker)
+                    text = f"{text}{cure}" if cure else text.split(NATIVE)[0].strip()
                 texts.append(f"worker {worker} (pid {pid}):\n{text}")
         return "\n".join(texts)
-
-    def _without_native(self, worker: int, text: str) -> str:
-        """Stacks with their native frames only where a process may stand still for being forked."""
-        stacks, _, native = text.partition(NATIVE)
-        cure = self.standstill(worker)
-        return f"{stacks}{NATIVE}{native}{cure}" if cure else stacks.strip()
 
     def standstill(self, worker: int) -> str:
         """Say what may hold up a process that has answered nothing since it was forked; "": nothing does."""

@@ -33,6 +33,8 @@ from prefetch.workers import REGION_BYTES
 _PAGE = mmap.PAGESIZE
 HEADER_BYTES = 16 * _PAGE
 _MIN_REGION_BYTES = 1 << 26
+_GROWS = 1 << 24
+"""Slabs from so many bytes on may grow to twice their size, in address space that costs nothing."""
 
 Buffer = NDArray[np.uint8]
 Unregister = Callable[[], object]
@@ -113,8 +115,8 @@ class Header:
 class _RegionSlab:
     """A slab inside a worker's region; unmapped, its pages go and the range waits for its like."""
 
-    def __init__(self, region: Region, start: int, nbytes: int) -> None:
-        self._region, self.start, self.nbytes = region, start, nbytes
+    def __init__(self, region: Region, start: int, nbytes: int, most: int) -> None:
+        self._region, self.start, self.nbytes, self.most = region, start, nbytes, most
         self.address = region.address + start
 
     def unmap(self) -> None:
@@ -144,21 +146,22 @@ class Region:
         self._leases: dict[int, list[Any]] = {}
 
     def _carve(self, nbytes: int) -> _RegionSlab:
-        if dropped := self._dropped[nbytes]:
-            return _RegionSlab(self, dropped.pop(), nbytes)
-        if self._end + nbytes > self._nbytes:
+        most = 2 * nbytes if nbytes >= _GROWS and self._end + 4 * nbytes <= self._nbytes else nbytes
+        if dropped := self._dropped[most]:
+            return _RegionSlab(self, dropped.pop(), nbytes, most)
+        if self._end + most > self._nbytes:
             raise MemoryError(
                 f"a worker's batches need more than {self._nbytes:,} bytes of shared memory; "
                 "lower batch_size or prefetch_factor, or keep fewer batches"
             )
-        slab = _RegionSlab(self, self._end, nbytes)
-        self._end += nbytes
+        slab = _RegionSlab(self, self._end, nbytes, most)
+        self._end += most
         return slab
 
     def drop(self, slab: _RegionSlab) -> None:
         """Give a slab's pages back to the system."""
         give_pages_back(self._memory, slab.start, slab.nbytes)
-        self._dropped[slab.nbytes].append(slab.start)
+        self._dropped[slab.most].append(slab.start)
 
     def offset_of(self, address: int) -> int:
         """Return the offset of an address of this region in the file."""

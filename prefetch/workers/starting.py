@@ -122,15 +122,10 @@ _server = forkserver.ForkServer()
 
 def warm_up(modules: Collection[str]) -> None:
     """Start our server, if it does not run, without waiting for it; `modules`: what it imports, too."""
-    names = _importable(modules)
+    own = {name for name in modules if name and getattr(sys.modules.get(name), "__spec__", None)}
     with signals_held():
-        _shielded(_server, [*_OF_ALL, *names])
+        _shielded(_server, [*_OF_ALL, *sorted(own - {"__main__", "builtins"})])
         _server.ensure_running()
-
-
-def _importable(names: Collection[str]) -> list[str]:
-    own = {name for name in names if name and getattr(sys.modules.get(name), "__spec__", None)}
-    return sorted(own - {"__main__", "builtins"})
 
 
 def _shielded(server: Any, preload: Collection[str]) -> None:

@@ -201,11 +201,7 @@ def megabatch_bounds(num_samples: int, size: int, multiple: int = 1, least: int 
 
 def units_key(seed: int, epoch: int, shuffled: bool) -> Callable[[int], int | None]:
     """Megabatch -> what decides the order of its units; None: their first samples do."""
-    return partial(mix_key, seed, epoch, _UNITS) if shuffled else _no_key
-
-
-def _no_key(megabatch: int) -> None:
-    return None
+    return partial(mix_key, seed, epoch, _UNITS) if shuffled else lambda megabatch: None
 
 
 def stable_order(key: NDArray[np.int64]) -> NDArray[np.int64]:
