@@ -183,14 +183,14 @@ class Arena:
     def _other(self, size: int) -> list[Slab]:
         """Free slabs of another class for a batch: pages that are there are worth a quarter more. Locked.
 
-        A region that is full takes any that is large enough, or lets one grow: a new one costs their pages.
+        A region takes one of up to twice the size, or lets one of half of it grow; where it is full, any.
         """
         left = self._limit_bytes - self._leased_bytes
         is_full = self._is_region and left - self._free_bytes < size
-        most = sys.maxsize if is_full else min(size + size // 4, left)
+        most = sys.maxsize if is_full else 2 * size if self._is_region else min(size + size // 4, left)
         free = [n for n, stack in self._free.items() if stack and size >= _HUGE]
         near = [n for n in free if size < n <= most]
-        grown = [n for n in free if n < size <= self._free[n][-1].most and is_full]
+        grown = [n for n in free if n < size <= self._free[n][-1].most and (is_full or size < 2 * n)]
         return self._free[min(near) if near else max(grown)] if near or grown else []
 
     def _map(self, size: int) -> Slab:

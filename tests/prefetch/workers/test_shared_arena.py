@@ -161,6 +161,18 @@ def test_a_full_region_lets_a_free_slab_grow_and_maps_no_other() -> None:
     file.close()
 
 
+@pytest.mark.parametrize(
+    ("size", "is_same"), [(17, True), (20, True), (35, True), (40, False), (9, False), (16, True)]
+)
+def test_a_region_with_room_takes_slabs_of_half_to_twice_the_size(size: int, is_same: bool) -> None:
+    """Rows whose sizes differ have as many slabs as are in use, and not as many as there are sizes."""
+    mib, file = 1 << 20, make()
+    region = Region(file.fd, file.region_offset(0), file.region_bytes, 400 * mib)
+    address = region.arena.lease(20 * mib).ctypes.data
+    assert (region.arena.lease(size * mib).ctypes.data == address) is is_same
+    file.close()
+
+
 def test_a_small_batch_does_not_cost_the_next_large_one_its_pages() -> None:
     mib, file = 1 << 20, make()
     region = Region(file.fd, file.region_offset(0), file.region_bytes, 32 * mib)
