@@ -18,11 +18,13 @@ work per column for offsets, nothing for fixed-width columns without nulls; some
 from __future__ import annotations
 
 import json
+import re
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -61,7 +63,11 @@ _JSON_ROWS = 256
 """Rows that are Python objects at a time, on their way to JSON."""
 _LEAST_CHUNK_BYTES = 128 << 10
 """Size of chunks that stay apart, by the first: a smaller one is copied in less time than a look takes."""
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def _floats_to_json(value: Any) -> bytes:
+    return _encoder.encode(value).encode()
 
 
 class _FallingOffsetsError(Exception):
@@ -384,16 +390,15 @@ def _plain(array: pa.Array) -> pa.Array:
 
 
 def _json_spans(column: pa.ChunkedArray) -> Spans:
-    """Spans of the JSON text of each value.
-
-    Here samples pass through Python one by one: nothing vectorised, in Arrow or numpy, writes JSON.
-    """
+    """Spans of the JSON text of each value: nothing vectorised writes JSON, so values pass through Python."""
+    # msgspec takes a tenth of the time and writes the same, but for fractions, and NaN as null.
+    encode = _floats_to_json if re.search("float|double", str(column.type)) else msgspec.json.encode
     texts, lengths = bytearray(), []
     for chunk in column.chunks:
         check_nested(chunk)  # to_pylist follows every offset and decodes every text
         for first in range(0, len(chunk), _JSON_ROWS):
             for value in chunk.slice(first, _JSON_ROWS).to_pylist():
-                text = b"" if value is None else _to_json(value).encode()
+                text = b"" if value is None else encode(value)
                 texts += text
                 lengths.append(MISSING if value is None else len(text))
     ends = np.cumsum(np.maximum(np.array(lengths, np.int64), 0))

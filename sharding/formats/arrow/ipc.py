@@ -88,7 +88,8 @@ class ArrowFileFormat(TabularFormat):
         specs = with_items(specs, _mean_items(schema, batches, columns_of_kind(specs, "bytes_list")))
         blocks = _joined(batches, block_bytes)
         index = _plain_indexes(blocks, schema) if is_little_endian(layout.schema) else None
-        if _are_replaced(layout.dictionaries):
+        whole = [message.dictionary for message in layout.dictionaries if not message.is_delta]
+        if len({*whole}) < len(whole):  # one has other entries in some batches than in those before
             index = _dictionary_indexes(blocks, layout.dictionaries, len(layout.schema))
         sizes = _BlockSizes(
             schema, specs, max((m.body_length / max(1, m.rows) for m in layout.dictionaries), default=0)
@@ -197,12 +198,6 @@ def _check_lengths(batches: Iterable[Message], schema: pa.Schema, shard: Shard) 
         if len(message.lengths) != firsts[-1] or {message.lengths[i] for i in firsts[:-1]} - {message.rows}:
             reason = f"broken Arrow message: a record batch of {message.rows} rows whose columns have others"
             raise CorruptShardError(shard.url, reason, message.offset)
-
-
-def _are_replaced(dictionaries: Iterable[Message]) -> bool:
-    """Return whether a dictionary has other entries in some batches than in those before."""
-    whole = [message.dictionary for message in dictionaries if not message.is_delta]
-    return len({*whole}) < len(whole)
 
 
 def _dictionary_indexes(

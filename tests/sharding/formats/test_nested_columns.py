@@ -110,6 +110,21 @@ def jsonl(rows: list[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_texts_are_those_of_the_json_module_byte_for_byte(kind: pa.DataType) -> None:
+    array = pa.array(TYPES[kind], kind)
+    (texts,) = [texts_of(columns_of(pa.table({"x": array}), None, arrow_block(len(array)))["x"])]
+    written = [json.dumps(value, ensure_ascii=False, separators=(",", ":")) for value in array.to_pylist()]
+    assert texts == [None if text == "null" else text.encode() for text in written]
+
+
+def test_every_character_is_written_as_by_the_json_module() -> None:
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    array = pa.array([characters], pa.list_(pa.string()))
+    (text,) = texts_of(columns_of(pa.table({"x": array}), None, arrow_block(1))["x"])
+    assert text == json.dumps(characters, ensure_ascii=False, separators=(",", ":")).encode()
+
+
 WRITERS: dict[str, tuple[Format, Any]] = {
     "parquet": (ParquetFormat(), parquet),
     "arrow": (ArrowFileFormat(), ipc),
@@ -265,7 +280,7 @@ def test_texts_that_look_like_dates_stay_texts_inside_lists():
 
 
 def test_only_wanted_columns_are_converted():
-    table = pa.table({"x": [["a"]] * 9, "i": [1] * 9})
+    table = pa.table({"x": [[{"score": 0.5}]] * 9, "i": [1] * 9})  # what holds floats is written in Python
     for fmt, write in WRITERS.values():
         content = write(table)
         texts_written = []
