@@ -67,6 +67,7 @@ def _opened(loop: WorkerLoop, transport: PipeTransport) -> Callable[[WorkerReque
         if job.worker_init_fn is not None:
             job.worker_init_fn(start.worker)
         transport.writer.takes_parts = not settings.is_pinned
+        transport.region.arena.is_flexible = True
         inputs, arena = _SharedInputs(transport.start), transport.region.arena
         task = BuildTask(name, loop, inputs, settings=settings, arena=arena)
     except Exception as error:

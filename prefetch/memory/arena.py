@@ -43,6 +43,8 @@ from prefetch.addresses import array_interface
 from prefetch.memory.lifetimes import WeakCallback
 from prefetch.weak_registry import WeakRegistry
 
+GROWS = 16 << 20
+"""Slabs of regions from so many bytes on have address space to grow to twice their size."""
 _HUGE = 2 << 20
 _TRIMS_IN_LIMIT = 8
 """The divisor of the limit: what the C library keeps of freed memory is looked at whenever such a part was
@@ -117,7 +119,8 @@ class Arena:
         register: page-locks slabs.
         map_slab: makes a slab; None: an anonymous mapping.
         hides: what is leased without `on_return` no code of the user's ever sees.
-        drops: whether slabs are unmapped that do not fit the limit.
+        drops: whether slabs are unmapped that do not fit the limit; else, beyond it, any that is large enough
+            is taken before a new one is made.
     """
 
     def __init__(
@@ -131,7 +134,8 @@ class Arena:
     ) -> None:
         self._hides, self._limit_bytes, self._drops = hides, limit_bytes, drops
         self._map_slab = map_slab or (lambda size: _Mapping(size, register))
-        self._is_region = map_slab is not None
+        self.is_flexible = False
+        """True if the slabs of large leases need not be of their size: they are charged, and soon come back."""
         self._lock = threading.RLock()  # a finaliser may close us inside `lease`; guards all that follows
         self._free: OrderedDict[int, list[Slab]] = OrderedDict()  # size class -> stack; coldest class first
         self._free_bytes, self._leased_bytes, self._closed = 0, 0, False
@@ -159,7 +163,7 @@ class Arena:
                 raise RuntimeError("the arena is closed")
             if self._returned:
                 self._reconcile()
-            takes_other = self._free_bytes and (on_return or self._is_region)
+            takes_other = self._free_bytes and (on_return or self.is_flexible or not self._drops)
             stack = self._free.get(size) or (self._other(size) if takes_other else None)
             slab = stack.pop() if stack else None
             if slab:
@@ -183,12 +187,13 @@ class Arena:
     def _other(self, size: int) -> list[Slab]:
         """Free slabs of another class for a batch: pages that are there are worth a quarter more. Locked.
 
-        A region takes one of up to twice the size, or lets one of half of it grow; where it is full, any.
+        Flexible ones have up to twice the size, or grow from half of it; where this is full, any will do.
         """
-        left = self._limit_bytes - self._leased_bytes
-        is_full = self._is_region and left - self._free_bytes < size
-        most = sys.maxsize if is_full else 2 * size if self._is_region else min(size + size // 4, left)
-        free = [n for n, stack in self._free.items() if stack and size >= _HUGE]
+        left, is_flexible = self._limit_bytes - self._leased_bytes, self.is_flexible
+        is_full = (is_flexible or not self._drops) and left - self._free_bytes < size
+        most = sys.maxsize if is_full else 2 * size if is_flexible else min(size + size // 4, left)
+        least = GROWS if is_flexible else _HUGE
+        free = [n for n, stack in self._free.items() if stack and size >= least]
         near = [n for n in free if size < n <= most]
         grown = [n for n in free if n < size <= self._free[n][-1].most and (is_full or size < 2 * n)]
         return self._free[min(near) if near else max(grown)] if near or grown else []
@@ -249,7 +254,7 @@ class Arena:
     def _take_cold(self) -> list[Slab]:
         """Free slabs that no longer fit the limit, coldest first. Under the lock."""
         cold = []
-        limit = self._limit_bytes + (max(self._free, default=0) if self._is_region else 0)
+        limit = self._limit_bytes + (max(self._free, default=0) if self.is_flexible else 0)
         while self._drops and self._free_bytes and self._free_bytes + self._leased_bytes > limit:
             size, stack = next(iter(self._free.items()))
             if not stack:

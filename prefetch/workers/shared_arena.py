@@ -26,15 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.addresses import array_interface, memory_at
-from prefetch.memory.arena import Arena, rounded_bytes
+from prefetch.memory.arena import GROWS, Arena, rounded_bytes
 from prefetch.memory.lifetimes import WeakCallback, only_ours
 from prefetch.workers import REGION_BYTES
 
 _PAGE = mmap.PAGESIZE
 HEADER_BYTES = 16 * _PAGE
 _MIN_REGION_BYTES = 1 << 26
-_GROWS = 1 << 24
-"""Slabs from so many bytes on may grow to twice their size, in address space that costs nothing."""
 
 Buffer = NDArray[np.uint8]
 Unregister = Callable[[], object]
@@ -146,7 +144,7 @@ class Region:
         self._leases: dict[int, list[Any]] = {}
 
     def _carve(self, nbytes: int) -> _RegionSlab:
-        most = 2 * nbytes if nbytes >= _GROWS and self._end + 4 * nbytes <= self._nbytes else nbytes
+        most = 2 * nbytes if nbytes >= GROWS and self._end + 4 * nbytes <= self._nbytes else nbytes
         if dropped := self._dropped[most]:
             return _RegionSlab(self, dropped.pop(), nbytes, most)
         if self._end + most > self._nbytes:
