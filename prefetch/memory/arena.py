@@ -135,7 +135,7 @@ class Arena:
         self._hides, self._limit_bytes, self._drops = hides, limit_bytes, drops
         self._map_slab = map_slab or (lambda size: _Mapping(size, register))
         self.is_flexible = False
-        """True if the slabs of large leases need not be of their size: they are charged, and soon come back."""
+        """True if large leases may have slabs of other sizes: these are charged, and soon come back."""
         self._lock = threading.RLock()  # a finaliser may close us inside `lease`; guards all that follows
         self._free: OrderedDict[int, list[Slab]] = OrderedDict()  # size class -> stack; coldest class first
         self._free_bytes, self._leased_bytes, self._closed = 0, 0, False
