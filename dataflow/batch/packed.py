@@ -200,7 +200,10 @@ class PackedRows(NamedTuple):
             ignore: what stands at the first token of a segment, and where `mask` is 0.
             model: the model that they are for. `ValueError` if its positions have three dimensions (mRoPE).
         """
-        if _has_image_positions(model):
+        inner = model  # of transformers, or what it wraps
+        while inner is not None and not hasattr(inner, "get_rope_index"):
+            inner = getattr(inner, "module", None) or getattr(inner, "model", None)
+        if inner is not None:  # it makes mRoPE's positions
             raise ValueError(
                 f"{type(model).__name__} has positions in three dimensions, and flattened() gives one; "
                 "use dataflow.integrations.transformers.model_inputs(batch, model)"
@@ -221,13 +224,6 @@ class PackedRows(NamedTuple):
             "max_length_q": longest,
             "max_length_k": longest,
         }
-
-
-def _has_image_positions(model: Any) -> bool:
-    """Tell whether a model of transformers, or what it wraps, makes mRoPE's positions."""
-    while model is not None and not hasattr(model, "get_rope_index"):
-        model = getattr(model, "module", None) or getattr(model, "model", None)
-    return model is not None
 
 
 def _rows_line(tokens: Tensor) -> Iterator[str]:

@@ -318,6 +318,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 _LIBC = ctypes.CDLL(None)
+_SAYS_WHAT_IS_KEPT = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
 
 
 def trim_heap(most_bytes: int = 0, *, library: Any = _LIBC) -> None:
@@ -330,6 +331,16 @@ def trim_heap(most_bytes: int = 0, *, library: Any = _LIBC) -> None:
         library.malloc_trim(0)
 
 
+def keep_heap(*, library: Any = _LIBC) -> None:
+    """Have glibc keep what is freed, for the next batch of samples: each page that it gives back costs a fault.
+
+    What the environment says of it is heeded.
+    """
+    if hasattr(library, "mallopt") and not _SAYS_WHAT_IS_KEPT & os.environ.keys():
+        for option, nbytes in ((-3, 32 << 20), (-1, 128 << 20)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            library.mallopt(option, nbytes)
+
+
 class HeapKeeper:
     """Looks after the heap whenever so much was made on it that it may have grown. Thread-safe.
 
@@ -339,13 +350,13 @@ class HeapKeeper:
     def __init__(self, limit_bytes: int, trim: Callable[[int], None] = trim_heap) -> None:
         self._share, self._trim = limit_bytes // _TRIMS_IN_LIMIT, trim
         self._lock = threading.Lock()  # guards _made
-        self._made = 0
+        self._made = self._most = 0
 
     def made(self, nbytes: int) -> None:
         """Record that so many bytes more were made, that will be freed some time."""
         with self._lock:
-            self._made += nbytes
+            self._made, self._most = self._made + nbytes, max(nbytes, self._most)
             if self._made < self._share:
                 return
             self._made = 0
-        self._trim(self._share)
+        self._trim(self._share + self._most)  # what is made next needs the pages of what was made last

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from prefetch.memory.arena import keep_heap
 from prefetch.memory.interrupts import WorkerInterrupts
 from prefetch.workers.shared_arena import Header
 from prefetch.workers.signals import STACKS_SIGNAL, end_with_parent, let_signals, shield, tell_frames
@@ -208,6 +209,7 @@ def begin(
             as soon as the interpreter runs.
         handle: sets handlers of other signals than those of jobs.
     """
+    keep_heap()
     gc.freeze()  # what is dead here is not ours to finalise; pages that nobody looks at stay shared
     if start.collects:
         gc.enable()

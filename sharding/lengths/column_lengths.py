@@ -79,7 +79,10 @@ def column_lengths(
     catalog.schema.check([column])
     if spec.kind == "fixed" and spec.shape:
         lengths = np.full(catalog.num_samples, spec.shape[0], np.int32)
-        return np.where(_has_column(catalog, column), lengths, MISSING)
+        has = np.array([column in own for own in catalog.schemas])[
+            catalog.shard_schemas[catalog.blocks.shard]
+        ]
+        return np.where(np.repeat(has, catalog.blocks.num_samples), lengths, MISSING)
     if spec.kind == "fixed" and np.dtype(spec.dtype).kind not in "iu":
         raise ValueError(f"column {column!r} holds {spec.dtype} numbers; lengths must be integers")
     codec, itemsize = catalog.codec(), np.dtype(spec.dtype).itemsize
@@ -97,13 +100,6 @@ def column_lengths(
 
     parts = [part for shard in map(of_shard, range(catalog.num_shards)) for part in shard]
     return _narrow(np.concatenate(parts))
-
-
-def _has_column(catalog: Catalog, column: str) -> NDArray[np.bool_]:
-    """[num_samples] whether a sample's shard has a column."""
-    has = np.array([column in own for own in catalog.schemas])
-    table = catalog.blocks
-    return np.repeat(has[catalog.shard_schemas[table.shard]], table.num_samples)
 
 
 def _decoded(block: Block, values: Column) -> NDArray[np.integer]:

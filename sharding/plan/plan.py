@@ -211,7 +211,9 @@ class PlanState:
         _check_version(self.version)
         if self.batching is not None and not isinstance(self.batching, Mapping):
             raise ValueError(f"batching must be an object or missing, got {self.batching!r}")
-        if self.sources is not None and not _are_counts(self.sources):
+        if (own := self.sources) is not None and not (
+            isinstance(own, Sequence) and all(type(v) is int and 0 <= v < 1 << 62 for v in own)
+        ):
             raise ValueError(f"sources must be integers >= 0 or missing, got {self.sources!r}")
         if self.weights is not None and not isinstance(self.weights, Mapping):
             raise ValueError(f"weights must be an object or missing, got {self.weights!r}")
@@ -268,10 +270,6 @@ def _from_text(name: str, value: object) -> object:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise ValueError(f"{name} must be JSON text or missing, got {value!r}") from error
-
-
-def _are_counts(values: object) -> bool:
-    return isinstance(values, Sequence) and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
 
 
 def _check_version(version: object) -> None:

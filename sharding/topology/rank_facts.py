@@ -61,7 +61,8 @@ def with_facts(topology: Topology, facts: Sequence[RankFacts], racks: Racks | No
             topology, {**dict.fromkeys(unknown, why), "node": why}, **unknown, numa_nodes_of_ranks=numa_nodes
         )
     local = [rank for rank, node in enumerate(nodes) if node == nodes[topology.rank]]
-    first = _first_ranks(nodes)
+    lowest = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
+    first = [lowest[node] for node in range(len(lowest))]
     hosts, why_hosts = _hosts(facts, first)
     of_nodes, why_racks = _racks(facts, first, racks)
     return _with(
@@ -107,12 +108,6 @@ def _nodes_by_host(facts: Sequence[RankFacts]) -> tuple[int, ...] | None:
         return None
     number: dict[str | None, int] = {}
     return tuple(number.setdefault(fact.host, len(number)) for fact in facts)
-
-
-def _first_ranks(nodes: Sequence[int]) -> list[int]:
-    """The lowest rank of each node."""
-    first = {node: rank for rank, node in reversed(list(enumerate(nodes)))}
-    return [first[node] for node in range(len(first))]
 
 
 def _hosts(facts: Sequence[RankFacts], first: Sequence[int]) -> tuple[tuple[str, ...] | None, str]:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from threads_kit import threads_left
 
 from dataflow import DataLoader
-from prefetch.memory.arena import HeapKeeper, trim_heap
+from prefetch.memory.arena import HeapKeeper, keep_heap, trim_heap
 
 ITEM = 8_000_000
 ROUNDS = """
@@ -151,4 +153,50 @@ def test_a_heap_is_looked_at_whenever_an_eighth_of_the_limit_was_made_on_it() ->
     keeper = HeapKeeper(480, looks.append)
     for _ in range(4):
         keeper.made(30)
-    assert looks == [60, 60]
+    assert looks == [90, 90]
+
+
+def test_a_heap_keeps_what_one_batch_takes_as_the_next_one_needs_it() -> None:
+    """Given back to the system after each batch, each page of the next one costs a fault again."""
+    looks: list[int] = []
+    keeper = HeapKeeper(480, looks.append)
+    for nbytes in (500, 20, 40, 700):
+        keeper.made(nbytes)
+    assert looks == [560, 560, 760]
+
+
+class Again:
+    """Page faults of making samples whose like was made, and freed, just before."""
+
+    ARRAYS, PAGES = 64, 147
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> int:
+        def make() -> int:
+            arrays = [np.full(self.PAGES * 1024, i, np.float32) for _ in range(self.ARRAYS)]
+            return len(arrays)
+
+        make()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        make()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_samples_that_a_worker_makes_lie_where_those_before_them_did() -> None:
+    with DataLoader(Again(), 1, num_workers=1) as loader:
+        assert max(int(batch[0]) for batch in loader) < Again.ARRAYS * Again.PAGES // 10
+
+
+@pytest.mark.parametrize("name", ["", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_what_the_environment_says_of_the_heap_is_heeded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    if name:
+        monkeypatch.setenv(name, "1")
+    calls: list[tuple[int, int]] = []
+    keep_heap(library=SimpleNamespace(mallopt=lambda option, value: calls.append((option, value))))
+    assert calls == ([] if name else [(-3, 32 << 20), (-1, 128 << 20)])
+    keep_heap(library=SimpleNamespace())  # of another C library
