@@ -30,7 +30,7 @@ from dataflow.processes.serialized import SampleErrorOf, serialized_rows
 from prefetch.engine.pool import PriorityPool
 from prefetch.ipc.payload import PackedObject, pack, unpack
 from prefetch.ipc.protocol import RemoteError, WorkerLoop, WorkerMessage, WorkerRequest
-from prefetch.memory.arena import Arena
+from prefetch.memory.arena import Arena, keep_heap
 
 Layout = tuple[int, int, int]
 """The layout of a packed object, as `unpack` takes it."""
@@ -147,6 +147,7 @@ class BuilderActor:
 
     def open(self, name: str, packed: NDArray[np.uint8], layout: Layout) -> RemoteError | None:
         """Take what all chunks have in common, and look whether its shards are there; gives what fails."""
+        keep_heap()
         arena = Arena(limit_bytes=_KEPT_BYTES)
         try:
             in_torch, settings, datasets = unpack(packed.copy(), *layout)  # Ray's memory is read-only
