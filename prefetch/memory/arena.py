@@ -332,7 +332,7 @@ def trim_heap(most_bytes: int = 0, *, library: Any = _LIBC) -> None:
 
 
 def keep_heap(*, library: Any = _LIBC) -> None:
-    """Have glibc keep what is freed, for the next batch of samples: each page that it gives back costs a fault.
+    """Have glibc keep what is freed for the next batch of samples: pages that it gives back cost faults.
 
     What the environment says of it is heeded.
     """
