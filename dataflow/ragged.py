@@ -19,7 +19,7 @@ class LateArray:
     def __init__(self, shape: tuple[int, ...], dtype: str, held_bytes: int = 0) -> None:
         self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(dtype)
         self.late_bytes = max(0, math.prod(shape) * self.dtype.itemsize - held_bytes)
-        """What it takes then, beyond the `held_bytes` that it takes until then."""
+        """The bytes that it takes then, beyond the `held_bytes` of before."""
 
     def __len__(self) -> int:
         return self.shape[0]
