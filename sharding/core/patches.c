@@ -51,7 +51,6 @@ static void find_taps(taps *t, double *exact, int64_t reach, int64_t from, int64
     double scale = (double)from / (double)to, support = support_of(reach, from, to), most = 0;
     double inverse = scale >= 1 ? 1 / scale : 1;
     int64_t limit = most_taps(reach, from, to);
-    memset(t->weights, 0, (size_t)(to * t->stride) * sizeof *t->weights);
     t->used = 1;
     for (int64_t i = 0; i < to; i++) {
         double centre = scale * ((double)i + 0.5), sum = 0, *own = exact + i * t->stride;
@@ -81,7 +80,7 @@ static void find_taps(taps *t, double *exact, int64_t reach, int64_t from, int64
 
 /* ---- a row becomes planes of another width ------------------------------------------------------------------- */
 
-/* [columns, rounded up to 16][used / 2][8] weights of two taps, four times over, for `widen_rows_avx2`. */
+/* [columns, rounded up to 16][used / 2][8] weights of two taps, four times over, for `widen_rows`. */
 static void fill_table(int16_t *table, int32_t *first, const taps *t, int64_t columns) {
     for (int64_t x = 0; x < (columns + 15) / 16 * 16; x++) {
         first[x] = x < columns ? 3 * t->first[x] : 0;
