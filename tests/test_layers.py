@@ -309,7 +309,7 @@ MOST_LINES = {
     "prefetch/cache": 890,
     "prefetch/control": 1_350,
     "prefetch/core": 652,
-    "prefetch/engine": 1_841,
+    "prefetch/engine": 1_843,
     "prefetch/http": 1_400,
     "prefetch/ipc": 1_125,
     "prefetch/memory": 1_773,

@@ -142,6 +142,8 @@ class Engine(Generic[T]):
             self._drop(head)
             raise head.error
         batches, slots, heap = self._queue.take(self._ledger.limit_bytes // _DELIVERED_SHARE)
+        if not batches and self._queue.is_closed:  # they waited for the end of a chunk that is dropped
+            raise EngineClosedError("the loader was closed while a batch was awaited")
         if slots + heap:
             self._ledger.move(State.READY, State.IN_USE, slots + heap)
         self._delivered_heap_bytes += heap

@@ -16,6 +16,7 @@ from engine_kit import (
     FakeChunk,
     FakeWindow,
     Gate,
+    after,
     names,
     next_names,
     nothing,
@@ -89,11 +90,11 @@ def test_a_consumer_that_wakes_after_close_is_done_is_not_told_that_the_data_end
     with running([FakeWindow(FakeChunk("a"), FakeChunk("b", on_begin=gate))], num_workers=1) as engine:
         gate.wait_until_begun()  # all windows are read, the source has ended
         assert next_names(engine) == ["a.0"]
-        closer = closed_by_another_thread(engine)
-        when_the_consumer_waits(engine, gate.open)
+        closer, builders = threading.Thread(target=engine.close), engine._builders
+        when_the_consumer_waits(engine, closer.start)
+        builders.stop = after(builders.stop, gate.open)  # type: ignore[method-assign]  # it is closed by then
         with pytest.raises(RuntimeError, match="the loader was closed"):
             while_it_gives_batches(engine)
-        gate.open()  # if it was closed before the consumer could wait
         closer.join(TIMEOUT_S)
         assert not closer.is_alive()
 
