@@ -87,7 +87,8 @@ class ArrowFileFormat(TabularFormat):
             raise CorruptShardError(shard.url, f"unreadable Arrow schema: {error}", 0) from error
         specs = with_items(specs, _mean_items(schema, batches, columns_of_kind(specs, "bytes_list")))
         blocks = _joined(batches, block_bytes)
-        index = _plain_indexes(blocks, schema) if is_little_endian(layout.schema) else None
+        known = _plain_fields(schema) if is_little_endian(layout.schema) else None
+        index = None if known is None else [_plain_index(block, known) for block in blocks]
         whole = [message.dictionary for message in layout.dictionaries if not message.is_delta]
         if len({*whole}) < len(whole):  # one has other entries in some batches than in those before
             index = _dictionary_indexes(blocks, layout.dictionaries, len(layout.schema))
@@ -404,12 +405,6 @@ class _Plain(Struct, frozen=True):
     buffer: int
     """The number of its first buffer, a bitmap."""
     has_offsets: bool
-
-
-def _plain_indexes(blocks: Sequence[Sequence[Message]], schema: pa.Schema) -> list[bytes] | None:
-    """The indexes of blocks; None: the schema has other columns, too."""
-    known = _plain_fields(schema)
-    return None if known is None else [_plain_index(block, known) for block in blocks]
 
 
 def _plain_index(batches: Sequence[Message], known: dict[str, _Plain | None]) -> bytes:

@@ -205,6 +205,14 @@ def unlike_json(kind: pa.DataType) -> str | None:
     return next((what for child in children if (what := unlike_json(child.type))), None)
 
 
+def has_one_json(kind: pa.DataType) -> bool:
+    """Return whether all write the same JSON of it: no fractions are in it, and nothing of extensions."""
+    is_encoded = pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind)
+    parts = [kind.value_type] if is_encoded else [kind.field(i).type for i in range(kind.num_fields)]
+    is_one = not pa.types.is_floating(kind) and not isinstance(kind, pa.BaseExtensionType)
+    return is_one and all(map(has_one_json, parts))
+
+
 def _unit_of(kind: pa.DataType) -> str:
     """Return what a time counts: the same in all time zones, as the integers count from 1970 in UTC."""
     if not pa.types.is_temporal(kind):

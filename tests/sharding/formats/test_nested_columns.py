@@ -184,6 +184,34 @@ def test_nan_stays_nan():
     assert converted(pa.array([[[math.nan, -math.inf]]])) == [[["NaN", "-Infinity"]]]
 
 
+class Scores(pa.ExtensionType):
+    """Says nothing of what it stores."""
+
+    def __init__(self, storage: pa.DataType) -> None:
+        super().__init__(storage, "dataflow.test.scores")
+
+    def __hash__(self) -> int:
+        return hash(self.storage_type)
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: pa.DataType, _: bytes) -> pa.ExtensionType:
+        return cls(storage)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_nan_stays_nan_below_an_extension_type_whose_name_says_nothing_of_it(is_whole: bool) -> None:
+    pairs = pa.array([[math.nan, 0.1], [1e22, None]], pa.list_(pa.float64(), 2))
+    column = pa.ListArray.from_arrays([0, 2], pairs)
+    if is_whole:
+        column = pa.ExtensionArray.from_storage(Scores(column.type), column)
+    else:
+        column = pa.ListArray.from_arrays([0, 2], pa.ExtensionArray.from_storage(Scores(pairs.type), pairs))
+    assert converted(column) == [[["NaN", 0.1], [1e22, None]]]
+
+
 def test_a_nested_value_below_a_dictionary_or_an_extension_type_is_json():
     values = pa.array([["a"], ["b", None]])
     indices = pa.array([1, 0, None], pa.int8())
