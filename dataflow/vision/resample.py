@@ -53,6 +53,9 @@ def _resize(
     _, plane, row, pixel = picture.stride()
     if mode not in _REACH or (plane, pixel) != (1, 3):
         return False
+    assert picture.dtype == out.dtype == torch.uint8
+    assert out.is_contiguous()
+    assert out.numel() == 3 * size[0] * size[1]
     of_picture = picture.data_ptr(), *picture.shape[2:], row
     job = np.array([*of_picture, *size, _REACH[mode], *patch, merge, out.data_ptr()], np.int64)
     status = library().core_patches(address_of(job))

@@ -135,7 +135,7 @@ class Arena:
         self._hides, self._limit_bytes, self._drops = hides, limit_bytes, drops
         self._map_slab = map_slab or (lambda size: _Mapping(size, register))
         self.is_flexible = False
-        """True if large leases may have slabs of other sizes: these are charged, and soon come back."""
+        """True if leases of `GROWS` or more may have slabs of other sizes: they are charged, and return."""
         self._lock = threading.RLock()  # a finaliser may close us inside `lease`; guards all that follows
         self._free: OrderedDict[int, list[Slab]] = OrderedDict()  # size class -> stack; coldest class first
         self._free_bytes, self._leased_bytes, self._closed = 0, 0, False
@@ -163,8 +163,9 @@ class Arena:
                 raise RuntimeError("the arena is closed")
             if self._returned:
                 self._reconcile()
-            takes_other = self._free_bytes and (on_return or self.is_flexible or not self._drops)
-            stack = self._free.get(size) or (self._other(size) if takes_other else None)
+            is_flexible = self.is_flexible and size >= GROWS
+            takes_other = self._free_bytes and (on_return or is_flexible or not self._drops)
+            stack = self._free.get(size) or (self._other(size, is_flexible) if takes_other else None)
             slab = stack.pop() if stack else None
             if slab:
                 self._free_bytes -= slab.nbytes
@@ -184,16 +185,15 @@ class Arena:
             back.slab = None
         return np.asarray(slot), slab.address
 
-    def _other(self, size: int) -> list[Slab]:
+    def _other(self, size: int, is_flexible: bool) -> list[Slab]:
         """Free slabs of another class for a batch: pages that are there are worth a quarter more. Locked.
 
-        Flexible ones have up to twice the size, or grow from half of it; where this is full, any will do.
+        Flexible: up to twice the size, or one of half of it grows; and where this is full, any will do.
         """
-        left, is_flexible = self._limit_bytes - self._leased_bytes, self.is_flexible
+        left = self._limit_bytes - self._leased_bytes
         is_full = (is_flexible or not self._drops) and left - self._free_bytes < size
         most = sys.maxsize if is_full else 2 * size if is_flexible else min(size + size // 4, left)
-        least = GROWS if is_flexible else _HUGE
-        free = [n for n, stack in self._free.items() if stack and size >= least]
+        free = [n for n, stack in self._free.items() if stack and size >= _HUGE]
         near = [n for n in free if size < n <= most]
         grown = [n for n in free if n < size <= self._free[n][-1].most and (is_full or size < 2 * n)]
         return self._free[min(near) if near else max(grown)] if near or grown else []
@@ -252,7 +252,7 @@ class Arena:
             slab.unmap()
 
     def _take_cold(self) -> list[Slab]:
-        """Free slabs that no longer fit the limit, coldest first. Under the lock."""
+        """Free slabs beyond the limit; if flexible, but one: the next large lease needs its pages. Locked."""
         cold = []
         limit = self._limit_bytes + (max(self._free, default=0) if self.is_flexible else 0)
         while self._drops and self._free_bytes and self._free_bytes + self._leased_bytes > limit:

@@ -324,9 +324,10 @@ class WorkerPool:
                     return []
                 dead = [worker for fd, worker in self._sentinels.items() if fd in ready]
                 if dead:
-                    for one in dead:
-                        self.processes[one].join(_KILL_S)
-                    ended = [(one, (own := self.processes[one]).pid or 0, own.exitcode) for one in dead]
+                    children = [(one, self.processes[one]) for one in dead]
+                    for _, child in children:
+                        child.join(_KILL_S)
+                    ended = [(one, child.pid or 0, child.exitcode) for one, child in children]
                     raise WorkerDiedError(ended, memory_note(self._oom_kills))
                 if not ready and rest_s <= 0:
                     return []

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Collection, Iterator
@@ -69,6 +70,8 @@ def forking() -> Iterator[None]:
     of threads, and is let to where one of them is not ours.
     """
     global _hushed
+    if arrow := sys.modules.get("pyarrow"):  # a page that it keeps unused would be copied when next written
+        arrow.default_memory_pool().release_unused()
     collects, hushed = gc.isenabled(), warnings.catch_warnings()
     with signals_held(), hushed:
         if all(_is_ours(thread) for thread in threading.enumerate()):

@@ -101,8 +101,6 @@ class _WatchedPopen(popen_fork.Popen):
     pid: int
 
     def _launch(self, process_obj: Any) -> None:
-        if arrow := sys.modules.get("pyarrow"):
-            arrow.default_memory_pool().release_unused()  # written again, a shared page is copied
         super()._launch(process_obj)  # type: ignore[misc]
         self._watch: Any = bool
         with suppress(OSError):  # an old kernel
@@ -235,9 +233,10 @@ def release_server() -> None:
 
 def _after_fork() -> None:
     """The server is the parent's, and must not live on for our sake."""
-    if (alive := _server._forkserver_alive_fd) is not None:  # type: ignore[attr-defined]
-        os.close(alive)
-    _server.__init__()  # type: ignore[misc]
+    server: Any = _server
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+    server.__init__()
 
 
 os.register_at_fork(after_in_child=_after_fork)

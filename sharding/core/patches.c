@@ -4,8 +4,10 @@
    time, and kept as planes; a row of the result is blended of those while they are in the cache, and its pieces go
    where patches have them. As in those two, what lies between the passes is rounded to levels.
 
-   Filters and weights: Pillow's Resample.c, as torch's `upsample_avx_bilinear_bicubic_uint8` has them. */
+   Filters and weights: Pillow's Resample.c, as torch's `upsample_avx_bilinear_bicubic_uint8` has them, in its order
+   of operations. `core_resize` is not of these: it blends rows first, and keeps fractions between the passes. */
 #include "core.h"
+#include "parts.h"
 #include <stdlib.h>
 #include <string.h>
 #if defined(__SSE2__) && !defined(CORE_PLAIN)
@@ -207,13 +209,6 @@ static void put_row(const core_picture *p, int64_t y, const uint8_t *planes, int
         scatter(p, y, 16, planes, plane);
     else
         scatter(p, y, p->across, planes, plane);
-}
-
-/* The next `nbytes` of memory, which begin at a multiple of 64 like those before. */
-static void *next_part(uint8_t **memory, int64_t nbytes) {
-    void *part = *memory;
-    *memory += (nbytes + 63) / 64 * 64;
-    return part;
 }
 
 int64_t core_patches(const core_picture *p) {

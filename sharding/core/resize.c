@@ -4,6 +4,7 @@
    then, while it is in the cache, of its own columns. Weights have 14 bits, and what lies between the passes 6
    bits below one level; sums are integers, so that any order of addition gives the same result. */
 #include "core.h"
+#include "parts.h"
 #include "variants.h"
 #include <stdlib.h>
 #include <string.h>
@@ -259,13 +260,6 @@ static void put_row(const core_form *f, const uint8_t *pixels, void *out, int64_
 }
 
 /* ---- images ------------------------------------------------------------------------------------------------ */
-
-/* The next `nbytes` of memory, which begin at a multiple of 64 like those before. */
-static void *next_part(uint8_t **memory, int64_t nbytes) {
-    void *part = *memory;
-    *memory += (nbytes + 63) / 64 * 64;
-    return part;
-}
 
 int64_t core_resize(const core_image *m, const core_form *f) {
     int64_t height = f->height, width = f->width, quads = (width + 3) / 4;

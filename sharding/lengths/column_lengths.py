@@ -79,10 +79,9 @@ def column_lengths(
     catalog.schema.check([column])
     if spec.kind == "fixed" and spec.shape:
         lengths = np.full(catalog.num_samples, spec.shape[0], np.int32)
-        has = np.array([column in own for own in catalog.schemas])[
-            catalog.shard_schemas[catalog.blocks.shard]
-        ]
-        return np.where(np.repeat(has, catalog.blocks.num_samples), lengths, MISSING)
+        table, of_schema = catalog.blocks, np.array([column in own for own in catalog.schemas])
+        has_it = np.repeat(of_schema[catalog.shard_schemas[table.shard]], table.num_samples)
+        return np.where(has_it, lengths, MISSING)
     if spec.kind == "fixed" and np.dtype(spec.dtype).kind not in "iu":
         raise ValueError(f"column {column!r} holds {spec.dtype} numbers; lengths must be integers")
     codec, itemsize = catalog.codec(), np.dtype(spec.dtype).itemsize

@@ -17,8 +17,9 @@ from parameters_kit import in_pairs
 
 from dataflow import Bucketed, DataLoader, Optional, Packed, PackedRows, Ragged, ShardedDataset, TokenBudget
 from dataflow.batch.measured import Lists
-from dataflow.batch.samples import GatherSamples, ragged
+from dataflow.batch.samples import GatherSamples, late_bytes, ragged
 from dataflow.ragged import LateArray
+from prefetch.engine.builds import ChunkQueue
 from sharding.errors import SampleError
 from sharding.lengths.batching import Batching
 
@@ -302,6 +303,35 @@ def test_a_deferred_array_is_written_once_and_into_its_batch(folder: Path) -> No
             assert len(LatePixels.written) == np.count_nonzero(batch["pixels"].lengths)
             LatePixels.written.clear()
     assert isinstance(dataset[1]["pixels"], np.ndarray)  # type: ignore[index]
+
+
+def test_deferred_arrays_are_counted_once_for_their_sample_and_their_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What making a row takes is reserved for each builder: counted twice, half of them have no room."""
+    extra: dict[Any, list[int]] = {}
+    end_room = ChunkQueue.end_room
+
+    def note(queue: Any, build: Any, partial: Any) -> None:
+        extra[transform].append(partial.made_bytes - partial.heap_bytes)
+        end_room(queue, build, partial)
+
+    monkeypatch.setattr(ChunkQueue, "end_room", note)
+    batching, pixels = BATCHINGS["packed"](whole=["pixels"], lengths=KNOWN), []
+    for transform in (chat, LateChat()):
+        extra[transform] = []
+        with loader_of(folder, batching, transform, num_workers=1, workers="thread") as loader:
+            pixels = [batch["pixels"].values.nbytes for batch in loader]
+    eager, late = extra.values()
+    assert max(pixels) > 0
+    assert len(eager) == len(late)
+    assert all(0 <= after < before for before, after in zip(eager, late, strict=True))
+
+
+def test_a_deferred_array_takes_what_it_holds_until_then() -> None:
+    late = LateArray((4, 3), "float32", held_bytes=12)
+    assert late_bytes([{"x": late, "n": 1}, {"x": np.zeros((0, 3), np.float32), "n": 2}]) == 4 * 3 * 4 - 12
+    assert late_bytes([{"n": 1}, {"n": 2}]) == 0
 
 
 def test_a_deferred_array_that_batching_does_not_take_is_a_tensor_as_ever(folder: Path) -> None:

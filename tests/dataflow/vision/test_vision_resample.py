@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.functional import interpolate
 
 from dataflow.vision import resample
 from dataflow.vision.resample import resized, resized_patches
+from sharding.core.compile import compilers_on_path
 
 SIDES = st.one_of(st.integers(1, 40), st.integers(1, 700))
 
@@ -32,6 +34,12 @@ def core_resizes() -> bool:
 needs_avx2 = pytest.mark.skipif(
     not core_resizes(), reason="the core resizes with AVX2, where it is compiled for it"
 )
+
+
+@pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="needs AVX2")
+@pytest.mark.skipif(not compilers_on_path(), reason="zig compiles without it")
+def test_the_core_resizes_where_the_processor_can() -> None:
+    assert core_resizes()
 
 
 def by_torch(own: Tensor, size: tuple[int, int], mode: str) -> Tensor:

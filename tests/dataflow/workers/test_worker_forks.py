@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets_kit import make_ints_tar
@@ -22,7 +24,7 @@ from loader_kit import session_of
 from programs_kit import run_script
 from worker_kit import Does, workers_of_this_process
 
-from dataflow import DataLoader
+from dataflow import DataLoader, ShardedDataset
 from prefetch.cache.claims import Claims
 from prefetch.memory import arena
 from prefetch.memory.arena import Arena
@@ -251,7 +253,7 @@ def test_garbage_of_the_training_process_is_not_finalised_in_a_worker(tmp_path: 
 HELD = """
 import os, signal, threading
 from multiprocessing import popen_fork
-from dataflow import DataLoader
+from dataflow import DataLoader, ShardedDataset
 from worker_kit import Does
 
 held, pipe = [], os.pipe
@@ -318,6 +320,31 @@ def test_a_child_has_the_slots_that_somebody_may_view_and_no_others() -> None:
     assert again.ctypes.data == free
     again[:] = 9
     assert exit_code_in_child(lambda: np.testing.assert_array_equal(again, 9)) == 0
+
+
+class Forks:
+    """Notes what happens, in order, in place of Arrow's pool and around `os.fork`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events, fork = list[str](), os.fork
+        monkeypatch.setattr(pa, "default_memory_pool", lambda: self)
+        monkeypatch.setattr(os, "fork", lambda: self.events.append("fork") or fork())
+
+    def release_unused(self) -> None:
+        self.events.append("release")
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_what_arrow_keeps_is_given_back_before_each_fork(
+    is_sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written again, pages that a child has, too, would be copied; builders have a template before them."""
+    pq.write_table(pa.table({"n": range(8)}), tmp_path / "n.parquet")
+    dataset = ShardedDataset(str(tmp_path), transform=dict) if is_sharded else [*range(8)]
+    forks = Forks(monkeypatch)
+    with DataLoader(dataset, 2, num_workers=2, workers="process") as loader:
+        assert len([*loader]) == 4
+    assert forks.events == ["release", "fork"] * (3 if is_sharded else 2)
 
 
 def test_what_builders_of_this_process_may_give_to_the_user_is_seen_by_children() -> None:

@@ -81,11 +81,13 @@ def test_there_are_few_size_classes() -> None:
     assert len({rounded_bytes(n) for n in range(1 << 20, 2 << 20, 1000)}) <= 10
 
 
+@pytest.mark.parametrize("is_flexible", [False, True])
 def test_a_free_slab_that_is_up_to_a_quarter_larger_is_taken_before_another_is_mapped(
-    pinned: Registrations,
+    pinned: Registrations, is_flexible: bool
 ) -> None:
     """Its pages are there; to map others costs more than to use them, and drops what is free at the limit."""
     arena = Arena(limit_bytes=100 * MIB, register=pinned)
+    arena.is_flexible = is_flexible  # which says something of larger ones alone
     address(arena.lease(10 * MIB))
     assert pinned.registered == 1
     address(arena.lease(9 * MIB))  # a part that is kept by itself, and holds no more than it needs

@@ -16,6 +16,7 @@ from threads_kit import python_calls
 from prefetch.workers.shared_arena import HEADER_BYTES, Region, SharedFile
 
 PAGE = 4096
+MIB = 1 << 20
 SLOT = HEADER_BYTES + 16 * PAGE
 
 
@@ -28,6 +29,17 @@ def make(register: Any = None) -> SharedFile:
     file = SharedFile(2, 0, register)
     file.seen = os.dup(file.fd)  # type: ignore[attr-defined]
     return file
+
+
+def make_region(
+    limit_bytes: int, *, is_locked: bool = False, is_flexible: bool = False
+) -> tuple[SharedFile, Region]:
+    """A file, and the region of its first worker."""
+    file = make()
+    where = file.fd, file.region_offset(0), file.region_bytes
+    region = Region(*where, limit_bytes, is_locked=is_locked)
+    region.arena.is_flexible = is_flexible
+    return file, region
 
 
 def views_of(file: SharedFile, worker: int = 0, slot: int = 0, nbytes: int = 3 * PAGE) -> list[Any]:
@@ -126,38 +138,35 @@ def test_a_forked_child_leaves_its_parents_memory_alone() -> None:
 @pytest.mark.parametrize("is_locked", [True, False])
 def test_slabs_that_were_locked_keep_their_pages_and_serve_all_smaller_batches(is_locked: bool) -> None:
     """A device reads the pages that a range had when it was locked, whatever lies there by then."""
-    mib, file = 1 << 20, make()
-    region = Region(file.fd, file.region_offset(0), file.region_bytes, 8 * mib, is_locked=is_locked)
+    file, region = make_region(8 * MIB, is_locked=is_locked)
     for round_number in range(3):
         for size in (2, 7, 3, 8, 5, 4, 6):
-            batches = [region.arena.lease(size * mib) for _ in range(2)]
+            batches = [region.arena.lease(size * MIB) for _ in range(2)]
             for number, batch in enumerate(batches):
                 batch[:] = round_number + number
             del batches, batch
-    assert used_bytes(file) == (34 if is_locked else 12) * mib  # two of 2, 7 and 8 MiB: the others fit there
+    assert used_bytes(file) == (34 if is_locked else 12) * MIB  # two of 2, 7 and 8 MiB: the others fit there
     assert bool(sum(map(len, region._dropped.values()))) is not is_locked
     file.close()
 
 
 def test_a_full_region_lets_a_free_slab_grow_and_maps_no_other() -> None:
     """Pages that are there are written in a tenth of the time that new ones take."""
-    mib, file = 1 << 20, make()
-    region = Region(file.fd, file.region_offset(0), file.region_bytes, 48 * mib)
-    region.arena.is_flexible = True
-    first, second = region.arena.lease(24 * mib), region.arena.lease(20 * mib)
+    file, region = make_region(48 * MIB, is_flexible=True)
+    first, second = region.arena.lease(24 * MIB), region.arena.lease(20 * MIB)
     first[:], second[:] = 1, 2
     address = first.ctypes.data
     del first
-    third = region.arena.lease(28 * mib)
+    third = region.arena.lease(28 * MIB)
     assert third.ctypes.data == address
     third[:] = 3
-    assert used_bytes(file) == (20 + 28) * mib
+    assert used_bytes(file) == (20 + 28) * MIB
     assert region.arena.mapped_bytes == used_bytes(file)
     del third
-    fourth = region.arena.lease(60 * mib)  # more than twice what it was made for
+    fourth = region.arena.lease(60 * MIB)  # more than twice what it was made for
     fourth[:] = 4
     assert fourth.ctypes.data != address
-    assert second.tolist()[::mib] == [2] * 20
+    assert second.tolist()[::MIB] == [2] * 20
     file.close()
 
 
@@ -172,27 +181,23 @@ def test_a_flexible_region_takes_slabs_of_half_to_twice_the_size(
 
     Others have the size of their batch: who keeps a batch of a worker keeps no more.
     """
-    mib, file = 1 << 20, make()
-    region = Region(file.fd, file.region_offset(0), file.region_bytes, 400 * mib)
-    region.arena.is_flexible = is_flexible
-    address = region.arena.lease(20 * mib).ctypes.data
-    is_same = region.arena.lease(size * mib).ctypes.data == address
+    file, region = make_region(400 * MIB, is_flexible=is_flexible)
+    address = region.arena.lease(20 * MIB).ctypes.data
+    is_same = region.arena.lease(size * MIB).ctypes.data == address
     assert is_same is (is_near if is_flexible else size == 20)
     file.close()
 
 
 def test_a_small_batch_does_not_cost_the_next_large_one_its_pages() -> None:
-    mib, file = 1 << 20, make()
-    region = Region(file.fd, file.region_offset(0), file.region_bytes, 32 * mib)
-    region.arena.is_flexible = True
-    kept, free = region.arena.lease(24 * mib), region.arena.lease(24 * mib)
+    file, region = make_region(32 * MIB, is_flexible=True)
+    kept, free = region.arena.lease(24 * MIB), region.arena.lease(24 * MIB)
     kept[:], free[:] = 1, 2
     address = free.ctypes.data
     del free
     small = region.arena.lease(PAGE)
     small[:] = 3
-    assert used_bytes(file) == 48 * mib + PAGE
-    assert region.arena.lease(24 * mib).ctypes.data == address
+    assert used_bytes(file) == 48 * MIB + PAGE
+    assert region.arena.lease(24 * MIB).ctypes.data == address
     file.close()
 
 
