@@ -273,9 +273,9 @@ class SampleForms:
             for value, rows in own:
                 if (form := form_of(value)) is None:
                     continue
-                known, _, position = self._known.setdefault(
-                    name, (form, value[:0], int(samples.positions[rows[0]]))
-                )
+                if name not in self._known:  # a view would keep all of the batch
+                    self._known[name] = form, value[:0].copy(), int(samples.positions[rows[0]])
+                known, _, position = self._known[name]
                 if form != known:
                     text = f"column {name!r} has {_said(form)}, but {{other}} {_said(known)}; {ONE_FORM}"
                     wrong |= {row: (text, position) for row in rows if row not in wrong}

@@ -188,12 +188,13 @@ class Arena:
     def _other(self, size: int, is_flexible: bool) -> list[Slab]:
         """Free slabs of another class for a batch: pages that are there are worth a quarter more. Locked.
 
-        Flexible: up to twice the size, or one of half of it grows; and where this is full, any will do.
+        Flexible: up to twice the size, or one of half of it grows; any, if this is full or two are larger.
         """
         left = self._limit_bytes - self._leased_bytes
+        free = [n for n, stack in self._free.items() for _ in stack if size >= _HUGE]
         is_full = (is_flexible or not self._drops) and left - self._free_bytes < size
-        most = sys.maxsize if is_full else 2 * size if is_flexible else min(size + size // 4, left)
-        free = [n for n, stack in self._free.items() if stack and size >= _HUGE]
+        is_any = is_full or (is_flexible and sum(n > 2 * size for n in free) > 1)
+        most = sys.maxsize if is_any else 2 * size if is_flexible else min(size + size // 4, left)
         near = [n for n in free if size < n <= most]
         grown = [n for n in free if n < size <= self._free[n][-1].most and (is_full or size < 2 * n)]
         return self._free[min(near) if near else max(grown)] if near or grown else []
@@ -253,9 +254,8 @@ class Arena:
 
     def _take_cold(self) -> list[Slab]:
         """Free slabs beyond the limit; if flexible, but one: the next large lease needs its pages. Locked."""
-        cold = []
-        limit = self._limit_bytes + (max(self._free, default=0) if self.is_flexible else 0)
-        while self._drops and self._free_bytes and self._free_bytes + self._leased_bytes > limit:
+        cold, spare_bytes = list[Slab](), max(self._free, default=0) if self.is_flexible else 0
+        while self._drops and self._free_bytes > max(0, self._limit_bytes - self._leased_bytes + spare_bytes):
             size, stack = next(iter(self._free.items()))
             if not stack:
                 del self._free[size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from forked_kit import fast_ranks
 from parameters_kit import in_pairs
 
 from dataflow import Bucketed, DataLoader, Optional, Packed, PackedRows, Ragged, ShardedDataset, TokenBudget
-from dataflow.batch.measured import Lists
+from dataflow.batch.measured import Lists, MeasuredSamples, SampleForms
 from dataflow.batch.samples import GatherSamples, late_bytes, ragged
 from dataflow.ragged import LateArray
 from prefetch.engine.builds import ChunkQueue
@@ -236,6 +237,20 @@ class Listed:
 def test_what_whole_does_not_take_is_refused(folder: Path, rule: Any, options: Any) -> None:
     with pytest.raises(ValueError, match="whole"):
         loader_of(folder, TokenBudget(8, whole={"pixels": rule}), **options)
+
+
+def test_what_is_known_of_arrays_keeps_no_batch() -> None:
+    """A view of no element would keep the slab of the first batch for as long as its builder lives."""
+    first = np.zeros((40, 3), np.float32)
+    values, died = first[:], weakref.ref(first)
+    lists = Lists(values, np.zeros(1, np.int64), np.full(1, 40))
+    samples = MeasuredSamples(np.zeros(1, np.int64), {"pixels": lists})
+    forms = SampleForms()
+    assert forms.misfits(samples, GatherSamples(("pixels",))) == {}
+    del first, values, lists, samples
+    assert died() is None
+    empty = Ragged(torch.zeros(0), torch.zeros(2, dtype=torch.int64))
+    assert forms.given("pixels", empty).values.shape == (0, 3)
 
 
 def test_pixels_that_were_made_for_one_batch_are_not_copied_into_it() -> None:

@@ -201,6 +201,19 @@ def test_a_small_batch_does_not_cost_the_next_large_one_its_pages() -> None:
     file.close()
 
 
+@pytest.mark.parametrize(("num_free", "mapped"), [(1, 40), (2, 80)])
+def test_a_smaller_row_takes_a_large_slab_where_another_is_left(num_free: int, mapped: int) -> None:
+    """The last rows of an epoch are small, and the pages are there."""
+    file, region = make_region(400 * MIB, is_flexible=True)
+    held = [region.arena.lease(40 * MIB) for _ in range(num_free)]
+    addresses = {slab.ctypes.data for slab in held}
+    del held[:]
+    small = region.arena.lease(18 * MIB)
+    assert (small.ctypes.data in addresses) is (num_free == 2)
+    assert region.arena.mapped_bytes == (mapped + 18 * (num_free == 1)) * MIB
+    file.close()
+
+
 def test_what_is_viewed_is_locked_whole_whatever_came_first_in_its_slab() -> None:
     locked: dict[int, int] = {}
 
