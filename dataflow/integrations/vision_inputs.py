@@ -93,10 +93,6 @@ def _agree(what: str, found: list[int], by: str, expected: list[int]) -> None:
             )
 
 
-def _llava(given: PackedPictures) -> dict[str, Any]:
-    return given.joined("pixel_values")
-
-
 def _llava_onevision(given: PackedPictures) -> dict[str, Any]:
     """Tiles filled up to the most that a picture has; the number of pictures of each sample."""
     parts = [*given.columns.get("pixel_values", ())]
@@ -119,8 +115,7 @@ def _idefics3(given: PackedPictures) -> dict[str, Any]:
         for name, dims in (("pixel_values", 5), ("pixel_attention_mask", 4))
     }
     tiles = given._replace(columns=columns)
-    names = ("pixel_values", "pixel_attention_mask")
-    return {name: part[None] for key in names for name, part in tiles.joined(key).items()}
+    return {name: part[None] for key in _TILES for name, part in tiles.joined(key).items()}
 
 
 def _gemma3(given: PackedPictures) -> dict[str, Any]:
@@ -167,7 +162,7 @@ FAMILIES = {
     "qwen2_5_vl": Family(_qwen, _GRIDS),
     "qwen3_vl": Family(_qwen, _GRIDS),
     "qwen3_5": Family(_qwen, _GRIDS),
-    "llava": Family(_llava, ("pixel_values",), _TOWERS),
+    "llava": Family(lambda given: given.joined("pixel_values"), ("pixel_values",), _TOWERS),
     "llava_onevision": Family(_llava_onevision, ("pixel_values", "image_sizes"), _TOWERS),
     "idefics3": Family(_idefics3, _TILES, ("llama",)),
     "smolvlm": Family(_idefics3, _TILES, ("llama",)),

@@ -114,10 +114,8 @@ class VisionChat:
         dtype: str = "int32",
     ) -> None:
         self.file = TokenizerFile(tokenizer)
-        self.family_name, self.family = (
-            family,
-            family_of(family, self.file.path.parent, min_pixels, max_pixels),
-        )
+        self.family_name = family
+        self.family = family_of(family, self.file.path.parent, min_pixels, max_pixels)
         self.text = ChatText(*template_of(self.file.path.parent, template, variables))
         if patches not in ("uint8", "float32"):
             raise ValueError(f'patches must be "uint8" or "float32", got {patches!r}')

@@ -115,6 +115,11 @@ class PictureFamily(ABC):
         return self
 
 
+def channels_first(pixels: NDArray[np.uint8]) -> Tensor:
+    """A picture [height, width, 3] as [1, 3, height, width], without a copy."""
+    return torch.from_numpy(pixels).permute(2, 0, 1)[None]
+
+
 def check_steps(image: Mapping[str, Any], file: Path, kinds: Sequence[str], fixed: Mapping[str, Any]) -> None:
     """Raise `ValueError` for a processor of pictures, as a file describes it, that no code here is for.
 

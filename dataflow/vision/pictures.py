@@ -7,9 +7,11 @@ animations the first frame counts; transparency is dropped.
 
 from __future__ import annotations
 
+import io
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,9 @@ from dataflow.decode.image import Image, MissingImageSupportError, of_own_size
 from sharding.errors import SampleError
 
 _MEMBER = re.compile(r"(\d+)\.(?:jpe?g|png|webp)", re.IGNORECASE)
-_XMP = b"http://ns.adobe.com/xap/1.0/\0"
-_XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+_SCAN, _APPLICATION_1 = 0xDA, 0xE1
+"""Marks of JPEG: of the pixels, and of the part that EXIF and XMP are in."""
+_METADATA = b"eXIf", b"EXIF", b"XMP ", b"XML:com.adobe.xmp", b"Raw profile type"
 _ORIENTATION = 0x0112
 _SPEC = Image(dct="exact")
 
@@ -38,11 +41,11 @@ class Picture:
 
     def __init__(self, data: NDArray[np.uint8], upright: bool) -> None:
         self._data = data
-        self._orientation = orientation(data.data) if upright else 1
         try:
             self._stored_size = of_own_size(_SPEC, data).height_width
         except SampleError as error:
             raise ValueError(error.reason) from error
+        self._orientation = orientation(data) if upright else 1
 
     @property
     def size(self) -> tuple[int, int]:
@@ -71,76 +74,35 @@ def _turned(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
     return pixels
 
 
-def orientation(data: memoryview) -> int:
-    """The EXIF orientation of a JPEG, PNG or WebP, 1 to 8; 1 where there is none, or none that is valid."""
-    xmp = b""
-    for kind, payload in _metadata(data):
-        if kind == "exif":
-            try:
-                found = _tiff_orientation(payload)
-            except struct.error:
-                found = None
-            if found is not None:
-                return found if 1 <= found <= 8 else 1
-        else:
-            xmp = xmp or payload
-    match = _XMP_ORIENTATION.search(xmp)
-    found = int(match[1]) if match else 1
-    return found if 1 <= found <= 8 else 1
-
-
-def _metadata(data: memoryview) -> Iterator[tuple[str, bytes]]:
-    """EXIF ("exif", TIFF bytes) and XMP ("xmp", XML) of a file, as far as it is whole."""
-    head = bytes(data[:12])
-    if head[:2] == b"\xff\xd8":
+def orientation(data: NDArray[np.uint8]) -> int:
+    """The orientation of a JPEG, PNG or WebP by EXIF or XMP, 1 to 8; 1 where there is none that is valid."""
+    raw = data.tobytes()
+    if raw.startswith(b"\xff\xd8"):
         at = 2
-        while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != 0xDA:
-            length = int.from_bytes(data[at + 2 : at + 4], "big")
-            if data[at + 1] == 0xE1:
-                payload = bytes(data[at + 4 : at + 2 + length])
-                if payload[:6] == b"Exif\0\0":
-                    yield "exif", payload[6:]
-                elif payload.startswith(_XMP):
-                    yield "xmp", payload[len(_XMP) :]
-            at += 2 + length
-    elif head[:8] == b"\x89PNG\r\n\x1a\n":
-        for name, chunk in _chunks(data, 8, ">I4s", lambda length: length + 12):
-            if name == b"eXIf":
-                yield "exif", _bare(bytes(chunk))
-            elif name == b"iTXt" and bytes(chunk[:17]) == b"XML:com.adobe.xmp":
-                yield "xmp", bytes(chunk)
-    elif head[:4] == b"RIFF" and head[8:] == b"WEBP":
-        for name, chunk in _chunks(data, 12, "<4sI", lambda length: length + length % 2 + 8):
-            if name == b"EXIF":
-                yield "exif", _bare(bytes(chunk))
-            elif name == b"XMP ":
-                yield "xmp", bytes(chunk)
+        while at + 4 <= len(raw) and raw[at] == 0xFF and raw[at + 1] not in (_SCAN, _APPLICATION_1):
+            at += 2 + int.from_bytes(raw[at + 2 : at + 4], "big")
+        has_metadata = raw[at : at + 2] == bytes([0xFF, _APPLICATION_1])
+    else:  # for a PNG's, which may lie behind its pixels, Pillow decodes it
+        has_metadata = any(word in raw for word in _METADATA)
+    if not has_metadata:
+        return 1
+    try:
+        with pillow().open(io.BytesIO(raw), formats=("JPEG", "PNG", "WEBP")) as image:
+            found = image.getexif().get(_ORIENTATION, 1)
+    except (OSError, SyntaxError, ValueError, struct.error):
+        return 1  # what is damaged shows when it is decoded
+    return found if found in range(1, 9) else 1
 
 
-def _chunks(data: memoryview, at: int, head: str, step: Any) -> Iterator[tuple[bytes, memoryview]]:
-    while at + 8 <= len(data):
-        first, second = struct.unpack_from(head, data, at)
-        kind, length = (first, second) if isinstance(first, bytes) else (second, first)
-        yield kind, data[at + 8 : at + 8 + length]
-        at += step(length)
-
-
-def _bare(exif: bytes) -> bytes:
-    return exif.removeprefix(b"Exif\0\0")
-
-
-def _tiff_orientation(tiff: bytes) -> int | None:
-    """The orientation in EXIF data; None: it has none. `struct.error` where it is cut off."""
-    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
-    if order is None:
-        return None
-    (at,) = struct.unpack_from(order + "I", tiff, 4)
-    (entries,) = struct.unpack_from(order + "H", tiff, at)
-    for entry in range(at + 2, at + 2 + 12 * entries, 12):
-        tag, kind = struct.unpack_from(order + "HH", tiff, entry)
-        if tag == _ORIENTATION:
-            return int(struct.unpack_from(order + ("H" if kind == 3 else "I"), tiff, entry + 8)[0])
-    return None
+def pillow() -> ModuleType:
+    """Pillow's `Image`; `MissingImageSupportError` where it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingImageSupportError(
+            f"the pictures of chats need another package ({error}): pip install 'dataflow-loader[image]'"
+        ) from error
+    return Image
 
 
 def pictures_of(sample: Mapping[str, Any], column: str, upright: bool) -> list[Picture]:

@@ -16,7 +16,7 @@ from dataflow.text.chat import from_json, overlapping
 from dataflow.text.chat_template import ChatText
 from dataflow.text.tokenizer import checked_dtype, hash_of, short_hash
 from dataflow.vision.messages import messages_with_pictures, shifted
-from dataflow.vision.pictures import Picture, picture_members, pictures_of
+from dataflow.vision.pictures import Picture, picture_members, pictures_of, pillow
 
 Sample = dict[str, Any]
 _CHECKED = 16
@@ -147,13 +147,11 @@ class Processor:
         return {**rest, **made}
 
     def _made(self, sample: Sample, pictures: Sequence[Picture]) -> Sample:
-        from PIL import Image
-
         text, spans = self._text(sample, len(pictures))
         pixels = []
         for number, picture in enumerate(pictures):
             try:
-                pixels.append(Image.fromarray(picture.pixels()))
+                pixels.append(pillow().fromarray(picture.pixels()))
             except ValueError as error:
                 raise ValueError(f"picture {number}: {error}") from error
         made = self._answer(text, pixels)
@@ -231,13 +229,11 @@ class Processor:
 
     def _try(self) -> str:
         """Learn its columns by blank pictures; return why the hook tells no lengths, "": it does."""
-        from PIL import Image
-
         answers, texts = [], []
         for sizes in _TRIED:
             content = [*({"type": "image"} for _ in sizes), {"type": "text", "text": "a"}]
             text, _ = self._text({self.column: [{"role": "user", "content": content}]}, len(sizes))
-            blank = [Image.new("RGB", (width, height)) for height, width in sizes]
+            blank = [pillow().new("RGB", (width, height)) for height, width in sizes]
             answers.append(self._answer(text, blank))
             texts.append(text)
         first, second = answers

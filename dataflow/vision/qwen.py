@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataflow.vision.family import CLIP, HALF, PictureFamily, PicturePlan, check_steps
+from dataflow.vision.family import CLIP, HALF, PictureFamily, PicturePlan, channels_first, check_steps
 from dataflow.vision.resample import resized_patches
 
 _MOST_RATIO = 200
@@ -47,19 +47,14 @@ class VisionFamily(PictureFamily):
         return (*super().settings, self.image_token, self.video_token)
 
     @property
-    def values(self) -> int:
-        """Levels of a patch, without repetition."""
-        return 3 * self.patch**2
-
-    @property
     def row(self) -> tuple[int, ...]:
-        """See `PictureFamily`."""
-        return (self.values,)
+        """See `PictureFamily`; without repetition in time."""
+        return (3 * self.patch**2,)
 
     @property
     def normalized_row(self) -> tuple[int, ...]:
         """See `PictureFamily`."""
-        return (self.temporal * self.values,)
+        return (self.temporal * 3 * self.patch**2,)
 
     def planned(self, sizes: Sequence[tuple[int, int]]) -> list[PicturePlan]:
         """See `PictureFamily`."""
@@ -69,13 +64,14 @@ class VisionFamily(PictureFamily):
                 grid = self.grid(*size)
             except ValueError as error:
                 raise ValueError(f"picture {number}: {error}") from error
-            tokens, patches = self.num_tokens(grid), grid[0] * grid[1]
-            plans.append(PicturePlan(self.image_token, (tokens,), patches, grid))
+            patches = grid[0] * grid[1]
+            plans.append(PicturePlan(self.image_token, (patches // self.merge**2,), patches, grid))
         return plans
 
     def fill(self, pixels: NDArray[np.uint8], plan: PicturePlan, out: Tensor) -> None:
         """See `PictureFamily`."""
-        self.patches(pixels, plan.size, out)
+        size = (plan.size[0] * self.patch, plan.size[1] * self.patch)
+        resized_patches(channels_first(pixels), size, self.patch, self.merge, out)
 
     def beside(self, plans: Sequence[PicturePlan]) -> dict[str, Tensor]:
         """See `PictureFamily`."""
@@ -105,22 +101,6 @@ class VisionFamily(PictureFamily):
         if not rows * columns:
             raise ValueError(f"{height} x {width} pixels are less than one token; give a larger min_pixels=")
         return rows // self.patch, columns // self.patch
-
-    def num_tokens(self, grid: tuple[int, int]) -> int:
-        """Tokens of a picture of so many patches."""
-        return grid[0] * grid[1] // self.merge**2
-
-    def patches(self, pixels: NDArray[np.uint8], grid: tuple[int, int], out: Tensor) -> None:
-        """Resize a picture and cut it into patches.
-
-        Args:
-            pixels: [height, width, 3].
-            grid: patches down and across.
-            out: uint8 [patches, 3 * patch * patch], overwritten.
-        """
-        size = (grid[0] * self.patch, grid[1] * self.patch)
-        picture = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-        resized_patches(picture, size, self.patch, self.merge, out)
 
     def _shaped(self, levels: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """See `PictureFamily`: patches are repeated in time."""

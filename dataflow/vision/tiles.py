@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from dataflow.vision.family import CLIP, HALF, PictureFamily, PicturePlan, check_steps
+from dataflow.vision.family import CLIP, HALF, PictureFamily, PicturePlan, channels_first, check_steps
 from dataflow.vision.resample import resized
 
 Size = tuple[int, int]
@@ -68,7 +68,7 @@ class TileFamily(PictureFamily):
 
     def fill(self, pixels: NDArray[np.uint8], plan: PicturePlan, out: Tensor) -> None:
         """See `PictureFamily`."""
-        out.copy_(resized(_chw(pixels), (self.side, self.side), self.mode))
+        out.copy_(resized(channels_first(pixels), (self.side, self.side), self.mode))
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> TileFamily:
         """See `PictureFamily`. `RuntimeError` where this torch cannot resize as the family does."""
@@ -108,7 +108,7 @@ class LlavaFamily(TileFamily):
         longer = int(self.side * long / short)
         size = (self.side, longer) if height <= width else (longer, self.side)
         top, left = (int((side - self.side) / 2.0) for side in size)
-        picture = resized(_chw(pixels), size, self.mode)
+        picture = resized(channels_first(pixels), size, self.mode)
         out.copy_(picture[..., top : top + self.side, left : left + self.side])
 
 
@@ -200,7 +200,7 @@ class OnevisionFamily(TileFamily):
 
     def fill(self, pixels: NDArray[np.uint8], plan: PicturePlan, out: Tensor) -> None:
         """See `PictureFamily`."""
-        picture, square = _chw(pixels), (self.side, self.side)
+        picture, square = channels_first(pixels), (self.side, self.side)
         height, width = plan.size
         if plan.rows == 1 and height != width:
             side = max(height, width)
@@ -240,7 +240,9 @@ class IdeficsFamily(TileFamily):
     longest: int = 1456
     """Pixels of the longer side, before tiles are cut."""
 
-    processors: ClassVar[tuple[str, ...]] = ("Idefics3ImageProcessor", "Idefics3ImageProcessorFast")
+    processors = tuple(
+        f"{name}ImageProcessor{kind}" for name in ("Idefics3", "SmolVLM") for kind in ("", "Fast")
+    )
     fixed = {"do_image_splitting": True, "do_pad": True}  # noqa: RUF012 - as in the class above
     mode = "lanczos"
     resample = 1
@@ -302,7 +304,7 @@ class IdeficsFamily(TileFamily):
     def fill(self, pixels: NDArray[np.uint8], plan: PicturePlan, out: Tensor) -> None:
         """See `PictureFamily`."""
         first, second = self._steps(plan.size)
-        picture = resized(resized(_chw(pixels), first, self.mode), second, self.mode)
+        picture = resized(resized(channels_first(pixels), first, self.mode), second, self.mode)
         out[-1:].copy_(resized(picture, (self.side, self.side), self.mode))
         if plan.rows > 1:
             down, across = second[0] // self.side, second[1] // self.side
@@ -319,17 +321,6 @@ class IdeficsFamily(TileFamily):
         return {"pixel_attention_mask": sum(plan.rows for plan in plans)}
 
 
-@dataclass(frozen=True)
-class SmolFamily(IdeficsFamily):
-    """SmolVLM, whose processor has a name of its own."""
-
-    processors = ("SmolVLMImageProcessor", "SmolVLMImageProcessorFast", *IdeficsFamily.processors)
-
-
-def _chw(pixels: NDArray[np.uint8]) -> Tensor:
-    return torch.from_numpy(pixels).permute(2, 0, 1)[None]
-
-
 _EDGES = range(384, 2305, 384)
 TILE_FAMILIES: dict[str, TileFamily] = {
     "llava": LlavaFamily(336, 576, *CLIP),
@@ -337,7 +328,7 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         384, 729, *CLIP, tuple((high, wide) for high in _EDGES for wide in _EDGES)
     ),
     "idefics3": IdeficsFamily(364, 169),
-    "smolvlm": SmolFamily(384, 81, longest=1536),
+    "smolvlm": IdeficsFamily(384, 81, longest=1536),
     "gemma3": GemmaFamily(896, 256),
 }
 """Families by name, with the settings that their models were published with."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import struct
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -76,8 +78,6 @@ def test_positions_are_those_of_text_and_of_a_grid(tokenizer: Path) -> None:
 def test_patches_are_the_pixels_in_the_order_of_tokens(tokenizer: Path) -> None:
     values = image_bytes(56, 84, kind="PNG")
     made = stage(tokenizer)(asked(values))["pixel_values"].view(2, 3, 2, 2, 3, 14, 14)
-    import io
-
     from PIL import Image
 
     pixels = torch.from_numpy(np.asarray(Image.open(io.BytesIO(values))).copy())
@@ -186,8 +186,6 @@ def test_max_length_leaves_whole_turns_out_and_counts_them(tokenizer: Path) -> N
 @pytest.mark.parametrize("orientation", range(1, 10))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_pictures_are_turned_as_pillow_turns_them(orientation: int, kind: str) -> None:
-    import io
-
     from PIL import Image, ImageOps
 
     from dataflow.vision.pictures import Picture
@@ -206,6 +204,47 @@ def test_pictures_are_turned_as_pillow_turns_them(orientation: int, kind: str) -
         assert np.array_equal(pixels, np.asarray(theirs.convert("RGB")))
 
 
+def test_damaged_metadata_says_what_pillow_reads_of_it() -> None:
+    from PIL import Image
+
+    from dataflow.vision.pictures import orientation
+
+    rng = np.random.default_rng(0)
+    for number in range(300):
+        kind, named = ("JPEG", "PNG", "WEBP")[number % 3], int(rng.integers(0, 10))
+        exif = Image.Exif()
+        exif[0x0112] = named
+        xmp = f'<x:xmpmeta><rdf:Description tiff:Orientation="{named}"/></x:xmpmeta>'.encode()
+        is_xmp = kind != "PNG" and number % 2
+        data = bytearray(
+            image_bytes(9, 12, kind=kind, **({"xmp": xmp} if is_xmp else {"exif": exif.tobytes()}))
+        )
+        for place in rng.integers(0, min(len(data), 300), number % 4):
+            data[place] = rng.integers(0, 256)
+        data = data[: int(rng.integers(0, len(data)))] if number % 7 == 0 else data
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                wanted = (
+                    Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP")).getexif().get(0x0112, 1)
+                )
+            except (OSError, SyntaxError, ValueError, struct.error):
+                wanted = 1
+            found = orientation(np.frombuffer(bytes(data), np.uint8))
+        assert found == (wanted if wanted in range(1, 9) else 1)
+
+
+def test_without_pillow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataflow.decode.image import MissingImageSupportError
+    from dataflow.vision.pictures import Picture
+
+    data = np.frombuffer(image_bytes(9, 12, exif=b"Exif\0\0"), np.uint8)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert Picture(data, False).size == (9, 12)
+    with pytest.raises(MissingImageSupportError, match=r"dataflow-loader\[image\]"):
+        Picture(data, True)
+
+
 @pytest.mark.parametrize(
     ("kind", "mode", "options"),
     [
@@ -220,8 +259,6 @@ def test_pictures_are_turned_as_pillow_turns_them(orientation: int, kind: str) -
     ],
 )
 def test_pixels_are_those_of_pillow(kind: str, mode: str, options: dict[str, Any]) -> None:
-    import io
-
     from PIL import Image
 
     from dataflow.vision.pictures import Picture
@@ -233,8 +270,6 @@ def test_pixels_are_those_of_pillow(kind: str, mode: str, options: dict[str, Any
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
 def test_of_an_animation_the_first_frame_counts(tokenizer: Path, kind: str) -> None:
-    import io
-
     from PIL import Image
 
     frames = [Image.new("RGB", (64, 64), colour) for colour in ("red", "blue")]
