@@ -17,7 +17,7 @@ from sharding.blocks import ABSENT, MISSING, Column, ColumnSpec, Format, Masked,
 from sharding.byte_lists import list_items
 from sharding.formats.extensions import rule_of_extension
 from sharding.formats.streaming.stored_values import png_of
-from sharding.write.values import PYTHON_DTYPES
+from sharding.write.values import PYTHON_TYPES
 
 Decode = Callable[[Any], Any]
 
@@ -103,7 +103,7 @@ def _text(data: Any) -> str:
 
 
 def _numbers(array: NDArray[Any]) -> list[Any]:
-    if array.ndim == 1 and array.dtype.name in PYTHON_DTYPES:
+    if array.ndim == 1 and issubclass(array.dtype.type, PYTHON_TYPES):
         return array.tolist()  # type: ignore[no-any-return]
     return list(array if array.ndim == 1 else array.copy())
 

@@ -7,7 +7,7 @@ together. Values of several types (1 beside 1.5) become one array only where eac
 from __future__ import annotations
 
 from array import array as plain_array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
@@ -24,10 +24,12 @@ from sharding.write.values import DEEPEST, ENDLESS, NESTED, has_an_end, plain_va
 
 _MOST_ITEMS = (1 << 31) - 1
 _NONE = type(None)
+_ENDLESS_TYPES: dict[Any, Set[type]] = {None: frozenset(), list: frozenset({list, tuple}), dict: NESTED}
+"""By what values lie in: types of those that may have no end. A dict's in a list shows in its fields."""
 
 
 def array_of(
-    values: Sequence[Any], kind: pa.DataType | None = None, *, rounds: bool = False, is_inner: bool = False
+    values: Sequence[Any], kind: pa.DataType | None = None, *, rounds: bool = False, within: Any = None
 ) -> pa.Array:
     """Return values, None among them, as an Arrow array.
 
@@ -35,7 +37,7 @@ def array_of(
         values: Python's, numpy's and torch's, and lists, tuples and dicts of them.
         kind: the type of the array; None: the narrowest that holds all.
         rounds: whether numbers may be rounded to `kind`, which the user named.
-        is_inner: whether lists hold these values: lists among them may have no end.
+        within: `list` or `dict`, if these values lie in such.
 
     Raises:
         TypeError: a value is none of the type, or two have no type in common.
@@ -46,7 +48,7 @@ def array_of(
     if not types <= _BUILDERS.keys():
         values = [value if type(value) in _BUILDERS else _known(value) for value in values]
         types = set(map(type, values))
-    if is_inner and not types.isdisjoint(NESTED) and not all(has_an_end(v, DEEPEST - 1) for v in values):
+    if types & _ENDLESS_TYPES[within] and not all(has_an_end(v, DEEPEST - 1) for v in values):
         raise ValueError(f"a value {ENDLESS}")
     if types == {np.ndarray}:
         types = set(map(attrgetter("dtype", "ndim"), values))
@@ -111,7 +113,7 @@ def as_kind(array: pa.Array, kind: pa.DataType | None, *, rounds: bool = False) 
     if is_list(own) and (is_list(kind) or pa.types.is_fixed_size_list(kind)):
         items = as_kind(array.flatten(), kind.value_type, rounds=rounds)
         lengths = array.value_lengths().fill_null(0).to_numpy()
-        return _list_array(lengths, _valid(array), items).cast(kind)
+        return _list_array(lengths, array.is_valid().to_numpy(zero_copy_only=False), items).cast(kind)
     if pa.types.is_struct(own) and pa.types.is_struct(kind):
         names = [field.name for field in kind]
         if more := [field.name for field in own if field.name not in names]:
@@ -122,7 +124,7 @@ def as_kind(array: pa.Array, kind: pa.DataType | None, *, rounds: bool = False) 
             else pa.nulls(len(array), field.type)
             for field in kind
         ]
-        return pa.StructArray.from_arrays(children, fields=list(kind), mask=bool_array(~_valid(array)))
+        return pa.StructArray.from_arrays(children, fields=list(kind), mask=array.is_null())
     if _is_number(own) and _is_number(kind):
         return _as_number(array, kind, rounds)
     alike = (is_text, is_bytes, pa.types.is_decimal, pa.types.is_timestamp, pa.types.is_duration)
@@ -187,10 +189,8 @@ def _by_arrow(values: Any) -> pa.Array:
 
 
 def _ints(values: Sequence[Any]) -> pa.Array:
-    with suppress(OverflowError, TypeError):  # too large, or None
-        return number_array(np.frombuffer(plain_array("q", values), np.int64))
     try:
-        return pa.array(values, pa.int64())
+        return _numbers("q")(values)
     except OverflowError:
         low, high = (pick(value for value in values if value is not None) for pick in (min, max))
         if low < 0 or high >> 64:
@@ -208,11 +208,17 @@ def _plain(kind: pa.DataType, by_hand: Callable[[Any], pa.Array]) -> Callable[[S
     return build
 
 
+def _numbers(char: str) -> Callable[[Sequence[Any]], pa.Array]:
+    dtype = np.dtype(char)  # whose characters are those of `array`
+    by_hand = lambda values: number_array(np.frombuffer(plain_array(char, values), dtype))  # noqa: E731
+    return _plain(pa.from_numpy_dtype(dtype), by_hand)
+
+
 def _lists(values: Sequence[Any]) -> pa.Array:
     valid = valid_of(values)
     there = values if valid is None else [value or () for value in values]
     lengths = np.fromiter(map(len, there), np.int64, len(values))
-    return _list_array(lengths, valid, array_of(list(chain.from_iterable(there)), is_inner=True))
+    return _list_array(lengths, valid, array_of(list(chain.from_iterable(there)), within=list))
 
 
 def _arrays(values: Sequence[NDArray[Any] | None]) -> pa.Array:
@@ -243,7 +249,7 @@ def _structs(values: Sequence[dict[str, Any] | None]) -> pa.Array:
     names = list(dict.fromkeys(chain.from_iterable(filter(None, values))))
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError("a dict needs fields, and their names are text")
-    children = [array_of(column_of(values, name), is_inner=True) for name in names]
+    children = [array_of(column_of(values, name), within=dict) for name in names]
     valid = valid_of(values)
     mask = None if valid is None else bool_array(~valid)
     return pa.StructArray.from_arrays(children, names, mask=mask)
@@ -258,16 +264,10 @@ def _list_array(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None, ite
     return pa.Array.from_buffers(pa.list_(items.type), len(lengths), buffers, children=[items])
 
 
-def _valid(array: pa.Array) -> NDArray[np.bool_]:
-    return np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
-
-
 _BUILDERS: dict[type, Callable[[Sequence[Any]], pa.Array]] = {
     _NONE: lambda values: pa.nulls(len(values)),
     int: _ints,
-    float: _plain(
-        pa.float64(), lambda values: number_array(np.frombuffer(plain_array("d", values), np.float64))
-    ),
+    float: _numbers("d"),
     bool: _plain(pa.bool_(), lambda values: bool_array(np.frombuffer(plain_array("b", values), np.bool_))),
     str: _plain(pa.string(), lambda values: text_array(values, pa.string())),
     bytes: _plain(pa.binary(), lambda values: bytes_array(values, pa.binary())),
@@ -275,4 +275,5 @@ _BUILDERS: dict[type, Callable[[Sequence[Any]], pa.Array]] = {
     tuple: _lists,
     np.ndarray: _arrays,
     dict: _structs,
+    **{np.dtype(char).type: _numbers(char) for char in "bhiBHILf"},
 }

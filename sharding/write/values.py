@@ -9,8 +9,8 @@ import numpy as np
 
 from sharding.errors import SampleError
 
-PYTHON_DTYPES = frozenset({"int64", "float64", "bool"})
-"""dtypes for which Python has a type of the same values."""
+PYTHON_TYPES = (np.bool_, np.float64, np.int64, np.longlong)
+"""Numbers of numpy for which Python has a type of the same values."""
 _TEXT = frozenset({str})
 PLAIN = frozenset({str, int, float, bool, type(None)})
 NESTED = frozenset({list, tuple, dict})
@@ -25,9 +25,7 @@ def plain_value(value: Any) -> Any:
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
-    if isinstance(value, np.generic) and value.dtype.name in PYTHON_DTYPES:
-        return value.item()
-    return value
+    return value.item() if isinstance(value, PYTHON_TYPES) else value
 
 
 def json_value(value: Any) -> Any:

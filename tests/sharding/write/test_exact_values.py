@@ -32,13 +32,19 @@ numbers = st.one_of(
 INTEGERS = ["int8", "uint8", "int16", "uint32", "int64", "uint64", ">i4"]
 dtypes = st.sampled_from([*INTEGERS, "float16", "float32", "float64", "bool", ">f8"])
 arrays = dtypes.flatmap(lambda dtype: nps.arrays(dtype, nps.array_shapes(min_side=0, max_dims=3, max_side=3)))
+
+
+def numbers_of(dtype: str) -> st.SearchStrategy[Any]:
+    return nps.arrays(dtype, ()).map(lambda array: array[()])
+
+
 scalars = st.one_of(
     numbers,
     st.booleans(),
     st.text(max_size=3),
     st.binary(max_size=3),
     st.none(),
-    dtypes.flatmap(lambda dtype: nps.arrays(dtype, ())).map(lambda array: array[()]),
+    dtypes.flatmap(numbers_of),
     st.sampled_from(
         [
             Decimal("1.10"),
@@ -67,6 +73,7 @@ values = st.recursive(
 columns = st.one_of(
     st.lists(values, min_size=1, max_size=6),
     st.lists(numbers, min_size=1, max_size=8),
+    dtypes.flatmap(lambda dtype: st.lists(numbers_of(dtype) | st.none(), min_size=1, max_size=4)),
     st.lists(st.lists(numbers, max_size=2), min_size=1, max_size=6),
     st.lists(arrays, min_size=1, max_size=4),
 )

@@ -509,6 +509,8 @@ def test_a_refused_sample_leaves_the_others(tmp_path: Path) -> None:
 
 HOLDS_ITSELF: list[Any] = []
 HOLDS_ITSELF.append(HOLDS_ITSELF)
+IN_DICTS: dict[str, Any] = {}
+IN_DICTS["a"] = [{"b": IN_DICTS}]
 
 
 def nested(depth: int) -> Any:
@@ -521,6 +523,8 @@ NO_ROWS: list[tuple[dict[Any, Any], str]] = [
     ({"json": HOLDS_ITSELF}, ENDLESS),
     ({"json": {"a": (HOLDS_ITSELF, HOLDS_ITSELF)}}, ENDLESS),
     ({"json": nested(101)}, ENDLESS),
+    ({"json": IN_DICTS}, ENDLESS),
+    ({"json": [IN_DICTS, IN_DICTS]}, ENDLESS),
     ({"json": [1], 1: "text"}, "a column is called 1, of type int: names are text"),
 ]
 
