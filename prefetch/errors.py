@@ -37,6 +37,16 @@ def next_notice_s(waited_s: float, first_s: float = FIRST_NOTICE_S) -> float:
     return due_s
 
 
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error that is kept, and of those behind it: their frames hold batches."""
+    errors = [error]
+    for known in errors:  # which grows
+        known.__traceback__ = None
+        inner = known.exceptions if isinstance(known, BaseExceptionGroup) else ()
+        linked = (one for one in (known.__cause__, known.__context__, *inner) if one is not None)
+        errors += [one for one in linked if not any(one is other for other in errors)]
+
+
 def failed_in(error: BaseException, caller: CodeType) -> str:
     """Return ", in" the function that `caller` has called, and of which object; "" if that is C code."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -13,7 +13,6 @@ import math
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
@@ -54,7 +53,7 @@ from dataflow.outputs.held_bytes import Ranges, held_bytes
 from dataflow.outputs.objects import described
 from dataflow.outputs.output import BuiltColumn, Output, make_copies
 from dataflow.staging.window import StagedRows
-from prefetch.errors import EngineClosedError
+from prefetch.errors import EngineClosedError, forget_frames
 from prefetch.memory.arena import Arena, HeapKeeper
 from prefetch.memory.guards import FileGuards
 from prefetch.memory.interrupts import PROGRAM_ENDS, as_exception, must_go_on
@@ -560,8 +559,7 @@ class BatchBuilder:
         raised = cause.__cause__ if isinstance(cause, SampleError) else cause  # of one item of the sample
         if isinstance(raised, PROGRAM_ENDS) or not self.context.on_bad(bad):
             raise bad from cause
-        if cause is not None:
-            traceback.clear_frames(cause.__traceback__)  # they hold the sample
+        forget_frames(bad)
         skipped.append(bad)
 
     def _context_of(self, name: str, number: int, row: int, kept: NDArray[np.int64], argument: Any) -> str:

@@ -73,10 +73,7 @@ class ChunkRows(Struct, frozen=True, eq=False, dict=True):
         return self.locate()
 
     def bytes_of(self, column: str, missing_bytes: int = 0) -> NDArray[np.int64]:
-        """Return the bytes of every row's value, read-only int64 [rows].
-
-        A missing one has `missing_bytes`.
-        """
+        """Return the bytes of each row's value, read-only int64 [rows]; missing: `missing_bytes`."""
         known = self._bytes.get((column, missing_bytes))
         if known is None:
             known = np.empty(self.num_rows, np.int64)

@@ -85,7 +85,7 @@ class Ledger:
             self._reconcile()
             held = self._total
             if head_of_order:
-                held, keep_bytes = held - self._held[State.IN_USE], 0
+                held, keep_bytes = held - max(0, self._held[State.IN_USE]), 0
             if held + nbytes + keep_bytes > self.limit_bytes:
                 return False
             self._add(state, nbytes)
@@ -114,7 +114,7 @@ class Ledger:
         """Change the limit; False, and nothing is changed, if more is held beside what is in use."""
         with self._lock:
             self._reconcile()
-            if limit_bytes <= 0 or self._total - self._held[State.IN_USE] > limit_bytes:
+            if limit_bytes <= 0 or self._total - max(0, self._held[State.IN_USE]) > limit_bytes:
                 return False
             self.limit_bytes = limit_bytes
             return True
@@ -132,8 +132,8 @@ class Ledger:
                 limit_bytes=self.limit_bytes,
                 window_bytes=held[State.WINDOW],
                 building_bytes=held[State.BUILDING],
-                ready_bytes=held[State.READY],
-                in_use_bytes=held[State.IN_USE],
+                ready_bytes=max(0, held[State.READY] + min(0, held[State.IN_USE])),
+                in_use_bytes=max(0, held[State.IN_USE]),
                 peak_bytes=self._peak,
             )
 
@@ -148,5 +148,5 @@ class Ledger:
             source()
         while self._returned:
             nbytes = self._returned.popleft()
-            self._held[State.IN_USE] -= nbytes
+            self._held[State.IN_USE] -= nbytes  # below 0 by what came back before it was delivered
             self._total -= nbytes

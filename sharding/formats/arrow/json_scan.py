@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -151,18 +152,20 @@ class LineScanner:
         return SchemaInferrer()
 
 
+def note_doubled(doubled: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON of which a key that it has twice is noted."""
+    known = dict(pairs)
+    if len(known) < len(pairs):
+        doubled.append(next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1))
+    return known
+
+
 def _doubled_in(lines: Sequence[bytes], first: int) -> tuple[int, str] | None:
     """The first line, of which the first has this number, with a key twice in an object, and the key."""
     doubled: list[str] = []
-
-    def note(pairs: list[tuple[str, Any]]) -> None:
-        if len(pairs) > len({key for key, _ in pairs}):
-            counts = Counter(key for key, _ in pairs)
-            doubled.append(next(key for key, count in counts.items() if count > 1))
-
     for number, line in enumerate(lines, first):
         with suppress(ValueError, RecursionError):
-            json.loads(line, object_pairs_hook=note)
+            json.loads(line, object_pairs_hook=partial(note_doubled, doubled))
         if doubled:
             return number, doubled[0]
     return None

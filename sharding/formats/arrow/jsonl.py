@@ -17,10 +17,10 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import BytesIO
 from itertools import pairwise
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +31,7 @@ from sharding.compression import WINDOW_BYTES, compression_of, decompress, open_
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, columns_of
 from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, starts_of_lines
-from sharding.formats.arrow.json_scan import LineScanner, TooManyKeysError
+from sharding.formats.arrow.json_scan import LineScanner, TooManyKeysError, note_doubled
 from sharding.formats.arrow.json_types import JSON_TEXT, SchemaInferrer, problems
 from sharding.formats.arrow.schema import BROKEN, decoded_bytes, leaves, schema_in, specs_of
 from sharding.redaction import identity_of
@@ -211,16 +211,8 @@ def _lines_of_array(file: BinaryIO, url: str, *, warns: bool = False) -> tuple[b
         reason = f"is one JSON array of more than {_MOST_ARRAY_BYTES >> 20} MiB"
         raise CorruptShardError(url, f"{reason}: write it as lines: jq -c '.[]' {url} > lines.jsonl")
     doubled: list[str] = []
-
-    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        known = dict(pairs)
-        if len(known) < len(pairs) and not doubled:
-            keys = [key for key, _ in pairs]
-            doubled.append(next(key for key in keys if keys.count(key) > 1))
-        return known
-
     try:
-        value = json.loads(text, object_pairs_hook=object_of if warns else None)
+        value = json.loads(text, object_pairs_hook=partial(note_doubled, doubled) if warns else None)
     except (ValueError, RecursionError) as error:
         if may_be_lines:
             return None, 0

@@ -16,6 +16,8 @@ from typing import Any
 
 import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets_kit import (
@@ -37,9 +39,10 @@ from http_kit import slowstore
 from loader_kit import session_of, stream_of
 from parameters_kit import in_pairs
 from programs_kit import run_script
+from simplejpeg import encode_jpeg
 from threads_kit import our_threads, threads_left
 
-from dataflow import DataLoader, SampleError, ShardedDataset, Shuffle
+from dataflow import DataLoader, Image, SampleError, ShardedDataset, Shuffle
 
 
 def descriptors() -> dict[str, str]:
@@ -79,6 +82,42 @@ def test_a_list_of_all_batches_keeps_every_one_intact(tmp_path: Path, maker: Any
             assert [rows_of(batch) for batch in batches] == by_plan(loader, made.samples, epoch)
     for epoch, batches in enumerate(epochs):  # and after close
         assert [rows_of(batch) for batch in batches] == by_plan(loader, made.samples, epoch)
+
+
+def fails(sample: dict[str, Any]) -> dict[str, Any]:
+    """A transform whose errors have another behind them."""
+    try:
+        if int(sample["n"]) % 7 == 3:
+            raise LookupError("not this one")
+    except LookupError as error:
+        raise ValueError("a bad one") from error
+    return {"x": sample["x"] * 2}
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2, "workers": "thread"}])
+@pytest.mark.parametrize("what", ["transform", "image"])
+def test_samples_that_are_left_out_keep_no_batch_until_garbage_is_collected(
+    tmp_path: Path, what: str, options: dict[str, Any]
+) -> None:
+    """The frames of their errors, and those that had called them, had the batch; one had the error."""
+    if what == "transform":
+        rows = pa.table({"x": [np.zeros(1000, np.float32)] * 64, "n": range(64)})
+        pq.write_table(rows, tmp_path / "a.parquet", row_group_size=16)
+        dataset = ShardedDataset(str(tmp_path / "a.parquet"), transform=fails, on_error="skip")
+    else:
+        good = encode_jpeg(np.zeros((40, 40, 3), np.uint8))
+        write_tar(
+            tmp_path / "a.tar", [(f"{n:02}.jpg", good if n % 7 else b"\xff\xd8 bad") for n in range(64)]
+        )
+        dataset = ShardedDataset(str(tmp_path / "a.tar"), decode={"jpg": Image(size=32)}, on_error="skip")
+    gc.collect()
+    gc.disable()
+    try:
+        with DataLoader(dataset, 8, **options) as loader:
+            assert len([None for _ in loader]) == 8
+            assert session_of(loader).resources.arena.num_leased <= 2  # what is read ahead
+    finally:
+        gc.enable()
 
 
 def test_one_row_of_a_batch_keeps_that_row(tmp_path: Path) -> None:

@@ -145,6 +145,18 @@ def test_the_head_of_the_order_keeps_the_limit_for_all_but_bytes_in_use() -> Non
     assert ledger.reserve(State.BUILDING, 40, keep_bytes=99, head_of_order=True)
 
 
+def test_what_comes_back_before_it_is_delivered_is_ready_no_more() -> None:
+    ledger = Ledger(100)
+    ledger.charge(State.READY, 80)
+    ledger.give_back(30)
+    assert (ledger.snapshot().ready_bytes, ledger.snapshot().in_use_bytes) == (50, 0)
+    assert not ledger.reserve(State.BUILDING, 51, head_of_order=True)
+    assert ledger.reserve(State.BUILDING, 50, head_of_order=True)
+    assert not ledger.resize(99)
+    ledger.move(State.READY, State.IN_USE, 80)
+    assert (ledger.snapshot().ready_bytes, ledger.snapshot().in_use_bytes) == (0, 50)
+
+
 def test_releasing_more_than_is_held_is_a_bug_that_shows() -> None:
     ledger = Ledger(LIMIT)
     with pytest.raises(AssertionError):
