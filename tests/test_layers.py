@@ -304,7 +304,7 @@ MOST_LINES = {
     "sharding/order": 1_730,
     "sharding/plan": 1_889,
     "sharding/topology": 850,
-    "sharding/write": 1_720,
+    "sharding/write": 1_719,
     "prefetch": 780,
     "prefetch/cache": 890,
     "prefetch/control": 1_350,

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,11 +20,12 @@ from dataflow.text.tokenizer import TokenizerFile, checked_dtype, tokenizer_fing
 from dataflow.vision.families import NormalizedLevels, family_of
 from dataflow.vision.family import PicturePlan
 from dataflow.vision.messages import messages_with_pictures, shifted
-from dataflow.vision.pictures import Picture, picture_members, pictures_of
+from dataflow.vision.pictures import Picture, picture_members, pictures_of, pixels_of
 from dataflow.vision.positions import image_positions
 from dataflow.vision.qwen import VisionFamily
 
 Sample = dict[str, Any]
+Levels = TypeVar("Levels", Tensor, Ragged)
 LEFT_OUT = "messages_left_out"
 
 
@@ -195,11 +196,7 @@ class VisionChat:
         lengths = dict.fromkeys(self._of_tokens, len(tokens.ids))
         return {**lengths, "pixel_values": sum(plan.rows for plan in plans), **self.family.lengths(plans)}
 
-    @overload
-    def normalized(self, pixel_values: Tensor) -> Tensor: ...
-    @overload
-    def normalized(self, pixel_values: Ragged) -> Ragged: ...
-    def normalized(self, pixel_values: Tensor | Ragged) -> Tensor | Ragged:
+    def normalized(self, pixel_values: Levels) -> Levels:
         """Return levels as the model takes them: float32, normalised, of Qwen's families repeated in time.
 
         Args:
@@ -282,12 +279,9 @@ class VisionChat:
     def _levels(self, pictures: Sequence[Picture], plans: Sequence[PicturePlan]) -> Tensor:
         sizes = [plan.rows for plan in plans]
         out = torch.empty((sum(sizes), *self.family.row), dtype=torch.uint8)
-        for number, (part, plan) in enumerate(zip(out.split(sizes), plans, strict=True)):
-            try:
-                pixels = pictures[number].pixels()
-            except ValueError as error:
-                raise ValueError(f"picture {number}: {error}") from error
-            self.family.fill(pixels, plan, part)
+        pixels = pixels_of(pictures[: len(plans)])
+        for levels, part, plan in zip(pixels, out.split(sizes), plans, strict=True):
+            self.family.fill(levels, plan, part)
         return out
 
     def __repr__(self) -> str:

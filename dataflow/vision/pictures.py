@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,9 +22,7 @@ from dataflow.decode.image import Image, MissingImageSupportError, of_own_size
 from sharding.errors import SampleError
 
 _MEMBER = re.compile(r"(\d+)\.(?:jpe?g|png|webp)", re.IGNORECASE)
-_SCAN, _APPLICATION_1 = 0xDA, 0xE1
-"""Marks of JPEG: of the pixels, and of the part that EXIF and XMP are in."""
-_METADATA = b"eXIf", b"EXIF", b"XMP ", b"XML:com.adobe.xmp", b"Raw profile type"
+_PNG_METADATA = (b"eXIf", b"iTXtXML:com", b"iTXtRaw profile", b"tEXtRaw profile", b"zTXtRaw profile")
 _ORIENTATION = 0x0112
 _SPEC = Image(dct="exact")
 
@@ -76,22 +74,30 @@ def _turned(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
 
 def orientation(data: NDArray[np.uint8]) -> int:
     """The orientation of a JPEG, PNG or WebP by EXIF or XMP, 1 to 8; 1 where there is none that is valid."""
-    raw = data.tobytes()
-    if raw.startswith(b"\xff\xd8"):
-        at = 2
-        while at + 4 <= len(raw) and raw[at] == 0xFF and raw[at + 1] not in (_SCAN, _APPLICATION_1):
-            at += 2 + int.from_bytes(raw[at + 2 : at + 4], "big")
-        has_metadata = raw[at : at + 2] == bytes([0xFF, _APPLICATION_1])
-    else:  # for a PNG's, which may lie behind its pixels, Pillow decodes it
-        has_metadata = any(word in raw for word in _METADATA)
-    if not has_metadata:
+    if not _has_metadata(data.data):
         return 1
     try:
-        with pillow().open(io.BytesIO(raw), formats=("JPEG", "PNG", "WEBP")) as image:
+        with pillow().open(io.BytesIO(data.data), formats=("JPEG", "PNG", "WEBP")) as image:
             found = image.getexif().get(_ORIENTATION, 1)
     except (OSError, SyntaxError, ValueError, struct.error):
         return 1  # what is damaged shows when it is decoded
     return found if found in range(1, 9) else 1
+
+
+def _has_metadata(data: memoryview) -> bool:
+    """Return whether a file may have an orientation: it is slow to open, and a PNG is decoded for it."""
+    head = bytes(data[:16])
+    if head[:2] == b"\xff\xd8":  # parts up to the pixels (DA); E1 has EXIF or XMP
+        at = 2
+        while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] not in (0xDA, 0xE1):
+            at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        return bytes(data[at : at + 2]) == b"\xff\xe1"
+    if head[:4] == b"\x89PNG":
+        at = 8
+        while at + 8 <= len(data) and not bytes(data[at + 4 : at + 25]).startswith(_PNG_METADATA):
+            at += 12 + int.from_bytes(data[at : at + 4], "big")
+        return at + 8 <= len(data)
+    return head[12:] == b"VP8X"
 
 
 def pillow() -> ModuleType:
@@ -103,6 +109,15 @@ def pillow() -> ModuleType:
             f"the pictures of chats need another package ({error}): pip install 'dataflow-loader[image]'"
         ) from error
     return Image
+
+
+def pixels_of(pictures: Sequence[Picture]) -> Iterator[NDArray[np.uint8]]:
+    """The pixels of each picture. `ValueError` names the one that is damaged."""
+    for number, picture in enumerate(pictures):
+        try:
+            yield picture.pixels()
+        except ValueError as error:
+            raise ValueError(f"picture {number}: {error}") from error
 
 
 def pictures_of(sample: Mapping[str, Any], column: str, upright: bool) -> list[Picture]:

@@ -16,7 +16,7 @@ from dataflow.text.chat import from_json, overlapping
 from dataflow.text.chat_template import ChatText
 from dataflow.text.tokenizer import checked_dtype, hash_of, short_hash
 from dataflow.vision.messages import messages_with_pictures, shifted
-from dataflow.vision.pictures import Picture, picture_members, pictures_of, pillow
+from dataflow.vision.pictures import Picture, picture_members, pictures_of, pillow, pixels_of
 
 Sample = dict[str, Any]
 _CHECKED = 16
@@ -148,12 +148,7 @@ class Processor:
 
     def _made(self, sample: Sample, pictures: Sequence[Picture]) -> Sample:
         text, spans = self._text(sample, len(pictures))
-        pixels = []
-        for number, picture in enumerate(pictures):
-            try:
-                pixels.append(pillow().fromarray(picture.pixels()))
-            except ValueError as error:
-                raise ValueError(f"picture {number}: {error}") from error
+        pixels = [pillow().fromarray(each) for each in pixels_of(pictures)]
         made = self._answer(text, pixels)
         replaced = (made["text_replacement_offsets"] or [[]])[0] if pixels else []
         gained = [0, *(each["new_span"][1] - each["span"][1] for each in replaced)]

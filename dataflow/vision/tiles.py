@@ -21,6 +21,7 @@ from dataflow.vision.family import CLIP, HALF, PictureFamily, PicturePlan, chann
 from dataflow.vision.resample import resized
 
 Size = tuple[int, int]
+Settings = Mapping[str, Any]
 _MOST_SIDE = 4096
 """Pixels along the longer side after the first resize of Idefics3 and SmolVLM, at most."""
 
@@ -56,9 +57,7 @@ class TileFamily(PictureFamily):
         found: dict[str, Any] = {name: tuple(values) for name, values in known.items() if values}
         return replace(self, **found, **self._sizes(image, own, size))
 
-    def _sizes(
-        self, image: Mapping[str, Any], own: Mapping[str, Any], size: Mapping[str, int]
-    ) -> dict[str, Any]:
+    def _sizes(self, image: Settings, own: Settings, size: Settings) -> dict[str, Any]:
         """The fields that a model's settings name."""
         raise NotImplementedError
 
@@ -90,9 +89,7 @@ class LlavaFamily(TileFamily):
     processors = ("CLIPImageProcessor", "CLIPImageProcessorFast")
     fixed = {"do_center_crop": True}  # noqa: RUF012 - as in the class above
 
-    def _sizes(
-        self, image: Mapping[str, Any], own: Mapping[str, Any], size: Mapping[str, int]
-    ) -> dict[str, Any]:
+    def _sizes(self, image: Settings, own: Settings, size: Settings) -> dict[str, Any]:
         side = size.get("shortest_edge", 224)
         crop = image.get("crop_size") or {}
         if {crop.get("height", side), crop.get("width", side)} != {side}:
@@ -124,9 +121,7 @@ class GemmaFamily(TileFamily):
     run_token = "<image_soft_token>"
     video_token = "<end_of_image>"
 
-    def _sizes(
-        self, image: Mapping[str, Any], own: Mapping[str, Any], size: Mapping[str, int]
-    ) -> dict[str, Any]:
+    def _sizes(self, image: Settings, own: Settings, size: Settings) -> dict[str, Any]:
         if size.get("height") != size.get("width"):
             raise ValueError(f"size={dict(size)!r} is no square")
         return {"side": size.get("height", 224), "tokens": own.get("image_seq_length", self.tokens)}
@@ -151,9 +146,7 @@ class OnevisionFamily(TileFamily):
     processors = ("LlavaOnevisionImageProcessor", "LlavaOnevisionImageProcessorFast")
     columns = ("image_sizes",)
 
-    def _sizes(
-        self, image: Mapping[str, Any], own: Mapping[str, Any], size: Mapping[str, int]
-    ) -> dict[str, Any]:
+    def _sizes(self, image: Settings, own: Settings, size: Settings) -> dict[str, Any]:
         if size.get("height") != size.get("width"):
             raise ValueError(f"size={dict(size)!r} is no square")
         points = image.get("image_grid_pinpoints") or self.pinpoints
@@ -240,17 +233,13 @@ class IdeficsFamily(TileFamily):
     longest: int = 1456
     """Pixels of the longer side, before tiles are cut."""
 
-    processors = tuple(
-        f"{name}ImageProcessor{kind}" for name in ("Idefics3", "SmolVLM") for kind in ("", "Fast")
-    )
+    processors: ClassVar[tuple[str, ...]] = ("Idefics3ImageProcessor", "Idefics3ImageProcessorFast")
     fixed = {"do_image_splitting": True, "do_pad": True}  # noqa: RUF012 - as in the class above
     mode = "lanczos"
     resample = 1
     columns = ("pixel_attention_mask",)
 
-    def _sizes(
-        self, image: Mapping[str, Any], own: Mapping[str, Any], size: Mapping[str, int]
-    ) -> dict[str, Any]:
+    def _sizes(self, image: Settings, own: Settings, size: Settings) -> dict[str, Any]:
         tile, longest = image.get("max_image_size") or {}, size.get("longest_edge", self.longest)
         if longest > _MOST_SIDE:
             raise ValueError(f"size={dict(size)!r}; a longest_edge of at most {_MOST_SIDE} is supported")
@@ -321,6 +310,13 @@ class IdeficsFamily(TileFamily):
         return {"pixel_attention_mask": sum(plan.rows for plan in plans)}
 
 
+@dataclass(frozen=True)
+class SmolFamily(IdeficsFamily):
+    """SmolVLM, whose processor has a name of its own."""
+
+    processors = ("SmolVLMImageProcessor", "SmolVLMImageProcessorFast", *IdeficsFamily.processors)
+
+
 _EDGES = range(384, 2305, 384)
 TILE_FAMILIES: dict[str, TileFamily] = {
     "llava": LlavaFamily(336, 576, *CLIP),
@@ -328,7 +324,7 @@ TILE_FAMILIES: dict[str, TileFamily] = {
         384, 729, *CLIP, tuple((high, wide) for high in _EDGES for wide in _EDGES)
     ),
     "idefics3": IdeficsFamily(364, 169),
-    "smolvlm": IdeficsFamily(384, 81, longest=1536),
+    "smolvlm": SmolFamily(384, 81, longest=1536),
     "gemma3": GemmaFamily(896, 256),
 }
 """Families by name, with the settings that their models were published with."""

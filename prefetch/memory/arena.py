@@ -164,7 +164,7 @@ class Arena:
             if self._returned:
                 self._reconcile()
             is_flexible = self.is_flexible and size >= GROWS
-            takes_other = self._free_bytes and (on_return or is_flexible or not self._drops)
+            takes_other = self._free_bytes and size >= _HUGE and (on_return or is_flexible or not self._drops)
             stack = self._free.get(size) or (self._other(size, is_flexible) if takes_other else None)
             slab = stack.pop() if stack else None
             if slab:
@@ -191,7 +191,7 @@ class Arena:
         Flexible: up to twice the size, or one of half of it grows; any, if this is full or two are larger.
         """
         left = self._limit_bytes - self._leased_bytes
-        free = [n for n, stack in self._free.items() for _ in stack if size >= _HUGE]
+        free = [n for n, stack in self._free.items() for _ in stack]
         is_full = (is_flexible or not self._drops) and left - self._free_bytes < size
         is_any = is_full or (is_flexible and sum(n > 2 * size for n in free) > 1)
         most = sys.maxsize if is_any else 2 * size if is_flexible else min(size + size // 4, left)

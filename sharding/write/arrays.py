@@ -209,9 +209,8 @@ def _plain(kind: pa.DataType, by_hand: Callable[[Any], pa.Array]) -> Callable[[S
 
 
 def _numbers(char: str) -> Callable[[Sequence[Any]], pa.Array]:
-    dtype = np.dtype(char)  # whose characters are those of `array`
-    by_hand = lambda values: number_array(np.frombuffer(plain_array(char, values), dtype))  # noqa: E731
-    return _plain(pa.from_numpy_dtype(dtype), by_hand)
+    kind = pa.from_numpy_dtype(np.dtype(char))  # whose characters are those of `array`
+    return _plain(kind, lambda values: number_array(np.frombuffer(plain_array(char, values), char)))
 
 
 def _lists(values: Sequence[Any]) -> pa.Array:

@@ -7,6 +7,9 @@ all tests imported takes half a second, and that they build the same is a contra
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+
 from dataflow import DataLoader, Topology
 from dataflow.planning.plan import StreamPlan
 from dataflow.planning.settings import StreamSettings
@@ -34,6 +37,18 @@ def session_of(loader: DataLoader) -> Session:
     session = stream_of(loader).sessions.newest
     assert session is not None
     return session
+
+
+def num_leased_after_a_loop(dataset: Any, **options: Any) -> int:
+    """Slots that are held when nobody has a batch any more, without a garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        with DataLoader(dataset, 8, **options) as loader:
+            assert sum(1 for _ in loader) > 2
+            return session_of(loader).resources.arena.num_leased
+    finally:
+        gc.enable()
 
 
 def build_in(workers: str) -> None:

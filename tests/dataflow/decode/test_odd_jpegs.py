@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets_kit import write_tar
+from loader_kit import num_leased_after_a_loop
 
 from dataflow import DataLoader, ShardedDataset
 from dataflow.decode.image import Image, decode_image
@@ -173,3 +174,13 @@ def test_strict_images_end_the_epoch_or_are_skipped(tmp_path: Path) -> None:
     with DataLoader(dataset, 4, num_workers=0) as loader:
         list(loader)
         assert (loader.stats().skipped_samples, loader.stats().image_warnings) == (5, {})
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2, "workers": "thread"}])
+def test_images_that_are_left_out_keep_no_batch_until_garbage_is_collected(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    good = jpeg()
+    write_tar(tmp_path / "a.tar", [(f"{n:02}.jpg", good if n % 7 else b"\xff\xd8 bad") for n in range(64)])
+    dataset = ShardedDataset(str(tmp_path / "a.tar"), decode={"jpg": Image(size=32)}, on_error="skip")
+    assert num_leased_after_a_loop(dataset, **options) <= 2  # what is read ahead

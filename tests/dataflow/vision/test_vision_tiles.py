@@ -11,6 +11,7 @@ import torch
 from vision_kit import OTHERS, SPECIAL, image_bytes, template_of_family, vision_chat, write_vision_tokenizer
 
 from dataflow import VisionChat
+from dataflow.vision.families import family_of
 from dataflow.vision.tiles import TILE_FAMILIES
 
 HAS_LANCZOS = "lanczos" in str(torch.nn.functional.interpolate.__doc__)
@@ -150,3 +151,12 @@ def test_published_settings_are_those_without_a_file(tmp_path: Path) -> None:
     assert {family: (rows[family], tokens[family]) for family in rows} == {
         family: published[family] for family in rows
     }
+
+
+def test_a_model_of_smolvlm_is_not_taken_for_one_of_idefics3(tmp_path: Path) -> None:
+    """Where its settings say nothing of tokens, it has others."""
+    settings = {"image_processor_type": "SmolVLMImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="is for SmolVLMImageProcessor"):
+        family_of("idefics3", tmp_path, None, None)
+    assert family_of("smolvlm", tmp_path, None, None).row == (3, 384, 384)
