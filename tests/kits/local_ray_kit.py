@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,16 @@ class Result:
 
     def future(self) -> Future[Any]:
         return self._future
+
+    def answer(self, value: Any) -> None:
+        """Give the value, unless the actor has died meanwhile: what comes first counts."""
+        with suppress(InvalidStateError):
+            self._future.set_result(value)
+
+    def fail(self, error: Exception) -> None:
+        """Give the error, likewise."""
+        with suppress(InvalidStateError):
+            self._future.set_exception(error)
 
 
 class LocalActor:
@@ -81,20 +91,18 @@ class LocalActor:
             value = getattr(self.made, name)(*arguments)
         except Exception as error:
             for result in results:
-                result.future().set_exception(RayTaskError(str(error)))
+                result.fail(RayTaskError(str(error)))
             return
         for result, part in zip(results, value if len(results) > 1 else [value], strict=True):
-            if not result.future().done():
-                if isinstance(part, np.ndarray):
-                    part.flags.writeable = False  # as in Ray's store
-                result.future().set_result(part)
+            if isinstance(part, np.ndarray) and not result.future().done():
+                part.flags.writeable = False  # as in Ray's store
+            result.answer(part)
 
     def die(self, error: Exception) -> None:
         """All calls that are under way fail."""
         self.error = error
         for result in self.calls:
-            if not result.future().done():
-                result.future().set_exception(error)
+            result.fail(error)
         self.calls.clear()
         self.is_placed.set()
         self.made._transport._requests.put(None)
