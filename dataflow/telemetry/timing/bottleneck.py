@@ -150,7 +150,7 @@ def _reason(bound: Bound, rates: Rates, gain: float) -> str:
         own = rates.storage if bound == "storage" else rates.decode
         text = f"{what} reaches {_rate(own)}, {other} {_rate(rest)}, computing allows {_rate(rates.compute)}"
     if gain < WORTH:
-        return f"{text}; no single cure gains 5 %"
+        return f"{text}; no single cure gains 5%"
     alone = min(rates.storage, rates.decode)
     if bound in ("storage", "decode") and rates.loader < _COMPETING * alone:
         text += f"; together they reach only {_rate(rates.loader)}"

@@ -109,7 +109,7 @@ def _diagnosis(shares: StepShares, records: Sequence[RankRecord]) -> Diagnosis:
     best = max(shares.gains.values())
     verdict = f"compute-bound: {shares.share('compute'):.0%} forward, backward and the loop itself"
     if best < WORTH:
-        verdict += "; no cure of the rest gains 5 %"
+        verdict += "; no cure of the rest gains 5%"
     return Diagnosis(
         verdict,
         "look into the computation with torch.profiler: torch.compile, lower precision, larger microbatches",

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from dataflow.tables import counted
 from dataflow.tools.terminal.options import (
     COUNT,
     DatasetArguments,
@@ -176,7 +177,8 @@ def convert(settings: ConvertSettings) -> None:
     if made.skipped:
         click.echo(f"{made.skipped:,} shards were finished before, and were skipped")
     rate = f", {made.samples / made.seconds:,.0f} a second" if not made.skipped else ""
-    click.echo(f"{made.samples:,} samples in {made.shards:,} shards, {made.bytes / 1e6:,.1f} MB{rate}")
+    what = f"{counted(made.samples, 'sample')} in {counted(made.shards, 'shard')}"
+    click.echo(f"{what}, {made.bytes / 1e6:,.1f} MB{rate}")
     if settings.verify:
         click.echo(f"{made.verified:,} samples were compared with the source: all are the same")
     click.echo(f"catalog  {made.catalog}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -29,9 +30,10 @@ HEADINGS = (
     "",
 )
 """Headings of `cells_of`."""
-_NARROW = (0, 1, 3, 4, 5, 6, 11)
-"""Columns that a terminal of fewer than 100 columns shows."""
-_WIDE = 100
+_LEFT_OUT = (10, 9, 2, 7, 8)
+"""Columns that a terminal leaves out, in this order, until the others have room."""
+_NOTES = len(HEADINGS) - 1
+"""The last column, which takes several lines where it is long."""
 _MOST_ROWS = 24
 PART_NAMES = {
     "data": "waiting for data",
@@ -137,17 +139,22 @@ def _parts(view: TopView, width: int) -> Iterator[RenderableType]:
 
 
 def _table(rows: Sequence[LoaderRow], width: int) -> Table:
-    columns = range(len(HEADINGS)) if width >= _WIDE else _NARROW
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for number in columns:
-        left = number in (1, len(HEADINGS) - 1)
-        table.add_column(HEADINGS[number], justify="left" if left else "right", no_wrap=number != 11)
     shown = rows
     if len(rows) > _MOST_ROWS:  # those that wait most
         shown = sorted(rows, key=lambda row: -(row.waiting or 0.0))[:_MOST_ROWS]
-    for row in shown:
-        cells = cells_of(row)
-        table.add_row(*(Text(cells[number]) for number in columns))
+    cells = [cells_of(row) for row in shown]
+    widths = [max(map(cell_len, texts)) + 2 for texts in zip(HEADINGS, *cells, strict=True)]
+    widths[_NOTES] = min(widths[_NOTES], 20)
+    columns = list(range(len(HEADINGS)))
+    for number in _LEFT_OUT:
+        if sum(widths[each] for each in columns) > width:
+            columns.remove(number)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for number in columns:
+        left = number in (1, _NOTES)
+        table.add_column(HEADINGS[number], justify="left" if left else "right", no_wrap=number != _NOTES)
+    for texts in cells:
+        table.add_row(*(Text(texts[number]) for number in columns))
     if len(shown) < len(rows):
         table.add_row("", Text(f"and {len(rows) - len(shown):,} more that wait less", "dim"))
     return table

@@ -240,10 +240,8 @@ class Follower:
             error = next((one.error for one in gone if one.error), "")
             how = "died without a word (was it killed?)" if died else "ended"
             how += f" with {error}," if error else ""
-            return (
-                state,
-                f"{how} {duration_text(self._wall() - last.written_at)} ago; these are its last figures",
-            )
+            ago = duration_text(self._wall() - last.written_at)
+            return state, f"{how} {ago} ago; these are its last figures"
         if gone:
             ranks = ", ".join(str(one.rank) for one in gone)
             how = "died" if died else "ended"
@@ -343,11 +341,5 @@ def _decisions(processes: Sequence[Pages]) -> Iterator[DecisionRow]:
     rows = sorted(found.items(), key=lambda item: item[1][0].at, reverse=True)
     for (of, what, _, reason), (latest, ranks) in rows[:_DECISIONS]:
         value = latest.value if isinstance(latest.value, (int, float, str)) else str(latest.value)
-        yield DecisionRow(
-            at=latest.at,
-            ranks=tuple(dict.fromkeys(ranks)),
-            of=of,
-            what=what,
-            value=value,
-            reason=reason,
-        )
+        by = tuple(dict.fromkeys(ranks))
+        yield DecisionRow(at=latest.at, ranks=by, of=of, what=what, value=value, reason=reason)

@@ -249,7 +249,7 @@ def test_loading_that_takes_most_cores_of_the_training_is_said_to():
 def test_balanced_parts_are_said_to_leave_no_single_cure():
     found = bottleneck_of(Rates(measured=100, compute=100, storage=101, decode=102, loader=100))
     assert found.bound == "compute"
-    assert "no single cure gains 5 %" in found.reason
+    assert "no single cure gains 5%" in found.reason
 
 
 @given(rates)

@@ -391,13 +391,6 @@ ASKED = ["plan", "--nodes", "4", "--racks", "2", "--ranks-per-node", "2", "--par
 ASKED += ["--microbatch-ms", "120", "--network-gbit", "1", "--accumulate", "1,4..6"]
 
 
-def test_the_command_prints_tables_and_a_verdict() -> None:
-    shown = CliRunner().invoke(main, ASKED, env={"COLUMNS": "200"})
-    assert shown.exit_code == 0, shown.output
-    for text in ("by node and rack", "round-robin over nodes", "Best: accumulate"):
-        assert text in shown.output
-
-
 def test_the_command_says_when_the_best_batch_is_unusable() -> None:
     shown = CliRunner().invoke(main, [*ASKED, "--samples", "1000"], env={"COLUMNS": "200"})
     assert "Unusable for most trainings: 1,000 samples are" in shown.output

@@ -45,20 +45,6 @@ def tar(tmp_path):
     return tmp_path / "tar-*.tar"
 
 
-def test_the_plan_and_a_full_shuffle_stand_side_by_side(parquet):
-    code, text = run(parquet, "--batch-size", 16, "--window-blocks", 4, "--label", "label")
-    assert code == 0
-    assert "320 samples in 32 blocks of 4 shards" in text
-    assert "shuffle window, 4 lanes" in text
-    assert "window 4 blocks: as given" in text
-    assert "topology one node of 1 ranks (assumed)" in text
-    assert "the whole epoch" in text
-    assert "column label, 10 values" in text
-    assert "this plan full shuffle" in text
-    for name in ("distinct blocks a batch", "lag-1 label correlation", "amplification of reads", "hot spot"):
-        assert name in text
-
-
 def test_figures_are_those_of_the_batches_that_a_loader_delivers(parquet):
     dataset = ShardedDataset(parquet)
     found = figures(parquet, "--batch-size", 16, "--window-blocks", 4, "--label", "label", "--seed", 3)
