@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 FOLDER = Path(__file__).parent
-_NAMES = ("checksum", "core", "order", "pages", "patches", "queue", "resize", "signals", "wire")
+_NAMES = ("checksum", "core", "lines", "order", "pages", "patches", "queue", "resize", "signals", "wire")
 SOURCES = tuple(FOLDER / f"{name}.c" for name in _NAMES)
 HEADER, LIBRARY = FOLDER / "core.h", FOLDER / "libcore.so"
 FLAGS = (

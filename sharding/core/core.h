@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 14 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 15 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -218,6 +218,19 @@ CORE_API int64_t core_crc32c(const uint8_t *data, int64_t nbytes, const int64_t 
 /* The records of a TFRecord file, one behind the other from its first byte on, up to one that is not whole, or whose
    length has another checksum: where each begins, and its bytes. Gives how many, `most` at most. */
 CORE_API int64_t core_tfrecords(const uint8_t *data, int64_t nbytes, int64_t *starts, int64_t *sizes, int64_t most);
+
+/* ---- JSON Lines ----------------------------------------------------------------------------------------------- */
+
+enum core_lines {
+    CORE_LINES_READ = 0, /* each line is blank or holds one object, none of which has a key twice */
+    CORE_LINE_KEYS,      /* an object of this line has a key twice; or it has more keys or levels than are looked at */
+    CORE_LINES_ODD       /* a line, this one or a later one, does not hold one whole object */
+};
+
+/* Look at lines up to one that differs. Text that is not JSON gives an answer, too, and only that. Keys are compared
+   as they are spelled. `keys`: `slots` words (2, 4, 8, ...), 0 before and after, and half as many of any kind.
+   0 slots: keys are not looked at. found[0]: lines before that, blank ones aside; found[1]: where it begins. */
+CORE_API int64_t core_json_lines(const uint8_t *text, int64_t nbytes, uint64_t *keys, int64_t slots, int64_t found[2]);
 
 CORE_API int64_t core_version(void);
 

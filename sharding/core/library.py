@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sharding.core.compile import LIBRARY
 
-VERSION = 14
+VERSION = 15
 """The version of the contract in core.h."""
 _CURE = (
     "Compile it with `python -m sharding.core.compile`, where there is a C compiler: gcc, clang or that of "
@@ -37,6 +37,7 @@ _FUNCTIONS = {
     "core_records": "pippipp:i",
     "core_crc32c": "pippipi:i",
     "core_tfrecords": "pippi:i",
+    "core_json_lines": "pipip:i",
     "core_queue_bytes": ":i",
     "core_open": "pii:i",
     "core_submit": "pp:",

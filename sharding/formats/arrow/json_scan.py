@@ -1,9 +1,9 @@
 """Learning what the lines of a file hold, key by key, a piece at a time.
 
-Most pieces hold nothing new: msgspec reads them line by line into rows of what was seen so far, and refuses
-any other key; which kinds of values are in a column is then asked in one call. A piece that holds something
-new, the first among them, is looked at value by value. Memory is that of a piece, and some hundred bytes a
-key.
+Most pieces hold nothing new: msgspec reads them into rows of what was seen so far, and refuses any other key;
+which kinds of values are in a column is then asked in one call. A piece that holds something new is read line
+by line, and some of its lines are looked at value by value. Keys that an object has twice are looked for in
+the text. Memory is that of a piece, and some hundred bytes a key.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from sharding.cached_property import cached_property
+from sharding.core.library import address_of, library
 from sharding.formats.arrow.json_arrays import RawTexts, Text
 from sharding.formats.arrow.json_lines import (
     MOST_CELLS,
     NOT_READ,
-    SPACE,
     LineError,
     faults_of_line,
     items_of,
     lines_of,
     pieces,
     row_type,
+    starts_of_lines,
     values_of,
 )
 from sharding.formats.arrow.json_types import (
@@ -52,8 +52,9 @@ from sharding.formats.arrow.json_types import (
 
 _LEARNED_LINES = 64
 """Lines looked at value by value, before it is tried again whether others are like them."""
-_LOOKED_FOR_DOUBLED = 1000
-"""The first lines, in which doubled keys are looked for where they are looked at value by value."""
+_KEY_SLOTS = 1 << 12
+"""Twice the keys of a line that are compared without a second look."""
+_LINE_KEYS, _LINES_ODD = 1, 2
 _STEADY_KEYS = 500
 """Up to so many, a row is made anew for each new key; beyond only where some lines brought none."""
 _KINDS = {bool: BOOL, int: INTEGER, float: FRACTION, str: TEXT}
@@ -82,7 +83,10 @@ class LineScanner:
         """A line, counted from 1 on without empty ones, and a key that it has twice, if any was seen."""
         self._num_lines = 0
         self._max_keys = max_keys
+        self._keys = np.zeros(_KEY_SLOTS * 3 // 2, np.uint64)
         self._rows: _ScannedRow | None = None
+        self._is_known = False
+        """True if the lines that were read last held nothing new."""
         self._is_steady = False
         """True if the last lines that were looked at brought nothing new."""
 
@@ -96,37 +100,63 @@ class LineScanner:
         num_rows = elements = 0
         for at, piece in pieces(text):
             _check_utf8(piece, offset + at)
-            lines = lines_of(piece)
-            num_rows += len(lines)
-            elements += self._scan_lines(lines, _Positions(piece, offset + at))
-            self._num_lines += len(lines)
+            num_lines, count = self._look_at_keys(piece), 0
+            if self._is_known and 0 <= num_lines * self.num_keys <= MOST_CELLS:
+                count, of_all = self._scan_known(piece)
+            if not count:
+                num_lines, of_all = self._scan_lines(piece, offset + at)
+            num_rows, elements = num_rows + num_lines, elements + of_all
+            self._num_lines += num_lines
         return num_rows, elements
 
-    def _scan_lines(self, lines: Sequence[bytes], positions: _Positions) -> int:
-        elements = done = 0
+    def _look_at_keys(self, piece: bytes) -> int:
+        """Count the lines, and note the first with a key twice; -1 where one is not one whole object."""
+        text, counted, at, num_lines = np.frombuffer(piece, np.uint8), np.zeros(2, np.int64), 0, 0
+        while True:
+            keys = address_of(self._keys), 0 if self.doubled else _KEY_SLOTS, address_of(counted)
+            answer = library().core_json_lines(address_of(text) + at, len(piece) - at, *keys)
+            num_lines, at = num_lines + int(counted[0]), at + int(counted[1])
+            if answer != _LINE_KEYS:
+                return -1 if answer == _LINES_ODD else num_lines
+            end, doubled = piece.find(b"\n", at) + 1 or len(piece), list[str]()
+            try:
+                json.loads(piece[at:end], object_pairs_hook=partial(note_doubled, doubled))
+            except (ValueError, RecursionError):
+                return -1
+            num_lines, at = num_lines + 1, end
+            if doubled:
+                self.doubled = self._num_lines + num_lines, doubled[0]
+
+    def _scan_lines(self, piece: bytes, at: int) -> tuple[int, int]:
+        lines, elements, done = lines_of(piece), 0, 0
+        self._is_known = True
         while done < len(lines):
             some = lines[done : done + max(1, MOST_CELLS // max(1, self.num_keys))]
             count, of_known = self._scan_known(some)
             elements += of_known
             done += count
             if count < len(some):
+                if self._is_known:
+                    self._is_known, starts = False, at + starts_of_lines(piece)
                 some = lines[done : done + _LEARNED_LINES]
-                if self.doubled is None and self._num_lines + done < _LOOKED_FOR_DOUBLED:
-                    self.doubled = _doubled_in(some, self._num_lines + done + 1)
-                elements += self._learn(some, positions.of(done, len(some)))
+                elements += self._learn(some, starts[done : done + len(some)].tolist())
                 done += len(some)
-        return elements
+        return len(lines), elements
 
-    def _scan_known(self, lines: Sequence[bytes]) -> tuple[int, int]:
-        """Count the lines, from the first on, that hold nothing new, and elements of their lists."""
+    def _scan_known(self, lines: Sequence[bytes] | bytes) -> tuple[int, int]:
+        """Count the lines, from the first on, that hold nothing new, and elements of their lists.
+
+        Of lines in one text, none where one of them holds something new.
+        """
         if self._rows is None and self.num_keys and (self._is_steady or self.num_keys <= _STEADY_KEYS):
             self._rows = _ScannedRow.of(self.root)
-        if self._rows is None or self._rows.decoder is None:
+        if self._rows is None or (decoder := self._rows.decoder) is None:
             return 0, 0
-        rows: list[Any] = []
-        with suppress(*NOT_READ):
-            rows.extend(map(self._rows.decoder.decode, lines))  # those before a line that is refused stay
-        counted = _Counted()
+        rows, counted = list[Any](), _Counted()
+        with suppress(*NOT_READ):  # rows before a line that is refused stay
+            rows.extend(
+                decoder.decode_lines(lines) if isinstance(lines, bytes) else map(decoder.decode, lines)
+            )
         if not self._rows.count(rows, counted):
             return 0, 0
         for seen, present in counted.present:
@@ -160,17 +190,6 @@ def note_doubled(doubled: list[str], pairs: list[tuple[str, Any]]) -> dict[str, 
     return known
 
 
-def _doubled_in(lines: Sequence[bytes], first: int) -> tuple[int, str] | None:
-    """The first line, of which the first has this number, with a key twice in an object, and the key."""
-    doubled: list[str] = []
-    for number, line in enumerate(lines, first):
-        with suppress(ValueError, RecursionError):
-            json.loads(line, object_pairs_hook=partial(note_doubled, doubled))
-        if doubled:
-            return number, doubled[0]
-    return None
-
-
 def _check_utf8(piece: bytes, at: int) -> None:
     """Raise where a line is not UTF-8: msgspec does not look into what it passes over."""
     if piece.isascii():
@@ -186,26 +205,6 @@ def _check_utf8(piece: bytes, at: int) -> None:
             except UnicodeDecodeError as error:
                 raise LineError(at, f"this line is not UTF-8: {error}") from error
             at += len(line) + 1
-
-
-class _Positions:
-    """The positions at which the lines of a piece begin that are not blank."""
-
-    def __init__(self, piece: bytes, offset: int) -> None:
-        self._piece, self._offset = piece, offset
-
-    def of(self, first: int, count: int) -> list[int]:
-        """Return the positions of so many lines from a number on."""
-        return self._all[first : first + count]
-
-    @cached_property
-    def _all(self) -> list[int]:
-        positions, at = [], self._offset
-        for line in self._piece.split(b"\n"):
-            if line.strip(SPACE):
-                positions.append(at)
-            at += len(line) + 1
-        return positions
 
 
 @dataclass

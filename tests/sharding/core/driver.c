@@ -829,6 +829,25 @@ static void try_tfrecords(void) {
     free(data);
 }
 
+/* Text of marks of JSON, which may end anywhere: lines are counted, none is read past its end, and keys go again. */
+static void try_lines(void) {
+    static const char marks[] = "{}\"\"\"::,\\\n ab[";
+    int64_t nbytes = below(300), slots = (int64_t)2 << below(5), ends = 0, levels = one_in(20) ? 300 : 0, found[2];
+    uint8_t *text = allocated(nbytes + levels);
+    memset(text, '{', (size_t)levels);
+    for (int64_t i = 0; i < nbytes; i++) ends += (text[levels + i] = (uint8_t)marks[below(sizeof marks - 1)]) == '\n';
+    uint64_t *keys = allocated(slots * 12);
+    memset(keys, 0, (size_t)slots * 8);
+    int64_t answer = core_json_lines(text, nbytes + levels, keys, one_in(4) ? 0 : slots, found);
+    CHECK(answer >= CORE_LINES_READ && answer <= CORE_LINES_ODD, "answer %ld", (long)answer);
+    CHECK(found[0] >= 0 && found[0] <= ends + 1, "%ld lines", (long)found[0]);
+    CHECK(found[1] >= 0 && found[1] <= nbytes + levels, "line at %ld", (long)found[1]);
+    CHECK(!found[1] || text[found[1] - 1] == '\n' || found[1] == nbytes + levels, "no line at %ld", (long)found[1]);
+    for (int64_t i = 0; i < slots; i++) CHECK(!keys[i], "a key is left");
+    free(keys);
+    free(text);
+}
+
 int main(int argc, char **argv) {
     CHECK(argc == 4, "driver SEED PLANS honest|short|broken");
     CHECK(core_version() == CORE_VERSION, "core_version");
@@ -847,6 +866,7 @@ int main(int argc, char **argv) {
         try_checksums();
         try_tfrecords();
         try_turns();
+        try_lines();
         try_bring();
         try_read();
     }

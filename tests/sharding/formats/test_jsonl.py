@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import gzip
 import json
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import given, strategies as st
 
 from sharding.blocks import Masked
 from sharding.errors import CorruptShardError
+from sharding.formats.arrow import json_scan
+from sharding.formats.arrow.json_scan import LineScanner, note_doubled
 from sharding.formats.arrow.jsonl import JsonlFormat
 
 FORMAT = JsonlFormat()
@@ -291,3 +295,60 @@ def test_a_window_of_zstd_is_named_where_it_is_too_wide_and_read_where_it_may_be
         text = r"its zstd window is 268,435,456 bytes, and .* of 134,217,728 are .*window_bytes=268435456"
         with pytest.raises(CorruptShardError, match=text):
             scan_of(JsonlFormat(), content, "t.jsonl.zst")
+
+
+# ---- keys that are there twice ----------------------------------------------------------------------------
+
+
+def doubled_in(content: bytes) -> tuple[int, str] | None:
+    scanner = LineScanner(1000)
+    scanner.scan(content, 0)
+    return scanner.doubled
+
+
+class Pairs(list[Any]):
+    """The keys and values of an object, as they are written."""
+
+
+def objects(values: Any) -> Any:
+    """Objects whose keys may come twice."""
+    return st.lists(st.tuples(st.sampled_from(["a", "b", 'a"', "é"]), values), max_size=4).map(Pairs)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text('ab":\\{}[],é', max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | objects(inner),
+    max_leaves=8,
+)
+
+
+def written(value: Any) -> str:
+    if isinstance(value, Pairs):
+        return "{" + ", ".join(f"{json.dumps(key)} :{written(one)}" for key, one in value) + "}"
+    return "[" + ",".join(map(written, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+@given(st.lists(objects(JSON_VALUES).map(written), min_size=1, max_size=6), st.sampled_from([2, 1 << 12]))
+def test_the_first_line_with_a_key_twice_is_named_wherever_it_is_nested(lines: list[str], slots: int) -> None:
+    found: list[tuple[int, str]] = []
+    for number, line in enumerate(lines, 1):
+        doubled: list[str] = []
+        json.loads(line, object_pairs_hook=partial(note_doubled, doubled))
+        found += [(number, key) for key in doubled[:1]]
+    with mock.patch.object(json_scan, "_KEY_SLOTS", slots):
+        assert doubled_in("\n".join(lines).encode()) == (found[0] if found else None)
+
+
+def test_a_key_that_comes_twice_is_named_behind_many_lines_that_are_alike() -> None:
+    lines = [b'{"a": %d, "m": [{"r": "x", "c": "\\":"}]}' % n for n in range(30_000)]
+    assert doubled_in(b"\n".join(lines)) is None
+    lines[29_000] = b'{"a": 1, "m": [{"r": "x", "r": "y"}]}'
+    with pytest.warns(UserWarning, match=r"line 29001: key 'r' is there twice in an object: the last counts"):
+        scan_of(JsonlFormat(), b"\n\n".join(lines), "a.jsonl", 1 << 20)
+
+
+@pytest.mark.parametrize("end", [b'{"a": 1}{"a": 2}\n\n', b'{"a":\n1}{"a": 2}\n'])
+def test_a_line_that_is_not_one_object_is_refused_behind_many_that_are(end: bytes) -> None:
+    with pytest.raises(CorruptShardError, match="this line is not JSON") as error:
+        scan_of(JsonlFormat(), b'{"a": 1}\n' * 100_000 + end, "a.jsonl", 4 << 20)
+    assert error.value.offset == 900_000
