@@ -248,9 +248,8 @@ def _column(
             # A tensor type and fixed-size lists of lists lie in memory alike.
             values = values.reshape(len(array), *spec.shape)
             return values if lacks is None else Masked(values, lacks)
-        if spec.kind == "bytes_list":
-            return _byte_list_spans(array)
-        return _variable_spans(array, spec, element)
+        is_list_of_bytes = spec.kind == "bytes_list"
+        return _byte_list_spans(array) if is_list_of_bytes else _variable_spans(array, spec, element)
     except _UnfitValueError as error:
         reason = (
             f"column {name!r} is {spec_text(own)} here, of which a value is no {spec_text(spec)} ({error})"

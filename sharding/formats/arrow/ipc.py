@@ -345,8 +345,7 @@ def _true_sizes(file: BinaryIO, message: Message, shard: Shard) -> list[int]:
         size = stored
         if stored:
             file.seek(at)
-            prefix = file.read(8)
-            size = int.from_bytes(prefix, "little", signed=True)
+            size = int.from_bytes(file.read(8), "little", signed=True)
             if not -1 <= size < LARGEST:
                 raise CorruptShardError(shard.url, f"a compressed buffer of {size} bytes", at)
         sizes.append(stored if size < 0 else size)
@@ -477,8 +476,7 @@ def _plain_column(
     at = _FACTS + 2 * column.buffer
     for batch in batches:
         nulls, start, size = batch[at + 1 : at + 4]
-        count = batch[3] + column.has_offsets
-        nbytes = count * dtype.itemsize
+        nbytes = (batch[3] + column.has_offsets) * dtype.itemsize
         if nulls or size < nbytes:
             return None
         numbers = content[start : start + nbytes].view(dtype)

@@ -96,8 +96,7 @@ class RawTexts:
 
     def first_bytes(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """The first byte of the texts of some rows, none of which is empty."""
-        starts = (self.ends - self.lengths)[rows]
-        return np.frombuffer(self.buffer or b"\0", np.uint8).take(starts)
+        return np.frombuffer(self.buffer or b"\0", np.uint8).take((self.ends - self.lengths)[rows])
 
     def integers(self, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
         """The integers in lists, and how many each has; None: the texts hold something else, or one beyond.

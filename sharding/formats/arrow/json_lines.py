@@ -206,8 +206,7 @@ class LineReader:
     def _rows(self, piece: bytes, at: int) -> Iterator[list[Any]]:
         """The rows of a piece, as many at a time as may be in memory."""
         decode = self._row.decoder
-        few = piece.count(b"\n") < self._most_rows
-        if decode is not None and few:
+        if decode is not None and piece.count(b"\n") < self._most_rows:
             try:
                 yield decode.decode_lines(piece)
             except NOT_READ:

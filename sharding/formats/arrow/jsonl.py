@@ -126,8 +126,7 @@ class JsonlFormat(TabularFormat):
             file.seek(offset)
             text = _read(file, length)
             ends = np.flatnonzero(np.frombuffer(text, np.uint8) == ord("\n")) + 1
-            bounds = [0, *ends[most - 1 : -1 : most].tolist(), length]
-            for start, end in pairwise(bounds):
+            for start, end in pairwise([0, *ends[most - 1 : -1 : most].tolist(), length]):
                 num_lines = len(lines_of(text[start:end]))
                 cut.append((offset + start, end - start, num_lines, min(elements, end - start)))
         return cut

@@ -16,6 +16,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress, product
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -143,13 +144,23 @@ class ParquetFormat(TabularFormat):
     ) -> list[int] | None:
         """Row groups that may hold rows for which a pyarrow expression is true, by their statistics.
 
-        pyarrow reads the statistics from a file that consists of the footer alone.
+        pyarrow reads the statistics from a file that consists of the footer alone. Least and greatest values
+        leave NaN out, so each column of floats is asked for twice: by these, and as if its rows were NaN.
         """
         import pyarrow.dataset as ds  # it imports pandas, which takes 0.3 s
 
-        file = pa.BufferReader(_MAGIC + footer)
-        fragment = ds.ParquetFileFormat().make_fragment(file, partition_expression=common)
-        return [group.id for group in fragment.subset(expression, schema=schema).row_groups]
+        own, text, found = schema or self.schema(footer), str(expression), set[int]()
+        floats = [n for n, f in leaves(own) if pa.types.is_floating(f.type) and n.split(".")[-1] in text]
+        if len(floats) > 4:  # each one doubles the questions
+            return None
+        for are_nan in product((False, True), repeat=len(floats)):
+            known = ds.scalar(True) if common is None else common
+            for name in compress(floats, are_nan):
+                known &= (ds.field(name) == math.nan) & (ds.field(*name.split(".")) == math.nan)
+            file = pa.BufferReader(_MAGIC + footer)
+            fragment = ds.ParquetFileFormat().make_fragment(file, partition_expression=known)
+            found.update(group.id for group in fragment.subset(expression, schema=schema).row_groups)
+        return sorted(found)
 
     def select(self, block: Block, columns: Sequence[str]) -> list[tuple[int, int]]:
         """Byte ranges (offset in the file, length) that hold the wanted columns of a block.
@@ -191,9 +202,8 @@ def _raise_null_lists(
             if _NULL_LISTS not in str(error):
                 continue
             what = f"column {name!r} has fixed-size lists that are null, which pyarrow {pa.__version__}"
-            cure = "install pyarrow 26 or later, or leave the column out by columns="
-            reason = f"{what} cannot read; {cure}"
-            raise ShardError(block.shard.url, reason, block.offset, stage="decode") from error
+            cure = "cannot read; install pyarrow 26 or later, or leave the column out by columns="
+            raise ShardError(block.shard.url, f"{what} {cure}", block.offset, stage="decode") from error
 
 
 class _BlockFile(io.RawIOBase):
@@ -201,8 +211,7 @@ class _BlockFile(io.RawIOBase):
 
     def __init__(self, block: Block, data: memoryview) -> None:
         super().__init__()
-        self._data, self._first, self._size = data, block.offset, block.shard.size
-        self._at = 0
+        self._data, self._first, self._size, self._at = data, block.offset, block.shard.size, 0
 
     def read(self, size: int | None = -1) -> memoryview:
         start = self._at - self._first
@@ -222,8 +231,7 @@ class _BlockFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def seekable(self) -> bool:
-        return True
+    seekable = readable
 
 
 def _read_footer(file: BinaryIO, shard: Shard) -> tuple[bytes, int]:
@@ -274,10 +282,8 @@ def _indexed(block: Block) -> tuple[_ParsedFooter, int]:
     except BROKEN as error:
         reason = f"the catalog has no footer that can be read: {error}; index the shards again"
         raise block.corrupt(reason) from error
-    if (
-        group >= footer.metadata.num_row_groups
-        or footer.metadata.row_group(group).num_rows != block.num_samples
-    ):
+    facts = footer.metadata
+    if group >= facts.num_row_groups or facts.row_group(group).num_rows != block.num_samples:
         reason = f"the catalog says {block.num_samples} rows in row group {group}, and the footer does not"
         raise block.corrupt(f"{reason}; index the shards again")
     return footer, group
@@ -314,11 +320,10 @@ def _belongs(path: str, names: Collection[str]) -> bool:
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     joined: list[tuple[int, int]] = []
     for offset, length in sorted(ranges):
+        end = offset + length
         if joined and offset - sum(joined[-1]) < _GAP_BYTES:
-            first = joined[-1][0]
-            joined[-1] = (first, max(sum(joined[-1]), offset + length) - first)
-        else:
-            joined.append((offset, length))
+            end, offset = max(sum(joined[-1]), end), joined.pop()[0]
+        joined.append((offset, end - offset))
     return joined
 
 
@@ -383,9 +388,8 @@ def _json_bytes(chunk: Any) -> int:
     Text counts twice: for itself, and for what is escaped in it and the Arrow form that it is made from.
     """
     # Each value may bring the brackets and names of all levels above it.
-    return 2 * _decoded_text(chunk) + int(chunk.num_values) * (
-        NUMBER_BYTES + len(chunk.path_in_schema.encode())
-    )
+    around = NUMBER_BYTES + len(chunk.path_in_schema.encode())
+    return 2 * _decoded_text(chunk) + int(chunk.num_values) * around
 
 
 def _mean_items(groups: Sequence[Any], name: str) -> int:

@@ -31,6 +31,7 @@ from hypothesis import given, strategies as st
 from parameters_kit import in_pairs
 
 from dataflow import DataLoader, ShardedDataset, TokenBudget
+from sharding.catalog.predicate import Predicate
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
 
@@ -317,6 +318,18 @@ def test_nulls_do_not_match_and_filters_add_up(tmp_path: Path) -> None:
     assert [int(again[i]["n"]) for i in range(len(again))] == [2, 5]
     missing = dataset.filter(pc.field("f").is_null())
     assert [int(missing[i]["n"]) for i in range(len(missing))] == [1, 3]
+
+
+def test_nan_matches_where_statistics_do_not_count_it(tmp_path: Path) -> None:
+    floats = [1.5, math.nan, math.nan, math.nan, 2.0, None]
+    table = pa.table({"n": range(6), "f": floats, "s": [{"x": x} for x in floats], "a.b": floats})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    dataset = ShardedDataset(str(tmp_path / "a.parquet"), catalog=str(tmp_path / "a.catalog"), columns=["n"])
+    for f in (pc.field("f"), pc.field("s", "x"), pc.field("s.x"), pc.field("a.b")):
+        for condition in (f != 1.5, f.is_nan(), ~(f > 0), ~f.isin([1.5]) | (pc.field("f") == 1.5)):
+            view = dataset.filter(condition)
+            holds = Predicate(condition, table.schema).holds(table)
+            assert [int(view[i]["n"]) for i in range(len(view))] == np.flatnonzero(holds).tolist()
 
 
 def test_filter_looks_into_structs_and_skips_empty_row_groups(tmp_path: Path) -> None:
