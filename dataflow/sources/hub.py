@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,7 @@ from sharding.redaction import identity_of
 from sharding.urls import is_glob, is_http, is_local, local_path
 from sharding.write.file import private_folder
 
+_UNDERSCORE = re.compile(r"(^|/)_[^=/]*(/|$)")
 _SAVED_DICT = "dataset_dict.json"
 _PATIENCE_S = 60.0
 """For a listing that another process fetches."""
@@ -99,6 +101,8 @@ def claim_folder(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
     def look() -> tuple[list[str], dict[str, str]]:
         with store_errors(url):
             files = [file.removeprefix(root).strip("/") for file in fs.find(root)]
+            if any("=" in _folder(file) for file in files):  # Spark has `_temporary/` beside
+                files = [file for file in files if not _UNDERSCORE.search(_folder(file))]
             cards = {
                 name: fs.cat_file(f"{root.rstrip('/')}/{name}", end=CARD_BYTES).decode(errors="replace")
                 for name in (*CARD_FILES, _SAVED_DICT)
@@ -146,8 +150,7 @@ def _folder(file: str) -> str:
 
 def _saved_splits(saved: str | bytes) -> list[dict[str, Any]]:
     """The splits of a `DatasetDict` that was saved, as the config of a README would say them."""
-    names = json.loads(saved)["splits"]
-    files = {name: f"{name}/*.arrow" for name in names}
+    files = {name: f"{name}/*.arrow" for name in json.loads(saved)["splits"]}
     return [{"config_name": "default", "data_files": files}]
 
 

@@ -395,8 +395,7 @@ def _of_rows(
                 f"{rows.told(row)}, which has no ending, by which the column of a file is called",
             )
     files = [(*path.rpartition("/")[::2], size, "") for path, size in zip(paths, sizes.tolist(), strict=True)]
-    found = _loose(url, files, [], [], num_left_out)
-    return structs.replace(found, versions=versions, manifest=rows)
+    return structs.replace(_loose(url, files, [], [], num_left_out), versions=versions, manifest=rows)
 
 
 # ---- splits ---------------------------------------------------------------------------------------------

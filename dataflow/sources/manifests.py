@@ -206,9 +206,7 @@ def _table(url: str, data: bytes, manifest: Manifest) -> pa.Table:
     if any(getattr(manifest, one.name) != getattr(Dialect(), one.name) for one in fields(Dialect)):
         names = ", ".join(one.name for one in fields(Dialect))
         raise ValueError(f"{names} say how CSV and TSV are written, and {identity_of(url)} is neither")
-    if ending == "parquet":
-        return _parquet(url, data)
-    return _lines(url, data.removeprefix(b"\xef\xbb\xbf"))
+    return _parquet(url, data) if ending == "parquet" else _lines(url, data.removeprefix(b"\xef\xbb\xbf"))
 
 
 def _parquet(url: str, data: bytes) -> pa.Table:

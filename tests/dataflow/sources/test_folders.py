@@ -241,6 +241,13 @@ def test_a_column_that_a_file_stores_is_the_stored_one(tmp_path: Path) -> None:
         assert xs(tmp_path) == [7, 8]
 
 
+def test_folders_of_values_count_and_what_is_not_yet_committed_beside_them_does_not(tmp_path: Path) -> None:
+    for folder in ("d=1", "_d=2", "_temporary/0/d=3", "d=4/_temporary/0"):
+        parquet(tmp_path / folder / "a.parquet", 1)
+    found = ShardedDataset(tmp_path).catalog.locations
+    assert [url.removeprefix(f"{tmp_path}/") for url in found] == ["_d=2/a.parquet", "d=1/a.parquet"]
+
+
 OF_FILES = [name for name in MAKERS if name not in ("files", "energon", "delta", "iceberg")]
 
 
