@@ -101,8 +101,7 @@ class ArrayOutput(FixedOutput):
 
     def _array(self, num_rows: int, arena: Arena) -> NDArray[Any]:
         nbytes = num_rows * self.row_bytes
-        flat = arena.lease(nbytes or 1)[:nbytes].view(self.dtype)
-        return flat.reshape(num_rows, *self.shape)
+        return arena.lease(nbytes or 1)[:nbytes].view(self.dtype).reshape(num_rows, *self.shape)
 
     def build(self, columns: ChunkColumns) -> BuiltColumn:
         """Rows of the windows' arrays."""

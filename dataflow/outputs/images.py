@@ -70,8 +70,7 @@ class ImageOutput(DecodedOutput):
 
     def part_size(self, num_values: int) -> int:
         """Images that a task decodes: two tasks a core, so that all share a batch and end together."""
-        shared = num_values // (2 * len(os.sched_getaffinity(0)))
-        return min(max(shared, _LEAST_PART), _MOST_PART)
+        return min(max(num_values // (2 * len(os.sched_getaffinity(0))), _LEAST_PART), _MOST_PART)
 
     def decode_few(
         self,

@@ -44,9 +44,8 @@ class ObjectOutput(DecodedOutput):
     @property
     def function(self) -> Callable[[bytes], Any] | None:
         """See `Output`."""
-        ours = (bytes_tensor, *CONVERTERS.values())
-        is_ours = self.is_format_rule or any(self.convert is one for one in ours)
-        return None if is_ours else self.convert
+        is_ours = any(self.convert is one for one in (bytes_tensor, *CONVERTERS.values()))
+        return None if is_ours or self.is_format_rule else self.convert
 
     def optional(self, default: Any, *, has_mask: bool) -> Self:
         """See `Output`. A missing object is None, unless there is a default, and objects are not stacked."""

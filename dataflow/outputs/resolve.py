@@ -99,10 +99,10 @@ def resolve_outputs(
 
 def schema_of(schema: Mapping[str, ColumnSpec], name: str) -> ColumnSpec:
     """The spec of a column, the sample's own key and alternatives included."""
+    if name in schema and name != "__url__":
+        return schema[name]
     if name in KEY_COLUMNS:
         return ColumnSpec("text")
-    if name in schema:
-        return schema[name]
     specs = [schema[one] for one in name.split(ALTERNATIVE)]  # as `Format.alternatives` has it
     sizes = [spec.size_range for spec in specs if spec.size_range is not None]
     both = (min(low for low, _ in sizes), max(high for _, high in sizes)) if sizes else None
@@ -122,6 +122,9 @@ def _chosen(
     """Return by name the columns that each is made of, and whether it is made of several, even of one."""
     if isinstance(columns, str):
         raise ValueError(f"columns must be a list or a mapping, got the string {columns!r}")
+    if columns is None and "__url__" in schema:
+        cure = "is stored, and by this name the URL of a sample's shard is delivered: name others by columns="
+        raise ValueError(f"column '__url__' {cure}, such as {_listed(schema)}")
     if columns is None:
         named: dict[str, tuple[str, ...]] = {
             name: (name,) for name, spec in schema.items() if not spec.is_part and not spec.is_index

@@ -170,8 +170,7 @@ class _TwoInOne(io.RawIOBase):
 
 def _read(footer: bytes, data: memoryview, fields: list[int] | None) -> pa.Table:
     options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
-    stream = pa.PythonFile(_TwoInOne(footer, data), "r")
-    with pa.ipc.open_stream(stream, options=options) as reader:
+    with pa.ipc.open_stream(pa.PythonFile(_TwoInOne(footer, data), "r"), options=options) as reader:
         return reader.read_all()
 
 

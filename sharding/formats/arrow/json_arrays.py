@@ -122,8 +122,7 @@ class RawTexts:
     def array(self) -> pa.Array:
         """The texts as Arrow strings. `pa.ArrowInvalid` where one is not UTF-8."""
         valid = ~self.missing if self.missing.any() else None
-        offsets = pa.py_buffer(np.append(0, self.ends))
-        content = [bits(valid), offsets, pa.py_buffer(self.buffer)]
+        content = [bits(valid), pa.py_buffer(np.append(0, self.ends)), pa.py_buffer(self.buffer)]
         texts = pa.Array.from_buffers(pa.large_string(), len(self.lengths), content)
         if not self.buffer.isascii():
             texts.validate(full=True)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets_kit import Make
 
-from dataflow import DataLoader, Pad
+from dataflow import DataLoader, Pad, ShardedDataset
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness
 from dataflow.outputs.output import BuiltColumn, Output
 from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
@@ -66,3 +69,14 @@ def test_a_new_kind_of_column_is_one_class(made: Make, shuffle: bool) -> None:
 def test_outputs_that_deliver_the_same_are_equal_whatever_their_sources() -> None:
     assert RaggedOutput(name="x", sources=("a",)) == RaggedOutput(name="x", sources=("b",))
     assert RaggedOutput(name="x", sources=("a",)) != PaddedOutput(name="x", sources=("a",), pad=Pad())
+
+
+def test_columns_of_tables_that_are_called_as_what_tars_have_keep_their_values(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"__key__": [7, 8], "x": [1, 2]}), tmp_path / "keys.parquet")
+    dataset = ShardedDataset(tmp_path / "keys.parquet")
+    assert [dict(dataset[i]) for i in range(2)] == [{"__key__": 7, "x": 1}, {"__key__": 8, "x": 2}]
+    pq.write_table(pa.table({"__url__": ["a.tar"], "x": [1]}), tmp_path / "urls.parquet")
+    with pytest.raises(ValueError, match=r"'__url__' is stored.*name others by columns=, such as .*x "):
+        ShardedDataset(tmp_path / "urls.parquet")
+    named = ShardedDataset(tmp_path / "urls.parquet", columns=["x", "__url__"])
+    assert dict(named[0]) == {"x": 1, "__url__": f"{tmp_path}/urls.parquet"}
