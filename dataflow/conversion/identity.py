@@ -127,9 +127,7 @@ class Identity:
             return self._code(value)
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        if isinstance(value, type):
-            return self._class(value)
-        return self._object(value, kind)
+        return self._class(value) if isinstance(value, type) else self._object(value, kind)
 
     def _items(self, items: Any, kind: type) -> Iterable[Any]:
         """Lists may be datasets: samples of plain values are hashed thousands at a time."""

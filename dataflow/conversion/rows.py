@@ -179,8 +179,7 @@ class DeliveredRows:
     def batches(self, positions: Ints) -> Iterator[list[Any]]:
         """See `Rows`."""
         for first in range(0, len(positions), _AT_ONCE):
-            indices = positions[first : first + _AT_ONCE].tolist()
-            yield list(self._get(indices))
+            yield list(self._get(positions[first : first + _AT_ONCE].tolist()))
 
     def _get(self, indices: Sequence[int]) -> Sequence[Any]:
         get = getattr(self.dataset, "__getitems__", None)

@@ -323,8 +323,7 @@ class ConvertSource:
             self._look()
             samples = _some_of(given_rows(probe, NewSamples(first=0, samples=self._seen)))
         else:
-            positions = np.arange(min(len(self.rows), _LOOKED_AT), dtype=np.int64)
-            samples = _some_of(fitted_rows(probe, positions))
+            samples = _some_of(fitted_rows(probe, np.arange(min(len(self.rows), _LOOKED_AT), dtype=np.int64)))
         if not samples:
             raise ValueError(f"no sample is left of the first {_LOOKED_AT:,}: see filter= and map=")
         sizes = [sum(_size_of(value) for value in sample.values()) for sample in samples]

@@ -189,6 +189,10 @@ def _stored(name: str, value: Any) -> tuple[str, Any]:
     if isinstance(value, str):
         return "text", value.encode()
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(
+                f"column {name!r} is {value}, and tars hold integers of int64: map= may give text"
+            )
         return "int", str(int(value)).encode()
     if isinstance(value, (bool, float, np.floating, np.bool_, np.ndarray)):
         array = np.asarray(value)

@@ -121,8 +121,7 @@ class ChunkRows(Struct, frozen=True, eq=False, dict=True):
         addresses = np.empty(self.num_rows, np.int64)
         for part in (first, *others):
             values = part.array(column)
-            start = values.__array_interface__["data"][0]
-            addresses[part.chunk_rows] = part.rows * values.strides[0] + start
+            addresses[part.chunk_rows] = part.rows * values.strides[0] + values.__array_interface__["data"][0]
         return 0, 1, addresses
 
     def truncated(self, row: int, column: str) -> ShardReadError:

@@ -162,8 +162,6 @@ def _layout(value: Any) -> Any:
 def _known(value: Any) -> Any:
     """A value of a type that `_BUILDERS` has, or that Arrow knows."""
     value = plain_value(value)
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError("a masked array has no type of its own: fill it")
     if isinstance(value, (set, frozenset)):
         raise TypeError("a set has no order: give a sorted list")
     if isinstance(value, np.ndarray):
@@ -223,6 +221,8 @@ def _lists(values: Sequence[Any]) -> pa.Array:
 def _arrays(values: Sequence[NDArray[Any] | None]) -> pa.Array:
     """Lists as deep as arrays of one dtype have dimensions."""
     there = [value for value in values if value is not None]
+    if not there[0].ndim:
+        return array_of([None if value is None else value[()] for value in values])
     if there[0].ndim == 1:
         shapes, flat = np.fromiter(map(len, there), np.int64, len(there))[:, None], np.concatenate(there)
     else:
@@ -237,8 +237,6 @@ def _arrays(values: Sequence[NDArray[Any] | None]) -> pa.Array:
     for depth in range(shapes.shape[1] - 1, 0, -1):
         lengths = np.repeat(shapes[:, depth], shapes[:, :depth].prod(axis=1))
         items = _list_array(lengths, None, items)
-    if len(there) == len(values):
-        return _list_array(shapes[:, 0], None, items)
     valid, lengths = np.array([value is not None for value in values]), np.zeros(len(values), np.int64)
     lengths[valid] = shapes[:, 0]
     return _list_array(lengths, valid, items)
@@ -249,8 +247,7 @@ def _structs(values: Sequence[dict[str, Any] | None]) -> pa.Array:
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError("a dict needs fields, and their names are text")
     children = [array_of(column_of(values, name), within=dict) for name in names]
-    valid = valid_of(values)
-    mask = None if valid is None else bool_array(~valid)
+    mask = None if (valid := valid_of(values)) is None else bool_array(~valid)
     return pa.StructArray.from_arrays(children, names, mask=mask)
 
 

@@ -33,8 +33,7 @@ ENCODINGS = ("bytes", "str", "json", "jpeg", "png", "ndarray", *_NUMBERS, *_FLOA
 def encoding_of(value: Any) -> str:
     """Return the encoding of a column whose first value this is. `ValueError` where Streaming has none."""
     if isinstance(value, (bytes, bytearray, memoryview)):
-        head = bytes(value[:8])
-        return next((name for magic, name in _PICTURES if head.startswith(magic)), "bytes")
+        return next((name for magic, name in _PICTURES if bytes(value[:8]).startswith(magic)), "bytes")
     if isinstance(value, str):
         return "str"
     if type(value) is int:
@@ -63,8 +62,7 @@ class NewMdsShard:
     def __init__(
         self, file: NewFile, *, columns: Mapping[str, str] | None = None, rounds: bool = False
     ) -> None:
-        self._file, self._samples, self._num_bytes = file, list[bytes](), 0
-        self._rounds = rounds
+        self._file, self._samples, self._num_bytes, self._rounds = file, list[bytes](), 0, rounds
         self._columns = None if columns is None else _Columns(columns, rounds)
 
     def add(self, sample: Mapping[str, Any]) -> None:
@@ -264,7 +262,7 @@ def _array(dtype: np.dtype[Any], *, names_dtype: bool) -> Callable[[Any], bytes]
         raise ValueError('give arrays with their dtype, such as "ndarray:float32"')
 
     def write(value: Any) -> bytes:
-        if not isinstance(value, np.ndarray) or value.dtype != dtype:
+        if not isinstance(value, np.ndarray) or plain_value(value).dtype != dtype:
             raise TypeError(f"an array of {dtype.name} is asked for, got {getattr(value, 'dtype', 'none')}")
         if not value.ndim or not value.size:
             raise ValueError(f"Streaming has no arrays of shape {list(value.shape)}")

@@ -10,6 +10,7 @@ import gzip
 import json
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any, BinaryIO, Protocol, cast
 
@@ -125,7 +126,7 @@ class NewTarShard:
             if name != name.lower() or not _survives(key, name):
                 return f"{key}.{name} would not be read back as key {key!r} and extension {name!r}"
             if not _reads_as_number(name, value):
-                return f"{name!r} would be written as {str(value)!r}, which is no integer; give an int"
+                return f"{name!r} would be written as {str(value)!r}, which is no int64; give an int"
             if not self._allow_pickle and _is_pickled(name, value):
                 return (
                     f"{name!r} would have to be unpickled; to write it all the same, give allow_pickle=True"
@@ -305,16 +306,16 @@ class NewJsonlShard:
 
     def add(self, sample: Sample) -> None:
         """Append a line."""
-        self._out.write((self._line(sample, self._num_samples) + "\n").encode())
+        self._out.write(self._line(sample, self._num_samples) + b"\n")
         self._num_samples += 1
 
     def add_many(self, samples: Sequence[Sample]) -> None:
         """Append lines, all or none."""
         lines = [self._line(sample, number) for number, sample in enumerate(samples, self._num_samples)]
-        self._out.write("\n".join([*lines, ""]).encode())
+        self._out.write(b"\n".join([*lines, b""]))
         self._num_samples += len(lines)
 
-    def _line(self, sample: Sample, number: int) -> str:
+    def _line(self, sample: Sample, number: int) -> bytes:
         try:
             row = sample if type(sample) is dict else dict(sample)
             if not row.keys() <= self._names:
@@ -325,13 +326,14 @@ class NewJsonlShard:
                 check_keys([*row.values()])
             if len(line) > 2 * DEEPEST and line.count("[") + line.count("{") > DEEPEST:
                 check_row(row)
+            data = line.encode()
         except (RecursionError, TypeError, ValueError) as error:
             check_rows(self._url, [sample], number)
             reason, key = f"it cannot be written as JSON: {error}", str(sample.get("__key__", number))
             raise SampleError(self._url, reason, key=key, stage="write") from error
         if not row:
             raise SampleError(self._url, "a sample needs a field", key=str(number), stage="write")
-        return line
+        return data
 
     def finish(self) -> Mapping[str, bytes]:
         """Write what the compressor holds."""
@@ -394,11 +396,9 @@ def _reads_as_number(extension: str, value: Any) -> bool:
     """Return whether webdataset writes a label, by `str`, as an integer; text and bytes are the user's."""
     if isinstance(value, str | bytes) or extension.rpartition(".")[2] not in INT_EXTENSIONS:
         return True
-    try:
-        int(str(value))
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        return -(1 << 63) <= int(str(value)) < 1 << 63
+    return False
 
 
 def _is_pickled(extension: str, value: Any) -> bool:

@@ -12,6 +12,7 @@ from sharding.errors import SampleError
 PYTHON_TYPES = (np.bool_, np.float64, np.int64, np.longlong)
 """Numbers of numpy for which Python has a type of the same values."""
 _TEXT = frozenset({str})
+MASKED = "a masked array has no type of its own: fill it"
 PLAIN = frozenset({str, int, float, bool, type(None)})
 NESTED = frozenset({list, tuple, dict})
 DEEPEST = 100
@@ -25,6 +26,8 @@ def plain_value(value: Any) -> Any:
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value[()]
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(MASKED)
     return value.item() if isinstance(value, PYTHON_TYPES) else value
 
 
@@ -63,12 +66,14 @@ def check_rows(url: str, rows: Sequence[Mapping[Any, Any]], first: int = 0) -> N
 
 
 def check_row(row: Mapping[Any, Any]) -> None:
-    """Raise `ValueError` for names that are no text, and lists and dicts in one another without an end."""
+    """Raise `ValueError` for names that are no text, for masks, and for lists and dicts without an end."""
     for name, value in row.items():
         if not isinstance(name, str):
             raise ValueError(f"a column is called {name!r}, of type {type(name).__name__}: names are text")
         if type(value) in NESTED and not has_an_end(value):
             raise ValueError(f"column {name!r} {ENDLESS}")
+        if isinstance(value, np.ma.MaskedArray):
+            raise ValueError(f"column {name!r}: {MASKED}")
 
 
 def has_an_end(value: Any, left: int = DEEPEST) -> bool:

@@ -192,8 +192,7 @@ def _schema_of(footer: bytes, end: bytes) -> pa.Schema:
 
 def _check_lengths(batches: Iterable[Message], schema: pa.Schema, shard: Shard) -> None:
     """Raise where a batch has other arrays than the schema, or columns of other lengths than its rows."""
-    sizes = [len(_owners(field.name, field.type)) for field in schema]
-    firsts = [0, *accumulate(sizes)]
+    firsts = [0, *accumulate(len(_owners(field.name, field.type)) for field in schema)]
     for message in batches:
         if len(message.lengths) != firsts[-1] or {message.lengths[i] for i in firsts[:-1]} - {message.rows}:
             reason = f"broken Arrow message: a record batch of {message.rows} rows whose columns have others"

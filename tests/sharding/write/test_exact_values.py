@@ -276,3 +276,23 @@ def test_mds_rounds_floats_only_to_an_encoding_that_is_given(
         for value in (1e300, 16777217, True, "1", *([] if columns else [0.1])):
             with pytest.raises(SampleError, match="column 'x' has encoding 'float32', which cannot hold"):
                 writer.write({"x": value})
+
+
+def test_arrays_without_dimensions_are_numbers(tmp_path: Path) -> None:
+    column = [np.array(5), None, np.array(7), 1.5]
+    with ShardWriter(str(tmp_path / "a.parquet")) as writer:
+        writer.write_many([{"x": value} for value in column])
+    assert pq.read_table(tmp_path / "a.parquet")["x"].to_pylist() == [5, None, 7, 1.5]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl", "shard.%05d.mds"])
+def test_masks_and_halves_of_letters_are_refused_by_sample(tmp_path: Path, name: str) -> None:
+    masked = np.ma.array([1, 2], mask=[False, True])
+    columns: list[tuple[list[Any], str]] = [
+        (["a", "\ud800"], "surrogates not allowed"),
+        ([np.array([3, 4]), masked], "a masked array .*: fill it"),
+    ]
+    for values, says in columns:
+        writer = ShardWriter(str(tmp_path / name), overwrite=True)
+        with pytest.raises(SampleError, match=f"sample '1'.*({says})"), writer:
+            writer.write_many([{"x": value} for value in values])
