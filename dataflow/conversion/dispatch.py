@@ -52,8 +52,7 @@ class ShownShards:
         self._done += 1
         self._samples += receipt["samples"]
         self._bytes += receipt["bytes"]
-        seconds = max(1e-3, time.monotonic() - self._began)
-        rate = (self._bytes - self._before) / seconds / 1e6
+        rate = (self._bytes - self._before) / max(1e-3, time.monotonic() - self._began) / 1e6
         self.bar.show(
             self._done, text=f"{self._samples:,} samples, {self._bytes / 1e6:,.0f} MB, {rate:,.1f} MB/s"
         )

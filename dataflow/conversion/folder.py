@@ -86,10 +86,10 @@ def write_errors(url: str) -> Iterator[None]:
         yield
     except DataflowError:
         raise
-    except NotImplementedError as error:
-        raise ConversionError(f"{identity_of(url)}: files of this protocol cannot be written") from error
     except Exception as error:
-        raise ConversionError(f"{identity_of(url)}: {failure_text(error, 'written')}") from error
+        is_protocol = type(error) is NotImplementedError  # pyarrow raises others
+        reason = "files of this protocol cannot be written" if is_protocol else failure_text(error, "written")
+        raise ConversionError(f"{identity_of(url)}: {reason}") from error
 
 
 class OutputFolder:

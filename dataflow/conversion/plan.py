@@ -20,6 +20,7 @@ from dataflow.conversion.folder import ConversionError
 from dataflow.conversion.target import Target
 
 VERSION = 2
+_KEPT = ("source", "functions", "unknown", "identity", "options", "bounds", "run")
 Ints = NDArray[np.int64]
 
 
@@ -56,17 +57,7 @@ class Plan:
         target = {one.name: getattr(self.target, one.name) for one in fields(Target)}
         target |= {"columns": dict(self.target.columns)}
         target["schema"] = base64.b64encode(self.target.schema).decode()
-        plan = {
-            "version": VERSION,
-            "source": self.source,
-            "functions": dict(self.functions),
-            "unknown": dict(self.unknown),
-            "identity": self.identity,
-            "options": dict(self.options),
-            "run": self.run,
-            "target": target,
-            "bounds": None if self.bounds is None else list(self.bounds),
-        }
+        plan = {name: getattr(self, name) for name in _KEPT} | {"version": VERSION, "target": target}
         return json.dumps(plan, indent=1, sort_keys=True).encode() + b"\n"
 
     @classmethod
@@ -78,8 +69,7 @@ class Plan:
                 raise ValueError(f"it is of version {plan['version']}, this release writes {VERSION}")
             target = dict(plan["target"])
             target["schema"] = base64.b64decode(target["schema"])
-            names = ("source", "functions", "unknown", "identity", "options", "bounds", "run")
-            return cls(target=Target(**target), **{name: plan[name] for name in names})
+            return cls(target=Target(**target), **{name: plan[name] for name in _KEPT})
         except (LookupError, TypeError, ValueError) as error:
             raise ConversionError(
                 f"{url} is no plan to go on with ({error}): give an empty folder, or overwrite=True"

@@ -224,14 +224,8 @@ def _check_destination(dest: Any) -> None:
     text = os.fspath(dest) if isinstance(dest, (str, os.PathLike)) else ""
     if not text or not isinstance(text, str):
         raise ValueError(f"dest must be a folder, which the shards are written to, got {dest!r}")
-    what = (
-        "a pattern"
-        if {"*", "?"} & {*text}
-        else "a file"
-        if is_local(text) and os.path.isfile(local_path(text))
-        else ""
-    )
-    if what:
+    is_file = is_local(text) and os.path.isfile(local_path(text))
+    if what := "a pattern" if {"*", "?"} & {*text} else "a file" if is_file else "":
         raise ValueError(
             f"the destination, {identity_of(text)}, is {what}: name a folder after the sources, or was it "
             "forgotten?"

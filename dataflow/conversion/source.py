@@ -17,6 +17,7 @@ from dataflow.conversion.identity import described
 from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count
 from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
 from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
+from dataflow.conversion.values import with_types
 from dataflow.conversion.work import (
     WINDOW_BLOCKS,
     NewSamples,
@@ -38,6 +39,8 @@ _PROBED = 64
 _LOOKED_AT = 4096
 """Samples that are read, at most, to find so many."""
 _ROW_GROUP_BYTES = 4 << 20
+_UNVIEWED = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+"""Types in place of those that pyarrow writes to no Parquet file."""
 
 
 def opened_source(
@@ -174,8 +177,7 @@ class ConvertSource:
             and "jsonl" not in (codec.name, codec.of)
         ):
             return "tables" if self._schema is None else "samples"
-        is_whole = self._has_whole_blocks and rows.selection.is_whole
-        if self.to == "tar" and codec.name == "tar" and is_whole:
+        if self._has_whole_blocks and rows.selection.is_whole and self.to == "tar" == codec.name:
             first = np.unique(catalog.blocks.shard, return_index=True)[1]
             if all(codec.locate(catalog.block(number), []) is not None for number in first.tolist()):
                 return "members"
@@ -296,7 +298,8 @@ class ConvertSource:
         catalog = self.rows.catalog
         used = np.flatnonzero(catalog.blocks.num_samples)
         firsts = used[np.unique(catalog.shard_schemas[catalog.blocks.shard[used]], return_index=True)[1]]
-        schemas = [self.rows.codec.schema(bytes(catalog.block(n).footer)) for n in sorted(firsts.tolist())]
+        stored = (self.rows.codec.schema(bytes(catalog.block(n).footer)) for n in sorted(firsts.tolist()))
+        schemas = [with_types(schema, lambda kind: _UNVIEWED.get(kind, kind)) for schema in stored]
         try:
             return pa.unify_schemas(schemas, promote_options="permissive")
         except pa.ArrowException as error:
@@ -391,12 +394,6 @@ class _Probe(Target):
 
 
 def _size_of(value: Any) -> int:
-    if isinstance(value, (bytes, str)):
-        return len(value)
-    return (
-        int(value.nbytes)
-        if isinstance(value, np.ndarray)
-        else 8 * len(value)
-        if isinstance(value, list)
-        else 8
-    )
+    if isinstance(value, np.ndarray):
+        return int(value.nbytes)
+    return len(value) if isinstance(value, (bytes, str)) else 8 * (len(value) if type(value) is list else 1)

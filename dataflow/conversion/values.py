@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from sharding.blocks import ABSENT, MISSING, Column, ColumnSpec, Format, Masked, Spans
@@ -122,3 +123,17 @@ def _byte_lists(
             own = [next(items) for _ in range(next(count))]
             out.append([buffer[at : at + size].tobytes() for at, size in own])
     return out
+
+
+def with_types(schema: pa.Schema, change: Callable[[pa.DataType], pa.DataType]) -> pa.Schema:
+    """The schema with other types, also in structs and lists."""
+
+    def changed(field: pa.Field) -> pa.Field:
+        kind = field.type
+        if pa.types.is_struct(kind):
+            kind = pa.struct(map(changed, kind))
+        elif pa.types.is_list(kind):
+            kind = pa.list_(changed(kind.value_field))
+        return field.with_type(change(kind))
+
+    return pa.schema(map(changed, schema), schema.metadata)

@@ -17,6 +17,7 @@ from dataflow.conversion.folder import ConversionError
 from dataflow.conversion.rows import KEY, StoredRows
 from dataflow.conversion.source import ConvertSource, stored_rows
 from dataflow.conversion.target import TOKENS
+from dataflow.conversion.values import with_types
 from dataflow.conversion.work import NewSamples, ProducedSamples, TaskSpec, as_schema, fitted_rows, given_rows
 from dataflow.dataset import ShardedDataset
 from dataflow.progress.bar import ProgressBar
@@ -137,7 +138,7 @@ class _ComparedShard:
         positions = self.rows + self.first
         if to == "parquet":
             made = self._tables() if self.task.way == "tables" else self._as_rows()
-            found = (row for table in result.tables(positions) for row in table.to_pylist())
+            found = (row for table in result.tables(positions) for row in _rows_of(table))
         else:
             made = self._fitted()
             found = (sample for batch in result.batches(positions) for sample in batch)
@@ -176,8 +177,7 @@ class _ComparedShard:
                     )
 
     def _same(self, row: int, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        names = {*was, *now} - ({KEY} if self.task.target.to != "tar" else set())
-        for name in sorted(names):
+        for name in sorted({*was, *now} - ({KEY} if self.task.target.to != "tar" else set())):
             if not is_same(was.get(name), now.get(name)):
                 shown = f"{_short(now.get(name))} is not {_short(was.get(name))}"
                 raise ConversionError(
@@ -214,13 +214,12 @@ class _ComparedShard:
         schema, rounds = self.task.target.arrow_schema, self.task.target.rounds
         for sample in self._fitted():
             row = {field.name: array_of([sample[field.name]], field.type, rounds=rounds) for field in schema}
-            yield from pa.table(row).to_pylist()
+            yield from _rows_of(pa.table(row))
 
     def _tables(self) -> Iterator[dict[str, Any]]:
         assert isinstance(self.task.rows, StoredRows)
-        positions = self.task.positions(self.number)[self.rows]
-        for table in self.task.rows.tables(positions):
-            yield from as_schema(table, self.task.target.arrow_schema).to_pylist()
+        for table in self.task.rows.tables(self.task.positions(self.number)[self.rows]):
+            yield from _rows_of(as_schema(table, self.task.target.arrow_schema))
 
     def _compare_tokens(self) -> None:
         """Compare the whole file: its documents have no ends."""
@@ -237,6 +236,12 @@ class _ComparedShard:
                 f"{self.receipt['name']} has {len(stored):,} tokens, and the source gives {len(made):,}; the "
                 f"first that differs is token {at:,}: source or functions changed, or the shard is damaged"
             )
+
+
+def _rows_of(table: pa.Table) -> Any:
+    """The rows of a table; nanoseconds, which Python's times have not, as integers."""
+    kinds = with_types(table.schema, lambda kind: pa.int64() if getattr(kind, "unit", "") == "ns" else kind)
+    return as_schema(table, kinds).to_pylist()
 
 
 def _each(parts: Iterable[ProducedSamples]) -> Iterator[dict[str, Any]]:

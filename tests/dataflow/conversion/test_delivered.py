@@ -132,3 +132,26 @@ def test_integers_that_no_tar_gives_back_are_refused_by_sample(tmp_path: Path) -
     pq.write_table(pa.table({"x": pa.array([1, 1 << 63], pa.uint64())}), tmp_path / "x.parquet")
     with pytest.raises(SampleError, match=r"sample '1': column 'x' is 9223372036854775808, .*map= may give"):
         convert(tmp_path / "x.parquet", tmp_path / "out", to="tar", workers=1)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_types_that_python_or_parquet_has_not_are_written_and_compared(tmp_path: Path, fast: bool) -> None:
+    """Of nanoseconds pyarrow makes no Python time, and of views of text no slices for Parquet."""
+    times, texts = (
+        pa.array([1, None, 2_000], pa.timestamp("ns")),
+        pa.array(["a", None, "b" * 20], pa.string_view()),
+    )
+    nested = pa.StructArray.from_arrays([pa.array([1, 2, 3], pa.duration("ns")), texts], ["t", "v"])
+    table = pa.table(
+        {"t": times, "v": texts, "s": nested, "l": pa.array([[5], [], [6]], pa.list_(pa.time64("ns")))}
+    )
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    names = None if fast else {name: name for name in ("s.t", "t", "v", "s.v")}
+    source = ShardedDataset(tmp_path / "a.arrow", columns=names)
+    made = convert(source, tmp_path / "out", to="parquet", workers=1, shard_samples=2, verify=True)
+    assert (made.samples, made.verified) == (3, 3)
+    written = ShardedDataset(made.catalog)
+    assert [dict(written[i])["s.t"] for i in (0, 2)] == [1, 3]
+    assert dict(written[2])["t"] == 2_000
+    assert dict(written[2])["v"] == dict(written[2])["s.v"] == "b" * 20
