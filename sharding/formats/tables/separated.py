@@ -23,7 +23,7 @@ from sharding.redaction import identity_of
 _SEPARATORS = {"csv": ",;\t", "tsv": "\t"}
 """By ending, what may stand between cells: the first that the header has."""
 _TYPES = {"text": pa.string(), "int": pa.int64(), "float": pa.float64()}
-_INTEGER, _ZEROS, _MOST_EXACT = r"^\s*[+-]?\d+\s*$", r"^\s*[+-]?0\d+\s*$", 1 << 53
+_INTEGER, _ZEROS, _MOST_EXACT = r"^\s*[+-]?\d+\s*$", r"^\s*[+-]?0(\d+\s*$|[xX])", 1 << 53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,22 +136,20 @@ def _exact(url: str, table: pa.Table, texts: pa.Table, is_alone: bool) -> pa.Tab
     schema, columns = [*table.schema], table.columns
     for number, one in enumerate(schema):
         text, as_text = texts.column(number), pa.field(one.name, pa.string())
-        if pa.types.is_temporal(one.type) or (is_alone and pa.types.is_null(one.type)):
-            schema[number], columns[number] = as_text, text
-        elif text.type == one.type:
+        if text.type == one.type:
             continue
-        elif pa.types.is_integer(one.type):
-            zeros = pc.index(pc.match_substring_regex(text, _ZEROS), True).as_py()
-            if zeros >= 0 and is_alone:
-                schema[number], columns[number] = as_text, text
-            elif zeros >= 0:
-                warnings.warn(
-                    f"column {one.name!r} of {identity_of(url)} has numbers with zeros before them, such as "
-                    f"{text[zeros].as_py()!r} in row {zeros + 1}, which are read as integers: "
-                    f"types={{{one.name!r}: 'text'}} keeps them",
-                    stacklevel=2,
-                )
-        elif pa.types.is_floating(one.type):
+        zeros = pc.index(pc.match_substring_regex(text, _ZEROS), True).as_py()
+        if pa.types.is_temporal(one.type) or (is_alone and (pa.types.is_null(one.type) or zeros >= 0)):
+            schema[number], columns[number] = as_text, text
+            continue
+        if zeros >= 0:
+            warnings.warn(
+                f"column {one.name!r} of {identity_of(url)} has numbers with zeros before them, such as "
+                f"{text[zeros].as_py()!r} in row {zeros + 1}, which are read as numbers: "
+                f"types={{{one.name!r}: 'text'}} keeps them",
+                stacklevel=2,
+            )
+        if pa.types.is_floating(one.type):
             exact, numbers = _large_integers(one, columns[number], text)
             is_unfit = is_alone and exact.type == UNREADABLE
             schema[number], columns[number] = (as_text, text) if is_unfit else (exact, numbers)
@@ -165,7 +163,9 @@ def _large_integers(
     import pyarrow.compute as pc
 
     whole = pc.match_substring_regex(text, _INTEGER)
-    large = pc.and_(whole, pc.greater(pc.abs(numbers), float(_MOST_EXACT))).fill_null(False)
+    is_most = pc.match_substring_regex(text, rf"^\s*[+-]?{_MOST_EXACT}\s*$")  # and not what is rounded to it
+    beyond = pc.and_not(pc.greater_equal(pc.abs(numbers), float(_MOST_EXACT)), is_most)
+    large = pc.and_(whole, beyond).fill_null(False)
     at = pc.index(large, True).as_py()
     if at < 0:
         return one, numbers

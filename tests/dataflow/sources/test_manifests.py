@@ -326,7 +326,13 @@ def test_cells_are_what_they_say(
 
 
 @pytest.mark.parametrize(
-    "cells", [["1" + 22 * "0", "5"], [str(1 << 63), "-1"], [str((1 << 53) + 1) * 2, "0.5"]]
+    "cells",
+    [
+        ["1" + 22 * "0", "5"],
+        [str(1 << 63), "-1"],
+        [str((1 << 53) + 1) * 2, "0.5"],
+        [str((1 << 53) + 1), "0.5"],
+    ],
 )
 def test_integers_that_nothing_holds_are_an_error_for_who_asks_for_them(
     folder: Path, cells: list[str]

@@ -45,6 +45,20 @@ def test_rows_of_a_table_named_alone_are_samples_whose_values_are_what_it_says(t
     assert rows(ShardedDataset(tmp_path / "out", progress=False)) == wanted
 
 
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["007", "1.5"],
+        ["0x00FF", "0x10"],
+        [str(2**53 + 1), "1.5"],
+        [f"-{2**53 + 1}", "0.5"],
+        [f"+{2**53 + 1}", "1"],
+    ],
+)
+def test_numbers_that_would_lose_something_stay_text(tmp_path: Path, cells: list[str]) -> None:
+    assert [row["x"] for row in rows(opened(tmp_path / "t.csv", "\n".join(["x", *cells])))] == cells
+
+
 @pytest.mark.parametrize(("name", "separator"), [("t.csv", ";"), ("t.tsv", "\t"), ("T.CSV", ",")])
 def test_the_header_shows_the_separator(name: str, separator: str, tmp_path: Path) -> None:
     table = "\ufeffa,b\r\n1,x\r\n2,y".replace(",", separator)
