@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -122,13 +123,13 @@ def _chosen(
     """Return by name the columns that each is made of, and whether it is made of several, even of one."""
     if isinstance(columns, str):
         raise ValueError(f"columns must be a list or a mapping, got the string {columns!r}")
-    if columns is None and "__url__" in schema:
-        cure = "is stored, and by this name the URL of a sample's shard is delivered: name others by columns="
-        raise ValueError(f"column '__url__' {cure}, such as {_listed(schema)}")
     if columns is None:
         named: dict[str, tuple[str, ...]] = {
             name: (name,) for name, spec in schema.items() if not spec.is_part and not spec.is_index
         }
+        if named.pop("__url__", None):  # as in the Hub's tables of tars
+            text = "column '__url__' is left out: by this name the URL of a sample's shard is delivered"
+            warnings.warn(f"{text}. Name the columns that are wanted: columns=[...]", stacklevel=2)
     elif isinstance(columns, Mapping):
         named = {k: (v,) if isinstance(v, str) else tuple(v) for k, v in columns.items()}
     else:
@@ -144,12 +145,11 @@ def _chosen(
             if parts := [column for column in schema if column.startswith(f"{absent}.")]:
                 raise ValueError(f"column {absent!r} is a struct: name its parts, {listed(parts)}")
             raise ValueError(f"column {absent!r} does not exist; the dataset has: {_listed(schema)}")
-    if not chosen and columns is None:
-        raise ValueError(
+    if not chosen:
+        none = (
             "the dataset has no column of a type that can be delivered (docs/reference/formats.md lists them)"
         )
-    if not chosen:
-        raise ValueError("columns is empty; leave it out for all columns")
+        raise ValueError(none if columns is None else "columns is empty; leave it out for all columns")
     return chosen
 
 

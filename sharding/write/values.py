@@ -24,10 +24,10 @@ def plain_value(value: Any) -> Any:
     """Return what a delivered value is here: tensors as arrays, and those of one number as the number."""
     if hasattr(value, "detach") and hasattr(value, "numpy"):
         value = value.detach().cpu().numpy()
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
-    if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(MASKED)
+    if isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(MASKED)
+        value = value if value.ndim else value[()]
     return value.item() if isinstance(value, PYTHON_TYPES) else value
 
 

@@ -76,7 +76,7 @@ def test_columns_of_tables_that_are_called_as_what_tars_have_keep_their_values(t
     dataset = ShardedDataset(tmp_path / "keys.parquet")
     assert [dict(dataset[i]) for i in range(2)] == [{"__key__": 7, "x": 1}, {"__key__": 8, "x": 2}]
     pq.write_table(pa.table({"__url__": ["a.tar"], "x": [1]}), tmp_path / "urls.parquet")
-    with pytest.raises(ValueError, match=r"'__url__' is stored.*name others by columns=, such as .*x "):
-        ShardedDataset(tmp_path / "urls.parquet")
+    with pytest.warns(UserWarning, match=r"'__url__' is left out.*Name the columns that are wanted"):
+        assert dict(ShardedDataset(tmp_path / "urls.parquet")[0]) == {"x": 1}
     named = ShardedDataset(tmp_path / "urls.parquet", columns=["x", "__url__"])
     assert dict(named[0]) == {"x": 1, "__url__": f"{tmp_path}/urls.parquet"}
