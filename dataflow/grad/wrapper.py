@@ -138,7 +138,15 @@ class DdpModel(ModelWrapper):
 
     def sync(self, on: bool) -> None:
         """Do as `no_sync`, but held over forward and backward."""
-        self.ddp.require_backward_grad_sync = on or not self._primed
+        self._syncs = self.ddp.require_backward_grad_sync = on or not self._primed
+
+    def forward_ended(self) -> None:
+        """`RuntimeError` where the loop has switched as well: unreduced gradients part the ranks unseen."""
+        if self._syncs and not self.ddp.require_backward_grad_sync:
+            raise RuntimeError(
+                "this backward pass shall reduce gradients, and runs inside no_sync(): leave no_sync out of "
+                "the loop, since the schedule knows which microbatch is the last of a window"
+            )
 
     def replay_begins(self) -> None:
         """Forget what is reached from here on: it does not count."""
@@ -281,6 +289,7 @@ class Fsdp2Model(ModelWrapper):
 
     def sync(self, on: bool) -> None:
         """Set whether the backward pass scatters sums; else gradients stay whole, on every rank."""
+        self._syncs = on
         self._fsdp.set_requires_gradient_sync(on)
         self._fsdp.set_is_last_backward(on)
 
@@ -314,7 +323,8 @@ class Fsdp2Model(ModelWrapper):
             self._hooks.pop().remove()
 
     def forward_ended(self) -> None:
-        """List what ran; after the last backward pass FSDP2 forgets it."""
+        """List what ran: after the last backward pass FSDP2 forgets it. Undo what the loop has switched."""
+        self.sync(self._syncs)
         self._tell(0)
         self._held = None
         order = self._order()

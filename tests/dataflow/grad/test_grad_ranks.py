@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch.distributed as dist
 from datasets_kit import make_ints_tar
 from elastic_kit import train_from
 from forked_kit import RankSet
-from grad_kit import Case, Result, as_large_batches, run_cases, wrapped
+from grad_kit import Case, Result, as_large_batches, batches_of, plain_values, run_cases, sample_loss, wrapped
 from programs_kit import run_script
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import DataLoader, GradSchedule
@@ -234,6 +235,35 @@ def test_a_strategy_is_called_in_order_and_switches_are_set_back_when_a_loop_is_
         ]
         assert worst(parameters, expected.parameters) < 1e-12
         assert restored
+
+
+def counting_alone(wrap: str) -> float:
+    """Three batches in windows of two, in a loop that counts itself: how far it is from large batches."""
+    case = Case((3, 3), wrap, accumulate=2, normalisers=("samples",))
+    model, optimizer, lr = wrapped(case)
+    batches = [batch["x"] for batch in batches_of(dist.get_rank(), case)]
+    with GradSchedule(batches, model, optimizer, 2, weights={"samples": len}, lr=lr) as sched:
+        for number, x in enumerate(sched, 1):
+            waits = number % 2 != 0  # wrong for the third, which is the last of its window
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(not waits)
+            with model.no_sync() if waits and wrap == "ddp" else nullcontext():  # type: ignore[operator]
+                sched.backward(sample_loss(model(x)) * sched.scale("samples"))
+            sched.step()
+    return worst(plain_values(model.parameters()), as_large_batches(case).parameters)
+
+
+@two.add
+def loops_that_count_alone() -> tuple[str, float]:
+    with pytest.raises(RuntimeError) as caught:
+        counting_alone("ddp")
+    return str(caught.value), counting_alone("fsdp")
+
+
+def test_a_loop_that_switches_reductions_itself_is_told_or_has_no_say() -> None:
+    for said, apart in two.results(loops_that_count_alone):
+        assert "leave no_sync out of the loop" in said
+        assert apart < 1e-12
 
 
 # ---- what is refused ------------------------------------------------------------------------------------
