@@ -34,6 +34,7 @@ class Hierarchical(BucketStrategy):
     """
 
     short_memory = True
+    by_parameter = False
 
     def __init__(self, layout: Literal["auto", "shards", "leaders"] = "auto") -> None:
         if layout not in ("auto", "shards", "leaders"):

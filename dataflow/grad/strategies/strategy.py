@@ -318,10 +318,18 @@ class BucketStrategy(Strategy):
     """Reduces each bucket by blocking work on one ordered thread."""
 
     hooks_gradients = True
+    by_parameter = True
+    """True if it takes a bucket apart, where DDP shows only the first half of a complex gradient."""
     _comm: OrderedComm | None = None
 
     def setup(self, context: StrategyContext) -> None:
-        """Start the thread that reduces buckets."""
+        """Start the thread that reduces buckets. `ValueError` for gradients that cannot be told apart."""
+        for name, parameter in context.parameters.items() if self.by_parameter else ():
+            if parameter.is_complex():
+                raise ValueError(
+                    f"{self.name} needs real gradients, and {name!r} is complex: keep it as a real one "
+                    "(torch.view_as_real), or use AllReduce(), Half() or Hierarchical()"
+                )
         super().setup(context)
         self._comm = OrderedComm(f"comm-{self.name}")
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataflow import DataLoader, GradSchedule
 from dataflow.grad.step import UnevenRanksError
-from dataflow.grad.strategies import Half, Hierarchical, Int8, PowerSGD
+from dataflow.grad.strategies import Half, Hierarchical, Int8, PowerSGD, TopK
 from dataflow.grad.strategies.all_reduce import AllReduce
 from dataflow.grad.strategies.strategy import StrategyContext
 from dataflow.testing import run_ranks
@@ -291,6 +291,8 @@ def refusals() -> dict[str, str]:
     scalar = DistributedDataParallel(nn.ParameterList([torch.ones(())]))
     of_scalar = torch.optim.SGD(scalar.parameters(), lr=0.1)
     rows = DistributedDataParallel(nn.Sequential(nn.Embedding(2, 1, sparse=True)))
+    turned = DistributedDataParallel(nn.Linear(1, 1, dtype=torch.complex64))
+    of_turned = torch.optim.SGD(turned.parameters(), lr=0.1)
     said = {}
     tried: dict[str, Any] = {
         "plain": lambda: GradSchedule([], model, optimizer),
@@ -306,6 +308,8 @@ def refusals() -> dict[str, str]:
         "ignored": lambda: GradSchedule([], ignoring, torch.optim.SGD(ignoring.parameters(), lr=0.1)),
         "sparse": lambda: GradSchedule([], rows, torch.optim.SGD(rows.parameters(), lr=0.1), strategy=Int8()),
         "no matrix": lambda: GradSchedule([], scalar, of_scalar, strategy=PowerSGD()),
+        "complex": lambda: GradSchedule([], turned, of_turned, strategy=TopK()),
+        "complex, by factors": lambda: GradSchedule([], turned, of_turned, strategy=PowerSGD()),
         "sync-bn": lambda: next(
             iter(GradSchedule([torch.ones(1, 1)] * (1 - dist.get_rank()), mixed, of_mixed, 1))
         ),
@@ -330,6 +334,8 @@ def test_combinations_that_cannot_be_exact_are_refused() -> None:
         "ignored": "parameter of shape (2, 1) whose gradients nobody averages",
         "sparse": "int8 needs dense gradients, and '0' makes sparse ones",
         "no matrix": "'0' of shape () cannot be",
+        "complex": "top-k needs real gradients, and 'weight' is complex",
+        "complex, by factors": "power-sgd needs real gradients, and 'weight' is complex",
         "sync-bn": "SyncBatchNorm would mix",
     }
     for said in two.results(refusals):
