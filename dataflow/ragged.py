@@ -89,8 +89,8 @@ class Ragged(NamedTuple):
         longest = int(self.lengths.max()) if len(self.offsets) > 1 else 0
         width = longest if length is None else length
         out = self.values.new_full((len(self.offsets) - 1, width, *self.values.shape[1:]), value)
-        inside = torch.arange(width) < self.lengths[:, None]
-        at = (self.offsets[:-1, None] + torch.arange(width))[inside]
+        places = torch.arange(width, device=self.offsets.device)
+        inside, at = places < self.lengths[:, None], self.offsets[:-1, None] + places
         bits = _SIGNED.get(self.values.dtype, self.values.dtype)
-        out.view(bits)[inside] = self.values.view(bits)[at]
+        out.view(bits)[inside] = self.values.view(bits)[at[inside]]
         return out

@@ -150,9 +150,9 @@ def split_pairs(
     def split(name: str, values: Tensor) -> Tensor:
         fill = pad.get(name, 0) if isinstance(pad, Mapping) else pad
         out = values.new_full((len(lengths), int(lengths.max())), fill)
-        positions = torch.arange(shape[1])
+        positions = torch.arange(shape[1], device=first.device)
         chosen, inside = positions < first[:, None], positions < rows.lengths[:, None]
-        out[torch.arange(out.shape[1]) < lengths[:, None]] = torch.cat(
+        out[positions[: out.shape[1]] < lengths[:, None]] = torch.cat(
             (values[chosen], values[inside & ~chosen])
         )
         return out
@@ -189,7 +189,7 @@ def _two_segments(rows: PackedRows, first: Tensor) -> PackedRows:
         segments=PackedSegments(
             row=interleaved(segments.row, segments.row),
             start=interleaved(segments.start, segments.start + first),
-            begin=torch.zeros(2 * len(first), dtype=segments.begin.dtype),
+            begin=torch.zeros_like(first, dtype=segments.begin.dtype).repeat(2),
             length=interleaved(first, segments.length - first),
         ),
     )

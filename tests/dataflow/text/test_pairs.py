@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,24 @@ def test_padded_pairs_are_all_preferred_answers_and_then_all_rejected_ones(
         half = len(answers) // 2
         found += zip(answers[:half], answers[half:], strict=True)
     assert sorted(found) == sorted(pairs)
+
+
+@pytest.mark.parametrize(
+    "batching", [Packed(64, "input_ids", overlong="error"), TokenBudget(200, "input_ids")]
+)
+def test_pairs_come_apart_on_the_device_where_they_lie(
+    stored: tuple[Path, list[Pair]], batching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = ShardedDataset(stored[0], columns=["input_ids", "chosen_length"])
+    with DataLoader(dataset, batching=batching) as loader:
+        batch = next(iter(loader))
+    expected = split_pairs(batch)["input_ids"]
+    for name in ("arange", "zeros"):  # what says no device lies elsewhere, as host memory does from a GPU
+        monkeypatch.setattr(torch, name, partial(getattr(torch, name), device="meta"))
+    rows = split_pairs(batch)["input_ids"]
+    assert all(map(torch.equal, rows[:2], expected[:2]))
+    if isinstance(rows, PackedRows):
+        assert all(map(torch.equal, rows.segments, expected.segments))
 
 
 def test_a_pair_that_was_cut_is_an_error(stored: tuple[Path, list[Pair]]) -> None:
