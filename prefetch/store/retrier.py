@@ -92,7 +92,8 @@ class Retrier:
         self._wait = wait or self._ended.wait
         self._lock = threading.Lock()  # guards what is below
         self._running: dict[int, _Request] = {}
-        self._given_up = Hosts()
+        self._given_up: dict[str, str] = {}
+        """Hosts, and why: who was told may have kept it to itself."""
         self._waiting: Callable[[], str] = lambda: ""
         self._notifier: threading.Thread | None = None
 
@@ -114,8 +115,9 @@ class Retrier:
         """
         if is_local(url):
             return call()
-        if url in self._given_up:  # of a thousand shards each would take as long
-            raise ShardReadError(url, f"not asked, as {host_of(url)} was given up before")
+        why = self._given_up.get(host_of(url))
+        if why is not None:  # of a thousand shards each would take as long
+            raise ShardReadError(url, f"not asked, as {host_of(url)} was given up before: {why}")
         request = _Request(url, self._now())
         with self._lock:
             self._running[id(request)] = request
@@ -168,12 +170,12 @@ class Retrier:
             self.hosts.add(request.url)
         answered = request.url in self.hosts
         decision = self.policy.next_attempt(request.url, failures, failure, past_s, answered=answered)
+        reason = error.reason if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
         if decision.delay_s is None:
             times = "once" if failures == 1 else f"{failures} times"
             error.add_note(f"tried {times} in {past_s:.1f} s: {decision.reason}")
-            self._given_up.add(request.url)
+            self._given_up[host_of(request.url)] = without_secrets(reason)
             return None
-        reason = error.reason if isinstance(error, ShardError) else f"{type(error).__name__}: {error}"
         left_s = self.policy.patience_s(failure, answered=answered) - past_s
         request.state = f"{without_secrets(reason)}; asked again for {left_s:.0f} s (Ctrl-C ends that)"
         return decision.delay_s

@@ -475,7 +475,7 @@ def test_a_host_that_was_given_up_is_not_waited_for_by_each_of_many_requests() -
     with Retrier(now=clock.now, wait=clock.wait) as retrier:
         with pytest.raises(ConnectionRefusedError):
             retrier(always(ConnectionRefusedError(errno.ECONNREFUSED, "")), URL)
-        with pytest.raises(ShardReadError, match="not asked, as http://host was given up before"):
+        with pytest.raises(ShardReadError, match=r"as http://host was given up before: ConnectionRef"):
             retrier(always(AssertionError()), "http://host/y.tar")
         assert retrier(lambda: 5, "http://other/y.tar") == 5
     assert clock.now() <= 2.0
