@@ -289,6 +289,22 @@ def test_a_port_that_cannot_be_is_not_a_missing_file() -> None:
         ShardedDataset("http://127.0.0.1:99999/x.tar")
 
 
+class SilentHandler(PlainHandler):
+    """Hangs up without an answer."""
+
+    def _refused(self) -> bool:
+        self.close_connection = True
+        return True
+
+
+def test_a_server_that_hangs_up_is_not_a_missing_file(folder: Path) -> None:
+    with (
+        serving_plainly(folder, handler=SilentHandler) as server,
+        pytest.raises(ShardReadError, match="cannot be read: ServerDisconnectedError"),
+    ):
+        ShardedDataset(f"{server.url}/x-00.tar", retry=RetryPolicy(max_attempts=1))
+
+
 def test_an_option_that_no_client_knows_is_not_a_missing_file(plain: PlainServer) -> None:
     with pytest.raises(
         ShardReadError, match=r"cannot be read: TypeError: .*unexpected keyword argument 'nosuch'"
