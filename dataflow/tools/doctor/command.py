@@ -103,7 +103,8 @@ def doctor(
         raise click.UsageError("--steps is for --headspace")
     with TemporaryDirectory(prefix="dataflow-doctor-") as temporary:
         records = (folder or Path(temporary)).absolute()
-        code = _run(command, records, (steps or DEFAULT_STEPS) if headspace else None) if command else 0
+        steps = (steps or DEFAULT_STEPS) if headspace else None
+        code = _run(command, records, steps, own_output=json_path != "-") if command else 0
         if headspace:
             _show_headspace(records, json_path, code)
         else:
@@ -112,8 +113,11 @@ def doctor(
         raise click.exceptions.Exit(code)
 
 
-def _run(command: Sequence[str], folder: Path, headspace_steps: int | None) -> int:
-    """Run it, with a folder for records; its exit code, or as in shells 128 + the signal that ended it."""
+def _run(command: Sequence[str], folder: Path, headspace_steps: int | None, *, own_output: bool) -> int:
+    """Run it, with a folder for records; its exit code, or as in shells 128 + the signal that ended it.
+
+    `own_output`: false where standard output is JSON; what it prints is found in stderr then.
+    """
     from dataflow.progress.observer import HEADSPACE
     from dataflow.telemetry.timing import VARIABLE
     from dataflow.tools.doctor.saved import all_files
@@ -122,7 +126,7 @@ def _run(command: Sequence[str], folder: Path, headspace_steps: int | None) -> i
     for old in all_files(folder):
         old.unlink()
     asked = {VARIABLE: str(folder), HEADSPACE: str(headspace_steps or "")}
-    with subprocess.Popen(command, env=os.environ | asked) as process:
+    with subprocess.Popen(command, env=os.environ | asked, stdout=None if own_output else 2) as process:
         while True:
             try:
                 code = process.wait()

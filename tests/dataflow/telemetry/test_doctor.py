@@ -188,6 +188,14 @@ def test_a_program_without_a_schedule_is_told_what_to_do_and_its_exit_code_kept(
     assert "`from dataflow import DataLoader` in place of torch's" in text
 
 
+def test_what_a_program_prints_does_not_mix_with_the_json(capfd: pytest.CaptureFixture[str]) -> None:
+    program = [sys.executable, "-c", "print('step 1')"]
+    assert run_command("doctor", "--json", "-", "--", *program)[0] == 0
+    assert capfd.readouterr() == ("", "step 1\n")
+    assert run_command("doctor", "--", *program)[0] == 0
+    assert capfd.readouterr() == ("step 1\n", "")
+
+
 def test_a_schedule_without_a_window_is_told_from_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
