@@ -12,6 +12,7 @@ import numpy as np
 
 from prefetch.errors import MemoryLimitError
 from sharding.plan.window_size import DEFAULT_LIMIT
+from sharding.urls import local_path
 
 if TYPE_CHECKING:  # at run time it would bring pyarrow into loaders without shards
     from sharding.catalog.table import Catalog
@@ -35,11 +36,10 @@ def memory_limit_bytes(
         share = machine_memory() // max(1, local_world_size)
         most = max(DEFAULT_LIMIT, min(share // 8, 4 * window_bytes + building_bytes))
         return max(64 << 20, min(most, max(share // 8, min(4 * window_bytes, share // 2))))
-    if isinstance(limit, str):
-        return parse_bytes(limit)
-    if limit <= 0:
+    nbytes = parse_bytes(str(limit))
+    if nbytes <= 0:
         raise ValueError(f"memory_limit must be > 0 bytes, got {limit}")
-    return int(limit)
+    return nbytes
 
 
 @contextmanager
@@ -76,7 +76,7 @@ def parse_bytes(text: str) -> int:
     unit = text.strip().lower()[len(number) :]
     try:
         return int(float(number) * units[unit])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         raise ValueError(f'a size must be like 1000000, "512MB" or "2GiB", got {text!r}') from None
 
 
@@ -85,9 +85,8 @@ def machine_memory() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max") as file:
-            text = file.read().strip()
-        return min(total, int(text)) if text != "max" else total
-    except (OSError, ValueError):
+            return min(total, int(file.read()))
+    except (OSError, ValueError):  # "max" is no limit
         return total
 
 
@@ -112,7 +111,7 @@ class Cache:
         limit: bytes of all blocks in the folder, or text such as "200GB".
 
     Raises:
-        ValueError: a limit that is no size.
+        ValueError: a limit that is no size, or a path of another machine.
 
     Examples:
         >>> dataset = ShardedDataset("s3://bucket/*.parquet", cache=Cache("cache", "50GB"))
@@ -125,15 +124,16 @@ class Cache:
     limit: int | str = "200GB"
 
     def __post_init__(self) -> None:
+        local_path(os.fspath(self.path))  # raises for a URL
         if self.limit_bytes <= 0:
             raise ValueError(f"limit must be > 0 bytes, got {self.limit!r}")
 
     @property
     def folder(self) -> str:
         """The absolute path of the cache."""
-        return os.path.abspath(os.path.expanduser(os.fspath(self.path)))
+        return local_path(os.fspath(self.path))
 
     @property
     def limit_bytes(self) -> int:
         """Bytes in the folder at most."""
-        return parse_bytes(self.limit) if isinstance(self.limit, str) else int(self.limit)
+        return parse_bytes(str(self.limit))

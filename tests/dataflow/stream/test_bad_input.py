@@ -771,8 +771,9 @@ def test_what_is_refused_names_what_would_do(ints: Made) -> None:
         DataLoader(dataset, 0)
     with pytest.raises(ValueError, match="memory_limit must be > 0 bytes"):
         DataLoader(dataset, 1, memory_limit=0)
-    with pytest.raises(ValueError, match='"512MB"'):
-        DataLoader(dataset, 1, memory_limit="lots")
+    for limit in ("lots", "infGB", float("inf")):
+        with pytest.raises(ValueError, match='"512MB"'):
+            DataLoader(dataset, 1, memory_limit=limit)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="depth must be >= 1"):
         DataLoader(dataset, 1, depth=0)
     with pytest.raises(ValueError, match="num_workers must be >= 0, got -1"):
