@@ -128,7 +128,7 @@ class TokenEpochs:
     def first(self, epoch: int) -> tuple[int, ...]:
         """Samples that each source gave before an epoch. All epochs since a known start are tabulated."""
         self.spec.check_known(epoch)
-        known = max(number for number in self._starts if number <= epoch)
+        known = max(n for n in tuple(self._starts) if n <= epoch)  # another thread may add to them
         for number in range(known, epoch):
             made = self.epoch(number)
             self._starts[number + 1] = tuple((made.first + made.counts(made.num_samples)).tolist())

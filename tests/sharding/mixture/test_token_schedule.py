@@ -190,6 +190,19 @@ def test_a_schedule_begins_the_sequence_anew_at_each_step() -> None:
     assert index == sum(own == source for own, _ in positions)
 
 
+def test_epochs_are_asked_for_while_another_thread_finds_where_later_ones_start() -> None:
+    epochs = epochs_of([3, 1, 1])
+
+    class Asked(int):
+        """An epoch whose comparison takes as long as the other thread needs."""
+
+        def __ge__(self, other: int) -> bool:
+            epochs.first(2)
+            return int(self) >= other
+
+    assert epochs.first(Asked(1)) == epochs_of([3, 1, 1]).first(1)
+
+
 def test_a_source_without_tokens_cannot_have_a_share_of_them() -> None:
     spec = MixtureSpec.weighted((3, 3), [1, 1], counts="tokens")
     epochs = TokenEpochs(spec, lambda source, epoch: np.full(3, 1 - source), take=executor().token_draws)
