@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from parameters_kit import in_full
 
 from dataflow import ConversionError, DataflowError, ShardedDataset, ShardWriter, convert
+from dataflow.conversion.folder import OutputFolder
 from sharding.write.file import NewFile
 
 OLD = [{"x": i, "k": f"{i}"} for i in range(4)]
@@ -196,6 +197,15 @@ def test_shards_of_another_time_are_believed_by_their_sums_alone(tmp_path: Path)
         again = written(folder, NEW, checksum=checksum)
         assert (again.skipped, digest(folder)) == (2 if checksum else 1, before)
         assert written(folder, NEW, checksum=checksum).skipped == 3
+
+
+def test_receipts_of_another_plan_or_of_files_of_other_sizes_are_none(tmp_path: Path) -> None:
+    folder, file = OutputFolder(str(tmp_path)), tmp_path / "a.mds"
+    file.write_bytes(b"1")
+    folder.put_receipt(7, {"plan": "p", "shard": 7, "files": [file.name]})
+    assert ([*folder.receipts("p")], folder.receipts("q")) == ([7], {})
+    file.write_bytes(b"12")
+    assert folder.receipts("p") == {}
 
 
 def test_verify_reads_the_sums_of_shards_whose_times_are_right(tmp_path: Path) -> None:

@@ -425,9 +425,10 @@ def test_a_dataset_in_memory_is_as_long_as_fits_and_may_stay_undecoded(tars):
     assert len(InMemory(whole, stored // 2)) == 40
     assert len(InMemory(whole, 1)) == 1
     assert len(InMemory(whole, 1, at_least=7)) == 7
-    with DataLoader(InMemory(whole, 1 << 30, decode=False), batch_size=80, shuffle=False) as batches:
-        [batch] = batches
-    assert batch["cls"].dtype == torch.uint8
+    for options, dtype in (({}, torch.int64), ({"decode": False}, torch.uint8)):
+        with DataLoader(InMemory(whole, 1 << 30, **options), batch_size=80, shuffle=False) as batches:
+            [batch] = batches
+        assert batch["cls"].dtype == dtype
 
 
 def test_ranks_share_the_blocks(tars):

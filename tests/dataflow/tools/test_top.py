@@ -22,6 +22,7 @@ from click.testing import CliRunner
 from rich.console import Console
 from servers_kit import served
 
+from dataflow.telemetry.status.reading import boot_id
 from dataflow.telemetry.status.record import (
     LoaderRecord,
     ScheduleRecord,
@@ -269,6 +270,12 @@ def test_a_training_that_takes_no_batches_is_said_to_be_quiet() -> None:
     source.wait(42.0)
     training = follower.view().trainings[0]
     assert (training.state, training.state_text[:21]) == ("quiet", "no batch for 42 s: th")
+
+
+@pytest.mark.parametrize(("now_s", "state"), [(12.0, "running"), (52.0, "quiet")])
+def test_by_the_clock_of_this_machine_a_training_is_quiet_at_first_sight(now_s: float, state: str) -> None:
+    source = Read([Reading([record(10, boot_id=boot_id())])], now_s)
+    assert source.follower().view().trainings[0].state == state
 
 
 def test_trainings_that_ended_before_are_not_shown() -> None:

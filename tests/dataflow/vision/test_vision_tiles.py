@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def test_what_is_measured_from_headers_is_what_is_made(folder: Path, family: str
         assert made["pixel_values"].dtype == torch.uint8
         assert made["pixel_values"].shape[1:] == (3, SIDE, SIDE)
         assert torch.equal(chats.normalized(made["pixel_values"]), exact(sample)["pixel_values"])
+
+
+def test_a_picture_of_one_tile_is_seen_as_a_whole_alone() -> None:
+    idefics = replace(TILE_FAMILIES["idefics3"], side=SIDE, longest=SIDE)
+    [plan] = idefics.planned([(60, 90)])
+    assert (plan.rows, "<row_" in plan.text) == (1, False)
+    [plan] = replace(idefics, longest=2 * SIDE).planned([(60, 90)])
+    assert (plan.rows, plan.text.count("<row_")) == (5, 4)
 
 
 def test_turns_that_have_no_room_are_left_out_with_their_pictures(folder: Path, family: str) -> None:

@@ -168,6 +168,16 @@ def test_a_link_to_a_member_of_another_block_is_kept_with_the_index_once_a_block
         assert (TAR.value_bytes(block, "x") == 1000).all()
 
 
+@pytest.mark.parametrize("fmt", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_sample_begins_at_the_header_of_its_first_file_or_of_its_first_link(fmt: int) -> None:
+    long = f"d/{LONG}.x"
+    content = linked([(long, b"v", b""), ("b.x", long, HARD), ("b.y", b"z", b""), ("c.x", "b.y", HARD)], fmt)
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        headers = {one.name: one.offset_data - 512 for one in tar}
+    (block,) = blocks_of(scan_of(TAR, content, "a.tar"), shard_of(content, "a.tar"))
+    assert TAR.sample_offsets(block, None).tolist() == [headers[long], headers["b.y"], headers["c.x"]]
+
+
 def test_links_from_block_to_block_to_more_than_a_catalog_should_hold_name_the_cure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
