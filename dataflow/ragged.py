@@ -56,8 +56,8 @@ class Ragged(NamedTuple):
     """int64 [n + 1], starting at 0; `offsets[-1] == len(values)`."""
 
     def row(self, i: int) -> Tensor:
-        """Return row i as a view."""
-        return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
+        """Return row i as a view, counted from the end below 0; `IndexError` where there is none."""
+        return self.values[int(self.offsets[:-1][i]) : int(self.offsets[1:][i])]
 
     def rows(self) -> Iterator[Tensor]:
         """Return all rows as views."""

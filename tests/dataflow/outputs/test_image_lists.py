@@ -253,6 +253,10 @@ def test_images_of_which_only_paths_are_stored_say_what_to_do(tmp_path: Path) ->
 def test_rows_of_images_are_kept_joined_and_padded_as_those_of_numbers() -> None:
     images = Ragged(torch.arange(24).reshape(6, 2, 2), torch.tensor([0, 1, 1, 4, 6]))
     assert [len(row) for row in images.rows()] == [1, 0, 3, 2]
+    assert [len(images.row(i)) for i in range(-4, 4)] == [1, 0, 3, 2] * 2
+    for beyond in (-5, 4):
+        with pytest.raises(IndexError):
+            images.row(beyond)
     kept = drop_rows({"x": images}, np.array([1, 3]))["x"]
     assert torch.equal(kept.values, images.values[4:])
     assert kept.offsets.tolist() == [0, 0, 2]
