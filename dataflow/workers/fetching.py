@@ -337,23 +337,19 @@ class MainIterator(FetchIterator):
         ]
         self._turns = RoundRobin(job.num_copies, self._progress)
         for number, worker in enumerate(self._own_workers):
-            self._enter(worker)
+            self._become(worker.info)
             worker.open(None)
             for _ in range(self._num_skipped(number)):
                 worker.skip(next(self._sampler_iter))
-            self._leave()
+            self._become(None)
         self._progress.begin_workers(job.num_copies)
         own = self._own_workers if job.state_every else []
         self._progress.look = lambda: [copy.deepcopy(worker.snapshot()) for worker in own]
         self._resumed = None
 
-    def _enter(self, worker: Worker) -> None:
-        if worker.info is not None:
-            torch_worker._worker_info = worker.info
-
-    def _leave(self) -> None:
+    def _become(self, info: Any) -> None:
         if self._progress.num_workers:
-            torch_worker._worker_info = None
+            torch_worker._worker_info = info
 
     def _next_data(self) -> Any:
         index = self._next_index_or_end()
@@ -363,7 +359,7 @@ class MainIterator(FetchIterator):
                 self._progress.end()
                 raise StopIteration
             worker = self._own_workers[number]
-            self._enter(worker)
+            self._become(worker.info)
             try:
                 data = worker.fetch(index)
                 break
@@ -373,7 +369,7 @@ class MainIterator(FetchIterator):
                 self._progress.delivered(number)
                 raise
             finally:
-                self._leave()
+                self._become(None)
         self._progress.delivered(number)
         self._delivered_bytes = array_bytes(data)
         if self._pin_memory:

@@ -247,15 +247,16 @@ _MOST_VISITED = 1000
 
 
 def array_bytes(obj: Any) -> int:
-    """Bytes of the tensors and arrays in nested containers; of a thousand objects at most."""
+    """Bytes of the tensors and arrays in nested containers; of a thousand objects at most. Never raises."""
     total, limit, parts = 0, _MOST_VISITED, [obj]
     while parts and limit:
         limit -= 1
         part = parts.pop()
-        if isinstance(part, torch.Tensor | np.ndarray):
-            total += part.nbytes
-        elif isinstance(part, Mapping):
-            parts.extend(part.values())
-        elif isinstance(part, list | tuple):
-            parts.extend(part[:limit])
+        with contextlib.suppress(Exception):  # sparse tensors have no `nbytes`; mappings may be anybody's
+            if isinstance(part, torch.Tensor | np.ndarray):
+                total += part.nbytes
+            elif isinstance(part, Mapping):
+                parts.extend(part.values())
+            elif isinstance(part, list | tuple):
+                parts.extend(part[:limit])
     return total

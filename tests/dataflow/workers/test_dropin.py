@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -518,6 +519,27 @@ class DrawnIterable(IterableDataset[Any]):
         info = get_worker_info()
         for number in range(3 + 4 * (info.id if info else 0)):
             yield [number, self.epoch, random.random(), float(torch.rand(()))]
+
+
+class Unwilling(UserDict[str, int]):
+    """A mapping that gives no list of its values."""
+
+    def values(self) -> Any:
+        raise RuntimeError("one by one")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1}, {"num_workers": 1, "workers": "thread"}], ids=str
+)
+def test_batches_come_whose_bytes_nobody_tells(options: Any) -> None:
+    items = [torch.eye(2).to_sparse(), Unwilling(a=1)]
+    loader: Any = DataLoader(items, batch_size=None, timeout=30, **options)
+    sparse, mapping = loader
+    assert (sparse.layout, sparse.to_dense().tolist(), mapping["a"]) == (
+        torch.sparse_coo,
+        [[1, 0], [0, 1]],
+        1,
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 3])
