@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pkgutil import resolve_name
@@ -248,6 +249,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
         self._status: LoaderStatus | None = None
         self._is_observed = False
         self._stream: StreamLoader | None = None
+        num_workers = None if num_workers is None else operator.index(num_workers)  # numpy's may overflow
         of_shards = {
             "topology": topology, "device": device, "tail": tail, "builders": builders,
             "ship_blocks": ship_blocks, "max_worker_restarts": max_worker_restarts, "batching": batching,
@@ -262,9 +264,7 @@ class DataLoader(Shown, WorkerLoader, Generic[D_co, B]):
             self.snapshot_every_n_steps = snapshot_every_n_steps
             self.prefetch_across_epochs = prefetch_across_epochs
             if prefetch_across_epochs and not (persistent_workers and in_order):
-                raise ValueError(
-                    "prefetch_across_epochs=True needs persistent_workers=True and in_order=True"
-                )
+                raise ValueError("prefetch_across_epochs needs persistent_workers=True and in_order=True")
             self.memory_limit = memory_limit_bytes(memory_limit, 1)
             self._drop_in = DropInState(num_workers or 0, self.workers)
             super().__init__(

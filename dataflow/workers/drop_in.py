@@ -35,7 +35,8 @@ def checked_workers(workers: Any, num_workers: int, context: Any) -> str:
         )
     if workers == "thread" and num_workers == 0:
         raise ValueError('workers="thread" needs num_workers > 0')
-    if num_workers and _starts_threads(context):
+    kind = getattr(context, "Process", None)
+    if num_workers and isinstance(kind, type) and issubclass(kind, threading.Thread):
         if workers == "process":
             raise ValueError(
                 'workers="process" contradicts a multiprocessing_context whose Process is a thread'
@@ -44,11 +45,6 @@ def checked_workers(workers: Any, num_workers: int, context: Any) -> str:
     if workers == "thread" and context is not None:
         raise ValueError('multiprocessing_context cannot be used with workers="thread"')
     return workers or "process"
-
-
-def _starts_threads(context: Any) -> bool:
-    kind = getattr(context, "Process", None)
-    return isinstance(kind, type) and issubclass(kind, threading.Thread)
 
 
 class DropInEngine:

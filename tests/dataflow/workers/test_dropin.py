@@ -435,6 +435,14 @@ class Gated(Dataset[Any]):
         return index
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.uint8, torch.tensor])
+@pytest.mark.parametrize("workers", ["process", "thread"])
+def test_the_number_of_workers_may_be_any_integer(kind: Any, workers: Any) -> None:
+    loader = DataLoader(range(4), num_workers=kind(1), workers=workers)
+    assert epochs(loader) == [[0], [1], [2], [3]]
+    assert json.dumps(loader.state_dict())
+
+
 def test_settings_are_attributes_as_in_torch() -> None:
     data = Squares(4)
     loader = DataLoader(data, 2, num_workers=2, persistent_workers=True)
