@@ -87,6 +87,7 @@ class SamplerProgress:
         self._states: dict[int, Any] = {}
         """By number: the states behind batches that were handed out beyond those."""
         self._state_name = "state"
+        self._seed_ahead: Callable[[], int] | None = None  # a state from before the first batch settles it
 
     def begin(self, sampler: Any) -> None:
         """Note where generators stand: the next `iter(sampler)` is that of this epoch, and may draw."""
@@ -160,13 +161,18 @@ class SamplerProgress:
         if type(core) is SequentialSampler or _is_distributed(core):
             return _Once(iterator), 0
         if type(core) is RandomSampler and core.generator is None:
-            # The sampler draws its seed when it is first asked: drawn here instead, it can be told.
-            self._own["seed"] = seed = int(tokens["seed"]) if "seed" in tokens else draw_seed(chain)
-            return _batched(sampler, _random_copy(core, torch.Generator().manual_seed(seed))), 0
+            self._own |= {"seed": int(tokens["seed"])} if "seed" in tokens else {}
+            self._seed_ahead = partial(_seed_ahead, chain)
+            return _batched(sampler, self._seeded(core, chain)), 0
         assert self._sources is not None
         self._own["draws"] = tokens["draws"] if "draws" in tokens else self._sources.states()
         self._checksums = None if num_readable(sampler) else {}
         return _Redrawn(_Once(iterator, partial(self._note_draws, chain)), self, handed_out), 0
+
+    def _seeded(self, core: RandomSampler, chain: torch.Generator | None) -> Iterator[int]:
+        """Indices of a sampler that draws its seed when it is first asked. Drawn here, it can be told."""
+        self._own.setdefault("seed", draw_seed(chain) if "seed" not in self.tokens else None)
+        yield from _random_copy(core, torch.Generator().manual_seed(self._own["seed"]))
 
     def begun_again(self, sampler: Any) -> Iterator[Any]:
         """`iter(sampler)` once more, as if the one before had not been."""
@@ -212,7 +218,13 @@ class SamplerProgress:
         """Note that so many batches were drawn again, with this checksum. Those left out come next."""
         expected = self.tokens.get("order", checksum)
         if self._checksums is not None and (checksum != expected or sampled < 0):
-            _warn_of_other_order()
+            warnings.warn(
+                "the sampler gives another order than the one that this state was taken in: samples of this "
+                "epoch may come twice, or not at all. It has no state, and draws from what it does not hold, "
+                "or from generators that others draw from, too: give it state_dict and load_state_dict, or a "
+                "generator of its own that is seeded for each epoch",
+                stacklevel=2,
+            )
         if self._sources is not None and "now" in self.tokens:
             self._sources.set(self.tokens["now"])
 
@@ -242,12 +254,14 @@ class SamplerProgress:
         """
         if now and self._stateful is not None:
             self._state = copy.deepcopy(self._stateful.state_dict())
+        if self._seed_ahead is not None and "seed" not in self._own:
+            self._own["seed"] = self._seed_ahead()
         tokens = dict(self._own)
         if now and "draws" in tokens and self._sources is not None:
             # Others may have drawn from these, too.
             tokens["now"] = [*self._sources.states()[:-1], tokens["draws"][-1]]
-        for name in ("begun", "now"):
-            if name in tokens and ("draws" not in tokens or _same(tokens[name], tokens["draws"])):
+        for name in tokens.keys() & {"begun", "now"}:
+            if pickle.dumps(tokens[name]) == pickle.dumps(tokens.get("draws", tokens[name])):
                 del tokens[name]
         if (checksum := (self._checksums or {}).get(handed_out - 1)) is not None:
             tokens["order"] = checksum
@@ -368,26 +382,12 @@ def from_chain(chain: torch.Generator | None) -> Iterator[None]:
         torch.set_rng_state(before)
 
 
-def _same(state: Any, other: Any) -> bool:
-    return pickle.dumps(state) == pickle.dumps(other)
-
-
 def _bytes_of(index: Any) -> bytes:
     """Equal for equal indices: by `marshal`, which takes numbers, text, lists, tuples and arrays."""
     try:
         return marshal.dumps(index, 2)
     except ValueError:
         return pickle.dumps(index)
-
-
-def _warn_of_other_order() -> None:
-    warnings.warn(
-        "the sampler gives another order than the one that this state was taken in: samples of this epoch "
-        "may come twice, or not at all. It has no state, and draws from what it does not hold, or from "
-        "generators that others draw from, too: give it state_dict and load_state_dict, or a generator of "
-        "its own that is seeded for each epoch",
-        stacklevel=2,
-    )
 
 
 class _Redrawn(Iterator[Any]):
@@ -469,9 +469,7 @@ def predicted_indices(sampler: Any, chain: torch.Generator | None, epoch_step: i
         if core.generator is not None:
             generator.set_state(core.generator.get_state())
         else:
-            source = torch.Generator()
-            source.set_state(torch.get_rng_state() if chain is None else chain.get_state())
-            generator.manual_seed(draw_seed(source))
+            generator.manual_seed(_seed_ahead(chain))
         return _batched(sampler, _random_copy(core, generator))
     return None
 
@@ -518,6 +516,12 @@ def _random_copy(core: RandomSampler, generator: torch.Generator) -> RandomSampl
 def draw_seed(generator: torch.Generator | None) -> int:
     """A seed, as torch's loader and samplers draw it; None: from torch's global generator."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def _seed_ahead(chain: torch.Generator | None) -> int:
+    """The seed that `draw_seed` will draw next."""
+    state = torch.get_rng_state() if chain is None else chain.get_state()
+    return draw_seed(torch.Generator().set_state(state))
 
 
 def draws_globally(sampler: Any) -> bool:

@@ -197,6 +197,26 @@ def test_an_iterator_over_shards_that_has_ended_stays_ended(tmp_path: Path) -> N
     assert next(iterator, "over") == "over"
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loaders_that_are_read_side_by_side_have_the_orders_of_torch(workers: int) -> None:
+    def read(kind: Any) -> Any:
+        torch.manual_seed(3)
+        loaders = [kind(range(9), 2, shuffle=True, num_workers=workers) for _ in range(2)]
+        return [plain(pair) for _ in range(2) for pair in zip(*loaders, strict=True)], torch.rand(2).tolist()
+
+    assert read(DataLoader) == read(TorchDataLoader)
+
+
+def test_a_state_from_before_the_first_batch_has_the_order_that_is_yet_to_be_drawn() -> None:
+    loader, resumed = (DataLoader(range(9), 2, shuffle=True) for _ in range(2))
+    begun = iter(loader)
+    resumed.load_state_dict(loader.state_dict())
+    again = iter(resumed)  # draws, as whatever else is done here may
+    resumed.load_state_dict(resumed.state_dict())
+    expected = plain(list(begun))
+    assert plain(list(again)) == epochs(resumed) == expected
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_global_generator_advances_as_with_torch(workers: int) -> None:
     def after(kind: Any) -> float:
