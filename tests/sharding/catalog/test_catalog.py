@@ -38,7 +38,7 @@ from sharding.catalog.file import arrow_rows, read_table, write_table
 from sharding.catalog.schema import group_schemas, merge_schemas
 from sharding.catalog.storage import check_shard, version_of
 from sharding.catalog.table import MOST_IN_BLOCK, Catalog
-from sharding.errors import CorruptShardError, DataflowError, ShardReadError
+from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats import resolve_format
 from sharding.formats.tokens import TokensFormat
 
@@ -141,27 +141,6 @@ def test_a_missing_shard_is_named_and_the_others_counted(shards):
     assert caught.value.shard == shards[1]
     assert isinstance(caught.value.__cause__, FileNotFoundError)
     assert "1 of the other 2 shards cannot be indexed either" in caught.value.__notes__[0]
-
-
-def test_an_empty_file_is_an_error_but_a_shard_without_samples_is_not(shards):
-    open(shards[1], "wb").close()
-    with pytest.raises(CorruptShardError, match=r"part-1\.rec: is empty \(0 bytes\)"):
-        build(shards)
-
-
-def test_a_dataset_without_samples_is_an_error(shards):
-    with pytest.raises(DataflowError, match="no samples in 1 shards"):
-        build(shards[1:2])
-    with pytest.raises(ValueError, match="at least one shard"):
-        build([])
-
-
-def test_a_directory_or_a_pipe_is_no_shard(tmp_path):
-    os.mkfifo(tmp_path / "pipe.rec")
-    with pytest.raises(ShardReadError, match="is a directory"):
-        build([str(tmp_path)])
-    with pytest.raises(ShardReadError, match="neither a file nor a directory"):
-        build([str(tmp_path / "pipe.rec")])
 
 
 def test_a_corrupt_shard_keeps_the_formats_error(shards):
@@ -627,12 +606,6 @@ def test_a_changed_byte_of_a_catalog_raises_or_does_no_harm(tmp_path_factory, pl
         return
     for block in blocks:
         assert 0 <= block.offset <= block.offset + block.length <= block.shard.size
-
-
-def test_a_missing_catalog_is_named(tmp_path):
-    for url in (str(tmp_path / "x.catalog"), f"memory://{uuid.uuid4().hex}/x.catalog"):
-        with pytest.raises(ShardReadError, match="no such file"):
-            Catalog.load(url)
 
 
 # The fingerprint

@@ -304,11 +304,6 @@ def test_a_type_without_array_form_says_how_to_leave_it_out(array):
     assert (specs["x"].kind, specs["x"].note) == ("other", str(array.type))
 
 
-def test_an_unknown_column_lists_those_there():
-    with pytest.raises(CorruptShardError, match="no column 'z'; the shard has a, b"):
-        columns_of(pa.table({"a": [1], "b": [2]}), ["a", "z"], arrow_block(1))
-
-
 def test_two_columns_of_one_name_cannot_be_read_and_others_can():
     specs = specs_of(pa.schema([("a", pa.int8()), ("a", pa.int8()), ("b", pa.int8())]))
     assert specs["a"].kind == "unreadable"

@@ -182,19 +182,3 @@ def test_every_truncation_of_a_npy_file_is_noticed():
     content = npy(np.zeros(9, np.int32))
     for size in range(6, len(content)):
         scan_error(content[:size], "t.npy")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"length": 0},
-        {"length": 2.5},
-        {"length": "8"},
-        {"length": 4, "dtype": "float32"},
-        {"length": 4, "dtype": "U3"},
-        {"length": 4, "dtype": ">u2"},
-    ],
-)
-def test_options_are_checked_at_construction(options):
-    with pytest.raises(ValueError, match=r"length|dtype"):
-        TokensFormat(**options)

@@ -160,21 +160,6 @@ def test_a_state_tells_of_balance_and_budget_and_only_where_they_are():
     assert len(marks) == 2
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"balance": 3}, "column or a function"),
-        ({"balance_group": 0}, "balance_group must be an integer >= 1"),
-        ({"budget": {"cost": 0}}, "integers >= 1"),
-        ({"budget": {"tokens": 5}}, "is in columns"),
-        ({"lengths": {"tokens": "n", "strange": "m"}}, "lengths names 'strange'"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Packed(8, **settings)
-
-
 def test_a_function_that_gives_no_whole_numbers_is_refused():
     planner = planner_of([(3, 0)], Packed(8, balance=lambda n: n["tokens"] / 2))
     with pytest.raises(ValueError, match="must return 1 integers >= 0"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
@@ -130,31 +129,6 @@ def test_temperature_goes_from_sizes_to_equal_weights() -> None:
     assert temperature_weights([300, 100], math.inf) == (Fraction(1, 2), Fraction(1, 2))
 
 
-@pytest.mark.parametrize("weights", [[], [0, 0], [-1, 2], [float("nan"), 1], [math.inf, 1], ["1", 2]])
-def test_weights_that_mean_nothing_are_refused(weights: list[Any]) -> None:
-    with pytest.raises(ValueError, match="weight"):
-        exact_weights(weights)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: MixtureSpec.weighted([10, 0], [1, 1]), "must hold samples"),
-        (lambda: MixtureSpec.weighted([10, 5], [1]), "2 sources"),
-        (lambda: MixtureSpec.weighted([10], {5: [1]}), "begin at step 0"),
-        (lambda: MixtureSpec.weighted([10], [1], stop="last"), "stop must be"),  # type: ignore[arg-type]
-        (lambda: MixtureSpec.weighted([10], [1], run_length=0), "run_length"),
-        (lambda: MixtureSpec.repeated([10], [1, 2]), "1 sources"),
-        (lambda: MixtureSpec.repeated([10], [0.01]), "leave no samples"),
-        (lambda: temperature_weights([1], 0), "temperature"),
-        (lambda: MixtureSpec.weighted([10], [1], stop="never").epoch(1), "no epoch 1"),
-    ],
-)
-def test_wrong_arguments_say_what_to_do(make: Callable[[], object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        make()
-
-
 # ---- stop rules ------------------------------------------------------------------------------------------
 
 
@@ -250,12 +224,6 @@ def test_every_source_counts_on_without_a_gap_through_all_epochs(sizes: list[int
             assert mix.positions(number, outside).tolist() == [-1, -1]
         cut = data.draw(st.integers(0, mix.num_samples))
         assert mix.counts(cut).tolist() == np.bincount(source[:cut], minlength=len(sizes)).tolist()
-
-
-def test_positions_outside_the_epoch_are_an_error() -> None:
-    mix = MixtureSpec.weighted([5, 5], [1, 1]).epoch(0)
-    with pytest.raises(IndexError, match="positions must be"):
-        mix.locate(np.array([mix.num_samples]))
 
 
 def test_the_digest_tells_mixtures_apart_and_nothing_else() -> None:

@@ -208,23 +208,3 @@ def test_a_source_without_tokens_cannot_have_a_share_of_them() -> None:
     epochs = TokenEpochs(spec, lambda source, epoch: np.full(3, 1 - source), take=executor().token_draws)
     with pytest.raises(ValueError, match="source 1 of the mixture has no tokens"):
         epochs.epoch(0)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"counts": "words"}, "shares must be one of samples, tokens"),
-        ({"counts": "tokens", "stop": "never"}, 'stop="first" or "all"'),
-        ({"counts": "tokens", "run_length": 2}, "no run_length"),
-    ],
-)
-def test_what_goes_with_tokens_is_said(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        MixtureSpec.weighted(SIZES, [1, 1, 1], **options)
-
-
-def test_epochs_by_tokens_are_asked_for_with_lengths() -> None:
-    with pytest.raises(ValueError, match="follow from lengths"):
-        MixtureSpec.weighted(SIZES, [1, 1, 1], counts="tokens").epoch(0)
-    with pytest.raises(ValueError, match="no epoch -1"):
-        epochs_of([1, 1, 1]).epoch(-1)

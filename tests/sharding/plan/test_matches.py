@@ -69,12 +69,6 @@ def test_text_is_compared_as_bytes(kind: pa.DataType) -> None:
     assert comparable(pa.chunked_array([array])).equals(text.cast(pa.large_binary()))
 
 
-@pytest.mark.parametrize("array", [pa.array([1.5]), pa.array([[1]]), pa.array([2**63], pa.uint64())])
-def test_what_is_no_key_is_refused(array: pa.Array) -> None:
-    with pytest.raises(ValueError, match="keys"):
-        comparable(array)
-
-
 @given(
     own=st.lists(st.integers(0, 4), min_size=1, max_size=6),
     other=st.lists(st.integers(0, 4), min_size=1, max_size=6),

@@ -83,12 +83,6 @@ def test_reads_are_weighed_by_their_cost():
     assert reads_by_node(order, nodes_of(1, 1), 8, cost=nbytes).sum() == nbytes.sum()
 
 
-def test_a_full_shuffle_has_no_block_reads_to_count():
-    order = Order([4] * 16, Shuffle("full"), seed=0, epoch=0)
-    with pytest.raises(ValueError, match="reads samples, not blocks"):
-        reads_by_node(order, [0], 8)
-
-
 @given(
     tables,
     st.sampled_from([1, 1, 2, 8]),
@@ -133,11 +127,6 @@ def test_ranks_in_node_order_keep_their_numbers_however_many_a_node_has():
     assert shard_indices([(node,) for node in "aabbbbc"]) == list(range(7))
     assert shard_indices([("rack", "node", numa) for numa in (0, 1, 0, 1)]) == [0, 2, 1, 3]
     assert shard_indices([]) == []
-
-
-def test_places_with_missing_facts_are_refused():
-    with pytest.raises(ValueError, match="all ranks need the same facts"):
-        shard_indices([("rack", "a"), ("b",)])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=20))

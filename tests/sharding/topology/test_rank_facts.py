@@ -163,11 +163,6 @@ def test_an_exchange_keeps_what_the_process_knows_itself():
     assert "rack" in found.why_unknown
 
 
-def test_as_many_facts_as_ranks_are_wanted():
-    with pytest.raises(ValueError, match="of 2 ranks, got 1"):
-        with_facts(Topology(0, 2), [facts_of(Topology())])
-
-
 def test_one_told_node_needs_no_exchange():
     found = launched([3])[1]
     assert (found.nodes_of_ranks, found.hosts) == ((0, 0, 0), ("n0",))
@@ -236,24 +231,6 @@ def test_switches_of_all_nodes_come_with_the_exchange():
 # ---- the value ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"hosts": ("a",)}, "hosts must have 2 values, got 1"),
-        ({"racks": ("a", "b", "c")}, "racks must have 2 values"),
-        ({"nodes_of_ranks": (0, 1)}, "nodes_of_ranks must have 4 values"),
-        ({"numa_nodes_of_ranks": ()}, "numa_nodes_of_ranks must have 4 values"),
-        ({"nodes_of_ranks": (0, 0, 0, 0)}, "each of 2 nodes"),
-        ({"nodes_of_ranks": (0, 0, 1, 2)}, "each of 2 nodes"),
-        ({"nodes_of_ranks": (1, 1, 0, 0)}, "puts rank 0 on node 1"),
-        ({"nodes_of_ranks": (0, 1, 1, 1)}, "1 ranks on node 0, which has 2"),
-    ],
-)
-def test_facts_about_all_ranks_must_fit_this_one(fields, says):
-    with pytest.raises(ValueError, match=says):
-        Topology(0, 4, 0, 2, node=0, num_nodes=2, **fields)
-
-
 @given(st.integers(1, 5), st.integers(1, 4), st.data())
 def test_a_made_up_job_has_equal_nodes(num_nodes, per_node, data):
     world = num_nodes * per_node
@@ -265,11 +242,6 @@ def test_a_made_up_job_has_equal_nodes(num_nodes, per_node, data):
         per_node,
     )
     assert found.nodes_of_ranks == tuple(r // per_node for r in range(world))
-
-
-def test_a_made_up_job_of_unequal_nodes_is_refused():
-    with pytest.raises(ValueError, match="divide world_size=4, got 3"):
-        Topology.even(4, 3)
 
 
 def test_every_missing_fact_has_a_reason():

@@ -301,25 +301,6 @@ def test_parquet_values_of_another_type_are_refused_with_their_column(tmp_path: 
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("pattern", "options", "says"),
-    [
-        ("a-%06d-{:06d}.tar", {}, "one number"),
-        ("a-{0000..0003}.tar", {}, "put %04d where the number goes"),
-        ("a-{0000..0003}.tar", {"max_count": 3}, "put %04d where the number goes"),
-        ("a-{x,y}.tar", {}, "put %04d where the number goes"),
-        ("a.tar", {"max_count": 3}, "need a number"),
-        ("a-%06d.tar", {"max_count": 0}, "max_count must be >= 1"),
-        ("a-%06d.tar", {"max_bytes": -1}, "max_bytes must be >= 1"),
-        ("a-%06d.txt", {}, "format must be"),
-        ("a-%06d.tar", {"format": "zip"}, "format must be"),
-    ],
-)
-def test_settings_are_checked_at_once(pattern: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        ShardWriter(pattern, **options)
-
-
 def test_the_only_shard_is_not_begun_again(tmp_path: Path) -> None:
     writer = ShardWriter(f"{tmp_path}/a.tar", overwrite=True)
     writer.write(samples(1)[0])
