@@ -39,15 +39,6 @@ def test_the_sampler_is_a_distributed_one_that_knows_the_plan(shards: ShardedDat
         assert (loader.batch_size, loader.num_workers) == (4, 2)
 
 
-def test_nobody_else_reads_through_the_sampler(shards: ShardedDataset) -> None:
-    loader = DataLoader(shards, 4)
-    for read in (iter, len):
-        with pytest.raises(TypeError, match="iterated over"):
-            read(loader.sampler)
-    with pytest.raises(TypeError, match="prepare_loader"):
-        next(iter(torch.utils.data.DataLoader(shards, batch_sampler=loader.batch_sampler)))
-
-
 def test_the_sampler_sets_the_epoch_even_between_iter_and_next(shards: ShardedDataset) -> None:
     with DataLoader(shards, 4, shuffle=True, seed=3) as loader:
         batches = iter(loader)

@@ -14,7 +14,7 @@ import pytest
 from datasets_kit import Made, Make, edited, make_megatron, rank, write_megatron
 from parameters_kit import in_pairs
 
-from dataflow import Bucketed, DataLoader, Packed, Pad, ShardedDataset, Shuffle, TokenBudget
+from dataflow import Bucketed, DataLoader, Packed, ShardedDataset, Shuffle, TokenBudget
 from dataflow.batch.packed import PackedRows, PaddedRows
 from dataflow.planning.length_aware import make_planner
 from prefetch.errors import MemoryLimitError
@@ -355,29 +355,6 @@ def test_a_batch_transform_gets_the_finished_batch(made: Make) -> None:
     dataset = data.open(batch_transform=lambda batch: batch["tokens"].tokens.shape)
     with DataLoader(dataset, 3, True, batching=Packed(8), topology=rank(0, 1)) as loader:
         assert next(iter(loader)) == (3, 8)
-
-
-@pytest.mark.parametrize(
-    ("options", "dataset_options", "text"),
-    [
-        ({"batching": "packed"}, {}, "batching must be Packed"),
-        ({"batching": TokenBudget(24), "batch_size": 4}, {}, "TokenBudget decides .* leave batch_size=4 out"),
-        ({"batching": Bucketed(4), "batch_size": 4}, {}, "leave batch_size=4 out"),
-        ({"batching": Packed(8), "batch_size": 0}, {}, "batch_size must be >= 1"),
-        ({"batching": Packed(8, "words")}, {}, "the batches have tokens; pass column="),
-        ({"batching": Packed(8), "collate_fn": list}, {}, "use batch_transform"),
-        ({"batching": TokenBudget(24, overlong="truncate"), "collate_fn": list}, {}, "leave collate_fn out"),
-        ({"batching": Packed(8)}, {"decode": {"tokens": Pad()}}, "leave that out"),
-        ({"batching": Packed(8)}, {"decode": {"tokens": "text"}}, "must hold lists of numbers or bytes"),
-        ({"batching": Packed(8, lengths=np.ones(3, np.int64))}, {}, "one a sample in file order"),
-    ],
-)
-def test_arguments_that_do_not_go_together(
-    made: Make, options: dict[str, Any], dataset_options: dict[str, Any], text: str
-) -> None:
-    dataset = made("megatron").open(**dataset_options)
-    with pytest.raises(ValueError, match=text):
-        DataLoader(dataset, topology=rank(0, 1), **options)
 
 
 def test_overlong_samples_are_refused_where_asked(made: Make) -> None:

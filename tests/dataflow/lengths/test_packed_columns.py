@@ -222,20 +222,6 @@ def test_documents_that_are_never_cut_need_no_word_about_their_lists(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: Packed(8, columns="input_ids"), "columns must be a list of names"),
-        (lambda: Packed(8, columns=["a", "a"]), "columns names 'a' twice"),
-        (lambda: Packed(8, columns=["a", "b"], whole=["b"]), "'b' is in columns and in whole"),
-        (lambda: Packed(8, columns=["a"], pad={"b": 1}), "pad names 'b'"),
-    ],
-)
-def test_names_that_contradict_each_other_are_refused(make: Callable[[], Batching], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        make()
-
-
-@pytest.mark.parametrize(
     ("batching", "options", "text"),
     [
         (Packed(8, columns=["input_ids", "x"]), {}, "the batches have input_ids, loss_mask, weight, id"),

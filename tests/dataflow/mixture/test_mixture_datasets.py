@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -134,28 +133,6 @@ def test_the_fingerprint_follows_shards_shares_and_rules(abc: tuple[ShardedDatas
     ]
     assert len({mixture.fingerprint() for mixture in mixtures}) == len(mixtures)
     assert mixtures[0].fingerprint() == Mixture({a: 0.5, b: 0.5}).fingerprint()
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "says"),
-    [
-        (lambda a, b, c: Mixture([]), ValueError, "needs a dataset"),
-        (lambda a, b, c: Mixture([a, [1, 2]]), TypeError, "got list"),
-        (lambda a, b, c: Mixture({a: 1, b: 1}, temperature=2), ValueError, "weights and temperature"),
-        (lambda a, b, c: Mixture([a, b], repeats=[1]), ValueError, "2 members got 1"),
-        (lambda a, b, c: Mixture([a, b], repeats={c: 1}), ValueError, "no member"),
-        (lambda a, b, c: Mixture([a, b], stop="all"), ValueError, "leave out stop"),
-        (lambda a, b, c: Mixture([a, Mixture([b, c])]), ValueError, "needs weights"),
-        (lambda a, b, c: Mixture({a: 1, Mixture({b: 1}, stop="all"): 1}), ValueError, "gives shares only"),
-        (lambda a, b, c: Mixture([a, b.take(0)]), ValueError, "must hold samples"),
-        (lambda a, b, c: Mixture({a: -1, b: 1}), ValueError, "weights must be"),
-    ],
-)
-def test_rules_that_make_no_sense_are_refused(
-    abc: tuple[ShardedDataset, ...], make: Callable[..., Any], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        make(*abc)
 
 
 def test_members_must_deliver_the_same_columns(tmp_path: Path) -> None:

@@ -319,8 +319,3 @@ def test_ranks_that_divide_the_lanes_read_little_twice(tmp_path: Path) -> None:
             opened.update(mine)
     assert len(opened) == blocks
     assert sum(opened.values()) < 1.3 * blocks
-
-
-def test_a_full_shuffle_is_refused(abc: list[ShardedDataset]) -> None:
-    with pytest.raises(ValueError, match="needs windows"):
-        DataLoader(Mixture(abc), 4, Shuffle("full"))

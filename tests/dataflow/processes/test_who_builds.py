@@ -428,10 +428,3 @@ def test_they_contradict_builders_that_are_no_processes(
 ) -> None:
     with pytest.raises(ValueError, match="are for builders that are processes of this machine"):
         DataLoader(tar.open(), 2, **options, **given)
-
-
-def test_a_start_method_that_is_none_is_refused_as_torch_does(tar: Made) -> None:
-    with pytest.raises(ValueError, match="should specify a valid start method"):
-        DataLoader(tar.open(), 2, multiprocessing_context="threads")
-    with pytest.raises(TypeError, match="should be a valid context object"):
-        DataLoader(tar.open(), 2, multiprocessing_context=object())

@@ -137,12 +137,6 @@ def test_a_set_of_shards_that_is_not_whole_is_an_error(tmp_path: Path) -> None:
     assert xs(tmp_path) == [0, 1]
 
 
-def test_a_split_of_which_a_shard_is_not_there_is_an_error(tmp_path: Path) -> None:
-    parquet(tmp_path / "data/train-00000-of-00002.parquet", 0)
-    with pytest.raises(ShardReadError, match=r"1 shards data/train-\*-of-00002: 00001"):
-        ShardedDataset(tmp_path)
-
-
 # ---- files of several kinds -----------------------------------------------------------------------------
 
 

@@ -134,20 +134,6 @@ def test_one_array_of_objects_is_its_items(indent: int | None, whole: Any, name:
         assert batch["id"].tolist() == list(range(20))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('[{"a": 1}, 2]', "is one JSON array whose item 1 is no object"),
-        ('[{"a": 1}, {"a"', "is one JSON array, and is damaged"),
-        ('{"data": [{"a": 1}', "not JSON"),
-    ],
-)
-def test_an_array_that_holds_no_samples_is_an_error(text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(text)
-    with pytest.raises(CorruptShardError, match=said):
-        ShardedDataset(tmp_path / "a.jsonl")
-
-
 def test_a_large_array_is_an_error_with_the_line_that_converts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,33 +153,6 @@ def test_views_of_views_count_their_own_samples(dataset: ShardedDataset) -> None
     assert len(dataset.skip(99)) == 0
 
 
-@pytest.mark.parametrize(
-    ("indices", "error", "says"),
-    [
-        ([3, 1], ValueError, "numpy.unique"),
-        ([1, 1], ValueError, "numpy.unique"),
-        ([47], IndexError, "47 samples"),
-        ([-48], IndexError, "47 samples"),
-        (slice(9, 0, -1), ValueError, "ascend"),
-        ([True, False], ValueError, "one bool for each"),
-        ([0.5], ValueError, "integers"),
-    ],
-)
-def test_indices_that_a_view_cannot_keep_are_refused(
-    dataset: ShardedDataset, indices: Any, error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        dataset.subset(indices)
-
-
-@pytest.mark.parametrize("call", [lambda d: d.take(-1), lambda d: d.skip(-1)])
-def test_a_negative_number_of_samples_is_refused(
-    dataset: ShardedDataset, call: Callable[[ShardedDataset], Any]
-) -> None:
-    with pytest.raises(ValueError, match=">= 0"):
-        call(dataset)
-
-
 def test_a_view_survives_pickling_and_leaves_its_dataset_alone(dataset: ShardedDataset) -> None:
     view = pickle.loads(pickle.dumps(dataset.take(3)))
     assert labels(view) == [0, 1, 2]
@@ -249,17 +222,6 @@ def test_whole_shards_go_to_one_part_by_shard(dataset: ShardedDataset) -> None:
     owners = [set(p.catalog.blocks.shard[p.selection.num_samples > 0].tolist()) for p in parts.values()]
     assert not owners[0] & owners[1]
     assert sum(map(len, parts.values())) == 47
-
-
-@pytest.mark.parametrize(
-    ("fractions", "by", "says"),
-    [({}, "hash", "fractions"), ({"a": 0.7, "b": 0.4}, "hash", "fractions"), ({"a": 1}, "key", "by must")],
-)
-def test_splits_that_make_no_sense_are_refused(
-    dataset: ShardedDataset, fractions: dict[str, float], by: Any, says: str
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        dataset.split(fractions, by=by)
 
 
 # ---- select and filter -----------------------------------------------------------------------------------
@@ -343,31 +305,6 @@ def test_filter_looks_into_structs_and_skips_empty_row_groups(tmp_path: Path) ->
     dataset = ShardedDataset(str(tmp_path / "a.parquet"), catalog=str(tmp_path / "a.catalog"), columns=["n"])
     view = dataset.filter(pc.field("meta", "year") > 2003)
     assert [int(view[i]["n"]) for i in range(len(view))] == [4, 5]
-
-
-@pytest.mark.parametrize(
-    ("condition", "says"),
-    [
-        (pc.field("nothing") > 3, "does not fit the columns"),
-        (pc.field("label") == "x", "does not fit the columns"),
-        (pc.field("label") + 1, "true or false"),
-        (pc.scalar(True), "must look at a column"),
-        ("label > 3", "does not fit the columns"),
-    ],
-)
-def test_conditions_that_mean_nothing_are_refused(dataset: ShardedDataset, condition: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        dataset.filter(condition)
-
-
-def test_formats_without_columns_cannot_be_filtered(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no columns to filter by"):
-        MAKERS["tokens.bin"](tmp_path).open().filter(pc.field("tokens") > 3)
-
-
-def test_a_condition_on_values_of_tar_says_what_can_be_asked(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"does not fit.*field\('jpg', 'size'\) > 1000"):
-        make_ints_tar(tmp_path).open().filter(pc.field("cls") > 3)
 
 
 # ---- through the loader ----------------------------------------------------------------------------------

@@ -232,25 +232,5 @@ def test_ranks_of_a_machine_read_through_one_broker_and_go_on_when_it_ends(
     assert brokers() == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"limit": 0}, "limit must be > 0"),
-        ({"limit": "much"}, "a size must be like"),
-        ({"limit": "inf"}, "a size must be like"),
-        ({"limit": None}, "a size must be like"),
-        ({"path": "s3://bucket/cache"}, "not a local path: 's3://bucket/cache'"),
-    ],
-)
-def test_sizes_and_paths_are_checked(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Cache(**{"path": "x", **arguments})
-
-
 def test_the_folder_of_a_cache_may_be_a_url_of_this_machine(tmp_path: Path) -> None:
     assert Cache(f"file://{tmp_path}/x").folder == Cache(tmp_path / "x").folder == str(tmp_path / "x")
-
-
-def test_a_cache_must_be_one(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"must be a dataflow\.Cache"):
-        ShardedDataset(str(tmp_path), cache="/nvme")  # type: ignore[arg-type]

@@ -17,7 +17,6 @@ from loader_kit import stream_of
 from parameters_kit import in_pairs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
 
 from dataflow import (
     Bucketed,
@@ -191,13 +190,6 @@ def test_a_batch_that_is_no_dict_cannot_be_marked(
         pytest.raises(TypeError, match=says),
     ):
         next(iter(loader))
-
-
-def test_marks_are_for_shards_and_need_their_name(ints: Made) -> None:
-    with pytest.raises(ValueError, match="only a ShardedDataset or a Mixture has mark_repeats="):
-        DataLoader(TensorDataset(torch.zeros(4)), mark_repeats=True)
-    with pytest.raises(ValueError, match="has a column of its own called '__repeat__'"):
-        DataLoader(ints.open(columns={"__repeat__": "cls"}), mark_repeats=True)
 
 
 def test_without_the_setting_batches_have_no_mark(ints: Made) -> None:

@@ -192,12 +192,6 @@ def test_states_count_epochs_and_those_of_before_are_refused() -> None:
         loader.load_state_dict(with_checksum({**old, "version": 2}))
 
 
-@pytest.mark.parametrize("epoch", [-1, 1.5, None])
-def test_an_epoch_is_a_count(epoch: Any) -> None:
-    with pytest.raises(ValueError, match="epoch must be an integer >= 0"):
-        DataLoader(range(4)).set_epoch(epoch)
-
-
 # ---- loops that are left early ------------------------------------------------------------------------
 
 
@@ -270,12 +264,6 @@ def test_persistent_workers_see_what_is_changed_by_name_between_epochs(tmp_path:
         for epoch in range(3):
             looked_up.write_text("x" * epoch)
             assert list(loader) == [epoch] * 16
-
-
-@pytest.mark.parametrize("others", [{}, {"num_workers": 1}, {**PROCESSES, "in_order": False}])
-def test_only_persistent_workers_in_order_can_begin_the_next_epoch(others: Any) -> None:
-    with pytest.raises(ValueError, match="needs persistent_workers=True and in_order=True"):
-        DataLoader(range(4), prefetch_across_epochs=True, **others)
 
 
 # ---- samplers at every position -----------------------------------------------------------------------

@@ -70,25 +70,6 @@ def test_no_indices_give_no_samples_and_no_columns(made: Make) -> None:
             dataset[indices]
 
 
-@pytest.mark.parametrize("index", [NUM_SAMPLES, -NUM_SAMPLES - 1, 10**12])
-def test_indices_out_of_range_are_index_errors(made: Make, index: int) -> None:
-    with pytest.raises(IndexError, match=f"{index}.*{NUM_SAMPLES}"):
-        made("parquet").open()[index]
-    with pytest.raises(IndexError):
-        made("tar").open().__getitems__([0, index])
-
-
-def test_what_is_no_integer_is_no_index(made: Make) -> None:
-    dataset: Any = made("tar").open()
-    with pytest.raises(TypeError, match="integer"):
-        dataset[1.0]
-    for indices in ([0.0, 1.0], [True] * NUM_SAMPLES, [[0, 1]]):
-        with pytest.raises(TypeError, match=r"list of integers.*subset\(mask\)"):
-            dataset[indices]
-    with pytest.raises(TypeError, match="integer"):
-        dataset.__getitems__(np.array([0.0, 1.5]))
-
-
 def test_a_for_loop_ends_by_the_index_error(made: Make) -> None:
     data = made("tokens.bin")
     assert [plain_of(sample) for sample in data.open()] == data.samples

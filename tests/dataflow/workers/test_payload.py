@@ -353,11 +353,6 @@ def test_tensors_that_view_the_same_memory_arrive_apart() -> None:
     assert arrived[1].tolist() == [0, 1]
 
 
-def test_a_graph_does_not_cross() -> None:
-    with pytest.raises(RuntimeError, match=r"requires_grad and was computed \(MulBackward0\)(.|\n)*detach"):
-        pack([torch.ones(2, requires_grad=True) * 2])
-
-
 # ---- what goes by value ---------------------------------------------------------------------------------
 
 

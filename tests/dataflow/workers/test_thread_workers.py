@@ -937,23 +937,6 @@ def test_an_item_that_hangs_does_not_keep_the_interpreter_from_exiting(tmp_path:
 # ---- arguments --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": "threads", "num_workers": 1}, "workers must be"),
-        ({"workers": "thread"}, "num_workers > 0"),
-        ({"workers": "auto", "num_workers": 1}, "not sharded workers must be"),
-        (
-            {"workers": "thread", "num_workers": 1, "multiprocessing_context": "fork"},
-            "multiprocessing_context",
-        ),
-    ],
-)
-def test_wrong_arguments_are_told(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataLoader(range(3), **options)
-
-
 def test_more_threads_than_cores_are_fine() -> None:
     assert len(list(threaded(range(100), 1, num_workers=50))) == 100
 
