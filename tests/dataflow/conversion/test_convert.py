@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -476,24 +475,6 @@ def test_a_full_disk_loses_nothing_that_was_finished(
     assert not list((tmp_path / "a").glob("*.partial"))
 
 
-@pytest.mark.parametrize(
-    ("value", "to", "words"),
-    [
-        (None, "mds", "column 'x' has no value .* map= may fill it in"),
-        (True, "mds", "column 'x': MDS has no encoding for a value of type bool"),
-        (object(), "parquet", "column 'x': no Arrow type holds a value of type object .* map= may give"),
-        (object(), "tar", "column 'x' is of type object, which no tar holds"),
-        (np.array([{}]), "tar", "array of objects"),
-        (1 << 70, "mds", "does not fit int64"),
-    ],
-)
-def test_a_value_that_a_target_cannot_hold_names_column_and_cure(
-    tmp_path: Path, value: Any, to: str, words: str
-) -> None:
-    with pytest.raises((SampleError, ValueError), match=words):
-        convert([{"x": value}, {"x": value}], tmp_path / "a", to=to, workers=1)
-
-
 def test_a_later_value_of_another_type_names_its_column(tmp_path: Path) -> None:
     samples: list[dict[str, Any]] = [{"x": i} for i in range(100)]
     samples[90]["x"] = "text"
@@ -510,22 +491,6 @@ def test_verify_finds_what_is_not_as_the_source_gives_it(source: str, tmp_path: 
     os.utime(path, ns=(then.st_atime_ns, then.st_mtime_ns))
     with pytest.raises(ConversionError, match="sample 17, column 'txt': 'Bild 17 ü' is not 'bild 17 ü'"):
         convert(source, tmp_path / "a", to="mds", shard_samples=40, workers=1, checksum=False, verify=True)
-
-
-def test_arguments_that_contradict_each_other_are_refused(source: str, tmp_path: Path) -> None:
-    for arguments, words in (
-        ({"to": "zip"}, "to must be one of"),
-        ({"to": "mds", "shard_size": "1MiB", "shard_samples": 3}, "not both"),
-        ({"to": "mds", "shard_size": 0}, "at least a byte"),
-        ({"to": "tokens"}, "needs length="),
-        ({"to": "mds", "dtype": "uint16"}, "dtype= is for"),
-        ({"to": "mds", "schema": pa.schema([])}, "schema= is for"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            convert(source, tmp_path / "a", **arguments)  # type: ignore[arg-type]
-    lock = threading.Lock()
-    with pytest.raises(ValueError, match="make what functions and datasets hold inside of them"):
-        convert(source, tmp_path / "b", to="mds", map=lambda one: (lock, one)[1], shard_samples=3, workers=2)
 
 
 @pytest.mark.full  # `test_worker_starts` has one of a loader

@@ -122,12 +122,6 @@ def test_a_key_with_a_dot_is_refused_by_a_tar_with_the_map_that_cures_it(tmp_pat
     assert ShardedDataset(made.catalog, columns=["__key__"])[0] == {"__key__": "v1_2"}
 
 
-@pytest.mark.parametrize("name", ["Label", "a/b", "_hidden"])
-def test_columns_that_no_tar_keeps_are_refused_and_not_left_out(tmp_path: Path, name: str) -> None:
-    with pytest.raises((SampleError, ValueError), match=f"column '{name}' is no ending of a tar's member"):
-        convert([{name: 1, "x": 2}], tmp_path / "a", to="tar", workers=1)
-
-
 def test_integers_that_no_tar_gives_back_are_refused_by_sample(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": pa.array([1, 1 << 63], pa.uint64())}), tmp_path / "x.parquet")
     with pytest.raises(SampleError, match=r"sample '1': column 'x' is 9223372036854775808, .*map= may give"):

@@ -73,11 +73,3 @@ def test_bytes_that_are_no_sound_raise() -> None:
         decoded(Audio(), b"")
     with pytest.raises(Exception, match=r"."):
         decoded(Audio(), b"no sound at all" * 100)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"rate": 0}, {"seconds": -1}, {"channels": 2}, {"clip": "last"}, {"pad": "last"}]
-)
-def test_settings_out_of_range_are_refused(settings: dict) -> None:
-    with pytest.raises(ValueError, match="Audio"):
-        Audio(**settings)

@@ -356,34 +356,6 @@ def test_keys_and_urls_are_columns_on_demand(tar: Made) -> None:
     assert in_order(tar.open(columns=["__url__"]))[0]["__url__"][0].endswith("shard-0.tar")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"columns": ["nope"]}, "'nope' does not exist.*label"),
-        ({"columns": {"a": ["x", "nope"]}}, "'nope' does not exist"),
-        ({"columns": "label"}, "list or a mapping"),
-        ({"columns": []}, "columns is empty"),
-        ({"columns": {"a": []}}, "'a' does not exist"),
-        ({"columns": {"a": ["label", "x"]}}, "one fixed type"),
-        ({"columns": {"a": ["txt", "lst"]}}, "one fixed type"),
-        ({"decode": {"nope": "int"}}, "'nope', which is no column"),
-        ({"decode": {"txt": "magic"}}, "'magic'"),
-        ({"decode": {"label": Pad()}}, "Pad needs byte strings"),
-        ({"decode": {"label": Image(size=8)}}, "Image needs byte strings"),
-        ({"decode": {"label": "text"}}, "'text' needs byte strings"),
-        ({"decode": {"label": "float"}}, "'float' needs byte strings"),
-        ({"decode": {"label": "magic"}}, "'magic' needs byte strings"),
-        ({"decode": {"label": bytes.decode}}, "a function needs byte strings"),
-        ({"columns": {"a": ["label", "label"]}, "decode": {"a": "text"}}, "'text' needs byte strings"),
-    ],
-)
-def test_what_does_not_fit_the_schema_is_refused_at_once(
-    parquet: Made, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        parquet.open(**options)
-
-
 # ---- pickles and functions --------------------------------------------------------------------------------
 
 

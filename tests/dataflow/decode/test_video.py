@@ -169,22 +169,6 @@ def test_damaged_lists_of_frames_raise_errors_and_nothing_else() -> None:
         assert value.dtype == np.uint8
 
 
-@pytest.mark.parametrize(
-    ("settings", "rule"),
-    [
-        ({"frames": 0}, "at least 1"),
-        ({"fps": 0}, "greater than 0"),
-        ({"clip": "end of"}, "must be one of"),
-        ({"size": 32, "image": Image(size=32)}, "size is image's"),
-        ({"image": Image(size=32, mode="L")}, "RGB"),
-        ({"size": 0}, "at least 1"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict, rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        Video(**settings)
-
-
 def test_frame_rate_of_the_clips_is_the_one_that_was_encoded() -> None:
     data = np.frombuffer(video(), np.uint8)
     index = read_index(lambda offset, n: data[offset : offset + n], len(data))

@@ -19,7 +19,7 @@ from dataflow.grad.adapt.options import Adapt, Tunable, allowed, with_options
 from dataflow.grad.gate import GateMode
 from dataflow.grad.negotiation import Control, measured_by_all
 from dataflow.grad.step import joined, merged_batches
-from dataflow.grad.strategies import DiLoCo, Half, Int8, LocalSGD, TopK
+from dataflow.grad.strategies import Half, Int8, LocalSGD
 from dataflow.grad.strategies.all_reduce import AllReduce
 from dataflow.ragged import Ragged
 
@@ -270,28 +270,6 @@ def test_a_longer_sync_period_is_kept_where_averages_take_long(average_s: float,
     assert controller.mode.settings == {"sync_period": kept}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "adapt", "says"),
-    [
-        (AllReduce(), {"bucket_size": [1]}, "adapt may allow accumulate"),
-        (AllReduce(), {"compression": [TopK(0.1)]}, "between AllReduce, Half"),
-        (DiLoCo(8), {"compression": [Int8()]}, "got diloco"),
-        (AllReduce(), {"sync_period": [8]}, "LocalSGD"),
-        (LocalSGD(8), {"sync_period": [4]}, "must ascend"),
-        (AllReduce(), {"accumulate": [3]}, "divisors of 8"),
-        (AllReduce(), {"accumulate": [2, 4]}, "descending"),
-        (AllReduce(), {"accumulate": [8]}, "smaller"),
-        (AllReduce(), {"accumulate": [0]}, "divisors of 8"),
-        (AllReduce(), {"accumulate": [-2]}, "divisors of 8"),
-        (AllReduce(), {"accumulate": ["2"]}, "divisors of 8"),
-        (Int8(), {"compression": [Half("bf16"), Int8()]}, r"int8\(.*\) is named twice"),
-    ],
-)
-def test_what_cannot_be_changed_is_refused(strategy: Any, adapt: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        allowed(adapt, with_options(strategy, adapt), 8)
-
-
 # ---- merging ----------------------------------------------------------------------------------------------
 
 
@@ -322,22 +300,6 @@ def test_only_what_counts_is_merged_and_a_single_batch_is_left_as_it_is() -> Non
     made = merged_batches(batches, 3, 2, joined)
     assert [each.tolist() for each in made] == [[0, 1], [2]]
     assert made[1] is batches[2]
-
-
-@pytest.mark.parametrize(
-    "batches",
-    [
-        [1.0, 2.0],
-        [torch.zeros(1, 2), torch.zeros(1, 3)],
-        # Images of their own sizes, or the parts of each sample? Their first dimension is colours.
-        [{"jpg": [torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)]}] * 2,
-        [[torch.zeros(2), [torch.zeros(3, 8, 8)] * 2]] * 2,
-        [[{"x": torch.zeros(3)}, {"x": torch.zeros(3)}]] * 2,
-    ],
-)
-def test_what_cannot_be_put_together_names_the_way_out(batches: list[Any]) -> None:
-    with pytest.raises(ValueError, match="merge"):
-        joined(batches)
 
 
 def test_a_state_of_an_earlier_release_is_refused_with_what_to_do() -> None:

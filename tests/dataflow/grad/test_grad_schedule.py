@@ -441,12 +441,6 @@ def test_arguments_that_cannot_be_meant_are_refused(arguments: dict[str, Any], m
         made(batches(1), **arguments)
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="none of the model's parameters"):
-        GradSchedule([], nn.Linear(1, 1), optimizer)
-
-
 def test_a_strategy_serves_one_schedule_at_a_time() -> None:
     strategy = LocalSGD(2)
     _, first = made([], strategy=strategy)

@@ -11,7 +11,6 @@ from dataflow.grad.step import (
     MICROBATCHES,
     UnevenRanksError,
     accumulate_for,
-    checked_weight,
     plan_step,
     scales,
     summed,
@@ -105,18 +104,6 @@ def test_a_weight_that_nobody_has_scales_to_zero_not_to_infinity() -> None:
     assert scales({"tokens": 0.0}, 4) == {"tokens": 0.0}
 
 
-@pytest.mark.parametrize("value", [-1, math.nan, math.inf, "many", None, [1, 2]])
-def test_a_weight_is_a_finite_number_from_zero_on(value: object) -> None:
-    with pytest.raises(ValueError, match="weight 'tokens'"):
-        checked_weight("tokens", value)
-
-
 @pytest.mark.parametrize(("world", "expected"), [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)])
 def test_a_global_batch_is_kept_by_accumulating_more_on_fewer_ranks(world: int, expected: int) -> None:
     assert accumulate_for(512, batch_size=32, world_size=world) == expected
-
-
-@pytest.mark.parametrize("world", [3, 32])
-def test_a_global_batch_that_does_not_divide_is_refused_with_its_numbers(world: int) -> None:
-    with pytest.raises(ValueError, match=rf"512 is not a multiple .* 32 \* {world} = {32 * world}; take"):
-        accumulate_for(512, batch_size=32, world_size=world)

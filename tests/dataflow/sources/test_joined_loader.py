@@ -385,12 +385,6 @@ def test_a_mask_is_called_after_its_column(tmp_path: Path) -> None:
     }
 
 
-def test_keys_that_repeat_in_the_other_are_named(tmp_path: Path) -> None:
-    own, other = tables(tmp_path, {"id": ["a", "b"]}, {"id": ["b", "a", "b", "a", "b"], "y": range(5)})
-    with pytest.raises(ValueError, match=r"2 keys in 'id' come more than once.*'b' comes 3 times.*other"):
-        own.join(other, on="id")
-
-
 def test_what_has_no_match_is_counted_and_named(tmp_path: Path) -> None:
     own, other = tables(tmp_path, {"id": ["a", "b", None, "d"]}, {"id": ["e", "a", None], "y": range(3)})
     with pytest.warns(UserWarning, match=r"3 of 4 samples have no match and are left out: 'b' in .*own"):
@@ -400,37 +394,6 @@ def test_what_has_no_match_is_counted_and_named(tmp_path: Path) -> None:
     assert [text.split(" in ")[0] for text in report.first_without_match] == ["'b'", "None", "'d'"]
     assert [text.split(" in ")[0] for text in report.first_unused] == ["'e'", "None"]
     assert report.first_unused[0].endswith("other.parquet")
-
-
-@pytest.mark.parametrize(
-    ("own", "other", "on", "text"),
-    [
-        ({"id": ["1"]}, {"id": [1], "y": [1]}, "id", r"unlike types.*'id' holds text, 'id' integers"),
-        ({"id": ["1"]}, {"id": ["2"], "y": [1]}, "id", r"no key in 'id' is one in 'id'.*'1' and '2'"),
-        ({"id": [1.5]}, {"id": [1.5], "y": [1]}, "id", "'id': keys must be text, bytes or integers.*double"),
-        ({"id": [1]}, {"key": [1], "y": [1]}, "__key__", r"no column '__key__' in .*own.*on=\("),
-        ({"id": [1]}, {"key": [1], "y": [1]}, ("id", "no"), "no column 'no' in .*other"),
-        ({"id": [1]}, {"id": [1], "y": [1]}, ("a", "b", "c"), "on must be"),
-        ({"id": [1]}, {"id": [1]}, "id", "brings no column along"),
-    ],
-)
-def test_joins_that_make_no_sense_are_refused(
-    tmp_path: Path, own: dict[str, Any], other: dict[str, Any], on: Any, text: str
-) -> None:
-    one, two = tables(tmp_path, own, other)
-    with pytest.raises(ValueError, match=text):
-        one.join(two, on=on)
-
-
-def test_a_dataset_that_does_more_than_bring_columns_is_refused(tmp_path: Path) -> None:
-    own, other = tables(tmp_path, {"id": [1, 2], "x": [1, 2]}, {"id": [1, 2], "y": [1, 2]})
-    changed = ShardedDataset(str(tmp_path / "other.parquet"), transform=dict)
-    with pytest.raises(ValueError, match="give it to the one it is joined to"):
-        own.join(changed, on="id")
-    with pytest.raises(ValueError, match=r"a\.join\(b\)\.join\(c\)"):
-        own.join(other.join(own, on="id", suffix="_"), on="id")
-    with pytest.raises(TypeError, match="got list"):
-        own.join([], on="id")  # type: ignore[arg-type]
 
 
 def test_a_view_of_the_other_brings_only_its_samples(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from dataflow import (
 )
 from dataflow.sources.file_catalogs import LooseFiles
 from dataflow.sources.loose import find_loose
-from dataflow.tools.terminal.indexing import index_source
 from sharding.errors import ShardChangedError
 
 RAW: Mapping[str, Any] = {"jpg": None}
@@ -258,18 +257,6 @@ def test_pipes_are_left_out_as_nobody_reads_them_by_name(tmp_path: Path) -> None
     assert keys(opened(tmp_path)) == keys(opened(f"{tmp_path}/*/*.jpg", format="files")) == ["a/1"]
 
 
-def test_a_class_without_files_is_an_error_as_in_torchvision(tmp_path: Path) -> None:
-    write(tmp_path, {"a/1.jpg": b"1", "b/notes.txt": b"", "c/.2.jpg": b""})
-    with pytest.raises(ShardReadError, match=r"no sample is in the folder of class b, c.*torchvision"):
-        ShardedDataset(tmp_path)
-
-
-def test_folders_of_splits_are_named(tmp_path: Path) -> None:
-    write(tmp_path, {"train/a/1.jpg": b"1", "val/a/2.jpg": b"2"})
-    with pytest.raises(ValueError, match=r"a folder for each split \(train, val\): name one.*split='train'"):
-        ShardedDataset(tmp_path)
-
-
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_split_is_the_folder_that_is_called_so(remote: bool, tmp_path: Path) -> None:
     files = {"train/a/1.jpg": b"1", "val/a/2.jpg": b"2", "val/b/3.jpg": b"3", "notes/n.txt": b"n"}
@@ -302,14 +289,6 @@ def test_files_beside_folders_of_classes_are_left_out_with_a_warning(tmp_path: P
         assert keys(opened(tmp_path)) == ["a/1"]
 
 
-def test_files_that_differ_in_their_endings_only_are_named(tmp_path: Path) -> None:
-    write(tmp_path, {"a/1.jpg": b"1", "a/1.json": b"{}"})
-    with pytest.raises(ValueError, match=r"a/1\.jpg and .*a/1\.json differ in their endings only"):
-        ShardedDataset(f"{tmp_path}/**/*", format="files")
-    with pytest.raises(ValueError, match=r"a/1\.j.* and .*a/1\.j.* differ in their endings only"):
-        ShardedDataset(tmp_path, format="files")
-
-
 def test_images_of_one_name_are_samples_in_folders_and_globs_alike(tmp_path: Path) -> None:
     write(tmp_path, {"a/1.jpg": b"1", "a/1.png": b"2"})
     for source in (tmp_path, f"{tmp_path}/*/*"):
@@ -334,18 +313,6 @@ def test_a_name_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
         pass
     with pytest.raises(ValueError, match=r"a/\\udcff\.jpg has a name that is not UTF-8"):
         ShardedDataset(tmp_path)
-
-
-def test_a_pattern_that_nothing_matches_says_among_how_many_files(tmp_path: Path) -> None:
-    write(tmp_path, {"a/1.jpg": b"1", "a/2.jpg": b"2"})
-    with pytest.raises(ShardReadError, match=r"no file matches this pattern among 2"):
-        ShardedDataset(f"{tmp_path}/*/*.png")
-
-
-def test_the_command_that_indexes_says_that_there_is_nothing_to_do(tmp_path: Path) -> None:
-    write(tmp_path, {"a/1.jpg": b"1"})
-    with pytest.raises(ValueError, match=r"means loose files.*nothing is to be indexed"):
-        index_source([str(tmp_path)], {}, output=None, block_bytes=None)
 
 
 def test_a_listing_has_sizes_and_versions(tmp_path: Path) -> None:

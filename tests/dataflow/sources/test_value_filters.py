@@ -15,7 +15,6 @@ from formats.streaming_kit import write_mds
 from http_kit import RangeServer, serving
 
 from dataflow import ShardedDataset
-from sharding.errors import CorruptShardError
 
 field = pc.field
 
@@ -82,22 +81,3 @@ def test_of_large_samples_only_what_is_asked_for_is_read(tmp_path: Path) -> None
         kept = dataset.filter(field("label") > 5)
         assert sum(one.nbytes for one in server.asked) < 9 * 4096
     assert len(kept) == 3
-
-
-@pytest.mark.parametrize(
-    ("condition", "says"),
-    [
-        (field("nothing") > 3, r"does not fit the columns \['a', 'c'\]"),  # not "b", which is no number
-        (field("a") == "x", "does not fit the columns"),
-        (field("a") + 1, "true or false"),
-    ],
-)
-def test_conditions_that_mean_nothing_are_refused(condition: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        ShardedDataset(str(FIXTURES / "mds" / "numbers")).filter(condition)
-
-
-def test_text_that_is_none_is_an_error_that_names_the_shard(tmp_path: Path) -> None:
-    write_mds(tmp_path, {"t": ("str", None)}, [[{"t": b"a"}, {"t": b"\xff"}]])
-    with pytest.raises(CorruptShardError, match=r"shard\.00000\.mds.*UTF-?8"):
-        ShardedDataset(str(tmp_path)).filter(field("t") == "a")

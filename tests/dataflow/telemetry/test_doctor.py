@@ -109,13 +109,6 @@ def test_communication_that_nothing_hides_is_measured_by_ddp() -> None:
     assert all(seconds > 0 for seconds in run_ranks(exposed_of_big_gradients, 2, timeout_s=40, **FAST))
 
 
-def test_a_report_before_the_first_window_says_so() -> None:
-    model = nn.Linear(4, 1)
-    sched = GradSchedule([torch.ones(2, 4)], model, torch.optim.SGD(model.parameters()), 1)
-    with pytest.raises(ValueError, match="no window has ended"):
-        sched.report()
-
-
 def test_a_long_loop_saves_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     model = nn.Linear(4, 1)

@@ -148,24 +148,6 @@ def test_what_crosses_to_a_process_is_small_and_says_which_file(tokenizer: Path)
     assert pickle.loads(pickle.dumps(stage)).fingerprint == stage.fingerprint
 
 
-def test_arguments_that_are_none_are_refused(tokenizer: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"eos='<no>' is none of the 30. tokens of"):
-        Tokenize(tokenizer, eos="<no>")
-    with pytest.raises(ValueError, match="bos=4000 is none"):
-        Tokenize(tokenizer, bos=4000)
-    with pytest.raises(ValueError, match="max_length must be an integer > 1, got 1"):
-        Tokenize(tokenizer, eos=END, max_length=1)
-    with pytest.raises(ValueError, match="overlong must be one of truncate, error, got 'split'"):
-        Tokenize(tokenizer, overlong="split")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="dtype must be one of int32, int64"):
-        Tokenize(tokenizer, dtype="uint8")
-    (tmp_path / "bad.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"bad.json is no tokenizer.json"):
-        Tokenize(tmp_path / "bad.json")
-    with pytest.raises(FileNotFoundError):
-        Tokenize(tmp_path / "none.json")
-
-
 def test_without_the_library_the_error_names_the_extra(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -618,11 +618,6 @@ def test_a_file_of_that_name_is_a_file(tmp_path, monkeypatch):
     assert BenchDataset(source=["a:b", "c:d"]).function is None
 
 
-def test_an_image_size_needs_a_column_of_images(made):
-    with pytest.raises(ValueError, match="no column holds images"):
-        BenchDataset(source=[str(path) for path in made("tar").shards], image_size=8).open()
-
-
 def test_help_teaches_by_examples():
     assert "dataflow bench compare SOURCE" in run("--help")[1]
     for command in ("storage", "loader", "compare"):

@@ -262,11 +262,6 @@ def test_computing_is_the_bound_where_a_perfect_loader_gains_nothing_or_it_is_sl
         assert max(found.gains[name] for name in ("memory", "storage", "decode")) < 1.05
 
 
-def test_rates_must_be_positive():
-    with pytest.raises(ValueError, match="must be > 0"):
-        Rates(measured=0, compute=1, storage=1, decode=1, loader=1)
-
-
 # ---- cold or warm ---------------------------------------------------------------------------------------
 
 COLD = Evidence(

@@ -22,12 +22,6 @@ def test_the_hot_spot_is_the_worst_of_all_runs_of_reads(labels, ahead):
     assert found.ratio == found.most / max(1, found.share)
 
 
-@pytest.mark.parametrize(("labels", "ahead"), [([], 3), ([1], 0)])
-def test_a_hot_spot_needs_reads(labels, ahead):
-    with pytest.raises(ValueError, match="there must be reads, and ahead >= 1"):
-        hot_spot(labels, ahead)
-
-
 @pytest.mark.parametrize("window", [32, 64, 512])
 def test_no_shard_or_folder_is_asked_for_much_more_than_its_share(window):
     even = Order([100] * 4096, Shuffle("window", window), seed=1, epoch=2)

@@ -360,35 +360,6 @@ def test_samples_that_contradict_themselves_are_bad(tokenizer: Path, change: Any
             work(sample)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"family": "pixtral"},
-            r"family='pixtral' is not supported, only qwen2_5_vl, .*Processor\(processor\)",
-        ),
-        ({"patches": "int8"}, "patches must be"),
-        ({"overlong": "truncate"}, "overlong must be"),
-        ({"max_length": 0}, "max_length must be"),
-        ({"min_pixels": 0}, "min_pixels=0"),
-        ({"max_pixels": 100}, "min_pixels=3136 and max_pixels=100"),
-        ({"min_pixels": 10, "max_pixels": 100}, "at least the 784 of one token"),
-        ({"dtype": "int8"}, "dtype must be"),
-    ],
-)
-def test_settings_out_of_range_are_refused(tokenizer: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        VisionChat(tokenizer, **{"family": "qwen2_5_vl", "template": TEMPLATE} | options)
-
-
-def test_a_tokenizer_without_the_image_token_is_refused(tmp_path: Path) -> None:
-    path = write_vision_tokenizer(tmp_path / "tokenizer.json", SPECIAL[:5])
-    with pytest.raises(
-        ValueError, match=r"tokenizer.json lacks the token '<\|image_pad\|>', which family='qwen3_vl'"
-    ):
-        stage(path, "qwen3_vl")
-
-
 def test_settings_of_the_model_lie_beside_its_tokenizer(tmp_path: Path) -> None:
     path = write_vision_tokenizer(tmp_path / "tokenizer.json")
     config: dict[str, Any] = {
