@@ -255,6 +255,21 @@ def test_an_address_that_is_refused_when_new_is_an_error(hub: HubServer) -> None
         numbers(dataset)
 
 
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (401, "the Hub says HTTP 401 .*; the token is missing, has expired or may not read this"),
+        (404, "the Hub says HTTP 404 .*: repository or commit are gone, or private"),
+    ],
+)
+def test_a_hub_that_gives_no_address_is_an_error_with_its_cure(
+    hub: HubServer, status: int, words: str
+) -> None:
+    hub.fault = lambda one: Answer(status) if one.kind == "resolve" and "parquet" in one.path else None
+    with pytest.raises(ShardReadError, match=words):
+        ShardedDataset(NAME)
+
+
 @pytest.mark.reads_here
 def test_the_cache_keeps_blocks_over_commits_that_leave_their_files(hub: HubServer, tmp_path: Path) -> None:
     big = {f"data/train-{i:05d}-of-00002.parquet": parquet(10_000 * i, 10_000) for i in range(2)}

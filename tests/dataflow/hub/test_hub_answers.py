@@ -40,7 +40,7 @@ def listed(**file: Any) -> dict[str, Any]:
         (b"<html>a proxy's page", "answered what is no JSON"),
         (b"[" * 100_000, "answered what is no JSON"),
         ([], "answer must be of kind object, got list"),
-        ({}, "'sha' must be of kind text, got None"),
+        ({}, "did not answer as the Hub does: 'sha' must be of kind text, got None"),
         ({"sha": "main"}, "'sha' must be a commit"),
         ({"sha": SHA, "siblings": "x"}, "'siblings' must be of kind list, got 'x'"),
         ({"sha": SHA, "siblings": [1]}, "'siblings' must be of kind object, got 1"),

@@ -15,7 +15,7 @@ from datasets_kit import write_tar
 from http_kit import RangeServer, serving, slowstore
 from media_kit import first_sample, numbers_of, sound, video
 
-from dataflow import Audio, DataLoader, Optional, SampleError, ShardedDataset, Video
+from dataflow import Audio, DataLoader, MissingMediaSupportError, Optional, SampleError, ShardedDataset, Video
 
 CLIP = Video(frames=4, fps=15, size=64)
 
@@ -188,7 +188,7 @@ def test_missing_torchcodec_is_an_error_at_opening(tar: Path, monkeypatch: pytes
 
     monkeypatch.setitem(sys.modules, "torchcodec.decoders", None)
     monkeypatch.delattr("torchcodec.decoders", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'dataflow-loader\[media\]'"):
+    with pytest.raises(MissingMediaSupportError, match=r"pip install 'dataflow-loader\[media\]'"):
         ShardedDataset(tar, decode={"mp4": CLIP})
 
 
@@ -197,7 +197,7 @@ def test_a_torchcodec_that_finds_no_ffmpeg_is_an_error_at_opening(
 ) -> None:
     """Version 0.17 can be imported all the same: without this, every sample would be a broken one."""
     monkeypatch.setattr("torchcodec.ffmpeg_major_version", None)
-    with pytest.raises(ImportError, match=r"no version of FFmpeg is found.*install ffmpeg"):
+    with pytest.raises(MissingMediaSupportError, match=r"no version of FFmpeg is found.*install ffmpeg"):
         ShardedDataset(tar, decode={"mp4": CLIP})
 
 
