@@ -51,6 +51,7 @@ from dataflow.tools.plan.measure import Point, fit
 from dataflow.tools.terminal.indexing import index_source
 from sharding.errors import CorruptShardError, ShardReadError
 
+MEDIA = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 IMAGES = [torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)]
 
 
@@ -201,6 +202,8 @@ REFUSED: list[tuple[Callable[[Path], object], Any, str]] = [
     (lambda _: Video(size=32, image=Image(size=32)), ValueError, "Video size is image's"),
     (lambda _: Video(image=Image(size=32, mode="L")), ValueError, "Video frames are RGB"),
     (lambda _: Video(size=0), ValueError, "Image size must be at least 1"),
+    (lambda at: table(at, "s", image=pa.array([{"bytes": None, "path": "a.png"}], MEDIA))[0],
+     SampleError, "only the path of a file is stored.*embed_external_files=True"),
     # text, and pictures among it
     (lambda at: tokenize(at, eos="<no>"), ValueError, r"eos='<no>' is none of the 30. tokens of"),
     (lambda at: tokenize(at, bos=4000), ValueError, "bos=4000 is none"),

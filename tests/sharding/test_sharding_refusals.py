@@ -33,9 +33,11 @@ from sharding.plan.matches import comparable
 from sharding.plan.placement import reads_by_node, shard_indices
 from sharding.plan.plan import EpochPlan, PlanState
 from sharding.topology.rank_facts import facts_of, with_facts
+from sharding.topology.replicas import DataParallel
 from sharding.topology.topology import Topology
 from sharding.write.writer import ShardWriter
 
+SHUFFLE = Shuffle().to_json()
 FULL = Order([4] * 16, Shuffle("full"), seed=0, epoch=0)
 
 
@@ -48,6 +50,11 @@ def catalog_of(at: Path, content: bytes | None) -> Catalog:
 def plan_of(**settings: Any) -> EpochPlan:
     order = Order([3, 3, 3, 1], Shuffle("window", 8), seed=1, epoch=0)
     return EpochPlan(order, **{"batch_size": 4, "rank": 0, "world_size": 2, "tail": "drop", **settings})
+
+
+def state_of(**changes: Any) -> PlanState:
+    state = PlanState(seed=7, epoch=3, position=40, num_samples=100, shuffle=Shuffle(), fingerprint="ab")
+    return PlanState.from_json(state.to_json() | changes)
 
 
 def job_of(**facts: Any) -> Topology:
@@ -109,6 +116,25 @@ REFUSED: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (lambda _: spread_order(-1, 0), ValueError, "n must be >= 0, got -1"),
     (lambda _: feistel(np.zeros(1, np.uint64), 2**63, 0), ValueError, r"n must be in \[0, 2\*\*62\]"),
     (lambda _: feistel(np.array([5], np.uint64), 5, 0), IndexError, r"index 5 is not in \[0, 5\)"),
+    (lambda _: Shuffle("random"), ValueError, "window, full, blocks, none, got 'random'"),
+    (lambda _: Shuffle(["window"]), ValueError, "shuffle kind must be"),
+    (lambda _: Shuffle("window", 0),
+     ValueError, r"window_blocks must be an integer in \[1, 2147483647\], got 0"),
+    (lambda _: Shuffle("window", 1.5), ValueError, "window_blocks must be .* got 1.5"),
+    (lambda _: Shuffle("window", 2**31), ValueError, "window_blocks must be .* got 2147483648"),
+    (lambda _: Shuffle("window", True), ValueError, "window_blocks must be .* got True"),
+    (lambda _: Shuffle("window", 8, 0),
+     ValueError, r"canonical_nodes must be an integer in \[1, 4096\], got 0"),
+    (lambda _: Shuffle("window", None, 4097), ValueError, "canonical_nodes must be .* got 4097"),
+    (lambda _: Shuffle("window", 8, 16), ValueError, "window_blocks must be >= canonical_nodes=16, .* got 8"),
+    (lambda _: Shuffle("window", 8, 4, 1.5), ValueError, r"exchange must be a number in \[0, 1\], got 1.5"),
+    (lambda _: Shuffle("window", 8, 4, float("nan")), ValueError, "exchange must be .* got nan"),
+    (lambda _: Shuffle("window", 8, 4, True), ValueError, "exchange must be .* got True"),
+    (lambda _: Shuffle("window", 8, 4, "0"), ValueError, "exchange must be .* got '0'"),
+    (lambda _: Shuffle("none", 8, 4, 0.5), ValueError, "file order deals the same blocks"),
+    (lambda _: Shuffle("full", 3), ValueError, "a full shuffle has no windows"),
+    (lambda _: Shuffle("full", None, 8), ValueError, "a full shuffle has no windows and no lanes"),
+    (lambda _: Shuffle("full", None, None, 0), ValueError, "no windows and no lanes"),
     # plans
     (lambda _: plan_of(batch_size=0), ValueError, "batch_size must be >= 1, got 0"),
     (lambda _: plan_of(rank=2), ValueError, r"rank must be in \[0, world_size=2\), got 2"),
@@ -117,6 +143,28 @@ REFUSED: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (lambda _: plan_of(tail="keep"), ValueError, "tail must be one of drop, pad, even, uneven, got 'keep'"),
     (lambda _: plan_of(start=11), ValueError, r"start must be in \[0, 10\], got 11"),
     (lambda _: plan_of(start=-1), ValueError, r"start must be in \[0, 10\], got -1"),
+    (lambda _: state_of(version=1), ValueError, "state version 1, and only version 4"),
+    (lambda _: state_of(version=2), ValueError, "state version 2, and only version 4"),
+    (lambda _: state_of(version=True), ValueError, "state version True"),
+    (lambda _: state_of(version=3), ValueError, "state version 3, and only version 4"),
+    (lambda _: state_of(version=4.0), ValueError, "state version 4.0"),
+    (lambda _: state_of(seed="7"), ValueError, "seed must be an integer, got '7'"),
+    (lambda _: state_of(seed=2**64), ValueError, "seed must fit 64 bits"),
+    (lambda _: state_of(epoch=-1), ValueError, "epoch must be >= 0"),
+    (lambda _: state_of(epoch=1.0), ValueError, "epoch must be an integer, got 1.0"),
+    (lambda _: state_of(position=101), ValueError, r"position must be in \[0, num_samples=100\], got 101"),
+    (lambda _: state_of(position=True), ValueError, "position must be an integer, got True"),
+    (lambda _: state_of(num_samples=None), ValueError, "num_samples must be an integer, got None"),
+    (lambda _: state_of(shuffle="window"), ValueError, "a shuffle must be an object"),
+    (lambda _: state_of(shuffle={**SHUFFLE, "kind": "mixed"}), ValueError, "shuffle kind must be one of"),
+    (lambda _: state_of(fingerprint=5),
+     ValueError, "fingerprint must be at most 128 printable ASCII characters, got 5"),
+    (lambda _: state_of(fingerprint="x" * 129), ValueError, "fingerprint must be at most 128 printable"),
+    (lambda _: state_of(fingerprint="\u00e9"), ValueError, "at most 128 printable"),
+    (lambda _: state_of(fingerprint="\n"), ValueError, "at most 128 printable"),
+    (lambda _: state_of(rank=0), ValueError, "the state has unknown fields: rank"),
+    (lambda _: state_of(data="[1]"), ValueError, "data must be an object of facts or missing"),
+    (lambda _: state_of(data={"shards": "2"}), ValueError, "data must be an object of facts"),
     (lambda _: PlanState(seed=0, epoch=0, position=0, num_samples=0, shuffle="none"),  # type: ignore[arg-type]
      ValueError, "shuffle must be a Shuffle, got 'none'"),
     (lambda _: comparable(pa.array([1.5])),
@@ -176,6 +224,24 @@ REFUSED: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (lambda _: job_of(nodes_of_ranks=(0, 0, 1, 2)), ValueError, "hold each of 2 nodes, got {0, 1, 2}"),
     (lambda _: job_of(nodes_of_ranks=(1, 1, 0, 0)), ValueError, "puts rank 0 on node 1"),
     (lambda _: job_of(nodes_of_ranks=(0, 1, 1, 1)), ValueError, "1 ranks on node 0, which has 2"),
+    (lambda _: Topology(0, 4, replicate=0), ValueError, "must be >= 1 and divide world_size=4, got 0"),
+    (lambda _: Topology(0, 4, replicate=3), ValueError, "divide world_size=4, got 3"),
+    (lambda _: Topology(0, 4, replicate=True), ValueError, "divide world_size=4, got True"),
+    (lambda _: Topology(0, 4, replicate=[0, 0, 1]), ValueError, "data rank of each of 4 ranks"),
+    (lambda _: Topology(0, 4, replicate=(1, 2)), ValueError, r"pass DataParallel\(rank, size\)"),
+    (lambda _: Topology(0, 4, replicate=None), ValueError, "data rank of each of 4 ranks"),
+    (lambda _: Topology(0, 4, replicate=[0, 0, 2, 2]), ValueError, r"without a gap, got \[0, 2\]"),
+    (lambda _: Topology(0, 4, replicate=[1, 1, 1, 1]), ValueError, "data ranks must be .* without a gap"),
+    (lambda _: Topology(0, 4, replicate=[-1, 0, 1, 2]), ValueError, "data ranks must be .* without a gap"),
+    (lambda _: Topology(0, 4, replicate=[0, 0, 1, 1.0]), ValueError, "data ranks must be integers"),
+    (lambda _: Topology(0, 4, replicate="0011"), ValueError, "data ranks must be integers"),
+    (lambda _: Topology(0, 4, replicate=DataParallel(2, 2)),
+     ValueError, "data parallel rank and size must fit world_size=4"),
+    (lambda _: Topology(0, 4, replicate=DataParallel(0, 5)),
+     ValueError, "data parallel rank and size must fit world_size=4"),
+    (lambda _: Topology(0, 4, replicate=DataParallel(-1, 2)),
+     ValueError, "data parallel rank and size must fit world_size=4"),
+    (lambda _: Topology(0, 4, replicate=DataParallel("0", 2)), ValueError, "data ranks must be integers"),
     # writers
     (lambda _: ShardWriter("a-%06d-{:06d}.tar"), ValueError, "a pattern must have one number at most"),
     (lambda _: ShardWriter("a-{0000..0003}.tar"), ValueError, "put %04d where the number goes"),

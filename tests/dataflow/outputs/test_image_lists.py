@@ -242,14 +242,6 @@ def test_a_part_is_delivered_when_it_is_named_and_not_else(tmp_path: Path) -> No
         ShardedDataset(url, decode={"image.bytes": Image()})
 
 
-def test_images_of_which_only_paths_are_stored_say_what_to_do(tmp_path: Path) -> None:
-    pq.write_table(
-        pa.table({"image": pa.array([{"bytes": None, "path": "a.png"}], MEDIA)}), tmp_path / "s.parquet"
-    )
-    with pytest.raises(SampleError, match=r"only the path of a file is stored.*embed_external_files=True"):
-        ShardedDataset(str(tmp_path / "s.parquet"))[0]
-
-
 def test_rows_of_images_are_kept_joined_and_padded_as_those_of_numbers() -> None:
     images = Ragged(torch.arange(24).reshape(6, 2, 2), torch.tensor([0, 1, 1, 4, 6]))
     assert [len(row) for row in images.rows()] == [1, 0, 3, 2]

@@ -12,7 +12,7 @@ import pytest
 from datasets_kit import write_tar
 from programs_kit import run_command
 
-from dataflow import DataflowError, DataLoader, Optional, ShardedDataset
+from dataflow import DataflowError, DataLoader, ShardedDataset
 from sharding.catalog.build import default_catalog_path
 from sharding.catalog.file import VERSION, read_table, write_table
 from sharding.errors import CorruptShardError
@@ -54,15 +54,6 @@ def test_links_are_read_in_any_order_from_any_block(tmp_path: Path, place: str, 
             rows = [row for b in loader for row in zip(b["cls"].tolist(), b["bin"], b["txt"], strict=True)]
         assert sorted(number for number, *_ in rows) == list(range(40))
         assert {(bytes(value.numpy().tobytes()), text) for _, value, text in rows} == {(b"x" * 900, "text")}
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"on_error": "skip"}, {"decode": {"a": Optional(), "b": Optional()}}]
-)
-def test_scattered_members_make_no_half_samples(tmp_path: Path, options: dict[str, object]) -> None:
-    write_tar(tmp_path / "x.tar", [("0.a", b"1"), ("1.a", b"2"), ("0.b", b"3"), ("1.b", b"4")])
-    with pytest.raises(CorruptShardError, match=r"x\.tar, byte 2048, sample '0': .*tar --sort=name"):
-        ShardedDataset(str(tmp_path / "x.tar"), **options)  # type: ignore[call-overload]
 
 
 def test_what_was_passed_over_is_told(tmp_path: Path) -> None:

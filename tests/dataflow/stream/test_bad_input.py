@@ -117,15 +117,6 @@ def test_members_without_a_key_are_no_samples(tmp_path: Path) -> None:
         assert delivered(loader) == [[{"cls": 1}, {"cls": 2}]]
 
 
-@pytest.mark.parametrize("name", ["a.tar", "a.parquet", "a.arrow", "a.tar.gz", "a.npy", "a.bin"])
-def test_a_file_of_no_bytes_is_named(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).touch()
-    options = {"dtype": "uint16", "length": 4} if name == "a.bin" else {}
-    options = {"length": 4} if name == "a.npy" else options
-    with pytest.raises(CorruptShardError, match="empty"):
-        open_tar(tmp_path, name, **options)
-
-
 @pytest.mark.parametrize("name", ["a.tar", "a.parquet", "a.arrow", "a.arrows", "a.tar.gz", "a.jsonl.zst"])
 def test_a_file_of_another_kind_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"this is no such file at all\n" * 100)

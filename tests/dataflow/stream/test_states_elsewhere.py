@@ -384,14 +384,3 @@ def test_a_loader_has_its_arguments_as_they_were_given_for_whoever_makes_it_anew
         assert loader.memory_limit == 9_000_000
         with pytest.raises(AttributeError, match="has 'seed' over shards only"):
             _ = loader.seed
-
-
-def test_states_of_the_two_kinds_of_datasets_are_told_apart(tmp_path: Path) -> None:
-    write_lines(tmp_path, a=range(40))
-    over_shards, over_others = DataLoader(lines(tmp_path, "a.jsonl"), 4), DataLoader(range(40), 4)
-    for loader, state, said in (
-        (over_shards, over_others.state_dict(), "map-style or iterable dataset, and this one is over shards"),
-        (over_others, over_shards.state_dict(), "over shards, and this one is over a map-style"),
-    ):
-        with pytest.raises(ValueError, match=rf"{said}.* begin anew, without the state"):
-            loader.load_state_dict(state)

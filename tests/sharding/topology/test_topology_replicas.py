@@ -71,31 +71,6 @@ def test_groups_part_the_ranks(data, world):
         assert place.data_ranks == tuple(other.data_rank for other in places)
 
 
-@pytest.mark.parametrize(
-    ("replicate", "says"),
-    [
-        (0, "must be >= 1 and divide world_size=4, got 0"),
-        (3, "divide world_size=4, got 3"),
-        (True, "divide world_size=4, got True"),
-        ([0, 0, 1], "data rank of each of 4 ranks"),
-        ((1, 2), r"pass DataParallel\(rank, size\)"),
-        (None, "data rank of each of 4 ranks"),
-        ([0, 0, 2, 2], r"without a gap, got \[0, 2\]"),
-        ([1, 1, 1, 1], "without a gap"),
-        ([-1, 0, 1, 2], "without a gap"),
-        ([0, 0, 1, 1.0], "must be integers"),
-        ("0011", "must be integers"),
-        (DataParallel(2, 2), "must fit world_size=4"),
-        (DataParallel(0, 5), "must fit world_size=4"),
-        (DataParallel(-1, 2), "must fit world_size=4"),
-        (DataParallel("0", 2), "must be integers"),
-    ],
-)
-def test_groups_that_do_not_fit_the_world_are_refused(replicate, says):
-    with pytest.raises(ValueError, match=says):
-        at(0, 4, replicate)
-
-
 def test_a_group_over_two_nodes_needs_its_data_on_both():
     found = Topology.even(8, num_nodes=2, replicate=[0, 0, 1, 1, 1, 1, 2, 2])
     assert found.nodes_of_data_ranks == ((0,), (0, 1), (1,))
