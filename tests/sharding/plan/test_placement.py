@@ -137,6 +137,3 @@ def test_shard_indices_are_a_permutation_in_which_nodes_and_racks_are_runs(place
     for depth in (1, 2):
         runs = [p[:depth] for i, p in enumerate(by_index) if i == 0 or by_index[i - 1][:depth] != p[:depth]]
         assert len(runs) == len(set(runs))
-
-
-# Hot spots
