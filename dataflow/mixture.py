@@ -131,7 +131,7 @@ class Mixture(Sharded):
         elif any(isinstance(member, Mixture) for member in self.members):
             raise ValueError("a mixture of mixtures needs weights; repeats are for datasets only")
         else:
-            times = [1] * len(sizes) if repeats is None else self._in_order(repeats)
+            times = [1] * len(sizes) if repeats is None else self._in_order(repeats, "repeats")
             self.spec = MixtureSpec.repeated(sizes, times, run_length=run_length)
         self.outputs = _common_outputs(self.sources)
         self.weights_set: tuple[int, tuple[Fraction, ...]] | None = None
@@ -186,14 +186,14 @@ class Mixture(Sharded):
             return cls(members, schedule={0: amounts}, stop=stop, run_length=run_length)
         return cls(members, repeats=amounts if training else None, run_length=run_length)
 
-    def _in_order(self, weights: Weights) -> Sequence[Weight]:
-        """One weight a member."""
+    def _in_order(self, weights: Weights, what: str = "weights") -> Sequence[Weight]:
+        """One weight a member; `what` they are called."""
         if isinstance(weights, Mapping):
             if unknown := [member for member in weights if member not in self.members]:
-                raise ValueError(f"weights name {unknown[0]!r}, which is no member of the mixture")
+                raise ValueError(f"{what} name {unknown[0]!r}, which is no member of the mixture")
             return [weights.get(member, 0) for member in self.members]
         if len(weights) != len(self.members):
-            raise ValueError(f"a mixture of {len(self.members)} members got {len(weights)} weights")
+            raise ValueError(f"a mixture of {len(self.members)} members got {len(weights)} {what}")
         return weights
 
     def _of_sources(self, weights: Weights, counts: Counts) -> list[Fraction]:

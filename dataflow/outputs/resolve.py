@@ -388,12 +388,11 @@ def _check_numbers(name: str, spec: ColumnSpec, rule: object) -> None:
 
 
 def _stacked(name: str, sources: tuple[str, ...], specs: list[ColumnSpec], rule: object) -> Output:
-    for source, spec in zip(sources, specs, strict=True):
-        if spec.kind != "fixed" or spec.shape != specs[0].shape or spec.dtype != specs[0].dtype:
-            raise ValueError(
-                f"columns stacked into {name!r} must be of one fixed type; {sources[0]!r} is "
-                f"{spec_text(specs[0])}, {source!r} is {spec_text(spec)}"
-            )
+    if any(
+        (spec.kind, spec.shape, spec.dtype) != ("fixed", specs[0].shape, specs[0].dtype) for spec in specs
+    ):
+        each = (f"{source!r} is {spec_text(spec)}" for source, spec in zip(sources, specs, strict=True))
+        raise ValueError(f"columns stacked into {name!r} must be of one fixed type: {listed(each)}")
     shape = (*specs[0].shape, len(sources))
     _check_numbers(name, specs[0], rule)
     return _numbers(name, sources, specs[0], shape)

@@ -84,7 +84,7 @@ class Shuffle:
             _check_count("source_windows", blocks, (1 << 31) - 1)
         own = (self.window_blocks, self.canonical_nodes, share, self.ramp, self.source_windows)
         if self.kind == "full" and own != (None, None, 1, None, ()):
-            raise ValueError("a full shuffle has no windows and no lanes: leave window_blocks, exchange out")
+            raise ValueError(f"a full shuffle has no windows and no lanes: only a kind is given, got {self}")
         if self.kind == "none" and share != 1:
             raise ValueError("file order deals the same blocks to the same lanes: leave exchange out")
         if self.window_blocks is not None and self.window_blocks < (self.canonical_nodes or 1):

@@ -135,7 +135,7 @@ REFUSED: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (lambda _: Shuffle("window", 8, 4, "0"), ValueError, "exchange must be .* got '0'"),
     (lambda _: Shuffle("none", 8, 4, 0.5), ValueError, "file order deals the same blocks"),
     (lambda _: Shuffle("full", 3), ValueError, "a full shuffle has no windows"),
-    (lambda _: Shuffle("full", None, 8), ValueError, "a full shuffle has no windows and no lanes"),
+    (lambda _: Shuffle("full", None, 8), ValueError, "only a kind is given, got .*canonical_nodes=8"),
     (lambda _: Shuffle("full", None, None, 0), ValueError, "no windows and no lanes"),
     # plans
     (lambda _: plan_of(batch_size=0), ValueError, "batch_size must be >= 1, got 0"),

@@ -136,7 +136,7 @@ def allowed(
         if not descend or any(window_size % each for each in passes):
             raise ValueError(
                 f"adapt's accumulate must be divisors of {window_size} microbatches a window, descending and "
-                f"smaller, got {', '.join(map(str, passes[1:]))}"
+                f"smaller, got {', '.join(map(repr, passes[1:]))}"
             )
         tunables.append(Tunable(ACCUMULATE, tuple(map(str, passes))))
     if isinstance(strategy, StrategySwitch):

@@ -266,6 +266,8 @@ def _layout_in(config: Mapping[str, Any], shard: Shard) -> SampleLayout:
         return layout_of(leaf_names(config["data_spec"]), config["data_format"], "all")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, (TypeError, AttributeError)):
+            what = "its data_format or data_spec is no list and no text, as LitData writes them"
         reason = f"the config in its {LISTING_NAME} cannot be read: {what}"
         raise CorruptShardError(shard.url, reason, stage="index") from error
 

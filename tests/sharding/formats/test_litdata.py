@@ -136,7 +136,7 @@ def edited(folder: Path, *, chunk: dict[str, Any] | None = None, **config: Any) 
         ({"data_format": None}, "cannot be read"),
         ({"data_spec": "[2, {}]"}, "of version 2; only version 1 is known"),
         ({"data_spec": '[1, {"type": "mine.Tree", "context": null, "children_spec": []}]'}, "'mine.Tree'"),
-        ({"data_spec": None}, "cannot be read"),
+        ({"data_spec": None}, "its data_format or data_spec is no list"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(tmp_path: Path, config: dict[str, Any], says: str) -> None:
