@@ -124,8 +124,7 @@ class Row(Struct, frozen=True):
 
     def is_asked(self, spec: Spec, asked: SourceArguments) -> bool:
         """Return whether the kind of source, its ending and `format=` are its own."""
-        is_any = not self.endings or spec.kind != "file"
-        fits = is_any or file_name(spec.text).lower().endswith(self.endings)
+        fits = not self.endings or spec.kind != "file" or file_name(spec.text).lower().endswith(self.endings)
         return spec.kind in self.kinds and fits and (not self.formats or asked.format_name in self.formats)
 
 
@@ -321,8 +320,7 @@ def claim_text(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
 
 def claim_shards(spec: Spec, asked: SourceArguments, places: Places, looks_up: LooksUp = "") -> Listing:
     """The shards that patterns, names and folders mean: see `expand`."""
-    is_more_asked = (asked.config, asked.split, asked.revision) != (None, None, None)
-    if spec.kind != "hub" and is_more_asked:
+    if spec.kind != "hub" and (asked.config, asked.split, asked.revision) != (None, None, None):
         refuse_unmeant(spec, asked)
     urls = places.retrier(
         lambda: expand(

@@ -77,8 +77,7 @@ def expand(
     texts = [checked_text(item) for item in items]
     pieces = list[str]()
     for text in texts:
-        looks = bool(looks_up)
-        pieces += _expand_braces(text, storage_options, looks_up=looks) if "{" in text else [text]
+        pieces += _expand_braces(text, storage_options, looks_up=bool(looks_up)) if "{" in text else [text]
     urls: list[str] = []
     for piece in pieces:
         is_name = len(pieces) > 1 and has_suffix(piece) and not is_glob(piece) and not piece.endswith("/")
@@ -192,9 +191,7 @@ def _http_file(url: str, options: Mapping[str, Any] | None) -> str:
 def _glob(pattern: str, options: Mapping[str, Any] | None, kind: str) -> list[str]:
     fs, path = open_url(_canonical(pattern), options)
     with store_errors(pattern):
-        matches = _matches(fs, path)
-        if not file_name(pattern).startswith("."):
-            matches = {n: info for n, info in matches.items() if not file_name(n).startswith(".")}
+        matches = {name: info for name, info in _matches(fs, path).items() if not _is_hidden(name, path)}
         files = _files(matches.values())
         for name, info in matches.items():  # Spark calls folders `x.parquet`
             if info["type"] == "directory" and has_suffix(name):
@@ -207,6 +204,14 @@ def _glob(pattern: str, options: Mapping[str, Any] | None, kind: str) -> list[st
         only = f"; it matches {len(matches)} directories" if matches else ""
         raise ShardReadError(pattern, f"no file matches this pattern{only}")
     return [_in_place_of(path, pattern, name, fs) for name in sorted(files)]
+
+
+def _is_hidden(path: str, pattern: str) -> bool:
+    """Return whether a file or folder of a path is hidden, and no part of the pattern says so."""
+    if file_name(path).startswith(".") and not file_name(pattern).startswith("."):
+        return True
+    known = len(re.split(r"[*?\[]", pattern)[0].rpartition("/")[0])
+    return "/." in f"/{path}"[known:] and "/." not in f"/{pattern}"[known:]
 
 
 def _matches(fs: Any, path: str) -> dict[str, dict[str, Any]]:
@@ -304,8 +309,7 @@ def _without_duplicates(urls: list[str]) -> list[str]:
     names: set[str] = set()
     for url in map(identity_of, urls):
         if url in names:
-            raise ValueError(
-                f"a shard may be given once only, got {url!r} twice; to repeat data, use a Mixture"
-            )
+            cure = "to repeat data, use a Mixture"
+            raise ValueError(f"a shard may be given once only, got {url!r} twice; {cure}")
         names.add(url)
     return urls

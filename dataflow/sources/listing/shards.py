@@ -77,8 +77,7 @@ def check_sets(names: Collection[str], where: str) -> None:
     for name in names:
         if match := _OF_SET.fullmatch(name):
             stem, number, total, rest = match.groups()
-            ending = format_of_suffix(name) or rest
-            sets[stem, ending][total].append(int(number))
+            sets[stem, format_of_suffix(name) or rest][total].append(int(number))
     for (stem, _), numbers in sets.items():
         if len(numbers) > 1:
             totals = " beside ".join(f"-of-{total}" for total in sorted(numbers))
@@ -92,9 +91,8 @@ def check_sets(names: Collection[str], where: str) -> None:
         if len(there) == int(total) and not lacking:
             continue
         more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
-        which = (
-            f": {listed([f'{one:05d}' for one in lacking[:_NAMED]])}{more} are not there" if lacking else ""
-        )
+        shown = listed([f"{one:05d}" for one in lacking[:_NAMED]])
+        which = f": {shown}{more} are not there" if lacking else ""
         raise ShardReadError(
             where,
             f"holds {len(there):,} shards {stem}-*-of-{total}{which}. Copy them again, or name those that "

@@ -114,7 +114,19 @@ def test_a_glob_is_sorted_and_skips_hidden_files(folder):
 
 
 def test_a_glob_agrees_with_the_standard_library(folder):
-    for pattern in ("*.tar", "?.tar", "[ac].tar*", "**/*.tar", "*"):
+    for name in (".checkpoints/a.tar", ".checkpoints/.a.tar", "sub/.tmp/d.tar"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    for pattern in (
+        "*.tar",
+        "?.tar",
+        "[ac].tar*",
+        "**/*.tar",
+        "*",
+        ".*/*.tar",
+        ".checkpoints/*",
+        "s*/**/*.tar",
+    ):
         found = std_glob.glob(str(folder / pattern), recursive=True)
         assert expand(folder / pattern) == sorted(name for name in found if Path(name).is_file()), pattern
 
