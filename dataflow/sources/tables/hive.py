@@ -62,8 +62,7 @@ def parted_by_folders(
         for url, own in values.items()
     }
     version = ", ".join(f"{key}: {kind}" for key, kind in kinds.items())
-    hive = resolve_format("hive", (), version=version, of=codec)
-    return structs.replace(listing, format=hive, facts=facts)
+    return structs.replace(listing, format=resolve_format("hive", (), version=version, of=codec), facts=facts)
 
 
 def _root_of(source: Any, urls: Sequence[str]) -> str:
@@ -87,8 +86,11 @@ def _values_of(url: str, root: str) -> dict[str, str]:
     """Key -> value of the folders of a file below the root."""
     path = identity_of(url).removeprefix(identity_of(root)).rpartition("/")[0]
     parts = (unquote(path) if is_http(url) else path).split("/")
-    pairs = (part.partition("=") for part in parts)
-    return {unquote(key): unquote(value) for key, equals, value in pairs if equals and key}
+    pairs = (part.partition("=") for part in parts if "=" in part[1:])
+    try:
+        return {unquote(k, errors="strict"): unquote(value, errors="strict") for k, _, value in pairs}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a folder of {identity_of(url)} is called by no UTF-8 text: {error}") from error
 
 
 def _type_of(key: str, texts: Collection[str], types: Mapping[str, str]) -> pa.DataType:
@@ -102,9 +104,7 @@ def _type_of(key: str, texts: Collection[str], types: Mapping[str, str]) -> pa.D
 
 
 def _scalar(text: str, kind: pa.DataType, key: str, url: str) -> pa.Scalar:
-    if text == _MISSING:
-        return pa.scalar(None, kind)
     try:
-        return pa.scalar(text).cast(kind)
+        return pa.scalar(None if text == _MISSING else text, pa.string()).cast(kind)
     except pa.ArrowInvalid as error:
         raise ValueError(f"the folder {key}={text} of {identity_of(url)} is no {kind}") from error

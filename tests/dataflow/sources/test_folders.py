@@ -242,6 +242,13 @@ def test_folders_of_values_count_and_what_is_not_yet_committed_beside_them_does_
     assert [url.removeprefix(f"{tmp_path}/") for url in found] == ["_d=2/a.parquet", "d=1/a.parquet"]
 
 
+def test_a_folder_that_is_called_by_no_text_is_an_error_and_no_replacement_character(tmp_path: Path) -> None:
+    for name in ("d=%C3%A4", "d=%E4"):
+        parquet(tmp_path / name / "a.parquet", 1)
+    with pytest.raises(ValueError, match=r"d=%E4/a\.parquet is called by no UTF-8 text"):
+        ShardedDataset(tmp_path)
+
+
 OF_FILES = [name for name in MAKERS if name not in ("files", "energon", "delta", "iceberg")]
 
 
