@@ -343,8 +343,7 @@ class DecodedOutput(Output):
             spans = StagedSpans(starts + buffer.__array_interface__["data"][0], item_lengths, [buffer])
             row = np.repeat(have, counts)
             number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        chunk_rows = np.arange(len(offsets) - 1)[part.chunk_rows]
-        target = offsets[chunk_rows[row]] + number
+        target = offsets[np.arange(len(offsets) - 1)[part.chunk_rows][row]] + number
         return PartValues(
             part=part, row=row, number=number, spans=spans, at=np.arange(len(row)), target=target
         )

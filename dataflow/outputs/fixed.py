@@ -210,8 +210,9 @@ def stored_array(name: str, value: Any, dtype: str) -> NDArray[Any]:
         value = np.frombuffer(value, np.uint8)
     try:
         given = np.asarray(value)
-        array = np.asarray(given.tolist(), dtype)  # of Python's numbers, numpy tells those that do not fit
-    except (TypeError, ValueError, OverflowError):
+        with np.errstate(over="raise"):  # of Python's numbers, numpy tells those that do not fit
+            array = np.asarray(given.tolist(), dtype)
+    except (TypeError, ValueError, ArithmeticError):
         raise _misfit(name, value, dtype) from None
     if array.dtype.kind != "f" and not np.array_equal(array, given):
         raise _misfit(name, value, dtype)

@@ -225,6 +225,14 @@ def test_what_cannot_be_declared_is_refused(tmp_path: Path, declared: dict[str, 
         opened(with_nulls(), tmp_path, decode=declared)
 
 
+def test_a_default_that_a_float_cannot_hold_is_refused_and_not_infinite(tmp_path: Path) -> None:
+    table = pa.table({"f": pa.array([0.5, None], pa.float32())})
+    with pytest.raises(ValueError, match=r"default=1e\+300 is no value float32"):
+        opened(table, tmp_path, decode={"f": Optional(default=1e300)})
+    infinite = opened(table, tmp_path, decode={"f": Optional(default=float("-inf"))})
+    assert rows(infinite) == [{"f": 0.5}, {"f": float("-inf")}]
+
+
 def test_optional_is_declared_once_and_its_mask_has_a_name_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one Optional is enough"):
         Optional(Optional())
