@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from dataflow.conversion.folder import OutputFolder
 from dataflow.conversion.identity import described
 from dataflow.conversion.plan import Plan, bounds_by_bytes, bounds_by_count
-from dataflow.conversion.rows import DeliveredRows, Rows, StoredRows
+from dataflow.conversion.rows import KEY, DeliveredRows, Rows, StoredRows
 from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
 from dataflow.conversion.values import with_types
 from dataflow.conversion.work import (
@@ -51,12 +51,8 @@ def opened_source(
     progress: bool | None,
 ) -> Any:
     """The dataset of a source; of one that is no source of shards, itself."""
-    is_named = isinstance(source, (str, os.PathLike)) or (
-        isinstance(source, (list, tuple))
-        and bool(source)
-        and all(isinstance(one, (str, os.PathLike)) for one in source)
-    )
-    if is_named:
+    items = source if isinstance(source, (list, tuple)) and source else [source]
+    if all(isinstance(one, (str, os.PathLike)) for one in items):
         source = ShardedDataset(source, columns=columns, storage_options=options, progress=progress)
     elif columns is not None:
         if not isinstance(source, ShardedDataset) or isinstance(columns, Mapping):
@@ -144,6 +140,12 @@ class ConvertSource:
             raw = to == "tar" and map is None and filter is None and source.codec.columns_are_extensions
             self.rows = stored_rows(source, raw=raw) if are_stored(source) else DeliveredRows(source)
             self._are_members = raw and isinstance(self.rows, StoredRows)
+            is_column = any(output.name == KEY for output in source.outputs)
+            if is_column and to in ("mds", "parquet") and self.way == "samples":
+                cure = f"columns={{'key': {KEY!r}, ...}} gives it a name of its own, or leave it out"
+                raise ValueError(
+                    f"the column {KEY!r} is the key of samples, which to={to!r} does not keep: {cure}"
+                )
         elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
             self.rows = DeliveredRows(source)
         elif not isinstance(source, Iterable):
@@ -246,16 +248,10 @@ class ConvertSource:
             "batch_size": self._batch_size,
             **token_options,
         }
-        target = Target(to=self.to, columns={})
         return Plan(
-            source=source,
-            functions=functions,
-            unknown=unknown,
-            identity=identity,
-            options=options,
-            bounds=bounds,
-            target=target,
-        )
+            source=source, functions=functions, unknown=unknown, identity=identity,
+            options=options, bounds=bounds, target=Target(to=self.to, columns={}),
+        )  # fmt: skip
 
     def _by_bytes(self, size: int) -> list[int]:
         if size < 1:
@@ -275,9 +271,8 @@ class ConvertSource:
         """The target, as the first samples decide it."""
         if self.way == "tables":
             assert isinstance(self.rows, StoredRows)
-            return replace(
-                with_schema(Target(to=self.to, columns={}), self._unified()), row_group_size=1 << 20
-            )
+            target = with_schema(Target(to=self.to, columns={}), self._unified())
+            return replace(target, row_group_size=1 << 20)
         if self._are_members:
             return Target(to=self.to, columns={}, is_strict=False, are_members=True)
         samples, nbytes = self._first_samples()

@@ -149,3 +149,23 @@ def test_types_that_python_or_parquet_has_not_are_written_and_compared(tmp_path:
     assert [dict(written[i])["s.t"] for i in (0, 2)] == [1, 3]
     assert dict(written[2])["t"] == 2_000
     assert dict(written[2])["v"] == dict(written[2])["s.v"] == "b" * 20
+
+
+@pytest.mark.parametrize("to", ["tar", "mds", "parquet"])
+def test_a_stored_column_of_keys_is_kept_or_refused(tmp_path: Path, to: str) -> None:
+    pq.write_table(pa.table({"__key__": ["a", "b"], "x": [1, 2]}), tmp_path / "x.parquet")
+
+    def made(**options: Any) -> list[dict[str, Any]]:
+        options |= {"to": to, "shuffle": 0 if to == "parquet" else None, "workers": 1, "verify": True}
+        written = convert(tmp_path / "x.parquet", tmp_path / "out", overwrite=True, **options)
+        columns = ["__key__", "x.cls"] if to == "tar" else None
+        dataset = ShardedDataset(written.catalog, columns=columns)
+        return [{name.removesuffix(".cls"): value for name, value in dataset[i].items()} for i in range(2)]
+
+    if to == "tar":
+        assert made() == [{"__key__": "a", "x": 1}, {"__key__": "b", "x": 2}]
+        return
+    with pytest.raises(ValueError, match=f"'__key__' is the key of samples, which to='{to}' does not keep"):
+        made()
+    rows = made(columns={"key": "__key__", "x": "x"})
+    assert sorted(map(str, rows)) == ["{'key': 'a', 'x': 1}", "{'key': 'b', 'x': 2}"]
