@@ -58,7 +58,7 @@ _KINDS = (
         _ending("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm", "pgm", "tif", "tiff"),
         "torchvision.datasets.ImageFolder",
     ),
-    Unsupported("CSV files", _ending("csv", "tsv"), "rows of pandas.read_csv"),
+    Unsupported("CSV files", _ending("csv", "tsv"), "rows of pandas.read_csv; format='csv' reads plain ones"),
     Unsupported("HDF5 files", _ending("h5", "hdf5"), "h5py.File in its __getitem__"),
     Unsupported("FFCV files", _ending("beton"), "the one that the file was written from"),
 )

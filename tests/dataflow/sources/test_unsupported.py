@@ -13,7 +13,7 @@ from sharding.errors import ShardReadError
 from sharding.formats.unsupported import unsupported_text
 
 SOURCES = {
-    "csv": ("CSV files (.csv)", "pandas.read_csv", ["a.csv", "b.csv"]),
+    "csv": ("CSV files (.csv)", "pandas.read_csv; format='csv' reads plain ones", ["a.csv", "b.csv"]),
     "tsv": ("CSV files (.tsv.gz)", "pandas.read_csv", ["a.tsv.gz"]),
     "hdf5": ("HDF5 files (.h5)", "h5py", ["a.h5"]),
     "zarr": ("Zarr arrays", "zarr.open", [".zgroup", "a/.zarray", "a/0.0", "a/0.1"]),
