@@ -248,7 +248,7 @@ class TopK(LossyStrategy):
         """The mean of what the ranks send; called on the thread."""
         flat, owed = bucket.buffer(), self.compensated_bucket(bucket)
         ratio = self.ratio_at(self.step)
-        counts = [max(1, math.ceil(ratio * tensor.numel())) for tensor in owed.values()]
+        counts = [math.ceil(ratio * tensor.numel()) for tensor in owed.values()]  # none of an empty one
         entry_bytes = _INDEX_BYTES + next(iter(owed.values())).element_size()
         sparse_bytes = (self.wire.size - 1) * sum(counts) * entry_bytes
         # What is gathered grows with the ranks; the dense sum does not.

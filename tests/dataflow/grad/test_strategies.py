@@ -327,6 +327,34 @@ def test_without_error_feedback_small_entries_never_move():
         assert rank["int8", False] == rank["top-k", False] == 0
 
 
+class Hollow(kit.Plane):
+    """Has a parameter without entries, as a layer of width 0 has."""
+
+    def __init__(self):
+        super().__init__()
+        self.third = torch.nn.Parameter(torch.zeros(0, 4, dtype=torch.float64))
+
+    def forward(self, wanted):
+        return super().forward(wanted) + self.third.sum()
+
+
+@two.add
+def beside_an_empty_parameter():
+    found = {}
+    for name in ("top-k", "int8", "hierarchical", "delayed", "diloco"):
+        hollow, plane = (
+            kit.trained(STRATEGIES[name](), 4, model=model, loss_of=steady)
+            for model in (Hollow(), kit.Plane())
+        )
+        found[name] = kit.apart(hollow.parameters[:2], plane.parameters)
+    return found
+
+
+def test_a_parameter_without_entries_changes_nothing():
+    for rank in two.results(beside_an_empty_parameter):
+        assert rank == dict.fromkeys(rank, 0)
+
+
 def spoilt(model, step):
     """One rank's gradient is not finite in step 2."""
     wanted = kit.plane_gradient(step, dist.get_rank())
