@@ -93,6 +93,7 @@ class StepLoop:
                 if step.plan.empty:
                     break
                 self.boundary.units_changed()
+                self.boundary.drop_gradients()  # of backward passes that were none of a window
                 if self._gate and self.strategy.syncs(self.position.step):
                     self._gate.step_begins(self.position.window)
                 elif self._gate:

@@ -140,6 +140,25 @@ def test_a_window_that_is_left_leaves_no_gradient_to_the_next_loop(how: str) -> 
     assert weights_of(model) == weights_of(untouched)
 
 
+def test_gradients_from_before_a_window_are_none_of_its_own() -> None:
+    def trained(outside: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1)).double()
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.01)
+        sched = GradSchedule(batches(4), model, optimizer, 2)
+        for _ in range(2):
+            if outside:
+                model(batches(1)[0]).sum().backward()  # to warm up, or to look at the gradients
+            else:
+                model.zero_grad()
+            train(model, sched)
+            if len(optimizer.param_groups) == 1:  # its gradients of the first epoch were nobody's
+                optimizer.add_param_group({"params": [*model[0].parameters()]})
+        return weights_of(model)
+
+    assert trained(True) == trained(False)
+
+
 def test_sparse_gradients_are_clipped_as_dense_ones() -> None:
     found = []
     for sparse in (True, False):
