@@ -1,8 +1,8 @@
 """Encoded pictures of a sample: where they lie in it, their size from the header, and their pixels.
 
 Pixels are those of Pillow's `convert("RGB")` for JPEG, for PNG with 8 bits and for WebP, bit for bit, as
-tests compare. CMYK JPEG and PNG with 16 bits differ by the conversion that libjpeg or OpenCV makes. Of
-animations the first frame counts; transparency is dropped.
+tests compare. CMYK JPEG and colour PNG with 16 bits differ by rounding; gray PNG with 16 bits is scaled,
+where Pillow clips. Of animations the first frame counts; transparency is dropped.
 """
 
 from __future__ import annotations

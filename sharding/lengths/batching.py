@@ -357,7 +357,7 @@ class TokenBudget(BatchedColumns):
 
 @dataclass(frozen=True)
 class Bucketed(BatchedColumns):
-    """Batches of `batch_size` samples whose lengths lie in one bucket.
+    """Batches of `batch_size` samples of one bucket of lengths, or of what a megabatch leaves of several.
 
     Args:
         batch_size: samples of a batch, and of one rank.

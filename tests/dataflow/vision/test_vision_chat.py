@@ -287,6 +287,17 @@ def test_a_cmyk_jpeg_becomes_rgb_about_as_pillow_makes_it(tokenizer: Path) -> No
     assert (cmyk - rgb).abs().mean() < 20
 
 
+def test_gray_of_16_bits_is_scaled_where_pillow_clips() -> None:
+    from PIL import Image
+
+    from dataflow.vision.pictures import Picture
+
+    file, levels = io.BytesIO(), np.arange(0, 65536, 257, np.uint16)[None]
+    Image.fromarray(levels).save(file, "PNG")
+    pixels = Picture(np.frombuffer(file.getvalue(), np.uint8), True).pixels()
+    assert np.array_equal(pixels, np.repeat(levels // 257, 3).reshape(1, -1, 3))
+
+
 def png_that_claims(height: int, width: int) -> bytes:
     data = bytearray(image_bytes(20, 20, kind="PNG"))
     data[16:24] = struct.pack(">II", width, height)
