@@ -40,6 +40,7 @@ _CLIENT_LOGS = ("fsspec", "fsspec.http", "fsspec.asyn", "fsspec.caching", "httpx
 """Loggers of clients. (A filter of a logger does not see what loggers below it log.)"""
 _KEY = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w-]{16,}")
 """A `key=` that names no object."""
+_MOST_SIGNS = 4_000  # of an error's text: aiohttp quotes all that came where it found no head
 
 
 def identity_of(url: str) -> str:
@@ -64,15 +65,15 @@ def has_unquoted_password(url: str) -> bool:
 
 
 def hide_secrets(error: BaseException) -> None:
-    """Take secrets out of what an error and its causes print.
+    """Take secrets out of what an error and its causes print, and what is very long.
 
     In place: whether to try again depends on types and attributes.
     """
     for one in _with_causes(error):
-        text = without_secrets(str(one))
+        text = without_secrets(str(one))[:_MOST_SIGNS]
         if text == str(one):
             continue
-        one.args = tuple(without_secrets(arg) if isinstance(arg, str) else arg for arg in one.args)
+        one.args = tuple(without_secrets(a)[:_MOST_SIGNS] if isinstance(a, str) else a for a in one.args)
         if isinstance(one, OSError) and isinstance(one.filename, str):
             one.filename = without_secrets(one.filename)
         if str(one) != text:  # a class that makes its text of something else, such as aiohttp's

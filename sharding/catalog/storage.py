@@ -107,9 +107,8 @@ def failure_text(error: BaseException, done: str = "read") -> str:
     status, cause = getattr(error, "status", None), error.__cause__
     if isinstance(error, FileNotFoundError):
         # fsspec says so of whatever an HTTP server answers, and if there is no answer.
-        unsaid = 0 if type(cause).__module__.startswith("aiohttp.") else 404
-        other = isinstance(cause, (OSError, TypeError, ValueError))
-        if cause and (other or getattr(cause, "status", unsaid) not in (404, 410)):
+        other = isinstance(cause, (OSError, TypeError, ValueError)) or "aiohttp." in type(cause).__module__
+        if cause and getattr(cause, "status", 0 if other else 404) not in (404, 410):
             return failure_text(cause, done)
         answer = getattr(cause, "response", None)  # botocore's
         code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None

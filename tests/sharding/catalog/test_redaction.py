@@ -131,6 +131,13 @@ def test_a_cause_keeps_its_type_and_loses_its_secrets(make: Callable[[], Excepti
     assert getattr(error, "status", None) == status
 
 
+def test_of_a_very_long_text_the_beginning_is_kept() -> None:
+    error = ValueError("no head: " + "x" * 1_000_000)
+    error.__context__ = aiohttp.http_exceptions.BadStatusLine("x" * 1_000_000)
+    assert failure_text(error).startswith("cannot be read: ValueError: no head: xxx")
+    assert len(printed(error)) < 20_000
+
+
 def test_hiding_ends_though_causes_go_round() -> None:
     error = ValueError(URL)
     error.__cause__ = KeyError()
