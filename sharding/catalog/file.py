@@ -97,7 +97,7 @@ def write_table(
     sink = pa.BufferOutputStream()
     _write(sink, table)
     fs, path = open_url(url, options)
-    with store_errors(url):
+    with store_errors(url, "written"):
         fs.pipe_file(path, sink.getvalue().to_pybytes())
 
 
@@ -214,7 +214,7 @@ def _write_local(path: str, table: pa.Table) -> None:
     folder = os.path.dirname(path)
     is_kept = folder == os.path.abspath(kept_folder())
     unfinished = f"{path}.{uuid.uuid4().hex}.tmp"
-    with store_errors(path):
+    with store_errors(path, "written"):
         if is_kept:
             private_folder(folder)
         else:

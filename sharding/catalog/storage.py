@@ -91,14 +91,14 @@ def _patient(url: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @contextmanager
-def store_errors(url: str) -> Iterator[None]:
-    """Turn what a store raises into `ShardReadError`, stage "index", with the cause kept."""
+def store_errors(url: str, done: str = "read") -> Iterator[None]:
+    """Turn what a store raises into `ShardReadError`, stage "index", with the cause kept. `done`: to it."""
     try:
         yield
     except DataflowError:
         raise
     except Exception as error:
-        raise ShardReadError(url, failure_text(error)) from error
+        raise ShardReadError(url, failure_text(error, done)) from error
 
 
 def failure_text(error: BaseException, done: str = "read") -> str:

@@ -242,7 +242,10 @@ def test_storage_options_are_json_or_text(tmp_path):
         (["x.bin", "--length", "8"], "--dtype uint16"),
         (["x.bin", "--length", "8", "--dtype", "uint16", "--output", "x.bin"], "must end in .catalog"),
         (["x.bin", "--format", "nonsense"], "nonsense"),
-        (["x.bin", "--length", "8", "--dtype", "uint16", "--output", "x.bin/c.catalog"], "Error: "),
+        (
+            ["x.bin", "--length", "8", "--dtype", "uint16", "--output", "x.bin/c.catalog"],
+            "cannot be written: ",
+        ),
     ],
 )
 def test_errors_are_one_line_and_exit_code_1(tmp_path, monkeypatch, arguments, line):
