@@ -85,7 +85,7 @@ def expand(
             urls.append(_canonical(piece))
             continue
         urls += _look_up(piece, storage_options, format, known or {}, is_alone=len(pieces) == 1)
-    return _without_duplicates(urls) if len(urls) > 1 else urls
+    return _checked_names(urls)
 
 
 def checked_text(item: object) -> str:
@@ -305,11 +305,12 @@ def _in_place_of(path: str, url: str, listed: str, fs: Any) -> str:
     return url.replace(part, new, 1)
 
 
-def _without_duplicates(urls: list[str]) -> list[str]:
+def _checked_names(urls: list[str]) -> list[str]:
     names: set[str] = set()
     for url in map(identity_of, urls):
         if url in names:
-            cure = "to repeat data, use a Mixture"
-            raise ValueError(f"a shard may be given once only, got {url!r} twice; {cure}")
+            raise ValueError(f"a shard may be given once only, got {url!r} twice; a Mixture repeats data")
+        if not url.isascii() and url != url.encode(errors="replace").decode():
+            raise ValueError(f"{url!r} has a name that is not UTF-8: rename the file")
         names.add(url)
     return urls

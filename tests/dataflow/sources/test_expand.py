@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob as std_glob
+import os
 import shutil
 import subprocess
 import uuid
@@ -221,6 +222,16 @@ def test_a_list_keeps_its_order(folder):
         "2.tar",
         "a.tar",
     ]
+
+
+@pytest.mark.parametrize("name", [b"\xff.tar", b"of-\xfe/a.tar"])
+def test_a_name_that_is_no_utf8_is_named_before_anything_is_read(tmp_path, name):
+    path = os.fsdecode(os.path.join(os.fsencode(tmp_path), name))
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    open(path, "wb").close()
+    for source in (path, os.path.dirname(path), os.path.join(os.path.dirname(path), "*.tar")):
+        with pytest.raises(ValueError, match=r"udcf[ef].* has a name that is not UTF-8: rename the file"):
+            expand(source)
 
 
 # Names and formats
