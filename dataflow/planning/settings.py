@@ -109,7 +109,7 @@ class StreamSettings:
     """Steps since the training began, (first, the one after the last), that are passed over."""
 
     def __post_init__(self) -> None:
-        if self.timeout < 0:
+        if not self.timeout >= 0:
             raise ValueError(f"timeout must be >= 0 seconds, got {self.timeout}")
         if self.multiprocessing_context is not None:
             context = checked_context(self.multiprocessing_context)

@@ -262,6 +262,7 @@ REFUSED: list[tuple[Callable[[Path], object], Any, str]] = [
     (lambda at: over(at, max_worker_restarts=-1), ValueError, "max_worker_restarts must be >= 0"),
     (lambda at: over(at, shuffle="none"), ValueError, r"shuffle must be .* give Shuffle\('none'\)"),
     (lambda at: over(at, timeout=-1), ValueError, "timeout must be >= 0"),
+    (lambda at: over(at, timeout=float("nan")), ValueError, "timeout must be >= 0.*nan"),
     (lambda at: over(at, tail="all"), ValueError, "tail must be one of"),
     (lambda at: over(at, drop_last=True, tail="pad"),
      ValueError, "drop_last=True means tail=\"drop\", and tail is 'pad'"),
