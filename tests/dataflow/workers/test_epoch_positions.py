@@ -182,6 +182,23 @@ class Stepping(torch.utils.data.IterableDataset[int]):
         self.at = state["at"]
 
 
+class Telling(Stepping):
+    """Tells where it is, and does not go there."""
+
+    load_state_dict = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_tells_a_state_and_takes_none_is_passed_over(workers: int) -> None:
+    with DataLoader(Telling(), None, num_workers=workers) as loader:
+        whole = list(loader)
+        next(iter(loader))
+        state = loader.state_dict()
+    with DataLoader(Telling(), None, num_workers=workers) as resumed:
+        resumed.load_state_dict(state)
+        assert list(resumed) == whole[1:]
+
+
 def test_states_count_epochs_and_those_of_before_are_refused() -> None:
     loader, _ = make_map()
     states = [json.loads(state) for state in epochs_of(make_map, [0, 1])[1]]
