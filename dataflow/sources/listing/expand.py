@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
@@ -306,11 +307,9 @@ def _in_place_of(path: str, url: str, listed: str, fs: Any) -> str:
 
 
 def _checked_names(urls: list[str]) -> list[str]:
-    names: set[str] = set()
-    for url in map(identity_of, urls):
-        if url in names:
+    for url, count in Counter(map(identity_of, urls)).items():
+        if count > 1:
             raise ValueError(f"a shard may be given once only, got {url!r} twice; a Mixture repeats data")
         if not url.isascii() and url != url.encode(errors="replace").decode():
             raise ValueError(f"{url!r} has a name that is not UTF-8: rename the file")
-        names.add(url)
     return urls

@@ -248,12 +248,11 @@ def _footer(footer: bytes) -> _LitDataFooter | None:
 
 def _layout_in(config: Mapping[str, Any], shard: Shard) -> SampleLayout:
     """The columns that `index.json` names; raises for what is not read."""
-    if config.get("encryption"):
-        reason = "it is encrypted, and encrypted chunks are not read: write the dataset without encryption"
-        raise CorruptShardError(shard.url, reason, stage="index")
     level, loader = config.get("compression_level"), config.get("item_loader") or "PyTreeLoader"
-    if level == "sample":
+    if config.get("encryption") or level == "sample":
         reason = "compression_level='sample' is not read: write it with compression_level='batch'"
+        if config.get("encryption"):
+            reason = "it is encrypted, and encrypted chunks are not read: write it without encryption"
         raise CorruptShardError(shard.url, reason, stage="index")
     try:
         if loader == "TokensLoader":
@@ -265,10 +264,9 @@ def _layout_in(config: Mapping[str, Any], shard: Shard) -> SampleLayout:
             raise ValueError(f"chunks of {loader} are not read; those of PyTreeLoader and TokensLoader are")
         return layout_of(leaf_names(config["data_spec"]), config["data_format"], "all")
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        if isinstance(error, (TypeError, AttributeError)):
-            what = "its data_format or data_spec is no list and no text, as LitData writes them"
-        reason = f"the config in its {LISTING_NAME} cannot be read: {what}"
+        odd = "its data_format or data_spec is no list and no text, as LitData writes them"
+        texts = {KeyError: f"no {error}", TypeError: odd, AttributeError: odd}
+        reason = f"the config in its {LISTING_NAME} cannot be read: {texts.get(type(error), error)}"
         raise CorruptShardError(shard.url, reason, stage="index") from error
 
 
