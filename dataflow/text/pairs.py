@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dataflow.batch.packed import PackedRows, PackedSegments, PaddedRows
-from dataflow.text.chat import messages_of
+from dataflow.text.chat import ChatTemplate, messages_of
 from dataflow.text.tokenizer import short_hash, text_of
 
 Sample = dict[str, Any]
@@ -89,7 +89,7 @@ class PreferencePairs:
         if not self.prompt:
             return {**sample, self.stage.column: sample[name]}
         prompt, answer = sample[self.prompt], sample[name]
-        if isinstance(answer, list):
+        if isinstance(answer, list) or isinstance(self.stage, ChatTemplate):  # or JSON text of one
             return {**sample, self.stage.column: [*messages_of(prompt), *messages_of(answer)]}
         return {**sample, self.stage.column: text_of(prompt) + text_of(answer)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,9 @@ def test_answers_may_be_chats_with_masks_of_their_own(tokenizer: Path) -> None:
     question, chosen, rejected = (
         [{"role": r, "content": c}] for r, c in (("user", "why?"), ("assistant", "so"), ("assistant", "no!"))
     )
-    sample = pairs({"prompt": question, "chosen": chosen, "rejected": rejected})
+    told = {"prompt": question, "chosen": chosen, "rejected": rejected}
+    sample, of_text = pairs({**told}), pairs({name: json.dumps(value) for name, value in told.items()})
+    assert of_text["input_ids"].equal(sample["input_ids"])
     sides = [stage({"messages": question + answer}) for answer in (chosen, rejected)]
     for column in "input_ids", "loss_mask":
         assert sample[column].equal(torch.cat([side[column] for side in sides]))
