@@ -79,7 +79,9 @@ class ScheduleSettings:
         """Microbatches a rank and full window."""
         if self.global_batch is None:
             return self.accumulate or 1
-        size = getattr(loader, "batch_size", None)
+        batching = getattr(loader, "batching", None)  # where it counts batches, the loader's size is 1
+        counted = loader if getattr(batching, "kind", "packed") == "packed" else batching
+        size = getattr(counted, "batch_size", None)
         if not isinstance(size, int):
             raise ValueError("global_batch needs a loader with a batch_size: give accumulate instead")
         return accumulate_for(self.global_batch, batch_size=size, world_size=world_size)

@@ -17,7 +17,7 @@ from datasets_kit import make_ints_tar
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from dataflow import DataLoader, GradSchedule, ShardedDataset
+from dataflow import Bucketed, DataLoader, GradSchedule, Packed, ShardedDataset, TokenBudget
 from dataflow.grad.strategies.local_sgd import DiLoCo, LocalSGD
 from dataflow.grad.strategies.strategy import Strategy
 from dataflow.telemetry.timing.phases import Phase, PhaseLedger
@@ -509,3 +509,16 @@ def test_an_accumulation_that_follows_from_a_global_batch() -> None:
     assert sched.window_size == 3
     with pytest.raises(ValueError, match="global_batch=10 is not a multiple"):
         made(loader, None, global_batch=10)
+
+
+def test_a_global_batch_counts_the_samples_of_batches_by_length(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"tokens": [1, 2]}\n' * 8)
+    dataset = ShardedDataset(tmp_path / "x.jsonl")
+    for batching, accumulate in ((Packed(64), 4), (Bucketed(2), 4), (Bucketed(4), 2)):
+        with DataLoader(dataset, 2 if isinstance(batching, Packed) else 1, batching=batching) as loader:
+            assert made(loader, None, global_batch=8)[1].window_size == accumulate
+    with (
+        DataLoader(dataset, batching=TokenBudget(64)) as loader,
+        pytest.raises(ValueError, match="needs a loader with a batch_size"),
+    ):
+        made(loader, None, global_batch=8)
