@@ -181,8 +181,7 @@ def encoded_text(encoding: str) -> str:
 
 def local_info(status: os.stat_result) -> Info:
     """`os.stat` or `os.fstat` of a local file, in the shape of `fs.info`."""
-    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory"}
-    kind = kinds.get(stat.S_IFMT(status.st_mode), "other")
+    kind = {stat.S_IFREG: "file", stat.S_IFDIR: "directory"}.get(stat.S_IFMT(status.st_mode), "other")
     return {"size": status.st_size, "type": kind, "mtime_ns": status.st_mtime_ns}
 
 
@@ -239,8 +238,7 @@ def version_of(info: Info) -> str:
 
 def _instant(value: Any) -> str:
     if isinstance(value, datetime):
-        aware = value if value.tzinfo else value.replace(tzinfo=UTC)
-        since = aware - datetime(1970, 1, 1, tzinfo=UTC)
+        since = (value if value.tzinfo else value.replace(tzinfo=UTC)) - datetime(1970, 1, 1, tzinfo=UTC)
         return str((since.days * 86_400 + since.seconds) * 10**9 + since.microseconds * 1000)
     return str(int(value * 1e9)) if isinstance(value, float) else str(value)
 

@@ -443,8 +443,7 @@ class Catalog:
             raise ValueError("a block lies outside its shard")
         if table.num_samples.sum(dtype=np.float64) > _MOST_SAMPLES:
             raise ValueError(f"its samples are more than {_MOST_SAMPLES}")
-        takes_bytes = codec is not None and not codec.has_empty_samples
-        if takes_bytes and (table.num_samples > table.nbytes).any():
+        if codec is not None and not codec.has_empty_samples and (table.num_samples > table.nbytes).any():
             raise ValueError("a block has more samples than bytes")
         if max(n.sum(dtype=np.float64) for n in (sizes, table.nbytes)) > _MOST_BYTES:
             raise ValueError(f"its sizes sum to more than {_MOST_BYTES} bytes")

@@ -68,9 +68,7 @@ def _common_numbers(typed: Sequence[ColumnSpec], kinds: set[str], of_lists: bool
     dtype, unit = element
     if kinds == {"fixed"} and not of_lists:
         return replace(typed[0], dtype=dtype, unit=unit)
-    if any(len(shape) != 1 for shape in shapes):
-        return None
-    return ColumnSpec("list", dtype, unit=unit)
+    return None if any(len(shape) != 1 for shape in shapes) else ColumnSpec("list", dtype, unit=unit)
 
 
 def _common_element(elements: Collection[tuple[str, str]]) -> tuple[str, str] | None:
@@ -83,9 +81,7 @@ def _common_element(elements: Collection[tuple[str, str]]) -> tuple[str, str] | 
         return None
     if len(units) == 1:
         return next(iter(elements))
-    if units <= _DATES.keys():
-        return "int64", "date64[ms]"
-    return _common_time(units)
+    return ("int64", "date64[ms]") if units <= _DATES.keys() else _common_time(units)
 
 
 def _common_time(units: Collection[str]) -> tuple[str, str] | None:

@@ -115,8 +115,7 @@ def as_kind(array: pa.Array, kind: pa.DataType | None, *, rounds: bool = False) 
         lengths = array.value_lengths().fill_null(0).to_numpy()
         return _list_array(lengths, array.is_valid().to_numpy(zero_copy_only=False), items).cast(kind)
     if pa.types.is_struct(own) and pa.types.is_struct(kind):
-        names = [field.name for field in kind]
-        if more := [field.name for field in own if field.name not in names]:
+        if more := [field.name for field in own if field.name not in [field.name for field in kind]]:
             raise TypeError(f"{kind} has no field {more[0]!r}")
         children = [
             as_kind(array.field(field.name), field.type, rounds=rounds)

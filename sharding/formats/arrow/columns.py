@@ -248,8 +248,7 @@ def _column(
             # A tensor type and fixed-size lists of lists lie in memory alike.
             values = values.reshape(len(array), *spec.shape)
             return values if lacks is None else Masked(values, lacks)
-        is_list_of_bytes = spec.kind == "bytes_list"
-        return _byte_list_spans(array) if is_list_of_bytes else _variable_spans(array, spec, element)
+        return _byte_list_spans(array) if spec.kind == "bytes_list" else _variable_spans(array, spec, element)
     except _UnfitValueError as error:
         reason = (
             f"column {name!r} is {spec_text(own)} here, of which a value is no {spec_text(spec)} ({error})"
@@ -396,8 +395,7 @@ def _json_spans(column: pa.ChunkedArray) -> Spans:
                 text = b"" if value is None else encode(value) if is_one else _to_json(value).encode()
                 texts += text
                 lengths.append(MISSING if value is None else len(text))
-    ends = np.cumsum(np.maximum(np.array(lengths, np.int64), 0))
-    starts = np.concatenate((_ZERO, ends))[:-1]
+    starts = np.concatenate((_ZERO, np.cumsum(np.maximum(np.array(lengths, np.int64), 0))))[:-1]
     return Spans(np.frombuffer(texts, np.uint8), starts, np.array(lengths, np.int64))
 
 
@@ -456,8 +454,7 @@ def _list_spans(array: pa.Array, element: pa.DataType | None = None) -> Spans:
     kind, n = array.type, len(array)
     if pa.types.is_fixed_size_list(kind):
         return _fixed_list_spans(array, element)
-    wide = pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind)
-    width = np.int64 if wide else np.int32
+    width = np.int64 if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind) else np.int32
     if is_list_view(kind):
         starts = elements_of(array.buffers()[1], width, n, array.offset).astype(np.int64)
         lengths = elements_of(array.buffers()[2], width, n, array.offset).astype(np.int64)
@@ -525,8 +522,7 @@ def _byte_list_spans(array: pa.Array) -> ByteLists:
 
 def _of_lists(items: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Count the items of each list that are true, given how many there are of each."""
-    before = np.append(0, np.cumsum(items))
-    trues: NDArray[np.int64] = np.diff(before[np.append(0, np.cumsum(counts))])
+    trues: NDArray[np.int64] = np.diff(np.append(0, np.cumsum(items))[np.append(0, np.cumsum(counts))])
     return trues
 
 

@@ -107,15 +107,13 @@ class RawTexts:
             return None  # nulls, fractions, or lists in lists
         numbers = np.fromstring(self.buffer.translate(_SPACED), dtype, sep=" ")
         commas = np.flatnonzero(np.frombuffer(self.buffer or b"\0", np.uint8) == ord(","))
-        behind = np.searchsorted(commas, self.ends)
-        lengths = np.diff(behind, prepend=0) + (self.lengths > 2)
+        lengths = np.diff(np.searchsorted(commas, self.ends), prepend=0) + (self.lengths > 2)
         # Brackets with nothing but spaces in them are seen by their sum.
         return (numbers, lengths) if lengths.sum() == len(numbers) else None
 
     def values(self, decoder: msgspec.json.Decoder[Any]) -> list[Any]:
         """The texts as Python values, by a decoder of lists of such."""
-        ends = self.ends.tolist()
-        pieces = [self.buffer[a:b] or b"null" for a, b in pairwise([0, *ends])]
+        pieces = [self.buffer[a:b] or b"null" for a, b in pairwise([0, *self.ends.tolist()])]
         values: list[Any] = decoder.decode(b"[%s]" % b",".join(pieces))
         return values
 

@@ -244,8 +244,7 @@ class _Row:
         ]
         named = row_type([one.name for one in fields], types)
         self.is_named: bool = named is not None and all(inner.is_named for inner in self.inner if inner)
-        unnamed = [field_name(number) for number in range(len(fields))]
-        kind = named or row_type(unnamed, types)
+        kind = named or row_type([field_name(number) for number in range(len(fields))], types)
         assert kind is not None
         self.type: Any = kind
         self.decoder = msgspec.json.Decoder(kind) if self.is_named else None

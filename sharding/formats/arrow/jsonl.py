@@ -98,8 +98,7 @@ class JsonlFormat(TabularFormat):
             )
         fields = [one.field(key, key) for key, one in scanner.root.children.items()]
         schema = pa.schema(fields, None if array is None else _ARRAY)
-        num_rows = sum(rows for _, _, rows, _ in runs)
-        specs = specs_of(schema, null_free=_null_free(scanner.root, num_rows))
+        specs = specs_of(schema, null_free=_null_free(scanner.root, sum(rows for _, _, rows, _ in runs)))
         if not is_whole:
             runs = self._cut(file, runs, scanner.num_keys)
         blocks = [

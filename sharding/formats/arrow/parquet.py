@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from sharding.blocks import DECIMAL, Block, ColumnSpec, Shard, ShardScan
 from sharding.errors import CorruptShardError, ShardError
-from sharding.formats.arrow.columns import TabularFormat, check_columns
+from sharding.formats.arrow.columns import TabularFormat, check_columns, flattened
 from sharding.formats.arrow.schema import (
     BROKEN,
     NUMBER_BYTES,
@@ -52,6 +52,8 @@ class _ParsedFooter:
     schema: pa.Schema
     names: Mapping[str, Sequence[str]]
     """By the name of each column, structs flattened, the leaves that store it."""
+    far: Collection[str]
+    """Columns of times of 96 bits, which nanoseconds may not hold."""
     texts: dict[str, int]
     """Columns of strings or byte strings: name -> number of the column chunk in a row group."""
     counted: dict[str, int]
@@ -114,9 +116,8 @@ class ParquetFormat(TabularFormat):
             return None
         row_group, number = footer.metadata.row_group(group), footer.counted[column]
         if reason := _contradiction(footer.metadata.schema, row_group, [number]):
-            raise block.corrupt(
-                f"the catalog's footer of row group {group}: {reason}; index the shards again"
-            )
+            what = f"the catalog's footer of row group {group}: {reason}"
+            raise block.corrupt(f"{what}; index the shards again")
         return _num_nulls(row_group.column(number))
 
     def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
@@ -131,6 +132,8 @@ class ParquetFormat(TabularFormat):
             if _NULL_LISTS in str(error):
                 _raise_null_lists(block, data, footer, group, names)
             raise block.corrupt(f"row group {group} cannot be decoded: {error}") from error
+        if far := [name for name in names if name in footer.far]:
+            _check_times(block, table, _read_group(block, data, footer, group, far, "s"))
         if table.num_rows != block.num_samples:
             raise block.corrupt(f"row group {group} has {table.num_rows} rows, not {block.num_samples}")
         return table
@@ -170,9 +173,8 @@ class ParquetFormat(TabularFormat):
         footer, number = _indexed(block)
         check_columns(columns, footer.names, block)
         group = footer.metadata.row_group(number)
-        ranges = _chunk_ranges(group)
-        paths = (group.column(i).path_in_schema for i in range(group.num_columns))
-        return _joined([one for one, path in zip(ranges, paths, strict=True) if _belongs(path, columns)])
+        pairs = zip(_chunk_ranges(group), map(group.column, range(group.num_columns)), strict=True)
+        return _joined([one for one, chunk in pairs if _belongs(chunk.path_in_schema, columns)])
 
 
 _NULL_LISTS = "Expected all lists to be of size"
@@ -180,12 +182,13 @@ _NULL_LISTS = "Expected all lists to be of size"
 
 
 def _read_group(
-    block: Block, data: memoryview, footer: _ParsedFooter, group: int, names: Sequence[str]
+    block: Block, data: memoryview, footer: _ParsedFooter, group: int, names: Sequence[str], unit: str = "ns"
 ) -> pa.Table:
     with pq.ParquetFile(
         pa.PythonFile(_BlockFile(block, data), "r"),
         metadata=footer.metadata,
         read_dictionary=_encoded_texts(footer, group, names),
+        coerce_int96_timestamp_unit=unit,
         pre_buffer=False,  # the bytes are here: Arrow's I/O threads would only keep them longer
     ) as reader:
         return reader.read_row_group(group, columns=list(names), use_threads=False)
@@ -204,6 +207,15 @@ def _raise_null_lists(
             what = f"column {name!r} has fixed-size lists that are null, which pyarrow {pa.__version__}"
             cure = "cannot read; install pyarrow 26 or later, or leave the column out by columns="
             raise ShardError(block.shard.url, f"{what} {cure}", block.offset, stage="decode") from error
+
+
+def _check_times(block: Block, table: pa.Table, seconds: pa.Table) -> None:
+    """Raise `ShardError` where nanoseconds do not hold a time of 96 bits, which pyarrow wraps around."""
+    for name, column in zip((flat := flattened(seconds)).column_names, flat.columns, strict=True):
+        near = flattened(table).column(name).cast(pa.int64()).drop_null().to_numpy() // 10**9
+        if (abs(near - column.cast(pa.int64()).drop_null().to_numpy()) > 1).any():
+            reason = f"column {name!r} has times before 1677 or after 2262, which no nanoseconds hold"
+            raise ShardError(block.shard.url, reason, block.offset, stage="decode")
 
 
 class _BlockFile(io.RawIOBase):
@@ -271,7 +283,8 @@ def _parse(footer: bytes) -> _ParsedFooter:
         for name, spec in specs.items()
         if name in texts or (spec.kind == "fixed" and np.dtype(spec.dtype).kind != "f")
     }
-    return _ParsedFooter(metadata=metadata, schema=schema, names=names, texts=texts, counted=counted)
+    far = {name for name, i in paths.items() if metadata.schema.column(i).physical_type == "INT96"}
+    return _ParsedFooter(metadata=metadata, schema=schema, names=names, far=far, texts=texts, counted=counted)
 
 
 def _indexed(block: Block) -> tuple[_ParsedFooter, int]:
@@ -355,8 +368,7 @@ def _encoded_texts(footer: _ParsedFooter, group: int, columns: Sequence[str]) ->
     A writer that gave the dictionary up shows it: codes take less than 4 bytes a row, compressed or not.
     """
     row_group = footer.metadata.row_group(group)
-    texts = [name for name in columns if name in footer.texts]
-    return [name for name in texts if _is_encoded(row_group.column(footer.texts[name]))]
+    return [n for n in columns if n in footer.texts and _is_encoded(row_group.column(footer.texts[n]))]
 
 
 def _is_encoded(chunk: Any, headers: int = 256) -> bool:

@@ -287,8 +287,7 @@ def _cuts(first: NDArray[np.int64], end: NDArray[np.int64], block_bytes: int) ->
     cuts, following, bounds = [], 0, np.append(first, end)
     while following < len(first):
         cuts.append(following)
-        reached = np.searchsorted(bounds, bounds[following] + block_bytes)
-        following = max(following + 1, int(reached))
+        following = max(following + 1, int(np.searchsorted(bounds, bounds[following] + block_bytes)))
     return np.array(cuts, np.int64)
 
 
@@ -370,5 +369,4 @@ def _index_of(
         key_start = np.cumsum(length) - length
     keys["start"], keys["length"] = key_start, length
     counts = np.array((len(record), len(text)), _COUNTS)
-    parts = [counts.tobytes(), record.tobytes(), keys.tobytes(), text, *payloads]
-    return b"".join(parts), num_copied
+    return b"".join([counts.tobytes(), record.tobytes(), keys.tobytes(), text, *payloads]), num_copied

@@ -16,7 +16,7 @@ import pytest
 import torch
 from datasets_kit import Make
 
-from dataflow import DataLoader, Pad, ShardedDataset
+from dataflow import DataLoader, Pad, ShardedDataset, ShardError
 from dataflow.outputs.columns import ChunkColumns, ChunkRows, Randomness
 from dataflow.outputs.output import BuiltColumn, Output
 from dataflow.outputs.ragged import PaddedOutput, RaggedOutput
@@ -80,3 +80,19 @@ def test_columns_of_tables_that_are_called_as_what_tars_have_keep_their_values(t
         assert dict(ShardedDataset(tmp_path / "urls.parquet")[0]) == {"x": 1}
     named = ShardedDataset(tmp_path / "urls.parquet", columns=["x", "__url__"])
     assert dict(named[0]) == {"x": 1, "__url__": f"{tmp_path}/urls.parquet"}
+
+
+def test_times_of_96_bits_that_nanoseconds_do_not_hold_are_an_error_and_not_of_1816(tmp_path: Path) -> None:
+    end, path = 253_402_300_799, str(tmp_path / "a.parquet")  # of the year 9999, as tables say "for ever"
+    for times in ([0, -1], [0, end]):
+        column = pa.array([time * 10**6 for time in times], pa.timestamp("us"))
+        struct = pa.StructArray.from_arrays([column], ["t"])
+        table = pa.table({"t": column, "s": struct, "x": range(2)})
+        pq.write_table(table, path, use_deprecated_int96_timestamps=True)
+        dataset = ShardedDataset(path, catalog=f"{path}.{len(str(times))}.catalog")
+        if end in times:
+            with pytest.raises(ShardError, match="column 't' has times before 1677 or after 2262"):
+                dataset[0]
+            assert dict(dataset.select(["x"])[1]) == {"x": 1}
+        else:
+            assert dict(dataset[1]) == {"t": -(10**9), "s.t": -(10**9), "x": 1}
