@@ -82,3 +82,8 @@ def test_fixtures_hold_no_path_of_the_machine_that_wrote_them() -> None:
     files = [path for path in (here / "fixtures").rglob("*") if path.is_file() and path.suffix != ".py"]
     assert len(files) > 50
     assert [str(path) for path in files if sign.search(path.read_bytes())] == []
+
+
+def test_no_test_lies_beside_a_folder_that_is_called_as_a_package_of_others() -> None:
+    """Its folder would be searched for modules: `import datasets` would find `tests/dataflow/datasets`."""
+    assert [*(Path(__file__).parent / "dataflow").glob("*.py")] == []

@@ -19,6 +19,7 @@ from dataflow.conversion.rows import KEY, DeliveredRows, Rows, StoredRows
 from dataflow.conversion.target import TOKENS, Target, targets_of, with_schema
 from dataflow.conversion.values import with_types
 from dataflow.conversion.work import (
+    ROW_GROUP_BYTES,
     WINDOW_BLOCKS,
     NewSamples,
     ProducedSamples,
@@ -38,7 +39,6 @@ _PROBED = 64
 """Samples whose types decide those of all."""
 _LOOKED_AT = 4096
 """Samples that are read, at most, to find so many."""
-_ROW_GROUP_BYTES = 4 << 20
 _UNVIEWED = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 """Types in place of those that pyarrow writes to no Parquet file."""
 
@@ -167,7 +167,7 @@ class ConvertSource:
         rows = self.rows
         if (
             not isinstance(rows, StoredRows)
-            or (self.map, self.filter, self.shuffle) != (None, None, None)
+            or self.map is not None
             or not rows.all_columns
             or any(name != source for name, source in rows.columns.items())
         ):
@@ -179,7 +179,8 @@ class ConvertSource:
             and "jsonl" not in (codec.name, codec.of)
         ):
             return "tables" if self._schema is None else "samples"
-        if self._has_whole_blocks and rows.selection.is_whole and self.to == "tar" == codec.name:
+        is_whole = (self.filter, self.shuffle) == (None, None) and rows.selection.is_whole
+        if self._has_whole_blocks and is_whole and self.to == "tar" == codec.name:
             first = np.unique(catalog.blocks.shard, return_index=True)[1]
             if all(codec.locate(catalog.block(number), []) is not None for number in first.tolist()):
                 return "members"
@@ -276,7 +277,7 @@ class ConvertSource:
         if self._are_members:
             return Target(to=self.to, columns={}, is_strict=False, are_members=True)
         samples, nbytes = self._first_samples()
-        row_group = max(1, min(1 << 14, _ROW_GROUP_BYTES // max(1, nbytes)))
+        row_group = max(1, min(1 << 14, ROW_GROUP_BYTES // max(1, nbytes)))
         # Of stored samples, a column may lack; what a function returns is the same each time.
         return targets_of(
             self.to,

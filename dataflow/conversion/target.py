@@ -7,6 +7,7 @@ shards agree with each other, whoever writes them.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -169,6 +170,9 @@ def targets_of(
         target = with_schema(replace(target, rounds=schema is not None), types)
         texts = [name for name, kind in target.columns.items() if kind in ("string", "large_string")]
         of_json = {name: "json" for name in texts if any(map(_is_json, firsts.get(name, ())))}
+        if of_json and schema is None:
+            what = f"dicts in {listed(map(repr, of_json))} become JSON text in Parquet"
+            warnings.warn(f"{what}: schema= gives such columns a type of their own", stacklevel=2)
         return replace(target, columns={**target.columns, **of_json})
     return replace(target, columns={_token_column(firsts): "tokens"}, is_strict=False)
 
@@ -221,16 +225,14 @@ def _extension(name: str, kind: str, value: Any) -> str:
 
 def _encoding(name: str, values: list[Any]) -> str:
     if not values:
+        cure = "map= may fill it in, or columns= leave it out"
         raise ValueError(
-            f"column {name!r} has no value in the first samples, and MDS no missing ones: {_FILL}"
+            f"column {name!r} has no value in the first samples, and MDS no missing ones: {cure}"
         )
     try:
         return encoding_of(values[0])
     except ValueError as error:
         raise ValueError(f"column {name!r}: {error}; map= may give bytes, text or a number") from error
-
-
-_FILL = "map= may fill it in, or columns= leave it out"
 
 
 # ---- Parquet --------------------------------------------------------------------------------------------
@@ -260,9 +262,8 @@ def with_pictures(schema: pa.Schema, firsts: Mapping[str, list[Any]]) -> pa.Sche
         if items and isinstance(items[0], bytes) and _picture(items[0]):
             image = {"_type": "Image"}
             features[name] = {"feature": image, "_type": "List"} if depth else image
-    if not features:
-        return schema
-    return schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    return schema.with_metadata(metadata) if features else schema
 
 
 def _picture(value: bytes) -> str:

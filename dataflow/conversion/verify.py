@@ -18,9 +18,18 @@ from dataflow.conversion.rows import KEY, StoredRows
 from dataflow.conversion.source import ConvertSource, stored_rows
 from dataflow.conversion.target import TOKENS
 from dataflow.conversion.values import with_types
-from dataflow.conversion.work import NewSamples, ProducedSamples, TaskSpec, as_schema, fitted_rows, given_rows
+from dataflow.conversion.work import (
+    NewSamples,
+    ProducedSamples,
+    TaskSpec,
+    as_schema,
+    chosen_tables,
+    fitted_rows,
+    given_rows,
+)
 from dataflow.dataset import ShardedDataset
 from dataflow.progress.bar import ProgressBar
+from sharding.arrow_arrays import number_array
 from sharding.errors import DataflowError
 from sharding.urls import file_name
 from sharding.write.arrays import array_of
@@ -219,9 +228,14 @@ class _ComparedShard:
             yield from _rows_of(pa.table(row))
 
     def _tables(self) -> Iterator[dict[str, Any]]:
-        assert isinstance(self.task.rows, StoredRows)
-        for table in self.task.rows.tables(self.task.positions(self.number)[self.rows]):
-            yield from _rows_of(as_schema(table, self.task.target.arrow_schema))
+        positions = self.task.positions(self.number)
+        if self.task.filter is None:
+            tables = chosen_tables(self.task, positions[self.rows])
+        else:
+            left = pa.concat_tables(chosen_tables(self.task, positions))
+            tables = iter([left.take(number_array(self.rows))])
+        for table in tables:
+            yield from _rows_of(table)
 
     def _compare_tokens(self) -> None:
         """Compare the whole file: its documents have no ends."""

@@ -26,6 +26,7 @@ from dataflow.conversion.folder import THREADS, ConversionError, OutputFolder, i
 from dataflow.conversion.rows import KEY, Rows, Sample, StoredRows
 from dataflow.conversion.target import SUFFIXES, TOKENS, Target
 from prefetch.store.reader import StoreReader
+from sharding.arrow_arrays import number_array
 from sharding.blocks import DEFAULT_BLOCK_BYTES
 from sharding.cached_property import cached_property
 from sharding.catalog.build import scan_shards
@@ -39,6 +40,7 @@ from sharding.write.writer import ShardWriter
 
 WINDOW_BLOCKS = DEFAULT_WINDOW_BLOCKS
 """Blocks of shards whose samples a shuffle mixes. It decides what is written."""
+ROW_GROUP_BYTES = 4 << 20
 _TOGETHER = 256
 """Samples that a function with a `batch` form is given at a time."""
 
@@ -271,10 +273,7 @@ def _made(
     task: TaskSpec, positions: list[int], samples: list[Any], named: Callable[[int], tuple[str, str]]
 ) -> ProducedSamples:
     """Return what filter, map and target make of some samples. `SampleError` names the sample."""
-    keys = [sample.get(KEY) if isinstance(sample, dict) else None for sample in samples]
-    rows = ProducedSamples(positions, keys, samples)
-    if task.filter is not None:
-        rows = rows.where(_called("filter", task.filter, rows, named))
+    rows = _filtered(task, positions, samples, named)
     if task.map is not None and task.batch_size:
         rows = _mapped_columns(task.map, rows, named) if rows.samples else rows
     elif task.map is not None:
@@ -287,6 +286,14 @@ def _made(
     except ValueError as error:
         raise rows.failed(len(fitted), str(error), "write", named) from error
     return ProducedSamples(rows.positions, rows.keys, fitted)
+
+
+def _filtered(
+    task: TaskSpec, positions: list[int], samples: list[Any], named: Callable[[int], tuple[str, str]]
+) -> ProducedSamples:
+    keys = [sample.get(KEY) if isinstance(sample, dict) else None for sample in samples]
+    rows = ProducedSamples(positions, keys, samples)
+    return rows if task.filter is None else rows.where(_called("filter", task.filter, rows, named))
 
 
 def _called(
@@ -367,11 +374,29 @@ def _by_sample(writer: ShardWriter, task: TaskSpec, positions: NDArray[np.int64]
 
 
 def _by_table(writer: ShardWriter, task: TaskSpec, positions: NDArray[np.int64]) -> None:
-    """Append Arrow tables in the types of the target."""
-    assert isinstance(task.rows, StoredRows)
-    schema = task.target.arrow_schema
-    for table in task.rows.tables(positions):
-        writer.write_table(as_schema(table, schema))
+    for table in chosen_tables(task, positions):
+        writer.write_table(table)
+
+
+def chosen_tables(task: TaskSpec, positions: NDArray[np.int64]) -> Iterator[pa.Table]:
+    """Yield Arrow tables in the types of the target: of the samples that a filter leaves, in their order."""
+    rows, schema = task.rows, task.target.arrow_schema
+    assert isinstance(rows, StoredRows)
+    if task.filter is not None:
+        left, asked = list[int](), positions.tolist()
+        for batch in rows.batches(positions):
+            left += _filtered(task, asked[: len(batch)], batch, rows.named).positions
+            del asked[: len(batch)]
+        positions = np.array(left, np.int64)
+    order = np.argsort(positions, kind="stable")
+    tables = (as_schema(table, schema) for table in rows.tables(positions[order]))
+    if not (np.diff(positions) < 0).any():
+        yield from tables
+        return
+    whole, places = pa.concat_tables(tables), np.argsort(order)
+    step = max(1, len(places) * ROW_GROUP_BYTES // max(1, whole.nbytes))
+    for first in range(0, len(places), step):
+        yield whole.take(number_array(places[first : first + step]))
 
 
 def as_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -216,6 +216,7 @@ def test_an_index_that_is_large_is_sent_once_and_not_in_each_task(
     assert (len(seen), list((tmp_path / "b/.convert").glob("*.index"))) == (1, [])
 
 
+@pytest.mark.filterwarnings("ignore:dicts in .* become JSON text")
 def test_a_filter_makes_shards_smaller_and_leaves_out_empty_ones(source: str, tmp_path: Path) -> None:
     made = convert(source, tmp_path / "a", to="mds", filter=is_even, shard_samples=10, workers=1, verify=7)
     assert (made.shards, made.samples) == (4, 20)

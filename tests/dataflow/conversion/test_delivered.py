@@ -45,6 +45,7 @@ def test_lists_of_raw_pixels_become_lists_of_png(tmp_path: Path) -> None:
     assert [image.tolist() for image in images] == [pixels.transpose(2, 0, 1).tolist() for pixels in PIXELS]
 
 
+@pytest.mark.filterwarnings("ignore:dicts in .* become JSON text")
 def test_pictures_in_parquet_are_delivered_as_pictures(tmp_path: Path) -> None:
     made = convert(make_source(tmp_path), tmp_path / "out", to="parquet", workers=1, verify=True)
     written = ShardedDataset(made.catalog)
@@ -65,6 +66,7 @@ def test_other_bytes_stay_as_they_are(data: bytes) -> None:
     assert png_of(data) == data
 
 
+@pytest.mark.filterwarnings("ignore:dicts in .* become JSON text")
 def test_verify_compares_what_is_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the feature of pictures, Parquet has the bytes that were stored, and delivers no image."""
     monkeypatch.setattr("dataflow.conversion.target._PICTURES", ())
@@ -156,7 +158,7 @@ def test_a_stored_column_of_keys_is_kept_or_refused(tmp_path: Path, to: str) -> 
     pq.write_table(pa.table({"__key__": ["a", "b"], "x": [1, 2]}), tmp_path / "x.parquet")
 
     def made(**options: Any) -> list[dict[str, Any]]:
-        options |= {"to": to, "shuffle": 0 if to == "parquet" else None, "workers": 1, "verify": True}
+        options |= {"to": to, "map": dict if to == "parquet" else None, "workers": 1, "verify": True}
         written = convert(tmp_path / "x.parquet", tmp_path / "out", overwrite=True, **options)
         columns = ["__key__", "x.cls"] if to == "tar" else None
         dataset = ShardedDataset(written.catalog, columns=columns)
@@ -169,3 +171,40 @@ def test_a_stored_column_of_keys_is_kept_or_refused(tmp_path: Path, to: str) -> 
         made()
     rows = made(columns={"key": "__key__", "x": "x"})
     assert sorted(map(str, rows)) == ["{'key': 'a', 'x': 1}", "{'key': 'b', 'x': 2}"]
+
+
+@pytest.mark.parametrize("options", [{"shuffle": 3}, {"filter": lambda sample: sample["i"] != 2}])
+def test_types_of_parquet_are_kept_where_samples_are_shuffled_or_left_out(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    kinds = {"d": pa.date32(), "t": pa.timestamp("us", "UTC"), "c": pa.decimal128(9, 2), "i": pa.int8()}
+    kinds |= {"m": pa.map_(pa.string(), pa.int64()), "s": pa.struct([("a", pa.list_(pa.int16()))])}
+    kinds |= {"l": pa.list_(pa.struct([("r", pa.string())])), "f": pa.list_(pa.float32(), 2)}
+    rows = [
+        {"d": k, "t": k, "c": k, "i": k, "m": [("x", k)], "s": {"a": [k]}, "l": [{"r": str(k)}], "f": [k, k]}
+        for k in range(9)
+    ]
+    table = pa.table({name: pa.array([row[name] for row in rows], kind) for name, kind in kinds.items()})
+    for shard in range(3):
+        pq.write_table(table.slice(3 * shard, 3), tmp_path / f"{shard}.parquet", row_group_size=2)
+    for verified in (True, 4):
+        made = convert(
+            f"{tmp_path}/*.parquet", tmp_path / "out", to="parquet", shard_samples=5, workers=1,
+            verify=verified, overwrite=True, **options,
+        )  # fmt: skip
+        assert made.verified == min(verified if verified > 1 else 9, made.samples)
+    written = pa.concat_tables([pq.read_table(url) for url in made.files])
+    assert written.schema.equals(table.schema)
+    numbers = written.column("i").to_pylist()
+    assert sorted(numbers) == [k for k in range(9) if "filter" not in options or k != 2]
+    assert (numbers == sorted(numbers)) is ("filter" in options)
+    assert written.equals(table.take(numbers))
+
+
+def test_dicts_that_become_text_are_told_and_a_schema_keeps_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"m": [{"r": "x"}]}\n{"m": [{"r": "y"}]}\n')
+    with pytest.warns(UserWarning, match="dicts in 'm' become JSON text in Parquet: schema= gives"):
+        convert(tmp_path / "a.jsonl", tmp_path / "a", to="parquet", workers=1)
+    schema = pa.schema([("m", pa.list_(pa.struct([("r", pa.string())])))])
+    made = convert(tmp_path / "a.jsonl", tmp_path / "b", to="parquet", workers=1, schema=schema, verify=True)
+    assert pq.read_table(made.files[0]).to_pylist() == [{"m": [{"r": "x"}]}, {"m": [{"r": "y"}]}]
