@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -31,6 +32,8 @@ from dataflow.dataset import ShardedDataset
 from dataflow.limits import parse_bytes
 from sharding.errors import DataflowError
 from sharding.formats.arrow.columns import TabularFormat
+from sharding.formats.arrow.schema import leaves
+from sharding.printable import listed
 from sharding.write.values import check_row, plain_value
 
 DEFAULT_SHARD_BYTES = 128 << 20
@@ -276,6 +279,13 @@ class ConvertSource:
             return replace(target, row_group_size=1 << 20)
         if self._are_members:
             return Target(to=self.to, columns={}, is_strict=False, are_members=True)
+        rows = self.rows
+        if self.to == "parquet" and self.map is self._schema is None and isinstance(rows, StoredRows):
+            stored = chain.from_iterable(map(leaves, self._stored_schemas))
+            times = {name for name, one in stored if pa.types.is_temporal(one.type)}
+            if names := [repr(name) for name, source in rows.columns.items() if source in times]:
+                what = f"times in {listed(names)} become integers, as they are delivered"
+                warnings.warn(f"{what}: without columns= they keep their types", stacklevel=2)
         samples, nbytes = self._first_samples()
         row_group = max(1, min(1 << 14, ROW_GROUP_BYTES // max(1, nbytes)))
         # Of stored samples, a column may lack; what a function returns is the same each time.
@@ -288,16 +298,20 @@ class ConvertSource:
             **token_options,
         )
 
-    def _unified(self) -> pa.Schema:
-        assert isinstance(self.rows, StoredRows)
-        assert isinstance(self.rows.codec, TabularFormat)
+    @property
+    def _stored_schemas(self) -> list[pa.Schema]:
+        """The schemas that shards of tables have; of others none."""
+        if not isinstance(self.rows, StoredRows) or not isinstance(self.rows.codec, TabularFormat):
+            return []
         catalog = self.rows.catalog
         used = np.flatnonzero(catalog.blocks.num_samples)
         firsts = used[np.unique(catalog.shard_schemas[catalog.blocks.shard[used]], return_index=True)[1]]
         stored = (self.rows.codec.schema(bytes(catalog.block(n).footer)) for n in sorted(firsts.tolist()))
-        schemas = [with_types(schema, lambda kind: _UNVIEWED.get(kind, kind)) for schema in stored]
+        return [with_types(schema, lambda kind: _UNVIEWED.get(kind, kind)) for schema in stored]
+
+    def _unified(self) -> pa.Schema:
         try:
-            return pa.unify_schemas(schemas, promote_options="permissive")
+            return pa.unify_schemas(self._stored_schemas, promote_options="permissive")
         except pa.ArrowException as error:
             raise ValueError(
                 f"the source's shards have no types in common: {error}; name columns="

@@ -130,6 +130,7 @@ def test_integers_that_no_tar_gives_back_are_refused_by_sample(tmp_path: Path) -
         convert(tmp_path / "x.parquet", tmp_path / "out", to="tar", workers=1)
 
 
+@pytest.mark.filterwarnings("ignore:times in .* become integers")
 @pytest.mark.parametrize("fast", [True, False])
 def test_types_that_python_or_parquet_has_not_are_written_and_compared(tmp_path: Path, fast: bool) -> None:
     """Of nanoseconds pyarrow makes no Python time, and of views of text no slices for Parquet."""
@@ -208,3 +209,11 @@ def test_dicts_that_become_text_are_told_and_a_schema_keeps_them(tmp_path: Path)
     schema = pa.schema([("m", pa.list_(pa.struct([("r", pa.string())])))])
     made = convert(tmp_path / "a.jsonl", tmp_path / "b", to="parquet", workers=1, schema=schema, verify=True)
     assert pq.read_table(made.files[0]).to_pylist() == [{"m": [{"r": "x"}]}, {"m": [{"r": "y"}]}]
+
+
+def test_times_that_become_integers_are_told(tmp_path: Path) -> None:
+    table = pa.table({"d": pa.array([1, 2], pa.date32()), "x": [1, 2]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.warns(UserWarning, match="times in 'day' become integers, .*: without columns="):
+        made = convert(tmp_path / "a.parquet", tmp_path / "a", to="parquet", columns={"day": "d"}, workers=1)
+    assert pq.read_table(made.files[0]).to_pylist() == [{"day": 1}, {"day": 2}]
