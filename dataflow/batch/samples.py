@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -267,18 +268,15 @@ _MOST_LOOKED_AT = 64
 _DEEPEST = 3
 
 
-def without_rest(result: Any, decoded: Ranges, slots: Ranges) -> Any:
+def without_rest(value: Any, decoded: Ranges, slots: Ranges, depth: int = _DEEPEST) -> Any:
     """A result whose views of much more than their own bytes are copies: else all of that would stay.
 
     Args:
-        result: of a function of the user's; it stays as it is.
+        value: the result of a function of the user's; it stays as it is.
         decoded: what its sample was decoded to.
         slots: memory that stays in any case.
+        depth: of the containers in it that are looked into.
     """
-    return _without_rest(result, decoded, slots, _DEEPEST)
-
-
-def _without_rest(value: Any, decoded: Ranges, slots: Ranges, depth: int) -> Any:
     kind = type(value)
     if kind is Tensor:
         return value.clone() if _keeps_more(value, decoded, slots) else value
@@ -287,7 +285,7 @@ def _without_rest(value: Any, decoded: Ranges, slots: Ranges, depth: int) -> Any
     if kind not in (dict, list, tuple) or not depth or len(value) > _MOST_LOOKED_AT:
         return value
     parts = [*value.values()] if kind is dict else value
-    new = [_without_rest(part, decoded, slots, depth - 1) for part in parts]
+    new = [without_rest(part, decoded, slots, depth - 1) for part in parts]
     if all(one is other for one, other in zip(new, parts, strict=True)):
         return value
     return dict(zip(value, new, strict=True)) if kind is dict else kind(new)
@@ -316,7 +314,7 @@ def _is_much(whole_bytes: int, own_bytes: int, address: int, decoded: Ranges, sl
 
 # ---- why samples cannot be put together -------------------------------------------------------------------
 
-_DEEPEST = 50
+_TOO_DEEP = 50
 """No batch is nested as deep as this."""
 _NAMED = 20
 """Columns that a message names."""
@@ -361,9 +359,9 @@ def misfit_of(
     }
     for at, sample in enumerate(samples):
         if _is_too_deep(sample):
-            what, cure = f"what holds itself, or is nested over {_DEEPEST} deep", "return plain values"
+            what, cure = f"what holds itself, or is nested over {_TOO_DEEP} deep", "return plain values"
             return Misfit(at=at, column="", what=what, cure=f"{cure}, {LEAVE_OUT}")
-    if _fits(samples):
+    if not _objection(samples):
         return None
     are_dicts = [isinstance(sample, Mapping) for sample in samples]
     if None not in samples and any(are_dicts) and not all(are_dicts):
@@ -381,9 +379,9 @@ def _misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) -> Mis
     if isinstance(first, Mapping | list | tuple):
         return _inner_misfit(values, column, cures)
     for at, value in enumerate(values):
-        if not _fits([value]):
-            return Misfit(at=at, column=column, what=described(value), cure=f"{_BATCHABLE}; {LEAVE_OUT}")
-        if not _fits([first, value]):
+        if why := _objection([value]):
+            return Misfit(at=at, column=column, what=described(value), cure=f"{why}; {LEAVE_OUT}")
+        if _objection([first, value]):
             same = isinstance(value, type(first))
             cure = cures.get(column, _ONE_SHAPE) if same else _ONE_TYPE
             return _unlike(at, column, value, first, cure)
@@ -402,28 +400,23 @@ def _inner_misfit(values: Sequence[Any], column: str, cures: Mapping[str, str]) 
         name = f"{column}[{key}]" if isinstance(key, int) else f"{column}.{key}" if column else str(key)
         for at, value in enumerate(values):
             if isinstance(value, Mapping) and key not in value:
-                cure = "return the same columns for every sample"
+                cure = "return the same columns for every sample" + f", {LEAVE_OUT}" * (not column)
                 other = described(first[key])
-                if not column:
-                    cure += f", {LEAVE_OUT}"
                 return Misfit(
                     at=at, column=name, what="missing", cure=cure, beside=0, other=other, is_bad=not column
                 )
         inner = [value[key] for value in values]
-        if not _fits(inner):
+        if _objection(inner):
             return _misfit(inner, name, cures)
     return None
 
 
 def _is_too_deep(value: Any, depth: int = 0) -> bool:
-    """Return whether lists and dicts lie in one another without an end.
-
-    torch's function would fail on them late.
-    """
+    """Return whether lists and dicts lie in one another without an end: torch would fail on them late."""
     if not isinstance(value, Mapping | list | tuple):
         return False
     inner = value.values() if isinstance(value, Mapping) else value
-    return depth > _DEEPEST or any(_is_too_deep(each, depth + 1) for each in inner)
+    return depth > _TOO_DEEP or any(_is_too_deep(each, depth + 1) for each in inner)
 
 
 def _unlike(
@@ -434,17 +427,22 @@ def _unlike(
     return Misfit(at=at, column=column, what=what, cure=cure, beside=beside, other=than, is_bad=is_bad)
 
 
-def _fits(values: Sequence[Any]) -> bool:
+def _objection(values: Sequence[Any]) -> str:
+    """Why torch's function cannot put these together; "": it can."""
     try:
         default_collate(list(values))
-    except Exception:
-        return False
-    return True
+    except TypeError:
+        return _BATCHABLE
+    except Exception as error:  # a negative stride, a sparse tensor, an integer that is too large
+        return f"{error}".strip().rstrip(".") or type(error).__name__
+    return ""
 
 
 def transform_reason(error: BaseException, columns: Sequence[str]) -> str:
     """Why a transform failed; where it may have taken its argument for something else, what that was."""
-    reason = f"{type(error).__name__}: {error}"
+    reason = type(error).__name__
+    with suppress(Exception):  # whoever wrote the class may fail to tell it
+        reason += f": {error}"
     missing = not isinstance(error, KeyError) or error.args[:1] not in [(name,) for name in columns]
     if isinstance(error, _OF_OTHER_ARGUMENTS) and missing:
         reason += f"; it was given {described(dict.fromkeys(columns))}"

@@ -84,6 +84,11 @@ def test_samples_that_do_not_fit_each_other_are_named_with_column_and_cure(
         (None, "column 'x': None; return a value, or leave such samples out by on_error='skip'"),
         (object(), "column 'x': object; return tensors, arrays, numbers, text, or lists and dicts of"),
         (np.array(["a"], object), "column 'x': an array object [1]; return tensors"),
+        (
+            np.arange(3)[::-1],
+            "column 'x': an array int64 [3]; At least one stride in the given numpy array is",
+        ),
+        (torch.eye(2).to_sparse(), "column 'x': float32 [2, 2]; Batches of sparse tensors are not currently"),
     ],
 )
 def test_a_sample_that_no_batch_can_hold_is_a_bad_one(ints: Made, value: Any, says: str) -> None:
@@ -97,6 +102,27 @@ def test_a_sample_that_no_batch_can_hold_is_a_bad_one(ints: Made, value: Any, sa
         assert ODD not in classes
         assert classes == [row["cls"] for row in ints.samples if row["cls"] != ODD]
         assert loader.stats().skipped_samples == 1
+
+
+class UntoldError(Exception):
+    """An error that fails to tell itself, as one that lost an attribute."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 1}], ids=str)
+def test_an_error_without_a_text_is_one_of_its_sample(ints: Made, options: Any) -> None:
+    def transform(sample: Sample) -> Sample:
+        if sample["cls"] == ODD:
+            raise UntoldError
+        return sample
+
+    error = error_of(ints.open(transform=transform), **options)
+    assert isinstance(error, SampleError)
+    assert (error.key, error.reason) == ("00013", "UntoldError")
+    with DataLoader(ints.open(transform=transform, on_error="skip"), 4, **options) as loader:
+        assert sum(len(batch["cls"]) for batch in loader) == len(ints.samples) - 1
 
 
 def test_none_in_place_of_a_sample_is_a_bad_sample(ints: Made) -> None:
