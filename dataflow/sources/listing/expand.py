@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -255,23 +256,22 @@ def _list_directory(
         if unsupported := unsupported_text(names or [url.rstrip("/")]):
             raise ShardReadError(url, unsupported)
         cure = "; it has sub-directories: give a glob such as '<directory>/**/*.tar'" if folders else ""
-        if ICEBERG_METADATA in folders:
-            cure += "; if it is an Iceberg table, open it by itself"
-        num_files = len(entries) - len(folders)
-        raise ShardReadError(url, f"the directory holds no shards among its {num_files} files{cure}")
+        cure += "; if it is an Iceberg table, open it by itself" if ICEBERG_METADATA in folders else ""
+        num = len(entries) - len(folders)
+        raise ShardReadError(url, f"the directory holds no shards among its {num} files{cure}")
     found = [_in_place_of(path, url.rstrip("/"), name, fs) for name in sorted(shards)]
     names, where = list(map(file_name, found)), identity_of(url.rstrip("/"))
     if is_alone:
         check_one_split(names, where)
     check_sets(names, where)
+    if values := [name for name in folders if "=" in name]:
+        what = f"what lies in folders such as {min(values)!r} is left out, as {names[0]!r} lies beside"
+        warnings.warn(f"{where}: {what}. To read all, give '{where}/**/*.*'", stacklevel=2)
     return found
 
 
 def _files(
-    entries: Iterable[Mapping[str, Any]],
-    *,
-    folder: str | None = None,
-    kind: str = "auto",
+    entries: Iterable[Mapping[str, Any]], *, folder: str | None = None, kind: str = "auto"
 ) -> set[str]:
     """The files of a listing, by path; of a folder, its shards.
 

@@ -60,8 +60,7 @@ def check_one_split(names: Sequence[str], where: str) -> None:
     cure = f"name one, as in split={first!r}, or files by a pattern, as in '{where}/*.*'"
     if others:
         told = f"{where} holds {files[0]!r}, of the split {first!r}, and {len(others):,} shards of none"
-        text = f"{told}, such as {others[0]!r}: all are read. If that is not meant, {cure}"
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(f"{told}, such as {others[0]!r}: all are read. If not so meant, {cure}", stacklevel=2)
     elif len({*map(tuple, splits.values())}) > 1:
         raise ValueError(f"{where} holds the shards of several splits ({listed(splits)}): {cure}")
 
@@ -91,8 +90,7 @@ def check_sets(names: Collection[str], where: str) -> None:
         if len(there) == int(total) and not lacking:
             continue
         more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
-        shown = listed([f"{one:05d}" for one in lacking[:_NAMED]])
-        which = f": {shown}{more} are not there" if lacking else ""
+        which = f": {listed(map('{:05d}'.format, lacking[:_NAMED]))}{more} are not there" if lacking else ""
         raise ShardReadError(
             where,
             f"holds {len(there):,} shards {stem}-*-of-{total}{which}. Copy them again, or name those that "

@@ -249,6 +249,16 @@ def test_a_folder_that_is_called_by_no_text_is_an_error_and_no_replacement_chara
         ShardedDataset(tmp_path)
 
 
+def test_folders_of_values_that_are_left_out_beside_a_shard_are_told(tmp_path: Path) -> None:
+    for folder in (".", "d=1", "d=2"):
+        parquet(tmp_path / folder / "a.parquet", 1)
+    with pytest.warns(
+        UserWarning, match="folders such as 'd=1' is left out, as 'a.parquet' lies beside. To read"
+    ):
+        assert len(ShardedDataset(tmp_path).catalog.locations) == 1
+    assert len(ShardedDataset(f"{tmp_path}/**/*.*").catalog.locations) == 3
+
+
 OF_FILES = [name for name in MAKERS if name not in ("files", "energon", "delta", "iceberg")]
 
 
