@@ -93,6 +93,8 @@ def index_source(
         raise ValueError(f"--output must end in {CATALOG_SUFFIX}, got {output!r}")
     if not lengths and (transform or lengths_of):
         raise ValueError("--transform and --lengths-of say which --lengths are measured: give that, too")
+    if "columns" in dataset_options and transform is None:
+        raise ValueError("--columns says what --transform is given: a catalog has all columns")
     given = dict(dataset_options)
     asked = SourceArguments(
         **{name: given.pop(name) for name in SourceArguments.__struct_fields__ if name in given}
@@ -112,9 +114,8 @@ def index_source(
         show([*_parts(catalog, target.path)])
         if lengths:
             if not is_local(target.path):
-                raise ValueError(
-                    f"--lengths puts files beside the catalog, and {target.path} is none of this machine"
-                )
+                where = f"beside the catalog, and {target.path} is none of this machine"
+                raise ValueError(f"--lengths puts files {where}")
             if transform is not None:
                 from dataflow.tools.terminal.measuring import measure_samples  # which imports torch
 
@@ -138,13 +139,12 @@ def _brought_up(
     more = [f"and {len(stale) - _NAMED:,} more"] if len(stale) > _NAMED else []
     show([Sentence(line, whole=True) for line in [*stale[:_NAMED], *more]])
     if catalog is None or stale:
-        options, size = target.storage_options, target.block_bytes
         catalog = index(
             target.urls,
             target.codec,
             retrier,
-            storage_options=options,
-            block_bytes=size,
+            storage_options=target.storage_options,
+            block_bytes=target.block_bytes,
             run=None if executor is None else partial(run_all, executor),
             listed=target.listed,
         )

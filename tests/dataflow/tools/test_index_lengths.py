@@ -132,3 +132,5 @@ def test_what_cannot_be_kept_is_refused(folder: Path, name: str, text: str) -> N
 def test_a_transform_goes_with_lengths(folder: Path) -> None:
     shown = _run("index", folder / "x.catalog", "--transform", "ahead_of_training:headers")
     assert "give that, too" in " ".join(shown.output.split())
+    shown = _run("index", folder / "x.catalog", "--column", "nope")
+    assert "a catalog has all columns" in " ".join(shown.output.split())
