@@ -36,7 +36,8 @@ from dataflow.tools.plan.measure import (
     seconds,
     time_all_reduce,
 )
-from dataflow.tools.plan.plan import placements
+from dataflow.tools.plan.plan import make_plan, placements
+from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.plan.step import StepWork, batch_doubts, best_accumulation, exposed_seconds, predict
 
 NETWORK = Link(latency_s=10e-6, bytes_per_s=1e9)
@@ -248,6 +249,12 @@ def test_a_measured_link_is_kept_in_a_file(tmp_path: Path) -> None:
 # ---- steps ------------------------------------------------------------------------------------------------
 
 JOB = StepWork(gradient_bytes=1e8, microbatch_s=0.1, microbatch=4, bucket_bytes=1e7)
+
+
+def test_a_plan_takes_bandwidths_in_bits_a_second() -> None:
+    cluster: dict[str, Any] = {"nodes": 2, "ranks_per_node": 1, "network_gbit": 80, "network_us": 0.001}
+    plan = make_plan(PlanSettings(**cluster, parameters=2.5e9, gradient_bits=32, microbatch_ms=1))
+    assert plan.algorithms["ring"] == pytest.approx(1.0, rel=1e-3)  # 10 GB at 10 GB/s
 
 
 def test_backward_hides_all_but_the_last_bucket_of_a_fast_network() -> None:

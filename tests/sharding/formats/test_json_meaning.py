@@ -168,6 +168,7 @@ def column_of(content: bytes, url: str, name: str, block_bytes: int) -> list[Any
     "a.jsonl",
     b"\n",
 )
+@example([({"a": [0]}, json.dumps), ({"a": [2**63]}, json.dumps)], 99, "a.jsonl", b"\n")
 @example([({"a": [2**53 + 1]}, json.dumps), ({"a": [2**63]}, json.dumps)], 1, "a.jsonl", b"\n")
 @example([({"a": [{}]}, json.dumps), ({"a": None}, json.dumps), ({}, json.dumps)], 1, "a.jsonl", b"\n")
 @example([({"a": math.nan}, json.dumps), ({"b": [{"c": math.inf}]}, json.dumps)], 99, "a.jsonl", b"\n")

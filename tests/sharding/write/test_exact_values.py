@@ -131,6 +131,16 @@ def test_any_values_are_read_back_equal_or_refused(ending: str, column: list[Any
     assert [(was, now) for was, now in zip(column, found, strict=True) if not equal(was, now)] == []
 
 
+@pytest.mark.parametrize("ending", ["parquet", "arrow", "jsonl"])
+def test_arrays_of_truth_values_are_read_back(ending: str, tmp_path: Path) -> None:
+    arrays = [np.array([True, False, True] * 3), np.array([[False, True], [True, True]])]
+    for at, array in enumerate(arrays):
+        with ShardWriter(f"{tmp_path}/{at}-%d.{ending}") as writer:
+            writer.write({"x": array})
+            writer.write({"x": ~array})
+        assert [row["x"] for row in rows_of(writer.shards[0].url)] == [array.tolist(), (~array).tolist()]
+
+
 @pytest.mark.parametrize("to", ["parquet", "mds", "tar", "jsonl"])
 @given(st.lists(scalars | arrays, min_size=1, max_size=5) | st.lists(numbers, min_size=2, max_size=5))
 @settings(max_examples=8)
