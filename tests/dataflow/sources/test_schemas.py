@@ -238,6 +238,17 @@ def test_members_that_whole_tars_lack_are_missing_under_optional(tmp_path: Path)
         DataLoader(ShardedDataset(source), 1)
 
 
+def test_an_empty_member_before_the_one_that_is_missing_is_not_named(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for name, size in (("a.txt", 0), ("a.cls", 1), ("b.cls", 1), ("c.txt", 1)):
+            member = tarfile.TarInfo(name)
+            member.size = size
+            tar.addfile(member, io.BytesIO(b"1"))
+    with pytest.raises(SampleError, match="no member 'txt'") as caught:
+        DataLoader(ShardedDataset(f"{tmp_path}/0.tar", columns=["txt"]).subset([0, 1]), 1)
+    assert caught.value.key == "1"
+
+
 def test_a_field_that_some_structs_lack_is_missing_there(tmp_path: Path) -> None:
     tables = [pa.table({"m": [{"a": 1, "b": "x"}]}), pa.table({"m": [{"a": 2}]}), pa.table({"z": [1]})]
     source = write(tmp_path, "arrow", tables)
