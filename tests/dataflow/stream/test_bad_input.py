@@ -39,6 +39,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from threads_kit import our_threads, threads_left
 
 from dataflow import DataflowError, DataLoader, Image, ShardedDataset, Shuffle
+from dataflow.stream import deliveries
 from dataflow.testing import RankError
 from prefetch.engine.ledger import Ledger, State
 from prefetch.errors import MemoryLimitError, StallError
@@ -245,6 +246,15 @@ def test_a_shard_of_the_same_size_but_another_time_is_refused(tmp_path: Path, ma
     os.utime(shard, ns=(1, 1))
     with DataLoader(dataset, 4) as loader:
         assert_fails_then_recovers(loader, ShardChangedError, "modification time is 1;")
+
+
+def test_the_first_errors_are_listed_and_all_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deliveries, "LISTED_ERRORS", 3)
+    budget = deliveries.ErrorBudget("skip", 9)
+    pending = deliveries.PendingErrors(budget)
+    for batch in ("ab", "cd", "ef"):
+        pending.delivered([SampleError(name, "bad") for name in batch])
+    assert ([text[0] for text in budget.errors], budget.count) == (["a", "b", "c"], 6)
 
 
 def test_a_shard_that_shrinks_in_place_is_refused(ints: Made) -> None:
