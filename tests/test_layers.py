@@ -332,7 +332,7 @@ MOST_LINES = {
     "dataflow/progress": 207,
     "dataflow/sources": 2_750,
     "dataflow/sources/energon": 525,
-    "dataflow/sources/listing": 945,
+    "dataflow/sources/listing": 941,
     "dataflow/sources/tables": 894,
     "dataflow/staging": 2_504,
     "dataflow/stream": 3_274,

@@ -87,7 +87,12 @@ def expand(
             urls.append(_canonical(piece))
             continue
         urls += _look_up(piece, storage_options, format, known or {}, is_alone=len(pieces) == 1)
-    return _checked_names(urls)
+    for url, count in Counter(map(identity_of, urls)).items():
+        if count > 1:
+            raise ValueError(f"a shard may be given once only, got {url!r} twice; a Mixture repeats data")
+        if not url.isascii() and url != url.encode(errors="replace").decode():
+            raise ValueError(f"{url!r} has a name that is not UTF-8: rename the file")
+    return urls
 
 
 def checked_text(item: object) -> str:
@@ -304,12 +309,3 @@ def _in_place_of(path: str, url: str, listed: str, fs: Any) -> str:
     # Host names and leading slashes are stripped differently by each filesystem: keep the user's.
     new = part.removesuffix(path) + listed if part.endswith(path) else fs.unstrip_protocol(listed)
     return url.replace(part, new, 1)
-
-
-def _checked_names(urls: list[str]) -> list[str]:
-    for url, count in Counter(map(identity_of, urls)).items():
-        if count > 1:
-            raise ValueError(f"a shard may be given once only, got {url!r} twice; a Mixture repeats data")
-        if not url.isascii() and url != url.encode(errors="replace").decode():
-            raise ValueError(f"{url!r} has a name that is not UTF-8: rename the file")
-    return urls
