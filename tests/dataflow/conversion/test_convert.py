@@ -67,6 +67,7 @@ def raw(folder: Path | str) -> ShardedDataset:
 # ---- values ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:dicts in .* become JSON text")
 @pytest.mark.parametrize(
     ("to", "function"),
     [
