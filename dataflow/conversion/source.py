@@ -280,12 +280,12 @@ class ConvertSource:
         if self._are_members:
             return Target(to=self.to, columns={}, is_strict=False, are_members=True)
         rows = self.rows
-        if self.to == "parquet" and self.map is self._schema is None and isinstance(rows, StoredRows):
+        if self.to not in TOKENS and self.map is self._schema is None and isinstance(rows, StoredRows):
             stored = chain.from_iterable(map(leaves, self._stored_schemas))
             times = {name for name, one in stored if pa.types.is_temporal(one.type)}
             if names := [repr(name) for name, source in rows.columns.items() if source in times]:
                 what = f"times in {listed(names)} become integers, as they are delivered"
-                warnings.warn(f"{what}: without columns= they keep their types", stacklevel=2)
+                warnings.warn(f"{what}: in Parquet, without columns=, they keep their types", stacklevel=2)
         samples, nbytes = self._first_samples()
         row_group = max(1, min(1 << 14, ROW_GROUP_BYTES // max(1, nbytes)))
         # Of stored samples, a column may lack; what a function returns is the same each time.

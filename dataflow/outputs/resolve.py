@@ -388,9 +388,8 @@ def _check_numbers(name: str, spec: ColumnSpec, rule: object) -> None:
 
 
 def _stacked(name: str, sources: tuple[str, ...], specs: list[ColumnSpec], rule: object) -> Output:
-    if any(
-        (spec.kind, spec.shape, spec.dtype) != ("fixed", specs[0].shape, specs[0].dtype) for spec in specs
-    ):
+    form = "fixed", specs[0].shape, specs[0].dtype
+    if any((spec.kind, spec.shape, spec.dtype) != form for spec in specs):
         each = (f"{source!r} is {spec_text(spec)}" for source, spec in zip(sources, specs, strict=True))
         raise ValueError(f"columns stacked into {name!r} must be of one fixed type: {listed(each)}")
     shape = (*specs[0].shape, len(sources))

@@ -45,7 +45,7 @@ from sharding.redaction import identity_of
 from sharding.urls import is_glob, is_http, is_local, local_path
 from sharding.write.file import private_folder
 
-_UNDERSCORE = re.compile(r"(^|/)_[^=/]*(/|$)")
+_UNDERSCORE, _TEMPORARY = re.compile(r"(^|/)_[^=/]*(/|$)"), re.compile(r"(^|/)_temporary(/|$)")
 _SAVED_DICT = "dataset_dict.json"
 _PATIENCE_S = 60.0
 """For a listing that another process fetches."""
@@ -101,8 +101,8 @@ def claim_folder(spec: Spec, asked: SourceArguments, places: Places) -> Listing:
     def look() -> tuple[list[str], dict[str, str]]:
         with store_errors(url):
             files = [file.removeprefix(root).strip("/") for file in fs.find(root)]
-            if any("=" in _folder(file) for file in files):  # Spark has `_temporary/` beside
-                files = [file for file in files if not _UNDERSCORE.search(_folder(file))]
+            left_out = _UNDERSCORE if any("=" in _folder(file) for file in files) else _TEMPORARY
+            files = [file for file in files if not left_out.search(_folder(file))]  # not committed
             cards = {
                 name: fs.cat_file(f"{root.rstrip('/')}/{name}", end=CARD_BYTES).decode(errors="replace")
                 for name in (*CARD_FILES, _SAVED_DICT)

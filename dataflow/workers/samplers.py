@@ -170,7 +170,7 @@ class SamplerProgress:
         return _Redrawn(_Once(iterator, partial(self._note_draws, chain)), self, handed_out), 0
 
     def _seeded(self, core: RandomSampler, chain: torch.Generator | None) -> Iterator[int]:
-        """Indices of a sampler that draws its seed when it is first asked. Drawn here, it can be told."""
+        """Indices of a sampler whose seed is drawn at the first, as by torch; also if a state settled it."""
         self._own.setdefault("seed", draw_seed(chain) if "seed" not in self.tokens else None)
         yield from _random_copy(core, torch.Generator().manual_seed(self._own["seed"]))
 

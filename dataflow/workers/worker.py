@@ -250,13 +250,14 @@ def array_bytes(obj: Any) -> int:
     """Bytes of the tensors and arrays in nested containers; of a thousand objects at most. Never raises."""
     total, limit, parts = 0, _MOST_VISITED, [obj]
     while parts and limit:
-        limit -= 1
-        part = parts.pop()
-        with contextlib.suppress(Exception):  # sparse tensors have no `nbytes`; mappings may be anybody's
+        limit, part = limit - 1, parts.pop()
+        try:
             if isinstance(part, torch.Tensor | np.ndarray):
                 total += part.nbytes
             elif isinstance(part, Mapping):
                 parts.extend(part.values())
             elif isinstance(part, list | tuple):
                 parts.extend(part[:limit])
+        except Exception:  # sparse tensors have no `nbytes`; mappings may be anybody's
+            pass
     return total

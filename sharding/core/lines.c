@@ -32,7 +32,7 @@ int64_t core_json_lines(const uint8_t *text, int64_t nbytes, uint64_t *keys, int
     static const uint8_t stops[256] = {['"'] = 1, ['{'] = 1, ['}'] = 1, ['\n'] = 1};
     const uint8_t *at = text, *end = text + nbytes, *line = text;
     int64_t levels = 0, lines = 0, objects = 0, live = 0, answer = CORE_LINES_READ, first[MOST_LEVELS];
-    uint64_t numbers[MOST_LEVELS], number = 0, last = (uint64_t)slots - 1, *taken = keys + slots; /* slots of keys, the newest last */
+    uint64_t numbers[MOST_LEVELS], number = 0, last = (uint64_t)slots - 1, *taken = keys + slots;
     while (answer == CORE_LINES_READ) {
         while (at < end && !stops[*at]) at++;
         if (at == end || *at == '\n') {
@@ -55,7 +55,7 @@ int64_t core_json_lines(const uint8_t *text, int64_t nbytes, uint64_t *keys, int
                 uint64_t hash = hash_of(numbers[levels - 1], key, quote - key), slot = hash & last;
                 while (keys[slot] && keys[slot] != hash) slot = (slot + 1) & last; /* half of them are 0 */
                 if (keys[slot] || 2 * live >= slots) answer = CORE_LINE_KEYS;
-                else keys[slot] = hash, taken[live++] = slot;
+                else keys[slot] = hash, taken[live++] = slot; /* slots go in the reverse order */
             }
         }
         at++;

@@ -115,8 +115,8 @@ def as_kind(array: pa.Array, kind: pa.DataType | None, *, rounds: bool = False) 
         lengths = array.value_lengths().fill_null(0).to_numpy()
         return _list_array(lengths, array.is_valid().to_numpy(zero_copy_only=False), items).cast(kind)
     if pa.types.is_struct(own) and pa.types.is_struct(kind):
-        if more := [field.name for field in own if field.name not in [field.name for field in kind]]:
-            raise TypeError(f"{kind} has no field {more[0]!r}")
+        if more := {field.name for field in own} - {field.name for field in kind}:
+            raise TypeError(f"{kind} has no field {min(more)!r}")
         children = [
             as_kind(array.field(field.name), field.type, rounds=rounds)
             if own.get_field_index(field.name) >= 0
@@ -236,8 +236,9 @@ def _arrays(values: Sequence[NDArray[Any] | None]) -> pa.Array:
     for depth in range(shapes.shape[1] - 1, 0, -1):
         lengths = np.repeat(shapes[:, depth], shapes[:, :depth].prod(axis=1))
         items = _list_array(lengths, None, items)
-    valid, lengths = np.array([value is not None for value in values]), np.zeros(len(values), np.int64)
-    lengths[valid] = shapes[:, 0]
+    valid = None if len(there) == len(values) else np.array([value is not None for value in values])
+    lengths = np.zeros(len(values), np.int64)
+    lengths[slice(None) if valid is None else valid] = shapes[:, 0]
     return _list_array(lengths, valid, items)
 
 

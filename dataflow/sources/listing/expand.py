@@ -198,7 +198,8 @@ def _http_file(url: str, options: Mapping[str, Any] | None) -> str:
 def _glob(pattern: str, options: Mapping[str, Any] | None, kind: str) -> list[str]:
     fs, path = open_url(_canonical(pattern), options)
     with store_errors(pattern):
-        matches = {name: info for name, info in _matches(fs, path).items() if not _is_hidden(name, path)}
+        known = len(re.split(r"[*?\[]", path)[0].rpartition("/")[0])
+        matches = {n: info for n, info in _matches(fs, path).items() if not _is_hidden(n, path, known)}
         files = _files(matches.values())
         for name, info in matches.items():  # Spark calls folders `x.parquet`
             if info["type"] == "directory" and has_suffix(name):
@@ -213,12 +214,10 @@ def _glob(pattern: str, options: Mapping[str, Any] | None, kind: str) -> list[st
     return [_in_place_of(path, pattern, name, fs) for name in sorted(files)]
 
 
-def _is_hidden(path: str, pattern: str) -> bool:
-    """Return whether a file or folder of a path is hidden, and no part of the pattern says so."""
-    if file_name(path).startswith(".") and not file_name(pattern).startswith("."):
-        return True
-    known = len(re.split(r"[*?\[]", pattern)[0].rpartition("/")[0])
-    return "/." in f"/{path}"[known:] and "/." not in f"/{pattern}"[known:]
+def _is_hidden(path: str, pattern: str, known: int) -> bool:
+    """Return whether a path is hidden, and no part of the pattern says so; `known` signs are in both."""
+    is_hidden_file = file_name(path).startswith(".") and not file_name(pattern).startswith(".")
+    return is_hidden_file or ("/." in f"/{path}"[known:] and "/." not in f"/{pattern}"[known:])
 
 
 def _matches(fs: Any, path: str) -> dict[str, dict[str, Any]]:

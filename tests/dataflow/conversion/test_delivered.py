@@ -214,6 +214,9 @@ def test_dicts_that_become_text_are_told_and_a_schema_keeps_them(tmp_path: Path)
 def test_times_that_become_integers_are_told(tmp_path: Path) -> None:
     table = pa.table({"d": pa.array([1, 2], pa.date32()), "x": [1, 2]})
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.warns(UserWarning, match="times in 'day' become integers, .*: without columns="):
+    with pytest.warns(UserWarning, match="times in 'day' become integers, .* without columns="):
         made = convert(tmp_path / "a.parquet", tmp_path / "a", to="parquet", columns={"day": "d"}, workers=1)
     assert pq.read_table(made.files[0]).to_pylist() == [{"day": 1}, {"day": 2}]
+    for to in ("mds", "tar"):
+        with pytest.warns(UserWarning, match="times in 'd' become integers"):
+            convert(tmp_path / "a.parquet", tmp_path / to, to=to, workers=1)

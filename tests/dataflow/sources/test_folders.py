@@ -249,6 +249,13 @@ def test_a_folder_that_is_called_by_no_text_is_an_error_and_no_replacement_chara
         ShardedDataset(tmp_path)
 
 
+def test_what_is_not_yet_committed_is_no_part_of_a_folder_without_values(tmp_path: Path) -> None:
+    for folder in ("sub", "_temporary/0", "_kept"):
+        parquet(tmp_path / folder / "a.parquet", 1)
+    found = ShardedDataset(tmp_path).catalog.locations
+    assert [url.removeprefix(f"{tmp_path}/") for url in found] == ["_kept/a.parquet", "sub/a.parquet"]
+
+
 def test_folders_of_values_that_are_left_out_beside_a_shard_are_told(tmp_path: Path) -> None:
     for folder in (".", "d=1", "d=2"):
         parquet(tmp_path / folder / "a.parquet", 1)
