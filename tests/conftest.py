@@ -96,8 +96,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     loader_kit.chooses_itself = item.get_closest_marker("here") is not None
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What libraries keep for good is not looked through again: botocore alone has 700,000 objects."""
+    """What libraries keep for good is not looked through again: botocore alone has 700,000 objects.
+
+    After fixtures have ended: a loader that one of them held would never be collected, nor its threads end.
+    """
     if nextitem is not None and nextitem.path != item.path and len(gc.get_objects()) > _MANY_OBJECTS:
         gc.collect()
         gc.freeze()
