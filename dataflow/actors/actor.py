@@ -103,6 +103,10 @@ class _ActorInputs:
             return values.rows()
         return serialized_rows(chunk, values, error_of)
 
+    def samples(self, made: Any) -> dict[int, Any]:
+        """See `ChunkInputs`: each actor makes those of its own batches."""
+        return {}
+
     def release(self, number: int, *, is_built: bool) -> None:
         """See `ChunkInputs`."""
         reading = self._reading.pop(number, None)

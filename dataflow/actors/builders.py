@@ -356,11 +356,11 @@ class RayBuilders(RemoteBuilders[_ActorBuild]):
     def _content(self, one: _ActorBuild) -> tuple[Any, ...]:
         chunk = chunk_of(one.build)
         if not self._serializes:
-            return read_plan(chunk.plan, chunk.rows), one.num_added, None
+            return read_plan(chunk.plan, chunk.rows), one.num_added, (), None
         context, outputs = self._context, staged_outputs(self._context.settings.outputs)
         with context.guards.loading():
             serialized, memory = serialize(chunk.plan, chunk.rows, outputs, context.arena)
-        return serialized, one.num_added, memory  # which Ray's store has once it is sent
+        return serialized, one.num_added, (), memory  # which Ray's store has once it is sent
 
     def _send(self, one: _ActorBuild, kind: int, content: Any = None) -> None:
         actor, memory = one.builder, None

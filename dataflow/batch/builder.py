@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,12 @@ from dataflow.batch.measured import SampleForms, batch_of_made, length_reason, m
 from dataflow.batch.packed import batch_columns
 from dataflow.batch.samples import (
     KEPT,
+    REPEAT,
     BatchSamples,
     GatherSamples,
     Misfit,
     OnDemand,
+    checked_dict,
     collated,
     drop_rows,
     late_bytes,
@@ -63,9 +65,6 @@ from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitPlan
 from sharding.lengths.units import BatchSegments
 from sharding.plan.plan import RankPlan
-
-REPEAT = "__repeat__"
-"""The column of `mark_repeats`: bool [samples], or [rows] of packed ones."""
 
 
 class BuildSettings(Struct, frozen=True, kw_only=True):
@@ -162,6 +161,8 @@ class BuildContext(Struct, frozen=True, kw_only=True):
     """The types of arrays that samples which were made had."""
     warned_of: set[str] = field(default_factory=set)
     """Kinds of remarks of which was said where the first one is."""
+    on_samples: Callable[[Any, float], None] | None = None
+    """Hears of the first sample of a batch, and of the seconds that each took; None: nobody asks."""
     sums: BatchSums | None = None
     """Gets those of batches; None: no batch is made, but samples for some."""
 
@@ -224,6 +225,8 @@ class BatchBuilder:
         self.leased_bytes = 0
         """Bytes of slots within the chunk's credits; known when `finish` has ended."""
         self._randomness = Randomness(context.settings.seed, plan.epoch)
+        self.made: dict[int, Any] = {}
+        """Samples that others have made, by row of the chunk."""
         self._shared_s, self._late_bytes = 0.0, 0
         """Seconds that others took for the batch, beyond those that passed meanwhile; see `late_bytes`."""
         self.columns: ChunkColumns | None = None
@@ -453,9 +456,11 @@ class BatchBuilder:
         together, failure = transformed_together(given, of_samples)
 
         def outcome(at: int) -> Outcome:
+            if (row := first + int(kept[at])) in self.made:
+                return self.made.pop(row), "", None
             if at in together:
                 return self._outcome(partial(together.__getitem__, at))
-            return self._one(given, at, *origins[at], first + int(kept[at]))
+            return self._one(given, at, *origins[at], row)
 
         outcomes = SampleOutcomes(
             outcome,
@@ -465,6 +470,7 @@ class BatchBuilder:
             now=self.context.now,
             num_builders=self.settings.num_builders,
         )
+        began_s, note = self.context.now(), None if self.made or settings.gathers else self.context.on_samples
         for at, (index, (window, row)) in enumerate(zip(kept, origins, strict=True)):
             if self.context.closing.is_set():
                 raise closed_error()
@@ -498,6 +504,9 @@ class BatchBuilder:
             failure = as_exception(failure)
             failure.add_note("in the batch form of transform=, though it takes each of the samples alone")
             raise failure
+        decodes_all = note is not None and any(built.decodes for built in self.built)  # so would all others
+        if note is not None and samples and self._takes_each and not decodes_all:
+            note(samples[0], (self.context.now() - began_s) / len(kept))
         return samples, np.array(transformed, np.int64)
 
     def _one(self, given: BatchSamples, at: int, window: StagedRows, row: int, chunk_row: int) -> Outcome:
@@ -585,14 +594,3 @@ _BAD = object()
 """Stands for the result of a sample that could not be decoded."""
 NO_ROWS = ChunkRows(0, list)
 """The rows of a chunk that is finished: windows and slots are free to go."""
-
-
-def checked_dict(batch: Any, function: str) -> MutableMapping[str, Any]:
-    """Return a batch that columns can be added to. Raises `TypeError`, with who made it, if it is no dict."""
-    if isinstance(batch, MutableMapping):
-        return batch
-    who = f"{function} returned" if function else "the transformed samples were collated to"
-    raise TypeError(
-        f"mark_repeats=True adds a column {REPEAT!r} to batches that are dicts, but {who} a "
-        f"{type(batch).__name__}"
-    )

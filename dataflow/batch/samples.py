@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -21,6 +21,8 @@ from dataflow.ragged import LateArray, Ragged
 from sharding.lengths.batching import Batching
 from sharding.printable import listed
 
+REPEAT = "__repeat__"
+"""The column of `mark_repeats`: bool [samples], or [rows] of packed ones."""
 KEPT = "__kept__"
 """The column of `marks_kept`: int64 [samples], which rows of the batch's plan they are."""
 Form = tuple[str, tuple[int, ...]]
@@ -447,3 +449,14 @@ def transform_reason(error: BaseException, columns: Sequence[str]) -> str:
     if isinstance(error, _OF_OTHER_ARGUMENTS) and missing:
         reason += f"; it was given {described(dict.fromkeys(columns))}"
     return reason
+
+
+def checked_dict(batch: Any, function: str) -> MutableMapping[str, Any]:
+    """Return a batch that columns can be added to. Raises `TypeError`, with who made it, if it is no dict."""
+    if isinstance(batch, MutableMapping):
+        return batch
+    who = f"{function} returned" if function else "the transformed samples were collated to"
+    raise TypeError(
+        f"mark_repeats=True adds a column {REPEAT!r} to batches that are dicts, but {who} a "
+        f"{type(batch).__name__}"
+    )

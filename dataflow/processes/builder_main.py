@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
@@ -23,11 +23,13 @@ from dataflow.batch.at_work import row_at
 from dataflow.batch.builder import BatchBuilder, BuildContext, BuildSettings
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.columns import ChunkRows
+from dataflow.processes.parts import PartMaker, sharing_s
 from dataflow.processes.serialized import SampleErrorOf, SerializedChunk, serialized_rows
 from dataflow.staging.window import FileParts
 from prefetch.engine.pool import context_of
 from prefetch.errors import EngineClosedError
 from prefetch.ipc.generators import seed_by_key
+from prefetch.ipc.payload import unpack
 from prefetch.ipc.pipe import PipeTransport, run_worker
 from prefetch.ipc.protocol import (
     RemoteError,
@@ -114,6 +116,8 @@ class BuiltBatches(NamedTuple):
     """Processor time of the process since it last delivered."""
     build_s: float
     """Seconds since then, or since it went on with the chunk."""
+    sample_s: float | None = None
+    """See `sharing_s`; None: nothing new is known of it."""
 
 
 class ChunkInputs(Protocol):
@@ -121,6 +125,10 @@ class ChunkInputs(Protocol):
 
     def rows(self, number: int, error_of: SampleErrorOf, chunk: Any, *where: Any) -> ChunkRows:
         """The rows of a chunk, as it was sent. `error_of` asks for the errors of its samples."""
+        ...
+
+    def samples(self, made: Any) -> dict[int, Any]:
+        """Return the samples of a chunk that others made, by row."""
         ...
 
     def release(self, number: int, *, is_built: bool) -> None:
@@ -154,6 +162,8 @@ class BuildTask:
         self._builds: dict[int, _Build] = {}
         self.chunk = -1
         """The one that is being built."""
+        self._sample_s: float | None = None
+        """See `BuiltBatches`, for the last batch."""
         seed_by_key(0)  # imports numpy's generators while the first chunk is not there yet
         self._context = BuildContext(
             settings=settings,
@@ -165,7 +175,9 @@ class BuildTask:
             heap=HeapKeeper(settings.limit_bytes // settings.num_builders),
             seed_globals=seed_by_key,
             now=now,
+            on_samples=self._note_samples,
         )
+        self._parts = PartMaker(self._context, inputs.rows)
         self._cpu_s = time.process_time()
         """Processor time of this process up to the last batches that were delivered."""
         self._resumed_s = now()
@@ -175,6 +187,10 @@ class BuildTask:
         """Begin or go on with a chunk. Raises only `EngineClosedError`, when nobody wants it any more."""
         self.chunk, self._resumed_s = request.task, self._context.now()
         try:
+            if request.kind == WorkerMessage.PART:
+                made = self._parts.make(*request.content)
+                self._loop.respond(WorkerResult.PART, self.chunk, made._replace(cpu_s=self._spent()[1]))
+                return
             if request.kind == WorkerMessage.TASK:
                 self._builds[self.chunk] = self._begin(*request.content)
             del request
@@ -199,12 +215,24 @@ class BuildTask:
             error.add_note(note)
         return bool(is_left_out)
 
-    def _begin(self, chunk: Any, num_skipped: int, *where: Any) -> _Build:
+    def _begin(self, chunk: Any, num_skipped: int, made: Any, *where: Any) -> _Build:
+        self._parts.forget()
         rows = self._inputs.rows(self.chunk, self._error_of, chunk, *where)
         builder = BatchBuilder(self._context, chunk.plan, rows)
         for decode in builder.begin():
             decode()
+        builder.made = self._inputs.samples(made) if made else {}
         return _Build(builder.finish(), len(chunk.plan.sizes) - num_skipped, num_skipped)
+
+    def _note_samples(self, sample: Any, sample_s: float) -> None:
+        """Note what samples of a batch took, if others may make such samples."""
+        self._sample_s = sharing_s(sample, sample_s)
+
+    def _spent(self) -> tuple[float, float]:
+        """Return the seconds, and the processor time, since it last delivered or went on."""
+        cpu_s, self._cpu_s = self._cpu_s, time.process_time()
+        resumed_s, self._resumed_s = self._resumed_s, self._context.now()
+        return self._resumed_s - resumed_s, self._cpu_s - cpu_s
 
     def _go_on(self, build: _Build) -> None:
         """Make batches and hand them over, until the training process is to say whether to go on.
@@ -227,8 +255,7 @@ class BuildTask:
                 pass
             self._builds.pop(self.chunk)
             self._inputs.release(self.chunk, is_built=True)
-        cpu_s, self._cpu_s = self._cpu_s, time.process_time()
-        resumed_s, self._resumed_s = self._resumed_s, self._context.now()
+        (build_s, cpu_s), sample_s, self._sample_s = self._spent(), self._sample_s, None
         built = BuiltBatches(
             batches=[*part.batches],
             heap_bytes=part.heap_bytes,
@@ -236,8 +263,9 @@ class BuildTask:
             flush_now=part.flush_now,
             is_last=not build.num_left,
             asks=asks,
-            cpu_s=self._cpu_s - cpu_s,
-            build_s=self._resumed_s - resumed_s,
+            cpu_s=cpu_s,
+            build_s=build_s,
+            sample_s=sample_s,
         )
         try:
             self._loop.respond(WorkerResult.BATCH, self.chunk, built)
@@ -296,6 +324,14 @@ class _SharedInputs:
         values = self._read_values.lease(int(nbytes.sum()) or 1)
         self._files.read(parts.files, parts.numbers, parts.offsets, nbytes, values)
         return values
+
+    def samples(self, made: Sequence[tuple[int, int, tuple[int, int, int]]]) -> dict[int, Any]:
+        """See `ChunkInputs`: offset and bytes of each part, and how it is packed."""
+        samples = dict[int, Any]()
+        for offset, nbytes, layout in made:
+            memory: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8, nbytes, offset - self._offset)
+            samples |= unpack(memory.copy(), *layout)  # functions of the user's may keep them
+        return samples
 
     def release(self, number: int, *, is_built: bool) -> None:
         """See `ChunkInputs`."""

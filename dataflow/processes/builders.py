@@ -8,6 +8,7 @@ one's go with its last batch.
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -26,13 +27,14 @@ from dataflow.batch.at_work import sample_text
 from dataflow.batch.builder import BuildContext
 from dataflow.batch.delivered import Delivered
 from dataflow.outputs.output import staged_outputs
-from dataflow.processes.builder_main import BuilderJob, run
+from dataflow.processes.builder_main import BuilderJob, BuiltBatches, run
 from dataflow.processes.dispatch import MOST_DEATHS, RemoteBuild, RemoteBuilders, chunk_of
+from dataflow.processes.parts import MadePart, Sharing
 from dataflow.processes.serialized import SerializedChunk, serialize
 from prefetch.engine.builders import Build
 from prefetch.engine.pool import context_in
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
-from prefetch.ipc.protocol import WorkerRequest, WorkerResult
+from prefetch.ipc.protocol import WorkerMessage, WorkerRequest, WorkerResult
 from prefetch.workers.deaths import WorkerDiedError
 from prefetch.workers.shared_arena import Region
 from prefetch.workers.starting import start_context
@@ -49,11 +51,35 @@ _log = logging.getLogger("dataflow")
 
 @dataclass(eq=False, kw_only=True)
 class _ProcessBuild(RemoteBuild):
-    """A build for processes; `builder` is a process's number."""
+    """A build for processes, or a part of one; `builder` is a process's number."""
 
     serialized: SerializedChunk | None = None
     memory: NDArray[np.uint8] | None = None
     """Its values, from when it is serialized until it ends."""
+    kept: list[NDArray[np.uint8]] = field(default_factory=list)
+    """Memory that processes may still read: values, and samples that were made."""
+    made: list[tuple[int, int, tuple[int, int, int]]] = field(default_factory=list)
+    """The place of samples that were made: offset, bytes, layout."""
+    num_parts: int = 0
+    """Parts that are not made."""
+    parts_s: float = 0.0
+    """Seconds that the others took."""
+    whole: _ProcessBuild | None = None
+    """The build that this is a part of; None: it is one."""
+    rows: range = range(0)
+    """The rows of the part."""
+    part: int = 0
+    """The number of the part, negative; 0: it is none."""
+
+    @property
+    def number(self) -> int:
+        """See `RemoteBuild`."""
+        return self.part or self.build.number
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """See `RemoteBuild`."""
+        return self.build.number, self.rows.start
 
 
 class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
@@ -94,6 +120,8 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
         self._on_start, self._num_starting = on_start, num_builders
         self._started: set[int] = set()
         """Processes that have said that they are there."""
+        self._sharing, self._part = Sharing(), -1
+        """The number that the last part got."""
         self._reads_files = True
         """True if processes read what lies in files that are open here; not once one of them could not."""
         job = BuilderJob(settings, worker_init_fn)
@@ -211,7 +239,30 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
     def _choose(self, one: _ProcessBuild, loads: Counter[Any]) -> int:
         return min(range(self.num_builders), key=loads.__getitem__)
 
-    def _content(self, one: _ProcessBuild) -> tuple[Any, ...]:
+    def _goes_on(self, one: _ProcessBuild) -> bool:
+        """See `RemoteBuilders`. What goes to several processes is taken apart instead."""
+        if one.whole is not None:
+            return True  # its build does
+        if not super()._goes_on(one):
+            return False
+        chunk = chunk_of(one.build)
+        is_one = one.build.progress is None and len(chunk.plan.sizes) == 1
+        parts = self._sharing.parts(chunk.rows.num_rows, self.num_builders) if is_one else []
+        if not parts:
+            return True
+        one.build.progress, one.num_parts = one, len(parts)
+        with self._lock:
+            self._assigned[one.number] = one
+        for rows in parts:
+            self._part -= 1
+            self._queue(_ProcessBuild(build=one.build, whole=one, rows=rows, part=self._part))
+        return False
+
+    def _kind_of(self, one: _ProcessBuild) -> int:
+        return WorkerMessage.TASK if one.whole is None else WorkerMessage.PART
+
+    def _content(self, part: _ProcessBuild) -> tuple[Any, ...]:
+        one = part.whole or part
         if one.memory is None:  # else a process has had it, and died
             chunk = chunk_of(one.build)
             with self._context.guards.loading():
@@ -222,11 +273,17 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
                     self._region.arena,
                     by_file=self._reads_files,
                 )
-        offset = self._region.offset_of(one.memory.__array_interface__["data"][0])
-        return one.serialized, one.num_added, offset, len(one.memory)
+            one.kept.append(one.memory)
+        where = self._offset_of(one.memory), len(one.memory)
+        if part is not one:
+            return one.number, one.serialized, part.rows, *where
+        return one.serialized, one.num_added, one.made, *where
+
+    def _offset_of(self, memory: NDArray[np.uint8]) -> int:
+        return self._region.offset_of(memory.__array_interface__["data"][0])
 
     def _send(self, one: _ProcessBuild, kind: int, content: Any = None) -> None:
-        self._processes.pool.send(one.builder, WorkerRequest(kind, one.build.number, content))
+        self._processes.pool.send(one.builder, WorkerRequest(kind, one.number, content))
 
     def _take(self, response: WorkerResponse) -> None:
         """Take a process's message about itself, or about a chunk."""
@@ -249,14 +306,52 @@ class ProcessBuilders(RemoteBuilders[_ProcessBuild]):
                 "builder process %d cannot read files of this one (%s): it is sent values", process, obj
             )
             self._reads_files = False
-            one.serialized = one.memory = None
+            whole = one.whole or one
+            whole.serialized = whole.memory = None
             self._lose(one, None)
+        elif one is not None and one.builder == process and kind == WorkerResult.PART:
+            self._take_part(one, obj)
         elif one is not None and one.builder == process:
             self._take_response(one, kind, obj, response.total)
 
+    def _take_part(self, part: _ProcessBuild, made: MadePart) -> None:
+        """Keep what was made of a part; with the last, a process makes the batch."""
+        self._sharing.note(made.sample_s)
+        one = part.whole
+        assert one is not None
+        with self._lock:
+            self._cpu_s += made.cpu_s
+            self._assigned.pop(part.number)
+            self._note_busy()
+        one.num_parts -= 1
+        one.parts_s += made.build_s
+        if made.memory is not None:
+            copy = self._region.arena.lease(nbytes := len(made.memory))
+            copy[:nbytes] = made.memory
+            one.kept.append(copy)
+            one.made.append((self._offset_of(copy), nbytes, made.layout))
+        if not one.num_parts:
+            self._queue(one)
+
+    def _add(self, one: _ProcessBuild, built: BuiltBatches, slot_bytes: int) -> None:
+        """See `RemoteBuilders`. What its parts took belongs to the batch."""
+        if built.sample_s is not None:
+            self._sharing.note(built.sample_s)
+        parts_s, one.parts_s = one.parts_s, 0.0
+        made_bytes = built.made_bytes + sum(nbytes for _, nbytes, _ in one.made)
+        super()._add(one, built._replace(build_s=built.build_s + parts_s, made_bytes=made_bytes), slot_bytes)
+
     def _end(self, one: _ProcessBuild, error: BaseException | None) -> None:
-        one.serialized = one.memory = None
-        super()._end(one, error)
+        whole = one.whole or one
+        if whole.num_parts:  # nobody waits for them any more
+            with self._lock:
+                self._tasks = [task for task in self._tasks if task[1].whole is not whole]
+                heapq.heapify(self._tasks)
+                for part in [part for part in self._assigned.values() if part.whole is whole]:
+                    del self._assigned[part.number]
+        whole.serialized = whole.memory = None
+        whole.kept.clear()
+        super()._end(whole, error)
 
     # ---- deaths -------------------------------------------------------------------------------------------
 

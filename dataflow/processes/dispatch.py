@@ -113,6 +113,16 @@ class RemoteBuild:
     deaths: list[Any] = field(default_factory=list)
     """Number of builders that died on it."""
 
+    @property
+    def number(self) -> int:
+        """The number by which builders know it."""
+        return self.build.number
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """The place in the order of what waits for builders; no two have the same."""
+        return self.build.number, 0
+
 
 B = TypeVar("B", bound=RemoteBuild)
 
@@ -159,12 +169,12 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
     ) -> None:
         self.num_builders, self._decide, self._large_bytes = num_builders, decide, large_bytes
         self._lock = threading.Lock()  # guards the builds, the failure and the counts
-        self._tasks: list[tuple[int, B]] = []
+        self._tasks: list[tuple[tuple[int, int], B]] = []
         """Builds that wait for a builder, most urgent first."""
         self._resumed: list[B] = []
         """Builds that the engine lets go on."""
         self._assigned: dict[int, B] = {}
-        """Builds that were begun, by number of the chunk."""
+        """Builds that were begun, by number, in the order in which builders were sent them."""
         self._failure: BaseException | None = None
         self._cpu_s, self._num_done = 0.0, 0
         self._busy = BusyTimes(now)
@@ -220,7 +230,8 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         """See `Builders`."""
         with self._lock:
             if build.progress is None:
-                heapq.heappush(self._tasks, (build.number, self._new(build)))
+                one = self._new(build)
+                heapq.heappush(self._tasks, (one.urgency, one))
             else:
                 self._resumed.append(build.progress)
         self._wake()
@@ -272,10 +283,14 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
                 self._send(one, WorkerMessage.GO_ON)
         while (task := self._next_task()) is not None:
             one, builder = task
-            if one.build.may_go_on():
+            if self._goes_on(one):
                 self._begin(one, builder)
-            else:
-                self._set_active(one, False)
+
+    def _goes_on(self, one: B) -> bool:
+        """Return whether a builder is to be sent what was its turn; else it is laid aside."""
+        if not (goes_on := one.build.may_go_on()):
+            self._set_active(one, False)
+        return goes_on
 
     def _begin(self, one: B, builder: Any) -> None:
         """Send a chunk to a builder, but for the batches that were delivered."""
@@ -287,11 +302,14 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
             self._end(one, error)
             return
         self._assign(one, builder)
-        self._send(one, WorkerMessage.TASK, content)
+        self._send(one, self._kind_of(one), content)
+
+    def _kind_of(self, one: B) -> int:
+        return WorkerMessage.TASK
 
     def _queue(self, one: B) -> None:
         with self._lock:
-            heapq.heappush(self._tasks, (one.build.number, one))
+            heapq.heappush(self._tasks, (one.urgency, one))
 
     def _next_task(self) -> tuple[B, Any] | None:
         """The most urgent build, and who is to build it."""
@@ -312,14 +330,17 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
 
     def _assign(self, one: B, builder: Any) -> None:
         with self._lock:
-            one.build.progress, one.builder = one, builder
-            self._assigned[one.build.number] = one
+            one.builder, one.build.progress = builder, one.build.progress or one
+            self._assigned.pop(one.number, None)
+            self._assigned[one.number] = one
             self._note_busy()
 
     def _set_active(self, one: B, is_active: bool) -> None:
-        """Note whether a chunk is built, or laid aside."""
+        """Note whether a chunk is built, or laid aside; what a builder goes on with it does last."""
         with self._lock:
             one.is_active = is_active
+            if is_active and self._assigned.pop(one.number, None) is not None:
+                self._assigned[one.number] = one
             self._note_busy()
 
     def _note_busy(self) -> None:
@@ -333,12 +354,13 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
         """End all builds, and those to come."""
         with self._lock:
             self._failure = self._failure or error
-            builds = {**dict(self._tasks), **self._assigned}
+            begun = [*self._assigned.values(), *(one for _, one in self._tasks)]
+            builds = {one.build.number: one.build for one in begun}
             for waiting in (self._assigned, self._tasks, self._resumed):
                 waiting.clear()
             self._note_busy()
-        for one in builds.values():
-            one.build.end(error)
+        for build in builds.values():
+            build.end(error)
 
     def _take_response(self, one: B, kind: int, obj: Any, slot_bytes: int = 0) -> None:
         """Take a builder's response about a chunk.
@@ -386,9 +408,9 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
             self._set_active(one, False)
 
     def _builds_of(self, builder: Any) -> list[B]:
-        """The builds that a builder has, most urgent first."""
+        """The builds that a builder has, in the order in which it was sent them."""
         with self._lock:
-            return [one for _, one in sorted(self._assigned.items()) if one.builder == builder]
+            return [one for one in self._assigned.values() if one.builder == builder]
 
     def _lose(self, one: B, death: Any) -> None:
         """A builder has died that had a chunk; `death`: if the chunk may be why, else None."""
@@ -406,7 +428,7 @@ class RemoteBuilders(Builders[Delivered], Generic[B]):
     def _end(self, one: B, error: BaseException | None) -> None:
         with self._lock:
             one.builder = None
-            self._assigned.pop(one.build.number, None)
+            self._assigned.pop(one.number, None)
             self._num_done += 1
             self._note_busy()
         one.build.end(error)

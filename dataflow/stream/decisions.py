@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
 
-from dataflow.batch.builder import REPEAT, BuildSettings
+from dataflow.batch.builder import BuildSettings
+from dataflow.batch.samples import REPEAT
 from dataflow.batch.transforms import fingerprint_of, has_random_lengths, releases_gil
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import allowed_cores, machine_memory, memory_limit_bytes

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import torch
 
-from dataflow.batch.builder import REPEAT
 from dataflow.batch.delivered import NO_SUM, UNTRAINED, BatchSum, BatchSums, Delivered
+from dataflow.batch.samples import REPEAT
 from dataflow.outputs.columns import odd_text
 from dataflow.torch_threads import run_with_one_torch_thread
 from sharding.errors import DataflowError, SampleError

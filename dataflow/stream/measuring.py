@@ -24,11 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dataflow.batch.builder import REPEAT, checked_dict
 from dataflow.batch.chunk import note_sums
 from dataflow.batch.delivered import BatchSums, Delivered, SampleWarning
 from dataflow.batch.measured import NO_SAMPLES, Lists, MeasuredSamples, SampleForms, cut_reason, misform
-from dataflow.batch.samples import unlike_columns, unlike_planned
+from dataflow.batch.samples import REPEAT, checked_dict, unlike_columns, unlike_planned
 from dataflow.batch.transforms import called
 from dataflow.planning.ahead import PartsKnown, PlanInParts
 from dataflow.planning.exchange import LengthExchange, NotHeldError

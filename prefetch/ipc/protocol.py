@@ -22,21 +22,23 @@ from prefetch.errors import EngineClosedError
 class WorkerMessage:
     """Kinds of requests.
 
-    Build a chunk or fetch a batch. Of chunks: go on with one; an answer. Of batches: fetch one and drop it;
-    set the generators; remember them; begin the next epoch; do so with the generators that were remembered.
+    Build a chunk or fetch a batch. Of chunks: go on with one; an answer; make samples of one. Of batches:
+    fetch one and drop it; set the generators; remember them; begin the next epoch; do so with those that
+    were remembered.
     """
 
-    TASK, GO_ON, ANSWER, SKIP, RANDOM, REMEMBER, RESET, BACK = range(8)
+    TASK, GO_ON, ANSWER, PART, SKIP, RANDOM, REMEMBER, RESET, BACK = range(9)
 
 
 class WorkerResult:
     """Kinds of responses.
 
     What was made of a task, or of a part of it; an error that ends it; the worker's iterable has no more; the
-    worker is at its beginning; a question; a file that the training process has open cannot be read here.
+    worker is at its beginning; a question; a file that the training process has open cannot be read here;
+    samples of a chunk.
     """
 
-    BATCH, ERROR, END, OPENED, QUESTION, STALE = range(6)
+    BATCH, ERROR, END, OPENED, QUESTION, STALE, PART = range(7)
 
 
 class WorkerRequest(NamedTuple):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from loader_kit import num_leased_after_a_loop
 
 from dataflow import DataLoader, ShardedDataset
 from dataflow.decode.image import Image, decode_image
+from dataflow.processes import parts
 from sharding.errors import SampleError
 
 LEFT, NO_END = "leftover bytes before the end mark", "no end mark"
@@ -157,6 +160,36 @@ def test_processes_count_and_tell_of_odd_images_too(tmp_path: Path) -> None:
         assert loader.stats().image_warnings == {LEFT: 3, NO_END: 2}
         texts = [str(one.message) for one in caught if one.category is UserWarning]  # Python 3.13 has others
         assert sorted("sample '03'" in text for text in texts) == [False, True]
+
+
+@pytest.fixture
+def _every_sample_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "SAMPLE_S", 0.0)
+    monkeypatch.setattr(parts, "_MOST_RATE", math.inf)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("_every_sample_is_slow")
+@pytest.mark.parametrize(("form", "most"), [("free", 2), ("sized", 1)])
+def test_processes_share_batches_but_those_whose_images_are_decoded_at_once(
+    tmp_path: Path, form: str, most: int
+) -> None:
+    made(tmp_path, form)
+    decode = {"jpg": Image(size=8)} if form == "sized" else "auto"
+    dataset = ShardedDataset(str(tmp_path / "x.tar"), decode=decode, transform=lambda sample: os.getpid())
+    with DataLoader(dataset, 3, num_workers=2) as loader:
+        assert max(len(set(batch.tolist())) for _ in range(8) for batch in loader) == most
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("_every_sample_is_slow")
+def test_odd_images_of_batches_that_processes_share_are_counted_once(tmp_path: Path) -> None:
+    made(tmp_path, "free")
+    dataset = ShardedDataset(str(tmp_path / "x.tar"), decode="auto", transform=lambda sample: len(sample))
+    with DataLoader(dataset, 3, num_workers=2) as loader:
+        for _ in range(3):
+            list(loader)
+        assert loader.stats().image_warnings == {LEFT: 9, NO_END: 6}
 
 
 def test_random_access_warns_once(tmp_path: Path) -> None:

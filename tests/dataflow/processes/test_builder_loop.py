@@ -82,7 +82,7 @@ class HandFed:
         column = SerializedColumn(offset=0, nbytes=8 * ROWS, shape=(), dtype="int64")
         source = SerializedSource(number=0, epoch=None, rows=every)
         chunk = SerializedChunk(plan=plan, columns={"n": column}, sources=[source], numbers=every)
-        self.send(WorkerMessage.TASK, (chunk, num_skipped))
+        self.send(WorkerMessage.TASK, (chunk, num_skipped, ()))
 
     def send(self, kind: int, content: Any = None) -> None:
         """Let it do what a request says."""
@@ -99,6 +99,9 @@ class HandFed:
 
     def rows(self, number: int, error_of: object, chunk: SerializedChunk, *where: Any) -> ChunkRows:
         return serialized_rows(chunk, np.arange(ROWS).view(np.uint8), _error_of)
+
+    def samples(self, made: Any) -> dict[int, Any]:
+        return {}
 
     def release(self, number: int, *, is_built: bool) -> None: ...
 

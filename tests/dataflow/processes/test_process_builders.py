@@ -630,8 +630,8 @@ def test_a_failure_ends_each_build_once_and_those_to_come() -> None:
     for build in (fresh, begun, lost):
         builders.build(build)  # type: ignore[arg-type]
     for build in (begun, lost):
-        one = next(one for number, one in builders._tasks if number == build.number)
-        builders._tasks.remove((build.number, one))
+        one = next(one for _, one in builders._tasks if one.number == build.number)
+        builders._tasks.remove((one.urgency, one))
         builders._assign(one, "a builder")
     builders._lose(lost.progress, None)
     failure = OSError("none is left")
