@@ -29,7 +29,7 @@ from sharding.errors import SampleError
 
 SAMPLE_S = 0.02
 """Seconds that a sample takes at least where several processes make those of a batch."""
-_MOST_RATE = 50e6
+_MOST_RATE = 20e6
 """Bytes of samples that a process makes in a second, at most: each is copied four times."""
 _PARTS = 4
 """Parts of a batch for each builder: the batch is made by one that may be at another part."""
