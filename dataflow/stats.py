@@ -41,7 +41,31 @@ PARTS_OF_STATS = {"delivered_batches", "in_flight", "open_windows", "window"}
 
 
 class StatsSnapshot(ABC):
-    """The abilities that both kinds of stats share; they are frozen dataclasses."""
+    """The abilities that both kinds of stats share; they are frozen dataclasses, with these fields."""
+
+    batches: int
+    delivered_bytes: int
+    elapsed_s: float
+    starved_s: float
+    first_batch_s: float
+    num_workers: int
+    workers: str
+    workers_reason: str
+
+    @property
+    def stall_share(self) -> float:
+        """`starved_s / elapsed_s`, in [0, 1]."""
+        return _rate(self.starved_s, self.elapsed_s)
+
+    @property
+    def batches_per_s(self) -> float:
+        """`batches / elapsed_s`; 0 before the first batch, like all rates."""
+        return _rate(self.batches, self.elapsed_s)
+
+    @property
+    def delivered_bytes_per_s(self) -> float:
+        """`delivered_bytes / elapsed_s`."""
+        return _rate(self.delivered_bytes, self.elapsed_s)
 
     @abstractmethod
     def rows(self) -> Iterator[Row]:
@@ -93,7 +117,15 @@ class StatsSnapshot(ABC):
 
     @property
     def _title(self) -> str:
-        return f"{type(self).__name__} of {number_text(self.flat()['elapsed_s'])} s"
+        return f"{type(self).__name__} of {number_text(self.elapsed_s)} s"
+
+    def _rows_of_batches(self) -> Iterator[Row]:
+        yield "batches", _per_s(number_text(self.batches), self.batches_per_s)
+        yield "first batch", f"after {number_text(self.first_batch_s)} s" if self.first_batch_s else ""
+        yield "delivered", _per_s(bytes_text(self.delivered_bytes), self.delivered_bytes_per_s, bytes_text)
+        yield "waited", f"{number_text(self.starved_s)} s, {self.stall_share:.1%} of the time"
+        builders = with_reason(builders_text(self.workers, self.num_workers), self.workers_reason)
+        yield "builders", builders if self.workers else ""
 
 
 def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
@@ -106,6 +138,14 @@ def is_count(name: str) -> bool:
     parts = name.split(".")
     paths = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
     return not paths & _NOW_BY_NAME and not name.endswith(("_per_s", "_share"))
+
+
+def numbers_since(later: Mapping[str, float], earlier: Mapping[str, float]) -> dict[str, float]:
+    """Do what `since` does, of the numbers that `flat` returned. Rates and shares stay as they were later."""
+    return {
+        name: max(0.0, value - earlier.get(name, 0.0)) if is_count(name) else value
+        for name, value in later.items()
+    }
 
 
 def _between(name: str, now: object, before: object) -> Any:
@@ -256,24 +296,9 @@ class LoaderStats(SessionStats, StatsSnapshot):
         return EngineStats(**{one.name: getattr(self, one.name) for one in fields(EngineStats)})
 
     @property
-    def stall_share(self) -> float:
-        """`starved_s / elapsed_s`, in [0, 1]."""
-        return _rate(self.starved_s, self.elapsed_s)
-
-    @property
     def samples_per_s(self) -> float:
         """`samples / elapsed_s`; 0 before the first batch, like all rates."""
         return _rate(self.samples, self.elapsed_s)
-
-    @property
-    def batches_per_s(self) -> float:
-        """`batches / elapsed_s`."""
-        return _rate(self.batches, self.elapsed_s)
-
-    @property
-    def delivered_bytes_per_s(self) -> float:
-        """`delivered_bytes / elapsed_s`."""
-        return _rate(self.delivered_bytes, self.elapsed_s)
 
     @property
     def read_bytes_per_s(self) -> float:
@@ -304,11 +329,7 @@ class LoaderStats(SessionStats, StatsSnapshot):
         """See `StatsSnapshot`."""
         held, cache, lengths = self.memory, self.cache, self.lengths
         yield "samples", _per_s(number_text(self.samples), self.samples_per_s)
-        yield "batches", _per_s(number_text(self.batches), self.batches_per_s)
-        yield "first batch", f"after {number_text(self.first_batch_s)} s" if self.first_batch_s else ""
-        yield "delivered", _per_s(bytes_text(self.delivered_bytes), self.delivered_bytes_per_s, bytes_text)
-        yield "waited", f"{number_text(self.starved_s)} s, {self.stall_share:.1%} of the time"
-        yield "builders", _builders(self.workers, self.num_workers, self.workers_reason)
+        yield from self._rows_of_batches()
         yield "build", _busy(self.build, self.elapsed_s)
         yield "read", _busy(self.read, self.elapsed_s)
         times = self.read_amplification or 1
@@ -385,33 +406,9 @@ class WorkerStats(StatsSnapshot):
     start_reason: str = ""
     """The reason for this start method."""
 
-    @property
-    def stall_share(self) -> float:
-        """`starved_s / elapsed_s`, in [0, 1]."""
-        return _rate(self.starved_s, self.elapsed_s)
-
-    @property
-    def batches_per_s(self) -> float:
-        """`batches / elapsed_s`; 0 before the first batch, like all rates."""
-        return _rate(self.batches, self.elapsed_s)
-
-    @property
-    def delivered_bytes_per_s(self) -> float:
-        """`delivered_bytes / elapsed_s`."""
-        return _rate(self.delivered_bytes, self.elapsed_s)
-
     def rows(self) -> Iterator[Row]:
         """See `StatsSnapshot`."""
-        yield "batches", _per_s(number_text(self.batches), self.batches_per_s)
-        yield "first batch", f"after {number_text(self.first_batch_s)} s" if self.first_batch_s else ""
-        yield "delivered", _per_s(bytes_text(self.delivered_bytes), self.delivered_bytes_per_s, bytes_text)
-        yield "waited", f"{number_text(self.starved_s)} s, {self.stall_share:.1%} of the time"
-        yield "builders", _builders(self.workers, self.num_workers, self.workers_reason)
+        yield from self._rows_of_batches()
         yield "started by", with_reason(self.start, self.start_reason) if self.start else ""
         yield "ready", f"{self.ready_batches} of {self.ahead_batches} batches fetched ahead"
         yield "shared memory", bytes_text(self.shared_bytes) if self.worker_pids else ""
-
-
-def _builders(kind: str, number: int, reason: str) -> str:
-    """Say who builds, how many, and why."""
-    return with_reason(builders_text(kind, number), reason) if kind else ""
