@@ -84,11 +84,9 @@ def other_instruments() -> dict[str, Instrument]:
         "schedule.step": "Optimizer steps, those of a loaded state included.",
         "schedule.window_s": schedule["window_s"],
     }
-    pairs = [(counts, True), (gauges, False)]
     return {
-        name: _instrument(f"dataflow.{name}", text, counts=is_counted)
-        for texts, is_counted in pairs
-        for name, text in texts.items()
+        name: _instrument(f"dataflow.{name}", text, counts=name in counts)
+        for name, text in (counts | gauges).items()
     }
 
 

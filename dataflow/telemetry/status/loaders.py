@@ -19,6 +19,7 @@ from typing import Any
 from dataflow.telemetry.status.facts import counts_of, in_one_line, ranks_of, totals_of
 from dataflow.telemetry.status.names import name_of, role_of
 from dataflow.telemetry.status.record import (
+    COUNTS_OF_SCHEDULES,
     PARTS,
     LoaderRecord,
     Role,
@@ -254,9 +255,7 @@ class ScheduleStatus:
         self.is_continued = False
         """True if it was looked for a training before this one."""
         self._state: State = "ready"
-        self._counts: dict[str, Any] = dict.fromkeys(
-            ("windows", "skipped_steps", "microbatches", "replays"), 0
-        )
+        self._counts: dict[str, Any] = dict.fromkeys(COUNTS_OF_SCHEDULES, 0)
         self._steps = 0
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._window_s = 0.0

@@ -86,6 +86,8 @@ class Bottleneck:
     gains: Mapping[Bound, float]
     """Times faster that training would become if this alone were cured (at least 1)."""
     reason: str
+    cores_used: float | None = None
+    """As in `Rates`."""
 
     @property
     def gain(self) -> float:
@@ -120,7 +122,7 @@ def bottleneck_of(rates: Rates) -> Bottleneck:
         bound = "epochs"
         gains[bound] = max(1.0, min(rates.loader / (1 - rates.epochs.border_share), rates.compute) / now)
     predicted = min(rates.compute, rates.storage, rates.decode)
-    return Bottleneck(bound, predicted, gains, _reason(bound, rates, gains[bound]))
+    return Bottleneck(bound, predicted, gains, _reason(bound, rates, gains[bound]), rates.cores_used)
 
 
 def _at_borders(bound: Bound, rates: Rates) -> bool:

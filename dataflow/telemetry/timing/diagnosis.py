@@ -1,17 +1,19 @@
-"""One diagnosis of training steps: what holds them up, in one line, and the next action with its gain.
+"""One diagnosis of a training: what holds it up, in one line, and the next action with its gain.
 
-Every gain is computed from the measured seconds, and is at most that: the part is taken to vanish, or to
-halve, and nothing else to change.
+It is of steps as they were, or of parts that were each measured alone. Every gain is computed from what was
+measured, and of steps it is at most that: the part is taken to vanish, or to halve, and nothing else to
+change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dataflow.telemetry.timing.records import LoaderTimes, RankRecord, StepTimes
-from dataflow.telemetry.timing.shares import WORTH, StepShares, same_steps, shares_of, takes_turns
+from dataflow.telemetry.timing.bottleneck import Bottleneck, Bound
+from dataflow.telemetry.timing.records import LoaderTimes, StepRecord
+from dataflow.telemetry.timing.shares import WORTH, StepShares, takes_turns
 
 _BUSY = 0.7
 _MOST = 0.5
@@ -41,10 +43,31 @@ Where = Literal[
 ]
 """The parts of a training that may hold it up."""
 
+_CURES: Mapping[Bound, tuple[Where, str]] = {
+    "compute": (
+        "training",
+        "Leave the loader as it is; a faster step is in the computation, which torch.profiler shows.",
+    ),
+    "storage": (
+        "store",
+        "Take a faster store, or a cache on local disks (cache=); dataflow bench storage measures it.",
+    ),
+    "decode": (
+        "decoding and transforms",
+        "Give loading more cores, or cheaper samples: smaller images, transforms that are done once.",
+    ),
+    "memory": ("read-ahead", "Raise DataLoader(memory_limit=), so that more is read ahead."),
+    "epochs": (
+        "hand-over",
+        'Measure with more data; a training on so little takes Mixture({dataset: 1}, stop="never").',
+    ),
+}
+"""Where each part that was measured alone is, and what helps where it holds a training up."""
+
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The part that holds training steps up, why, and the next thing to do."""
+    """The part that holds a training up, why, and the next thing to do."""
 
     verdict: str
     """Such as "network-bound: 37 % exposed"."""
@@ -64,24 +87,18 @@ def gain_text(gain: float) -> str:
     return f"at most {gain:.2f} x faster"
 
 
-def diagnose(
-    records: Sequence[RankRecord], rows: Sequence[Sequence[StepTimes]] | None = None
-) -> tuple[StepShares, Diagnosis]:
-    """Return where the time of the ranks' steps goes, and the next action for what holds them up.
+def diagnose(found: StepShares | Bottleneck, records: Sequence[StepRecord] = ()) -> Diagnosis:
+    """Return what holds a training up, and the next action.
 
     Args:
-        records: of one rank, or of all.
-        rows: their common steps, one entry a rank; None: those in the records.
-
-    Raises:
-        ValueError: no step has ended on all ranks.
+        found: where the time of the ranks' steps goes, or what bounds parts that were measured alone.
+        records: of the ranks whose steps these are.
     """
-    shares = shares_of(same_steps([one.windows for one in records]) if rows is None else rows)
-    return shares, _diagnosis(shares, records)
-
-
-def _diagnosis(shares: StepShares, records: Sequence[RankRecord]) -> Diagnosis:
-    critical = records[shares.critical]
+    if isinstance(found, Bottleneck):
+        where, _ = _CURES[found.bound]
+        action = cure_of(found.bound, found.cores_used)
+        return Diagnosis(f"{found.bound}-bound: {found.reason}", action, found.gain, where)
+    shares, critical = found, records[found.critical]
     if shares.bound == "data":
         return _data(shares, critical, len(records))
     if shares.bound == "network":
@@ -97,7 +114,8 @@ def _diagnosis(shares: StepShares, records: Sequence[RankRecord]) -> Diagnosis:
             "(fused=True) where there is one"
         )
         return Diagnosis(verdict, action, shares.halved("optimizer"), "optimizer")
-    if _cores_are_shared(critical):
+    # Batches take most of the cores that computing may need: not where it has a device.
+    if critical.device in ("", "cpu") and (critical.loader.cores_busy or 0.0) >= _MOST:
         return _cores(shares, critical.loader)
     if not critical.in_schedule:
         verdict = f"not data-bound: {shares.share('data'):.0%} waiting for the loader"
@@ -106,9 +124,8 @@ def _diagnosis(shares: StepShares, records: Sequence[RankRecord]) -> Diagnosis:
             "communication, slow ranks and optimizer apart"
         )
         return Diagnosis(verdict, action, None)
-    best = max(shares.gains.values())
     verdict = f"compute-bound: {shares.share('compute'):.0%} forward, backward and the loop itself"
-    if best < WORTH:
+    if max(shares.gains.values()) < WORTH:
         verdict += "; no cure of the rest gains 5%"
     return Diagnosis(
         verdict,
@@ -117,16 +134,24 @@ def _diagnosis(shares: StepShares, records: Sequence[RankRecord]) -> Diagnosis:
     )
 
 
-def _data(shares: StepShares, critical: RankRecord, num_ranks: int) -> Diagnosis:
+def cure_of(bound: Bound, cores_used: float | None) -> str:
+    """Return what helps where a part that was measured alone is too slow.
+
+    `cores_used`: share of the cores that loading kept busy, in [0, 1]; None: not known.
+    """
+    if bound == "decode" and cores_used is not None and cores_used < _BUSY:
+        return (
+            f"Give the loader more workers (num_workers=), or cheaper samples: {cores_used:.0%} of the cores "
+            "are busy."
+        )
+    return _CURES[bound][1]
+
+
+def _data(shares: StepShares, critical: StepRecord, num_ranks: int) -> Diagnosis:
     where = "" if num_ranks == 1 or takes_turns(shares, num_ranks) else f", most on rank {critical.rank}"
     verdict = f"data-bound: {shares.share('data'):.0%} waiting for the loader{where}"
     part, action = loader_action(critical.loader)
     return Diagnosis(verdict, action, shares.gains["data"], part)
-
-
-def _cores_are_shared(one: RankRecord) -> bool:
-    """Return whether batches take most of the cores that computing may need: not where it has a device."""
-    return one.device in ("", "cpu") and (one.loader.cores_busy or 0.0) >= _MOST
 
 
 def _cores(shares: StepShares, loader: LoaderTimes) -> Diagnosis:
@@ -214,7 +239,7 @@ def _builders_action(loader: LoaderTimes, *, cores_are_busy: bool) -> str:
     )
 
 
-def _network(shares: StepShares, critical: RankRecord, *, waiting_in_it: bool) -> Diagnosis:
+def _network(shares: StepShares, critical: StepRecord, *, waiting_in_it: bool) -> Diagnosis:
     verdict = f"network-bound: {shares.share('network'):.0%} exposed"
     if waiting_in_it:
         action = "compare the ranks (all_ranks=True, or dataflow doctor): waiting for slower ones is in it"
@@ -227,7 +252,7 @@ def _network(shares: StepShares, critical: RankRecord, *, waiting_in_it: bool) -
     return Diagnosis(verdict, action, shares.halved("network"), "network")
 
 
-def _straggler(shares: StepShares, critical: RankRecord, num_ranks: int) -> Diagnosis:
+def _straggler(shares: StepShares, critical: StepRecord, num_ranks: int) -> Diagnosis:
     share = f"{shares.share('straggler'):.0%} waiting for the slowest rank"
     if takes_turns(shares, num_ranks):
         verdict = f"straggler-bound: {share}, and ranks take turns"

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dataflow.telemetry.timing import ROUND
-from dataflow.telemetry.timing.records import RankRecord
+from dataflow.telemetry.timing.records import StepRecord, StepTimes
 
 WARM_UP = 20
 """Steps that are left out before each measurement: programs compile, and queues that were filled run dry."""
@@ -28,17 +29,8 @@ _STOCK_BYTES = 256 << 20
 """Bytes of the batches that are kept, and of the copies that lie ready; one at least."""
 
 
-@dataclass(frozen=True)
-class MeasuredSteps:
-    """Steps of one rank: from one batch asked for to the next."""
-
-    total_s: tuple[float, ...]
-    wait_s: tuple[float, ...]
-    """Seconds that each waited for its batch."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class HeadspaceRecord(RankRecord):
+class HeadspaceRecord(StepRecord):
     """The measurements of a rank: steps with the loader, then as many with batches from memory."""
 
     steps: int
@@ -56,18 +48,15 @@ class HeadspaceRecord(RankRecord):
         return len(self.windows) >= 2 * (WARM_UP + self.steps)
 
     @property
-    def live(self) -> MeasuredSteps:
+    def live(self) -> Sequence[StepTimes]:
         """The windows with the loader as it is."""
-        return self._measured_from(WARM_UP)
+        return self.windows[WARM_UP : WARM_UP + self.steps]
 
     @property
-    def replayed(self) -> MeasuredSteps:
+    def replayed(self) -> Sequence[StepTimes]:
         """The windows with batches from memory."""
-        return self._measured_from(2 * WARM_UP + self.steps)
-
-    def _measured_from(self, begin: int) -> MeasuredSteps:
-        steps = self.windows[begin : begin + self.steps]
-        return MeasuredSteps(tuple(one.total_s for one in steps), tuple(one.data_s for one in steps))
+        begin = 2 * WARM_UP + self.steps
+        return self.windows[begin : begin + self.steps]
 
 
 class BatchStock:

@@ -17,9 +17,12 @@ from statistics import fmean, median
 from typing import Any
 
 from dataflow.telemetry.timing import ROUND
-from dataflow.telemetry.timing.headspace import WARM_UP, HeadspaceRecord, MeasuredSteps
+from dataflow.telemetry.timing.headspace import WARM_UP, HeadspaceRecord
+from dataflow.telemetry.timing.records import StepTimes
 from dataflow.telemetry.timing.shares import WORTH
 
+Steps = Sequence[StepTimes]
+"""Steps of one rank: from one batch asked for to the next."""
 _FEW = 3
 _GROWN = 0.05
 """Share of the time: if waiting grew by so much while it was measured, it had not settled."""
@@ -87,8 +90,8 @@ class Headspace:
 
 
 def headspace_of(
-    live: Sequence[MeasuredSteps],
-    replayed: Sequence[MeasuredSteps],
+    live: Sequence[Steps],
+    replayed: Sequence[Steps],
     *,
     left_out: int = 1,
     batches: int = 1,
@@ -102,7 +105,7 @@ def headspace_of(
         live=usual,
         replayed=perfect,
         waited=waited,
-        steps=len(live[0].total_s),
+        steps=len(live[0]),
         left_out=left_out,
         batches=batches,
         ranks=len(live),
@@ -136,11 +139,10 @@ def reason_without(records: Sequence[HeadspaceRecord]) -> str:
     )
 
 
-def _rate(ranks: Sequence[MeasuredSteps]) -> StepRate:
-    totals_s, waits_s = (
-        [max(step) for step in zip(*values, strict=True)]
-        for values in ([one.total_s for one in ranks], [one.wait_s for one in ranks])
-    )
+def _rate(ranks: Sequence[Steps]) -> StepRate:
+    together = list(zip(*ranks, strict=True))
+    totals_s = [max(one.total_s for one in step) for step in together]
+    waits_s = [max(one.data_s for one in step) for step in together]
     rest_s = _rounds([total - wait for total, wait in zip(totals_s, waits_s, strict=True)])
     rounds_s = _rounds(totals_s)
     return StepRate(1 / (fmean(waits_s) + median(rest_s)), 1 / max(rounds_s), 1 / min(rounds_s))
@@ -152,11 +154,11 @@ def _rounds(steps_s: Sequence[float]) -> list[float]:
     return [fmean(steps_s[at : at + length]) for at in range(0, len(steps_s) - length + 1, length)]
 
 
-def _waited(steps: MeasuredSteps) -> float:
-    return sum(steps.wait_s) / sum(steps.total_s)
+def _waited(steps: Steps) -> float:
+    return sum(one.data_s for one in steps) / sum(one.total_s for one in steps)
 
 
-def _notes(live: Sequence[MeasuredSteps], usual: StepRate, perfect: StepRate, waited: float) -> Iterator[str]:
+def _notes(live: Sequence[Steps], usual: StepRate, perfect: StepRate, waited: float) -> Iterator[str]:
     gain = perfect.usual / usual.usual
     if (gain >= WORTH and perfect.slowest < usual.usual) or gain < 1 / WORTH:
         yield "rounds differ by more than both kinds of steps do: measure more steps"
@@ -165,9 +167,9 @@ def _notes(live: Sequence[MeasuredSteps], usual: StepRate, perfect: StepRate, wa
             "more is gained than was waited: making batches takes cores or memory bandwidth that the "
             "training needs"
         )
-    if waited >= WORTH - 1 and any(_is_rare(one.wait_s) for one in live):
+    if waited >= WORTH - 1 and any(map(_is_rare, live)):
         yield f"{_FEW} steps did most of the waiting: measure more steps, to have it as often as it comes"
-    if any(_waiting_grew(one) for one in live):
+    if any(map(_waiting_grew, live)):
         yield (
             "waiting grew while it was measured, as what had been read ahead was used up: measure more "
             "steps for the whole difference"
@@ -186,13 +188,11 @@ def _notes_of_training(records: Sequence[HeadspaceRecord], gain: float) -> Itera
         )
 
 
-def _is_rare(waits_s: Sequence[float]) -> bool:
-    return sum(sorted(waits_s)[-_FEW:]) > sum(waits_s) / 2
+def _is_rare(steps: Steps) -> bool:
+    waits_s = sorted(one.data_s for one in steps)
+    return sum(waits_s[-_FEW:]) > sum(waits_s) / 2
 
 
-def _waiting_grew(steps: MeasuredSteps) -> bool:
-    half = len(steps.total_s) // 2
-    before, after = (
-        MeasuredSteps(steps.total_s[part], steps.wait_s[part]) for part in (slice(half), slice(half, None))
-    )
-    return half >= ROUND and _waited(after) > _waited(before) + _GROWN
+def _waiting_grew(steps: Steps) -> bool:
+    half = len(steps) // 2
+    return half >= ROUND and _waited(steps[half:]) > _waited(steps[:half]) + _GROWN

@@ -46,12 +46,8 @@ class LoaderHealth:
         return self.message
 
 
-def _doctor() -> str:
-    return "`dataflow doctor` says what to do"
-
-
 def health_of(
-    one: LoaderRecord, now: float, limit_s: float = LIMIT_S, advice: Callable[[], str] = _doctor
+    one: LoaderRecord, now: float, limit_s: float = LIMIT_S, advice: Callable[[], str] | None = None
 ) -> LoaderHealth:
     """Return how a loader fares by its record.
 
@@ -59,7 +55,7 @@ def health_of(
         one: the record.
         now: seconds since 1970.
         limit_s: seconds without a batch that a loop may take.
-        advice: what helps where the training waits for it; asked only then.
+        advice: what helps where the training waits for it; asked only then. None: the doctor.
     """
     since = max(0.0, now - one.last_batch_at) if one.last_batch_at else None
     quiet = now - max(one.last_batch_at, one.loop_began_at)  # between two loops it may take long
@@ -103,11 +99,12 @@ def health_of_loader(loader: Any, limit_s: float) -> LoaderHealth:
     )
 
 
-def _well(share: float, advice: Callable[[], str], *, is_ready: bool, is_running: bool) -> str:
+def _well(share: float, advice: Callable[[], str] | None, *, is_ready: bool, is_running: bool) -> str:
     if not is_ready:
         return "no batch was delivered yet"
     if share > _STALLED and is_running:
-        return f"the training waits {share:.0%} of its time for data; {advice()}"
+        next_action = advice() if advice else "`dataflow doctor` says what to do"
+        return f"the training waits {share:.0%} of its time for data; {next_action}"
     return "all is well"
 
 
@@ -122,11 +119,13 @@ def liveness(records: Sequence[TrainingRecord], now: float, limit_s: float) -> t
         loops = [one for one in record.loaders if one.state == "running"]
         healths = [health_of(one, now, limit_s) for one in loops]
         failed = [one for one in record.loaders if one.state == "failed"]
+        # Of any loader: one loop waits while another validates.
+        is_busy = bool(record.last_batch_at) and now - record.last_batch_at <= limit_s
         if record.state == "ended" and not record.error:
             text = "ended"  # its node's other ranks may still write the last checkpoint
         elif not record.is_alive:
             is_alive, text = False, f"process {record.pid} {record.state}{_because(record.error)}"
-        elif healths and not any(one.is_alive for one in healths) and not _is_busy(record, now, limit_s):
+        elif healths and not any(one.is_alive for one in healths) and not is_busy:
             is_alive, text = False, healths[0].message
         elif failed:
             text = f"the loop over {failed[0].name} failed{_because(failed[0].error)}; the process runs"
@@ -142,11 +141,6 @@ def readiness(records: Sequence[TrainingRecord]) -> tuple[bool, str]:
     expected = max((record.local_world_size for record in records), default=1)
     text = f"{len(alive)} of {expected} ranks of this node had their first batch"
     return len(alive) >= expected, text
-
-
-def _is_busy(record: TrainingRecord, now: float, limit_s: float) -> bool:
-    """Return whether any loader had a batch within the limit: one loop waits while another validates."""
-    return bool(record.last_batch_at) and now - record.last_batch_at <= limit_s
 
 
 def _because(error: str) -> str:

@@ -28,8 +28,8 @@ from dataflow.telemetry.timing.headspace import (
 )
 from dataflow.telemetry.timing.records import (
     MOST_STEPS,
-    RankRecord,
     Recorder,
+    StepRecord,
     StepTimes,
     in_file_order,
 )
@@ -71,7 +71,7 @@ class LoopRecorder:
     """
 
     _name = "loop"
-    _record_type: type[RankRecord] = RankRecord
+    _record_type: type[StepRecord] = StepRecord
 
     def __init__(
         self,
@@ -120,10 +120,7 @@ class LoopRecorder:
             window=number,
             microbatches=1,
             data_s=came_s - asked_s,
-            peers_s=0.0,
             compute_s=ended_s - came_s,
-            exposed_s=None,
-            optimizer_s=0.0,
         )
         self._recorder.keep_event("window", f"batch {number}", asked_s, ended_s)
         self._recorder.keep_event("wait", "data", asked_s, came_s)

@@ -8,7 +8,6 @@ schedule, or a batch of a loop without one (`loops`).
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -16,15 +15,17 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
 
 from dataflow.telemetry.status.facts import cores_of, rank_info
 from prefetch.weak_registry import WeakRegistry
 
 if TYPE_CHECKING:
-    from dataflow.stats import LoaderStats
+    from dataflow.stats import StatsSnapshot
 
 MOST_STEPS, _MOST_EVENTS = 2000, 20_000
 """Steps and events that are kept of a long run."""
@@ -44,14 +45,14 @@ class StepTimes:
     """Forward passes of this rank, replays included."""
     data_s: float
     """Waiting for the loader. Near 0: it keeps up."""
-    peers_s: float
-    """Waiting for the other ranks' counts. Near 0, since they are asked for early."""
     compute_s: float
     """Forward and backward passes, and whatever the loop does besides."""
-    exposed_s: float | None
+    peers_s: float = 0.0
+    """Waiting for the other ranks' counts. Near 0, since they are asked for early."""
+    exposed_s: float | None = None
     """Gradients on their way after the backward pass had nothing left to compute; waiting for slower ranks is
     in it. Near 0: hidden. None: not measured (then it is in `compute_s`)."""
-    optimizer_s: float
+    optimizer_s: float = 0.0
     """Seconds from the end of the backward pass to the end of `step`."""
 
     @property
@@ -113,8 +114,12 @@ class LoaderTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankRecord:
-    """The record of one rank's steps."""
+class StepRecord:
+    """The record of one rank's steps over a loader: what a report is of, and what `diagnose` judges.
+
+    Schedules and loops keep one while they run, `dataflow doctor` reads it from a file, `dataflow top` makes
+    it of two pages.
+    """
 
     rank: int
     world_size: int
@@ -133,26 +138,23 @@ class RankRecord:
     optimizer_steps: int = 0
     """Number of steps of torch's optimizers in a plain loop. 0: it evaluates."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as a JSON value."""
-        lists = {"windows": [vars(one) for one in self.windows], "events": [vars(one) for one in self.events]}
-        return {**vars(self), "loader": vars(self.loader), **lists}  # asdict copies deeply, and takes long
-
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """`ValueError` if it is no such value."""
+    def read(cls, path: Path) -> Self:
+        """Read what `save` wrote; `ValueError` if it is none. What a later version may add is passed over."""
         try:
-            rest = dict(value)
-            rest["loader"] = LoaderTimes(**value["loader"])
-            rest["windows"] = tuple(StepTimes(**one) for one in value["windows"])
-            rest["events"] = tuple(TraceEvent(**one) for one in value["events"])
-            return cls(**rest)
-        except (KeyError, TypeError) as error:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except msgspec.DecodeError as error:
             raise ValueError(f"not a record of this version: {error}") from None
 
     def save(self, path: Path) -> None:
-        """Write it, as `save_text` does."""
-        save_text(path, json.dumps(self.to_json()))
+        """Write it, whole or not at all. Errors only warn: no training must end for want of a report."""
+        part = path.with_suffix(".part")
+        try:
+            part.write_bytes(msgspec.json.encode(self))
+            part.replace(path)
+        except OSError as error:
+            text = f"this rank's times could not be saved for dataflow doctor: {error}"
+            warnings.warn(text, stacklevel=2)
 
 
 class Recorder:
@@ -165,13 +167,13 @@ class Recorder:
         folder: where records are saved; None or "": nowhere.
         now: seconds on the clock that steps are measured by.
         file_order: see `LoaderTimes`.
-        about: what the records say of the run: "rank", "world_size" and other fields of `RankRecord`.
+        about: what the records say of the run: "rank", "world_size" and other fields of `StepRecord`.
     """
 
     def __init__(
         self,
         name: str,
-        record_type: type[RankRecord] = RankRecord,
+        record_type: type[StepRecord] = StepRecord,
         most_steps: int = MOST_STEPS,
         *,
         folder: str | None,
@@ -187,8 +189,8 @@ class Recorder:
         self._offset = time.time() - now()
         self._num_steps, self._save_at = 0, _FIRST_SAVED
         self._loader_times: LoaderTimes | None = None
-        self._first: LoaderStats | None = None
-        """The loader's times after the first step: shares count from there on, without what starts."""
+        self._first: dict[str, float] = {}
+        """The loader's numbers after the first step: shares count from there on, without what starts."""
 
     @property
     def saves(self) -> bool:
@@ -203,13 +205,13 @@ class Recorder:
         """Keep a step over a loader that has ended; True where it is time to save."""
         self._steps.append(times)
         self._num_steps += 1
-        if self._num_steps == 1:
-            self._first = _stream_stats(loader)
+        if self._num_steps == 1 and (stats := _stats_of(loader)) is not None:
+            self._first = stats.flat()
         is_time = self._num_steps == self._save_at
         self._save_at *= 1 + is_time
         return is_time
 
-    def record(self, loader: Any, *, events: bool = True, **latest: Any) -> RankRecord:
+    def record(self, loader: Any, *, events: bool = True, **latest: Any) -> StepRecord:
         """Return what was kept so far, with what the loader says of itself, and fields of now."""
         self._loader_times = loader_times(
             loader, self._loader_times, since=self._first, file_order=self._file_order
@@ -228,32 +230,19 @@ class Recorder:
             self.record(loader, **latest).save(self._path)
 
 
-def save_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all. Errors only warn: a training must not end for want of a report."""
-    part = path.with_suffix(".part")
-    try:
-        part.write_text(text)
-        part.replace(path)
-    except OSError as error:
-        warnings.warn(f"this rank's times could not be saved for dataflow doctor: {error}", stacklevel=3)
+def _stats_of(loader: Any) -> StatsSnapshot | None:
+    """Return a loader's `stats()`; None: it has none that we know."""
+    from dataflow.stats import StatsSnapshot
 
-
-def _stats_of(loader: Any) -> Any:
-    return loader.stats() if callable(getattr(loader, "stats", None)) else None
-
-
-def _stream_stats(loader: Any) -> LoaderStats | None:
-    from dataflow.stats import LoaderStats
-
-    stats = _stats_of(loader)
-    return stats if isinstance(stats, LoaderStats) else None
+    stats = loader.stats() if callable(getattr(loader, "stats", None)) else None
+    return stats if isinstance(stats, StatsSnapshot) else None
 
 
 def loader_times(
     loader: Any,
     before: LoaderTimes | None = None,
     *,
-    since: LoaderStats | None = None,
+    since: Mapping[str, float] | None = None,
     file_order: bool = False,
 ) -> LoaderTimes:
     """Return what a loader's `stats()` say; little of a loader that is not ours.
@@ -261,43 +250,37 @@ def loader_times(
     Args:
         loader: of any kind, or what serves its loops.
         before: what they said earlier. Worker processes that have ended cannot be asked any more.
-        since: what they were when the first step was over, from where on shares count.
+        since: their numbers when the first step was over, from where on shares count.
         file_order: see `LoaderTimes`.
     """
-    from dataflow.stats import LoaderStats, WorkerStats
+    from dataflow.stats import numbers_of, numbers_since
 
-    stats = _stats_of(loader)
-    cores = cores_of(rank_info())
-    always: dict[str, Any] = {"cores": cores, "file_order": file_order}
-    if isinstance(stats, WorkerStats):
-        busy = busy_cores(stats.worker_pids)
-        share = busy / cores if busy is not None else before.cores_busy if before else None
-        reason = stats.workers_reason
-        return LoaderTimes(stats.workers, stats.stall_share, reason=reason, cores_busy=share, **always)
-    if not isinstance(stats, LoaderStats):
+    if (stats := _stats_of(loader)) is None:
         return LoaderTimes("other", file_order=file_order)
-    batching = getattr(loader, "batching", None)
-    numbers = (stats.since(since) if since else stats).flat()
+    figures, batching = stats.to_json(), getattr(loader, "batching", None)
+    numbers = numbers_since(numbers_of(figures), since or {})
+    times = times_of(type(stats).__name__, figures, numbers, cores=cores_of(rank_info()))
+    busy = before.cores_busy if times.cores_busy is None and before else times.cores_busy
     name = type(batching).__name__ if batching else ""
-    return shard_times(stats.to_json(), numbers, batching=name, **always)
+    return replace(times, batching=name, file_order=file_order, cores_busy=busy)
 
 
-def shard_times(
+def times_of(
+    kind: str,
     figures: Mapping[str, Any],
     numbers: Mapping[str, float],
     *,
     cores: float,
-    batching: str = "",
-    file_order: bool = False,
+    is_here: bool = True,
 ) -> LoaderTimes:
-    """Return what the figures of a loader over shards say.
+    """Return what the figures of a loader say, of this process or as its page has them.
 
     Args:
-        figures: `to_json()` of its `LoaderStats`.
+        kind: the class of its `stats()`: "LoaderStats" or "WorkerStats".
+        figures: `to_json()` of these.
         numbers: their `flat()` in the time that shares are of.
         cores: of the rank.
-        batching: as `LoaderTimes` has it.
-        file_order: as there.
+        is_here: whether its worker processes are of this machine, and can be asked.
     """
 
     def share(name: str, of: float) -> float | None:
@@ -308,6 +291,17 @@ def shard_times(
         return None if value is None else min(1.0, value)
 
     elapsed_s, workers = numbers.get("elapsed_s", 0.0), str(figures.get("workers", ""))
+    if kind == "WorkerStats":
+        kept_busy = busy_cores(figures["worker_pids"]) if is_here else None
+        return LoaderTimes(
+            workers,
+            figures["stall_share"],
+            reason=figures["workers_reason"],
+            cores_busy=None if kept_busy is None else kept_busy / cores,
+            cores=cores,
+        )
+    if kind != "LoaderStats":
+        return LoaderTimes("other")
     build_cores, cache = share("build.cpu_s", elapsed_s), figures.get("cache", {})
     is_cached = cache.get("hits", 0) + cache.get("misses", 0) > 0
     return LoaderTimes(
@@ -317,7 +311,6 @@ def shard_times(
         build_busy=busy("build"),
         reason=str(figures.get("depth_reason", "")),
         store="cached" if is_cached else "remote" if numbers.get("in_flight_limit") else "local",
-        batching=batching,
         builders=workers,
         num_builders=int(numbers.get("build.threads", 0)),
         build_cores=build_cores,
@@ -326,7 +319,6 @@ def shard_times(
         cores_busy=None if build_cores is None or workers == "ray" else build_cores / cores,
         memory_held=share("memory.peak_bytes", numbers.get("memory.limit_bytes", 0.0)),
         cores=cores,
-        file_order=file_order,
     )
 
 
@@ -337,7 +329,7 @@ def busy_cores(pids: Sequence[int], proc: Path = Path("/proc")) -> float | None:
     with suppress(OSError):  # those of an epoch that is over have ended
         now = float((proc / "uptime").read_text().split()[0])
         for pid in pids:
-            fields = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+            fields = (proc / f"{pid:d}" / "stat").read_text().rpartition(")")[2].split()
             user, system, began = (int(fields[at]) / second for at in (11, 12, 19))
             busy.append((user + system) / max(now - began, 1 / second))
     return sum(busy) if len(busy) == len(pids) > 0 else None

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dataflow.telemetry.timing.diagnosis import Diagnosis, diagnose, gain_text
-from dataflow.telemetry.timing.records import LoaderTimes, RankRecord, StepTimes, TraceEvent
-from dataflow.telemetry.timing.shares import PARTS, Part, rank_parts, same_steps
+from dataflow.telemetry.timing.records import LoaderTimes, StepRecord, StepTimes, TraceEvent
+from dataflow.telemetry.timing.shares import PARTS, Part, rank_parts, same_steps, shares_of
 from sharding.printable import printable
 
 NAMES: Mapping[Part, str] = {
@@ -160,12 +160,12 @@ class Report:
         return rows
 
 
-def report_of(records: Sequence[RankRecord]) -> Report:
+def report_of(records: Sequence[StepRecord]) -> Report:
     """The report of one or all ranks. `ValueError` without a window that all of them have."""
     rows = same_steps([one.windows for one in records])
-    shares, diagnosis = diagnose(records, rows)
+    shares = shares_of(rows)
     return Report(
-        advice=diagnosis,
+        advice=diagnose(shares, records),
         bound=shares.bound,
         shares={part: shares.share(part) for part in PARTS},
         gains=dict(shares.gains),
@@ -181,7 +181,7 @@ def report_of(records: Sequence[RankRecord]) -> Report:
     )
 
 
-def _rank_report(rows: Sequence[Sequence[StepTimes]], number: int, record: RankRecord) -> RankReport:
+def _rank_report(rows: Sequence[Sequence[StepTimes]], number: int, record: StepRecord) -> RankReport:
     parts = rank_parts(rows, number)
     total = sum(parts.values()) or 1.0
     own = [row[number] for row in rows]
@@ -197,7 +197,7 @@ def _rank_report(rows: Sequence[Sequence[StepTimes]], number: int, record: RankR
     )
 
 
-def _notes(records: Sequence[RankRecord], rows: Sequence[Sequence[StepTimes]]) -> list[str]:
+def _notes(records: Sequence[StepRecord], rows: Sequence[Sequence[StepTimes]]) -> list[str]:
     notes = _schedule_notes(records, rows) if records[0].in_schedule else [_LOOP_NOTE]
     if any(one.loader.file_order and (one.in_schedule or one.optimizer_steps) for one in records):
         notes.insert(0, _FILE_ORDER)
@@ -208,7 +208,7 @@ def _notes(records: Sequence[RankRecord], rows: Sequence[Sequence[StepTimes]]) -
     return notes
 
 
-def _schedule_notes(records: Sequence[RankRecord], rows: Sequence[Sequence[StepTimes]]) -> list[str]:
+def _schedule_notes(records: Sequence[StepRecord], rows: Sequence[Sequence[StepTimes]]) -> list[str]:
     notes = []
     world_size = records[0].world_size
     if world_size > len(records):

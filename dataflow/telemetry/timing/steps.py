@@ -10,7 +10,7 @@ from typing import Any
 
 from dataflow.telemetry.timing import VARIABLE
 from dataflow.telemetry.timing.phases import Phase, PhaseLedger, StepInfo
-from dataflow.telemetry.timing.records import IN_SCHEDULES, RankRecord, Recorder, StepTimes, in_file_order
+from dataflow.telemetry.timing.records import IN_SCHEDULES, Recorder, StepRecord, StepTimes, in_file_order
 
 _SERIAL = itertools.count()
 """Number of schedules made by this process: one file each."""
@@ -64,7 +64,7 @@ class StepRecorder:
             self.save()
         return times
 
-    def record(self, *, events: bool) -> RankRecord:
+    def record(self, *, events: bool) -> StepRecord:
         """Return what was kept so far."""
         return self._recorder.record(self._loader, events=events, mode=self._mode())
 

@@ -26,8 +26,7 @@ from dataflow.testing import run_ranks
 from dataflow.tools.bench.settings import Comparison, settings_json
 from dataflow.tools.terminal.options import named_function
 from dataflow.tools.terminal.report import Drawing, Page, Part, Sentence, Table, machine, usable_cores
-from dataflow.tools.verdicts.loading import SAME, comparison_text
-from dataflow.tools.verdicts.verdict import verdict_of
+from dataflow.tools.verdicts.loading import SAME, comparison_text, comparison_verdict
 
 Whose = Literal["torch", "dataflow"]
 _START_S = 300.0
@@ -255,7 +254,7 @@ def page_of(figures: ComparisonFigures) -> Page:
         "dataflow bench compare",
         values,
         parts,
-        verdict=verdict_of("bench compare", values),
+        verdict=comparison_verdict(values),
         rows=figures.rows(),
     )
 

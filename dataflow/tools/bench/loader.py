@@ -18,6 +18,7 @@ import torch
 from dataflow.dataset import ShardedDataset
 from dataflow.limits import memory_limit_bytes
 from dataflow.telemetry.timing.bottleneck import Bottleneck, Epochs, Rates, bottleneck_of
+from dataflow.telemetry.timing.diagnosis import diagnose
 from dataflow.telemetry.timing.headspace_report import Headspace, headspace_of
 from dataflow.testing import run_ranks
 from dataflow.tools.bench.evidence import evict
@@ -33,7 +34,7 @@ from dataflow.tools.terminal.report import (
     optional,
     usable_cores,
 )
-from dataflow.tools.verdicts.verdict import verdict_of
+from dataflow.tools.verdicts.loading import loader_verdict
 from sharding.blocks import Shard
 from sharding.urls import is_local
 
@@ -46,6 +47,7 @@ _PHASES: Mapping[EmulationPhase, str] = {
     "more memory": "loading, 4 x the memory limit",
 }
 """In the order in which they run; the last only where loading stays behind its parts."""
+_SECONDS = ("running_s", "waited_s", "synced_s", "first_batch_s")
 _KEPT_BYTES = 256 << 20
 _FROM_DEVICE = 0.5
 _BEHIND = 0.9
@@ -104,7 +106,10 @@ class EmulationFigures:
             "evicted": self.evicted,
             "headspace": self.headspace.to_json(),
             "rates_samples_per_s": asdict(self.rates),
-            "bottleneck": {**asdict(self.bottleneck), "gain": self.bottleneck.gain},
+            "bottleneck": {
+                name: getattr(self.bottleneck, name)
+                for name in ("bound", "predicted", "gains", "reason", "gain")
+            },
             "phases": {name: [one.to_json() for one in ranks] for name, ranks in self.phases.items()},
         }
 
@@ -119,12 +124,9 @@ class EmulationFigures:
                 "read_bytes": one.read_bytes,
                 "device_bytes": one.device_bytes,
                 "cpu_s": one.cpu_s,
-                "utilisation": one.steps.utilisation if one.steps else None,
-                "steps": one.steps.counted if one.steps else None,
-                "running_s": one.steps.running_s if one.steps else None,
-                "waited_s": one.steps.waited_s if one.steps else None,
-                "synced_s": one.steps.synced_s if one.steps else None,
-                "first_batch_s": one.steps.first_batch_s if one.steps else None,
+                "utilisation": one.steps and one.steps.utilisation,
+                "steps": one.steps and one.steps.counted,
+                **{name: one.steps and getattr(one.steps, name) for name in _SECONDS},
             }
             for phase, ranks in self.phases.items()
             for one in ranks
@@ -216,8 +218,8 @@ def _from_device(ranks: Sequence[RankFigures]) -> bool:
 
 def _headspace(training: Sequence[RankFigures]) -> Headspace:
     return headspace_of(
-        [one.steps.measured for one in training if one.steps],
-        [one.replayed.measured for one in training if one.replayed],
+        [one.steps.windows for one in training if one.steps],
+        [one.replayed.windows for one in training if one.replayed],
     )
 
 
@@ -284,7 +286,7 @@ def page_of(figures: EmulationFigures) -> Page:
         "dataflow bench loader",
         values,
         parts,
-        verdict=verdict_of("bench loader", values),
+        verdict=loader_verdict(values),
         rows=figures.rows(),
     )
 
@@ -395,7 +397,7 @@ def sentences(figures: EmulationFigures) -> Iterator[str]:
         )
     if figures.need is not None:  # else the verdict says it
         yield figures.headspace.verdict
-        yield f"{bottleneck.bound}-bound: {bottleneck.reason}"
+        yield diagnose(bottleneck).verdict
     yield from figures.headspace.lines
     gains = ", ".join(f"{name} {gain:.2f} x" for name, gain in bottleneck.gains.items())
     yield f"expected gain of curing one part: {gains}"

@@ -24,7 +24,7 @@ from torch import distributed
 from dataflow.dataset import ShardedDataset
 from dataflow.loader import DataLoader
 from dataflow.stream.read_ahead import LOCAL_READERS, REMOTE_READERS
-from dataflow.telemetry.timing.headspace import MeasuredSteps
+from dataflow.telemetry.timing.records import StepTimes
 from dataflow.tools.bench.evidence import device_bytes
 from dataflow.tools.bench.in_memory import InMemory
 from dataflow.tools.bench.settings import BenchDataset
@@ -90,16 +90,12 @@ class Steps:
     """Before the first batch was asked for."""
     ended_s: float
     """The time when the last step had ended."""
-    measured: MeasuredSteps
+    windows: tuple[StepTimes, ...]
     """Each step but the first. Waiting near the whole: loading does not keep up."""
     compute_s: float
     """The given time of one step's computation."""
     first_batch_s: float
     """Seconds to the first batch."""
-    computed_s: float
-    """Measured seconds of computing after the first step: above the given ones by what timers overshoot."""
-    synced_s: float
-    """Seconds spent waiting for the other ranks after the first step."""
     borders: int = 0
     """Epochs that began after the first step."""
     border_s: float = 0.0
@@ -109,17 +105,27 @@ class Steps:
     @property
     def counted(self) -> int:
         """Steps that count: all but the first."""
-        return len(self.measured.total_s)
+        return len(self.windows)
 
     @property
     def waited_s(self) -> float:
         """Seconds in `next` after the first step. Near 0: loading keeps up. Near `running_s`: it does not."""
-        return sum(self.measured.wait_s)
+        return sum(one.data_s for one in self.windows)
+
+    @property
+    def computed_s(self) -> float:
+        """Measured seconds of computing after the first step: timers overshoot the given ones."""
+        return sum(one.compute_s for one in self.windows)
+
+    @property
+    def synced_s(self) -> float:
+        """Seconds spent waiting for the other ranks after the first step."""
+        return sum(one.peers_s for one in self.windows)
 
     @property
     def running_s(self) -> float:
         """The seconds of the steps that count."""
-        return sum(self.measured.total_s)
+        return sum(one.total_s for one in self.windows)
 
     @property
     def utilisation(self) -> float | None:
@@ -131,21 +137,17 @@ class Steps:
     @property
     def per_s_by_quarter(self) -> list[float]:
         """[4] steps a second in quarters of the steps that count; [] where they are fewer."""
-        times_s = self.measured.total_s
+        times_s = [one.total_s for one in self.windows]
         cuts = [len(times_s) * number // 4 for number in range(5)]
         quarters = [times_s[first:last] for first, last in pairwise(cuts)]
         return [len(part) / max(sum(part), 1e-9) for part in quarters] if len(times_s) >= 4 else []
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as JSON types, without the single steps."""
-        values = {
-            **vars(self),
-            "steps_per_s_by_quarter": self.per_s_by_quarter,
-            "count": self.counted + 1,
-            "waited_s": self.waited_s,
-            "running_s": self.running_s,
-        }
-        return {name: value for name, value in values.items() if name != "measured"}
+        fields = {name: value for name, value in vars(self).items() if name != "windows"}
+        sums = ("computed_s", "synced_s", "waited_s", "running_s")
+        more = {"steps_per_s_by_quarter": self.per_s_by_quarter, "count": self.counted + 1}
+        return fields | {name: getattr(self, name) for name in sums} | more
 
 
 def run_steps(
@@ -175,9 +177,9 @@ def run_steps(
         ValueError: there was no batch.
     """
     began = now = clock()
-    first = first_batch = computed = synced = waited_at_borders = 0.0
+    first = first_batch = waited_at_borders = 0.0
     steps = borders = 0
-    times: list[tuple[float, float]] = []
+    times: list[tuple[float, float, float]] = []
     for _ in batches:
         delivered, requested = clock(), now
         if compute_s > 0:
@@ -191,25 +193,25 @@ def run_steps(
             first, first_batch = now, delivered - began
             on_first()
             continue
-        times.append((now - requested, delivered - requested))
-        computed, synced = computed + computed_at - delivered, synced + now - computed_at
+        times.append((delivered - requested, computed_at - delivered, now - computed_at))
         if begins_epoch():
             borders, waited_at_borders = borders + 1, waited_at_borders + delivered - requested
         if enough:
             break
     if not steps:
         raise ValueError("the dataset gives this rank no batch")
-    totals_s, waits_s = [total for total, _ in times], [wait for _, wait in times]
+    windows = tuple(
+        StepTimes(window=number, microbatches=1, data_s=waited, compute_s=computed, peers_s=synced)
+        for number, (waited, computed, synced) in enumerate(times, 1)
+    )
     others = steps - 1 - borders
-    usual_s = (sum(waits_s) - waited_at_borders) / others if others > 0 else 0.0
+    usual_s = (sum(one.data_s for one in windows) - waited_at_borders) / others if others > 0 else 0.0
     return Steps(
         began_s=began,
         ended_s=now,
-        measured=MeasuredSteps(tuple(totals_s), tuple(waits_s)),
+        windows=windows,
         compute_s=compute_s,
         first_batch_s=first_batch,
-        computed_s=computed,
-        synced_s=synced,
         borders=borders,
         border_s=max(0.0, waited_at_borders - borders * usual_s),
     )

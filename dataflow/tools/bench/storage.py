@@ -45,8 +45,7 @@ from dataflow.tools.terminal.report import (
     machine,
     usable_cores,
 )
-from dataflow.tools.verdicts.storage import block_text
-from dataflow.tools.verdicts.verdict import verdict_of
+from dataflow.tools.verdicts.storage import block_text, storage_verdict
 from prefetch.counts import NO_FAULTS, ReadStats
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Retrier
@@ -421,7 +420,7 @@ def page_of(figures: StorageFigures) -> Page:
         "dataflow bench storage",
         values,
         parts,
-        verdict=verdict_of("bench storage", values),
+        verdict=storage_verdict(values),
         rows=[one.to_row() for one in figures.cases],
     )
 

@@ -17,7 +17,7 @@ from dataflow.tools.terminal.options import OutputPath, json_option, picture_opt
 from sharding.printable import printable
 
 if TYPE_CHECKING:
-    from dataflow.telemetry.timing.records import RankRecord
+    from dataflow.telemetry.timing.records import StepRecord
 
 _NOTHING = (
     "nothing to report: no loop over a dataflow.DataLoader or a GradSchedule was seen, or it was killed "
@@ -136,7 +136,7 @@ def _run(command: Sequence[str], folder: Path, headspace_steps: int | None, *, o
     return code if code >= 0 else 128 - code
 
 
-def _not_reported(records: Sequence[RankRecord]) -> str:
+def _not_reported(records: Sequence[StepRecord]) -> str:
     """Why there is nothing to report."""
     if not records:
         return _NOTHING

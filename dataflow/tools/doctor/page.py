@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dataflow.telemetry.timing.records import RankRecord
+from dataflow.telemetry.timing.records import StepRecord
 from dataflow.telemetry.timing.report import Report
 from dataflow.telemetry.timing.shares import Part
 from dataflow.tools.terminal import report as reports
@@ -23,7 +23,7 @@ _COLOURS: dict[Part, str] = {
 _RANKS = 64
 
 
-def page_of(report: Report, records: Sequence[RankRecord]) -> Page:
+def page_of(report: Report, records: Sequence[StepRecord]) -> Page:
     """All of a report, as `report.show` prints it, with drawings."""
     height = 4.8 + 0.25 * len(report.ranks[:_RANKS])
     parts: Sequence[reports.Part] = (
@@ -36,7 +36,7 @@ def page_of(report: Report, records: Sequence[RankRecord]) -> Page:
     return Page(report.advice.verdict, report.to_json(), parts)
 
 
-def _draw(report: Report, records: Sequence[RankRecord], figure: Any) -> None:
+def _draw(report: Report, records: Sequence[StepRecord], figure: Any) -> None:
     ranks = report.ranks[:_RANKS]
     bars, lines = figure.subplots(2, 1, height_ratios=(0.8 + 0.25 * len(ranks), 3))
     left = np.zeros(len(ranks))

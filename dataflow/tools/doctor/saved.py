@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,9 +10,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from dataflow.telemetry.timing.headspace import HeadspaceRecord
-from dataflow.telemetry.timing.records import RankRecord
+from dataflow.telemetry.timing.records import StepRecord
 
-R = TypeVar("R", bound=RankRecord)
+R = TypeVar("R", bound=StepRecord)
 _SHOWN = 8
 _NAME = re.compile(r"\d{6,}-(loop-|headspace-)?\d{3,}\.json")
 """Names as `timing.records.Recorder` and `timing.headspace` give them: the folder may be a user's own, with
@@ -44,9 +43,9 @@ def all_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
-def read_records(folder: Path) -> SavedRecords[RankRecord]:
+def read_records(folder: Path) -> SavedRecords[StepRecord]:
     """Read those of steps as they were."""
-    return _read(record_files(folder), RankRecord)
+    return _read(record_files(folder), StepRecord)
 
 
 def read_headspace(folder: Path) -> SavedRecords[HeadspaceRecord]:
@@ -86,8 +85,8 @@ def _parsed(files: Iterable[Path], record_type: type[R], notes: list[str]) -> It
     """Files and their records; notes get those that cannot be read."""
     for path in files:
         try:
-            record = record_type.from_json(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            record = record_type.read(path)
+        except (OSError, ValueError) as error:
             notes.append(f"{path.name} could not be read, and is left out: {error}")
             continue
         yield path, record
@@ -98,7 +97,7 @@ def _name_of(path: Path) -> str:
     return path.stem.partition("-")[2]
 
 
-def _missing(records: Sequence[RankRecord], world_size: int) -> Iterator[str]:
+def _missing(records: Sequence[StepRecord], world_size: int) -> Iterator[str]:
     lacking = world_size - len(records)
     if not lacking:
         return

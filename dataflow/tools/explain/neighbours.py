@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dataflow.batch.packed import IGNORE, PackedRows
 from dataflow.outputs.fixed import MASK_SUFFIX
 from dataflow.ragged import Ragged
-from dataflow.tools.explain.values import TokenWords, text_of
+from dataflow.tools.explain.values import TokenWords, numbers_text, text_of
 
 GRAM, MOST_TOKENS = 8, 1 << 20
 """Tokens or words in a row that are looked for again, and those of a column and batch that are looked at."""
@@ -69,7 +69,7 @@ class StepMeasures:
             elif name == words.column or isinstance(column, PackedRows):
                 rows = _token_rows(column)
                 self._add(f"tokens of {name} in a piece", sum(map(len, rows)), len(rows))
-                self._add_repeats(name, rows, words.decode if name == words.column else _listed)
+                self._add_repeats(name, rows, words.decode if name == words.column else numbers_text)
             elif isinstance(column, list) and (texts := [text for text in column if isinstance(text, str)]):
                 self._add(f"characters of {name}", sum(map(len, texts)), len(texts))
                 self._add_repeats(name, *_word_rows(texts))
@@ -185,7 +185,3 @@ def _word_rows(texts: Sequence[str]) -> tuple[list[Ints], Callable[[Sequence[Any
     ]
     words = [*known]
     return rows, lambda numbers: " ".join(words[number] for number in numbers)
-
-
-def _listed(ids: Sequence[Any]) -> str:
-    return " ".join(map(str, ids))

@@ -88,7 +88,7 @@ def values_of(
         try:
             if name == words.column or isinstance(column, PackedRows):
                 mask = columns.get(words.mask) if name == words.column else None
-                shown = _tokens(column, row, mask, words.decode if name == words.column else _numbers)
+                shown = _tokens(column, row, mask, words.decode if name == words.column else numbers_text)
             else:
                 shown = _value(value_at(column, row), room, rates.get(name, 0))
         except (IndexError, KeyError, TypeError):
@@ -192,7 +192,8 @@ def png_of(pixels: np.ndarray[Any, Any]) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def _numbers(ids: Sequence[Any]) -> str:
+def numbers_text(ids: Sequence[Any]) -> str:
+    """Numbers as text, such as tokens without their tokenizer."""
     return " ".join(map(str, ids))
 
 
@@ -203,7 +204,7 @@ class TokenWords(NamedTuple):
     """The column of tokens; "": none is known."""
     mask: str = ""
     """The column that says which of them are trained."""
-    decode: Callable[[Sequence[Any]], str] = _numbers
+    decode: Callable[[Sequence[Any]], str] = numbers_text
     """Text of tokens, where the transform has their tokenizer."""
 
 
@@ -228,7 +229,7 @@ def _tokens(column: Any, row: int, mask: Any, decode: Callable[[Sequence[Any]], 
         if at == len(tokens) or kinds[at] != kinds[begin]:
             number, is_trained = kinds[begin]
             some = tokens[begin : min(at, begin + MOST_NUMBERS)]
-            text = text_of(decode(some) if number else _numbers(some))
+            text = text_of(decode(some) if number else numbers_text(some))
             kind = f"{f'p{number % 2}' if number else 'p2'}{'' if is_trained else ' m'}"
             parts.append(f'<span class="{kind}">{text}</span>')
             begin = at

@@ -20,7 +20,7 @@ from dataflow.tools.inspect.quality import distinct_per_batch
 from dataflow.tools.inspect.read_cost import open_bytes
 from dataflow.tools.inspect.settings import InspectSettings
 from dataflow.tools.terminal.report import Drawing, Page, Table, bytes_text, optional
-from dataflow.tools.verdicts.verdict import verdict_of
+from dataflow.tools.verdicts.plans import inspection_verdict
 from sharding.catalog.table import Catalog
 from sharding.order.order import Order
 from sharding.order.permutations import seeded_permutation
@@ -168,7 +168,7 @@ def page_of(inspection: Inspection) -> Page:
         {"order": name, **side.figures.to_row()}
         for name, side in (("plan", inspection.plan), ("full shuffle", inspection.full))
     ]
-    return Page("dataflow inspect", values, parts, verdict=verdict_of("inspect", values), rows=measured)
+    return Page("dataflow inspect", values, parts, verdict=inspection_verdict(values), rows=measured)
 
 
 def _facts(inspection: Inspection) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from dataflow.tools.plan.expenses import Expenses, Prices, expenses
 from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.plan.step import Prediction, StepWork, batch_doubts, best_accumulation, predict
 from dataflow.tools.terminal.report import Drawing, Page, Part, Sentence, Table
-from dataflow.tools.verdicts.verdict import verdict_of
+from dataflow.tools.verdicts.plans import plan_verdict
 
 _SHUFFLE_SEED = 0
 
@@ -112,7 +112,7 @@ def page_of(settings: PlanSettings, plan: ClusterPlan) -> Page:
     ]
     parts.append(Drawing(11, 4.2, lambda figure: _draw(plan, figure)))
     values = {"asked": asdict(settings), "plan": plan.to_json()}
-    return Page("dataflow plan", values, parts, verdict=verdict_of("plan", values), rows=[*_rows(plan)])
+    return Page("dataflow plan", values, parts, verdict=plan_verdict(values), rows=[*_rows(plan)])
 
 
 def _rows(plan: ClusterPlan) -> Iterator[dict[str, Any]]:

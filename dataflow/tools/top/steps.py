@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dataflow.stats import is_count, numbers_of
+from dataflow.stats import numbers_of, numbers_since
 from dataflow.telemetry.status.reading import boot_id
 from dataflow.telemetry.status.record import LoaderRecord, ScheduleRecord, TrainingRecord
 from dataflow.telemetry.timing.diagnosis import diagnose
-from dataflow.telemetry.timing.records import LoaderTimes, RankRecord, StepTimes, busy_cores, shard_times
-from dataflow.telemetry.timing.shares import PARTS, Part
+from dataflow.telemetry.timing.records import LoaderTimes, StepRecord, StepTimes, times_of
+from dataflow.telemetry.timing.shares import PARTS, Part, shares_of
 
 MOST_PAGES = 30
 """Readings, about a second each, that the answer of what holds a training up is about."""
@@ -56,6 +56,15 @@ class Pages(NamedTuple):
         """The one from which the work of threads counts, told task by task; None: from the first on."""
         return self.records[0] if len(self.records) > _TASKS_OVER else None
 
+    def times_of(self, one: LoaderRecord) -> LoaderTimes:
+        """Return what a loader of the newest page says of itself, as `dataflow doctor` has it."""
+        grown, _ = growth(same_loader(self.since, one), one)
+        is_here, cores = self.now.boot_id == boot_id(), self.now.cores or 1.0
+        try:
+            return times_of(one.kind, one.stats, grown, cores=cores, is_here=is_here)
+        except (AttributeError, TypeError, ValueError, LookupError):
+            return LoaderTimes("other")  # figures that no loader of this version has
+
 
 def key_of(record: TrainingRecord) -> Key:
     """Return what names the process of a page."""
@@ -79,7 +88,7 @@ def numbers_in(stats: Mapping[str, Any]) -> dict[str, float]:
 def growth(before: LoaderRecord | None, now: LoaderRecord) -> tuple[dict[str, float], float | None]:
     """Return the numbers of the time between two pages, and its seconds; None: they are not known."""
     old, new = numbers_in(before.stats) if before else {}, numbers_in(now.stats)
-    grown = _since(new, old)
+    grown = numbers_since(new, old)
     elapsed_s = grown.get("elapsed_s", 0.0)
     is_known = before is not None and elapsed_s > 0 and new.get("batches", 0) >= old.get("batches", 0)
     return grown, elapsed_s if is_known else None
@@ -91,7 +100,7 @@ class RecentSteps:
     def __init__(self) -> None:
         self._rows: deque[tuple[StepTimes, ...]] = deque(maxlen=MOST_PAGES)
         self._ranks: list[Key] = []
-        self._records: list[RankRecord] = []
+        self._records: list[StepRecord] = []
         self._since: dict[Key, float] = {}
         self.longest_s = 0.0
         """Seconds of the longest step, on average of a reading."""
@@ -105,13 +114,12 @@ class RecentSteps:
         stepped = {key: found for key, pages in fresh.items() if (found := _steps_of(pages)) is not None}
         if not stepped:
             return
-        in_schedule = any(record.in_schedule for _, record in stepped.values())
-        stepped = {key: found for key, found in stepped.items() if found[1].in_schedule == in_schedule}
+        in_schedule = any(record.in_schedule for record in stepped.values())
+        stepped = {key: record for key, record in stepped.items() if record.in_schedule == in_schedule}
         if self._ranks != list(stepped):
             self._rows.clear()
-        self._ranks = list(stepped)
-        self._records = [record for _, record in stepped.values()]
-        row = tuple(times for times, _ in stepped.values())
+        self._ranks, self._records = list(stepped), list(stepped.values())
+        row = tuple(times for record in self._records for times in record.windows)
         self._rows.append(row)
         self.longest_s = max(one.total_s / one.microbatches for one in row)
 
@@ -119,7 +127,8 @@ class RecentSteps:
         """Return the fields of a `TrainingView` that tell what holds it up."""
         if not self._rows:
             return {"verdict": "", "where": "", "action": "", "gain": None, "shares": {}}
-        found, diagnosis = diagnose(self._records, self._rows)
+        found = shares_of(self._rows)
+        diagnosis = diagnose(found, self._records)
         in_schedule = self._records[0].in_schedule
         parts: Sequence[Part] = PARTS if in_schedule else ("data", "compute")
         gain = diagnosis.gain if diagnosis.gain is not None and math.isfinite(diagnosis.gain) else None
@@ -132,38 +141,26 @@ class RecentSteps:
         }
 
 
-def _steps_of(pages: Pages) -> tuple[StepTimes, RankRecord] | None:
-    """Return the steps between two pages of a rank as one; None where none has ended."""
+def _steps_of(pages: Pages) -> StepRecord | None:
+    """Return the record of a rank between its last two pages, as one step; None where none has ended."""
     assert pages.last is not None
-    intervals = [(same_loader(pages.last, one), one) for one in pages.now.loaders]
     old_schedules = {one.loader: one for one in pages.last.schedules}
     for schedule in pages.now.schedules:
         before = old_schedules.get(schedule.loader)
         if before is not None and schedule.windows > before.windows:
-            own = [one for _, one in intervals if one.name == schedule.loader]
-            times = LoaderTimes("other")
-            if own:
-                times = times_of(pages.now, same_loader(pages.since, own[0]), own[0])
-            return _schedule_steps(before, schedule), _record(pages.now, times, schedule)
+            own = next((one for one in pages.now.loaders if one.name == schedule.loader), None)
+            return _record(pages, own, _schedule_steps(before, schedule), schedule)
     measured = []
-    for old, one in intervals:
-        grown, elapsed_s = growth(old, one)
+    for one in pages.now.loaders:
+        grown, elapsed_s = growth(same_loader(pages.last, one), one)
         if elapsed_s is not None and (batches := int(grown.get("batches", 0))):
             waited_s = min(elapsed_s, grown.get("starved_s", 0.0))
             measured.append((one.role == "train", batches, elapsed_s, waited_s, one))
     if not measured:
         return None
     _, batches, elapsed_s, waited_s, one = max(measured, key=lambda found: found[:2])
-    steps = StepTimes(
-        window=1,
-        microbatches=batches,
-        data_s=waited_s,
-        peers_s=0.0,
-        compute_s=elapsed_s - waited_s,
-        exposed_s=None,
-        optimizer_s=0.0,
-    )
-    return steps, _record(pages.now, times_of(pages.now, same_loader(pages.since, one), one), None)
+    steps = StepTimes(window=1, microbatches=batches, data_s=waited_s, compute_s=elapsed_s - waited_s)
+    return _record(pages, one, steps)
 
 
 def _schedule_steps(before: ScheduleRecord, now: ScheduleRecord) -> StepTimes:
@@ -181,41 +178,18 @@ def _schedule_steps(before: ScheduleRecord, now: ScheduleRecord) -> StepTimes:
     )
 
 
-def _record(now: TrainingRecord, times: LoaderTimes, schedule: ScheduleRecord | None) -> RankRecord:
-    return RankRecord(
+def _record(
+    pages: Pages, loader: LoaderRecord | None, steps: StepTimes, schedule: ScheduleRecord | None = None
+) -> StepRecord:
+    now = pages.now
+    return StepRecord(
         rank=now.rank,
         world_size=now.world_size,
         host=now.host,
         model=schedule.model if schedule else "",
         strategy=schedule.strategy if schedule else "",
         device="",
-        loader=times,
-        windows=(),
+        loader=LoaderTimes("other") if loader is None else pages.times_of(loader),
+        windows=(steps,),
         in_schedule=schedule is not None,
     )
-
-
-def times_of(record: TrainingRecord, before: LoaderRecord | None, now: LoaderRecord) -> LoaderTimes:
-    """Return what a loader says of itself, as `dataflow doctor` has it."""
-    cores = record.cores or 1.0
-    try:
-        if now.kind == "LoaderStats":
-            return shard_times(now.stats, growth(before, now)[0], cores=cores)
-        is_here = record.boot_id == boot_id()
-        pids = [pid for pid in now.stats.get("worker_pids", ()) if isinstance(pid, int)]
-        busy = busy_cores(pids) if is_here and pids else None
-        share = None if busy is None else busy / cores
-        return LoaderTimes(str(now.stats.get("workers", 0)), cores=cores, cores_busy=share)
-    except (AttributeError, TypeError, ValueError):
-        return LoaderTimes("other")  # figures that no loader of this version has
-
-
-def _since(later: Mapping[str, float], earlier: Mapping[str, float]) -> dict[str, float]:
-    """Return what `since` does, of the numbers that `flat` returned: counts are those of the interval.
-
-    Rates and shares stay as they were later.
-    """
-    return {
-        name: max(0.0, value - earlier.get(name, 0.0)) if is_count(name) else value
-        for name, value in later.items()
-    }

@@ -28,7 +28,6 @@ from dataflow.tools.top.steps import (
     key_of,
     numbers_in,
     same_loader,
-    times_of,
 )
 
 _DECISIONS = 8
@@ -275,8 +274,7 @@ def loader_rows(pages: Pages) -> Iterator[LoaderRow]:
     """Yield the loaders of a process that have begun, those that run first."""
     loaders = [one for one in pages.now.loaders if one.began_at and one.state != "closed"]
     for one in sorted(loaders, key=lambda one: (one.state != "running", one.role, one.name)):
-        times = times_of(pages.now, same_loader(pages.since, one), one)
-        yield _row(pages.now.host, same_loader(pages.before, one), one, times)
+        yield _row(pages.now.host, same_loader(pages.before, one), one, pages.times_of(one))
 
 
 def _row(host: str, before: LoaderRecord | None, now: LoaderRecord, times: LoaderTimes) -> LoaderRow:

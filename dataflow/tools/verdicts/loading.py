@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataflow.tables import bytes_text, counted, number_text
+from dataflow.telemetry.timing.bottleneck import Bottleneck, Bound
+from dataflow.telemetry.timing.diagnosis import cure_of, diagnose
 from dataflow.telemetry.timing.shares import WORTH
 from dataflow.tools.terminal.report import Verdict
 from dataflow.tools.verdicts.storage import FAR, FEW, SHORT_S, Answer
@@ -15,19 +17,7 @@ SAME = 0.05
 _FROM_DISK = 0.05
 _MOST_OF_MEMORY = 0.5
 _LONGER = "Measure longer: --seconds 20, over more data if an epoch has few batches."
-_CURES = {
-    "compute": "Leave the loader as it is; a faster step is in the computation, which torch.profiler shows.",
-    "storage": "Take a faster store, or a cache on local disks (cache=); dataflow bench storage measures it.",
-    "decode": "Give loading more cores, or cheaper samples: smaller images, transforms that are done once.",
-    "memory": "Raise DataLoader(memory_limit=), so that more is read ahead.",
-    "both": "Take a faster store or a cache on local disks (cache=), and more cores or cheaper samples.",
-    "epochs": 'Measure with more data; a training on so little takes Mixture({dataset: 1}, stop="never").',
-}
-"""Advice for each part that may hold a training up."""
-_BUSY = 0.7
-_MORE_WORKERS = (
-    "Give the loader more workers (num_workers=), or cheaper samples: {share:.0%} of the cores are busy."
-)
+_BOTH = "Take a faster store or a cache on local disks (cache=), and more cores or cheaper samples."
 _COMPETE = "Give loading more cores: its parts are fast enough alone, and share them."
 
 
@@ -37,9 +27,11 @@ def loader_verdict(figures: Mapping[str, Any]) -> Verdict:
         return _answer(figures)
     if short := _short(figures, "training"):
         return Verdict(text=f"Too short to tell what holds this training up: {short}.", advice=_LONGER)
-    headspace, bottleneck = figures["headspace"], figures["bottleneck"]
-    gain, bound = headspace["gain"], bottleneck["bound"]
-    because = f"{bound}-bound: {bottleneck['reason']}{_from_memory(figures)}"
+    headspace, saved = figures["headspace"], figures["bottleneck"]
+    found = {name: saved[name] for name in ("bound", "predicted", "gains", "reason")}
+    diagnosis = diagnose(Bottleneck(**found, cores_used=figures["rates_samples_per_s"]["cores_used"]))
+    gain = headspace["gain"]
+    because = f"{diagnosis.verdict}{_from_memory(figures)}"
     if _is_noise(headspace):
         text = f"Rounds of steps differ by more than a perfect loader would gain ({gain:.2f}x); {because}."
         return Verdict(text=text, advice=f"{_LONGER[:-1]}, and on an idle machine.")
@@ -47,7 +39,7 @@ def loader_verdict(figures: Mapping[str, Any]) -> Verdict:
         text = f"Nothing is to be gained by a faster loader: {gain:.2f}x with a perfect one; {because}."
     else:
         text = f"The training would be {gain:.2f}x faster with a perfect loader; {because}."
-    return Verdict(text=text, advice=_cure(bound, figures))
+    return Verdict(text=text, advice=diagnosis.action)
 
 
 def _answer(figures: Mapping[str, Any]) -> Verdict:
@@ -96,20 +88,17 @@ def _judged(figures: Mapping[str, Any], wanted: float) -> tuple[Answer, str, str
             cached,
             "Measure after dropping the page cache: more data than memory is read from disk.",
         )
-    slow = [
-        (name, bound)
-        for name, bound in (("reading the blocks", "storage"), ("decoding from memory", "decode"))
-        if rates[bound] < wanted
-    ]
+    named: dict[Bound, str] = {"storage": "reading the blocks", "decode": "decoding from memory"}
+    slow = [(name, bound) for bound, name in named.items() if rates[bound] < wanted]
     if slow:
         parts = " and ".join(f"{name} alone reaches {rates[bound]:,.0f}" for name, bound in slow)
-        return "no", f"; {parts}", _cure("both" if len(slow) > 1 else slow[0][1], figures)
+        return "no", f"; {parts}", _BOTH if len(slow) > 1 else cure_of(slow[0][1], rates["cores_used"])
     if (rates["more_memory"] or 0) >= wanted:
         more = f"; with four times the memory limit it reaches {rates['more_memory']:,.0f}"
-        return "no", more, _CURES["memory"]
+        return "no", more, cure_of("memory", None)
     alone = f"; reading alone reaches {rates['storage']:,.0f}, decoding from memory {rates['decode']:,.0f}"
     if figures["bottleneck"]["bound"] == "epochs":
-        return "unknown", f", but borders of short epochs were measured{alone}", _CURES["epochs"]
+        return "unknown", f", but borders of short epochs were measured{alone}", cure_of("epochs", None)
     return "no", alone, _COMPETE
 
 
@@ -119,13 +108,6 @@ def _setting(figures: Mapping[str, Any]) -> str:
     kind = "process" if stats["workers"] == "process" else "thread"
     builders = counted(stats["build"]["threads"], kind).replace(kind, f"building {kind}")
     return f"with {builders} and {bytes_text(figures['memory_limit'])} of memory a rank"
-
-
-def _cure(bound: str, figures: Mapping[str, Any]) -> str:
-    share = figures["rates_samples_per_s"]["cores_used"]
-    if bound == "decode" and share is not None and share < _BUSY:
-        return _MORE_WORKERS.format(share=share)
-    return _CURES[bound]
 
 
 def _short(figures: Mapping[str, Any], phase: str, few: int = FEW) -> str:

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
 from dataflow import DataLoader, GradSchedule, Packed
 from dataflow.telemetry.timing import VARIABLE
 from dataflow.telemetry.timing.loops import LoopRecorder
-from dataflow.telemetry.timing.records import LoaderTimes, RankRecord, StepTimes, busy_cores, loader_times
+from dataflow.telemetry.timing.records import LoaderTimes, StepRecord, StepTimes, busy_cores, loader_times
 from dataflow.telemetry.timing.report import Report, report_of
 from dataflow.tools.doctor.saved import read_records, record_files
 
@@ -84,7 +84,7 @@ def test_time_between_epochs_is_in_no_step(tmp_path: Path) -> None:
 def test_the_rank_that_waited_longest_for_data_counts() -> None:
     """The others wait for it in their all-reduce, which a plain loop sees as computing."""
     records = [
-        RankRecord(
+        StepRecord(
             rank=rank,
             world_size=2,
             host="host",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dataflow.telemetry.timing.diagnosis import Diagnosis, diagnose
-from dataflow.telemetry.timing.records import LoaderTimes, RankRecord, StepTimes, TraceEvent
+from dataflow.telemetry.timing.records import LoaderTimes, StepRecord, StepTimes, TraceEvent
 from dataflow.telemetry.timing.report import report_of, trace_of
 from dataflow.telemetry.timing.shares import PARTS, rank_parts, same_steps, shares_of
 
@@ -20,7 +21,7 @@ def window(number: int = 0, **seconds: Any) -> StepTimes:
     return StepTimes(window=number, microbatches=4, **{**zero, **seconds})
 
 
-def record(rank: int, windows: list[StepTimes], world_size: int = 2, **about: Any) -> RankRecord:
+def record(rank: int, windows: list[StepTimes], world_size: int = 2, **about: Any) -> StepRecord:
     kept: dict[str, Any] = {
         "host": f"node{rank}",
         "model": "DDP",
@@ -28,11 +29,11 @@ def record(rank: int, windows: list[StepTimes], world_size: int = 2, **about: An
         "device": "cpu",
         "loader": LOADER,
     }
-    return RankRecord(rank=rank, world_size=world_size, windows=tuple(windows), **{**kept, **about})
+    return StepRecord(rank=rank, world_size=world_size, windows=tuple(windows), **{**kept, **about})
 
 
-def diagnosis(records: list[RankRecord], rows: list[list[StepTimes]]) -> Diagnosis:
-    return diagnose(records, rows)[1]
+def diagnosis(records: list[StepRecord], rows: list[list[StepTimes]]) -> Diagnosis:
+    return diagnose(shares_of(rows), records)
 
 
 @pytest.mark.parametrize(
@@ -226,11 +227,13 @@ def test_seconds_of_zero_divide_nothing() -> None:
     assert "compute-bound" in str(report)
 
 
-def test_a_record_survives_json_and_another_value_is_refused() -> None:
+def test_a_record_survives_its_file_and_another_value_is_refused(tmp_path: Path) -> None:
     kept = record(1, [window(3)], events=(TraceEvent("wait", "data", 1.0, 2.0),))
-    assert RankRecord.from_json(kept.to_json()) == kept
+    kept.save(path := tmp_path / "record.json")
+    assert StepRecord.read(path) == kept
+    path.write_text('{"rank": 0}')
     with pytest.raises(ValueError, match="not a record"):
-        RankRecord.from_json({"rank": 0})
+        StepRecord.read(path)
 
 
 def test_events_become_a_chrome_trace_with_a_process_a_rank() -> None:

@@ -16,7 +16,7 @@ from programs_kit import run_command
 from rich.console import Console
 
 from dataflow import DataLoader, Mixture, ShardedDataset, ShardWriter
-from dataflow.telemetry.timing.headspace import MeasuredSteps
+from dataflow.telemetry.timing.records import StepTimes
 from dataflow.tools.bench import loader
 from dataflow.tools.bench.compare import (
     Contestant,
@@ -390,7 +390,10 @@ def test_data_that_came_from_the_disk_is_dropped_before_each_further_phase(shard
 
 
 def faster(times, steps):
-    return MeasuredSteps(tuple(total / times for total in steps.total_s), (0.0,) * len(steps.total_s))
+    return tuple(
+        StepTimes(window=one.window, microbatches=1, data_s=0.0, compute_s=one.total_s / times)
+        for one in steps
+    )
 
 
 def test_a_loader_behind_its_parts_is_tried_with_more_memory(shards):
@@ -402,7 +405,7 @@ def test_a_loader_behind_its_parts_is_tried_with_more_memory(shards):
         limits[work.phase] = work.memory_limit
         [one] = in_this_process(work, ranks)
         if one.replayed:
-            one = replace(one, replayed=replace(one.replayed, measured=faster(9, one.steps.measured)))
+            one = replace(one, replayed=replace(one.replayed, windows=faster(9, one.steps.windows)))
         return [replace(one, samples_per_s=rates.get(work.phase, 90.0), device_bytes=0)]
 
     found = loader.emulate(asked, run=figures)

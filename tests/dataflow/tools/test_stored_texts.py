@@ -23,7 +23,7 @@ from test_costs import ASKED
 from test_top import record as page_after, text_of, views
 from test_verdicts import case, compared, inspected, loading, planned, storage
 
-from dataflow.telemetry.timing.records import LoaderTimes, RankRecord, StepTimes
+from dataflow.telemetry.timing.records import LoaderTimes, StepRecord, StepTimes
 from dataflow.telemetry.timing.report import Report, report_of
 
 FOLDER = ROOT / "tests" / "fixtures" / "texts"
@@ -62,7 +62,7 @@ def doctored(**parts: tuple[float, ...]) -> Report:
     zero = dict.fromkeys(("data_s", "peers_s", "compute_s", "exposed_s", "optimizer_s"), (0.01,) * ranks)
     times = zero | parts
     records = [
-        RankRecord(
+        StepRecord(
             rank=rank,
             world_size=ranks,
             host=f"node{rank}",

@@ -10,8 +10,10 @@ import pytest
 from programs_kit import run_command
 
 from dataflow.tools.terminal.report import Verdict
+from dataflow.tools.verdicts.loading import comparison_verdict, loader_verdict
 from dataflow.tools.verdicts.need import parse_need
-from dataflow.tools.verdicts.verdict import Report, verdict_of
+from dataflow.tools.verdicts.plans import inspection_verdict, plan_verdict
+from dataflow.tools.verdicts.storage import storage_verdict
 
 # ---- what is asked for ----------------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ def storage(
         "seconds_a_case": 2.0,
         "cases": cases,
     }
-    return verdict_of("bench storage", figures)
+    return storage_verdict(figures)
 
 
 def test_a_store_that_gives_more_is_fast_enough_with_the_fewest_reads_in_flight_that_do() -> None:
@@ -257,12 +259,18 @@ def loading(need: str = "", ranks: Any = None, **values: Any) -> Verdict:
         "stored_bytes": 1e9,
         "is_local": True,
         "rates_samples_per_s": rates,
-        "bottleneck": {"bound": "decode", "reason": "decoding reaches 1,000 samples/s"},
+        "bottleneck": {
+            "predicted": 5000,
+            "gains": dict.fromkeys(("compute", "storage", "decode", "memory", "epochs"), 1.0),
+            "bound": "decode",
+            "reason": "decoding reaches 1,000 samples/s",
+            **values.pop("bottleneck", {}),
+        },
         "headspace": {"gain": 2.0, "live": rate, "replayed": {**rate, "slowest": 18}},
         "phases": {"loader": ranks or [rank()], "training": ranks or [rank()]},
         **values,
     }
-    return verdict_of("bench loader", figures)
+    return loader_verdict(figures)
 
 
 def test_a_loader_that_reaches_the_rate_is_fast_enough() -> None:
@@ -382,7 +390,7 @@ def compared(
         for whose, rates in (("dataflow", ours), ("torch", theirs))
     ]
     asked = {"repeats": len(ours), "seconds": seconds}
-    return verdict_of("bench compare", {"asked": asked, "contestants": contestants})
+    return comparison_verdict({"asked": asked, "contestants": contestants})
 
 
 @pytest.mark.parametrize(
@@ -432,7 +440,7 @@ def inspected(kind: str = "window", **plan: Any) -> Verdict:
         "plan": {**sides, **plan},
         "full": {**sides, "blocks_per_batch": 62.0, "requests_per_1000_samples": 1000.0},
     }
-    return verdict_of("inspect", figures)
+    return inspection_verdict(figures)
 
 
 HOT = {"prefix": {"ratio": 4.0, "most": 40, "ahead": 100, "name": "bucket/a"}}
@@ -489,7 +497,7 @@ def planned(doubts: tuple[str, ...] = (), **best: Any) -> Verdict:
         "asked": {"nodes": 4, "ranks_per_node": 8},
         "plan": {"best": {**step, **best}, "doubts": doubts},
     }
-    return verdict_of("plan", figures)
+    return plan_verdict(figures)
 
 
 @pytest.mark.parametrize(
@@ -536,21 +544,21 @@ PLAN = ("plan", "--nodes", 4, "--parameters", "25M", "--microbatch-ms", 10, "--a
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    ("report", "arguments", "columns", "rows"),
+    ("judge", "arguments", "columns", "rows"),
     [
-        ("bench storage", (*STORAGE, "--need", "16000/s"), "pattern,block_bytes,in_flight,seconds", 4),
-        ("bench compare", COMPARE, "loader,workers,run,samples_per_s", 2),
-        ("inspect", ("inspect", "t.catalog"), "order,blocks_per_batch", 2),
-        ("plan", PLAN, "kind,name,window_s", 9),
+        (storage_verdict, (*STORAGE, "--need", "16000/s"), "pattern,block_bytes,in_flight,seconds", 4),
+        (comparison_verdict, COMPARE, "loader,workers,run,samples_per_s", 2),
+        (inspection_verdict, ("inspect", "t.catalog"), "order,blocks_per_batch", 2),
+        (plan_verdict, PLAN, "kind,name,window_s", 9),
     ],
 )
 def test_each_report_begins_with_its_verdict_and_is_written_as_json_csv_and_picture(
-    tokens: Any, report: Report, arguments: Any, columns: str, rows: int
+    tokens: Any, judge: Any, arguments: Any, columns: str, rows: int
 ) -> None:
     code, text = run_command(*arguments, "--json", "r.json", "--csv", "r.csv", "--plot", "r.png")
     assert code == 0, text
     figures = json.loads((tokens / "r.json").read_text())
-    found = verdict_of(report, figures)
+    found = judge(figures)
     assert found.to_json().items() <= figures.items()
     assert " ".join(text.split()).startswith(f"{found.text} Next: {found.advice}")
     lines = (tokens / "r.csv").read_text().splitlines()
