@@ -7,8 +7,8 @@ arguments, missing or broken files, packages that are not installed) ends as one
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -27,6 +27,7 @@ from dataflow.tools.terminal.options import (
     EngineArguments,
     ReportFiles,
     json_option,
+    option,
     options_of,
     plain_errors,
 )
@@ -93,56 +94,54 @@ def main() -> None:
     """  # noqa: D301 - click wants the control character
 
 
+@dataclass(frozen=True, kw_only=True)
+class IndexSettings:
+    """Where a catalog goes, and what is kept in it and beside it."""
+
+    output: str | None = option(
+        "Path or URL that the catalog is written to.",
+        default=None,
+        metavar="PATH.catalog",
+        show_default="your cache folder, where ShardedDataset looks",
+    )
+    block_bytes: int | None = option(
+        "Bytes that a block should have.",
+        SIZE,
+        None,
+        metavar="SIZE",
+        show_default=f"{DEFAULT_BLOCK_BYTES >> 20}MiB",
+    )
+    checksum: bool = option(
+        "Read all data once, and keep a CRC-32 of each block, which every later read is checked against.",
+        bool,
+        False,
+    )
+    lengths: bool = option(
+        "Also write the lengths of samples beside the catalog, as loaders with batching= have measured them "
+        "on this machine. Whoever opens the catalog need not measure them again.",
+        bool,
+        False,
+    )
+    transform: str | None = option(
+        "Measure the lengths first: package.module:function, your transform, or what takes no argument and "
+        "makes it, or the ShardedDataset that has it. Its measure is asked, else each sample is made.",
+        default=None,
+        metavar="MODULE:FUNCTION",
+    )
+    lengths_of: str | None = option(
+        "Column of --transform whose length counts; more of them, with commas, for balance= and budget=.",
+        default=None,
+        metavar="COLUMN",
+        show_default="the first one that measure tells, or tokens",
+    )
+
+
 @main.command()
 @options_of(DatasetArguments, "dataset")
-@click.option(
-    "--output",
-    metavar="PATH.catalog",
-    help="Path or URL that the catalog is written to.",
-    show_default="your cache folder, where ShardedDataset looks",
-)
-@click.option(
-    "--block-bytes",
-    type=SIZE,
-    metavar="SIZE",
-    help="Bytes that a block should have.",
-    show_default=f"{DEFAULT_BLOCK_BYTES >> 20}MiB",
-)
-@click.option(
-    "--checksum",
-    is_flag=True,
-    help="Read all data once, and keep a CRC-32 of each block, which every later read is checked against.",
-)
-@click.option(
-    "--lengths",
-    is_flag=True,
-    help="Also write the lengths of samples beside the catalog, as loaders with batching= have measured them "
-    "on this machine. Whoever opens the catalog need not measure them again.",
-)
-@click.option(
-    "--transform",
-    metavar="MODULE:FUNCTION",
-    help="Measure the lengths first: package.module:function, your transform, or what takes no argument and "
-    "makes it, or the ShardedDataset that has it. Its measure is asked, else each sample is made.",
-)
-@click.option(
-    "--lengths-of",
-    metavar="COLUMN",
-    help="Column of --transform whose length counts; more of them, with commas, for balance= and budget=.",
-    show_default="the first one that measure tells, or tokens",
-)
+@options_of(IndexSettings)
 @options_of(EngineArguments, "engine")
 @plain_errors
-def index(
-    dataset: DatasetArguments,
-    engine: EngineArguments,
-    output: str | None,
-    block_bytes: int | None,
-    checksum: bool,
-    lengths: bool,
-    transform: str | None,
-    lengths_of: str | None,
-) -> None:
+def index(dataset: DatasetArguments, settings: IndexSettings, engine: EngineArguments) -> None:
     """Build or refresh the catalog of a dataset.
 
     SOURCE is a file, a directory, a URL, a glob or a brace pattern (quote those two), several of them, or
@@ -163,17 +162,7 @@ def index(
     from dataflow.tools.terminal.indexing import index_source
 
     with engine.started() as executor:
-        index_source(
-            dataset.source,
-            dataset.options,
-            output=output,
-            block_bytes=block_bytes,
-            checksum=checksum,
-            lengths=lengths,
-            transform=transform,
-            lengths_of=lengths_of,
-            executor=executor,
-        )
+        index_source(dataset.source, dataset.options, executor=executor, **vars(settings))
 
 
 @main.command("inspect", short_help="Show how well a plan mixes, and what it costs to read.")
@@ -202,51 +191,31 @@ def inspect_(settings: InspectSettings, dataset: DatasetArguments, files: Report
     publish(page_of(inspect_dataset(opened, settings)), files)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """How much is trained, and where what it writes goes."""
+
+    folder: Path | None = option(
+        "Folder that shards and the checkpoint are written to and kept in.",
+        click.Path(file_okay=False, path_type=Path),
+        None,
+        show_default="a temporary folder, removed at the end",
+    )
+    keep: bool = option("Keep the temporary folder.", bool, False)
+    num_ranks: int = option("Number of processes that train.", COUNT, 2, "--ranks")
+    steps: int = option("Number of training steps.", click.IntRange(min=2), 100)
+    batch_size: int = option("Number of samples, of 128 bytes each, in a batch of a rank.", COUNT, 16)
+    seed: int = option("Seed of the order and of the model's weights.", int, 0)
+    max_modules: int | None = option(
+        "Number of Python modules to train on.", COUNT, None, "--modules", show_default="all, about 11 MB"
+    )
+
+
 @main.command(short_help="See it train, be interrupted and resume on this machine.")
-@click.option(
-    "--folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder that shards and the checkpoint are written to and kept in.",
-    show_default="a temporary folder, removed at the end",
-)
-@click.option("--keep", is_flag=True, help="Keep the temporary folder.")
-@click.option(
-    "--ranks", "num_ranks", type=COUNT, default=2, show_default=True, help="Number of processes that train."
-)
-@click.option(
-    "--steps",
-    "steps",
-    type=click.IntRange(min=2),
-    default=100,
-    show_default=True,
-    help="Number of training steps.",
-)
-@click.option(
-    "--batch-size",
-    "batch_size",
-    type=COUNT,
-    default=16,
-    show_default=True,
-    help="Number of samples, of 128 bytes each, in a batch of a rank.",
-)
-@click.option(
-    "--seed",
-    "seed",
-    type=int,
-    default=0,
-    show_default=True,
-    help="Seed of the order and of the model's weights.",
-)
-@click.option(
-    "--modules",
-    "max_modules",
-    type=COUNT,
-    help="Number of Python modules to train on.",
-    show_default="all, about 11 MB",
-)
+@options_of(DemoSettings)
 @json_option
 @plain_errors
-def demo(json_path: str | None, **settings: Any) -> None:
+def demo(settings: DemoSettings, json_path: str | None) -> None:
     """Train on this machine's own Python sources, interrupt, resume, compare the losses.
 
     The standard library's source text becomes token shards and WebDataset tars; two gloo ranks train a
@@ -265,7 +234,7 @@ def demo(json_path: str | None, **settings: Any) -> None:
     from dataflow.tools.demo import run_demo
     from dataflow.tools.terminal.report import Page, save
 
-    figures = run_demo(**settings)
+    figures = run_demo(**vars(settings))
     save(Page("dataflow demo", figures), json_path)
     if not figures["identical"]:
         raise click.exceptions.Exit(1)
