@@ -18,9 +18,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from dataflow.telemetry.serving.http import JSON, TEXT, Answer, HttpServer
 from dataflow.telemetry.status.reading import read_pages, start_ticks
-from dataflow.telemetry.status.record import TrainingRecord, to_json
+from dataflow.telemetry.status.record import TrainingRecord
 from dataflow.telemetry.timing.health import LIMIT_S, liveness, readiness
 
 _NICE = 5
@@ -62,7 +64,7 @@ class NodeAnswers:
         if path == "/metrics":
             return 200, *exposition(self.records())
         if path == "/figures":
-            return 200, JSON, to_json(self.records())
+            return 200, JSON, msgspec.json.encode(self.records())
         if path == "/healthz":
             return _health(*liveness(self.records(), time.time(), self._limit_s))
         if path == "/readyz":
@@ -86,10 +88,6 @@ class _Collector:
 
     def __init__(self, records: Iterable[TrainingRecord]) -> None:
         self._records = records
-
-    def describe(self) -> Iterator[Any]:
-        """Nothing: a registry collects otherwise, when this is registered."""
-        return iter(())
 
     def collect(self) -> Iterator[Any]:
         """Yield a family of samples for each instrument."""

@@ -31,7 +31,6 @@ class HttpServer:
     Args:
         listener: the socket, which listens.
         answer: answers a method and a path, in a thread of its own.
-        deadline_s: seconds that one connection may take.
         headers: sent with each answer.
     """
 
@@ -40,11 +39,9 @@ class HttpServer:
         listener: socket.socket,
         answer: Callable[[str, str], Answer],
         *,
-        deadline_s: float = DEADLINE_S,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.listener, self._answer, self._deadline_s = listener, answer, deadline_s
-        self._headers = headers or {}
+        self.listener, self._answer, self._headers = listener, answer, headers or {}
         self._is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
         self._open: dict[asyncio.StreamWriter, bool] = {}
         """The connections, the oldest first, and whether each is silent: has asked nothing yet."""
@@ -63,7 +60,7 @@ class HttpServer:
             oldest.transport.abort()
         self._open[writer] = True
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(DEADLINE_S):
                 await self._respond(reader, writer)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # the client is gone, too slow, or no client of HTTP

@@ -190,13 +190,8 @@ def from_page(page: bytes) -> TrainingRecord | None:
     return record if record.version == VERSION else None
 
 
-def to_json(records: list[TrainingRecord]) -> bytes:
-    """Return records as a JSON list, as an endpoint serves them."""
-    return msgspec.json.encode(records)
-
-
 def from_json(text: bytes) -> list[TrainingRecord]:
-    """Return the records of a JSON list. `ValueError` if it is none."""
+    """Return the records of a JSON list, as an endpoint serves them. `ValueError` if it is none."""
     try:
         return msgspec.json.decode(text, type=list[TrainingRecord])
     except RecursionError as error:

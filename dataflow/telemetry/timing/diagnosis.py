@@ -1,8 +1,8 @@
 """One diagnosis of a training: what holds it up, in one line, and the next action with its gain.
 
-It is of steps as they were, or of parts that were each measured alone. Every gain is computed from what was
-measured, and of steps it is at most that: the part is taken to vanish, or to halve, and nothing else to
-change.
+It is of steps as they were, of parts that were each measured alone, or of a loader that is waited for. Every
+gain is computed from what was measured, and of steps it is at most that: the part is taken to vanish, or to
+halve, and nothing else to change.
 """
 
 from __future__ import annotations
@@ -87,13 +87,18 @@ def gain_text(gain: float) -> str:
     return f"at most {gain:.2f} x faster"
 
 
-def diagnose(found: StepShares | Bottleneck, records: Sequence[StepRecord] = ()) -> Diagnosis:
+def diagnose(found: StepShares | Bottleneck | LoaderTimes, records: Sequence[StepRecord] = ()) -> Diagnosis:
     """Return what holds a training up, and the next action.
 
     Args:
-        found: where the time of the ranks' steps goes, or what bounds parts that were measured alone.
+        found: where the time of the ranks' steps goes, what bounds parts that were measured alone, or what a
+            loader says that is waited for.
         records: of the ranks whose steps these are.
     """
+    if isinstance(found, LoaderTimes):
+        where, action = _loader_action(found)
+        verdict = f"data-bound: {found.stall_share or 0.0:.0%} waiting for the loader"
+        return Diagnosis(verdict, action, None, where)
     if isinstance(found, Bottleneck):
         where, _ = _CURES[found.bound]
         action = cure_of(found.bound, found.cores_used)
@@ -150,7 +155,7 @@ def cure_of(bound: Bound, cores_used: float | None) -> str:
 def _data(shares: StepShares, critical: StepRecord, num_ranks: int) -> Diagnosis:
     where = "" if num_ranks == 1 or takes_turns(shares, num_ranks) else f", most on rank {critical.rank}"
     verdict = f"data-bound: {shares.share('data'):.0%} waiting for the loader{where}"
-    part, action = loader_action(critical.loader)
+    part, action = _loader_action(critical.loader)
     return Diagnosis(verdict, action, shares.gains["data"], part)
 
 
@@ -166,7 +171,7 @@ def _cores(shares: StepShares, loader: LoaderTimes) -> Diagnosis:
     return Diagnosis(verdict, action, None, "decoding and transforms")
 
 
-def loader_action(loader: LoaderTimes) -> tuple[Where, str]:
+def _loader_action(loader: LoaderTimes) -> tuple[Where, str]:
     """Return which part of a loader does not keep up, and what helps."""
     made: Where = "decoding and transforms"
     cores_are_busy = (loader.cores_busy or 0.0) >= _BUSY

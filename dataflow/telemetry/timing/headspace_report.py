@@ -68,9 +68,7 @@ class Headspace:
     @property
     def verdict(self) -> str:
         """The result in a line."""
-        if self.gain < WORTH:
-            return f"nothing is to be gained by a faster loader: {self.gain:.2f}x with a perfect one"
-        return f"the training would be {self.gain:.2f}x faster with a perfect loader"
+        return gain_verdict(self.gain)
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -128,6 +126,18 @@ def headspace_of_records(records: Sequence[HeadspaceRecord]) -> Headspace | None
     return replace(found, notes=(*found.notes, *_notes_of_training(records, found.gain)))
 
 
+def gain_verdict(gain: float) -> str:
+    """Say what a perfect loader gains."""
+    if gain < WORTH:
+        return f"nothing is to be gained by a faster loader: {gain:.2f}x with a perfect one"
+    return f"the training would be {gain:.2f}x faster with a perfect loader"
+
+
+def rounds_differ(gain: float, slowest: float, usual: float) -> bool:
+    """Return whether rounds differ by more than a gain: the slowest from memory, the usual one as it is."""
+    return (gain >= WORTH and slowest < usual) or gain < 1 / WORTH
+
+
 def reason_without(records: Sequence[HeadspaceRecord]) -> str:
     """Why a loop was not measured."""
     least = min(records, key=lambda one: len(one.windows))
@@ -160,7 +170,7 @@ def _waited(steps: Steps) -> float:
 
 def _notes(live: Sequence[Steps], usual: StepRate, perfect: StepRate, waited: float) -> Iterator[str]:
     gain = perfect.usual / usual.usual
-    if (gain >= WORTH and perfect.slowest < usual.usual) or gain < 1 / WORTH:
+    if rounds_differ(gain, perfect.slowest, usual.usual):
         yield "rounds differ by more than both kinds of steps do: measure more steps"
     elif gain * (1 - waited) >= WORTH:
         yield (

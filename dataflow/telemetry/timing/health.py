@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dataflow.telemetry.status.record import LoaderRecord, TrainingRecord
-from dataflow.telemetry.timing.diagnosis import loader_action
+from dataflow.telemetry.timing.diagnosis import diagnose
 from dataflow.telemetry.timing.records import loader_times
 from sharding.printable import printable
 
@@ -87,7 +87,7 @@ def health_of_loader(loader: Any, limit_s: float) -> LoaderHealth:
     record = None if status is None else status.record(now, time.monotonic())
 
     def advice() -> str:
-        return f"next: {loader_action(loader_times(loader))[1]}"
+        return f"next: {diagnose(loader_times(loader)).action}"
 
     if record is not None:
         return health_of(record, now, limit_s, advice)

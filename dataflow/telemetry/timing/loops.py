@@ -20,19 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dataflow.progress.observer import HEADSPACE
 from dataflow.telemetry.timing import ROUND, VARIABLE
-from dataflow.telemetry.timing.headspace import (
-    WARM_UP,
-    BatchStock,
-    HeadspaceRecord,
-    wait_for_device,
-)
-from dataflow.telemetry.timing.records import (
-    MOST_STEPS,
-    Recorder,
-    StepRecord,
-    StepTimes,
-    in_file_order,
-)
+from dataflow.telemetry.timing.headspace import WARM_UP, BatchStock, HeadspaceRecord, wait_for_device
+from dataflow.telemetry.timing.records import MOST_STEPS, Recorder, StepRecord, StepTimes
 from dataflow.topology_exchange import rank_and_world_size
 from prefetch.memory.lifetimes import InlineFinalizer
 
@@ -85,16 +74,13 @@ class LoopRecorder:
         rank, world_size = rank_and_world_size()
         self._recorder = Recorder(
             f"{self._name}-{next(_SERIAL):03d}",
+            loader,
             self._record_type,
             most_steps,
-            file_order=in_file_order(loader),
             folder=folder,
             now=now,
             rank=rank,
             world_size=world_size,
-            model="",
-            strategy="",
-            device="",
             in_schedule=False,
         )
         self._num_batches = self._optimizer_steps = 0

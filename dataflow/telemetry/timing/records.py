@@ -124,10 +124,10 @@ class StepRecord:
     rank: int
     world_size: int
     host: str
-    model: str
-    """One of "plain", "DDP" and "FSDP2"."""
-    strategy: str
-    device: str
+    model: str = ""
+    """One of "plain", "DDP" and "FSDP2"; "" of a plain loop, as `strategy` and `device`."""
+    strategy: str = ""
+    device: str = ""
     loader: LoaderTimes
     windows: tuple[StepTimes, ...]
     events: tuple[TraceEvent, ...] = ()
@@ -162,26 +162,26 @@ class Recorder:
 
     Args:
         name: of the record among those of the rank, such as "loop-000"; the same on all ranks.
+        loader: whose steps are recorded.
         record_type: what the records are.
         most_steps: that are kept.
         folder: where records are saved; None or "": nowhere.
         now: seconds on the clock that steps are measured by.
-        file_order: see `LoaderTimes`.
         about: what the records say of the run: "rank", "world_size" and other fields of `StepRecord`.
     """
 
     def __init__(
         self,
         name: str,
+        loader: Any,
         record_type: type[StepRecord] = StepRecord,
         most_steps: int = MOST_STEPS,
         *,
         folder: str | None,
         now: Callable[[], float],
-        file_order: bool,
         **about: Any,
     ) -> None:
-        self._record_type, self._file_order = record_type, file_order
+        self._record_type, self._file_order = record_type, in_file_order(loader)
         self._about = about | {"host": socket.gethostname()}
         self._path = Path(folder) / f"{about['rank']:06d}-{name}.json" if folder else None
         self._steps: deque[StepTimes] = deque(maxlen=most_steps)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dataflow.telemetry.timing import VARIABLE
 from dataflow.telemetry.timing.phases import Phase, PhaseLedger, StepInfo
-from dataflow.telemetry.timing.records import IN_SCHEDULES, Recorder, StepRecord, StepTimes, in_file_order
+from dataflow.telemetry.timing.records import IN_SCHEDULES, Recorder, StepRecord, StepTimes
 
 _SERIAL = itertools.count()
 """Number of schedules made by this process: one file each."""
@@ -29,9 +29,7 @@ class StepRecorder:
     def __init__(self, ledger: PhaseLedger, loader: Any, *, mode: Callable[[], str], **about: Any) -> None:
         self._ledger, self._loader, self._mode = ledger, loader, mode
         folder = os.environ.get(VARIABLE)
-        self._recorder = Recorder(
-            f"{next(_SERIAL):03d}", folder=folder, now=ledger.now, file_order=in_file_order(loader), **about
-        )
+        self._recorder = Recorder(f"{next(_SERIAL):03d}", loader, folder=folder, now=ledger.now, **about)
         if folder:
             with suppress(TypeError):  # a list, for instance; nobody watches those
                 if loader not in IN_SCHEDULES:

@@ -47,6 +47,7 @@ _PHASES: Mapping[EmulationPhase, str] = {
     "more memory": "loading, 4 x the memory limit",
 }
 """In the order in which they run; the last only where loading stays behind its parts."""
+_COUNTS = ("rank", "samples", "samples_per_s", "read_bytes", "device_bytes", "cpu_s")
 _SECONDS = ("running_s", "waited_s", "synced_s", "first_batch_s")
 _KEPT_BYTES = 256 << 20
 _FROM_DEVICE = 0.5
@@ -118,12 +119,7 @@ class EmulationFigures:
         return [
             {
                 "phase": phase,
-                "rank": one.rank,
-                "samples": one.samples,
-                "samples_per_s": one.samples_per_s,
-                "read_bytes": one.read_bytes,
-                "device_bytes": one.device_bytes,
-                "cpu_s": one.cpu_s,
+                **{name: getattr(one, name) for name in _COUNTS},
                 "utilisation": one.steps and one.steps.utilisation,
                 "steps": one.steps and one.steps.counted,
                 **{name: one.steps and getattr(one.steps, name) for name in _SECONDS},

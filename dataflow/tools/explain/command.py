@@ -128,13 +128,8 @@ def explain(
     if json_path != "-":
         show(_told(run, places, table, notes, settings.rows))
     rows = table.drop_columns("draws").to_pylist()
-    save(
-        Page(
-            "dataflow explain",
-            {"steps": [*map(_as_json, places)], "rows": rows, "notes": [*notes]},
-        ),
-        json_path,
-    )
+    steps = [{**one.place._asdict(), "step": one.number, "microbatch": one.microbatch or 0} for one in places]
+    save(Page("dataflow explain", {"steps": steps, "rows": rows, "notes": [*notes]}), json_path)
     if html is not None:
         from dataflow.tools.explain.page import page_of
 
@@ -183,11 +178,6 @@ def _places(
         return asked, step
     around = range(max(known_from, step - settings.around), min(num, step + settings.around + 1))
     return numbered_places(run, around, accumulate, notes), step
-
-
-def _as_json(numbered: NumberedPlace) -> dict[str, Any]:
-    told = {**numbered.place._asdict(), "step": numbered.number}
-    return {**told, "microbatch": numbered.microbatch or 0}
 
 
 def _told(

@@ -6,7 +6,7 @@ Only the catalog is used; no sample is read, unless labels are asked for (`dataf
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ class Inspection:
 
     def _named(self, figures: Figures) -> dict[str, Any]:
         """Return the figures with the hottest targets by name."""
-        values = figures.to_json()
+        values = asdict(figures)
         for kind, spot in figures.hot_spots.items():
             values["hot_spots"][kind] |= {"ratio": spot.ratio, "name": self.targets[kind][spot.label]}
         return values

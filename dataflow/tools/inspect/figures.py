@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataflow.tools.inspect.hot_spots import HotSpot, hot_spot
 from dataflow.tools.inspect.quality import (
     MAX_SAMPLES,
     Stretch,
@@ -27,8 +26,10 @@ from dataflow.tools.inspect.quality import (
 from dataflow.tools.inspect.read_cost import (
     TOGETHER,
     BlockRequests,
+    HotSpot,
     amplification,
     first_batch_bytes,
+    hot_spot,
     open_bytes,
     reads_of,
 )
@@ -76,10 +77,6 @@ class Figures:
     """A node's cache must hold these so that nothing is read twice in an epoch."""
     first_batch_bytes: int
     """To read before the first batch of an epoch, at most by a node."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The value as JSON types."""
-        return asdict(self)
 
     def to_row(self) -> dict[str, Any]:
         """Return the figures as one row of a CSV file; of hot spots, how many times their share they get."""

@@ -98,11 +98,6 @@ def answer_of(one: TrainingView) -> list[str]:
     return [printable_name(one.verdict), printable_name(f"next: {one.action}{gain}")]
 
 
-def parts_text(one: TrainingView) -> str:
-    """Return where the time of the steps goes, in a line."""
-    return ", ".join(f"{PART_NAMES.get(part, part)} {value:.0%}" for part, value in one.shares.items())
-
-
 def decision_cells(row: DecisionRow, at: float) -> tuple[str, str, str]:
     """Return when, what of whom, and why, as text."""
     value = f"{row.value:,}" if isinstance(row.value, int) else str(row.value)
@@ -129,7 +124,8 @@ def _parts(view: TopView, width: int) -> Iterator[RenderableType]:
         yield Text(f"{where}{verdict}", style)
         yield from [Text(action)] if action else []
         if one.shares:
-            yield Text(f"a step's time: {parts_text(one)}", "dim")
+            parts = (f"{PART_NAMES.get(part, part)} {value:.0%}" for part, value in one.shares.items())
+            yield Text(f"a step's time: {', '.join(parts)}", "dim")
         yield _table(one.loaders, width)
         if one.decisions:
             yield _decision_table(one.decisions, view.at)

@@ -92,9 +92,9 @@ def ended(reading: Reading) -> Iterator[str]:
         yield printable_name(f"{last.program} {how} {minutes:,.0f} min ago{error}")
 
 
-def _of_others(folder: Path | None = None) -> Iterator[str]:
+def _of_others() -> Iterator[str]:
     """Yield who else has a folder of pages, which this user may not look into."""
-    for path in sorted((folder or Path(tempfile.gettempdir())).glob("dataflow-*")):
+    for path in sorted(Path(tempfile.gettempdir()).glob("dataflow-*")):
         with suppress(OSError, KeyError):
             owner = path.lstat().st_uid
             if path.name == f"dataflow-{owner}" and owner != os.geteuid():
@@ -198,8 +198,6 @@ def _why_no_records(text: bytes) -> str:
     """Say what an answer is that holds no records of this version."""
     newer = newest_version(text)
     if newer > VERSION:
-        return f"is of a newer dataflow (its pages have version {newer}, this one reads {VERSION}): {UPGRADE}"
+        versions = f"its pages have version {newer}, this one reads {VERSION}"
+        return f"is of a newer dataflow ({versions}): upgrade here with pip install -U dataflow-loader"
     return "sends no figures of a training: is it the address that DATAFLOW_METRICS names?"
-
-
-UPGRADE = "upgrade here with pip install -U dataflow-loader"

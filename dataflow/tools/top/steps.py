@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 
 from dataflow.stats import numbers_of, numbers_since
 from dataflow.telemetry.status.reading import boot_id
-from dataflow.telemetry.status.record import LoaderRecord, ScheduleRecord, TrainingRecord
+from dataflow.telemetry.status.record import (
+    PARTS as PARTS_OF_STEPS,
+    LoaderRecord,
+    ScheduleRecord,
+    TrainingRecord,
+)
 from dataflow.telemetry.timing.diagnosis import diagnose
 from dataflow.telemetry.timing.records import LoaderTimes, StepRecord, StepTimes, times_of
 from dataflow.telemetry.timing.shares import PARTS, Part, shares_of
@@ -164,18 +169,13 @@ def _steps_of(pages: Pages) -> StepRecord | None:
 
 
 def _schedule_steps(before: ScheduleRecord, now: ScheduleRecord) -> StepTimes:
-    def grown(part: str) -> float:
-        return max(0.0, now.seconds.get(part, 0.0) - before.seconds.get(part, 0.0))
-
-    return StepTimes(
-        window=1,
-        microbatches=max(1, now.microbatches - before.microbatches),
-        data_s=grown("data"),
-        peers_s=grown("peers"),
-        compute_s=grown("compute"),
-        exposed_s=grown("exposed") if now.seconds.get("exposed") else None,  # 0: not told from computing
-        optimizer_s=grown("optimizer"),
-    )
+    seconds: dict[str, Any] = {
+        f"{part}_s": max(0.0, now.seconds.get(part, 0.0) - before.seconds.get(part, 0.0))
+        for part in PARTS_OF_STEPS
+    }
+    if not now.seconds.get("exposed"):
+        seconds["exposed_s"] = None  # not told from computing
+    return StepTimes(window=1, microbatches=max(1, now.microbatches - before.microbatches), **seconds)
 
 
 def _record(
@@ -188,7 +188,6 @@ def _record(
         host=now.host,
         model=schedule.model if schedule else "",
         strategy=schedule.strategy if schedule else "",
-        device="",
         loader=LoaderTimes("other") if loader is None else pages.times_of(loader),
         windows=(steps,),
         in_schedule=schedule is not None,

@@ -127,9 +127,5 @@ def serve(follower: Follower, port: int) -> None:
         f"open http://{HOST}:{server.listener.getsockname()[1]}/ in a browser on this machine; Ctrl-C ends"
     )
     with suppress(KeyboardInterrupt):
-        asyncio.run(_serve(server))
+        asyncio.run(server.serve(asyncio.Event()))
     click.echo("")
-
-
-async def _serve(server: HttpServer) -> None:
-    await server.serve(asyncio.Event())

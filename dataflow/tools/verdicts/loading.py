@@ -8,6 +8,7 @@ from typing import Any
 from dataflow.tables import bytes_text, counted, number_text
 from dataflow.telemetry.timing.bottleneck import Bottleneck, Bound
 from dataflow.telemetry.timing.diagnosis import cure_of, diagnose
+from dataflow.telemetry.timing.headspace_report import gain_verdict, rounds_differ
 from dataflow.telemetry.timing.shares import WORTH
 from dataflow.tools.terminal.report import Verdict
 from dataflow.tools.verdicts.storage import FAR, FEW, SHORT_S, Answer
@@ -32,14 +33,11 @@ def loader_verdict(figures: Mapping[str, Any]) -> Verdict:
     diagnosis = diagnose(Bottleneck(**found, cores_used=figures["rates_samples_per_s"]["cores_used"]))
     gain = headspace["gain"]
     because = f"{diagnosis.verdict}{_from_memory(figures)}"
-    if _is_noise(headspace):
+    if rounds_differ(gain, headspace["replayed"]["slowest"], headspace["live"]["usual"]):
         text = f"Rounds of steps differ by more than a perfect loader would gain ({gain:.2f}x); {because}."
         return Verdict(text=text, advice=f"{_LONGER[:-1]}, and on an idle machine.")
-    if gain < WORTH:
-        text = f"Nothing is to be gained by a faster loader: {gain:.2f}x with a perfect one; {because}."
-    else:
-        text = f"The training would be {gain:.2f}x faster with a perfect loader; {because}."
-    return Verdict(text=text, advice=diagnosis.action)
+    said = gain_verdict(gain)
+    return Verdict(text=f"{said[0].upper()}{said[1:]}; {because}.", advice=diagnosis.action)
 
 
 def _answer(figures: Mapping[str, Any]) -> Verdict:
@@ -133,13 +131,6 @@ def _from_memory(figures: Mapping[str, Any]) -> str:
     if not figures["is_local"] or None in came or not read_bytes or sum(came) > _FROM_DISK * read_bytes:
         return ""
     return "; the data came from this machine's memory, not from its disk"
-
-
-def _is_noise(headspace: Mapping[str, Any]) -> bool:
-    gain = headspace["gain"]
-    return bool(
-        (gain >= WORTH and headspace["replayed"]["slowest"] < headspace["live"]["usual"]) or gain < 1 / WORTH
-    )
 
 
 # ---- compare --------------------------------------------------------------------------------------------

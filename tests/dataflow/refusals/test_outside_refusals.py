@@ -48,7 +48,7 @@ from dataflow.testing import run_ranks
 from dataflow.text.chat_template import ChatText
 from dataflow.text.tokenizer import TokenizerFile
 from dataflow.tools.bench.settings import BenchDataset
-from dataflow.tools.inspect.hot_spots import hot_spot
+from dataflow.tools.inspect.read_cost import hot_spot
 from dataflow.tools.plan.measure import Point, fit
 from dataflow.tools.terminal.indexing import index_source
 from sharding.errors import CorruptShardError, ShardReadError

@@ -26,7 +26,6 @@ from dataflow.tools.plan.collectives import (
     ring,
     tree,
 )
-from dataflow.tools.plan.expenses import Prices, expenses
 from dataflow.tools.plan.measure import (
     Point,
     fit,
@@ -36,7 +35,7 @@ from dataflow.tools.plan.measure import (
     seconds,
     time_all_reduce,
 )
-from dataflow.tools.plan.plan import make_plan, placements
+from dataflow.tools.plan.plan import Prices, expenses, make_plan, placements
 from dataflow.tools.plan.settings import PlanSettings
 from dataflow.tools.plan.step import StepWork, batch_doubts, best_accumulation, exposed_seconds, predict
 

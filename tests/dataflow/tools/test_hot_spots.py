@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from dataflow.tools.inspect.hot_spots import hot_spot
+from dataflow.tools.inspect.read_cost import hot_spot
 from sharding.order.order import Order
 from sharding.order.shuffle import Shuffle
 

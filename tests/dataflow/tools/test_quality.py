@@ -304,7 +304,7 @@ def test_all_figures_are_json_types_and_windows_cost_less_than_a_full_shuffle():
     assert window.blocks_per_batch < full.blocks_per_batch
     assert 0.5 < window.label_dispersion < 1.4
     assert full.label_correlation == pytest.approx(0, abs=0.03)
-    assert window.to_json()["hot_spots"]["shard"]["ahead"] == 32
+    assert window.hot_spots["shard"].ahead == 32
     assert window.amplification == window.rank_amplification == 1
     assert full.rank_amplification is None
 
