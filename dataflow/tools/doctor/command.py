@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dataflow.telemetry.timing import DEFAULT_STEPS, ROUND
-from dataflow.tools.terminal.options import OutputPath, json_option, picture_option, plain_errors
+from dataflow.tools.terminal.options import OutputPath, json_option, plain_errors
 from sharding.printable import printable
 
 if TYPE_CHECKING:
@@ -45,7 +45,13 @@ _NO_STEP = (
     short_help="Run a training, and show where the time of its steps goes.",
 )
 @json_option
-@picture_option(".html", name="--html", text="Write a page with pictures to this file")
+@click.option(
+    "--html",
+    "picture",
+    type=OutputPath(".html"),
+    metavar="PATH",
+    help="Write a page with pictures to this file, as .html (extra: plot).",
+)
 @click.option(
     "--trace", type=OutputPath(), metavar="PATH", help="Write a Chrome trace to this file, for Perfetto."
 )

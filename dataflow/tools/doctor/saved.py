@@ -59,11 +59,17 @@ def _read(files: Iterable[Path], record_type: type[R]) -> SavedRecords[R]:
     loops: dict[str, list[R]] = defaultdict(list)
     notes: list[str] = []
     without: list[R] = []
-    for path, record in _parsed(files, record_type, notes):
+    for path in files:
+        try:
+            record = record_type.read(path)
+        except (OSError, ValueError) as error:
+            notes.append(f"{path.name} could not be read, and is left out: {error}")
+            continue
         if not record.windows:
             without.append(record)
             continue
-        (schedules if record.in_schedule else loops)[_name_of(path)].append(record)
+        name = path.stem.partition("-")[2]  # of a schedule or a loop: the same on all ranks
+        (schedules if record.in_schedule else loops)[name].append(record)
     trained = {name: ranks for name, ranks in loops.items() if any(one.optimizer_steps for one in ranks)}
     candidates = schedules or trained or loops  # beside a training, a loop is for evaluation
     if not candidates:
@@ -79,22 +85,6 @@ def _read(files: Iterable[Path], record_type: type[R]) -> SavedRecords[R]:
         which = "with most batches" if len(candidates) > 1 else "whose loop steps an optimizer"
         notes.append(f"{len(loops)} loaders were looped over; this is the one {which}")
     return SavedRecords(tuple(ranks), tuple(notes))
-
-
-def _parsed(files: Iterable[Path], record_type: type[R], notes: list[str]) -> Iterator[tuple[Path, R]]:
-    """Files and their records; notes get those that cannot be read."""
-    for path in files:
-        try:
-            record = record_type.read(path)
-        except (OSError, ValueError) as error:
-            notes.append(f"{path.name} could not be read, and is left out: {error}")
-            continue
-        yield path, record
-
-
-def _name_of(path: Path) -> str:
-    """Return the name of a schedule or a loop: the same on all ranks."""
-    return path.stem.partition("-")[2]
 
 
 def _missing(records: Sequence[StepRecord], world_size: int) -> Iterator[str]:

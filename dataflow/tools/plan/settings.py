@@ -5,63 +5,50 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import click
 
-from dataflow.tools.terminal.options import COUNT, POSITIVE, SIZE, Finite, option
+from dataflow.tools.terminal.options import COUNT, POSITIVE, SIZE, Finite, Parsed, option
 
 _MOST_COUNTS = 256
 _MOST_RANKS = 1 << 17
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
-class AccumulationCounts(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """Numbers from text such as "1,2,4" or "1..8"."""
-
-    name = "counts"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Text to a list of numbers >= 1."""
-        if not isinstance(value, str):
-            return value
-        ranges: list[range] = []
-        try:
-            for text in value.split(","):
-                first, dots, last = text.partition("..")
-                ranges.append(range(int(first), int(last if dots else first) + 1))
-        except ValueError:
-            self.fail(f"must be like 1..8 or 1,2,4, got {value!r}", param, ctx)
-        numbers = sum(each.stop - each.start for each in ranges if each)  # too many for len
-        if not numbers or min(each.start for each in ranges if each) < 1:
-            self.fail(f"must be numbers >= 1, got {value!r}", param, ctx)
-        if numbers > _MOST_COUNTS:
-            example = "name some of them, such as 1,10,100"
-            self.fail(f"takes {_MOST_COUNTS} numbers at most, got {numbers:,}; {example}", param, ctx)
-        return [number for each in ranges for number in each]
+def _counts(text: str) -> list[int]:
+    """Numbers >= 1, from text such as "1,2,4" or "1..8"."""
+    ranges: list[range] = []
+    try:
+        for part in text.split(","):
+            first, dots, last = part.partition("..")
+            ranges.append(range(int(first), int(last if dots else first) + 1))
+    except ValueError:
+        raise ValueError(f"must be like 1..8 or 1,2,4, got {text!r}") from None
+    numbers = sum(each.stop - each.start for each in ranges if each)  # too many for len
+    if not numbers or min(each.start for each in ranges if each) < 1:
+        raise ValueError(f"must be numbers >= 1, got {text!r}")
+    if numbers > _MOST_COUNTS:
+        example = "name some of them, such as 1,10,100"
+        raise ValueError(f"takes {_MOST_COUNTS} numbers at most, got {numbers:,}; {example}")
+    return [number for each in ranges for number in each]
 
 
-class Quantity(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """A number with K, M, B, G or T behind it."""
+def _quantity(text: str) -> float:
+    """A finite number >= 0, with or without K, M, B, G or T behind it."""
+    unit = _UNITS.get(text.strip()[-1:].upper())
+    try:
+        number = float(text.strip()[:-1] if unit else text) * (unit or 1.0)
+    except ValueError:
+        raise ValueError(f"must be a number such as 1.3B, got {text!r}") from None
+    if not 0 <= number < math.inf:
+        raise ValueError(f"must be finite and >= 0, got {text!r}")
+    return number
 
-    name = "number"
 
-    def __init__(self, *, zero: bool) -> None:
-        self._zero = zero
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Text to a finite number >= 0, or > 0."""
-        text = str(value).strip()
-        unit = _UNITS.get(text[-1:].upper())
-        try:
-            number = float(text[:-1] if unit else text) * (unit or 1.0)
-        except ValueError:
-            self.fail(f"must be a number such as 1.3B, got {value!r}", param, ctx)
-        if not 0 <= number < math.inf:
-            self.fail(f"must be finite and >= 0, got {value!r}", param, ctx)
-        if not number and not self._zero:
-            self.fail("must be > 0, got 0", param, ctx)
-        return number
+def _more_than_0(text: str) -> float:
+    if not (number := _quantity(text)):
+        raise ValueError("must be > 0, got 0")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +59,7 @@ class PlanSettings:
     racks: int = option("Number of racks the machines stand in.", COUNT, 1)
     ranks_per_node: int = option("Number of training processes on a machine, one a GPU.", COUNT, 8)
     parameters: float = option(
-        "Number of parameters of the model, such as 25M or 1.3B.", Quantity(zero=False), metavar="N"
+        "Number of parameters of the model, such as 25M or 1.3B.", Parsed("number", _more_than_0), metavar="N"
     )
     gradient_bits: int = option(
         "Number of bits sent for the gradient of a parameter.", click.IntRange(1, 64), 32
@@ -83,7 +70,7 @@ class PlanSettings:
     microbatch: int = option("Number of samples in a microbatch.", COUNT, 1)
     accumulate: Sequence[int] = option(
         "Numbers of microbatches a step to choose from, such as 1..8 or 1,2,4.",
-        AccumulationCounts(),
+        Parsed("counts", _counts),
         tuple(range(1, 33)),
         metavar="K",
         show_default="1..32",
@@ -121,7 +108,7 @@ class PlanSettings:
     gated: bool = option("Assume that no data is read while gradients are sent.", bool, False)
     samples: float = option(
         "Number of samples of the whole run, over all epochs, such as 2M; 0 predicts a step only.",
-        Quantity(zero=True),
+        Parsed("number", _quantity),
         0.0,
         metavar="N",
     )

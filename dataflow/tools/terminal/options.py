@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 _EXPECTED = (DataflowError, ValueError, OSError, ImportError)
 
 Command = Callable[..., None]
-Decorator = Callable[[Command], Command]
 
 
 def plain_errors(command: Command) -> Command:
@@ -193,24 +192,30 @@ class Finite(click.FloatRange):
         return number
 
 
-class Size(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """Bytes, from text such as "4MiB"."""
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """A value that a function makes of text; what is wrong with the text, it says by a `ValueError`."""
 
-    name = "size"
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Text to a number >= 1; a number stays."""
-        if isinstance(value, int):
+        """Text to a value; others stay."""
+        if not isinstance(value, str):
             return value
-        from dataflow.limits import parse_bytes
-
         try:
-            nbytes = parse_bytes(value)
+            return self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
-        if nbytes < 1:
-            self.fail(f"must be at least 1 byte, got {value}", param, ctx)
-        return nbytes
+
+
+def _size(text: str) -> int:
+    """Bytes >= 1, from text such as "4MiB"."""
+    from dataflow.limits import parse_bytes
+
+    nbytes = parse_bytes(text)
+    if nbytes < 1:
+        raise ValueError(f"must be at least 1 byte, got {text}")
+    return nbytes
 
 
 class OutputPath(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
@@ -262,7 +267,7 @@ def figure_class() -> Any:
 
 COUNT = click.IntRange(min=1)
 POSITIVE = Finite(min=0, min_open=True)
-SIZE = Size()
+SIZE = Parsed("size", _size)
 
 json_option = click.option(
     "--json",
@@ -271,14 +276,6 @@ json_option = click.option(
     metavar="PATH",
     help='Write all figures as JSON to this file, or to standard output for "-".',
 )
-
-
-def picture_option(*endings: str, name: str, text: str) -> Decorator:
-    """Return where a picture goes, as `picture`."""
-    kinds = " or ".join(endings)
-    return click.option(
-        name, "picture", type=OutputPath(*endings), metavar="PATH", help=f"{text}, as {kinds} (extra: plot)."
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

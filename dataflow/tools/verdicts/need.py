@@ -11,7 +11,7 @@ from typing import Any, Literal
 import click
 
 from dataflow.tables import bytes_text
-from dataflow.tools.terminal.options import option
+from dataflow.tools.terminal.options import Parsed, option
 
 _RATE = re.compile(r"\s*([+-]?[\d.,_]+(?:e\d+)?)\s*([a-z]*)\s*(?:/\s*(\w+))?\s*", re.IGNORECASE)
 _BYTES = re.compile(r"[kmgt]?(i?)b", re.IGNORECASE)
@@ -43,21 +43,6 @@ class Need:
             "bytes_per_s": bytes_per_s,
             "sample_bytes": sample_bytes,
         }
-
-
-class NeedType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """A `Need` from text."""
-
-    name = "rate"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Text to a `Need`; others stay."""
-        if not isinstance(value, str):
-            return value
-        try:
-            return parse_need(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 def parse_need(text: str) -> Need:
@@ -97,7 +82,7 @@ class Requirement:
     need: Need | None = option(
         "Rate that is needed, all ranks together: samples a second, such as 16000/s, or bytes, such as "
         "2GB/s. The report says whether it is reached.",
-        NeedType(),
+        Parsed("rate", parse_need),
         None,
         metavar="RATE",
     )
