@@ -96,7 +96,7 @@ def main() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexSettings:
-    """Where a catalog goes, and what is kept in it and beside it."""
+    """The place of a catalog, and what is kept in it and beside it."""
 
     output: str | None = option(
         "Path or URL that the catalog is written to.",
@@ -193,7 +193,7 @@ def inspect_(settings: InspectSettings, dataset: DatasetArguments, files: Report
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """How much is trained, and where what it writes goes."""
+    """The size of the training, and the folder for what it writes."""
 
     folder: Path | None = option(
         "Folder that shards and the checkpoint are written to and kept in.",

@@ -75,7 +75,7 @@ class Rates:
             raise ValueError(f"rates must be > 0 samples/s, got {self}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Bottleneck:
     """The part that bounds a training, by measured rates."""
 
@@ -87,7 +87,7 @@ class Bottleneck:
     """Times faster that training would become if this alone were cured (at least 1)."""
     reason: str
     cores_used: float | None = None
-    """As in `Rates`."""
+    """Share of the cores that the loader kept busy, in [0, 1]; None: not known."""
 
     @property
     def gain(self) -> float:
@@ -121,15 +121,20 @@ def bottleneck_of(rates: Rates) -> Bottleneck:
         assert rates.epochs is not None
         bound = "epochs"
         gains[bound] = max(1.0, min(rates.loader / (1 - rates.epochs.border_share), rates.compute) / now)
-    predicted = min(rates.compute, rates.storage, rates.decode)
-    return Bottleneck(bound, predicted, gains, _reason(bound, rates, gains[bound]), rates.cores_used)
+    return Bottleneck(
+        bound=bound,
+        predicted=min(rates.compute, rates.storage, rates.decode),
+        gains=gains,
+        reason=_reason(bound, rates, gains[bound]),
+        cores_used=rates.cores_used,
+    )
 
 
 def _at_borders(bound: Bound, rates: Rates) -> bool:
     """Return whether the figures name a part that is much faster alone, with borders of epochs measured."""
     alone: dict[Bound, float] = {"storage": rates.storage, "decode": rates.decode}  # memory's was measured
     measured = rates.epochs is not None and rates.epochs.are_measured
-    return measured and bound in alone and alone[bound] > _REACHED * rates.loader
+    return measured and alone.get(bound, 0.0) > _REACHED * rates.loader
 
 
 def _one_by_one(alone: float, now: float) -> float:

@@ -62,7 +62,7 @@ _CURES: Mapping[Bound, tuple[Where, str]] = {
         'Measure with more data; a training on so little takes Mixture({dataset: 1}, stop="never").',
     ),
 }
-"""Where each part that was measured alone is, and what helps where it holds a training up."""
+"""By part that was measured alone: where that is, and what helps where it holds a training up."""
 
 
 @dataclass(frozen=True)

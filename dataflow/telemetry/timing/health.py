@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +46,14 @@ class LoaderHealth:
         return self.message
 
 
-def health_of(
-    one: LoaderRecord, now: float, limit_s: float = LIMIT_S, advice: Callable[[], str] | None = None
-) -> LoaderHealth:
+def health_of(one: LoaderRecord, now: float, limit_s: float = LIMIT_S, loader: Any = None) -> LoaderHealth:
     """Return how a loader fares by its record.
 
     Args:
         one: the record.
         now: seconds since 1970.
         limit_s: seconds without a batch that a loop may take.
-        advice: what helps where the training waits for it; asked only then. None: the doctor.
+        loader: asked what helps where the training waits for it; None: it is not here.
     """
     since = max(0.0, now - one.last_batch_at) if one.last_batch_at else None
     quiet = now - max(one.last_batch_at, one.loop_began_at)  # between two loops it may take long
@@ -69,7 +67,7 @@ def health_of(
             "loader hangs; `py-spy dump` shows where"
         )
     else:
-        message = _well(share, advice, is_ready=since is not None, is_running=one.state == "running")
+        message = _well(share, loader, is_ready=since is not None, is_running=one.state == "running")
     return LoaderHealth(
         is_alive=not hangs and one.state != "failed",
         is_ready=since is not None,
@@ -86,24 +84,23 @@ def health_of_loader(loader: Any, limit_s: float) -> LoaderHealth:
         status.ask()
     record = None if status is None else status.record(now, time.monotonic())
 
-    def advice() -> str:
-        return f"next: {diagnose(loader_times(loader)).action}"
-
     if record is not None:
-        return health_of(record, now, limit_s, advice)
+        return health_of(record, now, limit_s, loader)
     stats = loader.stats()  # nobody counts when it had its batches
     is_ready, share = stats.batches > 0, stats.stall_share
-    message = _well(share, advice, is_ready=is_ready, is_running=is_ready)
+    message = _well(share, loader, is_ready=is_ready, is_running=is_ready)
     return LoaderHealth(
         is_alive=True, is_ready=is_ready, last_batch_s=None, stall_share=share, message=message
     )
 
 
-def _well(share: float, advice: Callable[[], str] | None, *, is_ready: bool, is_running: bool) -> str:
+def _well(share: float, loader: Any, *, is_ready: bool, is_running: bool) -> str:
     if not is_ready:
         return "no batch was delivered yet"
     if share > _STALLED and is_running:
-        next_action = advice() if advice else "`dataflow doctor` says what to do"
+        next_action = "`dataflow doctor` says what to do"
+        if loader is not None:
+            next_action = f"next: {diagnose(loader_times(loader)).action}"
         return f"the training waits {share:.0%} of its time for data; {next_action}"
     return "all is well"
 
