@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,9 +16,17 @@ from torch import nn
 from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
 
 from dataflow import DataLoader, GradSchedule, Packed
+from dataflow.stats import numbers_of
 from dataflow.telemetry.timing import VARIABLE
 from dataflow.telemetry.timing.loops import LoopRecorder
-from dataflow.telemetry.timing.records import LoaderTimes, StepRecord, StepTimes, busy_cores, loader_times
+from dataflow.telemetry.timing.records import (
+    LoaderTimes,
+    StepRecord,
+    StepTimes,
+    busy_cores,
+    loader_times,
+    times_of,
+)
 from dataflow.telemetry.timing.report import Report, report_of
 from dataflow.tools.doctor.saved import read_records, record_files
 
@@ -139,6 +148,15 @@ def test_a_loader_over_shards_tells_what_cures_fit_it(folder: Path, made: Make) 
     assert told.cores
     assert told.cores_busy is not None
     assert told.cores_busy >= 0
+
+
+def test_a_page_says_of_a_loader_what_the_doctor_does(made: Make) -> None:
+    with DataLoader(made("tar").open(columns=["cls"]), batch_size=1) as loader:
+        list(loader)
+    figures = json.loads(json.dumps(loader.stats().to_json()))
+    here = loader_times(loader)
+    assert here.kind == "shards"
+    assert times_of("LoaderStats", figures, numbers_of(figures), cores=here.cores or 0.0) == here
 
 
 def test_how_busy_a_loader_was_counts_over_all_loops_as_the_time_does(made: Make) -> None:

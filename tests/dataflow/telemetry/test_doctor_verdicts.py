@@ -236,6 +236,22 @@ def test_a_record_survives_its_file_and_another_value_is_refused(tmp_path: Path)
         StepRecord.read(path)
 
 
+OLDER = """{"rank": 1, "world_size": 2, "host": "a", "model": "", "strategy": "", "device": "",
+"loader": {"kind": "process", "stall_share": 0.5, "read_busy": null, "builders": "", "cores": 2.0},
+"windows": [{"window": 3, "microbatches": 1, "data_s": 0.5, "peers_s": 0.0, "compute_s": 1.5,
+"exposed_s": null, "optimizer_s": 0.0}], "events": [], "in_schedule": false, "optimizer_steps": 1}"""
+"""A record as releases wrote it whose loaders said less."""
+
+
+def test_a_file_of_an_older_release_is_read_and_what_a_later_one_adds_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    for text in (OLDER, OLDER.replace('"kind"', '"later": [1], "kind"')):
+        path.write_text(text)
+        found = StepRecord.read(path)
+        assert (found.loader, found.rank) == (LoaderTimes("process", 0.5, cores=2.0), 1)
+        assert found.windows == (StepTimes(window=3, microbatches=1, data_s=0.5, compute_s=1.5),)
+
+
 def test_events_become_a_chrome_trace_with_a_process_a_rank() -> None:
     trace = trace_of(
         {0: [TraceEvent("phase", "compute", 100.0, 100.5)], 1: [TraceEvent("wait", "data", 100.25, 101.0)]}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from dataflow.telemetry.timing.bottleneck import Epochs, Rates, bottleneck_of
+from dataflow.telemetry.timing.diagnosis import diagnose
 from dataflow.tools.bench.evidence import Evidence, label_of
 from dataflow.tools.bench.loader import cores_text
 from dataflow.tools.bench.reads import (
@@ -470,6 +471,9 @@ AT_BORDERS = Rates(measured=9, compute=12, storage=25, decode=50, loader=10, cor
 )
 def test_borders_of_epochs_are_named_where_these_were_measured(epochs, bound):
     found = bottleneck_of(replace(AT_BORDERS, epochs=epochs))
+    diagnosis = diagnose(found)
+    assert diagnosis.verdict == f"{found.bound}-bound: {found.reason}"
+    assert (diagnosis.gain, bool(diagnosis.action)) == (found.gain, True)
     assert found.bound == bound
     assert found.gain >= 1
     if bound == "epochs":
