@@ -21,7 +21,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from dataflow.stats import PARTS_OF_STATS, LoaderStats, WorkerStats, is_count, numbers_of
-from dataflow.telemetry.status.facts import totals_of
+from dataflow.telemetry.status.facts import counts_of, totals_of
 from dataflow.telemetry.status.record import COUNTS_OF_SCHEDULES, LoaderRecord, ScheduleRecord, TrainingRecord
 
 Attributes = dict[str, str]
@@ -113,9 +113,7 @@ def points_of(records: Iterable[TrainingRecord]) -> Iterator[MetricPoint]:
 def _loader_points(one: LoaderRecord) -> Iterator[MetricPoint]:
     others, own = other_instruments(), loader_instruments()
     labels = {"rank": str(one.rank), "node": str(one.node), "dataset": one.name, "role": one.role}
-    numbers = numbers_of(one.stats)
-    counts = {name: value for name, value in numbers.items() if is_count(name)}
-    for name, value in {**numbers, **totals_of(counts, one.offset)}.items():
+    for name, value in {**numbers_of(one.stats), **totals_of(counts_of(one.stats), one.offset)}.items():
         if name in own:
             yield MetricPoint(own[name], value, labels)
     now: dict[str, float | None] = {

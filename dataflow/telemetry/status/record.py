@@ -177,17 +177,22 @@ def to_page(record: TrainingRecord, sequence: int) -> bytes:
 
 def from_page(page: bytes) -> TrainingRecord | None:
     """Return the record in a page; None: it was written meanwhile, is none, or is of another version."""
-    if len(page) < _HEADER.size:
-        return None
-    magic, _, length, checksum = _HEADER.unpack_from(page)
-    body = memoryview(page)[_HEADER.size : _HEADER.size + length]
-    if magic != _MAGIC or len(body) != length or zlib.crc32(body) != checksum:
-        return None
     try:
-        record = msgspec.json.decode(body, type=TrainingRecord)
-    except (msgspec.MsgspecError, RecursionError):
+        record = msgspec.json.decode(_body_of(page), type=TrainingRecord)
+    except (ValueError, RecursionError):
         return None
     return record if record.version == VERSION else None
+
+
+def _body_of(page: bytes) -> bytes:
+    """Return the JSON in a page; `ValueError`, which says why, if there is none."""
+    if len(page) < _HEADER.size or not page.startswith(_MAGIC):
+        raise ValueError("it is no page of a training")
+    _, _, length, checksum = _HEADER.unpack_from(page)
+    body = page[_HEADER.size : _HEADER.size + length]
+    if len(body) != length or zlib.crc32(body) != checksum:
+        raise ValueError("it is damaged, or its disk was full")
+    return body
 
 
 def from_json(text: bytes) -> list[TrainingRecord]:
@@ -208,16 +213,12 @@ def newest_version(text: bytes) -> int:
 
 def why_unread(page: bytes) -> str:
     """Return why `from_page` finds no record in a page."""
-    if len(page) < _HEADER.size or not page.startswith(_MAGIC):
-        return "it is no page of a training"
-    _, _, length, checksum = _HEADER.unpack_from(page)
-    body = page[_HEADER.size : _HEADER.size + length]
-    if len(body) != length or zlib.crc32(body) != checksum:
-        return "it is damaged, or its disk was full"
     try:
-        version = msgspec.json.decode(body, type=_Versioned).version
+        version = msgspec.json.decode(_body_of(page), type=_Versioned).version
     except (msgspec.MsgspecError, RecursionError):
         version = VERSION
+    except ValueError as error:
+        return str(error)
     if version == VERSION:
         return "it is damaged"
     cure = "upgrade here: pip install -U dataflow-loader" if version > VERSION else "upgrade the training's"

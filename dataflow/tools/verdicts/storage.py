@@ -58,11 +58,7 @@ class _Rated:
         size = block_text(self.block_bytes)
         return f"{self.case['case']['pattern']} reads of {size}, {self.in_flight} in flight"
 
-    @property
-    def is_short(self) -> bool:
-        return self.is_short_for(0.0)
-
-    def is_short_for(self, wanted: float) -> bool:
+    def is_short(self, wanted: float = 0.0) -> bool:
         """Return whether too little was measured to say that the rate is, or is not, the wanted one."""
         few = self.case["reads"] < FEW and wanted < FAR * self.rate
         return bool(self.case["seconds"] < SHORT_S or few)
@@ -75,7 +71,7 @@ def storage_verdict(figures: Mapping[str, Any]) -> Verdict:
     best = max(rated, key=lambda one: one.rate)
     if figures["need"] is not None:
         return _answer(figures, rated, best)
-    if best.is_short:
+    if best.is_short():
         return Verdict(text=f"Too short to tell what this store gives: {_short(best)}.", advice=_LONGER)
     if from_memory := _from_memory(figures, best):
         text = f"What this store gives was not measured, as {from_memory}; {best.reads}, gave"
@@ -99,7 +95,7 @@ def storage_verdict(figures: Mapping[str, Any]) -> Verdict:
 def _answer(figures: Mapping[str, Any], rated: Sequence[_Rated], best: _Rated) -> Verdict:
     need = figures["need"]
     wanted = need["bytes_per_s"]
-    clear = [one for one in rated if one.low >= wanted and not one.is_short]
+    clear = [one for one in rated if one.low >= wanted and not one.is_short()]
     chosen = _simplest(clear) if clear else best
     margin = chosen.rate / wanted
     fact = (
@@ -119,7 +115,7 @@ def _judged(
     figures: Mapping[str, Any], rated: Sequence[_Rated], chosen: _Rated, wanted: float
 ) -> tuple[Answer, str, str]:
     """The answer, why, and what to do."""
-    if chosen.is_short_for(wanted):
+    if chosen.is_short(wanted):
         return "unknown", _short(chosen), _LONGER
     if chosen.low < wanted <= chosen.high:
         between = f"quarters of the time gave from {bytes_text(chosen.low)}/s to {bytes_text(chosen.high)}/s"
