@@ -24,6 +24,11 @@ def number_array(numbers: NDArray[Any]) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(numbers.dtype), len(numbers), [None, content])
 
 
+def numpy_view(array: pa.Array) -> NDArray[Any]:
+    """An Arrow array of numbers without nulls, as numpy sees it."""
+    return np.from_dlpack(array)  # no copy; `to_numpy` would import pandas
+
+
 def bool_array(flags: NDArray[np.bool_]) -> pa.Array:
     """Return flags as an array of bools."""
     return pa.Array.from_buffers(pa.bool_(), len(flags), [None, bits(flags)])

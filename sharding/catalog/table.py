@@ -20,6 +20,7 @@ import pyarrow as pa
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from sharding.arrow_arrays import numpy_view
 from sharding.blocks import Block, ColumnSpec, Format, Shard
 from sharding.cached_property import cached_property
 from sharding.catalog.file import (
@@ -28,7 +29,6 @@ from sharding.catalog.file import (
     blob_crc,
     damaged,
     folder_of,
-    numpy_view,
     read_table,
     with_checksums,
     write_table,

@@ -313,7 +313,7 @@ def _missing(samples: Samples) -> dict[str, str]:
         if len(there) < num_samples:
             gaps = np.flatnonzero(there != np.arange(len(there)))
             lacking = int(gaps[0]) if len(gaps) else len(there)
-            first[name] = samples.key(lacking).decode(errors="backslashreplace")
+            first[name] = samples.keys[lacking].as_py().decode(errors="backslashreplace")
     return first
 
 
@@ -352,7 +352,7 @@ def _index_of(
         apart, first, number = np.unique(source[outside], return_index=True, return_inverse=True)
         keys_of = samples.sample[rows][outside[first]].tolist()
         payloads = [
-            copies.read(members, row, samples.key(sample))
+            copies.read(members, row, samples.keys[sample].as_py())
             for row, sample in zip(apart.tolist(), keys_of, strict=True)
         ]
         ends = stop - start + np.cumsum([len(payload) for payload in payloads])
@@ -365,7 +365,7 @@ def _index_of(
     keys, text = np.empty(end - cut, key), b""
     length, key_start = samples.key_length[cut:end], samples.key_start[cut:end] - start
     if (samples.key_start[cut:end] < 0).any():
-        text = b"".join(map(samples.key, range(cut, end)))
+        text = b"".join(samples.keys[cut:end].to_pylist())
         key_start = np.cumsum(length) - length
     keys["start"], keys["length"] = key_start, length
     counts = np.array((len(record), len(text)), _COUNTS)

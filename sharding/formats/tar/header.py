@@ -69,8 +69,8 @@ class Member(Struct, frozen=True, kw_only=True):
     regular: bool
     """True if it is a file; folders, links and the like are not."""
     name: bytes
-    name_start: int | None
-    """The position at which `name` stands in the archive in one piece, or None."""
+    name_start: int
+    """The position at which `name` stands in the archive in one piece; -1: nowhere."""
     flags: int
     link: MemberLink | None
     """Whose bytes it stands for, where it is a link."""
@@ -80,7 +80,7 @@ class Extensions(Struct):
     """The values of extension headers about the next member. Of several, the first one counts."""
 
     name: bytes | None = None
-    name_start: int | None = None
+    name_start: int = -1
     link: bytes | None = None
     size: int | None = None
 
@@ -254,13 +254,13 @@ class MemberReader(Struct, kw_only=True):
         """Remember the last member before where the reader stands."""
         self.last_header, self.last_name, self.last_payload_end = header, name, header + BLOCK + size
 
-    def _name(self, head: bytes, header: int, extensions: Extensions) -> tuple[bytes, int | None]:
+    def _name(self, head: bytes, header: int, extensions: Extensions) -> tuple[bytes, int]:
         if extensions.name is not None:
             return extensions.name, extensions.name_start
         if self.global_name is not None:
-            return self.global_name, None
+            return self.global_name, -1
         name, prefix = (head[field].partition(b"\0")[0] for field in (NAME, PREFIX))
-        return (prefix + b"/" + name, None) if prefix else (name, header)
+        return (prefix + b"/" + name, -1) if prefix else (name, header)
 
 
 def _link(head: bytes, extensions: Extensions) -> MemberLink:

@@ -8,12 +8,15 @@ unusual (long names, base-256 sizes, v7 headers, the end, every defect) goes one
 
 from __future__ import annotations
 
-from typing import BinaryIO, NamedTuple
+from collections.abc import Mapping
+from typing import BinaryIO
 
 import numpy as np
+import pyarrow as pa
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from sharding.arrow_arrays import bool_array, bytes_array
 from sharding.formats.tar.header import (
     BLOCK,
     MAGIC,
@@ -36,14 +39,6 @@ _NAME_BYTES = 128
 _IS_REGULAR = one_of(REGULAR_TYPES)
 
 
-class Location(NamedTuple):
-    """A name that is not (only) the name field of its header."""
-
-    name: bytes
-    start: int | None
-    """The position at which it stands in the archive in one piece, or None."""
-
-
 class Members(Struct, frozen=True, kw_only=True):
     """The n regular files and links of an archive in order; positions count bytes from its start."""
 
@@ -55,9 +50,9 @@ class Members(Struct, frozen=True, kw_only=True):
     size: NDArray[np.int64]
     """Bytes behind the header; of links none."""
     flags: NDArray[np.uint16]
-    name_field: NDArray[np.uint8]
-    """[n, 100], as stored; meaningless for the rows of `located`."""
-    located: dict[int, Location]
+    names: pa.LargeBinaryArray
+    name_start: NDArray[np.int64]
+    """The position at which each name stands in the archive in one piece; -1: nowhere."""
     links: dict[int, MemberLink]
     """By row: what the links among them point to."""
     total_bytes: int
@@ -98,6 +93,25 @@ def list_members(
 
 def _is_kept(member: Member) -> bool:
     return member.regular or member.link is not None
+
+
+def _numbers_of(member: Member) -> tuple[int, ...]:
+    return member.first, member.header, member.end, member.size, member.flags, member.name_start
+
+
+def _names_in(fields: NDArray[np.uint8], others: Mapping[int, bytes]) -> pa.LargeBinaryArray:
+    """Names as fields of headers hold them, [n, 100], up to the first zero; by row, those of others."""
+    is_name = ~np.logical_or.accumulate(fields == 0, axis=1)
+    ends = np.append(0, np.cumsum(is_name.sum(axis=1)))
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(fields[is_name])]
+    names = pa.Array.from_buffers(pa.large_binary(), len(fields), buffers)
+    if not others:
+        return names
+    import pyarrow.compute as pc
+
+    is_other = np.zeros(len(fields), np.bool_)
+    is_other[[*others]] = True
+    return pc.replace_with_mask(names, bool_array(is_other), bytes_array([*others.values()]))
 
 
 class _ReadBuffer:
@@ -156,7 +170,8 @@ class _ArchiveWalk:
         self._checked_at, self._since_check = 0, 0
         self._tables: list[NDArray[np.int64]] = []
         self._names: list[NDArray[np.uint8]] = []
-        self._located: dict[int, Location] = {}
+        self._others: dict[int, bytes] = {}
+        """By row, names that are not (only) the name field of a header."""
         self._links: dict[int, MemberLink] = {}
         self._count = 0
         self._name_bytes = 0
@@ -180,15 +195,15 @@ class _ArchiveWalk:
             if not self._reader.unfinished:
                 self._refuse_data_behind()
             return False
-        row = np.array([[member.first, member.header, member.end, member.size, member.flags]])
+        row = np.array([_numbers_of(member)])
         self._append(row, np.zeros((1, NAME.stop), np.uint8), np.array([_is_kept(member)]), {0: member})
         self._move(member.end, 1)
         return True
 
     def members(self) -> Members:
         """Return all members that were found."""
-        empty = np.empty((0, 5), np.int64), np.empty((0, NAME.stop), np.uint8)
-        table = np.concatenate([empty[0], *self._tables])
+        table = np.concatenate([np.empty((0, 6), np.int64), *self._tables])
+        fields = np.concatenate([np.empty((0, NAME.stop), np.uint8), *self._names])
         total = self._buffer.total_bytes()
         return Members(
             first=table[:, 0],
@@ -196,8 +211,8 @@ class _ArchiveWalk:
             end=np.minimum(table[:, 2], total),  # the last padding may be missing
             size=table[:, 3],
             flags=table[:, 4].astype(np.uint16),
-            name_field=np.concatenate([empty[1], *self._names]),
-            located=self._located,
+            names=_names_in(fields, self._others),
+            name_start=table[:, 5],
             links=self._links,
             total_bytes=total,
             unfinished=self._reader.unfinished,
@@ -214,8 +229,8 @@ class _ArchiveWalk:
         return chain_of(blocks, self._position)
 
     def _take_chain(self, chain: HeaderChain) -> None:
-        flags = np.zeros_like(chain.size)
-        table = np.stack([chain.first, chain.header, chain.end, chain.size, flags], axis=1)
+        flags, name_start = np.zeros_like(chain.size), chain.header  # the name is its first field
+        table = np.stack([chain.first, chain.header, chain.end, chain.size, flags, name_start], axis=1)
         kept = _IS_REGULAR[chain.heads[:, TYPE]]
         members: dict[int, Member] = {}
         count = len(table)
@@ -224,7 +239,7 @@ class _ArchiveWalk:
             member = self._reader.member_at(int(chain.first[i]))
             assert member is not None, "a header with a right checksum is no end of an archive"
             members[i] = member
-            table[i] = member.first, member.header, member.end, member.size, member.flags
+            table[i] = _numbers_of(member)
             kept[i] = _is_kept(member)
             if member.end != chain.end[i] or self._reader.global_name is not None:
                 count = i + 1  # the chain assumed another end, or names of its own
@@ -240,12 +255,12 @@ class _ArchiveWalk:
         table: NDArray[np.int64],
         names: NDArray[np.uint8],
         kept: NDArray[np.bool_],
-        located: dict[int, Member],
+        members: dict[int, Member],
     ) -> None:
         rows = self._count + np.cumsum(kept) - 1
-        for i, member in located.items():
+        for i, member in members.items():
             if kept[i]:
-                self._located[int(rows[i])] = Location(member.name, member.name_start)
+                self._others[int(rows[i])] = member.name
                 self._name_bytes += len(member.name)
             if member.link is not None:
                 self._links[int(rows[i])] = member.link
