@@ -16,6 +16,7 @@ import numpy as np
 
 from sharding.errors import SampleError
 from sharding.write.file import NewFile
+from sharding.write.shard import NewShard
 from sharding.write.values import check_keys, check_row, has_an_end, plain_value
 
 _MOST_BYTES = (1 << 32) - 1
@@ -50,7 +51,7 @@ def encoding_of(value: Any) -> str:
     raise ValueError(f"MDS has no encoding for a value of type {kind}")
 
 
-class NewMdsShard:
+class NewMdsShard(NewShard):
     """An MDS shard. Where no encodings are given, its first sample decides them.
 
     Args:
@@ -62,7 +63,8 @@ class NewMdsShard:
     def __init__(
         self, file: NewFile, *, columns: Mapping[str, str] | None = None, rounds: bool = False
     ) -> None:
-        self._file, self._samples, self._num_bytes, self._rounds = file, list[bytes](), 0, rounds
+        super().__init__(file)
+        self._samples, self._num_bytes, self._rounds = list[bytes](), 0, rounds
         self._columns = None if columns is None else _Columns(columns, rounds)
 
     def add(self, sample: Mapping[str, Any]) -> None:
@@ -100,10 +102,6 @@ class NewMdsShard:
         self._file.write(np.uint32(len(sizes)).tobytes() + offsets.astype("<u4").tobytes() + config)
         self._file.write(b"".join(self._samples))
         return {}
-
-    def abandon(self) -> None:
-        """Forget the samples."""
-        self._samples.clear()
 
 
 class _Columns:

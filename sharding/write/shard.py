@@ -9,10 +9,11 @@ from __future__ import annotations
 import gzip
 import json
 import tarfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -27,51 +28,51 @@ Sample = Mapping[str, Any]
 _BLOCK, _RECORD = 512, 10_240
 
 
-class NewShard(Protocol):
-    """A shard in progress. After `finish`, its file can be committed."""
+class NewShard(ABC):
+    """A shard in progress, compressed if its name says so. After `finish`, its file can be committed."""
 
+    def __init__(self, file: NewFile) -> None:
+        self._file, self._out = file, _compressed(file)
+
+    @abstractmethod
     def add(self, sample: Sample) -> None:
         """Append a sample; `SampleError` leaves the shard as it was."""
-        ...
 
     def finish(self) -> Mapping[str, bytes]:
         """Write what is held back. Gives what belongs beside the file: last ending -> content."""
-        ...
+        if self._out is not self._file:
+            self._out.close()
+        return {}
 
     def abandon(self) -> None:
-        """Let go of everything; called after the file was discarded."""
-        ...
+        """Let go of everything; called after the file was discarded, which swallows what is flushed."""
+        NewShard.finish(self)  # of all that its own kind would write, nothing
 
 
-class NewTarShard:
-    """A tar shard, compressed if its name says so."""
+class NewTarShard(NewShard):
+    """A tar shard."""
 
     def __init__(self, file: NewFile, *, allow_pickle: bool) -> None:
-        self._url, self._allow_pickle = file.url, allow_pickle
+        super().__init__(file)
+        self._allow_pickle, self._num_bytes = allow_pickle, 0
         self._encode: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-        self._compressor = _compressor(file)
-        self._out, self._num_bytes = self._compressor or file, 0
         self._last_key: str | None = None
 
     def add(self, sample: Sample) -> None:
         """Append a sample: `__key__` and a value per extension; other names with "_" first are left out."""
         key = sample.get("__key__")
         if not isinstance(key, str):
-            raise SampleError(
-                self._url, f"a sample needs a '__key__' of type str, got {key!r}", stage="write"
-            )
-        check_rows(self._url, [sample])
+            raise self._refused(None, f"a sample needs a '__key__' of type str, got {key!r}")
+        check_rows(self._file.url, [sample])
         fields = {name: value for name, value in sample.items() if not name.startswith("_")}
         refusal = self._refusal(key, fields)
         if refusal:
-            raise SampleError(self._url, refusal, key=key, stage="write")
+            raise self._refused(key, refusal)
         encoded = [(name, self._encoded(key, name, fields[name])) for name in sorted(fields)]
         try:
             heads = [header_of(f"{key}.{name}", len(data)) for name, data in encoded]
         except ValueError as error:
-            raise SampleError(
-                self._url, f"a tar cannot hold its name: {error}", key=key, stage="write"
-            ) from error
+            raise self._refused(key, f"a tar cannot hold its name: {error}") from error
         for head, (_, data) in zip(heads, encoded, strict=True):
             self._put(head)
             self._put(data)
@@ -101,20 +102,16 @@ class NewTarShard:
             raise
         except Exception as error:
             reason = f"{name!r} of type {type(value).__name__} cannot be encoded: {error}; give its bytes"
-            raise SampleError(self._url, reason, key=key, stage="write") from error
+            raise self._refused(key, reason) from error
 
     def finish(self) -> Mapping[str, bytes]:
         """Write the end of the archive: two empty blocks, filled up to a record."""
         self._put(bytes(2 * _BLOCK))
         self._put(bytes(-self._num_bytes % _RECORD))
-        if self._compressor is not None:
-            self._compressor.close()
-        return {}
+        return super().finish()
 
-    def abandon(self) -> None:
-        """Close the stream; a discarded file swallows what it flushes."""
-        if self._compressor is not None:
-            self._compressor.close()
+    def _refused(self, key: str | None, reason: str) -> SampleError:
+        return SampleError(self._file.url, reason, key=key, stage="write")
 
     def _refusal(self, key: str, fields: Sample) -> str | None:
         """Why webdataset would not read the sample back as it is, or None."""
@@ -138,7 +135,7 @@ class TypesDifferError(SampleError):
     """Rows that are held back have values of a wider type, or columns, than the shard that is begun."""
 
 
-class NewTableShard:
+class NewTableShard(NewShard):
     """A Parquet or Arrow shard. Where no schema is given, the first row group decides it.
 
     Args:
@@ -160,7 +157,8 @@ class NewTableShard:
         types: dict[str, Any] | None = None,
         rounds: bool = False,
     ) -> None:
-        self._file, self._row_group_size, self._schema = file, row_group_size, schema
+        super().__init__(file)
+        self._row_group_size, self._schema = row_group_size, schema
         self._format, self._types, self._rounds = format, types if schema is None else None, rounds
         self._writer: Any = None
         self.rows: list[Sample] = []
@@ -193,10 +191,10 @@ class NewTableShard:
             self._flush()
         if self._writer is not None:
             self._writer.close()
-        return {}
+        return super().finish()
 
     def abandon(self) -> None:
-        """Close the writer; a discarded file swallows the footer."""
+        """Forget the rows, and close the writer."""
         self.rows.clear()
         self.finish()
 
@@ -293,12 +291,12 @@ class NewTableShard:
         return None
 
 
-class NewJsonlShard:
-    """JSON Lines, compressed if its name says so: an object a sample, arrays as lists."""
+class NewJsonlShard(NewShard):
+    """JSON Lines: an object a sample, arrays as lists."""
 
     def __init__(self, file: NewFile) -> None:
-        self._url, self._compressor = file.url, _compressor(file)
-        self._out, self._num_samples = self._compressor or file, 0
+        super().__init__(file)
+        self._num_samples = 0
         self._names: frozenset[str] = frozenset()  # of rows that were looked at
         self._encode = json.JSONEncoder(
             ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=json_value
@@ -328,22 +326,12 @@ class NewJsonlShard:
                 check_row(row)
             data = line.encode()
         except (RecursionError, TypeError, ValueError) as error:
-            check_rows(self._url, [sample], number)
+            check_rows(self._file.url, [sample], number)
             reason, key = f"it cannot be written as JSON: {error}", str(sample.get("__key__", number))
-            raise SampleError(self._url, reason, key=key, stage="write") from error
+            raise SampleError(self._file.url, reason, key=key, stage="write") from error
         if not row:
-            raise SampleError(self._url, "a sample needs a field", key=str(number), stage="write")
+            raise SampleError(self._file.url, "a sample needs a field", key=str(number), stage="write")
         return data
-
-    def finish(self) -> Mapping[str, bytes]:
-        """Write what the compressor holds."""
-        if self._compressor is not None:
-            self._compressor.close()
-        return {}
-
-    def abandon(self) -> None:
-        """Close the stream; a discarded file swallows what it flushes."""
-        self.finish()
 
 
 def header_of(name: str, size: int) -> bytes:
@@ -370,8 +358,8 @@ def _plain_header() -> tuple[bytes, int]:
 _PLAIN, _PLAIN_SUM = _plain_header()
 
 
-def _compressor(file: NewFile) -> Any:
-    """A stream that compresses into `file`, or None. It leaves `file` open."""
+def _compressed(file: NewFile) -> Any:
+    """A stream that compresses into a file, and leaves it open; the file itself where its name says none."""
     kind = compression_of(file.url)
     if kind == "gzip":
         return gzip.GzipFile(filename="", mode="wb", fileobj=cast(BinaryIO, file), mtime=0)
@@ -383,7 +371,7 @@ def _compressor(file: NewFile) -> Any:
         return zstandard.ZstdCompressor(write_checksum=True).stream_writer(
             cast(BinaryIO, file), closefd=False
         )
-    return None
+    return file
 
 
 def _survives(key: str, extension: str) -> bool:

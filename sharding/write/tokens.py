@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sharding.errors import SampleError
 from sharding.formats.tokens import COLUMN, SIDECAR_SUFFIX
 from sharding.write.file import NewFile
+from sharding.write.shard import NewShard
 from sharding.write.values import check_rows
 
 
@@ -47,13 +48,14 @@ class TokenOptions:
             raise ValueError(f"end_token {self.end_token} does not fit dtype {self.dtype}")
 
 
-class NewTokenShard:
+class NewTokenShard(NewShard):
     """Documents as one run of tokens."""
 
     format: ClassVar[str] = "tokens"
 
     def __init__(self, file: NewFile, *, options: TokenOptions) -> None:
-        self._file, self._options = file, options
+        super().__init__(file)
+        self._options = options
         self._dtype = np.dtype(options.dtype)
         self._sizes: list[int] = []
         self._end: NDArray[Any] = np.array(
@@ -97,6 +99,3 @@ class NewTokenShard:
         described = {"format": self.format, **asdict(self._options)}
         described |= {"num_tokens": sum(self._sizes), "num_documents": len(self._sizes)}
         return {SIDECAR_SUFFIX: (json.dumps(described, indent=1) + "\n").encode()}
-
-    def abandon(self) -> None:
-        """Do nothing: nothing is held back."""
