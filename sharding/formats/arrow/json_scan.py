@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from sharding.arrow_arrays import bytes_array
 from sharding.core.library import address_of, library
 from sharding.formats.arrow.json_arrays import RawTexts, Text
 from sharding.formats.arrow.json_lines import (
@@ -85,10 +86,11 @@ class LineScanner:
         self._max_keys = max_keys
         self._keys = np.zeros(_KEY_SLOTS * 3 // 2, np.uint64)
         self._rows: _ScannedRow | None = None
+        self._num_elements = 0
         self._is_known = False
         """True if the lines that were read last held nothing new."""
-        self._is_steady = False
-        """True if the last lines that were looked at brought nothing new."""
+        self._is_new = True
+        """True if the last lines that were looked at brought something new."""
 
     def scan(self, text: bytes, offset: int) -> tuple[int, int]:
         """Look at the lines that begin at a byte of the file: how many, and elements of lists of numbers.
@@ -97,17 +99,17 @@ class LineScanner:
             LineError: a line is not JSON, or not an object; `at` counts from the file's beginning.
             TooManyKeysError: there are more keys.
         """
-        num_rows = elements = 0
+        num_rows, before = 0, self._num_elements
         for at, piece in pieces(text):
             _check_utf8(piece, offset + at)
             num_lines, count = self._look_at_keys(piece), 0
             if self._is_known and 0 <= num_lines * self.num_keys <= MOST_CELLS:
-                count, of_all = self._scan_known(piece)
+                count = self._scan_known(piece)
             if not count:
-                num_lines, of_all = self._scan_lines(piece, offset + at)
-            num_rows, elements = num_rows + num_lines, elements + of_all
+                num_lines = self._scan_lines(piece, offset + at)
+            num_rows += num_lines
             self._num_lines += num_lines
-        return num_rows, elements
+        return num_rows, self._num_elements - before
 
     def _look_at_keys(self, piece: bytes) -> int:
         """Count the lines, and note the first with a key twice; -1 where one is not one whole object."""
@@ -127,59 +129,79 @@ class LineScanner:
             if doubled:
                 self.doubled = self._num_lines + num_lines, doubled[0]
 
-    def _scan_lines(self, piece: bytes, at: int) -> tuple[int, int]:
-        lines, elements, done = lines_of(piece), 0, 0
+    def _scan_lines(self, piece: bytes, at: int) -> int:
+        lines, done = lines_of(piece), 0
         self._is_known = True
         while done < len(lines):
             some = lines[done : done + max(1, MOST_CELLS // max(1, self.num_keys))]
-            count, of_known = self._scan_known(some)
-            elements += of_known
+            count = self._scan_known(some)
             done += count
             if count < len(some):
                 if self._is_known:
                     self._is_known, starts = False, at + starts_of_lines(piece)
                 some = lines[done : done + _LEARNED_LINES]
-                elements += self._learn(some, starts[done : done + len(some)].tolist())
+                self._learn(some, starts[done : done + len(some)].tolist())
                 done += len(some)
-        return len(lines), elements
+        return len(lines)
 
-    def _scan_known(self, lines: Sequence[bytes] | bytes) -> tuple[int, int]:
-        """Count the lines, from the first on, that hold nothing new, and elements of their lists.
+    def _scan_known(self, lines: Sequence[bytes] | bytes) -> int:
+        """Count the lines, from the first on, that hold nothing new, and what they hold.
 
         Of lines in one text, none where one of them holds something new.
         """
-        if self._rows is None and self.num_keys and (self._is_steady or self.num_keys <= _STEADY_KEYS):
+        if self._rows is None and self.num_keys and (not self._is_new or self.num_keys <= _STEADY_KEYS):
             self._rows = _ScannedRow.of(self.root)
         if self._rows is None or (decoder := self._rows.decoder) is None:
-            return 0, 0
-        rows, counted = list[Any](), _Counted()
+            return 0
+        rows, counted = list[Any](), list[_Counted]()
         with suppress(*NOT_READ):  # rows before a line that is refused stay
             rows.extend(
                 decoder.decode_lines(lines) if isinstance(lines, bytes) else map(decoder.decode, lines)
             )
         if not self._rows.count(rows, counted):
-            return 0, 0
-        for seen, present in counted.present:
+            return 0
+        for seen, present, elements in counted:
             seen.present += present
-        return len(rows), counted.elements
+            self._num_elements += elements
+        return len(rows)
 
-    def _learn(self, lines: Sequence[bytes], positions: Sequence[int]) -> int:
-        """Look at lines, which begin at these bytes of the file, value by value; elements of lists."""
-        learned = _Learned(self)
+    def _learn(self, lines: Sequence[bytes], positions: Sequence[int]) -> None:
+        """Look at lines, which begin at these bytes of the file, value by value."""
+        self._is_new = False
         for line, at in zip(lines, positions, strict=False):
             with faults_of_line(at):
-                learned.see_items(self.root, items_of(line), at, level=1)
-        if learned.is_new:
+                self._see_items(self.root, items_of(line), at, level=1)
+        if self._is_new:
             self._rows = None
-        self._is_steady = not learned.is_new
-        return learned.elements
 
-    def new_key(self, at: int) -> SchemaInferrer:
-        """Count one more key."""
-        self.num_keys += 1
-        if self.num_keys > self._max_keys:
-            raise TooManyKeysError(at)
-        return SchemaInferrer()
+    def _see_items(self, seen: SchemaInferrer, items: Mapping[str, Text], at: int, level: int) -> None:
+        """Note the values of an object's keys."""
+        for key, text in items.items():
+            child = seen.children.get(key)
+            if child is None:
+                self.num_keys += 1
+                if self.num_keys > self._max_keys:
+                    raise TooManyKeysError(at)
+                child = seen.children[key] = SchemaInferrer()
+                self._is_new = True
+            self._see(child, bytes(text), at, level)
+
+    def _see(self, seen: SchemaInferrer, text: bytes, at: int, level: int) -> None:
+        if text == b"null":
+            return
+        seen.present += 1
+        if text[:1] == b"{":
+            kinds = {OBJECT if level < MAX_LEVELS else NESTED}
+        elif text[:1] == b"[":
+            numbers = _numbers_in(text)
+            self._num_elements += len(numbers or ())
+            kinds = {NESTED} if numbers is None else {LIST, *_kinds_of(numbers)}
+        else:
+            kinds = {VALUE, *_kinds_of([_scalar_in(text)])}
+        for kind in kinds - seen.first.keys():
+            seen.first[kind], self._is_new = at, True
+        if OBJECT in kinds:
+            self._see_items(seen, items_of(text), at, level + 1)
 
 
 def note_doubled(doubled: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -194,10 +216,8 @@ def _check_utf8(piece: bytes, at: int) -> None:
     """Raise where a line is not UTF-8: msgspec does not look into what it passes over."""
     if piece.isascii():
         return
-    offsets = np.array([0, len(piece)], np.int64)
-    texts = pa.Array.from_buffers(pa.large_string(), 1, [None, pa.py_buffer(offsets), pa.py_buffer(piece)])
     try:
-        texts.validate(full=True)
+        bytes_array([piece], pa.large_string()).validate(full=True)
     except (pa.ArrowInvalid, UnicodeDecodeError):
         for line in piece.split(b"\n"):
             try:
@@ -205,47 +225,6 @@ def _check_utf8(piece: bytes, at: int) -> None:
             except UnicodeDecodeError as error:
                 raise LineError(at, f"this line is not UTF-8: {error}") from error
             at += len(line) + 1
-
-
-@dataclass
-class _Learned:
-    """Looks at values one by one."""
-
-    scanner: LineScanner
-    is_new: bool = False
-    elements: int = 0
-
-    def see_items(self, seen: SchemaInferrer, items: Mapping[str, Text], at: int, level: int) -> None:
-        """Note the values of an object's keys."""
-        for key, text in items.items():
-            child = seen.children.get(key)
-            if child is None:
-                child = seen.children[key] = self.scanner.new_key(at)
-                self.is_new = True
-            self._see(child, bytes(text), at, level)
-
-    def _see(self, seen: SchemaInferrer, text: bytes, at: int, level: int) -> None:
-        if text == b"null":
-            return
-        seen.present += 1
-        if text[:1] == b"{":
-            if level < MAX_LEVELS:
-                self._record(seen, [OBJECT], at)
-                self.see_items(seen, items_of(text), at, level + 1)
-            else:
-                self._record(seen, [NESTED], at)
-        elif text[:1] == b"[":
-            numbers = _numbers_in(text)
-            self.elements += 0 if numbers is None else len(numbers)
-            self._record(seen, [NESTED] if numbers is None else [LIST, *_kinds_of(numbers)], at)
-        else:
-            self._record(seen, [VALUE, *_kinds_of([_scalar_in(text)])], at)
-
-    def _record(self, seen: SchemaInferrer, kinds: Sequence[str], at: int) -> None:
-        for kind in kinds:
-            if kind not in seen.first:
-                seen.first[kind] = at
-                self.is_new = True
 
 
 def _numbers_in(text: bytes) -> list[Any] | None:
@@ -288,12 +267,8 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-@dataclass
-class _Counted:
-    """The counts of what a piece holds that may hold nothing new."""
-
-    present: list[tuple[SchemaInferrer, int]] = field(default_factory=list)
-    elements: int = 0
+_Counted = tuple[SchemaInferrer, int, int]
+"""Of a key in lines that may hold nothing new: the lines that hold a value, and the elements of lists."""
 
 
 @dataclass
@@ -321,49 +296,50 @@ class _ScannedRow:
     def __post_init__(self) -> None:
         self.decoder = msgspec.json.Decoder(self.type) if self.type else None
 
-    def count(self, rows: Sequence[Any], counted: _Counted) -> bool:
+    def count(self, rows: Sequence[Any], counted: list[_Counted]) -> bool:
         """Count the values; return whether the rows hold no kinds but those that were seen."""
         return all(self._count(rows, number, counted) for number in range(len(self.children)))
 
-    def _count(self, rows: Sequence[Any], number: int, counted: _Counted) -> bool:
+    def _count(self, rows: Sequence[Any], number: int, counted: list[_Counted]) -> bool:
         seen, inner, values = self.children[number], self.inner[number], values_of(rows, number)
         if inner is None and _scanned_type(seen) is msgspec.Raw:
             texts = RawTexts(values)
-            counted.present.append((seen, len(values) - int(texts.missing.sum())))
-            return _holds_integers(seen, texts, counted) if seen.shapes == {LIST} else _holds(seen, texts)
+            kinds, elements = (
+                _kinds_of_lists(texts) if seen.shapes == {LIST} else (_shapes_of(seen, texts), 0)
+            )
+            counted.append((seen, len(values) - int(texts.missing.sum()), elements))
+            return kinds <= seen.first.keys()
         if None in values:
             values = [value for value in values if value is not None]
-        counted.present.append((seen, len(values)))
+        present, is_list = len(values), seen.shapes == {LIST}
+        if is_list:
+            values = list(chain.from_iterable(values))
+        counted.append((seen, present, len(values) if is_list else 0))
         if inner is not None:
             return not values or inner.count(values, counted)
-        if seen.shapes == {LIST}:
-            values = list(chain.from_iterable(values))
-            counted.elements += len(values)
         return _kinds_of(values) <= seen.first.keys()
 
 
-def _holds_integers(seen: SchemaInferrer, texts: RawTexts, counted: _Counted) -> bool:
-    """Return whether lists hold integers only, of the kinds that were seen."""
+def _kinds_of_lists(texts: RawTexts) -> tuple[set[str], int]:
+    """The kinds of what lists hold, and how many there are; of what is no list of numbers, `NESTED`."""
     found = texts.integers(np.dtype(np.int64))
     if found is not None:
         numbers, _ = found
         low, high = int(numbers.min(initial=0)), int(numbers.max(initial=0))
         if low > _LEAST and high < _GREATEST:
-            counted.elements += len(numbers)
-            return integer_kinds(low, high) <= seen.first.keys()
+            return integer_kinds(low, high), len(numbers)
     try:
         lists = texts.values(_lists_of_numbers)
     except NOT_READ:
-        return False
+        return {NESTED}, 0
     values = list(chain.from_iterable(one for one in lists if one is not None))
-    counted.elements += len(values)
-    return _kinds_of(values) <= seen.first.keys()
+    return _kinds_of(values), len(values)
 
 
-def _holds(seen: SchemaInferrer, texts: RawTexts) -> bool:
-    """Return whether nested values have shapes that were seen; those without a common type are alike."""
-    firsts = set(np.unique(texts.first_bytes(np.flatnonzero(~texts.missing))).tolist())
-    return not seen.shapes <= {LIST, NESTED} or firsts <= {ord("[")}
+def _shapes_of(seen: SchemaInferrer, texts: RawTexts) -> set[str]:
+    """The shapes of nested values that were not seen; those without a common type are alike."""
+    firsts = texts.first_bytes(np.flatnonzero(~texts.missing))
+    return {OBJECT} if seen.shapes <= {LIST, NESTED} and (firsts != ord("[")).any() else set()
 
 
 def _scanned_type(seen: SchemaInferrer) -> Any:
