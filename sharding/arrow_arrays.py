@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-_MOST_BYTES = (1 << 31) - 1
-"""The values of an array whose type is not large have so many bytes, at most."""
+_MOST = (1 << 31) - 1
+"""The values of an array whose type is not large have so many bytes or items, at most."""
 
 
 def number_array(numbers: NDArray[Any]) -> pa.Array:
@@ -61,6 +61,16 @@ def bytes_array(values: Sequence[bytes | None], kind: pa.DataType | None = None)
     return _of_pieces(pieces, b"".join(pieces), valid, kind or pa.large_binary())
 
 
+def list_array(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None, items: pa.Array) -> pa.Array:
+    """Return lists of so many items each, which follow one another; `valid`: those that are no nulls."""
+    if len(items) > _MOST:
+        raise OverflowError(f"{len(items):,} items in lists of one row group: give a smaller row_group_size")
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    buffers = [None if valid is None or valid.all() else bits(valid), pa.py_buffer(offsets)]
+    return pa.Array.from_buffers(pa.list_(items.type), len(lengths), buffers, children=[items])
+
+
 def column_of(rows: Sequence[Mapping[str, Any] | None], name: str) -> list[Any]:
     """Return the values that rows have under a name; None where there is none."""
     try:
@@ -85,7 +95,7 @@ def _of_pieces(
     pieces: Sequence[Any], content: bytes, valid: NDArray[np.bool_] | None, kind: pa.DataType
 ) -> pa.Array:
     is_large = kind in (pa.large_string(), pa.large_binary())
-    if not is_large and len(content) > _MOST_BYTES:
+    if not is_large and len(content) > _MOST:
         raise OverflowError(f"{len(content):,} bytes in a column of type {kind}")
     ends = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)), out=ends[1:])

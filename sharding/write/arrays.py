@@ -17,12 +17,19 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from sharding.arrow_arrays import bits, bool_array, bytes_array, column_of, number_array, text_array, valid_of
+from sharding.arrow_arrays import (
+    bool_array,
+    bytes_array,
+    column_of,
+    list_array,
+    number_array,
+    text_array,
+    valid_of,
+)
 from sharding.blocks import common_dtype
 from sharding.formats.arrow.schema import dtype_of, is_bytes, is_list, is_text
 from sharding.write.values import DEEPEST, ENDLESS, NESTED, has_an_end, plain_value
 
-_MOST_ITEMS = (1 << 31) - 1
 _NONE = type(None)
 _ENDLESS_TYPES: dict[Any, Set[type]] = {None: frozenset(), list: frozenset({list, tuple}), dict: NESTED}
 """By what values lie in: types of those that may have no end. A dict's in a list shows in its fields."""
@@ -113,7 +120,7 @@ def as_kind(array: pa.Array, kind: pa.DataType | None, *, rounds: bool = False) 
     if is_list(own) and (is_list(kind) or pa.types.is_fixed_size_list(kind)):
         items = as_kind(array.flatten(), kind.value_type, rounds=rounds)
         lengths = array.value_lengths().fill_null(0).to_numpy()
-        return _list_array(lengths, array.is_valid().to_numpy(zero_copy_only=False), items).cast(kind)
+        return list_array(lengths, array.is_valid().to_numpy(zero_copy_only=False), items).cast(kind)
     if pa.types.is_struct(own) and pa.types.is_struct(kind):
         if more := {field.name for field in own} - {field.name for field in kind}:
             raise TypeError(f"{kind} has no field {min(more)!r}")
@@ -214,7 +221,7 @@ def _lists(values: Sequence[Any]) -> pa.Array:
     valid = valid_of(values)
     there = values if valid is None else [value or () for value in values]
     lengths = np.fromiter(map(len, there), np.int64, len(values))
-    return _list_array(lengths, valid, array_of(list(chain.from_iterable(there)), within=list))
+    return list_array(lengths, valid, array_of(list(chain.from_iterable(there)), within=list))
 
 
 def _arrays(values: Sequence[NDArray[Any] | None]) -> pa.Array:
@@ -235,11 +242,11 @@ def _arrays(values: Sequence[NDArray[Any] | None]) -> pa.Array:
         items = array_of(flat.tolist()) if flat.dtype.hasobject else _by_arrow(flat)
     for depth in range(shapes.shape[1] - 1, 0, -1):
         lengths = np.repeat(shapes[:, depth], shapes[:, :depth].prod(axis=1))
-        items = _list_array(lengths, None, items)
+        items = list_array(lengths, None, items)
     valid = None if len(there) == len(values) else np.array([value is not None for value in values])
     lengths = np.zeros(len(values), np.int64)
     lengths[slice(None) if valid is None else valid] = shapes[:, 0]
-    return _list_array(lengths, valid, items)
+    return list_array(lengths, valid, items)
 
 
 def _structs(values: Sequence[dict[str, Any] | None]) -> pa.Array:
@@ -249,15 +256,6 @@ def _structs(values: Sequence[dict[str, Any] | None]) -> pa.Array:
     children = [array_of(column_of(values, name), within=dict) for name in names]
     mask = None if (valid := valid_of(values)) is None else bool_array(~valid)
     return pa.StructArray.from_arrays(children, names, mask=mask)
-
-
-def _list_array(lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None, items: pa.Array) -> pa.Array:
-    if len(items) > _MOST_ITEMS:
-        raise OverflowError(f"{len(items):,} items in lists of one row group: give a smaller row_group_size")
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    buffers = [None if valid is None or valid.all() else bits(valid), pa.py_buffer(offsets)]
-    return pa.Array.from_buffers(pa.list_(items.type), len(lengths), buffers, children=[items])
 
 
 _BUILDERS: dict[type, Callable[[Sequence[Any]], pa.Array]] = {

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from sharding.arrow_arrays import bits, number_array, text_array, valid_of
+from sharding.arrow_arrays import bits, list_array, number_array, text_array, valid_of
 
 Text = bytes | msgspec.Raw
 """The JSON text of one value."""
@@ -38,18 +38,8 @@ def array_of(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
         valid = valid_of(values)
         lists: Sequence[Any] = values if valid is None else [value or () for value in values]
         lengths = np.fromiter(map(len, lists), np.int64, len(lists))
-        return _lists(kind, lengths, valid, array_of(list(chain.from_iterable(lists)), kind.value_type))
+        return list_array(lengths, valid, array_of(list(chain.from_iterable(lists)), kind.value_type))
     return _numbers(values, kind)
-
-
-def _lists(
-    kind: pa.DataType, lengths: NDArray[np.int64], valid: NDArray[np.bool_] | None, elements: pa.Array
-) -> pa.Array:
-    ends = np.cumsum(lengths)
-    if len(elements) >= 1 << 31:
-        raise OverflowError(f"{len(elements)} numbers in lists at a time")
-    buffers = [bits(valid), pa.py_buffer(np.append(0, ends).astype(np.int32))]
-    return pa.Array.from_buffers(kind, len(lengths), buffers, children=[elements])
 
 
 def integer_lists(raws: Sequence[Text], kind: pa.DataType) -> pa.Array:
@@ -58,7 +48,7 @@ def integer_lists(raws: Sequence[Text], kind: pa.DataType) -> pa.Array:
     found = texts.integers(np.dtype(str(kind.value_type)))
     if found is not None:
         numbers, lengths = found
-        return _lists(kind, lengths, None, number_array(numbers))
+        return list_array(lengths, None, number_array(numbers))
     try:
         return array_of(texts.values(_integers), kind)
     except msgspec.MsgspecError as error:

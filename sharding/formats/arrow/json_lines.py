@@ -98,18 +98,14 @@ def faults_of_line(at: int) -> Iterator[None]:
     except RecursionError as error:
         reason = "this line is nested too deeply to be read; write deep values as a string of JSON"
         raise LineError(at, reason) from error
-    except _NotAnObjectError as error:
+    except _UnfitLineError as error:
         raise LineError(at, str(error)) from error
     except ValueError as error:
         raise LineError(at, f"this line is not JSON: {error}") from error
 
 
-class _NotAnObjectError(ValueError):
-    pass
-
-
-class _MisfitError(Exception):
-    pass
+class _UnfitLineError(ValueError):
+    """JSON that is no object, or not what was indexed."""
 
 
 def items_of(text: Text) -> Mapping[str, Text]:
@@ -129,7 +125,7 @@ def items_of(text: Text) -> Mapping[str, Text]:
 def _items_by_json(encoded: bytes) -> dict[str, Text]:
     text = encoded.decode()
     if not isinstance(json.loads(text), dict):
-        raise _NotAnObjectError("this line is not a JSON object")
+        raise _UnfitLineError("this line is not a JSON object")
     items: dict[str, Text] = {}
     at = _beyond(text, 0) + 1  # the text is known to be right, so only commas and colons lie in between
     while text[at := _beyond(text, at)] != "}":
@@ -265,11 +261,7 @@ class _Row:
         except NOT_READ:
             pass  # a second look
         with faults_of_line(at):
-            items = items_of(line)
-            try:
-                return self._of(items)
-            except _MisfitError as error:
-                raise LineError(at, f"this line does not fit what was indexed: {error}") from error
+            return self._of(items_of(line))
 
     def _of(self, items: Mapping[str, Text]) -> Any:
         values: list[Any] = []
@@ -284,7 +276,8 @@ class _Row:
             else:
                 value = json.loads(bytes(text))
                 if not _FITS[_name_of(one.type)](value):
-                    raise _MisfitError(f"column {one.name!r} of type {one.type} is {str(value)[:40]!r}")
+                    what = f"column {one.name!r} of type {one.type} is {str(value)[:40]!r}"
+                    raise _UnfitLineError(f"this line does not fit what was indexed: {what}")
                 values.append(value)
         return self.type(*values)
 
