@@ -356,7 +356,7 @@ def _widened(array: pa.Array, element: pa.DataType) -> pa.Array:
 
 
 def _fixed_lists(
-    array: pa.FixedSizeListArray, element: pa.DataType | None = None
+    array: pa.FixedSizeListArray, element: pa.DataType | None
 ) -> tuple[NDArray[Any], Lacks | None]:
     n, size = len(array), array.type.list_size
     # `values` ignores the slice that the array is; `flatten()` would drop the lists that are null.
@@ -448,35 +448,22 @@ def _dictionary_spans(array: pa.DictionaryArray) -> Spans:
     return Spans(entries.buffer, entries.starts[codes], _with_missing(entries.lengths[codes], valid))
 
 
-def _list_spans(array: pa.Array, element: pa.DataType | None = None) -> Spans:
+def _list_spans(array: pa.Array, element: pa.DataType | None) -> Spans:
     """Spans of lists over the one array of their elements; `element`: see `_fixed`."""
     array = _plain(array)
-    kind, n = array.type, len(array)
-    if pa.types.is_fixed_size_list(kind):
-        return _fixed_list_spans(array, element)
+    kind, n, elements = array.type, len(array), array.values
     width = np.int64 if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind) else np.int32
-    if is_list_view(kind):
+    if pa.types.is_fixed_size_list(kind):
+        starts, lengths = np.arange(n) * kind.list_size, np.full(n, kind.list_size, np.int64)
+        elements = elements.slice(array.offset * kind.list_size, n * kind.list_size)
+    elif is_list_view(kind):
         starts = elements_of(array.buffers()[1], width, n, array.offset).astype(np.int64)
         lengths = elements_of(array.buffers()[2], width, n, array.offset).astype(np.int64)
-        elements = array.values
     else:
         offsets = elements_of(array.buffers()[1], width, n + 1, array.offset).astype(np.int64) if n else _ZERO
         starts, lengths = offsets[:-1] - offsets[0], _sizes(offsets)
-        elements = array.values.slice(offsets[0], offsets[-1] - offsets[0])
-    return _spans_of(elements, starts, _with_missing(lengths, valid_of(array)), element)
-
-
-def _fixed_list_spans(array: pa.FixedSizeListArray, element: pa.DataType | None) -> Spans:
-    n, size = len(array), array.type.list_size
-    elements = array.values.slice(array.offset * size, n * size)
-    lengths = _with_missing(np.full(n, size, np.int64), valid_of(array))
-    return _spans_of(elements, np.arange(n) * size, lengths, element)
-
-
-def _spans_of(
-    elements: pa.Array, starts: NDArray[np.int64], lengths: NDArray[np.int64], element: pa.DataType | None
-) -> Spans:
-    """Spans of lists, given where they lie in the array of their elements."""
+        elements = elements.slice(offsets[0], offsets[-1] - offsets[0])
+    lengths = _with_missing(lengths, valid_of(array))
     values, inside = _fixed(elements, element)
     if inside is not None and values.dtype.kind != "f":
         nulls_before = np.append(0, np.cumsum(inside != 0))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from sharding.arrow_arrays import bool_array
 from sharding.formats.arrow.json_arrays import RawTexts, Text, array_of, integer_lists
 from sharding.formats.arrow.json_types import JSON_TEXT, UNREADABLE
+from sharding.formats.arrow.schema import is_list, is_text, leaves
 
 NOT_READ = (msgspec.MsgspecError, ValueError, RecursionError)
 """The errors that msgspec raises of text that is not JSON as it takes it, or does not fit."""
@@ -184,7 +185,7 @@ class LineReader:
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
         self._row = _Row(list(schema))
-        self._most_rows = max(1, MOST_CELLS // max(1, _num_keys(list(schema))))
+        self._most_rows = max(1, MOST_CELLS // max(1, len([*leaves(schema)])))
 
     def read(self, text: bytes | memoryview) -> tuple[pa.Table, int]:
         """The table, and how many lines it has, blank ones aside.
@@ -222,10 +223,6 @@ class LineReader:
             raise LineError(at, f"these lines do not fit what was indexed: {error}") from error
 
 
-def _num_keys(fields: Sequence[pa.Field]) -> int:
-    return sum(_num_keys(list(one.type)) if pa.types.is_struct(one.type) else 1 for one in fields)
-
-
 class _Row:
     """A conversion of objects to rows, and of one key of many rows to an array."""
 
@@ -234,13 +231,13 @@ class _Row:
         self.inner: list[_Row | None] = [
             _Row(list(one.type)) if pa.types.is_struct(one.type) else None for one in fields
         ]
-        types: list[Any] = [
+        self._types: list[Any] = [
             inner.type | None if inner else _python_type(one.type)
             for one, inner in zip(fields, self.inner, strict=True)
         ]
-        named = row_type([one.name for one in fields], types)
+        named = row_type([one.name for one in fields], self._types)
         self.is_named: bool = named is not None and all(inner.is_named for inner in self.inner if inner)
-        kind = named or row_type([field_name(number) for number in range(len(fields))], types)
+        kind = named or row_type([field_name(number) for number in range(len(fields))], self._types)
         assert kind is not None
         self.type: Any = kind
         self.decoder = msgspec.json.Decoder(kind) if self.is_named else None
@@ -265,9 +262,9 @@ class _Row:
 
     def _of(self, items: Mapping[str, Text]) -> Any:
         values: list[Any] = []
-        for one, inner in zip(self.fields, self.inner, strict=True):
+        for one, inner, kind in zip(self.fields, self.inner, self._types, strict=True):
             text = items.get(one.name)
-            if one.type == JSON_TEXT or _is_integers(one.type):
+            if kind is msgspec.Raw:
                 values.append(msgspec.Raw(bytes(text or b"")))
             elif text is None or bytes(text) == b"null":
                 values.append(None)
@@ -275,10 +272,11 @@ class _Row:
                 values.append(inner._of(items_of(text)))
             else:
                 value = json.loads(bytes(text))
-                if not _FITS[_name_of(one.type)](value):
+                try:
+                    values.append(msgspec.convert(value, kind))
+                except msgspec.ValidationError as error:
                     what = f"column {one.name!r} of type {one.type} is {str(value)[:40]!r}"
-                    raise _UnfitLineError(f"this line does not fit what was indexed: {what}")
-                values.append(value)
+                    raise _UnfitLineError(f"this line does not fit what was indexed: {what}") from error
         return self.type(*values)
 
     def array(self, rows: Sequence[Any], number: int) -> pa.Array:
@@ -300,35 +298,17 @@ class _Row:
         return pa.StructArray.from_arrays(arrays, fields=list(one.type), mask=lacks)
 
 
-def _name_of(kind: pa.DataType) -> str:
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return "list"
-    if pa.types.is_integer(kind):
-        return "integer"
-    return "text" if pa.types.is_string(kind) or pa.types.is_large_string(kind) else str(kind)
-
-
 def _is_integers(kind: pa.DataType) -> bool:
     """Return whether a type is that of lists of integers, which stay text for longer."""
     return bool(pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
-
-
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "bool": lambda value: isinstance(value, bool),
-    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
-    "double": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "text": lambda value: isinstance(value, str),
-    "list": lambda value: isinstance(value, list) and not any(isinstance(one, list | dict) for one in value),
-    "null": lambda value: value is None,
-}
-_PYTHON: dict[str, Any] = {"bool": bool, "integer": int, "double": float, "text": str, "null": None}
 
 
 def _python_type(kind: pa.DataType) -> Any:
     """Return the type msgspec makes of a value of an Arrow type, with `None` for null."""
     if kind in (JSON_TEXT, UNREADABLE) or _is_integers(kind):
         return msgspec.Raw
-    if _name_of(kind) == "list":
+    if is_list(kind):
         return list[_python_type(kind.value_type)] | None  # type: ignore[misc]
-    python = _PYTHON[_name_of(kind)]
-    return None if python is None else python | None
+    if pa.types.is_integer(kind) or is_text(kind):
+        return (str if is_text(kind) else int) | None
+    return {pa.bool_(): bool | None, pa.float64(): float | None, pa.null(): None}[kind]
