@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from sharding.blocks import Block, Columns, ColumnSpec, Shard, ShardScan, Spans
 from sharding.errors import CorruptShardError
 from sharding.formats.tokens import COLUMN, TokensFormat, check_tokens, tokens_in, wants_tokens
+from sharding.spans import cuts_within
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -59,7 +60,7 @@ class MegatronFormat(TokensFormat):
         dtype, starts = _read_index(sibling, shard, bin_size=file.seek(0, io.SEEK_END))
         if self.length is not None:
             return self.windows(0, int(starts[-1]), dtype, self.length, block_bytes)
-        cuts = _cuts(starts, max(1, block_bytes // dtype.itemsize))
+        cuts = cuts_within(starts, max(1, block_bytes // dtype.itemsize))
         sizes = np.diff(starts)
         nbytes = (starts[cuts[1:]] - starts[cuts[:-1]]) * dtype.itemsize
         size_range = (int(sizes.min()), int(sizes.max())) if len(sizes) else None
@@ -136,19 +137,6 @@ def _documents(block: Block) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def _packed(sizes: NDArray[np.int64]) -> bytes:
     """Document sizes in 4 bytes each, in 8 where a document has 2**32 tokens or more."""
     return sizes.astype("<u4" if sizes.max() < 1 << 32 else "<u8").tobytes()
-
-
-def _cuts(starts: NDArray[np.int64], block_tokens: int) -> NDArray[np.int64]:
-    """Documents at which blocks begin, and the number of documents: whole documents, at least one a block."""
-    last = len(starts) - 1
-    cuts = [0]
-    while cuts[-1] < last:
-        here = starts[cuts[-1]]
-        # Empty documents share a block with one that is not: a block without bytes could not be read.
-        beyond = min(int(np.searchsorted(starts, here, side="right")), last)
-        end = max(here + block_tokens, starts[beyond])
-        cuts.append(int(np.searchsorted(starts, end, side="right")) - 1)
-    return np.array(cuts, np.int64)
 
 
 def _read_index(file: BinaryIO, shard: Shard, bin_size: int) -> tuple[np.dtype[Any], NDArray[np.int64]]:

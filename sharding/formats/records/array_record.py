@@ -40,7 +40,7 @@ from sharding.formats.records.wire import (
     varints_at,
     whole_numbers,
 )
-from sharding.spans import Bytes, Ints, numbers_at
+from sharding.spans import Bytes, Ints, cuts_reaching, numbers_at
 
 _HEADER = 40
 _MAGIC = 0x71930E704FDAE05E
@@ -71,7 +71,7 @@ class ArrayRecordFormat(RecordFormat):
                 are transposed.
         """
         starts, counts = _read_footer(file, shard)
-        cuts = _cuts(starts, block_bytes)
+        cuts = cuts_reaching(starts, block_bytes)
         learner, indexes = RecordLearner(shard), list[bytes]()
         for first, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
             offset, stop = starts[[first, end]].tolist()
@@ -170,15 +170,6 @@ def _metadata_in(footer: Records) -> Ints:
     table = _varints_of(Records(footer.data, found.start, found.end - found.start), 3)
     first: Ints = table[0]
     return first
-
-
-def _cuts(starts: Ints, block_bytes: int) -> Ints:
-    """The first chunk of each block, and the number of chunks: as many as it takes to reach `block_bytes`."""
-    cuts, last = [0], len(starts) - 1
-    while cuts[-1] < last:
-        reached = int(np.searchsorted(starts, starts[cuts[-1]] + block_bytes))
-        cuts.append(min(last, max(cuts[-1] + 1, reached)))
-    return np.array(cuts, np.int64)
 
 
 def _records(data: memoryview, offset: int, index: NDArray[np.void] | None, fail: _Fail) -> Records:

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from sharding.blocks import Block, Shard
 from sharding.errors import CorruptShardError, ShardReadError
-from sharding.spans import Bytes, Ints, numbers_at
+from sharding.spans import Bytes, Ints, cuts_within, numbers_at
 from sharding.urls import file_name
 
 CODECS = {".zstd": "zstd", ".gz": "gzip", ".br": "brotli", ".bz2": "bz2", ".snappy": "snappy"}
@@ -132,17 +132,6 @@ def _corrupt(shard: Shard) -> Callable[..., CorruptShardError]:
     return lambda reason, offset=None: CorruptShardError(shard.url, reason, offset, stage="index")
 
 
-def _cuts(offsets: Ints, block_bytes: int) -> Ints:
-    """Samples at which blocks begin, and the number of samples: each has a sample, and a byte."""
-    last, found = len(offsets) - 1, [0]
-    while found[-1] < last:
-        here = int(offsets[found[-1]])
-        end = int(np.searchsorted(offsets, here + block_bytes, side="right")) - 1
-        beyond = int(np.searchsorted(offsets, here, side="right"))  # past samples without a byte
-        found.append(min(last, max(end, beyond)))
-    return np.array(found, np.int64)
-
-
 def table_blocks(offsets: Ints, shard: Shard, block_bytes: int) -> dict[str, Any]:
     """The blocks of a shard with these offsets, as arguments of `ShardScan`."""
     sizes = np.diff(offsets).astype("<u4")
@@ -155,7 +144,7 @@ def table_blocks(offsets: Ints, shard: Shard, block_bytes: int) -> dict[str, Any
             "num_samples": np.full_like(first, len(sizes)),
             "index": [b""] * len(first),
         }
-    found = _cuts(offsets, block_bytes)
+    found = cuts_within(offsets, block_bytes)
     lengths = np.diff(offsets[found])
     return {
         "offset": offsets[found[:-1]],

@@ -38,6 +38,7 @@ from sharding.formats.tar.header import BLOCK, COPIED, MAGIC, NO_MAGIC, ODD_SIZE
 from sharding.formats.tar.header_chains import octal_sizes
 from sharding.formats.tar.members import Members, list_members
 from sharding.formats.tar.samples import Samples, group_members
+from sharding.spans import cuts_reaching
 
 KEY_COLUMN = "__key__"
 _COUNTS = np.dtype([("members", "<u4"), ("key_text", "<u4")])
@@ -93,13 +94,13 @@ class TarFormat(Format):
         samples = group_members(members, shard.url)
         sample_first = members.first[samples.member[samples.first]]
         if compressed:
-            cuts = np.zeros(min(1, len(samples.first)), np.int64)
-            starts, ends = np.zeros_like(cuts), np.full_like(cuts, members.total_bytes)
+            cuts = np.arange(min(1, len(samples.first)) + 1) * len(samples.first)
+            starts, ends = np.zeros(len(cuts) - 1, np.int64), np.full(len(cuts) - 1, members.total_bytes)
         else:
-            cuts = _cuts(sample_first, members.end[samples.member[-1:]], block_bytes)
-            starts = sample_first[cuts]
-            ends = np.append(starts[1:], members.end[samples.member[-1:]])
-        cut_ends = np.append(cuts, len(samples.first))[1:]
+            bounds = np.append(sample_first, members.end[samples.member[-1:]])
+            cuts = cuts_reaching(bounds, block_bytes)
+            starts, ends = bounds[cuts[:-1]], bounds[cuts[1:]]
+        cuts, cut_ends = cuts[:-1], cuts[1:]
         copies = _Copies(file, shard.url)
         indexes = [
             _index_of(members, samples, copies, *block)
@@ -280,15 +281,6 @@ def _compare(members: NDArray[np.void], buffer: NDArray[np.uint8], block: Block)
         at = int(members["header"][np.flatnonzero(~same)[0]])
         reason = "shard changed or corrupt: the header of a member is not the one that was indexed"
         raise CorruptShardError(block.shard.url, reason, offset=block.offset + at, stage="decode")
-
-
-def _cuts(first: NDArray[np.int64], end: NDArray[np.int64], block_bytes: int) -> NDArray[np.int64]:
-    """The first sample of each block: as many samples as it takes to reach `block_bytes`."""
-    cuts, following, bounds = [], 0, np.append(first, end)
-    while following < len(first):
-        cuts.append(following)
-        following = max(following + 1, int(np.searchsorted(bounds, bounds[following] + block_bytes)))
-    return np.array(cuts, np.int64)
 
 
 def _schema(members: Members, samples: Samples) -> dict[str, ColumnSpec]:
