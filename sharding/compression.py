@@ -82,15 +82,13 @@ def misnamed(head: bytes, url: str, *, may_be_compressed: bool) -> str | None:
     return f"it looks {kind}-compressed: {cure}"
 
 
-def decompress(
-    data: memoryview, url: str, *, limit_bytes: int | None = None, kind: str | None = None
-) -> memoryview:
+def decompress(data: memoryview, url: str, *, limit_bytes: int, kind: str | None = None) -> memoryview:
     """Decompress a whole file.
 
     Args:
         data: the stored bytes.
         url: names the file; its ending names the compression.
-        limit_bytes: the most bytes the result may have; None for no limit. A good limit saves copies.
+        limit_bytes: the most bytes the result may have.
         kind: "gzip", "zlib" or "zstd", whatever the name says; None: what it says.
 
     Raises:
@@ -98,11 +96,6 @@ def decompress(
             decompressed bytes).
     """
     source = io.BytesIO(data)  # whose windows were looked at when it was indexed
-    if limit_bytes is None:
-        grown = bytearray()
-        for piece in _inflated(source.read, url, kind, _MOST_WINDOW_BYTES, stage="decode"):
-            grown += piece
-        return memoryview(grown)
     out, size = memoryview(bytearray(limit_bytes)), 0
     for piece in _inflated(source.read, url, kind, _MOST_WINDOW_BYTES, stage="decode"):
         end = size + len(piece)

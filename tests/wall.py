@@ -50,7 +50,6 @@ OUTSIDE = {
     "LeRobot": ("dataflow.decode.episodes", "dataflow.sources.lerobot"),
     "MDS and LitData": ("sharding.formats.streaming", "sharding.write.mds"),
     "TFRecord and ArrayRecord": ("sharding.formats.records",),
-    "lists of byte strings": ("sharding.formats.joined_lists",),
     "Megatron": ("sharding.formats.megatron", "sharding.write.megatron"),
     "Energon": ("dataflow.sources.energon",),
     "Delta, Iceberg, Hive, CSV and text": ("sharding.formats.tables", "dataflow.sources.tables"),

@@ -41,7 +41,7 @@ from sharding.blocks import (
     Spans,
     spec_text,
 )
-from sharding.byte_lists import ByteLists, list_heads
+from sharding.byte_lists import ByteLists, joined_lists
 from sharding.errors import ShardError
 from sharding.formats.arrow.checks import bits_of, check_chunks, check_nested, elements_of, valid_of
 from sharding.formats.arrow.json_types import JSON_TEXT
@@ -495,26 +495,16 @@ def _byte_list_spans(array: pa.Array) -> ByteLists:
         counts = _of_lists(_fixed(items.is_valid())[0], counts)
         items = items.drop_null()
     offsets = elements_of(items.buffers()[1], np.int64, len(items) + 1, items.offset) if len(items) else _ZERO
-    heads, head_offsets = list_heads(counts, _sizes(offsets))
-    of_rows = offsets[np.append(0, np.cumsum(counts))]
-    pieces = pc.binary_join_element_wise(
-        _large_binary(head_offsets, pa.py_buffer(heads)),
-        _large_binary(of_rows, items.buffers()[2]),
-        pa.scalar(b"", pa.large_binary()),
-    )
-    spans = _byte_spans(pieces)
-    lengths = _with_missing(spans.lengths, valid_of(array))
-    return ByteLists(spans.buffer, spans.starts, np.where(missing, PATH_ONLY, lengths))
+    content = elements_of(items.buffers()[2], np.uint8)
+    lists = joined_lists(counts, _sizes(offsets), content, int(offsets[0]))
+    lengths = _with_missing(lists.lengths, valid_of(array))
+    return ByteLists(lists.buffer, lists.starts, np.where(missing, PATH_ONLY, lengths))
 
 
 def _of_lists(items: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Count the items of each list that are true, given how many there are of each."""
     trues: NDArray[np.int64] = np.diff(np.append(0, np.cumsum(items))[np.append(0, np.cumsum(counts))])
     return trues
-
-
-def _large_binary(offsets: NDArray[np.int64], content: pa.Buffer | None) -> pa.Array:
-    return pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), content])
 
 
 _ZERO: NDArray[np.int64] = np.zeros(1, np.int64)

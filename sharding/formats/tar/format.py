@@ -124,7 +124,7 @@ class TarFormat(Format):
     def check(self, block: Block) -> None:
         """Raise `ValueError` where the block's index does not fit it, or leads outside it."""
         index = _BlockIndex.of(block)
-        _columns_of(bytes(block.footer))
+        _facts_in(bytes(block.footer))
         stored = block.nbytes - len(index.copies)
         if compression_of(block.shard.url) is None and block.length != stored:
             raise ValueError(f"{block.length} bytes hold {stored}")
@@ -150,7 +150,7 @@ class TarFormat(Format):
         index = _BlockIndex.of(block)
         if (
             compression_of(block.shard.url)
-            or _has_copies(bytes(block.footer))
+            or _facts_in(bytes(block.footer))[1]
             or (columns and KEY_COLUMN in columns and len(index.key_text))
         ):
             return None
@@ -229,7 +229,7 @@ class _BlockIndex(Struct, frozen=True):
     def columns(
         self, selected: Sequence[str] | None, buffer: NDArray[np.uint8], block: Block
     ) -> dict[str, Spans]:
-        names = _columns_of(bytes(block.footer))
+        names, _ = _facts_in(bytes(block.footer))
         return {
             name: self._key_spans(buffer)
             if name == KEY_COLUMN
@@ -260,13 +260,10 @@ def _check_inside(starts: NDArray[np.integer], lengths: NDArray[np.integer], lim
 
 
 @lru_cache(maxsize=1024)
-def _columns_of(footer: bytes) -> dict[str, int]:
-    return {name: number for number, name in enumerate(json.loads(footer)["columns"])}
-
-
-@lru_cache(maxsize=1024)
-def _has_copies(footer: bytes) -> bool:
-    return bool(json.loads(footer).get("has_copies"))
+def _facts_in(footer: bytes) -> tuple[dict[str, int], bool]:
+    """The number of each column of a shard, and whether blocks have copies of what lies in others."""
+    facts = json.loads(footer)
+    return {name: number for number, name in enumerate(facts["columns"])}, bool(facts.get("has_copies"))
 
 
 def _compare(members: NDArray[np.void], buffer: NDArray[np.uint8], block: Block) -> None:
