@@ -22,7 +22,6 @@ from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
-from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Shard, ShardScan
@@ -210,7 +209,7 @@ def _records_in(plain: Bytes, at: Ints, expected: Ints | None, fail: _Fail) -> R
         raise fail("truncated or corrupt: a chunk ends behind its block, or the block has more than 2 GiB")
     try:
         counts, decoded = counts.astype(np.int64), decoded.astype(np.int64)
-        return _Lists.of(plain, body, body + size.astype(np.int64), decoded, counts).records(counts, decoded)
+        return _unpacked(plain, body, body + size.astype(np.int64), decoded, counts)
     except (WireError, OSError, ValueError, pa.ArrowException) as error:
         raise fail(f"corrupt chunk: {error}") from error
 
@@ -260,48 +259,37 @@ def _sparse_records(
     return _records_in(run.data, at, counts, fail)
 
 
-class _Lists(Struct, frozen=True):
-    """Sizes and records of some chunks, decompressed."""
-
-    sizes: Ints
-    """The sizes of the records of all chunks."""
-    per_chunk: Ints
-    """[n] how many of them are of each chunk."""
-    data: Bytes
-    starts: Ints
-    """[n] where the records of each chunk begin in `data`."""
-    ends: Ints
-
-    @classmethod
-    def of(cls, plain: Bytes, start: Ints, end: Ints, decoded: Ints, counts: Ints) -> _Lists:
-        """Decompress the data of chunks of so many bytes and records."""
-        codecs = plain[start]
-        length, sizes_at = varints_at(plain, start + 1, 10)
-        values_at = sizes_at + length
-        if (length < 0).any() or (length > end - sizes_at).any():  # as a sum might wrap around
-            raise WireError("its list of sizes ends behind it")
-        if not codecs.any():
-            return cls(*numbers_in(plain, sizes_at, values_at), plain, values_at, end)
+def _unpacked(plain: Bytes, start: Ints, end: Ints, decoded: Ints, counts: Ints) -> Records:
+    """The records of chunks whose data lie between these bytes, with so many bytes and records each."""
+    codecs = plain[start]
+    length, sizes_at = varints_at(plain, start + 1, 10)
+    values_at = sizes_at + length
+    if (length < 0).any() or (length > end - sizes_at).any():  # as a sum might wrap around
+        raise WireError("its list of sizes ends behind it")
+    if not codecs.any():
+        sizes, per_chunk = numbers_in(plain, sizes_at, values_at)
+        data, starts, ends = plain, values_at, end
+    else:
         if (counts < 0).any() or int(counts.max()) > _MOST_RECORDS or int(counts.sum()) > _MOST_RECORDS:
             raise WireError(f"a block of compressed chunks has more than {_MOST_RECORDS:,} records")
         data, starts, ends = _joined(_decompressed(plain, codecs, values_at, end, most=decoded))
-        if (counts == 1).all():  # as the only one has the size of the chunk, that is not decompressed, too
-            return cls(decoded, counts, data, starts, ends)
-        sizes = _joined(_decompressed(plain, codecs, sizes_at, values_at, most=10 * counts))
-        return cls(*numbers_in(*sizes), data, starts, ends)
-
-    def records(self, counts: Ints, decoded: Ints) -> Records:
-        """Return the records, where each chunk has so many, of so many bytes together."""
-        if (self.per_chunk != counts).any():
-            raise WireError("it has another number of sizes than of records")
-        if (self.sizes < 0).any() or (self.sizes > _MOST_BYTES).any():
-            raise WireError("a record is larger than its chunk")
-        before, past = np.append(0, np.cumsum(self.sizes)), np.cumsum(counts)
-        totals = before[past] - before[past - counts]
-        if (totals != decoded).any() or (self.starts + totals != self.ends).any():
-            raise WireError("its records have other sizes together than it has")
-        first = np.repeat(self.starts - before[past - counts], counts)
-        return Records(self.data, first + before[:-1], self.sizes)
+        sizes, per_chunk = (
+            decoded,
+            counts,
+        )  # the only one of a chunk has its size: no list is decompressed, too
+        if (counts != 1).any():
+            listed = _joined(_decompressed(plain, codecs, sizes_at, values_at, most=10 * counts))
+            sizes, per_chunk = numbers_in(*listed)
+    if (per_chunk != counts).any():
+        raise WireError("it has another number of sizes than of records")
+    if (sizes < 0).any() or (sizes > _MOST_BYTES).any():
+        raise WireError("a record is larger than its chunk")
+    before, past = np.append(0, np.cumsum(sizes)), np.cumsum(counts)
+    totals = before[past] - before[past - counts]
+    if (totals != decoded).any() or (starts + totals != ends).any():
+        raise WireError("its records have other sizes together than it has")
+    first = np.repeat(starts - before[past - counts], counts)
+    return Records(data, first + before[:-1], sizes)
 
 
 def _joined(parts: list[bytes]) -> tuple[Bytes, Ints, Ints]:

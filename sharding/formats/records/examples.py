@@ -1,7 +1,7 @@
 """`tf.train.Example` and `SequenceExample`: the features of many records as columns.
 
 `parse` finds all features of a block's records at once, in whatever order each record has them.
-`ShardFeatures` learns what the features of a shard hold, which makes their types, and `column` makes a column
+`FeatureFacts` learns what a feature of a shard holds, which makes its type, and `column` makes a column
 of such a type. A `SequenceExample` is its context, which are features as an Example's, and its feature lists,
 which are lists over steps.
 
@@ -166,41 +166,6 @@ def values_of(data: Bytes, entries: Entries, name: str) -> Values:
     has = entries.is_series[rows]
     has[of_lists[of_lists >= 0]] = True
     return Values(kind, entries.record[rows[has]], counts[has], steps, numbers, spans)
-
-
-@dataclass
-class ShardFeatures:
-    """Facts of the features of a shard's records, learned run by run."""
-
-    num_records: int = 0
-    features: dict[str, FeatureFacts] = field(default_factory=dict)
-    copied: list[dict[str, int]] = field(default_factory=list)
-    """By run and feature, bytes of numbers, and of byte strings if these are delivered as lists."""
-
-    def add(self, data: Bytes, starts: Ints, ends: Ints) -> None:
-        """Learn from a run of records."""
-        entries = parse(data, starts, ends, self.features)
-        self.num_records += len(starts)
-        self.copied.append(
-            {
-                name: self.features.setdefault(name, FeatureFacts()).add(data, entries, name)
-                for name in entries.names
-            }
-        )
-
-    def specs(self) -> dict[str, ColumnSpec]:
-        """The type of each feature, by name."""
-        return {name: self.features[name].spec(self.num_records) for name in sorted(self.features)}
-
-    def missing(self) -> dict[str, str]:
-        """Return how many records lack each feature that some lack, in words."""
-        lacks = {name: self.num_records - one.num_records for name, one in sorted(self.features.items())}
-        return {name: f"{n} of {self.num_records} records" for name, n in lacks.items() if n}
-
-    def copied_bytes(self) -> list[int]:
-        """The bytes that decoding each run takes beside its own."""
-        views = {name for name, one in self.features.items() if one.kinds == {BYTES} and not one.is_list}
-        return [sum(size for name, size in run.items() if name not in views) for run in self.copied]
 
 
 @dataclass(kw_only=True)

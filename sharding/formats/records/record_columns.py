@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, Spans
 from sharding.errors import CorruptShardError
-from sharding.formats.records.examples import ShardFeatures, TooManyNamesError, column, parse
+from sharding.formats.records.examples import BYTES, FeatureFacts, TooManyNamesError, column, parse
 from sharding.formats.records.wire import WireError
 from sharding.spans import Bytes, Ints
 
@@ -35,7 +35,10 @@ class RecordLearner:
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
-        self._seen, self._sizes, self._num_bytes = ShardFeatures(), list[int](), list[int]()
+        self._features: dict[str, FeatureFacts] = {}
+        self._copied: list[dict[str, int]] = []
+        """By run and feature, bytes of numbers, and of byte strings if these are delivered as lists."""
+        self._num_records, self._sizes, self._num_bytes = 0, list[int](), list[int]()
         self._is_raw = False
 
     def add(self, records: Records) -> None:
@@ -47,7 +50,11 @@ class RecordLearner:
         if self._is_raw:
             return
         try:
-            self._seen.add(records.data, records.starts, records.starts + records.sizes)
+            ends = records.starts + records.sizes
+            entries = parse(records.data, records.starts, ends, self._features)
+            self._num_records += len(ends)
+            facts = {name: self._features.setdefault(name, FeatureFacts()) for name in entries.names}
+            self._copied.append({name: one.add(records.data, entries, name) for name, one in facts.items()})
         except WireError:
             self._is_raw = True  # one that is no Example: then none is taken for one
         except TooManyNamesError as error:
@@ -58,7 +65,11 @@ class RecordLearner:
         """Return the bytes that each run takes with its columns."""
         if self.is_raw:
             return self._num_bytes
-        return [own + more for own, more in zip(self._num_bytes, self._seen.copied_bytes(), strict=True)]
+        views = {name for name, one in self._features.items() if one.kinds == {BYTES} and not one.is_list}
+        return [
+            own + sum(size for name, size in copied.items() if name not in views)
+            for own, copied in zip(self._num_bytes, self._copied, strict=True)
+        ]
 
     @property
     def looks_into_records(self) -> bool:
@@ -68,19 +79,21 @@ class RecordLearner:
     @property
     def is_raw(self) -> bool:
         """Return whether the records are no Examples."""
-        return self._is_raw or not self._seen.features
+        return self._is_raw or not self._features
 
     def schema(self) -> dict[str, ColumnSpec]:
         """Return the columns: those of the features, or one of bytes."""
         if not self.is_raw:
-            return self._seen.specs()
+            return {name: self._features[name].spec(self._num_records) for name in sorted(self._features)}
         if not self._sizes:
             return {}
         return {RECORD_COLUMN: ColumnSpec("bytes", size_range=(self._sizes[0], self._sizes[-1]))}
 
     def missing(self) -> dict[str, str]:
-        """See `ShardScan.missing`."""
-        return {} if self.is_raw else self._seen.missing()
+        """See `ShardScan.missing`: how many records lack each feature that some lack, in words."""
+        features = {} if self.is_raw else self._features
+        lacks = {name: self._num_records - one.num_records for name, one in sorted(features.items())}
+        return {name: f"{n} of {self._num_records} records" for name, n in lacks.items() if n}
 
 
 def footer_of(learner: RecordLearner, **more: Any) -> bytes:
