@@ -11,7 +11,7 @@ What is null on all lines, and lists that are empty or hold nulls only, have the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -77,17 +77,9 @@ class SchemaInferrer:
             return pa.field(name, UNREADABLE, metadata={PROBLEM: str(error).encode()})
 
 
-def problems(schema: pa.Schema) -> dict[str, str]:
-    """Return by column why it cannot be read; of those that can nothing."""
-    return dict(_problems(schema, ""))
-
-
-def _problems(fields: Iterable[pa.Field], prefix: str) -> Iterator[tuple[str, str]]:
-    for one in fields:
-        if one.type == UNREADABLE:
-            yield prefix + one.name, (one.metadata or {}).get(PROBLEM, b"").decode()
-        elif pa.types.is_struct(one.type):
-            yield from _problems(list(one.type), f"{prefix}{one.name}.")
+def problem_of(field: pa.Field) -> str:
+    """Return why a field of type `UNREADABLE` cannot be read."""
+    return str((field.metadata or {}).get(PROBLEM, b""), "utf-8")
 
 
 def integer_kinds(low: int, high: int) -> set[str]:

@@ -32,7 +32,7 @@ from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, columns_of
 from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, starts_of_lines
 from sharding.formats.arrow.json_scan import LineScanner, TooManyKeysError, note_doubled
-from sharding.formats.arrow.json_types import JSON_TEXT, SchemaInferrer, problems
+from sharding.formats.arrow.json_types import JSON_TEXT, UNREADABLE, SchemaInferrer, problem_of
 from sharding.formats.arrow.schema import BROKEN, decoded_bytes, leaves, schema_in, specs_of
 from sharding.redaction import identity_of
 
@@ -162,10 +162,11 @@ class JsonlFormat(TabularFormat):
     ) -> pa.Table:
         """`texts`: columns that are kept as text, whatever they are here."""
         footer = bytes(block.footer)
-        check_columns(columns, [name for name, _ in leaves(schema_in(footer))], block)
-        for name, problem in problems(schema_in(footer)).items():
-            if columns is None or name in columns:
-                raise CorruptShardError(block.shard.url, problem, stage="decode")
+        fields = dict(leaves(schema_in(footer)))
+        check_columns(columns, fields, block)
+        for name in fields if columns is None else columns:
+            if fields[name].type == UNREADABLE:
+                raise CorruptShardError(block.shard.url, problem_of(fields[name]), stage="decode")
         if compression_of(block.shard.url) is not None:
             data = decompress(data, block.shard.url, limit_bytes=block.nbytes)
         if _is_array(footer):

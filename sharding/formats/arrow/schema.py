@@ -30,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 
 from sharding.blocks import DECIMAL, ColumnSpec
-from sharding.formats.arrow.json_types import JSON_TEXT, PROBLEM, UNREADABLE
+from sharding.formats.arrow.json_types import JSON_TEXT, UNREADABLE, problem_of
 
 BROKEN = (pa.ArrowException, OSError, UnicodeDecodeError)
 """The errors that pyarrow raises of damage; the last where it fails to word its error, for text that is not
@@ -90,7 +90,7 @@ def specs_of(schema: pa.Schema, *, null_free: Collection[str] = ()) -> dict[str,
 
 def _undelivered(field: pa.Field) -> ColumnSpec:
     if field.type == UNREADABLE:
-        return ColumnSpec("unreadable", note=(field.metadata or {}).get(PROBLEM, b"").decode())
+        return ColumnSpec("unreadable", note=problem_of(field))
     return ColumnSpec("other", note=str(field.type))
 
 
@@ -111,14 +111,11 @@ def index_columns(schema: pa.Schema) -> frozenset[str]:
     return frozenset([*names, *filter(_INDEX_NAME.fullmatch, schema.names)])
 
 
-def leaves(fields: Any, prefix: str = "", nullable: bool = False) -> Iterator[tuple[str, pa.Field]]:
+def leaves(fields: Any) -> Iterator[tuple[str, pa.Field]]:
     """Each column's name and field, structs flattened, in schema order."""
-    for field in fields:
-        field = field.with_nullable(field.nullable or nullable)
-        if pa.types.is_struct(field.type):
-            yield from leaves(list(field.type), f"{prefix}{field.name}.", field.nullable)
-        else:
-            yield prefix + field.name, field
+    for column in _named(fields, None, "", nullable=False, is_part=False):
+        if not pa.types.is_struct(column.field.type):
+            yield column.name, column.field
 
 
 def decoded_bytes(specs: Mapping[str, ColumnSpec], rows: int) -> tuple[int, int]:
