@@ -244,7 +244,10 @@ def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) ->
     for url in urls:
         name = format_of_suffix(url)
         if name is None:
-            _refuse_unread(url, urls)
+            from sharding.formats.unsupported import unsupported_text
+
+            if (unsupported := unsupported_text(urls)) is not None:
+                raise ValueError(f"{identity_of(url)!r}: {unsupported}")
             rule = f"cannot tell the format of {identity_of(url)!r} by its ending"
             endings = ", ".join(_FORMAT_OF_SUFFIX)
             raise ValueError(f"{rule} (known: {endings}); give format= one of {', '.join(FORMATS)}")
@@ -261,14 +264,6 @@ def _format_of_all(urls: Sequence[str], exists: Callable[[str], bool] | None) ->
         if is_listed and exists(beside(urls[0], LISTING_NAME)):
             return name
     return next(iter(first_url))
-
-
-def _refuse_unread(url: str, names: Sequence[str]) -> None:
-    """Raise for files of a kind that is known, and not read."""
-    from sharding.formats.unsupported import unsupported_text
-
-    if (unsupported := unsupported_text(names)) is not None:
-        raise ValueError(f"{identity_of(url)!r}: {unsupported}")
 
 
 def _refuse_options(name: str, options: Mapping[str, object], own: Collection[str]) -> None:

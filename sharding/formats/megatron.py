@@ -64,13 +64,14 @@ class MegatronFormat(TokensFormat):
         sizes = np.diff(starts)
         nbytes = (starts[cuts[1:]] - starts[cuts[:-1]]) * dtype.itemsize
         size_range = (int(sizes.min()), int(sizes.max())) if len(sizes) else None
+        runs = [sizes[a:b] for a, b in pairwise(cuts)]  # in 4 bytes each, 8 if one has 2**32 tokens or more
         return ShardScan(
             offset=starts[cuts[:-1]] * dtype.itemsize,
             length=nbytes,
             nbytes=nbytes.copy(),
             num_samples=np.diff(cuts),
             schema={COLUMN: ColumnSpec("list", dtype.name, size_range=size_range)},
-            index=[_packed(sizes[a:b]) for a, b in pairwise(cuts)],
+            index=[run.astype("<u4" if run.max() < 1 << 32 else "<u8").tobytes() for run in runs],
             footer=dtype.name.encode(),
         )
 
@@ -132,11 +133,6 @@ def _documents(block: Block) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     width = len(block.index) // block.num_samples
     sizes = np.frombuffer(block.index, np.dtype(f"<u{width}")).astype(np.int64)
     return np.cumsum(sizes) - sizes, sizes
-
-
-def _packed(sizes: NDArray[np.int64]) -> bytes:
-    """Document sizes in 4 bytes each, in 8 where a document has 2**32 tokens or more."""
-    return sizes.astype("<u4" if sizes.max() < 1 << 32 else "<u8").tobytes()
 
 
 def _read_index(file: BinaryIO, shard: Shard, bin_size: int) -> tuple[np.dtype[Any], NDArray[np.int64]]:

@@ -151,8 +151,11 @@ def columns_of(
     known = flat.column_names if flat is table else [one.name for one in named_columns(table.schema)]
     check_columns(columns, known, block)
     names = set(flat.column_names)
-    if len(names) < flat.num_columns:
-        _check_routes(table.schema, known if columns is None else columns, block)
+    if len(names) < flat.num_columns:  # one is that of two columns, which is an error for who asks for it
+        specs_here = specs_of(table.schema)
+        for name in known if columns is None else columns:
+            if specs_here[name].kind == "unreadable":
+                raise ShardError(block.shard.url, specs_here[name].note, block.offset, stage="decode")
     return {
         name: _column(name, flat.column(name), block, specs.get(name), stored)
         if name in names
@@ -179,14 +182,6 @@ def check_columns(columns: Sequence[str] | None, of_shard: Collection[str], bloc
     for name in columns or ():
         if name not in known:
             raise block.corrupt(f"no column {name!r}; the shard has {', '.join(of_shard) or 'no columns'}")
-
-
-def _check_routes(schema: pa.Schema, columns: Sequence[str], block: Block) -> None:
-    """Raise `ShardError` for the first of the columns whose name is that of two."""
-    specs = specs_of(schema)
-    for name in columns:
-        if specs[name].kind == "unreadable":
-            raise ShardError(block.shard.url, specs[name].note, block.offset, stage="decode")
 
 
 def flattened(table: pa.Table) -> pa.Table:

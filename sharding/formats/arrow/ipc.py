@@ -132,7 +132,10 @@ class ArrowFileFormat(TabularFormat):
             names, roots = _names(footer)
             check_columns(columns, names, block)
             fields = None if columns is None else sorted({roots[names.index(name)] for name in columns})
-            table = _read(footer, data, fields)
+            stream = pa.PythonFile(_TwoInOne(footer, data), "r")
+            options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
+            with pa.ipc.open_stream(stream, options=options) as reader:
+                table = reader.read_all()
             table.validate()  # Arrow trusts lengths in the message, and aborts the process where they lie
             for chunk in (chunk for column in table.columns for chunk in column.chunks if full):
                 check_nested(chunk)
@@ -166,12 +169,6 @@ class _TwoInOne(io.RawIOBase):
 
     def readable(self) -> bool:
         return True
-
-
-def _read(footer: bytes, data: memoryview, fields: list[int] | None) -> pa.Table:
-    options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
-    with pa.ipc.open_stream(pa.PythonFile(_TwoInOne(footer, data), "r"), options=options) as reader:
-        return reader.read_all()
 
 
 @lru_cache(maxsize=64)

@@ -91,7 +91,11 @@ class ParquetFormat(TabularFormat):
             if end > size - len(raw):
                 reason = f"row group {i} reaches to byte {end}, past the data of {size - len(raw)} bytes"
                 raise CorruptShardError(shard.url, reason, starts[i])
-        specs = specs_of(footer.schema, null_free=_null_free(groups, footer))
+        nulls = {
+            name: [_num_nulls(group.column(i)) for group in groups] for name, i in footer.counted.items()
+        }
+        full = {name for name in footer.texts if set(nulls[name]) <= {0}}
+        specs = specs_of(footer.schema, null_free=full)
         specs = with_items(
             specs, {name: _mean_items(groups, name) for name in columns_of_kind(specs, "bytes_list")}
         )
@@ -106,7 +110,7 @@ class ParquetFormat(TabularFormat):
             schema=specs,
             index=index,
             footer=raw,
-            missing=_missing(groups, footer),
+            missing=_missing(groups, nulls),
         )
 
     def num_missing(self, block: Block, column: str) -> int | None:
@@ -346,18 +350,13 @@ def _num_nulls(chunk: Any) -> int | None:
     return statistics.null_count if statistics is not None and statistics.has_null_count else None
 
 
-def _null_free(groups: Sequence[Any], footer: _ParsedFooter) -> set[str]:
-    """String columns that hold no null by the statistics of every row group."""
-    return {name for name, i in footer.texts.items() if all(_num_nulls(g.column(i)) == 0 for g in groups)}
-
-
-def _missing(groups: Sequence[Any], footer: _ParsedFooter) -> dict[str, str]:
+def _missing(groups: Sequence[Any], nulls: Mapping[str, Sequence[int | None]]) -> dict[str, str]:
     """Say, of columns with nulls by the statistics, how many the first row group has that has any."""
     missing = {}
-    for name, i in footer.counted.items():
-        for number, group in enumerate(groups):
-            if nulls := _num_nulls(group.column(i)):
-                missing[name] = f"{nulls:,} of {group.num_rows:,} rows of row group {number}"
+    for name, counts in nulls.items():
+        for number, (group, count) in enumerate(zip(groups, counts, strict=True)):
+            if count:
+                missing[name] = f"{count:,} of {group.num_rows:,} rows of row group {number}"
                 break
     return missing
 

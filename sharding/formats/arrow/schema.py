@@ -80,18 +80,14 @@ def specs_of(schema: pa.Schema, *, null_free: Collection[str] = ()) -> dict[str,
             specs[name] = ColumnSpec("unreadable", note=reason)
             continue
         routes[name] = route
-        spec = spec_of(field.type) or _undelivered(field)
+        spec = spec_of(field.type) or ColumnSpec("other", note=str(field.type))
+        if field.type == UNREADABLE:
+            spec = ColumnSpec("unreadable", note=problem_of(field))
         stored = f"{name}.bytes" if is_media(field.type) else name
         optional = spec.kind not in ("fixed", *_NEVER_DECODED) and field.nullable and stored not in null_free
         spec = replace(spec, feature=feature or spec.feature, is_part=is_part, is_index=name in indexes)
         specs[name] = replace(spec, optional=optional)
     return specs
-
-
-def _undelivered(field: pa.Field) -> ColumnSpec:
-    if field.type == UNREADABLE:
-        return ColumnSpec("unreadable", note=problem_of(field))
-    return ColumnSpec("other", note=str(field.type))
 
 
 def _route(name: str, field: pa.Field) -> str:

@@ -83,7 +83,7 @@ class TFRecordFormat(RecordFormat):
             nbytes=np.array(nbytes, np.int64),
             num_samples=np.array([len(run) for run in sizes], np.int64),
             schema=learner.schema(),
-            index=[_packed(run) for run in sizes],
+            index=[run.astype("<u4").tobytes() for run in sizes],
             footer=footer_of(learner, compression=compression),
             missing=learner.missing(),
         )
@@ -253,11 +253,6 @@ class _RunReader:
 def _wrong_checksums(data: Bytes, starts: Ints, sizes: Ints) -> Ints:
     """Return which records have another checksum than the one behind them."""
     return np.flatnonzero(numbers_at(data, starts + sizes, "<u4") != _masked(data, starts, sizes))
-
-
-def _packed(sizes: Ints) -> bytes:
-    """Sizes of records, which are below 4 GiB."""
-    return sizes.astype("<u4").tobytes()
 
 
 def _sizes(block: Block) -> Ints:

@@ -25,7 +25,7 @@ from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan
 from sharding.errors import CorruptShardError
 from sharding.formats.streaming.layout import SampleLayout
 from sharding.formats.streaming.listing import LISTING_NAME
-from sharding.formats.streaming.litdata_columns import layout_of, leaf_names, rule_of
+from sharding.formats.streaming.litdata_columns import RULES, layout_of, leaf_names
 from sharding.formats.streaming.litdata_forms import (
     FRAMES_BEGIN,
     ROWS,
@@ -97,10 +97,11 @@ class LitDataFormat(Format):
             raise CorruptShardError(shard.url, reason, stage="index")
         chunk = listed["chunk"]
         if codec_of(shard.url) is None:
-            head, tail = _ends(file, shard)
-            if head == FRAMES_BEGIN:
+            file.seek(0)
+            if file.read(8) == FRAMES_BEGIN:
                 return scan_frames(file, shard, layout, chunk)
-            if tail == ROWS_END:
+            file.seek(max(0, shard.size - 8))
+            if file.read(8) == ROWS_END:
                 return scan_rows(file, shard, block_bytes, chunk)
         with unpacked(file, shard) as plain:
             offsets = read_offsets(plain, shard)
@@ -209,7 +210,7 @@ class LitDataFormat(Format):
 
     def rule(self, spec: ColumnSpec) -> str | Callable[[bytes], Any] | None:
         """Return the decoder of an encoding; see `Format.rule`."""
-        return rule_of(spec.feature_type)
+        return RULES.get(spec.feature_type)
 
 
 class _LitDataFooter(Struct, frozen=True):
@@ -268,10 +269,3 @@ def _layout_in(config: Mapping[str, Any], shard: Shard) -> SampleLayout:
         texts = {KeyError: f"no {error}", TypeError: odd, AttributeError: odd}
         reason = f"the config in its {LISTING_NAME} cannot be read: {texts.get(type(error), error)}"
         raise CorruptShardError(shard.url, reason, stage="index") from error
-
-
-def _ends(file: BinaryIO, shard: Shard) -> tuple[bytes, bytes]:
-    file.seek(0)
-    head = file.read(8)
-    file.seek(max(0, shard.size - 8))
-    return head, file.read(8)

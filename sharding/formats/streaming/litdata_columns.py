@@ -71,7 +71,7 @@ class LitDataColumn(StoredColumn, frozen=True):
             return ColumnSpec("bytes_list", items=1, feature=_IMAGE_FEATURE)
         if self.kind in _IMAGES:
             return ColumnSpec("bytes", feature=_IMAGE_FEATURE)
-        feature = json.dumps({"_type": self.kind}) if self.kind in _RULES else ""
+        feature = json.dumps({"_type": self.kind}) if self.kind in RULES else ""
         return ColumnSpec(_KINDS.get(self.kind, "bytes"), feature=feature)
 
     def decode(self, buffer: Bytes, starts: Ints, lengths: Ints, block: Block) -> Column:
@@ -91,11 +91,6 @@ class LitDataColumn(StoredColumn, frozen=True):
         if self.spec().kind == "other":
             raise self.corrupt(block)(f"{self.spec().note} is not read: leave the column out by columns=")
         return Spans(buffer, starts, lengths)
-
-
-def rule_of(encoding: str) -> str | Callable[[bytes], Any] | None:
-    """Return the decoder of an encoding, as `Format.rule` does."""
-    return _RULES.get(encoding)
 
 
 def column_of(name: str, encoding: str) -> LitDataColumn:
@@ -254,7 +249,7 @@ def _taken(data: bytes, at: int, count: int) -> bytes:
     return data[at : at + count]
 
 
-_RULES: dict[str, str | Callable[[bytes], Any]] = {
+RULES: dict[str, str | Callable[[bytes], Any]] = {
     "pickle": "pickle",
     "json": nested_of,
     "numpy": partial(array_of, dtypes=_NUMPY_DTYPES),

@@ -98,7 +98,9 @@ class TableFormat(ParquetFormat):
         footer = with_facts(fitted(listed, stored, shard), own.footer)
         opened = _opened(footer)
         specs = _specs(opened, own.schema)
-        more = {name: spec for name, spec in specs.items() if _is_made(opened, name, spec, own.schema)}
+        before = {name: own.schema[of].dtype for name, of in opened.stored.items()}
+        # What takes memory besides the file's own columns.
+        more = {name: spec for name, spec in specs.items() if spec.dtype != before.get(name)}
         row_bytes = sum(decoded_bytes(more, 1))
         missing = {name: own.missing[of] for name, of in opened.stored.items() if of in own.missing}
         for name in _nulls(opened.row):
@@ -286,12 +288,6 @@ def _specs(opened: _Opened, own: Mapping[str, ColumnSpec]) -> dict[str, ColumnSp
         if note := (field.metadata or {}).get(UNFIT):
             specs[field.name] = ColumnSpec("unreadable", note=note.decode())
     return specs
-
-
-def _is_made(opened: _Opened, name: str, spec: ColumnSpec, own: Mapping[str, ColumnSpec]) -> bool:
-    """Return whether a column takes memory besides what the file's own columns take."""
-    stored = opened.stored.get(name)
-    return stored is None or spec.dtype != own[stored].dtype
 
 
 def _is_cast(stored: pa.DataType, wanted: pa.DataType) -> bool:

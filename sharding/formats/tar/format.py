@@ -230,8 +230,9 @@ class _BlockIndex(Struct, frozen=True):
         self, selected: Sequence[str] | None, buffer: NDArray[np.uint8], block: Block
     ) -> dict[str, Spans]:
         names, _ = _facts_in(bytes(block.footer))
+        text = self.key_text if len(self.key_text) else buffer
         return {
-            name: self._key_spans(buffer)
+            name: Spans(text, self.keys["start"].astype(np.int64), self.keys["length"].astype(np.int64))
             if name == KEY_COLUMN
             else self._spans([names.get(one, -1) for one in name.split(ALTERNATIVE)], buffer)
             for name in (names if selected is None else selected)
@@ -246,10 +247,6 @@ class _BlockIndex(Struct, frozen=True):
             starts[rows["sample"]] = rows["header"].astype(np.int64) + BLOCK
             lengths[rows["sample"]] = rows["size"]
         return Spans(buffer, starts, lengths)
-
-    def _key_spans(self, buffer: NDArray[np.uint8]) -> Spans:
-        text = self.key_text if len(self.key_text) else buffer
-        return Spans(text, self.keys["start"].astype(np.int64), self.keys["length"].astype(np.int64))
 
 
 def _check_inside(starts: NDArray[np.integer], lengths: NDArray[np.integer], limit: int) -> None:

@@ -99,7 +99,9 @@ class Extensions(Struct):
                 elif keyword == b"linkpath" and self.link is None:
                     self.link = value
                 elif keyword == b"size" and self.size is None:
-                    self.size = _decimal(value)
+                    if not value.isdigit():
+                        raise ValueError(f"a pax size of {value!r}")
+                    self.size = int(value)
 
 
 def changes_member(kind: int, body: bytes) -> bool:
@@ -161,11 +163,17 @@ class MemberReader(Struct, kw_only=True):
             head = bytes(self.read(position, BLOCK))
             if position == first and self._ends(head, position):
                 return None
-            kind = self._check(head, position)
-            size = self._size(head, position)
-            if kind not in EXTENSION_TYPES:
+            if len(head) < BLOCK:
+                raise _CutShortError(position, f"it ends inside a header {self._behind()}")
+            if not checksum_holds(head):
+                self.fail(position, "not a tar header (bad checksum)")
+            try:
+                size = _number(head[SIZE])
+            except ValueError as error:
+                self.fail(position, f"the header's size field {head[SIZE]!r} is no number", error)
+            if head[TYPE] not in EXTENSION_TYPES:
                 return self._member(head, first, position, extensions, size)
-            self._extend(kind, size, position, extensions)
+            self._extend(head[TYPE], size, position, extensions)
             position += BLOCK + padded(size)
 
     def fail(self, position: int, reason: str, cause: Exception | None = None) -> NoReturn:
@@ -188,20 +196,6 @@ class MemberReader(Struct, kw_only=True):
 
     def _last(self) -> str:
         return f"its last member, {self.last_name.decode(errors='backslashreplace')!r}"
-
-    def _check(self, head: bytes, position: int) -> int:
-        """The type of a sound header."""
-        if len(head) < BLOCK:
-            raise _CutShortError(position, f"it ends inside a header {self._behind()}")
-        if not checksum_holds(head):
-            self.fail(position, "not a tar header (bad checksum)")
-        return head[TYPE]
-
-    def _size(self, head: bytes, position: int) -> int:
-        try:
-            return _number(head[SIZE])
-        except ValueError as error:
-            self.fail(position, f"the header's size field {head[SIZE]!r} is no number", error)
 
     def _extend(self, kind: int, size: int, position: int, extensions: Extensions) -> None:
         start = position + BLOCK
@@ -292,9 +286,3 @@ def _number(text: bytes) -> int:
     if not _OCTAL.fullmatch(digits):
         raise ValueError(f"{text!r} is no octal number")
     return int(digits or b"0", 8)
-
-
-def _decimal(text: bytes) -> int:
-    if not text.isdigit():
-        raise ValueError(f"a pax size of {text!r}")
-    return int(text)

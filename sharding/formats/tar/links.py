@@ -27,7 +27,8 @@ def link_targets(links: Mapping[int, MemberLink], names: Iterable[bytes]) -> dic
         By row of the link: the row of a file, or in words what the link is and why its bytes are not there.
     """
     paths = [_normal(name) for name in names]
-    wanted = {row: _wanted(link, paths[row]) for row, link in links.items()}
+    beside = {row: posixpath.dirname(paths[row]) if link.is_symbolic else b"" for row, link in links.items()}
+    wanted = {row: _normal(posixpath.join(beside[row], link.target)) for row, link in links.items()}
     named: dict[bytes, list[int]] = {path: [] for path in wanted.values()}
     for row, path in enumerate(paths):
         if path in named:
@@ -44,12 +45,6 @@ def link_targets(links: Mapping[int, MemberLink], names: Iterable[bytes]) -> dic
         return at
 
     return {row: target(row) for row in links}
-
-
-def _wanted(link: MemberLink, own_path: bytes) -> bytes:
-    return _normal(
-        posixpath.join(posixpath.dirname(own_path), link.target) if link.is_symbolic else link.target
-    )
 
 
 def _normal(path: bytes) -> bytes:
