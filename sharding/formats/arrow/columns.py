@@ -66,10 +66,6 @@ _LEAST_CHUNK_BYTES = 128 << 10
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-class _FallingOffsetsError(Exception):
-    """Offsets that do not rise, so that some may point outside the buffer they belong to."""
-
-
 class _UnfitValueError(Exception):
     """A value that the type of other shards cannot hold."""
 
@@ -250,7 +246,7 @@ def _column(
         )
         cure = f"as {spec.note} has others; leave it out by columns=, or write it as one type in all shards"
         raise ShardError(block.shard.url, f"{reason}, {cure}", block.offset, stage="decode") from error
-    except (pa.ArrowInvalid, pa.ArrowIndexError, _FallingOffsetsError) as error:
+    except (pa.ArrowInvalid, pa.ArrowIndexError) as error:
         raise block.corrupt(f"column {name!r} ({array.type}) is broken: {error}") from error
 
 
@@ -509,7 +505,7 @@ def _sizes(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Lengths of the values between offsets. Validation only saw the first and the last of these."""
     lengths = np.diff(offsets)
     if lengths.min(initial=0) < 0:
-        raise _FallingOffsetsError("its offsets fall")
+        raise pa.ArrowInvalid("its offsets fall")  # so that some may point outside of their buffer
     return lengths
 
 

@@ -53,6 +53,10 @@ from sharding.formats.arrow.json_types import (
 
 _LEARNED_LINES = 64
 """Lines looked at value by value, before it is tried again whether others are like them."""
+_FEWER_KEYS = (
+    'write keys that are data as values: {"key": ..., "value": ...}; '
+    "or accept more with format=JsonlFormat(max_columns=...)"
+)
 _KEY_SLOTS = 1 << 12
 """Twice the keys of a line that are compared without a second look."""
 _LINE_KEYS, _LINES_ODD = 1, 2
@@ -65,10 +69,6 @@ _numbers = msgspec.json.Decoder(_NUMBERS)
 _lists_of_numbers = msgspec.json.Decoder(list[_NUMBERS | None])
 _LEAST, _GREATEST = -(1 << 63), (1 << 63) - 1
 _scalar = msgspec.json.Decoder(_SCALAR)
-
-
-class TooManyKeysError(Exception):
-    """More keys than allowed, with the line at whose byte `args[0]` there are."""
 
 
 class LineScanner:
@@ -96,8 +96,8 @@ class LineScanner:
         """Look at the lines that begin at a byte of the file: how many, and elements of lists of numbers.
 
         Raises:
-            LineError: a line is not JSON, or not an object; `at` counts from the file's beginning.
-            TooManyKeysError: there are more keys.
+            LineError: a line is not JSON, not an object, or one with which there are more keys; `at` counts
+                from the file's beginning.
         """
         num_rows, before = 0, self._num_elements
         for at, piece in pieces(text):
@@ -181,7 +181,8 @@ class LineScanner:
             if child is None:
                 self.num_keys += 1
                 if self.num_keys > self._max_keys:
-                    raise TooManyKeysError(at)
+                    reason = f"with this line there are more than {self._max_keys} different keys"
+                    raise LineError(at, f"{reason}; {_FEWER_KEYS}")
                 child = seen.children[key] = SchemaInferrer()
                 self._is_new = True
             self._see(child, bytes(text), at, level)

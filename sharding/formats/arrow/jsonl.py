@@ -31,7 +31,7 @@ from sharding.compression import WINDOW_BYTES, compression_of, decompress, open_
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, check_columns, columns_of
 from sharding.formats.arrow.json_lines import LineError, LineReader, lines_of, starts_of_lines
-from sharding.formats.arrow.json_scan import LineScanner, TooManyKeysError, note_doubled
+from sharding.formats.arrow.json_scan import LineScanner, note_doubled
 from sharding.formats.arrow.json_types import JSON_TEXT, UNREADABLE, SchemaInferrer, problem_of
 from sharding.formats.arrow.schema import BROKEN, decoded_bytes, leaves, schema_in, specs_of
 from sharding.redaction import identity_of
@@ -40,7 +40,6 @@ _ARRAY = {b"array": b""}
 """Metadata of the schema of a file that is one array."""
 _STARTS_ARRAY = re.compile(rb'(?:\xef\xbb\xbf)?\s*(?:\[|(\{)\s*"data"\s*:\s*\[)')
 _MOST_ARRAY_BYTES = 64 << 20
-_FEWER_KEYS = 'write keys that are data as values: {"key": ..., "value": ...}'
 
 
 class JsonlFormat(TabularFormat):
@@ -85,10 +84,6 @@ class JsonlFormat(TabularFormat):
                 runs.append((offset, len(lines), *scanner.scan(lines, offset)))
         except LineError as fault:
             raise CorruptShardError(shard.url, fault.reason, fault.at) from fault
-        except TooManyKeysError as error:
-            reason = f"with this line there are more than {self.max_columns} different keys; {_FEWER_KEYS}"
-            more = "or accept more with format=JsonlFormat(max_columns=...)"
-            raise CorruptShardError(shard.url, f"{reason}; {more}", error.args[0]) from error
         if scanner.doubled is not None:
             line, key = scanner.doubled
             warnings.warn(

@@ -86,20 +86,6 @@ class Layout:
     """The way in which it ends too early, where that is allowed."""
 
 
-@dataclass(frozen=True)
-class _EndMark:
-    """A message of no bytes."""
-
-    length: int
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A message that the end of the file cuts short."""
-
-    missing: int
-
-
 def read_layout(file: BinaryIO, shard: Shard, *, allow_unfinished: bool = False) -> Layout:
     """Find the messages of a file or stream, whichever it is.
 
@@ -144,14 +130,14 @@ def _of_stream(file: BinaryIO, shard: Shard, start: int, size: int, allow_unfini
     if [m.offset for m in messages if m.kind == SCHEMA] != [start]:
         raise CorruptShardError(shard.url, "not Arrow IPC, or truncated: it lacks its one schema", start)
     unfinished = "it ends without a footer" if start else ""
-    if isinstance(message, _Cut):
-        unfinished = f"its last message lacks {message.missing} bytes"
+    if message < 0:
+        unfinished = f"its last message lacks {-message} bytes"
         if at == size:
             unfinished = "no end mark stands behind its last message"
         if not allow_unfinished:
             raise CorruptShardError(shard.url, f"truncated: {unfinished}; {_CURE}", at)
-    elif not start and at + message.length < size:
-        reason = f"broken Arrow stream: an end mark, and {size - at - message.length} bytes behind it"
+    elif not start and at + message < size:
+        reason = f"broken Arrow stream: an end mark, and {size - at - message} bytes behind it"
         raise CorruptShardError(shard.url, reason, at)
     schema, batches = bytes_of(file, messages[0]), _of(RECORDS, messages)
     return Layout(schema, _of(DICTIONARY, messages), batches, unfinished=unfinished)
@@ -227,27 +213,26 @@ def _of(kind: int, messages: Sequence[Message]) -> list[Message]:
     return [message for message in messages if message.kind == kind]
 
 
-def _message_at(file: BinaryIO, shard: Shard, at: int, end: int) -> Message | _EndMark | _Cut:
-    """The message, the end mark, or what is left of a message, at a byte of the file."""
+def _message_at(file: BinaryIO, shard: Shard, at: int, end: int) -> Message | int:
+    """The message at a byte of the file. Of an end mark the bytes; below 0: how many of a message lack."""
     file.seek(at)
     prefix = file.read(min(8, end - at))
     skip = 8 if prefix[:4] == _CONTINUATION else 4
     if len(prefix) < skip:
-        return _Cut(skip - len(prefix))
-    (length,) = struct.unpack_from("<i", prefix, skip - 4)
+        return len(prefix) - skip
+    length = int(struct.unpack_from("<i", prefix, skip - 4)[0])
     if length == 0:
-        return _EndMark(skip)
+        return skip
     try:
         if not 0 < length <= _LARGEST_HEADER:
             raise ValueError(f"a header of {length} bytes")
         if at + skip + length > end:
-            return _Cut(at + skip + length - end)
+            return end - at - skip - length
         file.seek(at + skip)
         message = _message(file.read(length), at, prefix[:skip])
     except (struct.error, ValueError) as error:
         raise CorruptShardError(shard.url, f"broken Arrow message: {error}", at) from error
-    missing = at + message.length - end
-    return _Cut(missing) if missing > 0 else message
+    return message if at + message.length <= end else end - at - message.length
 
 
 def _message(data: bytes, at: int, prefix: bytes) -> Message:

@@ -66,8 +66,8 @@ class Member(Struct, frozen=True, kw_only=True):
     """The bytes of the payload."""
     end: int
     """The position at which the next header belongs."""
-    regular: bool
-    """True if it is a file; folders, links and the like are not."""
+    is_kept: bool
+    """True if it is a file or a link; folders and the like are not."""
     name: bytes
     name_start: int
     """The position at which `name` stands in the archive in one piece; -1: nowhere."""
@@ -237,7 +237,7 @@ class MemberReader(Struct, kw_only=True):
             header=header,
             size=size,
             end=header + BLOCK + padded(size),
-            regular=kind in REGULAR_TYPES and not bare,
+            is_kept=kind in LINK_TYPES or (kind in REGULAR_TYPES and not bare),
             name=name,
             name_start=start,
             flags=flags,

@@ -8,7 +8,6 @@ ends where the next begins), so payloads that are tar archives themselves fool n
 from __future__ import annotations
 
 import numpy as np
-from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.formats.tar.header import (
@@ -40,23 +39,15 @@ _IS_BARE, _IS_EXTENSION, _IS_UNUSUAL = (
 )
 
 
-class HeaderChain(Struct, frozen=True, kw_only=True):
-    """k members, each where the one before ends, extension headers left out; positions in the archive."""
-
-    first: NDArray[np.int64]
-    header: NDArray[np.int64]
-    end: NDArray[np.int64]
-    size: NDArray[np.int64]
-    heads: NDArray[np.uint8]
-    """The headers, [k, 512]."""
-    unusual: NDArray[np.int64]
-    """The indices of those that `MemberReader` has to look at, ascending."""
-
-
-def chain_of(blocks: NDArray[np.uint8], base: int) -> HeaderChain | None:
+def chain_of(
+    blocks: NDArray[np.uint8], base: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], list[int]] | None:
     """The members whose headers are chained from the first of `blocks` ([n, 512], at byte `base`) on.
 
-    None where the first block is no header that can be believed by itself; the caller reads that one slowly.
+    Returns:
+        [k, 6] first byte, extension headers included, header, end, size, flags and where the name stands, in
+        the archive; their headers [k, 512]; the numbers of those that `MemberReader` has to look at. None
+        where the first block is no header that can be believed by itself: the caller reads that one slowly.
     """
     at, heads, size = _candidates(blocks)
     if not len(at) or at[0] != 0:
@@ -78,14 +69,9 @@ def chain_of(blocks: NDArray[np.uint8], base: int) -> HeaderChain | None:
             unusual[np.searchsorted(members, row)] = True
     end = base + after[members] * BLOCK
     first = np.append(base, end[:-1])  # where the previous member ends, its extension headers begin
-    return HeaderChain(
-        first=first,
-        header=base + at[members] * BLOCK,
-        end=end,
-        size=size[members],
-        heads=heads[members],
-        unusual=np.flatnonzero(unusual),
-    )
+    header = base + at[members] * BLOCK  # its first field is the name
+    table = np.stack([first, header, end, size[members], np.zeros_like(end), header], axis=1)
+    return table, heads[members], np.flatnonzero(unusual).tolist()
 
 
 def _only_mtime(

@@ -27,7 +27,7 @@ from sharding.formats.tar.header import (
     MemberLink,
     MemberReader,
 )
-from sharding.formats.tar.header_chains import HeaderChain, chain_of, one_of
+from sharding.formats.tar.header_chains import chain_of, one_of
 
 BUFFER_BYTES = 1 << 20
 _SPARSE_READ_BYTES = 4 << 10
@@ -89,10 +89,6 @@ def list_members(
         if max_members is not None:
             walk.check_size(max_members)
     return walk.members()
-
-
-def _is_kept(member: Member) -> bool:
-    return member.regular or member.link is not None
 
 
 def _numbers_of(member: Member) -> tuple[int, ...]:
@@ -188,7 +184,7 @@ class _ArchiveWalk:
     def advance(self) -> bool:
         """Take in one member or a chain of them; False at the end of the archive."""
         if self._dense and (chain := self._next_chain()):
-            self._take_chain(chain)
+            self._take_chain(*chain)
             return True
         member = self._reader.member_at(self._position)
         if member is None:
@@ -196,7 +192,7 @@ class _ArchiveWalk:
                 self._refuse_data_behind()
             return False
         row = np.array([_numbers_of(member)])
-        self._append(row, np.zeros((1, NAME.stop), np.uint8), np.array([_is_kept(member)]), {0: member})
+        self._append(row, np.zeros((1, NAME.stop), np.uint8), np.array([member.is_kept]), {0: member})
         self._move(member.end, 1)
         return True
 
@@ -219,7 +215,7 @@ class _ArchiveWalk:
             last_is_cut=len(table) > 0 and bool(table[-1, 1] + BLOCK + table[-1, 3] > total),
         )
 
-    def _next_chain(self) -> HeaderChain | None:
+    def _next_chain(self) -> tuple[NDArray[np.int64], NDArray[np.uint8], list[int]] | None:
         data = self._buffer.buffered(self._position)
         if len(data) < self._buffer_bytes // 64:  # too little to be worth the calls
             data = self._buffer.read(self._position, self._buffer_bytes)
@@ -228,26 +224,23 @@ class _ArchiveWalk:
         blocks = np.frombuffer(data, np.uint8, len(data) // BLOCK * BLOCK).reshape(-1, BLOCK)
         return chain_of(blocks, self._position)
 
-    def _take_chain(self, chain: HeaderChain) -> None:
-        flags, name_start = np.zeros_like(chain.size), chain.header  # the name is its first field
-        table = np.stack([chain.first, chain.header, chain.end, chain.size, flags, name_start], axis=1)
-        kept = _IS_REGULAR[chain.heads[:, TYPE]]
+    def _take_chain(self, table: NDArray[np.int64], heads: NDArray[np.uint8], unusual: list[int]) -> None:
+        kept = _IS_REGULAR[heads[:, TYPE]]
         members: dict[int, Member] = {}
         count = len(table)
         # What extension headers or odd fields may change is read again, by the reader that knows all rules.
-        for i in chain.unusual.tolist():
-            member = self._reader.member_at(int(chain.first[i]))
+        for i in unusual:
+            member = self._reader.member_at(int(table[i, 0]))
             assert member is not None, "a header with a right checksum is no end of an archive"
-            members[i] = member
-            table[i] = _numbers_of(member)
-            kept[i] = _is_kept(member)
-            if member.end != chain.end[i] or self._reader.global_name is not None:
+            is_as_assumed = member.end == table[i, 2]
+            members[i], table[i], kept[i] = member, _numbers_of(member), member.is_kept
+            if not is_as_assumed or self._reader.global_name is not None:
                 count = i + 1  # the chain assumed another end, or names of its own
                 break
         if count - 1 not in members:
-            name = chain.heads[count - 1, NAME].tobytes().partition(b"\0")[0]
+            name = heads[count - 1, NAME].tobytes().partition(b"\0")[0]
             self._reader.passed(int(table[count - 1, 1]), name, int(table[count - 1, 3]))
-        self._append(table[:count], chain.heads[:count, NAME], kept[:count], members)
+        self._append(table[:count], heads[:count, NAME], kept[:count], members)
         self._move(int(table[count - 1, 2]), count)
 
     def _append(
