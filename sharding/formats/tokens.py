@@ -241,9 +241,7 @@ def wants_tokens(block: Block, columns: Sequence[str] | None) -> bool:
     """Return whether the only column is wanted; any other name raises `CorruptShardError`."""
     if columns is None:
         return True
-    for name in columns:
-        if name != COLUMN:
-            raise block.corrupt(f"no column {name!r}; the shard has {COLUMN}")
+    block.check_columns(columns, (COLUMN,))
     return len(columns) > 0
 
 

@@ -69,22 +69,19 @@ def unsupported_text(names: Iterable[str], reader: str = "") -> str | None:
 
     `reader`: what gives a map-style dataset over them; "": that of the kind.
     """
-    counts: Counter[Unsupported] = Counter()
+    by_kind: dict[Unsupported, list[str]] = {}
     others: Counter[str] = Counter()
-    endings: dict[Unsupported, str] = {}
-    paths = [name.lower() for name in names]
-    files = [file_name(path) for path in paths]
-    for path, file in zip(paths, files, strict=True):
-        kind = next((kind for kind in _KINDS if kind.pattern.search(file)), None)
-        if kind is None and _ZARR.pattern.search(path):
-            kind = _ZARR
-        if kind is None:
+    for path in map(str.lower, names):
+        file = file_name(path)
+        in_zarr = _ZARR if _ZARR.pattern.search(path) else None
+        if (kind := next((kind for kind in _KINDS if kind.pattern.search(file)), in_zarr)) is None:
             others[file.rpartition(".")[2]] += 1
         else:
-            counts[kind] += 1
-            endings.setdefault(kind, match[0] if (match := kind.pattern.search(file)) else file)
-    if not counts:
+            by_kind.setdefault(kind, []).append(file)
+    if not by_kind:
         return None
-    kind = max(counts, key=lambda one: (one.is_sure, counts[one]))
-    is_most = kind.is_sure or counts[kind] >= max(others.values(), default=0)
-    return kind.text(endings[kind], reader) if is_most else None
+    kind = max(by_kind, key=lambda one: (one.is_sure, len(by_kind[one])))
+    if not kind.is_sure and len(by_kind[kind]) < max(others.values(), default=0):
+        return None
+    file = by_kind[kind][0]
+    return kind.text(match[0] if (match := kind.pattern.search(file)) else file, reader)

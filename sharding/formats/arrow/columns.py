@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -145,7 +145,7 @@ def columns_of(
     flat = flattened(table)
     # Without structs, columns have the names that they are stored by.
     known = flat.column_names if flat is table else [one.name for one in named_columns(table.schema)]
-    check_columns(columns, known, block)
+    block.check_columns(columns, known)
     names = set(flat.column_names)
     if len(names) < flat.num_columns:  # one is that of two columns, which is an error for who asks for it
         specs_here = specs_of(table.schema)
@@ -170,14 +170,6 @@ def missing_column(spec: ColumnSpec, num_rows: int, reason: int = MISSING) -> Co
     if values.dtype.kind == "f":
         values.fill(np.nan)
     return Masked(values, np.full(num_rows, reason, np.int8))
-
-
-def check_columns(columns: Sequence[str] | None, of_shard: Collection[str], block: Block) -> None:
-    """Raise `CorruptShardError` for the first name that the shard does not have."""
-    known = {*of_shard} if columns else ()
-    for name in columns or ():
-        if name not in known:
-            raise block.corrupt(f"no column {name!r}; the shard has {', '.join(of_shard) or 'no columns'}")
 
 
 def flattened(table: pa.Table) -> pa.Table:
