@@ -12,7 +12,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -150,7 +149,7 @@ class LineScanner:
         Of lines in one text, none where one of them holds something new.
         """
         if self._rows is None and self.num_keys and (not self._is_new or self.num_keys <= _STEADY_KEYS):
-            self._rows = _ScannedRow.of(self.root)
+            self._rows = _ScannedRow(self.root)
         if self._rows is None or (decoder := self._rows.decoder) is None:
             return 0
         rows, counted = list[Any](), list[_Counted]()
@@ -272,29 +271,23 @@ _Counted = tuple[SchemaInferrer, int, int]
 """Of a key in lines that may hold nothing new: the lines that hold a value, and the elements of lists."""
 
 
-@dataclass
 class _ScannedRow:
-    """A conversion of lines to rows of what was seen so far."""
+    """A conversion of lines to rows of what was seen so far.
 
-    children: Sequence[SchemaInferrer]
-    inner: Sequence[_ScannedRow | None]
-    type: Any
-    """The type of a row; None where msgspec cannot look for a key."""
+    Args:
+        seen: in the objects that become rows. Where msgspec cannot look for a key, `decoder` is None.
+    """
 
-    @classmethod
-    def of(cls, seen: SchemaInferrer) -> _ScannedRow:
-        """Make the row of objects in which this was seen."""
-        children = list(seen.children.values())
-        inner = [cls.of(child) if child.is_object else None for child in children]
-        if any(one is not None and one.type is None for one in inner):
-            return cls(children, inner, None)
-        types = [
-            one.type | None if one else _scanned_type(child)
-            for one, child in zip(inner, children, strict=True)
-        ]
-        return cls(children, inner, row_type(list(seen.children), types, only=True))
-
-    def __post_init__(self) -> None:
+    def __init__(self, seen: SchemaInferrer) -> None:
+        self.children = list(seen.children.values())
+        self.inner = [_ScannedRow(child) if child.is_object else None for child in self.children]
+        self.type: Any = None
+        if all(one is None or one.type is not None for one in self.inner):
+            types = [
+                one.type | None if one else _scanned_type(child)
+                for one, child in zip(self.inner, self.children, strict=True)
+            ]
+            self.type = row_type(list(seen.children), types, only=True)
         self.decoder = msgspec.json.Decoder(self.type) if self.type else None
 
     def count(self, rows: Sequence[Any], counted: list[_Counted]) -> bool:
