@@ -57,6 +57,10 @@ class Shard:
         """Return the address that fsspec opens."""
         return self.signed_url or self.url
 
+    def corrupt(self, reason: str, offset: int | None = None, *, stage: str = "index") -> CorruptShardError:
+        """The error of a shard whose bytes break the rules of its format."""
+        return CorruptShardError(self.url, reason, offset, stage=stage)
+
 
 @dataclass(frozen=True)
 class ColumnSpec:

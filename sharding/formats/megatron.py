@@ -56,7 +56,7 @@ class MegatronFormat(TokensFormat):
         """
         if sibling is None:
             reason = f"a Megatron dataset needs its index beside it ({self.sibling_suffix}), which is missing"
-            raise CorruptShardError(shard.url, reason)
+            raise shard.corrupt(reason)
         dtype, starts = _read_index(sibling, shard, bin_size=file.seek(0, io.SEEK_END))
         if self.length is not None:
             return self.windows(0, int(starts[-1]), dtype, self.length, block_bytes)
@@ -182,4 +182,4 @@ def _read_header(raw: bytes, shard: Shard) -> tuple[np.dtype[Any], int, int]:
 
 
 def _corrupt(shard: Shard, reason: str, offset: int) -> CorruptShardError:
-    return CorruptShardError(shard.url, f"in the .idx beside it: {reason}", offset)
+    return shard.corrupt(f"in the .idx beside it: {reason}", offset)

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
-from sharding.errors import CorruptShardError
 
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_LINE = re.compile(
@@ -95,7 +94,7 @@ class TokensFormat(Format):
         length = self.length or described.get("length")
         if length is None:
             reason = f"format {self.name!r} needs length= (tokens a sample, >= 1): nothing beside it tells"
-            raise CorruptShardError(shard.url, reason)
+            raise shard.corrupt(reason)
         if file.read(6) == _NPY_MAGIC:
             dtype, start, num_tokens = self._npy(file, shard, size)
         else:
@@ -160,12 +159,12 @@ class TokensFormat(Format):
             name, start = _header(file.read(12), shard, size, name)
         if name is None:
             reason = "a raw token file does not tell its dtype; pass dtype=, for example dtype='uint16'"
-            raise CorruptShardError(shard.url, reason)
+            raise shard.corrupt(reason)
         dtype = np.dtype(name)
         nbytes = max(0, size - start)
         if nbytes % dtype.itemsize:
             reason = f"{nbytes} bytes are no whole number of {dtype.name} tokens of {dtype.itemsize} bytes"
-            raise CorruptShardError(shard.url, reason, size - nbytes % dtype.itemsize)
+            raise shard.corrupt(reason, size - nbytes % dtype.itemsize)
         return dtype, start, nbytes // dtype.itemsize
 
     def _npy(self, file: BinaryIO, shard: Shard, size: int) -> tuple[np.dtype[Any], int, int]:
@@ -173,12 +172,12 @@ class TokensFormat(Format):
         start = file.tell()
         if len(shape) != 1 or dtype.kind not in "iu" or not dtype.isnative:
             reason = f"tokens must be a 1-D array of integers in native byte order, got {dtype.str}{shape}"
-            raise CorruptShardError(shard.url, reason, 0)
+            raise shard.corrupt(reason, 0)
         if self.dtype not in (None, dtype.name):
-            raise CorruptShardError(shard.url, f"tokens are {dtype.name}, not dtype={self.dtype!r}", 0)
+            raise shard.corrupt(f"tokens are {dtype.name}, not dtype={self.dtype!r}", 0)
         if start + shape[0] * dtype.itemsize != size:
             reason = f"{size - start} bytes where the header tells {shape[0]} {dtype.name} tokens"
-            raise CorruptShardError(shard.url, reason, start)
+            raise shard.corrupt(reason, start)
         return dtype, start, shape[0]
 
 
@@ -189,8 +188,7 @@ def _header(head: bytes, shard: Shard, size: int, name: str | None) -> tuple[str
         return name, 0
     known, dtype = _MAGICS[magic][0], name or _MAGICS[magic][1]
     if version != known or _HEADER + count * np.dtype(dtype).itemsize != size:
-        raise CorruptShardError(
-            shard.url,
+        raise shard.corrupt(
             f"it begins as llm.c's header does (magic {magic}), with version {version}, of which {known} is "
             f"known, and {count} tokens, which should be {dtype} and take the rest of its {size} bytes: "
             "header=1024 skips it, header=0 reads it as tokens",
@@ -206,7 +204,7 @@ def _sidecar(file: BinaryIO, shard: Shard, size: int) -> dict[str, Any]:
         described = json.loads(raw)
     except ValueError as error:
         reason = f"the {SIDECAR_SUFFIX} beside it is no JSON, or longer than {_SIDECAR_BYTES} bytes"
-        raise CorruptShardError(shard.url, reason) from error
+        raise shard.corrupt(reason) from error
     if not isinstance(described, dict) or described.get("format") != "tokens":
         return {}
     name, length, count = described.get("dtype"), described.get("length"), described.get("num_tokens")
@@ -220,7 +218,7 @@ def _sidecar(file: BinaryIO, shard: Shard, size: int) -> dict[str, Any]:
             f"the {SIDECAR_SUFFIX} beside it tells {count!r} tokens of {name!r}, length {length!r}, "
             f"which do not fit its {size} bytes"
         )
-        raise CorruptShardError(shard.url, reason)
+        raise shard.corrupt(reason)
     return described
 
 
@@ -266,7 +264,7 @@ def _npy_header(file: BinaryIO, shard: Shard) -> tuple[tuple[int, ...], np.dtype
         )
         shape, _, dtype = read(file)
     except ValueError as error:
-        raise CorruptShardError(shard.url, f"broken .npy header: {error}", 0) from error
+        raise shard.corrupt(f"broken .npy header: {error}", 0) from error
     return shape, dtype
 
 

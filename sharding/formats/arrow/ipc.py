@@ -28,7 +28,6 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Column, Columns, ColumnSpec, Shard, ShardScan, Spans
-from sharding.errors import CorruptShardError
 from sharding.formats.arrow.checks import check_nested
 from sharding.formats.arrow.columns import TabularFormat
 from sharding.formats.arrow.messages import HEAD, LARGEST, Message, bytes_of, is_little_endian, read_layout
@@ -84,7 +83,7 @@ class ArrowFileFormat(TabularFormat):
             batches = [m for m in layout.batches if m.rows]
             specs = specs_of(schema, null_free=_null_free(schema, batches))
         except BROKEN as error:
-            raise CorruptShardError(shard.url, f"unreadable Arrow schema: {error}", 0) from error
+            raise shard.corrupt(f"unreadable Arrow schema: {error}", 0) from error
         specs = with_items(specs, _mean_items(schema, batches, columns_of_kind(specs, "bytes_list")))
         blocks = _joined(batches, block_bytes)
         known = _plain_fields(schema) if is_little_endian(layout.schema) else None
@@ -193,7 +192,7 @@ def _check_lengths(batches: Iterable[Message], schema: pa.Schema, shard: Shard) 
     for message in batches:
         if len(message.lengths) != firsts[-1] or {message.lengths[i] for i in firsts[:-1]} - {message.rows}:
             reason = f"broken Arrow message: a record batch of {message.rows} rows whose columns have others"
-            raise CorruptShardError(shard.url, reason, message.offset)
+            raise shard.corrupt(reason, message.offset)
 
 
 def _dictionary_indexes(
@@ -342,7 +341,7 @@ def _true_sizes(file: BinaryIO, message: Message, shard: Shard) -> list[int]:
             file.seek(at)
             size = int.from_bytes(file.read(8), "little", signed=True)
             if not -1 <= size < LARGEST:
-                raise CorruptShardError(shard.url, f"a compressed buffer of {size} bytes", at)
+                raise shard.corrupt(f"a compressed buffer of {size} bytes", at)
         sizes.append(stored if size < 0 else size)
     return sizes
 

@@ -83,7 +83,7 @@ class JsonlFormat(TabularFormat):
             for offset, lines in whole_lines(file, shard, block_bytes, max_line_bytes, "JsonlFormat"):
                 runs.append((offset, len(lines), *scanner.scan(lines, offset)))
         except LineError as fault:
-            raise CorruptShardError(shard.url, fault.reason, fault.at) from fault
+            raise shard.corrupt(fault.reason, fault.at) from fault
         if scanner.doubled is not None:
             line, key = scanner.doubled
             warnings.warn(
@@ -161,7 +161,7 @@ class JsonlFormat(TabularFormat):
         block.check_columns(columns, fields)
         for name in fields if columns is None else columns:
             if fields[name].type == UNREADABLE:
-                raise CorruptShardError(block.shard.url, problem_of(fields[name]), stage="decode")
+                raise block.shard.corrupt(problem_of(fields[name]), stage="decode")
         if compression_of(block.shard.url) is not None:
             data = decompress(data, block.shard.url, limit_bytes=block.nbytes)
         if _is_array(footer):
@@ -170,9 +170,7 @@ class JsonlFormat(TabularFormat):
             reader = _reader(footer, None if columns is None else tuple(columns), texts)
             table, num_rows = reader.read(data)
         except LineError as fault:
-            raise CorruptShardError(
-                block.shard.url, fault.reason, block.offset + fault.at, stage="decode"
-            ) from fault
+            raise block.shard.corrupt(fault.reason, block.offset + fault.at, stage="decode") from fault
         if num_rows != block.num_samples:
             raise block.corrupt(f"{num_rows} samples where {block.num_samples} were indexed")
         return table
@@ -271,7 +269,7 @@ def whole_lines(
         elif len(text) > max(block_bytes, max_line_bytes):
             reason = f"this line is longer than {max_line_bytes} bytes"
             more_text = f"accept longer ones with format={codec}(max_line_bytes=...)"
-            raise CorruptShardError(shard.url, f"{reason}; {more_text}", offset)
+            raise shard.corrupt(f"{reason}; {more_text}", offset)
     if text:
         yield offset, text
 

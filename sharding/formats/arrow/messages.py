@@ -102,9 +102,9 @@ def read_layout(file: BinaryIO, shard: Shard, *, allow_unfinished: bool = False)
     file.seek(0)
     head = file.read(8)
     if head[:4] == b"FEA1":
-        raise CorruptShardError(shard.url, "Feather version 1 is not Arrow IPC; write it as version 2", 0)
+        raise shard.corrupt("Feather version 1 is not Arrow IPC; write it as version 2", 0)
     if size < 8:
-        raise CorruptShardError(shard.url, f"not Arrow IPC: {size} bytes", 0)
+        raise shard.corrupt(f"not Arrow IPC: {size} bytes", 0)
     if head[:6] != MAGIC:
         return _of_stream(file, shard, 0, size, allow_unfinished)
     file.seek(max(0, size - _TAIL.size))
@@ -113,10 +113,10 @@ def read_layout(file: BinaryIO, shard: Shard, *, allow_unfinished: bool = False)
         if allow_unfinished:
             return _of_stream(file, shard, len(HEAD), size, allow_unfinished)
         reason = f"truncated: an Arrow file of {size} bytes must end in {MAGIC!r}, not {magic!r}; {_CURE}"
-        raise CorruptShardError(shard.url, reason, max(0, size - len(MAGIC)))
+        raise shard.corrupt(reason, max(0, size - len(MAGIC)))
     if not 0 < length <= size - _TAIL.size - len(HEAD):
         reason = f"broken Arrow file: a footer of {length} bytes in a file of {size}"
-        raise CorruptShardError(shard.url, reason, size - _TAIL.size)
+        raise shard.corrupt(reason, size - _TAIL.size)
     file.seek(size - _TAIL.size - length)
     return _of_file(file, shard, bytes(file.read()), size - _TAIL.size - length)
 
@@ -128,17 +128,17 @@ def _of_stream(file: BinaryIO, shard: Shard, start: int, size: int, allow_unfini
         messages.append(message)
         at += message.length
     if [m.offset for m in messages if m.kind == SCHEMA] != [start]:
-        raise CorruptShardError(shard.url, "not Arrow IPC, or truncated: it lacks its one schema", start)
+        raise shard.corrupt("not Arrow IPC, or truncated: it lacks its one schema", start)
     unfinished = "it ends without a footer" if start else ""
     if message < 0:
         unfinished = f"its last message lacks {-message} bytes"
         if at == size:
             unfinished = "no end mark stands behind its last message"
         if not allow_unfinished:
-            raise CorruptShardError(shard.url, f"truncated: {unfinished}; {_CURE}", at)
+            raise shard.corrupt(f"truncated: {unfinished}; {_CURE}", at)
     elif not start and at + message < size:
         reason = f"broken Arrow stream: an end mark, and {size - at - message} bytes behind it"
-        raise CorruptShardError(shard.url, reason, at)
+        raise shard.corrupt(reason, at)
     schema, batches = bytes_of(file, messages[0]), _of(RECORDS, messages)
     return Layout(schema, _of(DICTIONARY, messages), batches, unfinished=unfinished)
 
@@ -150,7 +150,7 @@ def _of_file(file: BinaryIO, shard: Shard, footer: bytes, end: int) -> Layout:
         listed = {DICTIONARY: root.structs(2, _BLOCK), RECORDS: root.structs(3, _BLOCK)}
         schema = _schema_message(footer, root)
     except (struct.error, ValueError) as error:
-        raise CorruptShardError(shard.url, f"broken Arrow footer: {error}", end) from error
+        raise shard.corrupt(f"broken Arrow footer: {error}", end) from error
     messages = [_listed(file, shard, kind, block, end) for kind, blocks in listed.items() for block in blocks]
     dictionaries, batches = _of(DICTIONARY, messages), _of(RECORDS, messages)
     messages.sort(key=lambda message: message.offset)
@@ -160,7 +160,7 @@ def _of_file(file: BinaryIO, shard: Shard, footer: bytes, end: int) -> Layout:
             schema, messages = bytes_of(file, first), [first, *messages]
     _check_neighbours(file, shard, messages, end)
     if batches != _of(RECORDS, messages):
-        raise CorruptShardError(shard.url, "broken Arrow file: its footer lists batches out of order", end)
+        raise shard.corrupt("broken Arrow file: its footer lists batches out of order", end)
     return Layout(schema, dictionaries, batches, footer=footer)
 
 
@@ -171,7 +171,7 @@ def _listed(file: BinaryIO, shard: Shard, kind: int, block: tuple[int, ...], end
     listed = (kind, header_length + body_length, body_length)
     if isinstance(message, Message) and (message.kind, message.length, message.body_length) == listed:
         return message
-    raise CorruptShardError(shard.url, "broken Arrow file: here is no batch that its footer lists", offset)
+    raise shard.corrupt("broken Arrow file: here is no batch that its footer lists", offset)
 
 
 def _check_neighbours(file: BinaryIO, shard: Shard, messages: Sequence[Message], end: int) -> None:
@@ -181,7 +181,7 @@ def _check_neighbours(file: BinaryIO, shard: Shard, messages: Sequence[Message],
     if gap is None and ends and isinstance(_message_at(file, shard, ends[-1], end), Message):
         gap = ends[-1]
     if gap is not None:
-        raise CorruptShardError(shard.url, "broken Arrow file: here is what its footer does not list", gap)
+        raise shard.corrupt("broken Arrow file: here is what its footer does not list", gap)
 
 
 def _schema_message(footer: bytes, root: _FlatTable) -> bytes:
@@ -231,7 +231,7 @@ def _message_at(file: BinaryIO, shard: Shard, at: int, end: int) -> Message | in
         file.seek(at + skip)
         message = _message(file.read(length), at, prefix[:skip])
     except (struct.error, ValueError) as error:
-        raise CorruptShardError(shard.url, f"broken Arrow message: {error}", at) from error
+        raise shard.corrupt(f"broken Arrow message: {error}", at) from error
     return message if at + message.length <= end else end - at - message.length
 
 

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sharding.blocks import DECIMAL, Block, ColumnSpec, Shard, ShardScan
-from sharding.errors import CorruptShardError, ShardError
+from sharding.errors import ShardError
 from sharding.formats.arrow.columns import TabularFormat, flattened
 from sharding.formats.arrow.schema import (
     BROKEN,
@@ -75,22 +75,19 @@ class ParquetFormat(TabularFormat):
         try:
             footer = _parse(raw)
         except BROKEN as error:
-            reason = f"unreadable Parquet footer: {error}"
-            raise CorruptShardError(shard.url, reason, size - len(raw)) from error
+            raise shard.corrupt(f"unreadable Parquet footer: {error}", size - len(raw)) from error
         metadata = footer.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         for i, group in enumerate(groups):
             if reason := _contradiction(metadata.schema, group, range(group.num_columns)):
-                raise CorruptShardError(
-                    shard.url, f"unreadable Parquet footer: row group {i}: {reason}", size - len(raw)
-                )
+                raise shard.corrupt(f"unreadable Parquet footer: row group {i}: {reason}", size - len(raw))
         ranges = [_chunk_ranges(group) for group in groups]
         starts = [min((a for a, _ in r), default=0) for r in ranges]
         ends = [max((a + n for a, n in r), default=0) for r in ranges]
         for i, end in enumerate(ends):
             if end > size - len(raw):
                 reason = f"row group {i} reaches to byte {end}, past the data of {size - len(raw)} bytes"
-                raise CorruptShardError(shard.url, reason, starts[i])
+                raise shard.corrupt(reason, starts[i])
         nulls = {
             name: [_num_nulls(group.column(i)) for group in groups] for name, i in footer.counted.items()
         }
@@ -256,14 +253,13 @@ def _read_footer(file: BinaryIO, shard: Shard) -> tuple[bytes, int]:
     file.seek(max(0, size - _TAIL_BYTES))
     tail = file.read()
     if tail[-4:] == b"PARE":
-        raise CorruptShardError(shard.url, "the Parquet footer is encrypted", size - 4)
+        raise shard.corrupt("the Parquet footer is encrypted", size - 4)
     if size < 12 or tail[-4:] != _MAGIC:
         reason = f"not a Parquet file, or truncated: {size} bytes ending in {tail[-4:]!r}, not {_MAGIC!r}"
-        raise CorruptShardError(shard.url, reason, max(0, size - 4))
+        raise shard.corrupt(reason, max(0, size - 4))
     length = int.from_bytes(tail[-8:-4], "little") + 8
     if length + 4 > size:
-        reason = f"truncated: a footer of {length} bytes in a file of {size}"
-        raise CorruptShardError(shard.url, reason, size - 8)
+        raise shard.corrupt(f"truncated: a footer of {length} bytes in a file of {size}", size - 8)
     if length > len(tail):
         file.seek(size - length)
         tail = file.read(length)

@@ -112,7 +112,7 @@ class ArrayRecordFormat(RecordFormat):
 
 
 def _failure(shard: Shard, offset: int, stage: str) -> _Fail:
-    return lambda reason: CorruptShardError(shard.url, reason, offset, stage=stage)
+    return lambda reason: shard.corrupt(reason, offset, stage=stage)
 
 
 def _read_footer(file: BinaryIO, shard: Shard) -> tuple[Ints, Ints]:

@@ -73,7 +73,7 @@ class TFRecordFormat(RecordFormat):
             if compression and sum(map(len, sizes)) > self.max_records:
                 reason = f"more than {self.max_records} records in a compressed file"
                 cure = "accept more with format=TFRecordFormat(max_records=...)"
-                raise CorruptShardError(shard.url, f"{reason}; {cure}", offset)
+                raise shard.corrupt(f"{reason}; {cure}", offset)
         nbytes, lengths = learner.decoded_bytes(), [int(run.sum()) + _AROUND * len(run) for run in sizes]
         if compression and sizes:
             offsets, lengths, nbytes, sizes = [0], [shard.size], [sum(nbytes)], [np.concatenate(sizes)]
@@ -116,7 +116,7 @@ class TFRecordFormat(RecordFormat):
         if len(wrong):
             number, offset = int(wrong[0]), int(starts[wrong[0]]) - _HEADER.size
             reason = f"the checksum of record {block.first_in_shard + number} is wrong"
-            raise CorruptShardError(block.shard.url, reason, block.offset + offset, stage="decode")
+            raise block.shard.corrupt(reason, block.offset + offset, stage="decode")
         return Records(buffer, starts, sizes)
 
     def sample_offsets(self, block: Block, data: memoryview | None) -> Ints:

@@ -99,7 +99,7 @@ class SampleLayout(Struct, frozen=True):
             i = int(lacking[0])
             size = offsets[i + 1] - offsets[i]
             reason = f"sample {i} has {size} bytes, and its columns at least {self.least_bytes}"
-            raise CorruptShardError(shard.url, reason, int(offsets[i]), stage="index")
+            raise shard.corrupt(reason, int(offsets[i]))
 
     def wanted(self, block: Block, columns: Sequence[str] | None) -> list[StoredColumn]:
         """Return the columns of these names; raises `CorruptShardError` for one that is not there."""
@@ -158,7 +158,7 @@ class SampleLayout(Struct, frozen=True):
         if len(differs):
             i = int(differs[0])
             reason = f"the columns of sample {block.first_in_shard + i} do not take the bytes that it has"
-            raise CorruptShardError(block.shard.url, reason, block.offset + int(starts[i]), stage="decode")
+            raise block.shard.corrupt(reason, block.offset + int(starts[i]), stage="decode")
         spans = self.spans(starts, free)
         return {column.name: column.decode(buffer, *spans[column.name], block) for column in wanted}
 

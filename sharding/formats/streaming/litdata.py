@@ -22,7 +22,6 @@ import numpy as np
 from msgspec import Struct
 
 from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
-from sharding.errors import CorruptShardError
 from sharding.formats.streaming.layout import SampleLayout
 from sharding.formats.streaming.listing import LISTING_NAME
 from sharding.formats.streaming.litdata_columns import RULES, layout_of, leaf_names
@@ -89,12 +88,12 @@ class LitDataFormat(Format):
         """
         if listed is None:
             reason = f"a LitData chunk needs the {LISTING_NAME} that lists it in its folder, and none does"
-            raise CorruptShardError(shard.url, reason, stage="index")
+            raise shard.corrupt(reason)
         layout, config = _layout_in(listed["config"], shard), listed["config"]
         is_tokens = layout.heads == "none"
         if self.length is not None and not is_tokens:
             reason = f"length= is for chunks that TokensLoader reads; this is of {config.get('item_loader')}"
-            raise CorruptShardError(shard.url, reason, stage="index")
+            raise shard.corrupt(reason)
         chunk = listed["chunk"]
         if codec_of(shard.url) is None:
             file.seek(0)
@@ -254,7 +253,7 @@ def _layout_in(config: Mapping[str, Any], shard: Shard) -> SampleLayout:
         reason = "compression_level='sample' is not read: write it with compression_level='batch'"
         if config.get("encryption"):
             reason = "it is encrypted, and encrypted chunks are not read: write it without encryption"
-        raise CorruptShardError(shard.url, reason, stage="index")
+        raise shard.corrupt(reason)
     try:
         if loader == "TokensLoader":
             layout = layout_of([TOKENS], config["data_format"], "none")
@@ -268,4 +267,4 @@ def _layout_in(config: Mapping[str, Any], shard: Shard) -> SampleLayout:
         odd = "its data_format or data_spec is no list and no text, as LitData writes them"
         texts = {KeyError: f"no {error}", TypeError: odd, AttributeError: odd}
         reason = f"the config in its {LISTING_NAME} cannot be read: {texts.get(type(error), error)}"
-        raise CorruptShardError(shard.url, reason, stage="index") from error
+        raise shard.corrupt(reason) from error

@@ -41,14 +41,14 @@ def check_count(chunk: Mapping[str, Any], found: int, shard: Shard) -> None:
         reason = (
             f"{LISTING_NAME} says that it has {said} samples, and it has {found}: one is another dataset's"
         )
-        raise CorruptShardError(shard.url, reason, stage="index")
+        raise shard.corrupt(reason)
 
 
 def scan_frames(file: BinaryIO, shard: Shard, layout: SampleLayout, chunk: Mapping[str, Any]) -> ShardScan:
     """Frames of zstd, whose table stands behind that of the samples."""
 
     def corrupt(reason: str, at: int) -> CorruptShardError:
-        return CorruptShardError(shard.url, f"in its table of frames: {reason}", at, stage="index")
+        return shard.corrupt(f"in its table of frames: {reason}", at)
 
     file.seek(0)
     head = file.read(_PREFIX.size)
@@ -94,7 +94,7 @@ def scan_rows(file: BinaryIO, shard: Shard, block_bytes: int, chunk: Mapping[str
     start = shard.size - 12 - length
     if start < 4 * (count + 2):
         reason = f"its rows, {length} bytes of Arrow, begin before its table of {count} samples ends"
-        raise CorruptShardError(shard.url, reason, shard.size - 12, stage="index")
+        raise shard.corrupt(reason, shard.size - 12)
     inner = cast(BinaryIO, _Part(file, start, length))
     scan = ROWS.scan(inner, replace(shard, size=length), block_bytes=block_bytes)
     check_count(chunk, int(scan.num_samples.sum()), shard)

@@ -22,7 +22,6 @@ import numpy as np
 from msgspec import Struct
 
 from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
-from sharding.errors import CorruptShardError
 from sharding.formats.streaming.layout import SampleLayout
 from sharding.formats.streaming.listing import LISTING_NAME
 from sharding.formats.streaming.mds_columns import as_in_sample, layout_of, rule_of
@@ -142,7 +141,7 @@ def _layout_in(config: bytes, shard: Shard, at: int) -> SampleLayout:
         return layout_of(list(zip(*parts, strict=True)))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise CorruptShardError(shard.url, f"the columns of the shard cannot be read: {what}", at) from error
+        raise shard.corrupt(f"the columns of the shard cannot be read: {what}", at) from error
 
 
 def _reader(plain: BinaryIO, at: int, base: int) -> Callable[[int, int], bytes]:
@@ -179,7 +178,7 @@ def _agreeing(listed: Mapping[str, Any], shard: Shard, codec: str | None, offset
             reason = (
                 f"{LISTING_NAME} says that it has {said} {what}, and it has {found}: one is another dataset's"
             )
-            raise CorruptShardError(shard.url, reason, stage="index")
+            raise shard.corrupt(reason)
     hashes = (packed if codec else raw).get("hashes")
     return {str(name): str(digest) for name, digest in hashes.items()} if isinstance(hashes, dict) else {}
 
@@ -190,7 +189,7 @@ def _told_of(listed: Mapping[str, Any], key: str, shard: Shard) -> Mapping[str, 
         reason = (
             f"{LISTING_NAME} has {str(told)[:40]!r} as its {key}: copy it again from where it was written"
         )
-        raise CorruptShardError(shard.url, reason, stage="index")
+        raise shard.corrupt(reason)
     return told
 
 

@@ -44,7 +44,7 @@ def unpacked(file: BinaryIO, shard: Shard) -> Iterator[BinaryIO]:
         yield file
     elif codec == "snappy":
         stored = memoryview(file.read())
-        yield io.BytesIO(unpack(stored, codec, _snappy_size(stored), _corrupt(shard)))
+        yield io.BytesIO(unpack(stored, codec, _snappy_size(stored), shard.corrupt))
     else:
         try:
             with pa.CompressedInputStream(pa.PythonFile(file, mode="r"), codec) as stream:
@@ -52,7 +52,7 @@ def unpacked(file: BinaryIO, shard: Shard) -> Iterator[BinaryIO]:
         except ShardReadError:  # of the store: it is an OSError
             raise
         except (OSError, pa.ArrowException) as error:
-            raise _corrupt(shard)(f"corrupt or truncated {codec} data: {error}") from error
+            raise shard.corrupt(f"corrupt or truncated {codec} data: {error}") from error
 
 
 def unpack(
@@ -105,31 +105,27 @@ def read_offsets(plain: BinaryIO, shard: Shard) -> Ints:
     count = int.from_bytes(_exactly(plain, 4, shard, 0), "little")
     most = shard.size // 4 if is_whole else _MOST_SAMPLES
     if count >= most:
-        raise _corrupt(shard)(f"begins with a number of {count} samples, of which it has at most {most}", 0)
+        raise shard.corrupt(f"begins with a number of {count} samples, of which it has at most {most}", 0)
     offsets = np.frombuffer(_exactly(plain, 4 * (count + 1), shard, 4), "<u4").astype(np.int64)
     falls = np.flatnonzero(np.diff(offsets, prepend=4 * (count + 2)) < 0)
     if len(falls):
         i = int(falls[0])
-        raise _corrupt(shard)(f"sample {i} begins at {offsets[i]}, before what precedes it ends", 4 + 4 * i)
+        raise shard.corrupt(f"sample {i} begins at {offsets[i]}, before what precedes it ends", 4 + 4 * i)
     if is_whole and offsets[-1] != shard.size:
         reason = (
             f"its samples end at byte {offsets[-1]}, and it has {shard.size}: truncated, or another shard"
         )
-        raise _corrupt(shard)(reason, min(shard.size, int(offsets[-1])))
+        raise shard.corrupt(reason, min(shard.size, int(offsets[-1])))
     return offsets
 
 
 def _exactly(plain: BinaryIO, count: int, shard: Shard, at: int) -> bytes:
     raw = plain.read(count)
     if len(raw) < count:
-        raise _corrupt(shard)(
+        raise shard.corrupt(
             f"truncated in its table of offsets, of which {len(raw)} of {count} bytes are there", at
         )
     return raw
-
-
-def _corrupt(shard: Shard) -> Callable[..., CorruptShardError]:
-    return lambda reason, offset=None: CorruptShardError(shard.url, reason, offset, stage="index")
 
 
 def table_blocks(offsets: Ints, shard: Shard, block_bytes: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from sharding.blocks import ColumnSpec, Shard
-from sharding.errors import CorruptShardError, ShardError
+from sharding.errors import ShardError
 from sharding.formats.arrow.schema import is_list, is_media, spec_of
 
 FIELD_ID = b"PARQUET:field_id"
@@ -103,7 +103,7 @@ def _found(listed: TableFile, schema: pa.Schema, stored: pa.Schema, shard: Shard
         )
     twice = [name for name in found.values() if name is not None and stored.names.count(name) > 1]
     if twice:
-        raise CorruptShardError(shard.url, f"has two columns {twice[0]!r}")
+        raise shard.corrupt(f"has two columns {twice[0]!r}")
     return found
 
 
@@ -120,8 +120,7 @@ def _check_type(field: pa.Field, stored: pa.Field, listed: TableFile, shard: Sha
         one.kind == "fixed" and (one.shape != other.shape or _family(other) not in _FAMILIES[_family(one)])
     )
     if unlike and {one.kind, other.kind} != {"list", "json"}:
-        raise CorruptShardError(
-            shard.url,
+        raise shard.corrupt(
             f"column {stored.name!r} is {stored.type} here, and {field.type} in {listed.table}: it is "
             "another file under this name; restore it",
         )

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from sharding.arrow_arrays import number_array
 from sharding.blocks import Block, ColumnSpec, Shard, ShardScan
-from sharding.errors import CorruptShardError, ShardError
+from sharding.errors import ShardError
 from sharding.formats.arrow.parquet import ParquetFormat
 from sharding.formats.arrow.schema import (
     BROKEN,
@@ -77,19 +77,16 @@ class TableFormat(ParquetFormat):
             CorruptShardError: it is not the file that the table means.
         """
         if listed is None:
-            reason = f"is indexed as a file of a table: give the folder of the {self.name} table"
-            raise CorruptShardError(shard.url, reason)
+            raise shard.corrupt(f"is indexed as a file of a table: give the folder of the {self.name} table")
         if listed.size not in (None, shard.size):
-            raise CorruptShardError(
-                shard.url,
+            raise shard.corrupt(
                 f"has {shard.size:,} bytes, and {listed.table} says that it has {listed.size or 0:,}: it was "
                 "cut short or written over; restore the file, or open another version",
             )
         own = super().scan(file, shard, block_bytes=block_bytes)
         num_rows = int(own.num_samples.sum())
         if listed.num_rows not in (None, num_rows):
-            raise CorruptShardError(
-                shard.url,
+            raise shard.corrupt(
                 f"has {num_rows:,} rows, and {listed.table} says that it has {listed.num_rows:,}: it is "
                 "another file under this name; restore it",
             )

@@ -17,7 +17,6 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Columns, ColumnSpec, Format, Shard, ShardScan, Spans
-from sharding.errors import CorruptShardError
 from sharding.formats.arrow.columns import TabularFormat, columns_of
 from sharding.formats.arrow.schema import BROKEN, decoded_bytes, specs_of
 from sharding.formats.tables.format import common_to_all, facts_in, repeated, with_facts
@@ -82,7 +81,7 @@ class HiveFormat(Format):
         """Index one file as its own format does; `listed`: what its folders say."""
         if listed is None:
             reason = "is indexed as a file in folders that are called by values: give the uppermost folder"
-            raise CorruptShardError(shard.url, reason)
+            raise shard.corrupt(reason)
         if self.inner.listing_name:
             beside["listed"] = listed.listed
         own = self.inner.scan(file, shard, block_bytes=block_bytes, **beside)

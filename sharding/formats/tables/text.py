@@ -100,8 +100,7 @@ class SeparatedFormat(TabularFormat):
         if shard.size > _MOST_BYTES:
             sign = json.dumps(separator_of(data, ending, ""))
             line = f"for row in csv.DictReader(sys.stdin, delimiter={sign}): print(json.dumps(row))"
-            raise CorruptShardError(
-                shard.url,
+            raise shard.corrupt(
                 f"is a table of text of more than {_MOST_BYTES >> 20} MiB: write it as JSON Lines, whose "
                 f"values are text: python -c $'import csv, json, sys\\n{line}' < {shard.url} > lines.jsonl",
             )
@@ -109,7 +108,7 @@ class SeparatedFormat(TabularFormat):
         table = read_separated(shard.url, data, ending, "", None)
         names = table.column_names
         if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise CorruptShardError(shard.url, f"has two columns {twice[0]!r}: rename one")
+            raise shard.corrupt(f"has two columns {twice[0]!r}: rename one")
         schema = table.schema.remove_metadata()
         full = frozenset(one for one in names if not table.column(one).null_count)
         numbers = np.array([[0], [shard.size], [table.nbytes + 1], [table.num_rows]], np.int64)

@@ -274,7 +274,7 @@ def _compare(members: NDArray[np.void], buffer: NDArray[np.uint8], block: Block)
     if not same.all():
         at = int(members["header"][np.flatnonzero(~same)[0]])
         reason = "shard changed or corrupt: the header of a member is not the one that was indexed"
-        raise CorruptShardError(block.shard.url, reason, offset=block.offset + at, stage="decode")
+        raise block.shard.corrupt(reason, offset=block.offset + at, stage="decode")
 
 
 def _schema(members: Members, samples: Samples) -> dict[str, ColumnSpec]:
