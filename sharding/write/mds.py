@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from sharding.errors import SampleError
 from sharding.write.file import NewFile
 from sharding.write.shard import NewShard
 from sharding.write.values import check_keys, check_row, has_an_end, plain_value
@@ -85,12 +84,11 @@ class NewMdsShard(NewShard):
             encoded.extend(self._columns.encoded(samples))
         except ValueError as error:
             named = str(len(self._samples) + len(encoded) if key is None else key)
-            raise SampleError(self._file.url, str(error), key=named, stage="write") from error
+            raise self.refused(str(error), named) from error
         self._num_bytes += sum(map(len, encoded))
         count = len(self._samples) + len(encoded)
         if self._num_bytes + 4 * (count + 2) + len(self._columns.config) > _MOST_BYTES:
-            reason = "an MDS shard has at most 4 GiB: write smaller shards"
-            raise SampleError(self._file.url, reason, stage="write")
+            raise self.refused("an MDS shard has at most 4 GiB: write smaller shards")
         self._samples += encoded
 
     def finish(self) -> Mapping[str, bytes]:

@@ -48,6 +48,10 @@ class NewShard(ABC):
         """Let go of everything; called after the file was discarded, which swallows what is flushed."""
         NewShard.finish(self)  # of all that its own kind would write, nothing
 
+    def refused(self, reason: str, key: str | None = None) -> SampleError:
+        """The error of a sample that cannot be written."""
+        return SampleError(self._file.url, reason, key=key, stage="write")
+
 
 class NewTarShard(NewShard):
     """A tar shard."""
@@ -62,17 +66,17 @@ class NewTarShard(NewShard):
         """Append a sample: `__key__` and a value per extension; other names with "_" first are left out."""
         key = sample.get("__key__")
         if not isinstance(key, str):
-            raise self._refused(None, f"a sample needs a '__key__' of type str, got {key!r}")
+            raise self.refused(f"a sample needs a '__key__' of type str, got {key!r}")
         check_rows(self._file.url, [sample])
         fields = {name: value for name, value in sample.items() if not name.startswith("_")}
         refusal = self._refusal(key, fields)
         if refusal:
-            raise self._refused(key, refusal)
+            raise self.refused(refusal, key)
         encoded = [(name, self._encoded(key, name, fields[name])) for name in sorted(fields)]
         try:
             heads = [header_of(f"{key}.{name}", len(data)) for name, data in encoded]
         except ValueError as error:
-            raise self._refused(key, f"a tar cannot hold its name: {error}") from error
+            raise self.refused(f"a tar cannot hold its name: {error}", key) from error
         for head, (_, data) in zip(heads, encoded, strict=True):
             self._put(head)
             self._put(data)
@@ -102,16 +106,13 @@ class NewTarShard(NewShard):
             raise
         except Exception as error:
             reason = f"{name!r} of type {type(value).__name__} cannot be encoded: {error}; give its bytes"
-            raise self._refused(key, reason) from error
+            raise self.refused(reason, key) from error
 
     def finish(self) -> Mapping[str, bytes]:
         """Write the end of the archive: two empty blocks, filled up to a record."""
         self._put(bytes(2 * _BLOCK))
         self._put(bytes(-self._num_bytes % _RECORD))
         return super().finish()
-
-    def _refused(self, key: str | None, reason: str) -> SampleError:
-        return SampleError(self._file.url, reason, key=key, stage="write")
 
     def _refusal(self, key: str, fields: Sample) -> str | None:
         """Why webdataset would not read the sample back as it is, or None."""
@@ -168,7 +169,7 @@ class NewTableShard(NewShard):
     def add(self, sample: Sample) -> None:
         """Append a row; what is wrong with its names and values is noticed when its row group is written."""
         if not sample:
-            raise SampleError(self._file.url, "a sample needs a field", stage="write")
+            raise self.refused("a sample needs a field")
         self.rows.append(dict(sample))
         if len(self.rows) >= self._row_group_size:
             self._flush()
@@ -327,10 +328,10 @@ class NewJsonlShard(NewShard):
             data = line.encode()
         except (RecursionError, TypeError, ValueError) as error:
             check_rows(self._file.url, [sample], number)
-            reason, key = f"it cannot be written as JSON: {error}", str(sample.get("__key__", number))
-            raise SampleError(self._file.url, reason, key=key, stage="write") from error
+            key = str(sample.get("__key__", number))
+            raise self.refused(f"it cannot be written as JSON: {error}", key) from error
         if not row:
-            raise SampleError(self._file.url, "a sample needs a field", key=str(number), stage="write")
+            raise self.refused("a sample needs a field", str(number))
         return data
 
 

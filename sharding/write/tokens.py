@@ -92,7 +92,7 @@ class NewTokenShard(NewShard):
     def _refused(self, key: Any, reason: str) -> SampleError:
         if key is None:
             reason = f"document {len(self._sizes)} of the shard: {reason}"
-        return SampleError(self._file.url, reason, key=None if key is None else str(key), stage="write")
+        return self.refused(reason, None if key is None else str(key))
 
     def finish(self) -> Mapping[str, bytes]:
         """The description."""
