@@ -107,7 +107,19 @@ class ArrowFileFormat(TabularFormat):
 
     def check(self, block: Block) -> None:
         """Raise `ValueError` where an index does not fit its block."""
-        _check_index(block)
+        if not len(block.index):
+            return
+        if _plain_footer(bytes(block.footer)) is None and len(block.index) % 16 == 0:
+            parts = np.frombuffer(block.index, "<i8")
+            if (np.diff(parts, prepend=0) < 0).any() or parts[-1] > len(block.footer):
+                raise ValueError("a dictionary lies outside the footer")
+            return
+        table = _index_table(block)
+        if table is None or (table < 0).any() or table[:, 3].sum() != block.num_samples:
+            raise ValueError(f"an index of {len(block.index)} bytes for {block.num_samples} samples")
+        pieces = np.delete(table, (2, 3), axis=1).reshape(-1, 2)
+        if (pieces > block.length).any() or (pieces.sum(axis=1) > block.length).any():
+            raise ValueError("a buffer lies outside the block")
 
     def decode(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> Columns:
         """See `TabularFormat.decode`: of batches whose buffers are known, only offsets are looked at."""
@@ -116,16 +128,6 @@ class ArrowFileFormat(TabularFormat):
 
     def unchecked_table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
         """See `TabularFormat.unchecked_table`: one uncompressed batch is not copied."""
-        return self._table(block, data, columns, full=False)
-
-    def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
-        """The wanted columns as Arrow has them, structs not flattened; raises as `decode` does.
-
-        Every value is checked, so that pyarrow may compute with them; `columns_of` checks for itself.
-        """
-        return self._table(block, data, columns, full=True)
-
-    def _table(self, block: Block, data: memoryview, columns: Sequence[str] | None, full: bool) -> pa.Table:
         footer = _own_footer(block)
         try:
             names, roots = _names(footer)
@@ -136,12 +138,23 @@ class ArrowFileFormat(TabularFormat):
             with pa.ipc.open_stream(stream, options=options) as reader:
                 table = reader.read_all()
             table.validate()  # Arrow trusts lengths in the message, and aborts the process where they lie
-            for chunk in (chunk for column in table.columns for chunk in column.chunks if full):
-                check_nested(chunk)
         except BROKEN as error:
             raise block.corrupt(f"record batch cannot be decoded: {error}") from error
         if table.num_rows != block.num_samples:
             raise block.corrupt(f"{table.num_rows} rows where {block.num_samples} were indexed")
+        return table
+
+    def table(self, block: Block, data: memoryview, columns: Sequence[str] | None) -> pa.Table:
+        """The wanted columns as Arrow has them, structs not flattened; raises as `decode` does.
+
+        Every value is checked, so that pyarrow may compute with them; `columns_of` checks for itself.
+        """
+        table = self.unchecked_table(block, data, columns)
+        try:
+            for chunk in (chunk for column in table.columns for chunk in column.chunks):
+                check_nested(chunk)
+        except BROKEN as error:
+            raise block.corrupt(f"record batch cannot be decoded: {error}") from error
         return table
 
 
@@ -415,23 +428,6 @@ def _plain_index(batches: Sequence[Message], known: dict[str, _Plain | None]) ->
         facts = (m.offset - start, m.length - m.body_length, m.head_sum, m.rows)
         rows.append([*facts, *(number for pair in buffers for number in pair)])
     return np.array(rows, "<i8").tobytes()
-
-
-def _check_index(block: Block) -> None:
-    """Raise `ValueError` where an index does not fit its block."""
-    if not len(block.index):
-        return
-    if _plain_footer(bytes(block.footer)) is None and len(block.index) % 16 == 0:
-        parts = np.frombuffer(block.index, "<i8")
-        if (np.diff(parts, prepend=0) < 0).any() or parts[-1] > len(block.footer):
-            raise ValueError("a dictionary lies outside the footer")
-        return
-    table = _index_table(block)
-    if table is None or (table < 0).any() or table[:, 3].sum() != block.num_samples:
-        raise ValueError(f"an index of {len(block.index)} bytes for {block.num_samples} samples")
-    pieces = np.delete(table, (2, 3), axis=1).reshape(-1, 2)
-    if (pieces > block.length).any() or (pieces.sum(axis=1) > block.length).any():
-        raise ValueError("a buffer lies outside the block")
 
 
 def _index_table(block: Block) -> NDArray[np.int64] | None:
