@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 #define CORE_API __attribute__((visibility("default")))
-#define CORE_VERSION 15 /* of this contract; `core_version` gives that of the library */
+#define CORE_VERSION 16 /* of this contract; `core_version` gives that of the library */
 
 enum core_op {
     CORE_COPY = 0, /* the value as it is stored */
@@ -160,12 +160,6 @@ enum core_damage {
     CORE_TOO_MANY_NAMES = -6
 };
 
-/* The fields of n messages, from data[starts[i]] to before data[ends[i]], in the order of messages and in each as they
-   are stored: out[5][most], message, number, wire type, where the value begins (of a varint, its first byte) and ends.
-   Gives how many there are, of which `most` are written, or a `core_damage`. */
-CORE_API int64_t core_fields(const uint8_t *data, int64_t nbytes, const int64_t *starts, const int64_t *ends, int64_t n,
-                             int64_t *out, int64_t most);
-
 /* Rows of three numbers, of which `most` are written, column after column: out[3][most]. */
 typedef struct {
     int64_t *out, most, found;
@@ -197,11 +191,6 @@ CORE_API int64_t core_parse(core_examples *examples);
    Gives how many, or a `core_damage`. Null `out`: spans are believed to be whole numbers, which are only counted. */
 CORE_API int64_t core_numbers(const uint8_t *data, int64_t nbytes, const int64_t *starts, const int64_t *ends,
                               int64_t n, int64_t *counts, int64_t *out, int64_t most);
-
-/* Copy bytes without the headers of `header` bytes, the first of which is at `first`, others every `block` bytes. Gives
-   how many are copied. */
-CORE_API int64_t core_without_headers(const uint8_t *data, int64_t nbytes, int64_t first, int64_t header, int64_t block,
-                                      uint8_t *out);
 
 /* The records of n simple chunks of riegeli that are not compressed: where each begins, and its bytes. counts[i]: how
    many the chunk at data[at[i]] has. 0, or -1, where a chunk is another one or damaged: nothing is told then. */

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sharding.core.compile import LIBRARY
 
-VERSION = 15
+VERSION = 16
 """The version of the contract in core.h."""
 _CURE = (
     "Compile it with `python -m sharding.core.compile`, where there is a C compiler: gcc, clang or that of "
@@ -30,10 +30,8 @@ _FUNCTIONS = {
     "core_seeded_permutations": "ppip:i",
     "core_token_draws": "pppppipi:i",
     "core_sum_samples": "pi:",
-    "core_fields": "pippipi:i",
     "core_numbers": "pippippi:i",
     "core_parse": "p:i",
-    "core_without_headers": "piiiip:i",
     "core_records": "pippipp:i",
     "core_crc32c": "pippipi:i",
     "core_tfrecords": "pippi:i",

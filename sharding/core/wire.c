@@ -1,4 +1,4 @@
-/* Protobuf messages: fields, features of Examples, packed numbers; and records of riegeli's chunks. See core.h and
+/* Protobuf messages: features of Examples, packed numbers; and records of riegeli's chunks. See core.h and
    `sharding.formats.records.wire`. */
 #include "core.h"
 #include "variants.h"
@@ -55,22 +55,6 @@ static inline void put(core_rows *rows, int64_t first, int64_t second, int64_t t
         rows->out[2 * rows->most + rows->found] = third;
     }
     rows->found++;
-}
-
-int64_t core_fields(const uint8_t *data, int64_t nbytes, const int64_t *starts, const int64_t *ends, int64_t n,
-                    int64_t *out, int64_t most) {
-    int64_t found = 0, failed;
-    for (int64_t message = 0; message < n; message++) {
-        field one = {.end = starts[message]};
-        if (one.end < ends[message] && (one.end < 0 || ends[message] > nbytes)) return CORE_CUT;
-        for (; one.end < ends[message]; found++) {
-            if ((failed = next_field(data, ends[message], &one))) return failed;
-            if (found >= most) continue;
-            const int64_t row[] = {message, one.number, one.wire, one.start, one.end};
-            for (int column = 0; column < 5; column++) out[column * most + found] = row[column];
-        }
-    }
-    return found;
 }
 
 /* ---- tf.train.Example and SequenceExample --------------------------------------------------------------------- */
@@ -226,17 +210,6 @@ int64_t core_numbers(const uint8_t *data, int64_t nbytes, const int64_t *starts,
 }
 
 /* ---- chunks of riegeli ------------------------------------------------------------------------------------------ */
-
-int64_t core_without_headers(const uint8_t *data, int64_t nbytes, int64_t first, int64_t header, int64_t block,
-                             uint8_t *out) {
-    int64_t done = 0;
-    for (int64_t at = 0, stop = first; at < nbytes; at = stop + header, stop += block) {
-        int64_t here = (stop < nbytes ? stop : nbytes) - at;
-        memcpy(out + done, data + at, (size_t)here);
-        done += here;
-    }
-    return done;
-}
 
 int64_t core_records(const uint8_t *data, int64_t nbytes, const int64_t *at, const int64_t *counts, int64_t n,
                      int64_t *starts, int64_t *sizes) {

@@ -123,13 +123,18 @@ def _read_footer(file: BinaryIO, shard: Shard) -> tuple[Ints, Ints]:
     if size < 2 * BLOCK or size % BLOCK:
         raise fail(not_one)
     try:
-        footer_at, magic = _varints_of(_one_chunk(file, size - BLOCK, size, fail), 2)[0].tolist()
+        postscript = _one_chunk(file, size - BLOCK, size, fail)
+        footer_at, magic = _fields_of(postscript, 2)[0][0].tolist()
         if magic != _MAGIC or not 0 < footer_at < size - BLOCK:
             raise fail(not_one)
         fail = _failure(shard, footer_at, "index")
         footer = _one_chunk(file, footer_at, size - BLOCK, fail)
-        version, num_chunks, num_records = _metadata_in(footer).tolist()
-        table = _varints_of(footer, 3)[1:]
+        size_of_facts, facts_at = (one[:1, 0] for one in _fields_of(footer, 1, SPAN))
+        if not facts_at.any():
+            raise WireError("it tells nothing of an ArrayRecord")
+        facts = Records(footer.data, facts_at, size_of_facts)
+        version, num_chunks, num_records = _fields_of(facts, 3)[0][0].tolist()
+        table = _fields_of(footer, 3)[0][1:]
     except WireError as error:
         raise fail(f"a broken footer: {error}") from error
     if version != 1:
@@ -150,25 +155,8 @@ def _one_chunk(file: BinaryIO, start: int, end: int, fail: _Fail) -> Records:
     return _records(memoryview(file.read(end - start)), start, None, fail)
 
 
-def _varints_of(records: Records, count: int) -> Ints:
-    """The fields 1 to `count` of messages of numbers, [n, count]; 0: not there."""
-    found = fields(records.data, records.starts, records.starts + records.sizes)
-    found = found.of((found.number <= count) & (found.wire == VARINT))
-    table = np.zeros((len(records.sizes), count), np.int64)
-    table[found.message, found.number - 1] = varints_at(records.data, found.start, 10)[0]
-    return table
-
-
-def _metadata_in(footer: Records) -> Ints:
-    """Version, chunks and records, of the message that is the first field of the footer's first record."""
-    starts, ends = footer.starts[:1], (footer.starts + footer.sizes)[:1]
-    found = fields(footer.data, starts, ends)
-    found = found.of((found.number == 1) & (found.wire == SPAN))
-    if not len(found.start):
-        raise WireError("it tells nothing of an ArrayRecord")
-    table = _varints_of(Records(footer.data, found.start, found.end - found.start), 3)
-    first: Ints = table[0]
-    return first
+def _fields_of(records: Records, count: int, kind: int = VARINT) -> tuple[Ints, Ints]:
+    return fields(records.data, records.starts, records.starts + records.sizes, count, kind)
 
 
 def _records(data: memoryview, offset: int, index: NDArray[np.void] | None, fail: _Fail) -> Records:

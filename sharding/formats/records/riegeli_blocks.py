@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from sharding.core.library import address_of, library
 from sharding.formats.records.skeleton import ReadableFile
 from sharding.spans import Bytes, Ints
 
@@ -27,11 +26,9 @@ def without_headers(data: memoryview, offset: int) -> Bytes:
     first = -offset % BLOCK
     if first >= len(whole):
         return whole
-    plain = np.empty(len(whole) - _HEADER * -(-(len(whole) - first) // BLOCK) + _HEADER, np.uint8)
-    size = library().core_without_headers(
-        address_of(whole), len(whole), first, _HEADER, BLOCK, address_of(plain)
-    )
-    return plain[:size]
+    last = first + (len(whole) - first) // BLOCK * BLOCK
+    blocks = whole[first:last].reshape(-1, BLOCK)[:, _HEADER:]
+    return np.concatenate([whole[:first], *blocks, whole[last + _HEADER :]])
 
 
 class PlainFile:

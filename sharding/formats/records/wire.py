@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-from numpy.typing import NDArray
 
 from sharding.core.library import address_of, library
 from sharding.spans import Bytes, Ints
@@ -28,41 +25,45 @@ class WireError(ValueError):
     """Bytes that are no message."""
 
 
-class Fields(NamedTuple):
-    """Fields of messages, in the order of messages and within each as they are stored."""
-
-    message: Ints
-    """[k] the message that each is of."""
-    number: Ints
-    wire: Ints
-    start: Ints
-    """[k] where the value begins; of a varint, its first byte."""
-    end: Ints
-
-    def of(self, rows: NDArray[np.bool_] | Ints) -> Fields:
-        """Return those that a mask has, or these rows."""
-        return Fields(*(column[rows] for column in self))
-
-
-def fields(data: Bytes, starts: Ints, ends: Ints) -> Fields:
-    """All fields of messages.
+def fields(data: Bytes, starts: Ints, ends: Ints, count: int, kind: int = VARINT) -> tuple[Ints, Ints]:
+    """The fields 1 to `count` of messages of a few fields each, if they are of a wire type.
 
     Args:
         data: uint8, what holds the messages.
         starts: where each begins, [n].
         ends: where each ends, [n], inside of `data`.
+        count: of fields.
+        kind: `VARINT` or `SPAN`.
+
+    Returns:
+        The numbers, or the lengths of spans, [n, count], and where what is behind them begins; 0: not there.
 
     Raises:
         WireError: a message is damaged, or none at all.
     """
-    starts, ends = whole_numbers(starts), whole_numbers(ends)
-    spans = (address_of(data), len(data), address_of(starts), address_of(ends), len(starts))
-    most, found = 0, 2 * len(starts) + 1
-    while most < found:  # as many as there are, where there are more than the guess
-        most = found
-        table = np.empty((5, most), np.int64)
-        found = unharmed(library().core_fields(*spans, address_of(table), most))
-    return Fields(*table[:, :found])
+    numbers, behind = np.zeros((2, len(starts), count), np.int64)
+    rows, at = np.flatnonzero(starts < ends), starts.copy()
+    if (starts[rows] < 0).any() or (ends[rows] > len(data)).any():
+        raise WireError(_DAMAGE[-1])
+    while len(rows):
+        tag, begin = varints_at(data, at[rows], _HEAD_BYTES)
+        number, wire = tag >> 3, tag & 7
+        if (number == 0).any() or not np.isin(wire, (VARINT, FIXED64, SPAN, FIXED32)).all():
+            raise WireError(_DAMAGE[-3 if (number == 0).any() else -4])
+        is_fixed = (wire == FIXED64) | (wire == FIXED32)
+        value, end = varints_at(data, np.where(is_fixed, at[rows], begin), 10)
+        end = np.where(is_fixed, begin + np.where(wire == FIXED64, 8, 4), end)
+        stop = end + np.where(wire == SPAN, value, 0)
+        if (stop > ends[rows]).any() or (stop < end).any():
+            raise WireError(_DAMAGE[-1])
+        if ((wire == SPAN) & (end > begin + _HEAD_BYTES)).any():
+            raise WireError(_DAMAGE[-2])
+        is_wanted = (wire == kind) & (number <= count)
+        numbers[rows[is_wanted], number[is_wanted] - 1] = value[is_wanted]
+        behind[rows[is_wanted], number[is_wanted] - 1] = end[is_wanted]
+        at[rows] = stop
+        rows = rows[stop < ends[rows]]
+    return numbers, behind
 
 
 def numbers_in(data: Bytes, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:

@@ -391,17 +391,29 @@ MESSAGES = st.lists(BODIES, max_size=5).map(lambda all_: b"".join(varint(n << 3 
 BROKEN = st.one_of(st.binary(max_size=80), st.binary(max_size=20).map(lambda b: b + b"\x80" * 12 + b))
 
 
-@given(st.lists(st.one_of(MESSAGES, MESSAGES, BROKEN), max_size=6), st.integers(0, 3))
-def test_fields_are_those_of_a_walk_from_byte_to_byte(messages: list[bytes], cut: int) -> None:
+@given(
+    st.lists(st.one_of(MESSAGES, MESSAGES, BROKEN), max_size=6),
+    st.integers(0, 3),
+    st.sampled_from([wire.VARINT, wire.SPAN]),
+)
+def test_fields_are_those_of_a_walk_from_byte_to_byte(messages: list[bytes], cut: int, kind: int) -> None:
     data, ends = b"".join(messages), np.cumsum([len(one) for one in messages], dtype=np.int64)
     starts = ends - [len(one) for one in messages]
     ends = np.maximum(starts, ends - cut)
 
-    def found() -> list[tuple[int, ...]]:
-        table = wire.fields(np.frombuffer(data, np.uint8), starts, ends)
-        return list(zip(*(column.tolist() for column in table), strict=True))
+    def found() -> list[Any]:
+        return [one.tolist() for one in wire.fields(np.frombuffer(data, np.uint8), starts, ends, 20, kind)]
 
-    assert outcome(found) == outcome(lambda: plain_fields(data, starts.tolist(), ends.tolist()))
+    def expected() -> list[Any]:
+        table = np.zeros((2, len(messages), 20), np.int64)
+        for message, number, wire_type, start, end in plain_fields(data, starts.tolist(), ends.tolist()):
+            if wire_type == kind and number <= 20:
+                is_span = kind == wire.SPAN
+                value = end - start if is_span else plain_number(data, start, end, 10)[0]
+                table[:, message, number - 1] = np.uint64(value).astype(np.int64), start if is_span else end
+        return list(table.tolist())
+
+    assert outcome(found) == outcome(expected)
 
 
 def plain_features(data: bytes, starts: list[int], ends: list[int]) -> list[tuple[Any, ...]]:
@@ -535,10 +547,11 @@ def test_packed_numbers_that_are_none_are_damage(data: bytes) -> None:
         (varint(1 << 3 | wire.FIXED32) + bytes(3), "behind its message"),
         (varint(1 << 3 | wire.FIXED64) + bytes(7), "behind its message"),
         (b"\x08", "behind its message"),
-        (b"\x8a", "behind its message"),
+        (b"\x8a", "behind its message|more than 5 bytes"),
         (span(0, b"abc"), "number 0"),
-        (b"\x08" + b"\x80" * 10 + b"\x01", "too many bytes"),
-        (b"\x8a" + b"\x80" * 4 + b"\x01\x00", "too many bytes"),
+        (b"\x08" + b"\x80" * 10 + b"\x01", "more than 10 bytes"),
+        (b"\x8a" + b"\x80" * 4 + b"\x01\x00", "more than 5 bytes"),
+        (b"\x0a" + b"\x80" * 5 + b"\x00", "too many bytes"),
         (b"\x0b\x00", "wire type"),
         (b"\x0e\x00", "wire type"),
     ],
@@ -549,12 +562,14 @@ def test_damaged_messages_are_refused_wherever_they_are(data: bytes, says: str) 
         content = before + data + behind
         bounds = np.cumsum([0, len(before), len(data), len(behind)])
         with pytest.raises(wire.WireError, match=says):
-            wire.fields(np.frombuffer(content, np.uint8), bounds[:-1], bounds[1:])
+            wire.fields(np.frombuffer(content, np.uint8), bounds[:-1], bounds[1:], 3)
 
 
 def test_spans_outside_of_their_bytes_are_damage() -> None:
     data = np.ones(8, np.uint8)
     for start, end in ((-1, 4), (0, 9), (9, 10)):
-        for found in (wire.fields, wire.numbers_in):
-            with pytest.raises(wire.WireError):
-                found(data, np.array([start]), np.array([end]))
+        spans = data, np.array([start]), np.array([end])
+        with pytest.raises(wire.WireError):
+            wire.fields(*spans, 1)
+        with pytest.raises(wire.WireError):
+            wire.numbers_in(*spans)
