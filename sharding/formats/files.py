@@ -81,7 +81,7 @@ class FilesFormat(Format):
             nbytes=size,
             num_samples=_ONE + 1,
             schema=schema_of({ending_of(name): (shard.size, shard.size)}, ()),
-            footer=facts_of(NO_CLASS, len(name)),
+            footer=_FACTS.pack(NO_CLASS, len(name), 0),
         )
 
     def check(self, block: Block) -> None:
@@ -161,11 +161,6 @@ class FilesFormat(Format):
     def sample_offsets(self, block: Block, data: memoryview | None) -> NDArray[np.int64] | None:
         """A file is its sample."""
         return _ONE
-
-
-def facts_of(class_number: int, name_length: int, num_left_out: int = 0) -> bytes:
-    """The footer of a file."""
-    return _FACTS.pack(class_number, name_length, num_left_out)
 
 
 def all_facts(

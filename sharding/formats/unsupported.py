@@ -35,8 +35,8 @@ class Unsupported:
         )
 
 
-def _ending(*endings: str, behind: str = "") -> re.Pattern[str]:
-    return re.compile(rf"\.({'|'.join(endings)}){behind}(\.gz|\.zstd?)?$")
+def _ending(*endings: str) -> re.Pattern[str]:
+    return re.compile(rf"\.({'|'.join(endings)})(\.gz|\.zstd?)?$")
 
 
 _ZARR = Unsupported(

@@ -152,14 +152,13 @@ _WARNED: set[tuple[str, str]] = set()
 """The warnings that `warn_not_kept` gave: what was not kept, and its folder."""
 
 
-def warn_not_kept(what: str, path: str, error: BaseException, *, needed: str = "", so: str) -> None:
+def warn_not_kept(what: str, path: str, error: BaseException, *, so: str) -> None:
     """Warn, once in a process for each kind and folder, of what could not be kept for the next start.
 
     Args:
         what: it is, in the plural.
         path: where it was to be.
         error: why it is not.
-        needed: what it takes, in words.
         so: what follows from that, and what to do.
     """
     folder = path.rpartition("/")[0] or "."
@@ -167,7 +166,7 @@ def warn_not_kept(what: str, path: str, error: BaseException, *, needed: str = "
         return
     _WARNED.add((what, folder))
     full = no_room(error)
-    reason = str(error) if full is None else ", ".join(filter(None, [full.strerror, space_at(path), needed]))
+    reason = str(error) if full is None else ", ".join(filter(None, [full.strerror, space_at(path)]))
     warnings.warn(f"{what} cannot be kept in {identity_of(folder)} ({reason}): {so}", stacklevel=2)
 
 

@@ -112,15 +112,15 @@ def unharmed(found: int) -> int:
     return found
 
 
-def varint(body: bytes | memoryview, at: int, most_bytes: int = _HEAD_BYTES) -> tuple[int, int]:
-    """The number that begins at a byte, and where it ends."""
+def varint(body: bytes | memoryview, at: int) -> tuple[int, int]:
+    """The tag or length that begins at a byte, and where it ends."""
     value = shift = 0
     try:
         while (byte := body[at]) >= 0x80:
             value |= (byte & 0x7F) << shift
             at, shift = at + 1, shift + 7
-            if shift >= 7 * most_bytes:
-                raise WireError(f"a number takes more than {most_bytes} bytes")
+            if shift >= 7 * _HEAD_BYTES:
+                raise WireError(f"a number takes more than {_HEAD_BYTES} bytes")
     except IndexError as error:
         raise WireError("a number ends behind its message") from error
     return value | byte << shift, at + 1
