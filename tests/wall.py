@@ -55,6 +55,7 @@ OUTSIDE = {
     "Delta, Iceberg, Hive, CSV and text": ("sharding.formats.tables", "dataflow.sources.tables"),
     "loose files and manifests": (
         "dataflow.sources.file_catalogs",
+        "dataflow.sources.folders",
         "dataflow.sources.loose",
         "dataflow.sources.manifests",
         "sharding.formats.files",

@@ -12,8 +12,8 @@ from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from dataflow.progress.bar import ProgressBar
+from dataflow.sources.folders import UNKNOWN
 from dataflow.sources.indexing import REMOTE_INDEX_THREADS
-from dataflow.sources.listing.folders import UNKNOWN
 from dataflow.sources.manifests import ManifestRows, first_missing
 from dataflow.sources.opening import QUICK_S, OpenOptions, kept_catalog, save_catalog
 from sharding.arrow_arrays import bytes_array, number_array, text_array

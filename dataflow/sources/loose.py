@@ -24,16 +24,17 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from dataflow.sources.file_catalogs import LooseFiles
-from dataflow.sources.listing.claims import MANIFESTS, Listing, SourceArguments, Spec, claim_shards
-from dataflow.sources.listing.expand import braced
-from dataflow.sources.listing.folders import (
+from dataflow.sources.folders import UNKNOWN, Folders, is_hidden, listing
+from dataflow.sources.listing.claims import (
     KIND_OF,
     KINDS,
-    UNKNOWN,
-    Folders,
-    is_hidden,
-    listing,
+    MANIFESTS,
+    Listing,
+    SourceArguments,
+    Spec,
+    claim_shards,
 )
+from dataflow.sources.listing.expand import braced
 from dataflow.sources.listing.places import Places
 from dataflow.sources.manifests import (
     Manifest,
@@ -44,6 +45,7 @@ from dataflow.sources.manifests import (
     raise_absent,
     read_manifest,
 )
+from sharding.catalog.listings import common_folder
 from sharding.catalog.storage import open_url, read_file, store_errors
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats import format_of_suffix, has_suffix
@@ -494,7 +496,7 @@ def _is_there(folder: str, pattern: str, part: str, options: Mapping[str, Any] |
 
 def _listed(found: Mapping[str, tuple[int, str]], roots: Collection[str], num_left_out: int) -> LooseFiles:
     urls = list(found)
-    common = _common_length(roots)
+    common = len(common_folder(f"{root.rstrip('/')}/" for root in roots))
     _check_keys(map(identity_of, urls))
     return LooseFiles(
         urls=urls,
@@ -539,15 +541,6 @@ def _check_keys(names: Iterable[str]) -> None:
 def _kind(name: str) -> str:
     ending = ending_of(name)
     return KIND_OF.get(ending, ending)
-
-
-def _common_length(roots: Collection[str]) -> int:
-    """Characters of the folder that some folders have in common, and of the slash behind it."""
-    paths = [root.rstrip("/").split("/") for root in roots]
-    common = 0
-    while all(len(path) > common and path[common] == paths[0][common] for path in paths):
-        common += 1
-    return len("/".join(paths[0][:common])) + 1
 
 
 # ---- what they have in common ----------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -121,9 +121,7 @@ def entries_of(urls: Sequence[str], options: Mapping[str, Any] | None) -> dict[s
     """
     known: dict[str, IndexFile | None] = {}
     entries: dict[str, Any] = {}
-    first, last = min(map(_folder, urls)), max(map(_folder, urls))
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    common = first[: first.rfind("/", 0, same) + 1]
+    common = common_folder(map(_folder, urls))
     for url in urls:
         folder, below = _folder(url), file_name(url)
         for _ in range(_MOST_ABOVE):
@@ -141,6 +139,12 @@ def entries_of(urls: Sequence[str], options: Mapping[str, Any] | None) -> dict[s
     return entries
 
 
+def common_folder(folders: Iterable[str]) -> str:
+    """The deepest folder that some folders, each with a "/" at its end, lie in, with the "/"; "": none."""
+    prefix = os.path.commonprefix([*folders])  # noqa: RUF071 - cut behind a "/"
+    return prefix[: prefix.rfind("/") + 1]
+
+
 def _folder(url: str) -> str:
     """The folder of a file, with the last "/"; "": it has none."""
     part, name = naming_part(url), file_name(url)
@@ -151,8 +155,6 @@ def _if_there(url: str, options: Mapping[str, Any] | None) -> IndexFile | None:
     try:
         return load_listing(url, options) if exists(url, options) else None
     except ShardReadError as error:
-        if error.reason.startswith(
-            ("permission denied", "no such file")
-        ):  # a store may not say what is not there
-            return None
-        raise
+        if not error.reason.startswith(("permission denied", "no such file")):
+            raise
+        return None  # a store may not say what is not there

@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
@@ -21,7 +22,6 @@ from dataflow.sources.listing.expand import (
     checked_text,
     expand,
 )
-from dataflow.sources.listing.folders import KIND_ENDING, KIND_OF, MEDIA_ENDINGS
 from dataflow.sources.listing.places import Places
 from dataflow.sources.listing.shards import shards_in
 from sharding.blocks import Format
@@ -37,6 +37,18 @@ TABLES_OF_FILES = ("csv", "tsv")
 """Endings of tables that are no shards."""
 MANIFESTS = tuple(f"metadata.{ending}" for ending in (*TABLES_OF_FILES, "jsonl", "parquet"))
 """Names by which a manifest is found in the folder of its files, as Hugging Face finds it."""
+
+
+KINDS = {
+    "images": ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"),
+    "sounds": ("wav", "flac", "mp3", "ogg", "opus", "m4a"),
+    "videos": ("mp4", "mov", "mkv", "webm", "avi"),
+}
+"""Endings of files that are samples under `format="auto"`; images are those of torchvision."""
+KIND_OF = {ending: kind for kind, endings in KINDS.items() for ending in endings}
+MEDIA_ENDINGS = tuple(f".{ending}" for ending in KIND_OF)
+KIND_ENDING = re.compile(rf"\.({'|'.join(KIND_OF)}|{{({'|'.join(KIND_OF)}|,)+}})$")
+"""Ends names and patterns of such files, braces among them."""
 
 
 class SourceArguments(Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from msgspec import structs
 
 from dataflow.sources.listing.claims import Listing
 from sharding.blocks import Format
+from sharding.catalog.listings import common_folder
 from sharding.formats import resolve_format
 from sharding.formats.tables.hive import FolderValues
 from sharding.redaction import identity_of
@@ -76,10 +77,7 @@ def _root_of(source: Any, urls: Sequence[str]) -> str:
         root = local_path(root) if is_local(text) else root
         if all(url.startswith(f"{root}/") for url in urls):
             return root
-    folders = [url.split("/")[:-1] for url in urls]
-    first, last = min(folders), max(folders)
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return "/".join(first[:same])
+    return common_folder(url[: url.rindex("/") + 1] for url in urls)[:-1]
 
 
 def _values_of(url: str, root: str) -> dict[str, str]:

@@ -6,7 +6,6 @@ Links are followed; hidden files and what systems leave behind are counted only.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Mapping
 from typing import Any
@@ -16,16 +15,6 @@ from sharding.catalog.storage import VERSION_KEYS, open_url, store_errors, versi
 from sharding.errors import ShardReadError
 from sharding.urls import is_http, is_local, local_path
 
-KINDS = {
-    "images": ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"),
-    "sounds": ("wav", "flac", "mp3", "ogg", "opus", "m4a"),
-    "videos": ("mp4", "mov", "mkv", "webm", "avi"),
-}
-"""Endings of files that are samples under `format="auto"`; images are those of torchvision."""
-KIND_OF = {ending: kind for kind, endings in KINDS.items() for ending in endings}
-MEDIA_ENDINGS = tuple(f".{ending}" for ending in KIND_OF)
-KIND_ENDING = re.compile(rf"\.({'|'.join(KIND_OF)}|{{({'|'.join(KIND_OF)}|,)+}})$")
-"""Ends names and patterns of such files, braces among them."""
 UNKNOWN = -1
 """The size of a file that a listing does not tell, as pages of HTTP servers do not."""
 _NO_DATA = {"thumbs.db", "desktop.ini", "__macosx"}
