@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sharding.blocks import Spans
-from sharding.catalog.build import build_catalog
+from sharding.catalog.build import catalog_of, scan_shards
 from sharding.formats import resolve_format
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
@@ -63,7 +63,10 @@ def measured(name: str, table: pa.Table, folder: str) -> tuple[int, int, int]:
     """Bytes stored, held and estimated of all blocks."""
     path = Path(folder, f"x.{name}")
     write(name, table, path)
-    catalog = build_catalog([str(path)], resolve_format(name, [str(path)]), block_bytes=1 << 18)
+    urls, block_bytes = [str(path)], 1 << 18
+    codec = resolve_format(name, urls)
+    scans = scan_shards(urls, codec, storage_options=None, block_bytes=block_bytes, listed={})
+    catalog = catalog_of(urls, codec, scans, block_bytes=block_bytes)
     codec, data, held = catalog.codec(), path.read_bytes(), 0
     for block in map(catalog.block, range(catalog.num_blocks)):
         stored = memoryview(data)[block.offset : block.offset + block.length]

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from typing import Any, BinaryIO, Protocol, TypeVar
 
 import numpy as np
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from sharding.blocks import DEFAULT_BLOCK_BYTES, Format, Shard, ShardScan
 from sharding.catalog.file import VERSION, arrow_rows, kept_folder
@@ -90,54 +90,10 @@ class _OpenedUrl(Struct, frozen=True):
     """The URL, with password and signature."""
     fs: Any
     path: str
-    listed: Any = None
-    """The entry in what lists the shards, if there is one."""
 
 
 Scanned = tuple[Shard, ShardScan] | ShardError
 """One shard as it was indexed, or why it could not be."""
-
-
-def build_catalog(
-    urls: Sequence[str],
-    codec: Format,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    block_bytes: int = DEFAULT_BLOCK_BYTES,
-    map: Map = map,  # noqa: A002
-    progress: Callable[[int, int, int], None] | None = None,
-    retry: Retry = once,
-    open_shard: OpenShard = open_shard,
-) -> Catalog:
-    """Index all shards.
-
-    Args:
-        urls: shards in reading order, as `expand` lists them.
-        codec: their format.
-        storage_options: keyword arguments of the fsspec filesystem.
-        block_bytes: bytes a block aims at.
-        map: calls a function on every shard; pass an executor's to index in parallel.
-        progress: called in this thread after each shard with (shards done, shards, samples so far).
-        retry: indexes a shard, again if it failed and that may help.
-        open_shard: opens a shard to be scanned.
-
-    Raises:
-        ShardReadError: a shard is missing, forbidden or failing; a note counts the others.
-        CorruptShardError: a shard is empty or breaks its format.
-        DataflowError: there is not one sample in all shards.
-        ValueError: no shard is given, or an option of the format cannot be kept.
-    """
-    scans = scan_shards(
-        urls,
-        codec,
-        storage_options=storage_options,
-        block_bytes=block_bytes,
-        map=map,
-        retry=retry,
-        open_shard=open_shard,
-        listed=listed_entries(urls, codec, storage_options, retry),
-    )
-    return catalog_of(urls, codec, scans, block_bytes=block_bytes, progress=progress)
 
 
 def listed_entries(
@@ -160,20 +116,30 @@ def scan_shards(
     open_shard: OpenShard = open_shard,
     listed: Mapping[str, Any],
 ) -> Iterable[Scanned]:
-    """Index each of some shards, which may be a part of a dataset's; see `build_catalog`."""
-    opened_urls = _opened(urls, storage_options)
-    if listed:
-        opened_urls = [structs.replace(one, listed=listed.get(one.url)) for one in opened_urls]
+    """Index each of some shards, which may be a part of a dataset's.
+
+    Args:
+        urls: shards in reading order, as `expand` lists them.
+        codec: their format.
+        storage_options: keyword arguments of the fsspec filesystem.
+        block_bytes: bytes a block aims at.
+        map: calls a function on every shard; pass an executor's to index in parallel.
+        retry: indexes a shard, again if it failed and that may help.
+        open_shard: opens a shard to be scanned.
+        listed: what lists the shards says of each, by URL; see `listed_entries`.
+    """
 
     def index(opened: _OpenedUrl) -> Scanned:
+        def scan() -> Scanned:
+            entry = listed.get(opened.url)
+            return _index_shard(opened, codec, entry, storage_options, block_bytes, open_shard)
+
         try:
-            return retry(
-                lambda: _index_shard(opened, codec, storage_options, block_bytes, open_shard), opened.url
-            )
+            return retry(scan, opened.url)
         except ShardError as error:
             return error
 
-    return map(index, opened_urls)
+    return map(index, _opened(urls, storage_options))
 
 
 def catalog_of(
@@ -184,7 +150,16 @@ def catalog_of(
     block_bytes: int,
     progress: Callable[[int, int, int], None] | None = None,
 ) -> Catalog:
-    """Return the catalog of shards that were indexed, in the order of `urls`; see `build_catalog`."""
+    """Return the catalog of shards that were indexed, in the order of `urls`.
+
+    `progress` is called in this thread after each shard with (shards done, shards, samples so far).
+
+    Raises:
+        ShardReadError: a shard is missing, forbidden or failing; a note counts the others.
+        CorruptShardError: a shard is empty or breaks its format.
+        DataflowError: there is not one sample in all shards.
+        ValueError: no shard is given, or an option of the format cannot be kept.
+    """
     if not urls:
         raise ValueError("urls must name at least one shard, got none")
     options = catalog_options(codec)
@@ -248,6 +223,7 @@ def _opened(urls: Sequence[str], options: Mapping[str, Any] | None) -> list[_Ope
 def _index_shard(
     opened: _OpenedUrl,
     codec: Format,
+    listed: Any,
     options: Mapping[str, Any] | None,
     block_bytes: int,
     open_shard: OpenShard,
@@ -262,8 +238,8 @@ def _index_shard(
     with ExitStack() as files:
         file = files.enter_context(open_shard(shard, opened.fs, opened.path))
         named, beside = {opened.url: file}, dict[str, Any]()
-        if codec.listing_name or opened.listed is not None:
-            beside["listed"] = opened.listed
+        if codec.listing_name or listed is not None:
+            beside["listed"] = listed
         other_url = sibling(opened.url, codec.sibling_suffix) if codec.sibling_suffix else ""
         if other_url and not (codec.may_lack_sibling and not exists(other_url, options)):
             other = _opened([other_url], options)[0]

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from programs_kit import Script
 
 from sharding.blocks import (
+    DEFAULT_BLOCK_BYTES,
     NULL_INSIDE,
     Block,
     Column,
@@ -31,6 +32,7 @@ from sharding.blocks import (
     ShardScan,
     Spans,
 )
+from sharding.catalog.build import catalog_of, listed_entries, scan_shards
 from sharding.catalog.reading import ColumnReader
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError
@@ -208,6 +210,20 @@ _IMPORTED = (
 )
 
 
+def build_catalog(
+    urls: Sequence[str],
+    codec: Format,
+    *,
+    block_bytes: int = DEFAULT_BLOCK_BYTES,
+    map: Any = map,  # noqa: A002
+    progress: Callable[[int, int, int], None] | None = None,
+) -> Catalog:
+    """The catalog of some shards; `map` calls a function on each."""
+    listed = listed_entries(urls, codec, None)
+    scans = scan_shards(urls, codec, storage_options=None, block_bytes=block_bytes, map=map, listed=listed)
+    return catalog_of(urls, codec, scans, block_bytes=block_bytes, progress=progress)
+
+
 def index_apart(path: Path, format_name: str = "auto") -> tuple[str, float]:
     """Index a file in a process of its own: what was raised ("": nothing), and peak MB besides imports."""
     program = "import sys, formats_kit\nformats_kit.tell(*sys.argv[1:])\n"
@@ -221,7 +237,6 @@ def index_apart(path: Path, format_name: str = "auto") -> tuple[str, float]:
 def tell(path: str, format_name: str) -> None:
     """Index a file and print what came of it."""
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
-    from sharding.catalog.build import build_catalog
     from sharding.formats import resolve_format
 
     before, error = _peak(), ""

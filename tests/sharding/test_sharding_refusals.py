@@ -14,11 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets_kit import make_parquet
-from formats_kit import RecordFormat, arrow_block, lengths_of, records
+from formats_kit import RecordFormat, arrow_block, build_catalog, lengths_of, records
 
 from dataflow import DataflowError, ShardedDataset
 from prefetch.core.executor import executor
-from sharding.catalog.build import build_catalog
 from sharding.catalog.table import Catalog
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats.arrow.columns import columns_of

@@ -20,14 +20,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from forked_kit import exit_code_in_child, on_file_events
-from formats_kit import RecordFormat, records
+from formats_kit import RecordFormat, build_catalog, records
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, strategies as st
 
 from dataflow.sources.listing.expand import expand
 from sharding.blocks import ColumnSpec, Shard, ShardScan
 from sharding.catalog.build import (
-    build_catalog,
     changes,
     changes_text,
     default_catalog_path,

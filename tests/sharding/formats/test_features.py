@@ -10,10 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from formats_kit import decoded_blocks, scan_of
+from formats_kit import build_catalog, decoded_blocks, scan_of
 
 from sharding.blocks import PATH_ONLY, ColumnSpec, Spans, spec_text
-from sharding.catalog.build import build_catalog
 from sharding.catalog.schema import merge_schemas, schema_from_json, schema_to_json
 from sharding.errors import CorruptShardError
 from sharding.formats.arrow.ipc import ArrowStreamFormat
