@@ -75,12 +75,6 @@ def arrow_rows(shards: Sequence[Shard], scans: Sequence[ShardScan], groups: NDAr
     return pa.Table.from_arrays(columns, schema=COLUMNS)
 
 
-def with_checksums(rows: pa.Table, checksums: NDArray[np.uint32]) -> pa.Table:
-    """The rows with one checksum a block, [num_blocks] in their order."""
-    per_shard = pa.LargeListArray.from_arrays(rows.column("blocks").chunk(0).offsets, number_array(checksums))
-    return rows.select(COLUMNS.names).append_column(CHECKSUMS, per_shard)
-
-
 def write_table(
     url: str, table: pa.Table, facts: Mapping[str, Any], options: Mapping[str, Any] | None
 ) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 from numpy.typing import NDArray
 
 from sharding.blocks import ColumnSpec, spec_text
@@ -48,7 +48,8 @@ class DatasetSchema(Mapping[str, ColumnSpec]):
     """Column name -> spec, true of all shards. Columns of a type that nothing delivers are left out."""
 
     specs: Schema
-    _conflicts: Mapping[str, Conflict] = field(default_factory=dict)
+    conflicts: Mapping[str, Conflict] = field(default_factory=dict)
+    """Columns whose shards contradict each other; of their spec, only that they are there counts."""
     owners: Mapping[str, Sequence[tuple[str, ColumnSpec]]] = field(default_factory=dict)
     """By column, the first shard of each group that has it, and the spec there."""
 
@@ -60,11 +61,6 @@ class DatasetSchema(Mapping[str, ColumnSpec]):
 
     def __len__(self) -> int:
         return len(self.specs)
-
-    @property
-    def conflicts(self) -> Mapping[str, Conflict]:
-        """Columns whose shards contradict each other; of their spec, only that they are there counts."""
-        return self._conflicts
 
     def owner(self, name: str, other: ColumnSpec) -> str:
         """The first shard that has a column of its type here, or at least not of another one's."""
@@ -83,8 +79,8 @@ class DatasetSchema(Mapping[str, ColumnSpec]):
     def check(self, columns: Iterable[str]) -> None:
         """Raise `CorruptShardError` for the first of these columns that cannot be delivered."""
         for name in columns:
-            if name in self._conflicts:
-                raise self._conflicts[name].error()
+            if name in self.conflicts:
+                raise self.conflicts[name].error()
             if name not in self.specs and (owners := self.owners.get(name)):
                 url, spec = owners[0]
                 what = f"column {name!r} is {spec.note}, which has no array form"
@@ -244,36 +240,15 @@ def schema_from_json(value: Mapping[str, Mapping[str, Any]]) -> dict[str, Column
 
 
 def _spec(name: str, fields: Mapping[str, Any]) -> ColumnSpec:
-    size_range = fields["size_range"]
-    spec = ColumnSpec(
-        kind=fields["kind"],
-        dtype=fields["dtype"],
-        shape=tuple(fields["shape"]),
-        size_range=None if size_range is None else tuple(size_range),
-        optional=fields["optional"],
-        unit=fields.get("unit", ""),
-        items=fields.get("items", 0),
-        feature=fields.get("feature", ""),
-        is_part=fields.get("is_part", False),
-        is_index=fields.get("is_index", False),
-        is_repeated=fields.get("is_repeated", False),
-        note=fields.get("note", ""),
-    )
-    if (
-        type(spec.feature) is not str
-        or type(spec.note) is not str
-        or {type(spec.is_part), type(spec.is_index), type(spec.is_repeated)} != {bool}
-        or not isinstance(spec.feature_type, str)
-    ):
-        raise ValueError(f"column {name!r} has feature {spec.feature!r}, is_part {spec.is_part!r}")
+    try:
+        spec = convert(fields, ColumnSpec)
+    except ValidationError as error:
+        raise ValueError(f"column {name!r}: {error}") from error
     low, high = spec.size_range or (0, 0)
-    sizes = (*spec.shape, low, high, spec.items)
-    if spec.kind not in _KINDS or type(spec.optional) is not bool or type(spec.unit) is not str:
-        raise ValueError(f"column {name!r} is of kind {spec.kind!r}, optional {spec.optional!r}")
-    if type(spec.dtype) is not str or np.dtype(spec.dtype).hasobject or np.dtype(spec.dtype).itemsize == 0:
-        raise ValueError(f"column {name!r} has elements of {spec.dtype!r}")
-    if any(type(n) is not int or not 0 <= n < _MOST_ELEMENTS for n in sizes) or low > high:
+    if spec.kind not in _KINDS or np.dtype(spec.dtype).hasobject or np.dtype(spec.dtype).itemsize == 0:
+        raise ValueError(f"column {name!r} is of kind {spec.kind!r} with elements of {spec.dtype!r}")
+    sizes = (*spec.shape, math.prod(spec.shape), low, high, spec.items)
+    if not all(0 <= n < _MOST_ELEMENTS for n in sizes) or low > high:
         raise ValueError(f"column {name!r} has shape {spec.shape} and sizes {spec.size_range}")
-    if math.prod(spec.shape) >= _MOST_ELEMENTS:
-        raise ValueError(f"column {name!r} has shape {spec.shape}")
+    spec.feature_type  # noqa: B018 - raises for what is no feature
     return spec

@@ -20,17 +20,17 @@ import pyarrow as pa
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from sharding.arrow_arrays import numpy_view
+from sharding.arrow_arrays import number_array, numpy_view
 from sharding.blocks import Block, ColumnSpec, Format, Shard
 from sharding.cached_property import cached_property
 from sharding.catalog.file import (
     CHECKSUMS,
+    COLUMNS,
     BlobCrcs,
     blob_crc,
     damaged,
     folder_of,
     read_table,
-    with_checksums,
     write_table,
 )
 from sharding.catalog.growth import Growth
@@ -316,7 +316,9 @@ class Catalog:
         """The catalog with the CRC-32 of every block's stored bytes, [num_blocks]: reads are held to it."""
         if checksums.shape != (self.num_blocks,):
             raise ValueError(f"checksums must have shape ({self.num_blocks},), got {checksums.shape}")
-        return replace(self, rows=with_checksums(self.rows, checksums.astype(np.uint32)))
+        numbers = number_array(checksums.astype(np.uint32))
+        per_shard = pa.LargeListArray.from_arrays(self._block_column.offsets, numbers)
+        return replace(self, rows=self.rows.select(COLUMNS.names).append_column(CHECKSUMS, per_shard))
 
     def codec(self, given: Format | None = None) -> Format:
         """The format, made again from its name and options. `ValueError` if it is none of ours.
