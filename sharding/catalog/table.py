@@ -33,7 +33,6 @@ from sharding.catalog.file import (
     read_table,
     write_table,
 )
-from sharding.catalog.growth import Growth
 from sharding.catalog.schema import (
     NO_SCHEMA,
     DatasetSchema,
@@ -42,6 +41,7 @@ from sharding.catalog.schema import (
     schema_from_json,
     schema_to_json,
 )
+from sharding.catalog.widening import growth_of
 from sharding.errors import CorruptShardError
 from sharding.formats import ENTRIES, resolve_format
 from sharding.hub.names import is_pinned
@@ -161,8 +161,8 @@ class Catalog:
         merged = self.schema if self.columns else {}
         if all(own.get(name) is merged.get(name) for own in self.schemas for name in self.columns):
             return nbytes
-        growth = [Growth.of(own, merged, self.columns) for own in self.schemas]
-        if not any(growth):
+        growth = [growth_of(own, merged, self.columns) for own in self.schemas]
+        if not any(map(any, growth)):
             return nbytes
         number = self.shard_schemas[shard]
         each, times = (np.array([*column, 0]) for column in zip(*growth, strict=True))  # 0: of `NO_SCHEMA`

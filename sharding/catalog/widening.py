@@ -10,13 +10,18 @@ unlike things: they have no common type. Nor do decimals and other numbers or te
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from sharding.blocks import DECIMAL, ColumnSpec, common_dtype
 
 _UNITS = ("s", "ms", "us", "ns")
 _DATES = {"date32[day]": "int32", "date64[ms]": "int64"}
+_NULL_BYTES = 4
+"""The bytes that indexing counts at least for each null of a list of nulls, which is stored in no bytes."""
 
 
 def common_spec(specs: Sequence[ColumnSpec]) -> ColumnSpec | None:
@@ -114,3 +119,32 @@ def is_alike(one: ColumnSpec, other: ColumnSpec) -> bool:
     """Return whether values of the two types are delivered alike."""
     kinds = [(spec.kind, spec.dtype, spec.shape, spec.unit, spec.feature == DECIMAL) for spec in (one, other)]
     return kinds[0] == kinds[1]
+
+
+def growth_of(
+    own: Mapping[str, ColumnSpec], merged: Mapping[str, ColumnSpec], columns: Iterable[str]
+) -> tuple[int, float]:
+    """Estimate what blocks with columns of their own types grow by, brought to the merged ones.
+
+    Returns the bytes for each sample, and the times that the bytes of the decoded block are added.
+    """
+    row_bytes, times = 0, 0.0
+    for name in columns:
+        before, after = own.get(name), merged.get(name)
+        if after is None or (before is not None and is_alike(before, after)):
+            continue
+        from sharding.formats.arrow.schema import NUMBER_BYTES, SPAN_BYTES, fixed_bytes
+
+        row_bytes += fixed_bytes(after) if after.kind == "fixed" else SPAN_BYTES
+        if before is None:
+            continue
+        if before.kind == "list" and after.kind == "json":
+            times += NUMBER_BYTES / np.dtype(before.dtype).itemsize
+        elif (before.kind, after.kind) == ("bytes", "bytes_list"):
+            times += 1
+        elif after.kind == "list" and before.kind == "fixed":
+            row_bytes += math.prod(before.shape) * np.dtype(after.dtype).itemsize
+        elif after.kind == "list":
+            stored = _NULL_BYTES if before.kind == "null_list" else np.dtype(before.dtype).itemsize
+            times += np.dtype(after.dtype).itemsize / stored
+    return row_bytes, times

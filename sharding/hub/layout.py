@@ -2,7 +2,7 @@
 
 A README may say it (`configs` in its YAML head); else the names of files and folders do: shards called
 `data/train-00000-of-00010.parquet`, then folders called like a split, then files, then all are "train". The
-patterns mean what they mean in `datasets` (`globs`); that both give the same files is tested side by side
+patterns mean what they mean in `datasets` (`matcher`); that both give the same files is tested side by side
 (tests/ecosystem). Pure: paths in, paths out, relative to the repository.
 
 Differences, on purpose: a file that two patterns match is taken once; of files of several formats those of
@@ -11,11 +11,12 @@ the most frequent one are taken, and an error says so if that is one we do not r
 
 from __future__ import annotations
 
+import fnmatch
 import mimetypes
 import posixpath
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from glob import has_magic
 from pathlib import PurePosixPath
@@ -23,7 +24,6 @@ from typing import Any
 
 from sharding.errors import DataflowError
 from sharding.formats import ENTRIES, format_of_suffix, suffix_of
-from sharding.hub.globs import matcher
 from sharding.printable import listed
 
 _SHARDED = "data/{split}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9]*.*"
@@ -234,6 +234,46 @@ def _matching(pattern: str, paths: Sequence[str], data_dir: str) -> list[str]:
         and _special(path) == special
         and _hidden(path) == hidden
     ]
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """A function that says whether a glob matches a path, as `datasets` means it.
+
+    A part of a pattern between two "/" matches one name, `**` any number of them. fsspec's `glob_translate`
+    makes one regular expression of all, in which `a*a*a*...` takes years over a name of fifty letters. Here
+    each part is one of its own (`fnmatch.translate`, which never tries a star again), and `**` is looked for
+    from part to part: the time grows with pattern and path only. That both match the same is tested.
+
+    Raises `ValueError` where `**` is a part of a name.
+    """
+    parts = [_part(part) for part in pattern.split("/")]
+
+    def matches(path: str) -> bool:
+        names = path.split("/")
+        # Where in the path the parts seen so far may end: behind so many names.
+        ends = {0}
+        for number, part in enumerate(parts, 1):
+            if part is None:
+                is_last = number == len(parts)  # "a/**" is not "a"
+                ends = set(range(min(ends) + is_last, len(names) + 1))
+            else:
+                ends = {end + 1 for end in ends if end < len(names) and part(names[end])}
+            if not ends:
+                return False
+        return len(names) in ends
+
+    return matches
+
+
+def _part(text: str) -> Callable[[str], object] | None:
+    """Return what matches one part of a name; None: it is `**`."""
+    if text == "**":
+        return None
+    if "**" in text:
+        raise ValueError(f"'**' must be a whole part of a pattern, between two '/', got {text!r}")
+    if text == "*":
+        return len  # of an empty name there is none
+    return re.compile(fnmatch.translate(text)).match
 
 
 def _hidden(path: str) -> int:

@@ -16,7 +16,7 @@ from test_hub import NAME, numbers
 from dataflow import DataflowError, ShardedDataset, ShardReadError
 from sharding.hub import answers, card, layout, snapshot
 from sharding.hub.access import HubAccess
-from sharding.hub.globs import matcher
+from sharding.hub.layout import matcher
 
 pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.timeout(60)
