@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from math import lcm
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from sharding.order.order import Order
 from sharding.topology.topology import Topology
@@ -29,8 +29,7 @@ def shard_indices(locations: Sequence[tuple[object, ...]]) -> list[int]:
 
     Args:
         locations: one a rank, from far to near, such as (rack, node) or (rack, node, numa). Racks, and nodes
-        in
-            them, are listed as they first appear. Nodes may have different numbers of ranks.
+            in them, are listed as they first appear. Nodes may have different numbers of ranks.
 
     Raises `ValueError` if locations have different lengths.
     """
@@ -69,97 +68,73 @@ def shard_index_of(topology: Topology) -> int:
 
 
 def reads_by_node(
-    order: Order, nodes: Sequence[int], batch_size: int, *, start: int = 0, cost: ArrayLike | None = None
+    order: Order, nodes: Sequence[int], batch_size: int, *, cost: NDArray[np.integer]
 ) -> NDArray[np.int64]:
     """Return what each node reads in an epoch: blocks it takes samples of, each once; int64 [nodes].
 
-    Their sum over the number of blocks (or over the sum of `cost`) is the read amplification: 1.0 if every
-    block is read by one node. Never too low, and exact but for two things: an incomplete last batch counts
-    as if it were complete, and under "window" a node that takes some samples of a lane's window counts as a
-    reader of all its blocks. O(blocks) for every node that shares a lane with another.
+    Their sum over that of `cost` is the read amplification: 1.0 if every block is read by one node. Never too
+    low, and exact but for two things: an incomplete last batch counts as if it were complete, and under
+    "window" a node that takes some samples of a lane's window counts as a reader of all its blocks. O(blocks)
+    for every node that shares a lane with another.
 
     Args:
         order: the epoch's; any kind but "full", which reads samples.
         nodes: the node of each shard index, [world_size], numbered from 0.
         batch_size: samples of one rank in a batch.
-        start: position from which the epoch is read.
-        cost: [blocks] integers, such as bytes; 1 for each block when None.
+        cost: [blocks] integers, such as bytes.
     """
-    if order.shuffle.kind == "full":
-        raise ValueError("a full shuffle reads samples, not blocks: nothing is shared by design")
-    owner = _owner_of_position(start, nodes, batch_size, order.num_lanes)
-    read: list[list[NDArray[np.int64]]] = [[] for _ in range(max(nodes) + 1)]
-    for lane in range(order.num_lanes):
-        blocks, begin, end, first = _pieces_from(order, lane, start)
-        of_depth = owner[(np.arange(len(owner) // order.num_lanes) + first) * order.num_lanes + lane - start]
-        for node in np.unique(of_depth).tolist():
-            before = _counter(of_depth == node)
+    owners = _owners(order, nodes, batch_size)
+    read = [[np.empty(0, np.int64)] for _ in range(max(nodes) + 1)]
+    for lane, owner in enumerate(owners.T):
+        blocks, begin, end = _pieces_of(order, lane)
+        for node in np.unique(owner).tolist():
+            before = _counter(owner == node)
             read[node].append(blocks[before(end) > before(begin)])
-    each = [np.unique(np.concatenate(blocks)) if blocks else np.empty(0, np.int64) for blocks in read]
-    if cost is None:
-        return np.array([len(blocks) for blocks in each], np.int64)
-    return np.array([int(np.asarray(cost)[blocks].sum()) for blocks in each], np.int64)
+    return np.array([int(cost[np.unique(np.concatenate(blocks))].sum()) for blocks in read], np.int64)
 
 
-def read_amplification(
-    order: Order, batch_size: int, num_ranks: int, *, cost: ArrayLike | None = None
-) -> float:
+def read_amplification(order: Order, batch_size: int, num_ranks: int, *, cost: NDArray[np.integer]) -> float:
     """Return how often blocks are read in an epoch where each rank reads for itself; 1.0: each once.
 
     As `reads_by_node` with each rank a node, in O(blocks) for any number of ranks: those of a lane take turns
     in it, so a block is read by as many as have their turns in it, at most by all. Blocks that are cut
     between lanes count in both.
-
-    Args:
-        order: the epoch's; any kind but "full".
-        batch_size: samples of one rank in a batch.
-        num_ranks: ranks.
-        cost: [blocks] integers, such as bytes; 1 for each block when None.
     """
-    if order.shuffle.kind == "full":
-        raise ValueError("a full shuffle reads samples, not blocks: nothing is shared by design")
-    lanes, read = order.num_lanes, 0.0
-    owner = _owner_of_position(0, range(num_ranks), batch_size, lanes).reshape(-1, lanes)
-    for lane in range(lanes):
-        blocks, begin, end, _ = _pieces_from(order, lane, 0)
-        of_depth = owner[:, lane]
-        changes = _counter(of_depth != np.roll(of_depth, 1))
-        readers = np.minimum(1 + changes(end) - changes(begin + 1), len(np.unique(of_depth)))
-        each = np.ones(len(blocks)) if cost is None else np.asarray(cost)[blocks]
-        read += float((readers * each).sum())
-    used = np.unique(order.table.piece_block)
-    whole = float(len(used) if cost is None else np.asarray(cost)[used].sum())
+    read = 0
+    for lane, owner in enumerate(_owners(order, range(num_ranks), batch_size).T):
+        blocks, begin, end = _pieces_of(order, lane)
+        changes = _counter(owner != np.roll(owner, 1))
+        readers = np.minimum(1 + changes(end) - changes(begin + 1), len(np.unique(owner)))
+        read += int((readers * cost[blocks]).sum())
+    whole = int(cost[np.unique(order.table.piece_block)].sum())
     return read / whole if whole else 1.0
 
 
-def _owner_of_position(start: int, nodes: Sequence[int], batch_size: int, lanes: int) -> NDArray[np.int64]:
-    """The node that takes each position, counted from `start`, until the pattern repeats in every lane."""
-    group = batch_size * len(nodes)
+def _owners(order: Order, nodes: Sequence[int], batch_size: int) -> NDArray[np.int64]:
+    """The node that takes each depth of each lane, until the pattern repeats, int64 [depths, lanes]."""
+    if order.shuffle.kind == "full":
+        raise ValueError("a full shuffle reads samples, not blocks: nothing is shared by design")
+    group, lanes = batch_size * len(nodes), order.num_lanes
     owner = np.empty(lcm(group, lanes), np.int64)
     of_position = np.repeat(np.asarray(nodes, np.int64), batch_size)
     for begin in range(0, len(owner), group):
-        lane = ((start + begin + np.arange(group)) % lanes).astype(np.uint16)
+        lane = ((begin + np.arange(group)) % lanes).astype(np.uint16)
         owner[begin + np.argsort(lane, kind="stable")] = of_position
-    return owner
+    return owner.reshape(-1, lanes)
 
 
-def _pieces_from(
-    order: Order, lane: int, start: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
-    """Blocks of a lane, between which depths their samples are, and the first depth that is not done.
+def _pieces_of(order: Order, lane: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Blocks of a lane, and between which depths their samples are.
 
-    Depths count from that first one. Under "window" a block's samples may be anywhere in its window.
+    Under "window" a block's samples may be anywhere in its window.
     """
     table = order.table
-    cells = table.num_windows * np.array([lane, lane + 1])
-    pieces = np.arange(*table.cell_piece[cells])
-    begin, end = table.piece_start[pieces], table.piece_start[pieces + 1]
+    pieces = np.arange(*table.cell_piece[table.num_windows * np.array([lane, lane + 1])])
+    starts, at = table.piece_start, pieces
     if order.shuffle.kind == "window":
-        cell = np.searchsorted(table.cell_piece, pieces, side="right") - 1
-        begin, end = table.cell_start[cell], table.cell_start[cell + 1]
-    first = max(0, -(-(start - lane) // order.num_lanes))
-    origin = table.lane_bounds[lane] + first
-    return table.piece_block[pieces], np.maximum(begin - origin, 0), np.maximum(end - origin, 0), first
+        starts, at = table.cell_start, np.searchsorted(table.cell_piece, pieces, side="right") - 1
+    origin = table.lane_bounds[lane]
+    return table.piece_block[pieces], starts[at] - origin, starts[at + 1] - origin
 
 
 def _counter(mine: NDArray[np.bool_]) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,10 +52,13 @@ def cpu_list(text: str) -> frozenset[int]:
 def _cpus_of_numa_nodes(root: Path) -> dict[int, frozenset[int]] | None:
     """CPUs by NUMA node (none for a node that is memory only)."""
     nodes = {}
-    for path in _listed(root / "devices/system/node") or []:
+    for path in (root / "devices/system/node").glob("node*"):
         if number := re.fullmatch(r"node(\d+)", path.name):
+            text = ""
+            with suppress(OSError, UnicodeDecodeError):
+                text = (path / "cpulist").read_text()
             try:
-                nodes[int(number[1])] = cpu_list(_text(path / "cpulist") or "")
+                nodes[int(number[1])] = cpu_list(text)
             except ValueError:
                 return None
     return nodes or None
@@ -70,17 +74,3 @@ def _numa_node_of_cpus(nodes: Mapping[int, frozenset[int]] | None, cpus: frozens
         return Fact(None, "no NUMA node in sysfs has this process's CPUs")
     numbers = ", ".join(map(str, homes))
     return Fact(None, f"this process is not bound: it may use CPUs of NUMA nodes {numbers}")
-
-
-def _listed(folder: Path) -> list[Path] | None:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return None
-
-
-def _text(file: Path) -> str | None:
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return None

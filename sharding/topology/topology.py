@@ -21,7 +21,7 @@ from typing import Any
 
 from sharding.topology.hardware import read_hardware
 from sharding.topology.launchers import Env, RankInfo, detect_rank_info, slurm_switch
-from sharding.topology.replicas import DataParallel, Replicate, checked_replicate, data_rank_info, data_ranks
+from sharding.topology.replicas import Replicate, checked_replicate, data_rank_info, data_ranks
 
 Racks = Mapping[str, str] | Callable[[str], str | None]
 """Rack of a host: a mapping (looked up by full name, then by the part before the first dot) or a function."""
@@ -218,16 +218,12 @@ class Topology:
     @property
     def data_rank(self) -> int:
         """Number of this rank's replica group, in [0, data_world_size): what the plan uses for a rank."""
-        return self.rank if self.replicate == 1 else self._data_rank_info.rank
+        return data_rank_info(self.replicate, self.rank, self.world_size).rank
 
     @property
     def data_world_size(self) -> int:
         """Number of replica groups: what the plan uses for a world size."""
-        return self.world_size if self.replicate == 1 else self._data_rank_info.size
-
-    @property
-    def _data_rank_info(self) -> DataParallel:
-        return data_rank_info(self.replicate, self.rank, self.world_size)
+        return data_rank_info(self.replicate, self.rank, self.world_size).size
 
     @property
     def data_ranks(self) -> tuple[int, ...] | None:
@@ -271,7 +267,7 @@ class Topology:
 
     def describe(self) -> str:
         """Some lines for people: this process, the nodes, its hardware, and what is not known."""
-        return description(self)
+        return "\n".join([*_process(self), *_nodes(self), *_hardware(self), *_unknown(self)])
 
 
 def given_variables(env: Env | None) -> Env:
@@ -290,11 +286,6 @@ def rack_of(host: str | None, racks: Racks) -> tuple[str | None, str]:
 # ---- in words ------------------------------------------------------------------------------------------
 
 _LISTED_NODES = 16
-
-
-def description(topology: Topology) -> str:
-    """Return the lines of `Topology.describe`."""
-    return "\n".join([*_process(topology), *_nodes(topology), *_hardware(topology), *_unknown(topology)])
 
 
 def ranges(numbers: Iterable[int]) -> str:

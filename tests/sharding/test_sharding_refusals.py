@@ -173,7 +173,7 @@ REFUSED: list[tuple[Callable[[Path], object], type[Exception], str]] = [
     (lambda _: comparable(pa.array([[1]])), ValueError, "keys must be text, bytes or integers, and are list"),
     (lambda _: comparable(pa.array([2**63], pa.uint64())),
      ValueError, r"integers beyond 2\*\*63 are no keys"),
-    (lambda _: reads_by_node(FULL, [0], 8), ValueError, "reads samples, not blocks"),
+    (lambda _: reads_by_node(FULL, [0], 8, cost=np.ones(1, int)), ValueError, "reads samples, not blocks"),
     (lambda _: shard_indices([("rack", "a"), ("b",)]), ValueError, "all ranks need the same facts"),
     # mixtures
     (lambda _: MixtureSpec.weighted([10, 0], [1, 1]),
