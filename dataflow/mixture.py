@@ -26,8 +26,6 @@ from dataflow.shard_order import Sharded
 from dataflow.tables import Row, listed_shortly
 from dataflow.topology_exchange import check_ranks_agree
 from prefetch.core.executor import executor
-from prefetch.retries import RetryPolicy
-from prefetch.store.retrier import Retrier
 from sharding.blocks import ColumnSpec
 from sharding.catalog.widening import common_spec, is_alike
 from sharding.lengths.unit_plan import epoch_lengths
@@ -135,9 +133,9 @@ class Mixture(Sharded):
             self.spec = MixtureSpec.repeated(sizes, times, run_length=run_length)
         self.outputs = _common_outputs(self.sources)
         self.weights_set: tuple[int, tuple[Fraction, ...]] | None = None
+        """How often `set_weights` was called, and the weights of the sources since; None: never."""
         self.timeout_s = 600.0
         """Seconds that `set_weights` waits for other ranks; a loader over the mixture sets it."""
-        """How often `set_weights` was called, and the weights of the sources since; None: never."""
         first = self.sources[0]  # in what follows, all sources are alike
         self.on_error, self.error_budget = first.on_error, first.error_budget
         self.batch_transform = first.batch_transform
@@ -170,19 +168,10 @@ class Mixture(Sharded):
             ValueError: what is not supported, by its name; datasets that deliver unlike columns.
             CorruptShardError: files that are damaged, or contradict each other.
         """
-        from dataflow.sources.energon.metadatasets import open_metadataset
+        from dataflow.sources.energon.metadatasets import open_members
 
-        with Retrier(settings.get("retry") or RetryPolicy()) as retrier:
-            blend = open_metadataset(source, split, settings.get("storage_options") or {}, retrier)
-        members = list[ShardedDataset]()
-        for part, _ in blend.parts:
-            if part.path.endswith(".jsonl"):
-                whole = ShardedDataset(part.path, **{**settings, "format": "jsonl"})
-                members.append(whole.subset(slice(*part.bounds(len(whole)))))
-            else:
-                members.append(ShardedDataset(part, **settings))  # type: ignore[arg-type]
-        amounts = [amount for _, amount in blend.parts]
-        if blend.mode == "blend" and training:
+        members, amounts, is_weighted = open_members(source, split, ShardedDataset, settings)
+        if is_weighted and training:
             return cls(members, schedule={0: amounts}, stop=stop, run_length=run_length)
         return cls(members, repeats=amounts if training else None, run_length=run_length)
 

@@ -202,15 +202,7 @@ def _parts(group: _ShardGroup) -> Iterator[_ShardGroup]:
     """The tasks that indexing these shards is."""
     for urls in shared_out(group.urls, _SHARDS_OF_A_TASK):
         listed = {url: group.listed[url] for url in urls if url in group.listed}
-        yield _ShardGroup(
-            urls=urls,
-            codec=group.codec,
-            storage_options=group.storage_options,
-            block_bytes=group.block_bytes,
-            listed=listed,
-            policy=group.policy,
-            hosts=group.hosts,
-        )
+        yield structs.replace(group, urls=urls, listed=listed)
 
 
 def _scan(group: _ShardGroup) -> list[Scanned]:

@@ -43,6 +43,8 @@ class BatchedColumns:
 
     kind: ClassVar[str]
     """The name of the kind in a state."""
+    rows_are_units: ClassVar[bool] = False
+    """Whether a unit is one row of a batch, not a whole batch."""
     columns: Sequence[str] = ()
     """The columns that are cut, packed or padded alike: lists, in each sample as long as that of `column`."""
     whole: Sequence[str] | Mapping[str, Any] = ()
@@ -125,11 +127,6 @@ class BatchedColumns:
     def pad_of(self, column: str) -> int:
         """Return the value that fills a column up."""
         return self.pad.get(column, 0) if isinstance(self.pad, Mapping) else self.pad
-
-    @property
-    def rows_are_units(self) -> bool:
-        """Return whether a unit is one row of a batch, not a whole batch."""
-        return False
 
     @property
     def cuts(self) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,17 +145,22 @@ class Pattern:
 @lru_cache(maxsize=128)  # weights may be set 64 times
 def fair_pattern(shares: tuple[int, ...]) -> Pattern:
     """The fair sequence of integer shares >= 0, one of them positive. About 1 microsecond a draw."""
-    source = _chairman_assignment(np.array(shares, np.int64))
-    by_source = np.argsort(source, kind="stable")
-    first = np.concatenate(([0], np.cumsum(shares))).astype(np.int64)
-    nth = np.empty(len(source), np.int64)
-    nth[by_source] = np.arange(len(source)) - first[source[by_source]]
-    pattern = Pattern(
-        shares=np.array(shares, np.int64), source=source, nth=nth, by_source=by_source, first=first
-    )
+    counts = np.array(shares, np.int64)
+    source = _chairman_assignment(counts)
+    nth, by_source, first = tabulated(source, counts)
+    pattern = Pattern(shares=counts, source=source, nth=nth, by_source=by_source, first=first)
     for array in vars(pattern).values():
         array.flags.writeable = False
     return pattern
+
+
+def tabulated(source: NDArray[Any], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    """Return `nth`, `by_source` and `first` of some draws, as in `Pattern`; `counts`: of each source."""
+    by_source = np.argsort(source, kind="stable")
+    first = np.concatenate(([0], np.cumsum(counts)))
+    nth = np.empty(len(source), np.int64)
+    nth[by_source] = np.arange(len(source)) - first[source[by_source]]
+    return nth, by_source, first
 
 
 class QuotaPattern:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sharding.mixture.interleaving import Interleaving, MixturePhase, MixtureSpec
-from sharding.mixture.shares import ENDLESS
+from sharding.mixture.shares import ENDLESS, tabulated
 from sharding.order.windows import windows_touched
 
 Ints = NDArray[np.int64]
@@ -66,16 +66,8 @@ class TokenSchedule:
         """[chunks + 1, sources] draws of each source before each chunk."""
         self.totals: Ints = self._before[-1]
         """[sources] the number of all draws of each."""
-        self._table = lru_cache(_KEPT_TABLES)(self._tabulate)
-
-    def _tabulate(self, chunk: int) -> tuple[Ints, Ints, Ints]:
-        """Return `nth`, `by_source` and `first` of the draws of a chunk, as in `Pattern`."""
-        source = self._source[chunk * _CHUNK : (chunk + 1) * _CHUNK]
-        by_source = np.argsort(source, kind="stable")
-        first = np.concatenate(([0], np.cumsum(self._before[chunk + 1] - self._before[chunk])))
-        nth = np.empty(len(source), np.int64)
-        nth[by_source] = np.arange(len(source)) - first[source[by_source]]
-        return nth, by_source, first
+        each = np.diff(self._before, axis=0)
+        self._table = lru_cache(_KEPT_TABLES)(lambda chunk: tabulated(chunks[chunk], each[chunk]))
 
     def locate(self, draws: Ints) -> tuple[NDArray[np.int32], Ints]:
         """Return the sources of draws, int32 [n], and how many draws each source had before, int64 [n]."""

@@ -153,8 +153,9 @@ class MixtureWindows:
                 del numbers[key]
             for key, at in touched:
                 if key not in numbers:
-                    order, own = self._own_order(key)
-                    numbers[key] = order.window_numbers(own) + self._first_sample[self.source_of(key)[0]]
+                    source, epoch, own = self.source_of(key)
+                    numbers[key] = self.order_of(source, epoch).window_numbers(own)
+                    numbers[key] += self._first_sample[source]
                 index[at] = numbers[key][index[at]]
             yield positions, index
 
@@ -187,8 +188,8 @@ class MixtureWindows:
 
     def window_length(self, window: int) -> int:
         """Samples of a window, of which some may come in the epoch before or after this one."""
-        order, own = self._own_order(window)
-        return order.window_length(own)
+        own = self.source_window(window)
+        return own.windows.window_length(own.number)
 
     def window_positions(self, window: int) -> NDArray[np.int64]:
         """The inverse of `locate`, int64 [indices]: where each index comes; -1: not in this epoch."""
@@ -205,19 +206,15 @@ class MixtureWindows:
 
     def window_blocks(self, window: int) -> NDArray[np.int64]:
         """Blocks of a window in read order, int64 [b]: rows of its source's block table."""
-        order, own = self._own_order(window)
-        return order.window_blocks(own)
+        own = self.source_window(window)
+        return own.windows.window_blocks(own.number)
 
     def window_samples(
         self, window: int, indices: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Block ordinal int32 [k] and row in the block int64 [k] of each index, or of those given."""
-        order, own = self._own_order(window)
-        return order.window_samples(own, indices)
-
-    def _own_order(self, window: int) -> tuple[Order, int]:
-        source, epoch, own = self.source_of(window)
-        return self.order_of(source, epoch), own
+        own = self.source_window(window)
+        return own.windows.window_samples(own.number, indices)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

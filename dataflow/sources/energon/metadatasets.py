@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from dataflow.sources.energon.folder import EnergonPart, read_value
+from prefetch.retries import RetryPolicy
 from prefetch.store.retrier import Retrier
 from prefetch.store.small_files import SmallFiles
 from sharding.errors import CorruptShardError
@@ -37,14 +38,27 @@ class Blend(Struct, frozen=True, kw_only=True):
     """Each with its weight (of 1 in all) or its repetitions."""
 
 
-def open_metadataset(source: Any, split: str, options: Mapping[str, Any], retrier: Retrier) -> Blend:
-    """Read a metadataset and those that it refers to.
+def open_members(
+    source: Any, split: str, kind: Callable[..., Any], settings: Mapping[str, Any]
+) -> tuple[list[Any], list[Fraction], bool]:
+    """The datasets of a metadataset, an amount of each, and whether these are weights, not repetitions.
 
-    Raises `ValueError` for what is not supported, by its name, and `CorruptShardError` for damaged files.
+    `kind` is `ShardedDataset`, with `settings`. Raises `ValueError` for what is not supported, by its name,
+    and `CorruptShardError` for damaged files.
     """
     url = os.fspath(source)
     url = local_path(url) if is_local(url) else url
-    return _File(url=url, split=split, files=SmallFiles(options, retrier)).blend(EnergonPart())
+    with Retrier(settings.get("retry") or RetryPolicy()) as retrier:
+        files = SmallFiles(settings.get("storage_options") or {}, retrier)
+        blend = _File(url=url, split=split, files=files).blend(EnergonPart())
+    members = []
+    for part, _ in blend.parts:
+        if part.path.endswith(".jsonl"):
+            whole = kind(part.path, **{**settings, "format": "jsonl"})
+            members.append(whole.subset(slice(*part.bounds(len(whole)))))
+        else:
+            members.append(kind(part, **settings))
+    return members, [amount for _, amount in blend.parts], blend.mode == "blend"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,6 +131,8 @@ class Row(Struct, frozen=True):
     """Names of `format=` that go with it; (): all."""
     endings: tuple[str, ...] = ()
     """The ends of files that it may be; (): any."""
+    folder: str = ""
+    """The folder that lies in it, where it is one itself; "": any."""
     may_claim: Callable[[Spec, SourceArguments, Places], bool] = lambda spec, asked, places: True
     """A cheap look, before what claims it is imported."""
 
@@ -139,22 +141,10 @@ class Row(Struct, frozen=True):
         fits = not self.endings or spec.kind != "file" or file_name(spec.text).lower().endswith(self.endings)
         return spec.kind in self.kinds and fits and (not self.formats or asked.format_name in self.formats)
 
-
-def _is_energon(spec: Spec, asked: SourceArguments, places: Places) -> bool:
-    is_place = spec.kind in ("folder", "opened") and bool(spec.texts)
-    return not is_place or ".nv-meta" in places.names(spec.text, "directory")
-
-
-def _is_delta(spec: Spec, asked: SourceArguments, places: Places) -> bool:
-    return DELTA_LOG in places.names(spec.text, "directory")
-
-
-def _is_iceberg(spec: Spec, asked: SourceArguments, places: Places) -> bool:
-    return spec.kind != "folder" or ICEBERG_METADATA in places.names(spec.text, "directory")
-
-
-def _has_manifest(spec: Spec, asked: SourceArguments, places: Places) -> bool:
-    return asked.manifest is not None
+    def has_folder(self, spec: Spec, places: Places) -> bool:
+        """Return whether its folder lies in a source that is one."""
+        is_place = spec.kind in ("folder", "opened") and bool(spec.texts)
+        return not (self.folder and is_place) or self.folder in places.names(spec.text, "directory")
 
 
 def _has_shards(spec: Spec, places: Places, but: Collection[str] = ()) -> bool:
@@ -191,7 +181,10 @@ _HERE = "dataflow.sources.listing.claims"
 _TABLES = "dataflow.sources.tables.finding"
 ROWS = (
     Row("catalog", "*.catalog", _CATALOG, ("catalog",)),
-    Row("manifest", "manifest=", _MANIFEST, _CATALOGS, may_claim=_has_manifest),
+    Row(
+        "manifest", "manifest=", _MANIFEST, _CATALOGS,
+        may_claim=lambda spec, asked, places: asked.manifest is not None,
+    ),
     Row("table", "*.csv, *.tsv", _MANIFEST, ("file",), ("auto", "files"), (".csv", ".tsv")),
     Row("LeRobot", "", "dataflow.sources.lerobot:claim", _CATALOGS, ("lerobot",)),
     Row("Megatron-Energon", "", _ENERGON, _CATALOGS, ("energon",)),
@@ -201,15 +194,15 @@ ROWS = (
     Row("Hub", "hf://", "dataflow.sources.hub:claim_repository", ("hub",)),
     Row(
         "Megatron-Energon", ".nv-meta/", _ENERGON, ("folder", "file", "opened", "other"), ("auto",),
-        (".yaml", ".yml"), _is_energon,
+        (".yaml", ".yml"), ".nv-meta",
     ),
     Row("catalog", "catalog=", _CATALOG, ("opened",)),
-    Row("Delta table", f"{DELTA_LOG}/", f"{_TABLES}:claim_delta", ("folder",), may_claim=_is_delta),
+    Row("Delta table", f"{DELTA_LOG}/", f"{_TABLES}:claim_delta", ("folder",), folder=DELTA_LOG),
     Row(
         "Iceberg table", f"{ICEBERG_METADATA}/*.metadata.json", f"{_TABLES}:claim_iceberg",
-        ("folder", "file", "name"), ("auto", "parquet"), (".metadata.json",), _is_iceberg,
+        ("folder", "file", "name"), ("auto", "parquet"), (".metadata.json",), ICEBERG_METADATA,
     ),
-    Row("files", "images, sounds, videos", _FILES, _NAMED, ("auto",), MEDIA_ENDINGS, _are_files),
+    Row("files", "images, sounds, videos", _FILES, _NAMED, ("auto",), MEDIA_ENDINGS, "", _are_files),
     Row(
         "splits", "split=, config=, or no file beside its folders", "dataflow.sources.hub:claim_folder",
         _NAMED, may_claim=_are_splits,
@@ -236,7 +229,7 @@ def resolve(source: Any, asked: SourceArguments, places: Places) -> Listing:
     for row in ROWS:
         if not row.is_asked(spec, asked):
             continue
-        if row.may_claim(spec, asked, places):
+        if row.has_folder(spec, places) and row.may_claim(spec, asked, places):
             try:
                 listing: Listing | None = resolve_name(row.claims)(spec, asked, places)
             except ShardReadError as error:
