@@ -19,7 +19,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -193,23 +193,13 @@ def _listing(name: HubName, access: HubAccess, retrier: Retrier) -> Snapshot:
 def _claimed(key: str) -> Iterator[None]:
     """One process of this machine at a time, as far as the cache folder allows."""
     folder = os.path.join(hub_folder(), "claims")
-    try:
-        private_folder(folder)
-        claims = Claims(folder)
-    except OSError:
-        yield
-        return
-    try:
-        claim = None
+    with ExitStack() as held:
         with suppress(OSError):
-            claim = claims.take(key, patience_s=_PATIENCE_S)
-        try:
-            yield
-        finally:
-            if claim is not None:
-                claim.release()
-    finally:
-        claims.close()
+            private_folder(folder)
+            claims = held.enter_context(closing(Claims(folder)))
+            if (claim := claims.take(key, patience_s=_PATIENCE_S)) is not None:
+                held.callback(claim.release)
+        yield
 
 
 def _note_of_job(key: str) -> str | None:

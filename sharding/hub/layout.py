@@ -17,7 +17,6 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from glob import has_magic
 from pathlib import PurePosixPath
 from typing import Any
@@ -61,17 +60,6 @@ _OTHER_DATA = {
 """Endings of data that we do not read, besides pictures, sound and video."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """One configuration of a dataset."""
-
-    name: str
-    data_dir: str = ""
-    data_files: str | Sequence[Any] | Mapping[str, Any] | None = None
-    """The files as in YAML: pattern, patterns, or patterns of each split; None: the default patterns."""
-    is_default: bool = False
-
-
 def split_files(
     paths: Iterable[str],
     configs: Sequence[Mapping[str, Any]],
@@ -85,7 +73,7 @@ def split_files(
 
     Args:
         paths: all files, relative to the repository or folder.
-        configs: of the README, as `configs_of` gives them; empty: there are none.
+        configs: of the README, as `card_configs` gives them; empty: there are none.
         where: what it is, for messages.
         config: name of the configuration; None: the default one.
         split: name of the split; None: the only one.
@@ -96,18 +84,19 @@ def split_files(
         DataflowError: the split has no files, or files of a format that is not read.
     """
     paths = sorted(paths)
-    chosen = _config(configs, config, where)
+    config, settings = _config(configs, config, where)
+    data_dir = str(settings.get("data_dir") or "")
     if format == "auto" and not any(map(format_of_suffix, paths)):
         _refuse_unsupported(paths, where)
-    splits = _patterns(chosen, paths, where)
+    splits = _patterns(settings.get("data_files"), paths, data_dir, where, config)
     if split is None and len(splits) > 1:
         raise ValueError(f"split must be one of {listed(splits)}: {where} has several; got None")
     name = next(iter(splits), "train") if split is None else split
     if name not in splits:
         cure = "; for a part of one, use .subset, .take or .split" if "[" in name else ""
         raise ValueError(f"split must be one of {listed(splits)} in {where}, got {name!r}{cure}")
-    files = _matching_all(splits[name], paths, chosen.data_dir, where)
-    label = f"split {name!r} of {where}" + (f", config {chosen.name!r}" if configs else "")
+    files = _matching_all(splits[name], paths, data_dir, where)
+    label = f"split {name!r} of {where}" + (f", config {config!r}" if configs else "")
     return _of_one_format(files, format, label)
 
 
@@ -120,37 +109,37 @@ def _refuse_unsupported(paths: Iterable[str], label: str) -> None:
         raise DataflowError(f"{label}: {unsupported}")
 
 
-def _config(configs: Sequence[Mapping[str, Any]], name: str | None, where: str) -> Config:
-    known: dict[str, Config] = {}
+def _config(
+    configs: Sequence[Mapping[str, Any]], name: str | None, where: str
+) -> tuple[str, Mapping[str, Any]]:
+    """The config of a name, or the default one: what it is called, and what it says."""
     for one in configs:
-        data_files = one.get("data_files")
-        if not isinstance(data_files, (str, list, dict, type(None))):
-            raise ValueError(f"data_files of config {one['config_name']!r} of {where} is {data_files!r}")
-        known[str(one["config_name"])] = Config(
-            str(one["config_name"]), str(one.get("data_dir") or ""), data_files, bool(one.get("default"))
-        )
-    known = known or {"default": Config("default")}
-    if name is not None:
-        if name not in known:
-            raise ValueError(f"config must be one of {listed(known)} in {where}, got {name!r}")
-        return known[name]
-    default = [one for one in known.values() if len(known) == 1 or one.name == "default" or one.is_default]
-    if len(default) != 1:
-        several = f"has {len(default)} default configs" if default else "has no default config"
-        raise ValueError(f"config must be one of {listed(known)}, as {where} {several}; got None")
-    return default[0]
+        if not isinstance(one.get("data_files"), (str, list, dict, type(None))):
+            what = f"data_files of config {one['config_name']!r} of {where}"
+            raise ValueError(f"{what} is {one['data_files']!r}")
+    known = {str(one["config_name"]): one for one in configs} or {"default": {}}
+    if name is None:
+        default = [n for n, one in known.items() if len(known) == 1 or n == "default" or one.get("default")]
+        if len(default) != 1:
+            several = f"has {len(default)} default configs" if default else "has no default config"
+            raise ValueError(f"config must be one of {listed(known)}, as {where} {several}; got None")
+        name = default[0]
+    if name not in known:
+        raise ValueError(f"config must be one of {listed(known)} in {where}, got {name!r}")
+    return name, known[name]
 
 
-def _patterns(config: Config, paths: Sequence[str], where: str) -> dict[str, list[str]]:
-    """Return the patterns of each split."""
-    given = config.data_files
+def _patterns(
+    given: Any, paths: Sequence[str], data_dir: str, where: str, config: str
+) -> dict[str, list[str]]:
+    """Return the patterns of each split.
+
+    `given` are files as in YAML: pattern, patterns, or patterns of each split; None: the default patterns.
+    """
     if given is None:
-        found = _default_patterns(paths, config.data_dir)
-        if not found:
-            raise DataflowError(
-                f"{where} holds no data files" + (f" in {config.data_dir}" * bool(config.data_dir))
-            )
-        return found
+        if found := _default_patterns(paths, data_dir):
+            return found
+        raise DataflowError(f"{where} holds no data files" + f" in {data_dir}" * bool(data_dir))
     if isinstance(given, str):
         return {"train": [given]}
     if isinstance(given, Mapping):
@@ -161,7 +150,7 @@ def _patterns(config: Config, paths: Sequence[str], where: str) -> dict[str, lis
     for one in given:
         if not isinstance(one, Mapping) or set(one) != {"split", "path"} or str(one["split"]) in splits:
             raise ValueError(
-                f"data_files of config {config.name!r} of {where} must name each split once, with path; "
+                f"data_files of config {config!r} of {where} must name each split once, with path; "
                 f"got {one!r}"
             )
         splits[str(one["split"])] = _listed(one["path"])
