@@ -21,6 +21,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.blocks import Block, Column, Columns, ColumnSpec, Masked, Shard, Spans, spec_text
+from sharding.catalog.build import catalog_of
 from sharding.catalog.storage import open_url, read_file, shard_info
 from sharding.errors import CorruptShardError, ShardReadError
 from sharding.formats.files import KEY_COLUMN, class_label
@@ -235,22 +236,11 @@ def _lines(url: str, data: bytes) -> pa.Table:
     scan = codec.scan(io.BytesIO(data), shard, block_bytes=len(data))
     if not len(scan.offset):
         raise CorruptShardError(url, "the manifest has no row")
-    tables = []
-    for number, (offset, length, nbytes, count) in enumerate(
-        zip(
-            scan.offset.tolist(),
-            scan.length.tolist(),
-            scan.nbytes.tolist(),
-            scan.num_samples.tolist(),
-            strict=True,
-        )
-    ):
-        block = Block(
-            shard, offset, length, nbytes, first_sample=0, first_in_shard=0, num_samples=count,
-            number=number, number_in_shard=number, footer=scan.footer,
-        )  # fmt: skip
-        tables.append(codec.table(block, memoryview(data)[offset : offset + length], None))
-    return pa.concat_tables(tables)
+    catalog, content = catalog_of([url], codec, [(shard, scan)], block_bytes=len(data)), memoryview(data)
+    blocks = map(catalog.block, range(catalog.num_blocks))
+    return pa.concat_tables(
+        [codec.table(one, content[one.offset : one.offset + one.length], None) for one in blocks]
+    )
 
 
 def _texts(url: str, column: pa.ChunkedArray, name: str) -> list[str]:

@@ -90,8 +90,8 @@ class BatchedColumns:
         if self.lengths_key and self.lengths is not None:
             raise ValueError("lengths= says how long samples are: leave lengths_key out")
         if self.window is not None:
-            _check_at_least(self, 1, "window")
-        _check_at_least(self, 1, "balance_group")
+            _check_positive(self, "window")
+        _check_positive(self, "balance_group")
         if not (self.balance is None or isinstance(self.balance, str) or callable(self.balance)):
             raise ValueError(f"balance must be a column or a function of lengths, got {self.balance!r}")
         if strange := [name for name in self.told if name not in (lead, *self.cost_columns)]:
@@ -244,7 +244,7 @@ class Packed(BatchedColumns):
         self._resolve(self.column)
         if cut := [name for name in self.budget if name in self.columns]:
             raise ValueError(f"budget names {cut[0]!r}, which is in columns: a row has length={self.length}")
-        _check_at_least(self, 1, "length")
+        _check_positive(self, "length")
         if self.overlong not in get_args(Overlong):
             raise ValueError(
                 f"overlong must be one of {', '.join(get_args(Overlong))}, got {self.overlong!r}"
@@ -320,9 +320,9 @@ class TokenBudget(BatchedColumns):
 
     def __post_init__(self) -> None:
         self._resolve(self.column)
-        _check_at_least(self, 1, "max_tokens", "multiple")
+        _check_positive(self, "max_tokens", "multiple")
         if self.max_samples is not None:
-            _check_at_least(self, 1, "max_samples")
+            _check_positive(self, "max_samples")
         if self.multiple > self.max_tokens:
             raise ValueError(f"multiple={self.multiple} exceeds max_tokens={self.max_tokens}")
         if self.overlong not in ("truncate", "error"):
@@ -389,9 +389,9 @@ class Bucketed(BatchedColumns):
 
     def __post_init__(self) -> None:
         self._resolve(self.column)
-        _check_at_least(self, 1, "batch_size", "multiple")
+        _check_positive(self, "batch_size", "multiple")
         if isinstance(self.boundaries, int):
-            _check_at_least(self, 1, "boundaries")
+            _check_positive(self, "boundaries")
             return
         bounds = tuple(self.boundaries)
         if any(type(b) is not int or b < 0 for b in bounds) or list(bounds) != sorted(set(bounds)):
@@ -418,8 +418,8 @@ class Bucketed(BatchedColumns):
 Batching = Packed | TokenBudget | Bucketed
 
 
-def _check_at_least(batching: object, least: int, *names: str) -> None:
+def _check_positive(batching: object, *names: str) -> None:
     for name in names:
         number = getattr(batching, name)
-        if type(number) is not int or number < least:
-            raise ValueError(f"{name} must be an integer >= {least}, got {number!r}")
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name} must be an integer >= 1, got {number!r}")

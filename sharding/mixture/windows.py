@@ -14,13 +14,14 @@ between ranks lies up to a few samples inside a lane, whose blocks then two rank
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sharding.cached_property import cached_property
 from sharding.mixture.interleaving import Interleaving
 from sharding.mixture.shares import ENDLESS
 from sharding.order.epoch_order import SourceWindow, Windows
@@ -226,7 +227,6 @@ class MixtureBatchPlan(BatchPlan):
     """
 
     windows: MixtureWindows
-    _kept: dict[int, NDArray[np.int32]] = field(default_factory=dict, init=False, repr=False)
 
     def takes(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return whether the rank's batches take each position, padding left out, bool [n]; -1 never is."""
@@ -269,22 +269,16 @@ class MixtureBatchPlan(BatchPlan):
         """Batches whose shares are worked out together."""
         return max(1, _CHUNK // self.global_batch_size)
 
-    def _own_offsets(self, part: int) -> NDArray[np.int32]:
-        """Offsets of this rank's samples in each complete batch of a part, [batches, batch_size].
+    @cached_property
+    def _own_offsets(self) -> Callable[[int], NDArray[np.int32]]:
+        """`_offsets_of`, the last ones kept: the windows of all sources ask for the same batches."""
+        return lru_cache(max(8, _KEPT_OFFSETS // (self._part * self.batch_size)))(self._offsets_of)
 
-        The windows of all sources ask for the same batches, so the last ones are kept.
-        """
-        offsets = self._kept.get(part)
-        if offsets is None:
-            numbers = np.arange(part * self._part, min((part + 1) * self._part, self.num_full))
-            begin = self.start + numbers * self.global_batch_size
-            first, count = self.rank * self.batch_size, self.batch_size
-            offsets = self._shares(begin, self.global_batch_size, first, count).astype(np.int32)
-            self._kept[part] = offsets
-            most = max(8, _KEPT_OFFSETS // offsets.size)
-            for old in list(self._kept)[:-most]:
-                self._kept.pop(old, None)
-        return offsets
+    def _offsets_of(self, part: int) -> NDArray[np.int32]:
+        """Offsets of this rank's samples in each complete batch of a part, [batches, batch_size]."""
+        numbers = np.arange(part * self._part, min((part + 1) * self._part, self.num_full))
+        begin, first = self.start + numbers * self.global_batch_size, self.rank * self.batch_size
+        return self._shares(begin, self.global_batch_size, first, self.batch_size).astype(np.int32)
 
     def _shares(self, begin: NDArray[np.int64], size: int, first: int, count: int) -> NDArray[np.int64]:
         """Offsets in batches of `size` that begin at these positions: `count` from the `first` by lane."""
