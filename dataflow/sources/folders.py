@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from sharding.catalog.build import CATALOG_SUFFIX
 from sharding.catalog.storage import VERSION_KEYS, open_url, store_errors, version_of
@@ -19,14 +19,22 @@ UNKNOWN = -1
 """The size of a file that a listing does not tell, as pages of HTTP servers do not."""
 _NO_DATA = {"thumbs.db", "desktop.ini", "__macosx"}
 
-Entry = tuple[str, int, str]
-"""Name, size (`UNKNOWN`: to be asked for) and version of a file."""
-Folders = dict[str, list[Entry]]
-"""By path below a root ("": the root itself), the files of a folder."""
+Files = dict[str, tuple[int, str]]
+"""By path below a folder, the size (`UNKNOWN`: to be asked for) and version of a file."""
 
 
-def listing(url: str, options: Mapping[str, Any] | None, *, depth: int | None = None) -> tuple[Folders, int]:
-    """The files below a folder, `depth` levels deep, and how many hidden files and folders are left out."""
+class FolderListing(NamedTuple):
+    """The contents of a folder."""
+
+    files: Files
+    folders: set[str]
+    """The names of the folders that lie in it."""
+    num_hidden: int
+    """Hidden files and folders, which are left out."""
+
+
+def listing(url: str, options: Mapping[str, Any] | None, *, depth: int | None = None) -> FolderListing:
+    """The files below a folder, `depth` levels deep."""
     with store_errors(url):
         if is_local(url):
             return _local_listing(local_path(url), depth)
@@ -34,15 +42,15 @@ def listing(url: str, options: Mapping[str, Any] | None, *, depth: int | None = 
         return _remote_listing(fs, root, depth)
 
 
-def _local_listing(root: str, depth: int | None) -> tuple[Folders, int]:
-    folders, num_hidden = Folders(), 0
+def _local_listing(root: str, depth: int | None) -> FolderListing:
+    files, folders, num_hidden = Files(), set[str](), 0
     status = os.stat(root)
     waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", ((status.st_dev, status.st_ino),))]
     while waiting:
         path, above = waiting.pop()
-        files = folders[path] = []
         with os.scandir(os.path.join(root, path)) as entries:
             for entry in entries:
+                name = f"{path}/{entry.name}" if path else entry.name
                 if is_hidden(entry.name):
                     num_hidden += 1
                 elif entry.is_dir():
@@ -53,12 +61,13 @@ def _local_listing(root: str, depth: int | None) -> tuple[Folders, int]:
                     if own in above:
                         reason = "is a link to a folder that it lies in: take the link away"
                         raise ShardReadError(entry.path, reason)
-                    waiting.append((f"{path}/{entry.name}" if path else entry.name, (*above, own)))
+                    waiting.append((name, (*above, own)))
+                    folders.add(name.partition("/")[0])
                 elif (facts := _facts(entry)) is None:
                     num_hidden += 1
                 else:
-                    files.append((entry.name, *facts))
-    return folders, num_hidden
+                    files[name] = facts
+    return FolderListing(files, folders, num_hidden)
 
 
 def _facts(entry: os.DirEntry[str]) -> tuple[int, str] | None:
@@ -71,8 +80,8 @@ def _facts(entry: os.DirEntry[str]) -> tuple[int, str] | None:
     return (status.st_size, f"mtime:{status.st_mtime_ns}") if stat.S_ISREG(status.st_mode) else None
 
 
-def _remote_listing(fs: Any, root: str, depth: int | None) -> tuple[Folders, int]:
-    folders, num_hidden = Folders({"": []}), 0
+def _remote_listing(fs: Any, root: str, depth: int | None) -> FolderListing:
+    files, num_hidden = Files(), 0
     start, is_page = root.rstrip("/") + "/", is_http(root)
     version, is_checked = version_of, False
     for path, info in fs.find(root, maxdepth=depth, detail=True).items():
@@ -81,18 +90,17 @@ def _remote_listing(fs: Any, root: str, depth: int | None) -> tuple[Folders, int
             continue
         if is_page and ("?" in name or "#" in name):
             continue  # a link that sorts the page
-        *above, last = name.split("/")
-        if any(map(is_hidden, [*above, last])):
+        if any(map(is_hidden, name.split("/"))):
             num_hidden += 1
         elif info.get("size") is None:
-            folders.setdefault("/".join(above), []).append((last, UNKNOWN, ""))
+            files[name] = UNKNOWN, ""
         else:
             alone = info if is_checked else fs.info(path)
             if alone is not info and any(info.get(key) != alone.get(key) for key in VERSION_KEYS):
                 version = _no_version  # A read asks for its file alone, and would take it for another one.
             is_checked = True
-            folders.setdefault("/".join(above), []).append((last, int(info["size"]), version(info)))
-    return folders, num_hidden
+            files[name] = int(info["size"]), version(info)
+    return FolderListing(files, {name.partition("/")[0] for name in files if "/" in name}, num_hidden)
 
 
 def _no_version(info: Mapping[str, Any]) -> str:

@@ -15,16 +15,15 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 
 from dataflow.sources.file_catalogs import LooseFiles
-from dataflow.sources.folders import UNKNOWN, Folders, is_hidden, listing
+from dataflow.sources.folders import UNKNOWN, Files, FolderListing, is_hidden, listing
 from dataflow.sources.listing.claims import (
     KIND_OF,
     KINDS,
@@ -219,37 +218,35 @@ def _of_folder(
     their numbers; None: those of this folder.
     """
     try:
-        folders, num_hidden = listing(url, options)
+        found = listing(url, options)
     except ShardReadError as error:
         if is_http(url) and error.reason.startswith("no such file"):
             return None  # a server without pages that list files
         raise
-    is_sample = _chooser(folders, any_kind=any_kind)
+    is_sample = _chooser(found.files, any_kind=any_kind)
     if is_sample is None:
         return None
-    rows = _manifest_in(url, folders, options)
+    rows = _manifest_in(url, found.files, options)
     if rows is None and above[0]:
-        there, _ = listing(above[0], options, depth=1)
-        rows = _manifest_in(above[0], there, options, within=above[1])
+        there = listing(above[0], options, depth=1)
+        rows = _manifest_in(above[0], there.files, options, within=above[1])
     if rows is not None:
         named = sorted({name.removeprefix("./").partition("/")[0] for name in rows.names if "/" in name})
         if len({_split_of(name) for name in named} - {None}) > 1:
             raise _of_several_splits(url, named, f", or manifest={file_name(rows.url)!r} for all its files")
-        return _in_order_of(rows, url, folders, num_hidden, is_found=True)
-    samples = {path: [one for one in files if is_sample(one[0])] for path, files in folders.items()}
-    num_files = sum(map(len, folders.values())) + num_hidden
-    top = sorted({path.partition("/")[0] for path in folders if path})
-    filled = {path.partition("/")[0] for path, files in samples.items() if path and files}
-    _check_keys(f"{path}/{name}" for path, files in samples.items() for name, *_ in files)
+        return _in_order_of(rows, url, found, is_found=True)
+    samples = {path: facts for path, facts in found.files.items() if is_sample(path)}
+    num_files, top = len(found.files) + found.num_hidden, sorted(found.folders)
+    beside = sorted(path for path in samples if "/" not in path)
+    filled = {path.partition("/")[0] for path in samples if "/" in path}
+    _check_keys(samples)
     if not filled:
-        files = [("", *one) for one in sorted(samples[""])]
-        return _loose(url, files, [], [], num_files - len(files))
+        return _loose(url, beside, [samples[path] for path in beside], num_files - len(beside))
     splits = {_split_of(name) for name in filled} - {None}
     is_split = filled == {name for name in filled if _split_of(name)}
-    if len(splits) > 1 or (is_split and not any(files for path, files in samples.items() if "/" not in path)):
+    if len(splits) > 1 or (is_split and all(path.count("/") > 1 for path in samples)):
         raise _of_several_splits(url, top, "")
-    nested = [f"{path}/{name}" for path, files in folders.items() for name, *_ in files if name in MANIFESTS]
-    if nested:
+    if nested := [path for path in found.files if file_name(path) in MANIFESTS]:
         raise ValueError(
             f"{identity_of(url)} has a manifest in a folder below, {nested[0]!r}: give that folder as the "
             f"source, or the table by manifest=, with names from {identity_of(url)} on"
@@ -263,12 +260,11 @@ def _of_folder(
             "refuses that too, as numbers of classes follow the sorted names of folders: remove the folder, "
             "fill it, or give a glob such as '<folder>/**/*.jpg', whose files have no class",
         )
-    if samples.get(""):
-        first = printable_name(samples[""][0][0])
+    if beside:
         warnings.warn(
-            f"{len(samples[''])} files such as {first} lie in {identity_of(url)} beside the folders of "
-            "classes, and are left out; give a glob such as '<folder>/**/*.jpg' to read all files, without "
-            "classes",
+            f"{len(beside)} files such as {printable_name(beside[0])} lie in {identity_of(url)} beside the "
+            "folders of classes, and are left out; give a glob such as '<folder>/**/*.jpg' to read all "
+            "files, without classes",
             stacklevel=2,
         )
     if classes is not None and (unknown := sorted({*top} - {*classes})):
@@ -276,35 +272,34 @@ def _of_folder(
             f"{identity_of(url)} has a folder {unknown[0]!r}, and classes= are {listed(classes)}"
         )
     names = top if classes is None else list(classes)
-    by_class: dict[str, list[str]] = {name: [] for name in names}
-    for path in samples:
-        if path:
-            by_class[path.partition("/")[0]].append(path)
-    files, numbers = list[tuple[str, str, int, str]](), list[int]()
-    for number, name in enumerate(names):
-        for path in sorted(by_class[name]):
-            files += ((path, *one) for one in sorted(samples[path]))
-        numbers += [number] * (len(files) - len(numbers))
-    found = _loose(url, files, numbers, names, num_files - len(files))
-    return found if names == top else structs.replace(found, numbering=_digest(names))
+    number_of = {name: number for number, name in enumerate(names)}
+
+    def place(path: str) -> tuple[int, str, str]:
+        folder, _, name = path.rpartition("/")
+        return number_of[path.partition("/")[0]], folder, name
+
+    paths = sorted((path for path in samples if "/" in path), key=place)
+    numbers = np.array([place(path)[0] for path in paths], np.int32)
+    files = _loose(url, paths, [samples[path] for path in paths], num_files - len(paths))
+    files = structs.replace(files, class_numbers=numbers, class_names=names)
+    if names == top:
+        return files
+    digest = hashlib.blake2b(json.dumps(names).encode(), digest_size=8).hexdigest()
+    return structs.replace(files, numbering=digest)
 
 
-def _digest(classes: Sequence[str]) -> str:
-    return hashlib.blake2b(json.dumps(classes).encode(), digest_size=8).hexdigest()
-
-
-def _chooser(folders: Folders, *, any_kind: bool) -> Callable[[str], bool] | None:
+def _chooser(files: Files, *, any_kind: bool) -> Callable[[str], bool] | None:
     """Return whether a file is a sample, by its name; None: the folder is not one of loose files."""
     if any_kind:
         return lambda name: ending_of(name) != ""
-    endings = Counter(ending_of(name) for files in folders.values() for name, _, _ in files)
+    endings = Counter(map(ending_of, files))
     kinds, num_in_shards = Counter[str](), 0
     for ending, count in endings.items():
         if ending in KIND_OF:
             kinds[KIND_OF[ending]] += count
         elif format_of_suffix("x." + ending):
             num_in_shards += count
-    num_in_shards -= sum(has_suffix(name) for name, _, _ in folders[""] if name in MANIFESTS)
+    num_in_shards -= sum(has_suffix(name) for name in MANIFESTS if name in files)
     if not kinds or max(kinds.values()) <= _PER_SHARD * num_in_shards:
         return None
     wanted = KINDS[kinds.most_common(1)[0][0]]
@@ -323,10 +318,10 @@ def _only_folder(source: Any, split: str | None) -> str:
 
 
 def _manifest_in(
-    url: str, folders: Folders, options: Mapping[str, Any] | None, within: str = ""
+    url: str, files: Files, options: Mapping[str, Any] | None, within: str = ""
 ) -> ManifestRows | None:
     """The manifest that lies in a folder of files, of those `within` another one; None: there is none."""
-    there = [name for name, _, _ in folders[""] if name in MANIFESTS]
+    there = [name for name in MANIFESTS if name in files]
     if len(there) > 1:
         raise ValueError(
             f"{identity_of(url)} has several manifests ({listed(sorted(there))}): name one by manifest="
@@ -347,25 +342,18 @@ def _of_manifest(url: str, manifest: Manifest, options: Mapping[str, Any] | None
         paths = paths_of(rows, url)
         if is_http(url):
             paths = [quote(path, safe=_PLAIN) for path in paths]
-        return _of_rows(rows, url, paths, sizes, [""] * len(sizes), 0)
+        return _of_rows(rows, url, paths, [(size, "") for size in sizes.tolist()], 0)
     if not _is_folder(url, options):
         raise ShardReadError(url, "no such folder, in which the manifest's files should be")
-    return _in_order_of(rows, url, *listing(url, options), is_found=False)
+    return _in_order_of(rows, url, listing(url, options), is_found=False)
 
 
-def _in_order_of(
-    rows: ManifestRows, url: str, folders: Folders, num_hidden: int, *, is_found: bool
-) -> LooseFiles:
+def _in_order_of(rows: ManifestRows, url: str, found: FolderListing, *, is_found: bool) -> LooseFiles:
     """The files of a listing that a manifest names; the others are counted.
 
     `is_found`: whether the manifest was found in the folder, and nobody named it.
     """
-    there = {
-        f"{path}/{name}" if path else name: (size, version)
-        for path, files in folders.items()
-        for name, size, version in files
-    }
-    paths = paths_of(rows, url)
+    there, paths = found.files, paths_of(rows, url)
     raise_absent(rows, [row for row, path in enumerate(paths) if path not in there], url)
     used = {*paths}
     endings = {ending_of(path) for path in used}
@@ -378,16 +366,14 @@ def _in_order_of(
         )
         # Whoever names a manifest may mean a part of the files.
         warnings.warn(text, stacklevel=2) if is_found else _log.info("%s", text)
-    sizes = np.array([there[path][0] for path in paths], np.int64)
-    return _of_rows(rows, url, paths, sizes, [there[path][1] for path in paths], len(others) + num_hidden)
+    return _of_rows(rows, url, paths, [there[path] for path in paths], len(others) + found.num_hidden)
 
 
 def _of_rows(
     rows: ManifestRows,
     url: str,
     paths: Sequence[str],
-    sizes: NDArray[np.int64],
-    versions: list[str],
+    facts: Sequence[tuple[int, str]],
     num_left_out: int,
 ) -> LooseFiles:
     for row, path in enumerate(paths):
@@ -396,8 +382,7 @@ def _of_rows(
                 rows.url,
                 f"{rows.told(row)}, which has no ending, by which the column of a file is called",
             )
-    files = [(*path.rpartition("/")[::2], size, "") for path, size in zip(paths, sizes.tolist(), strict=True)]
-    return structs.replace(_loose(url, files, [], [], num_left_out), versions=versions, manifest=rows)
+    return structs.replace(_loose(url, paths, facts, num_left_out), manifest=rows)
 
 
 # ---- splits ---------------------------------------------------------------------------------------------
@@ -447,21 +432,15 @@ def _of_patterns(patterns: Sequence[str], options: Mapping[str, Any] | None) -> 
     """The files that match any of some patterns, in the order of the patterns, each once."""
     from fsspec.utils import glob_translate
 
-    found: dict[str, tuple[int, str]] = {}
-    listings: dict[tuple[str, int | None], dict[str, tuple[int, str]]] = {}
+    found, listings = Files(), dict[tuple[str, int | None], Files]()
     num_left_out = 0
     for pattern in patterns:
         root, rest = _split_pattern(pattern, options)
         depth = None if "**" in rest else rest.count("/") + 1
         if (root, depth) not in listings:
-            folders, num_hidden = listing(root, options, depth=depth)
-            num_left_out += num_hidden
-            listings[root, depth] = {
-                f"{path}/{one[0]}" if path else one[0]: one[1:]
-                for path, files in folders.items()
-                for one in files
-                if ending_of(one[0])
-            }
+            here = listing(root, options, depth=depth)
+            num_left_out += here.num_hidden
+            listings[root, depth] = {path: facts for path, facts in here.files.items() if ending_of(path)}
         there = listings[root, depth]
         is_match = re.compile(glob_translate(rest)).match
         names = [rest] if rest in there else sorted(filter(is_match, there))
@@ -494,19 +473,12 @@ def _is_there(folder: str, pattern: str, part: str, options: Mapping[str, Any] |
         return bool(fs.isdir(path))
 
 
-def _listed(found: Mapping[str, tuple[int, str]], roots: Collection[str], num_left_out: int) -> LooseFiles:
-    urls = list(found)
+def _listed(found: Files, roots: Iterable[str], num_left_out: int) -> LooseFiles:
+    """Files by their URLs; what the folders that they were looked for in have in common is in no name."""
     common = len(common_folder(f"{root.rstrip('/')}/" for root in roots))
-    _check_keys(map(identity_of, urls))
-    return LooseFiles(
-        urls=urls,
-        sizes=np.array([size for size, _ in found.values()], np.int64),
-        versions=[version for _, version in found.values()],
-        name_lengths=np.array([len(identity_of(url)) for url in urls], np.int64) - common,
-        class_numbers=np.full(len(urls), NO_CLASS, np.int32),
-        class_names=[],
-        num_left_out=num_left_out,
-    )
+    names = list(map(identity_of, found))
+    _check_keys(names)
+    return _without_class(list(found), [len(name) - common for name in names], found.values(), num_left_out)
 
 
 def _of_urls(urls: Sequence[str]) -> LooseFiles:
@@ -546,23 +518,24 @@ def _kind(name: str) -> str:
 # ---- what they have in common ----------------------------------------------------------------------------
 
 
-def _loose(
-    url: str,
-    files: Sequence[tuple[str, str, int, str]],
-    class_numbers: Sequence[int],
-    class_names: list[str],
-    num_left_out: int,
+def _loose(url: str, paths: Sequence[str], facts: Iterable[tuple[int, str]], num_left_out: int) -> LooseFiles:
+    """The files at some paths below a folder, with sizes and versions."""
+    prefix, _, suffix = below(local_path(url) if is_local(url) else url, "\0").partition("\0")
+    urls = [f"{prefix}{path}{suffix}" for path in paths]
+    return _without_class(urls, list(map(len, paths)), facts, num_left_out)
+
+
+def _without_class(
+    urls: list[str], name_lengths: Sequence[int], facts: Iterable[tuple[int, str]], num_left_out: int
 ) -> LooseFiles:
-    root = local_path(url) if is_local(url) else url
-    prefix, _, suffix = below(root, "\0").partition("\0")
-    names = [f"{path}/{name}" if path else name for path, name, _, _ in files]
+    sizes_versions = list(facts)
     return LooseFiles(
-        urls=[f"{prefix}{name}{suffix}" for name in names],
-        sizes=np.array([file[2] for file in files], np.int64),
-        versions=[file[3] for file in files],
-        name_lengths=np.array(list(map(len, names)), np.int64),
-        class_numbers=np.array(class_numbers or [NO_CLASS] * len(names), np.int32),
-        class_names=class_names,
+        urls=urls,
+        sizes=np.array([size for size, _ in sizes_versions], np.int64),
+        versions=[version for _, version in sizes_versions],
+        name_lengths=np.array(name_lengths, np.int64),
+        class_numbers=np.full(len(urls), NO_CLASS, np.int32),
+        class_names=[],
         num_left_out=num_left_out,
     )
 
