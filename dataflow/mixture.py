@@ -133,7 +133,7 @@ class Mixture(Sharded):
             self.spec = MixtureSpec.repeated(sizes, times, run_length=run_length)
         self.outputs = _common_outputs(self.sources)
         self.weights_set: tuple[int, tuple[Fraction, ...]] | None = None
-        """How often `set_weights` was called, and the weights of the sources since; None: never."""
+        """The number of calls of `set_weights`, and the weights of the sources since; None: none."""
         self.timeout_s = 600.0
         """Seconds that `set_weights` waits for other ranks; a loader over the mixture sets it."""
         first = self.sources[0]  # in what follows, all sources are alike

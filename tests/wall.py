@@ -27,7 +27,11 @@ OUTSIDE = {
     "command line": ("dataflow.tools",),
     "conversion and executors": ("dataflow.conversion", "dataflow.engines"),
     "Ray": ("dataflow.actors",),
-    "steps explained, found, passed over": ("dataflow.explain", "sharding.plan.passing"),
+    "steps explained, found, passed over": (
+        "dataflow.explain",
+        "sharding.mixture.inverse",
+        "sharding.plan.passing",
+    ),
     "text": ("dataflow.text",),
     "pictures and text": ("dataflow.vision",),
     "frameworks": ("dataflow.integrations",),

@@ -22,6 +22,7 @@ from dataflow.mixture import Mixture
 from dataflow.sources.joins import JoinSide
 from sharding.lengths.batching import Batching
 from sharding.lengths.unit_plan import UnitSequence
+from sharding.mixture.inverse import places_in_selection, positions_of
 from sharding.order.epoch_order import EpochOrder
 from sharding.order.windows import ranges, windows_touched
 from sharding.plan.batch_plan import BatchPlan
@@ -129,7 +130,7 @@ def chosen(dataset: ShardedDataset | Mixture, samples: Any, on: str = "__key__")
     if isinstance(samples, pc.Expression):
         # A view's samples by their places in the dataset.
         kept = [
-            source.selection.positions_of(*view.locate(np.arange(len(view))))
+            places_in_selection(source.selection, *view.locate(np.arange(len(view))))
             for source in sources
             for view in [source.filter(samples).selection]
         ]
@@ -262,11 +263,11 @@ def _items(
     """The places of samples among what is dealt out of an epoch: index, item, and the number of all items."""
     planner, known_from, num_items = run.plan.planner, order.known_from, _num_items(run, order, begin)
     if planner is None:
-        found = *order.positions_of(numbers, begin, min(end, num_items)), num_items
+        found = *positions_of(order, numbers, begin, min(end, num_items)), num_items
     else:
         sequence = planner.sequence(order, begin)
         known_from = sequence.begin
-        which, positions = order.positions_of(numbers)
+        which, positions = positions_of(order, numbers)
         at, units = units_of(sequence, positions)
         found = which[at], units, num_items
     if begin < known_from:

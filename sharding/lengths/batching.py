@@ -44,7 +44,7 @@ class BatchedColumns:
     kind: ClassVar[str]
     """The name of the kind in a state."""
     rows_are_units: ClassVar[bool] = False
-    """Whether a unit is one row of a batch, not a whole batch."""
+    """True if a unit is one row of a batch, not a whole batch."""
     columns: Sequence[str] = ()
     """The columns that are cut, packed or padded alike: lists, in each sample as long as that of `column`."""
     whole: Sequence[str] | Mapping[str, Any] = ()

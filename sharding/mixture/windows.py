@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from sharding.cached_property import cached_property
 from sharding.mixture.interleaving import Interleaving
-from sharding.mixture.shares import ENDLESS
 from sharding.order.epoch_order import SourceWindow, Windows
 from sharding.order.order import Order, most_windows
 from sharding.order.permutations import mix_key
@@ -79,13 +78,14 @@ class MixtureWindows:
         self.known_from = interleaving.begin
         self.seed, self.epoch = seed, epoch
         self.shuffle, self.num_lanes = shuffle, shuffle.num_lanes
-        self._sizes = np.array(sizes, np.int64)
-        self._first_sample = np.cumsum(self._sizes) - self._sizes
+        self.sizes = np.array(sizes, np.int64)
+        self.first_sample = np.cumsum(self.sizes) - self.sizes
+        """[sources] the number of each one's first sample, where those of all are counted through."""
         self._stride = max(most_windows(n, shuffle.of_source(i)) for i, n in enumerate(num_blocks))
-        self.order_of = lru_cache(_KEPT_ORDERS * len(self._sizes))(orders)
+        self.order_of = lru_cache(_KEPT_ORDERS * len(self.sizes))(orders)
         """(source, source epoch) -> its order."""
         last = interleaving.first + interleaving.counts(interleaving.num_samples)
-        self.num_windows = (int((last // self._sizes).max()) + 1) * len(self._sizes) * self._stride
+        self.num_windows = (int((last // self.sizes).max()) + 1) * len(self.sizes) * self._stride
         """Window numbers lie below; not every one is a window."""
 
     def locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -99,8 +99,8 @@ class MixtureWindows:
     def _locate(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         source, epoch, position = self._find(positions)
         window, index = np.empty(len(source), np.int64), np.empty(len(source), np.int64)
-        for key, at in windows_touched(epoch * len(self._sizes) + source):
-            source_epoch, number = divmod(key, len(self._sizes))
+        for key, at in windows_touched(epoch * len(self.sizes) + source):
+            source_epoch, number = divmod(key, len(self.sizes))
             window[at], index[at] = self.order_of(number, source_epoch).locate(position[at])
             window[at] += key * self._stride
         return window, index
@@ -108,35 +108,11 @@ class MixtureWindows:
     def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of each position's sample, int64 [n], with those of all sources counted through."""
         source, epoch, position = self._find(positions)
-        out = self._first_sample[source]
-        for key, at in windows_touched(epoch * len(self._sizes) + source):
-            source_epoch, number = divmod(key, len(self._sizes))
+        out = self.first_sample[source]
+        for key, at in windows_touched(epoch * len(self.sizes) + source):
+            source_epoch, number = divmod(key, len(self.sizes))
             out[at] += self.order_of(number, source_epoch).samples(position[at])
         return out
-
-    def positions_of(
-        self, samples: NDArray[np.int64], begin: int = 0, end: int | None = None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """See `EpochOrder.positions_of`; costs that of each source epoch that lies in the range."""
-        if samples.size and not 0 <= int(samples.min()) <= int(samples.max()) < int(self._sizes.sum()):
-            raise IndexError(f"samples must be in [0, {self._sizes.sum()})")
-        begin, end = max(begin, self.known_from), min(self.num_samples, ENDLESS if end is None else end)
-        if begin >= end:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        first, last = (self.interleaving.first + self.interleaving.counts(at) for at in (begin, end))
-        source = np.searchsorted(self._first_sample, samples, side="right") - 1
-        found = [(np.empty(0, np.int64), np.empty(0, np.int64))]
-        for number, at in windows_touched(source):
-            at = np.arange(len(samples))[at]
-            own, size = samples[at] - self._first_sample[number], int(self._sizes[number])
-            for epoch in range(int(first[number]) // size, -(-int(last[number]) // size)):
-                which, index = self.order_of(number, epoch).positions_of(own)
-                positions = self.interleaving.positions(number, index + epoch * size)
-                inside = (positions >= begin) & (positions < end)
-                found.append((at[which[inside]], positions[inside]))
-        which, positions = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        by_sample = np.lexsort((positions, which))
-        return which[by_sample], positions[by_sample]
 
     def in_order(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Yield as `Order.in_order`: positions and sample numbers from `begin` on, each window mixed once.
@@ -156,7 +132,7 @@ class MixtureWindows:
                 if key not in numbers:
                     source, epoch, own = self.source_of(key)
                     numbers[key] = self.order_of(source, epoch).window_numbers(own)
-                    numbers[key] += self._first_sample[source]
+                    numbers[key] += self.first_sample[source]
                 index[at] = numbers[key][index[at]]
             yield positions, index
 
@@ -165,7 +141,7 @@ class MixtureWindows:
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
         """Source, source epoch and position in it of each position."""
         source, index = self.interleaving.locate(positions)
-        size = self._sizes[source]
+        size = self.sizes[source]
         epoch = index // size
         return source, epoch, index - epoch * size
 
@@ -179,7 +155,7 @@ class MixtureWindows:
     def source_of(self, window: int) -> tuple[int, int, int]:
         """(source, source epoch, window of that source's order)."""
         key, own = divmod(window, self._stride)
-        epoch, source = divmod(key, len(self._sizes))
+        epoch, source = divmod(key, len(self.sizes))
         return source, epoch, own
 
     def source_window(self, window: int) -> SourceWindow:
@@ -196,7 +172,7 @@ class MixtureWindows:
         """The inverse of `locate`, int64 [indices]: where each index comes; -1: not in this epoch."""
         source, epoch, own = self.source_of(window)
         index = self.order_of(source, epoch).window_positions(own)
-        index += epoch * self._sizes[source]
+        index += epoch * self.sizes[source]
         return self.interleaving.positions(source, index)
 
     def window_span(self, window: int) -> tuple[int, int]:

@@ -19,7 +19,6 @@ from sharding.cached_property import cached_property
 from sharding.order.permutations import CLASS_ORDER, mix_key, seeded_permutation
 from sharding.order.selection import MOST_LISTED, SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
-from sharding.order.windows import ranges
 
 Ints = NDArray[np.int64]
 
@@ -100,22 +99,12 @@ class BalancedOrder(SelectedOrder):
     ) -> None:
         times = balance.times(seed, epoch)
         super().__init__(_Drawn(selection, times), shuffle, seed=seed, epoch=epoch)
-        self._end = np.cumsum(times)
+        self.ends: Ints = np.cumsum(times)
 
     def samples(self, positions: Ints) -> Ints:
         """Numbers of the selection's samples at the positions, int64 [n]."""
-        return np.searchsorted(self._end, super().samples(positions), side="right")
-
-    def positions_of(self, samples: Ints, begin: int = 0, end: int | None = None) -> tuple[Ints, Ints]:
-        """See `EpochOrder.positions_of`."""
-        if samples.size and not 0 <= int(samples.min()) <= int(samples.max()) < len(self._end):
-            raise IndexError(f"samples must be in [0, {len(self._end)})")
-        last = self._end[samples]
-        times = last - np.append(0, self._end)[samples]
-        drawn, positions = super().positions_of(ranges(last - times, times), begin, end)
-        which = np.repeat(np.arange(len(samples)), times)[drawn]
-        return which, positions[np.lexsort((positions, which))]
+        return np.searchsorted(self.ends, super().samples(positions), side="right")
 
     def window_numbers(self, window: int) -> Ints:
         """The same of a window, index by index."""
-        return np.searchsorted(self._end, super().window_numbers(window), side="right")
+        return np.searchsorted(self.ends, super().window_numbers(window), side="right")

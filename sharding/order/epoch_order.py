@@ -100,15 +100,6 @@ class EpochOrder(Windows, Protocol):
         """The number of the sample at each position; those of a mixture's sources are counted through."""
         ...
 
-    def positions_of(self, samples: Ints, begin: int = 0, end: int | None = None) -> tuple[Ints, Ints]:
-        """The inverse of `samples`: each time that some samples come at positions in [begin, end).
-
-        Two int64 [m]: an index in `samples`, and the position, ascending. A sample of a dataset has one; in a
-        mixture, and with classes that are balanced, it may have none or several. `end` is None for that of
-        the epoch; what lies before `known_from` is left out. `IndexError` for a number that is no sample's.
-        """
-        ...
-
     def in_order(self, begin: int = 0) -> Iterator[tuple[Ints, Ints]]:
         """Positions and their sample numbers: all from `begin` on, each once."""
         ...

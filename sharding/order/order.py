@@ -33,12 +33,11 @@ from sharding.order.permutations import (
     mix_key,
     mix_more,
     mix_runs,
-    places_in_permutation,
     seeded_permutations,
     spread_order,
 )
 from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Shuffle
-from sharding.order.windows import cut_windows, first_blocks, windows_touched
+from sharding.order.windows import cut_windows, first_blocks
 
 _SAMPLES_AT_ONCE = 1 << 21
 """Samples tabulated together: 16 MiB."""
@@ -61,6 +60,9 @@ class Order:
     Raises `ValueError` for arguments that break these rules.
     """
 
+    ends: NDArray[np.int64] | None = None
+    """[samples] times that a sample and those before it come; None: each comes once."""
+
     def __init__(
         self,
         num_samples_per_block: ArrayLike,
@@ -81,7 +83,8 @@ class Order:
         self._key = mix_key(seed, epoch, FULL_ORDER)
         self._window_key = mix_more(5, seed, epoch, WINDOW_ORDER)
         """The first three of five parts: lane and window are still to come."""
-        self._first_sample = np.cumsum(counts) - counts
+        self.first_sample = np.cumsum(counts) - counts
+        """[blocks] the number of each block's first sample."""
         blocks = self._block_order(np.flatnonzero(counts))
         sizes = counts[blocks]
         self.table = cut_windows(
@@ -261,7 +264,7 @@ class Order:
             offset = table.offsets(positions)
             piece = np.searchsorted(table.piece_start, offset, side="right") - 1
             offset += table.piece_row[piece] - table.piece_start[piece]
-            return offset + self._first_sample[table.piece_block[piece]]
+            return offset + self.first_sample[table.piece_block[piece]]
         cells, offsets = table.find(positions)
         out = np.empty(len(positions), np.int64)
         for first, last in self._in_groups(cells):
@@ -269,45 +272,6 @@ class Order:
             at = slice(None) if inside.all() else np.flatnonzero(inside)
             out[at] = self._sample_numbers(cells[at], offsets[at], first, last)
         return out
-
-    def positions_of(
-        self, samples: NDArray[np.int64], begin: int = 0, end: int | None = None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The inverse of `samples`; see `EpochOrder.positions_of`.
-
-        Costs a pass over each lane's window touched under "window", O(blocks) at most under the others.
-        """
-        if samples.size and not 0 <= int(samples.min()) <= int(samples.max()) < self.num_samples:
-            raise IndexError(
-                f"samples must be in [0, {self.num_samples}), got {samples.min()} to {samples.max()}"
-            )
-        if self.shuffle.kind == "full":
-            index = feistel(samples.astype(np.uint64), self.num_samples, self._key, inverse=True)
-            positions = index.view(np.int64)
-        else:
-            positions = self._positions(samples)
-        which = np.flatnonzero(
-            (positions >= begin) & (positions < (self.num_samples if end is None else end))
-        )
-        return which, positions[which]
-
-    def _positions(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The position of each sample, under a shuffle that has windows."""
-        table, mixes = self.table, self.shuffle.kind == "window"
-        used = np.zeros(len(self._first_sample), bool)
-        used[np.searchsorted(self._first_sample, samples, side="right") - 1] = True
-        pieces = np.flatnonzero(used[table.piece_block])
-        first = self._first_sample[table.piece_block[pieces]] + table.piece_row[pieces]
-        by_first = np.argsort(first)
-        nth = by_first[np.searchsorted(first, samples, side="right", sorter=by_first) - 1]
-        offset = table.piece_start[pieces[nth]] + samples - first[nth]
-        cells = np.searchsorted(table.cell_piece, pieces[nth], side="right") - 1
-        for cell, at in windows_touched(cells) if mixes else ():
-            begin, end = table.cell_start[cell : cell + 2].tolist()
-            key = mix_more(self._window_key, *divmod(cell, self.num_windows))
-            offset[at] = begin + places_in_permutation(end - begin, key, offset[at] - begin)
-        lane = cells // max(1, self.num_windows)
-        return np.asarray((offset - table.lane_bounds[lane]) * self.num_lanes + lane)
 
     def in_order(self, begin: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Positions and their sample numbers, two int64 [n]: all from `begin` on, each once.
@@ -328,7 +292,7 @@ class Order:
     def window_numbers(self, window: int) -> NDArray[np.int64]:
         """Sample numbers of a window in the dataset, index by index, int64 [window_length]."""
         ordinal, row = self._mixed(window, self.table.cells(self._checked(window)))
-        row += self._first_sample[self.window_blocks(window)][ordinal]
+        row += self.first_sample[self.window_blocks(window)][ordinal]
         return row
 
     def _in_groups(self, cells: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -349,7 +313,7 @@ class Order:
         for cell in _which(cells, first, last):
             window = int(cell) % self.num_windows
             ordinal, row = self._mixed(window, cell[None])
-            row += self._first_sample[self.window_blocks(window)][ordinal]
+            row += self.first_sample[self.window_blocks(window)][ordinal]
             shift[cell - first] = size - self.table.cell_start[cell]
             size += len(row)
             tables.append(row)

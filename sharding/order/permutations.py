@@ -108,30 +108,6 @@ def seeded_permutations(sizes: NDArray[np.int64], keys: Sequence[int], out: NDAr
     bits += start
 
 
-def places_in_permutation(n: int, key: int, values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The inverse of `seeded_permutation(n, key)`: where it has each of some values, int64 [k].
-
-    Nothing is sorted but the values: O(n log k) time, O(k) memory. `values`: in [0, n).
-    """
-    low = np.uint64((1 << max(n - 1, 0).bit_length()) - 1)
-
-    def sort_keys(index: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        return splitmix64(index ^ np.uint64(key)) & ~low | index
-
-    wanted = sort_keys(values.astype(np.uint64))
-    by_key = np.argsort(wanted)
-    ends, smaller = wanted[by_key], np.zeros(len(values) + 1, np.int64)
-    for start in range(0, n, _CHUNK):
-        keys = sort_keys(np.arange(start, min(start + _CHUNK, n), dtype=np.uint64))
-        if len(values) == 1:  # as it is for few samples of many
-            smaller[0] += np.count_nonzero(keys < ends)
-            continue
-        smaller += np.bincount(np.searchsorted(ends, keys, side="right"), minlength=len(smaller))
-    places = np.empty(len(values), np.int64)
-    places[by_key] = np.cumsum(smaller)[:-1]
-    return places
-
-
 SeededPermutations = Callable[[NDArray[np.int64], Sequence[int], NDArray[np.int64]], None]
 """`seeded_permutations`, or what gives the same faster."""
 

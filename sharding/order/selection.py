@@ -41,7 +41,8 @@ class Selection:
     """
 
     def __init__(self, total: Ints, rows: Mapping[int, Ints | None]) -> None:
-        self._total = total
+        self.total = total
+        """[blocks] samples of each block, kept or not."""
         self.num_samples = np.zeros(len(total), np.int64)
         """[blocks] kept samples of each block."""
         self._first_byte = np.full(len(total), _NO_BITS, np.int64)
@@ -73,13 +74,13 @@ class Selection:
     @property
     def is_whole(self) -> bool:
         """Return whether every sample is kept."""
-        return bool((self.num_samples == self._total).all())
+        return bool((self.num_samples == self.total).all())
 
     @cached_property
     def digest(self) -> str:
         """16 hex digits over what is kept."""
         digest = hashlib.blake2b(digest_size=8)
-        for array in (self._total, self.num_samples):
+        for array in (self.total, self.num_samples):
             digest.update(array.astype("<i8", copy=False).tobytes())
         digest.update(self._bits.tobytes())
         return digest.hexdigest()
@@ -101,7 +102,7 @@ class Selection:
         check_listed(int(self.num_samples[block]))
         if self._first_byte[block] == _NO_BITS:
             return np.arange(self.num_samples[block])
-        first, size = int(self._first_byte[block]), int(self._total[block])
+        first, size = int(self._first_byte[block]), int(self.total[block])
         return np.flatnonzero(np.unpackbits(self._bits[first : first + -(-size // 8)], count=size))
 
     def locate(self, positions: Ints) -> tuple[Ints, Ints]:
@@ -117,15 +118,6 @@ class Selection:
             return blocks, nth
         used, ordinal = np.unique(blocks, return_inverse=True)
         return blocks, self.rows_of(used, ordinal, nth)
-
-    def positions_of(self, blocks: Ints, rows: Ints) -> Ints:
-        """The inverse of `locate`, int64 [n]: where the samples come among those kept; -1: they are not."""
-        positions = np.where(self.num_samples[blocks] > 0, self.start[blocks] + rows, -1)
-        for block in np.unique(blocks[self._first_byte[blocks] != _NO_BITS]).tolist():
-            at, kept = np.flatnonzero(blocks == block), self.rows(block)
-            nth = np.minimum(np.searchsorted(kept, rows[at]), len(kept) - 1)
-            positions[at] = np.where(kept[nth] == rows[at], self.start[block] + nth, -1)
-        return positions
 
     def rows_of(self, blocks: Ints, ordinal: NDArray[np.integer], nth: Ints) -> Ints:
         """Row in its block of the `nth[i]`-th kept sample of `blocks[ordinal[i]]`, int64 [n]."""
@@ -153,14 +145,14 @@ class Selection:
                 rows[block] = np.arange(own.start, own.stop)
             else:
                 rows[block] = self.rows(block)[own]
-        return Selection(self._total, rows)
+        return Selection(self.total, rows)
 
     def at(self, positions: Ints) -> Selection:
         """The kept samples at these positions, strictly ascending."""
         blocks, row = self.locate(positions)
         used, first = np.unique(blocks, return_index=True)
         rows = np.split(row, first[1:]) if len(used) else []
-        return Selection(self._total, dict(zip(used.tolist(), rows, strict=True)))
+        return Selection(self.total, dict(zip(used.tolist(), rows, strict=True)))
 
     def where(self, keep: Callable[[int, Ints], NDArray[np.bool_]]) -> Selection:
         """The kept samples that a function of (block, its kept rows) says True to; called block by block."""
@@ -170,15 +162,15 @@ class Selection:
             mask = keep(block, own)
             if mask.any():
                 rows[block] = None if mask.all() and self._is_whole(block) else own[mask]
-        return Selection(self._total, rows)
+        return Selection(self.total, rows)
 
     def of_blocks(self, blocks: NDArray[np.bool_]) -> Selection:
         """The kept samples of some blocks; bool [blocks]."""
         used = np.flatnonzero(blocks & (self.num_samples > 0)).tolist()
-        return Selection(self._total, {b: None if self._is_whole(b) else self.rows(b) for b in used})
+        return Selection(self.total, {b: None if self._is_whole(b) else self.rows(b) for b in used})
 
     def _is_whole(self, block: int) -> bool:
-        return bool(self.num_samples[block] == self._total[block])
+        return bool(self.num_samples[block] == self.total[block])
 
 
 class SelectedOrder(Order):

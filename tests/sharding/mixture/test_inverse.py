@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 
 from prefetch.core.executor import executor
 from sharding.mixture.interleaving import MixtureSpec
+from sharding.mixture.inverse import places_in_permutation, places_in_selection, positions_of
 from sharding.mixture.token_schedule import TokenEpochs
 from sharding.mixture.windows import MixtureWindows, source_seed
 from sharding.order.balanced import Balance, BalancedOrder
 from sharding.order.epoch_order import EpochOrder
 from sharding.order.order import Order
-from sharding.order.permutations import feistel, places_in_permutation, seeded_permutation
+from sharding.order.permutations import feistel, seeded_permutation
 from sharding.order.selection import SelectedOrder, Selection
 from sharding.order.shuffle import Shuffle
 
@@ -39,7 +40,7 @@ SHUFFLES = st.just(Shuffle("full")) | st.builds(
 def check(order: EpochOrder, num_samples: int, begin: int = 0, end: int | None = None) -> None:
     """Compare with a search through the whole epoch, for all samples, asked for in another order."""
     asked = np.random.default_rng(num_samples).permutation(num_samples)
-    which, positions = order.positions_of(asked, begin, end)
+    which, positions = positions_of(order, asked, begin, end)
     first = max(begin, order.known_from)
     forward = order.samples(np.arange(first, min(order.num_samples, 1 << 62 if end is None else end)))
     expected = [(i, first + at) for i, sample in enumerate(asked) for at in np.flatnonzero(forward == sample)]
@@ -64,7 +65,7 @@ def test_a_feistel_network_runs_backwards(n: int, key: int, rounds: int, data: A
 @given(TABLES, SHUFFLES, KEYS, st.integers(0, 3), st.integers(0, 50))
 def test_of_an_order(table: list[int], shuffle: Shuffle, seed: int, epoch: int, begin: int) -> None:
     order = Order(table, shuffle, seed=seed, epoch=epoch)
-    which, positions = order.positions_of(np.arange(sum(table)))
+    which, positions = positions_of(order, np.arange(sum(table)))
     assert which.tolist() == list(range(sum(table)))
     assert order.samples(positions).tolist() == which.tolist()
     check(order, sum(table), min(begin, sum(table)), max(0, sum(table) - begin))
@@ -84,13 +85,13 @@ def test_of_a_view(selection: Selection, shuffle: Shuffle, seed: int) -> None:
     check(SelectedOrder(selection, shuffle, seed=seed, epoch=1), len(selection))
     total = selection.num_samples.shape[0]
     kept = selection.locate(np.arange(len(selection)))
-    assert selection.positions_of(*kept).tolist() == list(range(len(selection)))
-    sizes = selection._total
+    assert places_in_selection(selection, *kept).tolist() == list(range(len(selection)))
+    sizes = selection.total
     blocks = np.repeat(np.arange(total), sizes)
     rows = np.arange(len(blocks)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     number = {pair: i for i, pair in enumerate(zip(*(each.tolist() for each in kept), strict=True))}
     expected = [number.get(pair, -1) for pair in zip(blocks.tolist(), rows.tolist(), strict=True)]
-    assert selection.positions_of(blocks, rows).tolist() == expected
+    assert places_in_selection(selection, blocks, rows).tolist() == expected
 
 
 @given(selections(), SHUFFLES, st.lists(st.integers(0, 20), min_size=3, max_size=3), st.integers(0, 5))
@@ -219,6 +220,6 @@ def test_numbers_that_are_no_sample_s_are_refused(numbers: list[int]) -> None:
     ]
     for order in orders:
         with pytest.raises(IndexError, match=r"samples must be in \[0, 30\)"):
-            order.positions_of(asked)
+            positions_of(order, asked)
     with pytest.raises(IndexError, match="samples must be in"):
-        mixture_order(MIXES[0], 0, Shuffle("window", 2, 1)).positions_of(np.array([sum(SIZES)]))
+        positions_of(mixture_order(MIXES[0], 0, Shuffle("window", 2, 1)), np.array([sum(SIZES)]))
