@@ -25,7 +25,7 @@ OUTSIDE = {
     "strategies and accumulation of gradients": ("dataflow.grad", "prefetch.workers.ordered_thread"),
     "telemetry": ("dataflow.telemetry",),
     "command line": ("dataflow.tools",),
-    "conversion and executors": ("dataflow.conversion", "dataflow.engines"),
+    "conversion and executors": ("dataflow.conversion", "dataflow.engines", "dataflow.sources.tasks"),
     "Ray": ("dataflow.actors",),
     "steps explained, found, passed over": (
         "dataflow.explain",
@@ -59,7 +59,6 @@ OUTSIDE = {
     "Delta, Iceberg, Hive, CSV and text": ("sharding.formats.tables", "dataflow.sources.tables"),
     "loose files and manifests": (
         "dataflow.sources.file_catalogs",
-        "dataflow.sources.folders",
         "dataflow.sources.loose",
         "dataflow.sources.manifests",
         "sharding.formats.files",

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import platform
 import shutil
 import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from pkgutil import resolve_name
+from typing import Any
 
 from msgspec import Struct, structs
 
@@ -33,11 +33,9 @@ from sharding.catalog.build import (
 )
 from sharding.catalog.table import Catalog
 from sharding.errors import ShardError
-from sharding.hub.access import options_elsewhere
 from sharding.urls import is_local
 from sharding.write.file import NewFile, private_folder
 
-T = TypeVar("T")
 RunTasks = Callable[..., Generator[tuple[int, Any], None, None]]
 """Runs tasks elsewhere: (function, tasks) -> (number of the task, what the function returned), in any order.
 `partial(dataflow.engines.run_all, executor)` is one."""
@@ -45,14 +43,13 @@ RunTasks = Callable[..., Generator[tuple[int, Any], None, None]]
 INDEX_THREADS = 16
 REMOTE_INDEX_THREADS = 48
 """Number of threads, as many as read at a time in training: they wait most of the time."""
-_SHARDS_OF_A_TASK = 1_000
 _KEPT_TOGETHER = 4_096
-_LEAST_TASKS = 64
-"""Tasks that a source has, unless it has fewer shards: they are shared out, and one that is lost is short."""
+ELSEWHERE = "dataflow.sources.tasks:scanned_elsewhere"
+"""The function that has shards indexed by tasks that somebody else runs."""
 
 
-class _ShardGroup(Struct, frozen=True, kw_only=True):
-    """The task of indexing some shards."""
+class ShardGroup(Struct, frozen=True, kw_only=True):
+    """Some shards that are to be indexed."""
 
     urls: Sequence[str]
     codec: Format
@@ -85,10 +82,10 @@ def index(
     listed = listed or own
     if own and listed is not own:  # as of folders with values
         listed = {url: structs.replace(facts, listed=own.get(url)) for url, facts in listed.items()}
-    group = _ShardGroup(
+    group = ShardGroup(
         urls=urls,
         codec=codec,
-        storage_options=options if run is None else options_elsewhere(urls, options),
+        storage_options=options,
         block_bytes=block_bytes,
         listed=listed,
         policy=retrier.policy,
@@ -99,7 +96,7 @@ def index(
         found = kept.load(retrier)
         missing = [number for number in range(len(urls)) if number not in found]
         rest = structs.replace(group, urls=[urls[number] for number in missing])
-        with _scanned(rest, retrier, run) as scanned:
+        with scanned_here(rest, retrier) if run is None else resolve_name(ELSEWHERE)(rest, run) as scanned:
             new = kept.keeping(missing, scanned)
             catalog = catalog_of(
                 urls,
@@ -119,7 +116,7 @@ class _KeptScans:
     removed when all shards were looked at. What a table or an index file says of shards is not kept along.
     """
 
-    def __init__(self, group: _ShardGroup) -> None:
+    def __init__(self, group: ShardGroup) -> None:
         self._group = group
         self._folder = f"{default_catalog_path(group.urls, group.codec, group.block_bytes)}.parts"
 
@@ -163,17 +160,7 @@ class _KeptScans:
 
 
 @contextmanager
-def _scanned(group: _ShardGroup, retrier: Retrier, run: RunTasks | None) -> Iterator[Iterator[Scanned]]:
-    if run is None:
-        with _scanned_here(group, retrier) as scanned:
-            yield scanned
-    else:
-        with closing(run(_scan, _parts(group))) as results:
-            yield (one for part in in_order(results) for one in part)
-
-
-@contextmanager
-def _scanned_here(group: _ShardGroup, retrier: Retrier) -> Iterator[Iterator[Scanned]]:
+def scanned_here(group: ShardGroup, retrier: Retrier) -> Iterator[Iterator[Scanned]]:
     """Index the shards in threads."""
     from prefetch.store.filesystems import shard_file
     from prefetch.store.reader import StoreReader
@@ -196,41 +183,3 @@ def _scanned_here(group: _ShardGroup, retrier: Retrier) -> Iterator[Iterator[Sca
                 listed=group.listed,
             )
         )
-
-
-def _parts(group: _ShardGroup) -> Iterator[_ShardGroup]:
-    """The tasks that indexing these shards is."""
-    for urls in shared_out(group.urls, _SHARDS_OF_A_TASK):
-        listed = {url: group.listed[url] for url in urls if url in group.listed}
-        yield structs.replace(group, urls=urls, listed=listed)
-
-
-def _scan(group: _ShardGroup) -> list[Scanned]:
-    """Index the shards of a task, in a worker; errors of shards are told when all were tried."""
-    with Retrier(group.policy, group.hosts) as retrier, _scanned_here(group, retrier) as scanned:
-        found = list(scanned)
-    for one in found:
-        if isinstance(one, ShardError):
-            where = f"process {os.getpid()} of {platform.node()}"
-            same = (
-                ": local paths must be the same on all machines of an engine" if one.shard[:1] == "/" else ""
-            )
-            one.add_note(f"{where} looked at it{same}")
-    return found
-
-
-def shared_out(items: Sequence[T], most: int) -> Iterator[Sequence[T]]:
-    """The items of each task, in order: at most so many, and fewer where there would be few tasks."""
-    step = max(1, min(most, -(-len(items) // _LEAST_TASKS)))
-    return (items[at : at + step] for at in range(0, len(items), step))
-
-
-def in_order(numbered: Iterator[tuple[int, T]]) -> Iterator[T]:
-    """The results of tasks that were run elsewhere, in the order of the tasks."""
-    early: dict[int, T] = {}
-    due = 0
-    for number, result in numbered:
-        early[number] = result
-        while due in early:
-            yield early.pop(due)
-            due += 1

@@ -22,8 +22,7 @@ from urllib.parse import quote
 import numpy as np
 from msgspec import structs
 
-from dataflow.sources.file_catalogs import LooseFiles
-from dataflow.sources.folders import UNKNOWN, Files, FolderListing, is_hidden, listing
+from dataflow.sources.file_catalogs import UNKNOWN, Files, FolderListing, LooseFiles, is_hidden, listing
 from dataflow.sources.listing.claims import (
     KIND_OF,
     KINDS,

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from dataflow.engines import run_all
 from dataflow.progress.bar import ProgressBar
-from dataflow.sources.indexing import in_order, index, shared_out
+from dataflow.sources.indexing import index
 from dataflow.sources.listing.claims import Listing, SourceArguments, looked_again, resolve
 from dataflow.sources.listing.places import Places
 from dataflow.sources.opening import checking, load_catalog, save_catalog, with_codec
+from dataflow.sources.tasks import in_order, shared_out
 from dataflow.tools.terminal.report import Part, Sentence, Table, bytes_text, show
 from prefetch.store.reader import StoreReader
 from prefetch.store.retrier import Retrier

@@ -12,7 +12,7 @@ import pytest
 from parameters_kit import in_full
 
 from dataflow import ShardError, ShardWriter
-from dataflow.sources.indexing import in_order, shared_out
+from dataflow.sources.tasks import in_order, shared_out
 from dataflow.tools.terminal.indexing import index_source
 from sharding.formats.tar.format import TarFormat
 
