@@ -234,7 +234,7 @@ def _facts(entry: os.DirEntry[str]) -> tuple[int, str] | None:
 def _remote_listing(fs: Any, root: str, depth: int | None) -> FolderListing:
     files, num_hidden = Files(), 0
     start, is_page = root.rstrip("/") + "/", is_http(root)
-    version, is_checked = version_of, False
+    is_checked, has_versions = False, True
     for path, info in fs.find(root, maxdepth=depth, detail=True).items():
         name = path.removeprefix(start)
         if info["type"] == "directory" or path.endswith("/") or not path.startswith(start):
@@ -246,16 +246,11 @@ def _remote_listing(fs: Any, root: str, depth: int | None) -> FolderListing:
         elif info.get("size") is None:
             files[name] = UNKNOWN, ""
         else:
-            alone = info if is_checked else fs.info(path)
-            if alone is not info and any(info.get(key) != alone.get(key) for key in VERSION_KEYS):
-                version = _no_version  # A read asks for its file alone, and would take it for another one.
-            is_checked = True
-            files[name] = int(info["size"]), version(info)
+            if not is_checked:  # a read asks for its file alone, and would take it for another one
+                alone, is_checked = fs.info(path), True
+                has_versions = all(info.get(key) == alone.get(key) for key in VERSION_KEYS)
+            files[name] = int(info["size"]), version_of(info) if has_versions else ""
     return FolderListing(files, {name.partition("/")[0] for name in files if "/" in name}, num_hidden)
-
-
-def _no_version(info: Mapping[str, Any]) -> str:
-    return ""
 
 
 def is_hidden(name: str) -> bool:

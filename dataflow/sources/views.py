@@ -112,7 +112,9 @@ def matching(source: Source, selection: Selection, expression: Any) -> Selection
         catalog.schema.check(name for name in catalog.schema.conflicts if name in str(expression))
         raise
     catalog.schema.check(first.named)
-    return _where(selection.of_blocks(blocks_that_may_match(catalog, expression, predicate_of)), matches)
+    return _where(
+        selection.of_blocks(blocks_that_may_match(catalog, codec, expression, predicate_of)), matches
+    )
 
 
 def _where(left: Selection, matches: Callable[[int], NDArray[np.bool_]]) -> Selection:

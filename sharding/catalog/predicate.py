@@ -185,16 +185,13 @@ def _evaluated(expression: Any, table: pa.Table) -> pa.ChunkedArray:
 
 
 def blocks_that_may_match(
-    catalog: Catalog, expression: Any, predicate_of: Callable[[Block], Predicate]
+    catalog: Catalog, codec: TabularFormat, expression: Any, predicate_of: Callable[[Block], Predicate]
 ) -> NDArray[np.bool_]:
     """Blocks whose statistics do not rule the condition out, bool [blocks]: all, where there are none.
 
     Statistics are those of columns as the shard has them, under the names that they have there.
     """
     may = np.ones(catalog.num_blocks, bool)
-    codec = catalog.codec()
-    if not isinstance(codec, TabularFormat):
-        return may
     for shard in range(catalog.num_shards):
         first, last = (int(n) for n in catalog.first_block[shard : shard + 2])
         if first == last or not predicate_of(block := catalog.block(first)).is_of_shard:

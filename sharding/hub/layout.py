@@ -274,7 +274,7 @@ def _special(path: str) -> int:
 
 
 def _of_one_format(files: Sequence[str], format: str, label: str) -> list[str]:  # noqa: A002
-    kinds = {path: _kind(path) or _kind_without_ending(path, format) for path in files}
+    kinds = {path: _kind(path, format) for path in files}
     counts = Counter(
         kind
         for path, kind in kinds.items()
@@ -294,16 +294,15 @@ def _of_one_format(files: Sequence[str], format: str, label: str) -> list[str]: 
     return [path for path, one in kinds.items() if one == kind]
 
 
-def _kind_without_ending(path: str, format: str) -> str | None:  # noqa: A002
-    is_shard = format in ENTRIES and not suffix_of(path) and not posixpath.basename(path).startswith("_")
-    return format if is_shard else None
+def _kind(path: str, format: str) -> str | None:  # noqa: A002
+    """The format of a file, or its ending if that is data of another kind; None: it is no data.
 
-
-def _kind(path: str) -> str | None:
-    """The format of a file, or its ending if that is data of another kind; None: it is no data."""
-    known = format_of_suffix(path)
+    `format` is that of files without an ending.
+    """
+    known, ending = format_of_suffix(path), suffix_of(path)
     if known is not None:
         return known
-    ending = suffix_of(path)
+    if not ending and format in ENTRIES:
+        return None if posixpath.basename(path).startswith("_") else format
     kind = mimetypes.types_map.get(ending, "").partition("/")[0]
     return ending if ending in _OTHER_DATA or kind in ("image", "audio", "video") else None

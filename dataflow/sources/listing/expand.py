@@ -179,12 +179,6 @@ def _look_up(
     return _list_directory(url, entries, kind, options, is_alone=is_alone)
 
 
-def _below(name: str, folder: str) -> str:
-    """The part of a path below a folder; "": it is not below it."""
-    start = folder.rstrip("/") + "/"
-    return name.rstrip("/").removeprefix(start) if name.startswith(start) else ""
-
-
 def _http_file(url: str, options: Mapping[str, Any] | None) -> str:
     if naming_part(url).endswith("/") or (is_glob(url) and not _exists(url, options)):
         rule = (
@@ -234,8 +228,12 @@ def _matches(fs: Any, path: str) -> dict[str, dict[str, Any]]:
 
     depth = None if "**" in pattern else pattern.count("/") + 1
     is_match = re.compile(glob_translate(pattern)).match
-    found = fs.find(folder, maxdepth=depth, withdirs=True, detail=True)
-    return {name: info for name, info in found.items() if is_match(_below(name, folder))}
+    found, start = fs.find(folder, maxdepth=depth, withdirs=True, detail=True), folder.rstrip("/") + "/"
+    return {
+        name: info
+        for name, info in found.items()
+        if name.startswith(start) and is_match(name.rstrip("/").removeprefix(start))
+    }
 
 
 def _list_directory(

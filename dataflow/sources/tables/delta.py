@@ -32,8 +32,10 @@ from sharding.formats.tables.fitting import FIELD_ID, TableFile
 from sharding.redaction import identity_of
 from sharding.urls import is_http, is_local, leaves_folder
 
-_COMMIT = re.compile(r"(\d{20})\.json")
-_CHECKPOINT = re.compile(r"(\d{20})\.checkpoint(\.\d{10}\.\d{10}|\.[0-9a-f-]{36})?\.(parquet|json)")
+_CHECKPOINT = ".checkpoint"
+_WITH_SIDECARS = re.compile(r"\.checkpoint\.[0-9a-f-]{36}\.")
+_LOGGED = re.compile(r"(\d{20})(\.json|\.checkpoint(\.\d{10}\.\d{10}|\.[0-9a-f-]{36})?\.(parquet|json))")
+"""Names of commits and checkpoints in a log."""
 _FEATURES = {
     "appendOnly",
     "columnMapping",
@@ -76,12 +78,11 @@ def open_delta(url: str, store: SmallFiles, revision: str | int | None) -> Table
         raise ValueError(f"a Delta log cannot be listed over HTTP, got {identity_of(url)!r}")
     folder = below(url, DELTA_LOG)
     names = store.names(folder)
-    commits = {int(match[1]): name for name in names if (match := _COMMIT.fullmatch(name))}
-    checkpoints = {int(match[1]) for name in names if (match := _CHECKPOINT.fullmatch(name))}
-    if not commits and not checkpoints:
+    versions = {name: int(match[1]) for name in names if (match := _LOGGED.fullmatch(name))}
+    if not versions:
         raise ValueError(f"{identity_of(url)} is no Delta table: it has no commits in {DELTA_LOG}/")
-    number = _number_of(revision, url, names, commits, checkpoints)
-    with _local_table(url, folder, store, names, number) as place:
+    number = _number_of(revision, url, names, versions)
+    with _local_table(url, folder, store, versions, number) as place:
         log = _read_log(place, number, url)
     return _version(log, url, str(number))
 
@@ -90,13 +91,11 @@ def _number_of(
     revision: str | int | None,
     url: str,
     names: Mapping[str, Any],
-    commits: Mapping[int, str],
-    checkpoints: set[int],
+    versions: Mapping[str, int],
 ) -> int:
-    last = max([*commits, *checkpoints])
+    first, last = min(versions.values()), max(versions.values())
     if revision is None:
         return last
-    first = min([*checkpoints, *commits])
     if isinstance(revision, int) or revision.isdigit():
         if not first <= int(revision) <= last:
             raise ValueError(
@@ -112,7 +111,8 @@ def _number_of(
             f"got {revision!r}"
         ) from error
     time_ns = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp() * 1e9
-    earlier = [number for number, name in sorted(commits.items()) if _time_ns(names[name]) <= time_ns]
+    commits = sorted((number, name) for name, number in versions.items() if _CHECKPOINT not in name)
+    earlier = [number for number, name in commits if _time_ns(names[name]) <= time_ns]
     if not earlier:
         raise ValueError(f"revision={revision!r} is before the first commit in the log of {identity_of(url)}")
     return earlier[-1]
@@ -128,29 +128,17 @@ def _time_ns(info: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _local_table(
-    url: str, folder: str, store: SmallFiles, names: Mapping[str, Any], number: int
+    url: str, folder: str, store: SmallFiles, versions: Mapping[str, int], number: int
 ) -> Iterator[str]:
     """A folder of this machine whose log has what the version is made of."""
     if is_local(url):
         yield url
         return
-    first = max(
-        (
-            int(match[1])
-            for name in names
-            if (match := _CHECKPOINT.fullmatch(name)) and int(match[1]) <= number
-        ),
-        default=0,
-    )
-    wanted = [
-        name
-        for name in names
-        if (match := _COMMIT.fullmatch(name) or _CHECKPOINT.fullmatch(name))
-        and first <= int(match[1]) <= number
-    ]
+    before = [n for name, n in versions.items() if _CHECKPOINT in name and n <= number]
+    wanted = [name for name, n in versions.items() if max(before, default=0) <= n <= number]
     sidecars = below(folder, "_sidecars")
     copies = {below(folder, name): name for name in wanted}
-    if any(match[2] and len(match[2]) > 30 for name in wanted if (match := _CHECKPOINT.fullmatch(name))):
+    if any(map(_WITH_SIDECARS.search, wanted)):
         copies |= {below(sidecars, name): f"_sidecars/{name}" for name in store.names(sidecars)}
     with tempfile.TemporaryDirectory(prefix="dataflow-delta-") as root:
         os.makedirs(os.path.join(root, DELTA_LOG, "_sidecars"))
