@@ -154,12 +154,12 @@ def fair_pattern(shares: tuple[int, ...]) -> Pattern:
     return pattern
 
 
-def tabulated(source: NDArray[Any], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
-    """Return `nth`, `by_source` and `first` of some draws, as in `Pattern`; `counts`: of each source."""
-    by_source = np.argsort(source, kind="stable")
+def tabulated(draws: NDArray[Any], counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    """Return `nth`, `by_source` and `first` of draws, as in `Pattern`; `counts`: those of each source."""
+    by_source = np.argsort(draws, kind="stable")
     first = np.concatenate(([0], np.cumsum(counts)))
-    nth = np.empty(len(source), np.int64)
-    nth[by_source] = np.arange(len(source)) - first[source[by_source]]
+    nth = np.empty(len(draws), np.int64)
+    nth[by_source] = np.arange(len(draws)) - first[draws[by_source]]
     return nth, by_source, first
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from sharding.topology.hardware import read_hardware
 from sharding.topology.launchers import Env, RankInfo, detect_rank_info, slurm_switch
-from sharding.topology.replicas import Replicate, checked_replicate, data_rank_info, data_ranks
+from sharding.topology.replicas import DataParallel, Replicate, checked_replicate, data_rank_info, data_ranks
 
 Racks = Mapping[str, str] | Callable[[str], str | None]
 """Rack of a host: a mapping (looked up by full name, then by the part before the first dot) or a function."""
@@ -218,12 +218,16 @@ class Topology:
     @property
     def data_rank(self) -> int:
         """Number of this rank's replica group, in [0, data_world_size): what the plan uses for a rank."""
-        return data_rank_info(self.replicate, self.rank, self.world_size).rank
+        return self.rank if self.replicate == 1 else self._data_rank_info.rank
 
     @property
     def data_world_size(self) -> int:
         """Number of replica groups: what the plan uses for a world size."""
-        return data_rank_info(self.replicate, self.rank, self.world_size).size
+        return self.world_size if self.replicate == 1 else self._data_rank_info.size
+
+    @property
+    def _data_rank_info(self) -> DataParallel:
+        return data_rank_info(self.replicate, self.rank, self.world_size)
 
     @property
     def data_ranks(self) -> tuple[int, ...] | None:

@@ -144,7 +144,7 @@ class Row(Struct, frozen=True):
     def has_folder(self, spec: Spec, places: Places) -> bool:
         """Return whether its folder lies in a source that is one."""
         is_place = spec.kind in ("folder", "opened") and bool(spec.texts)
-        return not (self.folder and is_place) or self.folder in places.names(spec.text, "directory")
+        return not is_place or self.folder in places.names(spec.text, "directory")
 
 
 def _has_shards(spec: Spec, places: Places, but: Collection[str] = ()) -> bool:
@@ -229,7 +229,8 @@ def resolve(source: Any, asked: SourceArguments, places: Places) -> Listing:
     for row in ROWS:
         if not row.is_asked(spec, asked):
             continue
-        if row.has_folder(spec, places) and row.may_claim(spec, asked, places):
+        has_folder = not row.folder or row.has_folder(spec, places)
+        if has_folder and row.may_claim(spec, asked, places):
             try:
                 listing: Listing | None = resolve_name(row.claims)(spec, asked, places)
             except ShardReadError as error:

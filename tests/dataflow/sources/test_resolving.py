@@ -40,7 +40,9 @@ def asked_of(source: Any, **given: Any) -> list[str]:
         spec = spec_of(source, asked, places)
         rows = [row for row in ROWS if row.is_asked(spec, asked)]
         claimed = next(
-            row for row in rows if row.has_folder(spec, places) and row.may_claim(spec, asked, places)
+            row
+            for row in rows
+            if (not row.folder or row.has_folder(spec, places)) and row.may_claim(spec, asked, places)
         )
     return [row.name for row in rows[: rows.index(claimed) + 1]]
 
