@@ -55,7 +55,6 @@ class Order:
         shuffle: how to mix.
         seed: any 64-bit integer.
         epoch: >= 0.
-        window_blocks: used where `shuffle.window_blocks` is None.
 
     Raises `ValueError` for arguments that break these rules.
     """
@@ -63,20 +62,12 @@ class Order:
     ends: NDArray[np.int64] | None = None
     """[samples] times that a sample and those before it come; None: each comes once."""
 
-    def __init__(
-        self,
-        num_samples_per_block: ArrayLike,
-        shuffle: Shuffle,
-        *,
-        seed: int,
-        epoch: int,
-        window_blocks: int = DEFAULT_WINDOW_BLOCKS,
-    ) -> None:
+    def __init__(self, num_samples_per_block: ArrayLike, shuffle: Shuffle, *, seed: int, epoch: int) -> None:
         counts = _checked_counts(num_samples_per_block)
         if epoch < 0:
             raise ValueError(f"epoch must be >= 0, got {epoch}")
         self.seed, self.epoch = seed, epoch
-        self.shuffle = shuffle.resolved(window_blocks)
+        self.shuffle = shuffle.resolved()
         """The shuffle with nothing left open: what a resume must use to get the same order."""
         self.num_lanes = self.shuffle.num_lanes
         self.num_samples, self.known_from = int(counts.sum()), 0

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sharding.cached_property import cached_property
 from sharding.order.order import Order
-from sharding.order.shuffle import DEFAULT_WINDOW_BLOCKS, Shuffle
+from sharding.order.shuffle import Shuffle
 
 MOST_LISTED = 1 << 28
 """Samples of a block, at most, that are listed one by one: 2 GiB of row numbers."""
@@ -181,19 +181,11 @@ class SelectedOrder(Order):
 
     Args:
         selection: what to order.
-        shuffle, seed, epoch, window_blocks: see `Order`.
+        shuffle, seed, epoch: see `Order`.
     """
 
-    def __init__(
-        self,
-        selection: Selection,
-        shuffle: Shuffle,
-        *,
-        seed: int,
-        epoch: int,
-        window_blocks: int = DEFAULT_WINDOW_BLOCKS,
-    ) -> None:
-        super().__init__(selection.num_samples, shuffle, seed=seed, epoch=epoch, window_blocks=window_blocks)
+    def __init__(self, selection: Selection, shuffle: Shuffle, *, seed: int, epoch: int) -> None:
+        super().__init__(selection.num_samples, shuffle, seed=seed, epoch=epoch)
         self.selection = selection
 
     def window_samples(self, window: int, indices: Ints | None = None) -> tuple[NDArray[np.int32], Ints]:

@@ -361,11 +361,10 @@ def test_an_epoch_without_samples_has_no_windows():
 
 
 def test_an_order_tells_what_was_left_open():
-    assert Order([1], Shuffle(), seed=0, epoch=0, window_blocks=77).shuffle == Shuffle(
-        "window", 77, 8, ramp=True
-    )
-    assert Order([1], Shuffle("window", 5), seed=0, epoch=0, window_blocks=77).shuffle.window_blocks == 5
-    assert Order([1], Shuffle("full"), seed=0, epoch=0, window_blocks=77).shuffle == Shuffle("full")
+    assert Order([1], Shuffle(), seed=0, epoch=0).shuffle == Shuffle("window", 512, 8, ramp=True)
+    assert Order([1], Shuffle().resolved(77), seed=0, epoch=0).shuffle == Shuffle("window", 77, 8, ramp=True)
+    assert Order([1], Shuffle("window", 5), seed=0, epoch=0).shuffle.window_blocks == 5
+    assert Order([1], Shuffle("full"), seed=0, epoch=0).shuffle == Shuffle("full")
 
 
 def test_an_order_does_not_follow_later_changes_of_its_table():

@@ -400,10 +400,10 @@ def test_a_states_keys_are_the_same_whatever_it_holds():
 
 def test_a_state_rebuilds_the_order_it_was_made_with():
     table = [5] * 100
-    order = Order(table, Shuffle(), seed=7, epoch=3, window_blocks=16)
+    order = Order(table, Shuffle().resolved(16), seed=7, epoch=3)
     saved = replace(STATE, position=40, num_samples=order.num_samples, shuffle=order.shuffle).to_json()
     state = PlanState.from_json(json.loads(json.dumps(saved)))
-    again = Order(table, state.shuffle, seed=state.seed, epoch=state.epoch, window_blocks=999)
+    again = Order(table, state.shuffle, seed=state.seed, epoch=state.epoch)
     everywhere = np.arange(500)
     assert np.array_equal(again.samples(everywhere), order.samples(everywhere))
 
