@@ -42,6 +42,7 @@ OUTSIDE = {
         "dataflow.decode.image",
         "dataflow.decode.jpeg",
         "dataflow.outputs.images",
+        "prefetch.core.images",
     ),
     "sound and video": (
         "dataflow.decode.audio",

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from benchmarks.report import save_figures
-from prefetch.core.executor import executor
-from prefetch.core.images import CropBox, Filter, ImageForm
+from prefetch.core.images import CropBox, Filter, ImageForm, Resizer
 
 HEIGHT, WIDTH, SIZE = 403, 468, 224
 Pixels = NDArray[np.uint8]
@@ -48,7 +47,7 @@ def picture() -> Pixels:
 def ours(pixels: Pixels, kind: Filter, *, antialias: bool) -> Callable[[], Pixels]:
     """By the compiled core."""
     form = ImageForm(height=SIZE, width=SIZE, filter=kind, antialias=antialias)
-    out, resizer = np.empty(form.shape, np.uint8), executor().resizer(form)
+    out, resizer = np.empty(form.shape, np.uint8), Resizer(form)
     crop = CropBox(0, 0, HEIGHT, WIDTH, within=(0, 0, HEIGHT, WIDTH))
 
     def resize() -> Pixels:

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from dataflow.decode.crop import DRAW_FLIP, center_boxes, random_resized_crop_boxes
 from dataflow.decode.values import Draws
-from prefetch.core.executor import executor
-from prefetch.core.images import CropBox, Filter, ImageForm
+from prefetch.core.images import CropBox, Filter, ImageForm, Resizer
 from sharding.cached_property import cached_property
 from sharding.errors import DataflowError, SampleError
 
@@ -405,9 +404,9 @@ def _required(draws: Draws | None) -> Draws:
 
 
 @lru_cache(maxsize=64)  # a part of a batch asks for one; images of their own sizes have many
-def _resizer(spec: Image) -> Callable[[NDArray[np.uint8], CropBox, NDArray[Any]], None]:
+def _resizer(spec: Image) -> Resizer:
     """Return what makes results of pixels."""
-    return executor().resizer(spec.form())
+    return Resizer(spec.form())
 
 
 @cache

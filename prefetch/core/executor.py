@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +16,6 @@ from prefetch.core.queue import CopyQueue, column_table
 from sharding.cached_property import cached_property
 from sharding.core.compile import LIBRARY
 from sharding.core.library import address_of, loaded
-
-if TYPE_CHECKING:
-    from prefetch.core.images import CropBox, ImageForm
-
 
 _WIDTHS = (1, 2, 4, 8)
 
@@ -55,10 +51,6 @@ class Executor:
         table, status = column_table(columns), np.empty(num_rows, np.uint8)
         self._library.core_run(address_of(table), len(table), 0, num_rows, address_of(status))
         return status
-
-    def resizer(self, form: ImageForm) -> Resizer:
-        """Return what makes results of decoded images."""
-        return Resizer(self._library.core_resize, form)
 
     def open_queue(self, num_threads: int, *, wake_at: int = 1) -> CopyQueue:
         """A queue of `num_threads` threads that wakes who waits when `wake_at` jobs are done."""
@@ -125,78 +117,6 @@ class Executor:
         self._library.core_interleave(
             address_of(addresses), len(arrays), arrays[0].size, width, address_of(out)
         )
-
-
-class _Form(ctypes.Structure):
-    """The struct `core_form` of core.h."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in ("channels", "height", "width", "filter", "antialias", "planar")
-        ),
-        ("numbers", ctypes.c_void_p),
-    )
-
-
-class _Image(ctypes.Structure):
-    """The struct `core_image` of core.h."""
-
-    _fields_ = (
-        ("pixels", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
-        *((name, ctypes.c_double) for name in ("top", "left", "height", "width")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("least_row", "past_row", "least_column", "past_column", "flip")
-        ),
-        ("out", ctypes.c_void_p),
-    )
-
-
-class Resizer:
-    """Makes results of one form of decoded images. Thread-safe.
-
-    Args:
-        resize: `core_resize`.
-        form: of results.
-    """
-
-    def __init__(self, resize: Any, form: ImageForm) -> None:
-        numbers = form.numbers
-        self._resize, self._form = resize, form
-        self._table = _Form(
-            form.channels,
-            form.height,
-            form.width,
-            form.filter,
-            form.antialias,
-            form.planar,
-            None if numbers is None else address_of(numbers),
-        )
-
-    def __call__(self, pixels: NDArray[np.uint8], crop: CropBox, out: NDArray[np.uint8 | np.float32]) -> None:
-        """Resize a part of an image into `out`, C-contiguous, of the form's shape and dtype.
-
-        `pixels`, uint8 [h, w, channels]: only rows may lie apart.
-        """
-        top, left, bottom, right = crop.within
-        image = _Image(
-            address_of(pixels),
-            pixels.strides[0],
-            crop.top,
-            crop.left,
-            crop.height,
-            crop.width,
-            top,
-            bottom,
-            left,
-            right,
-            crop.flip,
-            address_of(out),
-        )
-        if self._resize(ctypes.byref(image), ctypes.byref(self._table)):
-            raise MemoryError(f"no memory to resize to {self._form.shape}")
 
 
 @cache

@@ -10,8 +10,7 @@ from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from plain_core import resize
 
-from prefetch.core.executor import executor
-from prefetch.core.images import CropBox, Filter, ImageForm
+from prefetch.core.images import CropBox, Filter, ImageForm, Resizer
 
 
 def picture(height: int, width: int, channels: int = 3) -> NDArray[np.uint8]:
@@ -30,7 +29,7 @@ def resized(
     form: ImageForm, pixels: NDArray[np.uint8], crop: CropBox | None = None
 ) -> NDArray[np.uint8 | np.float32]:
     out = np.full(form.shape, 77, form.dtype)
-    executor().resizer(form)(pixels, whole(pixels) if crop is None else crop, out)
+    Resizer(form)(pixels, whole(pixels) if crop is None else crop, out)
     return out
 
 
