@@ -15,7 +15,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
 import numpy as np
@@ -175,21 +175,17 @@ class BlockCache:
     def _claimed(self, entry: Entry) -> Iterator[Claim | None]:
         """The claim to fetch a block; None: fetch it without."""
         claim = None
-        if self._keeps:  # else who waited would have to fetch it all the same
-            try:
-                assert self._claims is not None
-                claim = self._claims.take(entry.name, patience_s=self._patience_s)
-            except OSError as error:
-                self._cannot_write(error)
-        if self._closed:
-            if claim is not None:
-                claim.release()
-            raise ReaderClosedError("the loader was closed while another process fetched a block")
-        try:
+        with ExitStack() as stack:
+            if self._keeps:  # else who waited would have to fetch it all the same
+                try:
+                    assert self._claims is not None
+                    taken = self._claims.taken(entry.name, patience_s=self._patience_s)
+                    claim = stack.enter_context(taken)
+                except OSError as error:
+                    self._cannot_write(error)
+            if self._closed:
+                raise ReaderClosedError("the loader was closed while another process fetched a block")
             yield claim
-        finally:
-            if claim is not None:
-                claim.release()
 
     def _publish(self, entry: Entry, data: NDArray[np.uint8], checksum: int | None) -> None:
         if not self._keeps:

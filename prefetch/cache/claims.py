@@ -16,18 +16,16 @@ import os
 import select
 import stat
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from errno import EEXIST
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 from prefetch.memory.lifetimes import close_private, only_ours, open_private
 
 
 class Claim:
-    """Held until `release`. A context manager."""
+    """Held until `release`."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
@@ -45,14 +43,6 @@ class Claim:
         if descriptor >= 0:
             close_private(descriptor)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
 
 class Claims:
     """Takes claims in one folder. Thread-safe; two threads of one process exclude each other as well.
@@ -65,6 +55,16 @@ class Claims:
     def __init__(self, folder: str, *, now: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._now = folder, now
         self._closing = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    @contextmanager
+    def taken(self, name: str, *, patience_s: float) -> Iterator[Claim | None]:
+        """As `take`, until the block is left."""
+        claim = self.take(name, patience_s=patience_s)
+        try:
+            yield claim
+        finally:
+            if claim is not None:
+                claim.release()
 
     def take(self, name: str, *, patience_s: float) -> Claim | None:
         """The claim on a file name, when its holder gives it up or dies.

@@ -168,13 +168,8 @@ class CacheFolder:
     @contextmanager
     def _locked(self) -> Iterator[Claim | None]:
         """The lock of the folder; None if somebody keeps it."""
-        with self._mutex:
-            claim = self._claims.take(_LOCK, patience_s=_LOCK_PATIENCE_S)
-            try:
-                yield claim
-            finally:
-                if claim is not None:
-                    claim.release()
+        with self._mutex, self._claims.taken(_LOCK, patience_s=_LOCK_PATIENCE_S) as claim:
+            yield claim
 
     def _has_room(self, nbytes: int, next_use: Callable[[], float]) -> bool:
         """Return whether a block fits, after making room if that is worth it."""
@@ -259,9 +254,8 @@ class CacheFolder:
     def _drop_dead_claims(self) -> None:
         for item in _items(self._path("live")):
             if NAME.fullmatch(item.name) and not item.is_file(follow_symlinks=False):
-                claim = self._claims.take(item.name, patience_s=0)
-                if claim is not None:
-                    claim.release()
+                with self._claims.taken(item.name, patience_s=0):
+                    pass
 
     def _total(self) -> int:
         data = b""

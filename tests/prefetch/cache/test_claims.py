@@ -37,21 +37,22 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_a_claim_that_is_held_cannot_be_taken(claims: Claims) -> None:
-    with taken(claims, "a"):
+    with claims.taken("a", patience_s=0):
         assert claims.take("a", patience_s=0) is None
         assert claims.take("a", patience_s=0.01) is None
-    with taken(claims, "a"):
-        pass
+    with claims.taken("a", patience_s=0) as claim:
+        assert claim
 
 
 def test_claims_of_other_names_are_free(claims: Claims) -> None:
-    with taken(claims, "a"), taken(claims, "b"):
-        pass
+    with claims.taken("a", patience_s=0) as a, claims.taken("b", patience_s=0) as b:
+        assert a
+        assert b
 
 
 def test_nothing_is_left_of_a_claim(claims: Claims, tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    with taken(claims, "a"):
+    with claims.taken("a", patience_s=0):
         claims.take("a", patience_s=0.01)
     assert list(tmp_path.iterdir()) == []
     assert set(os.listdir("/proc/self/fd")) == before
@@ -70,7 +71,8 @@ def test_one_holder_at_a_time_among_many_threads(claims: Claims, threads: Thread
 
     def take_turns() -> None:
         for _ in range(20):
-            with taken(claims, "a", WAIT_S):
+            with claims.taken("a", patience_s=WAIT_S) as claim:
+                assert claim
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 turns[0] += 1
@@ -126,7 +128,7 @@ def test_a_child_that_outlives_its_killed_parent_does_not_keep_a_claim(
 
 
 def test_ending_ends_waits(claims: Claims, threads: ThreadPoolExecutor) -> None:
-    with taken(claims, "a"):
+    with claims.taken("a", patience_s=0):
         waiting = [threads.submit(claims.take, "a", patience_s=10) for _ in range(3)]
         claims.end()
         assert [w.result(timeout=5) for w in waiting] == [None, None, None]
@@ -156,7 +158,7 @@ def test_the_lock_of_a_pipe_that_its_holder_has_removed_is_no_claim(claims: Clai
     with forked(take_late) as late:
         late.reached()
         first.release()
-        with taken(claims, "a"):
+        with claims.taken("a", patience_s=0):
             assert late.go_on() == 0
 
 
