@@ -12,14 +12,13 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from prefetch.control.pause import ReadPause
 from prefetch.errors import ReaderClosedError
 from prefetch.http.arrival import Arrival
 from prefetch.http.clients import Client, Fill
 from prefetch.http.responses import Info
-from prefetch.retries import HedgeBudget, ReadTimes, RetryPolicy, hedge_due_s, is_crawling
+from prefetch.retries import HedgeBudget, ReadTimes, hedge_due_s, is_crawling
 from prefetch.store.ranges import Awaited, RangePart, RangeRead
-from prefetch.store.retrier import Hosts
+from prefetch.store.retrier import ReadSettings
 from sharding.blocks import Shard
 from sharding.catalog.storage import check_shard
 from sharding.errors import DataflowError, ShardChangedError
@@ -31,32 +30,15 @@ WHOLE_PART_PATIENCE = 6
 
 
 class RangeFetcher:
-    """Fills the missing parts of ranges. Thread-safe.
+    """Fills the missing parts of ranges. Thread-safe."""
 
-    Args:
-        policy: how long a silence may be.
-        hedge_share: share of all bytes that may be asked for a second time.
-        hosts: told of those that answer.
-        pause: makes bytes stand still.
-        now: seconds on a clock that only goes forward.
-        count: told of second requests, by keywords of `ReadStats`.
-    """
-
-    def __init__(
-        self,
-        *,
-        policy: RetryPolicy,
-        hedge_share: float,
-        hosts: Hosts,
-        pause: ReadPause | None,
-        now: Callable[[], float],
-        count: Callable[..., None],
-    ) -> None:
-        self._policy, self._hosts, self._pause, self._now, self._count = policy, hosts, pause, now, count
+    def __init__(self, settings: ReadSettings) -> None:
+        self._policy, self._hosts, self._pause = settings.policy, settings.hosts, settings.pause
+        self._now, self._count = settings.now, settings.count
         self._lock = threading.Lock()  # guards what follows
         self._checked: set[str] = set()
         self._times = ReadTimes()
-        self._budget = HedgeBudget(hedge_share)
+        self._budget = HedgeBudget(settings.hedge_share)
 
     def is_checked(self, shard: Shard) -> bool:
         """Return whether the store has said of this object that it is the one that was indexed."""

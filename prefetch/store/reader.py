@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from prefetch.counts import NO_FAULTS, ReadStats
 from prefetch.retries import RetryPolicy
 from prefetch.store.local import read_local
-from prefetch.store.retrier import Hosts
+from prefetch.store.ranges import MOST_BYTES, Awaited
+from prefetch.store.retrier import Hosts, ReadSettings
 from sharding.blocks import Shard
 from sharding.errors import ShardReadError
 from sharding.urls import is_local
 
 if TYPE_CHECKING:
     from prefetch.control.pause import ReadPause
-    from prefetch.store.ranges import Awaited
     from prefetch.store.remote import RemoteReader
 
 
@@ -37,7 +37,7 @@ class StoreReader:
         storage_options: keyword arguments of the fsspec filesystem.
         policy: when a remote read is tried again.
         hedge_share: share of all bytes that may be asked for a second time.
-        part_bytes: as much as one request brings; None: 4 MiB.
+        part_bytes: as much as one request brings.
         hosts: that have answered; the one that opened the dataset knows.
         say: is given a line on what a read waits for, after 3 s and at growing intervals. None: who waits
             asks `waiting`.
@@ -53,7 +53,7 @@ class StoreReader:
         *,
         policy: RetryPolicy | None = None,
         hedge_share: float = 0.02,
-        part_bytes: int | None = None,
+        part_bytes: int = MOST_BYTES,
         hosts: Hosts | None = None,
         say: Callable[[str], None] | None = None,
         pause: ReadPause | None = None,
@@ -61,17 +61,19 @@ class StoreReader:
         wait: Callable[[float], bool] | None = None,
     ) -> None:
         self._closed = threading.Event()
-        self._settings: dict[str, Any] = {
-            "storage_options": dict(storage_options or {}),
-            "policy": policy or RetryPolicy(),
-            "hedge_share": hedge_share,
-            "part_bytes": part_bytes,
-            "hosts": Hosts() if hosts is None else hosts,
-            "say": say,
-            "pause": pause,
-            "now": now or (pause.running_s if pause else time.monotonic),
-            "wait": wait or self._closed.wait,
-        }
+        self._settings = ReadSettings(
+            storage_options=dict(storage_options or {}),
+            policy=policy or RetryPolicy(),
+            hedge_share=hedge_share,
+            part_bytes=part_bytes,
+            hosts=Hosts() if hosts is None else hosts,
+            say=say,
+            pause=pause,
+            now=now or (pause.running_s if pause else time.monotonic),
+            wait=wait or self._closed.wait,
+            closed=self._closed,
+            count=self._count,
+        )
         self._lock = threading.Lock()  # guards what follows
         self._remote: RemoteReader | None = None
         self._counts = NO_FAULTS
@@ -144,7 +146,7 @@ class StoreReader:
 
             with self._lock:
                 if self._remote is None:
-                    self._remote = RemoteReader(**self._settings, closed=self._closed, count=self._count)
+                    self._remote = RemoteReader(self._settings)
         return self._remote
 
     def _count(self, **more: int) -> None:

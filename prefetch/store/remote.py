@@ -10,7 +10,7 @@ are given up and abandoned (`prefetch.store.blocking`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from typing import Any
@@ -19,72 +19,40 @@ import numpy as np
 from fsspec.implementations.cached import CachingFileSystem
 from numpy.typing import NDArray
 
-from prefetch.control.pause import ReadPause
 from prefetch.errors import next_notice_s
 from prefetch.http.clients import client_of
 from prefetch.memory.mapping import touch_pages
-from prefetch.retries import RetryPolicy, failure_of
+from prefetch.retries import failure_of
 from prefetch.store.blocking import BlockingCall
 from prefetch.store.fetching import WHOLE_PART_PATIENCE, LoopCall, RangeFetcher, closed_error
 from prefetch.store.filesystems import Filesystems
 from prefetch.store.local import truncated
-from prefetch.store.ranges import MOST_BYTES, Awaited, RangePart, RangeRead
-from prefetch.store.retrier import Hosts, host_of
+from prefetch.store.ranges import Awaited, RangePart, RangeRead
+from prefetch.store.retrier import ReadSettings, host_of
 from sharding.blocks import Shard
 from sharding.catalog.storage import failure_text
 from sharding.errors import DataflowError, ShardReadError
 
 
 class RemoteReader:
-    """Reads ranges of remote shards for a `StoreReader`. Thread-safe.
+    """Reads ranges of remote shards for a `StoreReader`. Thread-safe."""
 
-    Args:
-        storage_options: keyword arguments of the fsspec filesystem.
-        policy: when a read is tried again.
-        hedge_share: share of all bytes that may be asked for a second time.
-        part_bytes: as much as one request brings; None: `MOST_BYTES`.
-        hosts: that have answered.
-        say: is given a line on what a read waits for; None: who waits asks `waiting`.
-        pause: makes bytes stand still while it lasts.
-        now: seconds on a clock that only goes forward.
-        wait: waits so many seconds, or until the reader is closed; whether it is.
-        closed: is set when the reader is closed.
-        count: told of faults and second requests, by keywords of `ReadStats`.
-    """
-
-    def __init__(
-        self,
-        storage_options: Mapping[str, Any],
-        *,
-        policy: RetryPolicy,
-        hedge_share: float,
-        part_bytes: int | None,
-        hosts: Hosts,
-        say: Callable[[str], None] | None,
-        pause: ReadPause | None,
-        now: Callable[[], float],
-        wait: Callable[[float], bool],
-        closed: threading.Event,
-        count: Callable[..., None],
-    ) -> None:
-        self._filesystems = Filesystems(storage_options)
-        self._policy, self._say, self._hosts = policy, say, hosts
-        self._part_bytes = MOST_BYTES if part_bytes is None else part_bytes
-        self._now, self._wait, self._closed, self._count = now, wait, closed, count
+    def __init__(self, settings: ReadSettings) -> None:
+        self._filesystems = Filesystems(settings.storage_options)
+        self._settings, self._policy, self._hosts = settings, settings.policy, settings.hosts
+        self._now, self._closed, self._count = settings.now, settings.closed, settings.count
         self._lock = threading.Lock()  # guards what follows
         self._running: dict[LoopCall | BlockingCall, RangeRead] = {}
         self._failing: dict[int, RangeRead] = {}
-        self._fetcher = RangeFetcher(
-            policy=policy, hedge_share=hedge_share, hosts=hosts, pause=pause, now=now, count=count
-        )
+        self._fetcher = RangeFetcher(settings)
 
     def read(self, shard: Shard, offset: int, out: NDArray[np.uint8], awaited: Awaited | None) -> None:
         """Fill `out` with the shard's bytes from `offset`. See `StoreReader.read_into`."""
         if offset + out.nbytes > shard.size:
             raise truncated(shard, offset, out.nbytes, max(0, shard.size - offset))
-        began_s = self._now()
-        starts = range(0, out.nbytes, self._part_bytes)
-        parts = [RangePart(at, at, min(at + self._part_bytes, out.nbytes), began_s) for at in starts]
+        began_s, part_bytes = self._now(), self._settings.part_bytes
+        starts = range(0, out.nbytes, part_bytes)
+        parts = [RangePart(at, at, min(at + part_bytes, out.nbytes), began_s) for at in starts]
         read = RangeRead(shard=shard, offset=offset, out=out, awaited=awaited, began_s=began_s, parts=parts)
         try:
             attempts = self._attempt_until_whole(read)
@@ -169,10 +137,10 @@ class RemoteReader:
             read.reason, read.left_then = reason, read.left
             with self._lock:
                 self._failing[id(read)] = read
-            if self._say and idle_s >= due_s:
-                self._say(f"waiting {idle_s:.0f} s for a read: {self.waiting()}")
+            if (say := self._settings.say) and idle_s >= due_s:
+                say(f"waiting {idle_s:.0f} s for a read: {self.waiting()}")
                 due_s = next_notice_s(idle_s)
-            if self._wait(decision.delay_s):
+            if self._settings.wait(decision.delay_s):
                 raise closed_error()
         raise AssertionError("unreachable")
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from msgspec import Struct
 
@@ -25,6 +26,9 @@ from sharding.errors import ShardError, ShardReadError
 from sharding.printable import printable
 from sharding.redaction import identity_of, without_secrets
 from sharding.urls import is_local, naming_part
+
+if TYPE_CHECKING:
+    from prefetch.control.pause import ReadPause
 
 R = TypeVar("R")
 
@@ -55,6 +59,25 @@ class Hosts:
 def host_of(url: str) -> str:
     """Protocol and host of a URL, or protocol and bucket."""
     return "/".join(naming_part(identity_of(url)).split("/")[:3])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSettings:
+    """The arguments of a `StoreReader`, for what it makes at the first remote read."""
+
+    storage_options: Mapping[str, Any]
+    policy: RetryPolicy
+    hedge_share: float
+    part_bytes: int
+    hosts: Hosts
+    say: Callable[[str], None] | None
+    pause: ReadPause | None
+    now: Callable[[], float]
+    wait: Callable[[float], bool]
+    closed: threading.Event
+    """Set when the reader is closed."""
+    count: Callable[..., None]
+    """Told of faults and second requests, by keywords of `ReadStats`."""
 
 
 class _Request(Struct):
