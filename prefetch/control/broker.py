@@ -37,8 +37,6 @@ _ASK, _DONE, _FAILED, _DEMAND = b"a", b"d", b"f", b"n"
 _GRANT = struct.Struct("<q")  # the limit; then its reason
 _LONGEST = 512
 _UNLIMITED = -1
-_NOTEWORTHY = 0.1
-"""A demand that changed by less is not sent."""
 _TRIES = 50
 """To find or become the broker. More than one is needed only while one is about to listen, or just ended."""
 _CONNECT_S = 5.0
@@ -107,7 +105,6 @@ class Broker:
         self._peers: set[_Peer] = set()
         self._demands: dict[int, float | None] = {}
         """The demand of each rank that has a connection and has sent its own."""
-        self._demanded: float | None = None
         self._listener = _new_socket()
         try:
             self._listener.bind(f"\0{name}")
@@ -191,10 +188,7 @@ class Broker:
         """Add up what all ranks use; no limit while one waits for data, or was not heard of yet."""
         demands = [self._demands.get(rank) for rank in {peer.rank for peer in self._peers} - {-1}]
         limited = [demand for demand in demands if demand is not None]
-        total = sum(limited) if limited and len(limited) == len(demands) else None
-        if total != self._demanded:
-            self._demanded = total
-            self._control.demand(total)
+        self._control.demand(sum(limited) if limited and len(limited) == len(demands) else None)
 
     def _grant(self) -> None:
         """Admit the readers that may go."""
@@ -240,9 +234,6 @@ class SharedGate(ReadGate):
         self._idle: list[socket.socket] = []
         self._all: set[socket.socket] = set()
         self._last_decision = Decision(0, "no read was granted yet")
-        self._reported = 0
-        self._last_demand: float | None = None
-        """The last argument of `demand`; guarded by the lock of `ReadGate`."""
         self._ended = False
 
     @contextmanager
@@ -260,17 +251,11 @@ class SharedGate(ReadGate):
             raise
         self._finish(connection, _DONE, self._new_refusals())
 
-    def _set_demand(self, bytes_per_s: float | None) -> None:
-        super()._set_demand(bytes_per_s)
-        last = self._last_demand
-        if bytes_per_s is None or last is None:
-            changed = bytes_per_s is not last
-        else:
-            changed = abs(bytes_per_s - last) > _NOTEWORTHY * last
-        if changed:
-            self._last_demand = bytes_per_s
+    def _set_demand(self, bytes_per_s: float | None) -> bool:
+        if is_news := super()._set_demand(bytes_per_s):
             with suppress(ReaderClosedError):
                 self.demand(bytes_per_s)
+        return is_news
 
     def demand(self, bytes_per_s: float | None) -> None:
         """Say what this rank uses; None while it waits for data. The broker adds the ranks' up."""
@@ -385,11 +370,6 @@ class SharedGate(ReadGate):
         with self._lock:
             self._all.discard(connection)
         connection.close()
-
-    def _new_refusals(self) -> int:
-        with self._lock:
-            before, self._reported = self._reported, self._refusals()
-            return self._reported - before
 
 
 def _new_socket() -> socket.socket:

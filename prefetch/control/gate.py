@@ -74,10 +74,8 @@ class ReadGate:
         with self._admitting:
             now = self._now()
             self._control.done(now, sent)
-            refused = self._refusals()
-            if refused > self._refused:
-                self._control.refused(now, refused - self._refused)
-                self._refused = refused
+            if refused := self._new_refusals():
+                self._control.refused(now, refused)
             self._call_next()
 
     def observe_use(self, nbytes: int, gap_s: float) -> None:
@@ -91,11 +89,19 @@ class ReadGate:
             self._demand.waited()
             self._set_demand(None)
 
-    def _set_demand(self, bytes_per_s: float | None) -> None:
+    def _new_refusals(self) -> int:
+        """Refusals since it was asked before."""
+        with self._admitting:
+            before, self._refused = self._refused, self._refusals()
+            return self._refused - before
+
+    def _set_demand(self, bytes_per_s: float | None) -> bool:
+        """Set what is used; whether that is worth telling."""
         before = self._control.decision.value
-        self._control.demand(bytes_per_s)
+        is_news = self._control.demand(bytes_per_s)
         if self._control.decision.value > before:
             self._call_next()
+        return is_news
 
     def _call_next(self) -> None:
         if self._line:

@@ -160,14 +160,20 @@ class Inflight:
         """It ended for a reason that says nothing about the load."""
         self.in_flight_bytes -= request.nbytes
 
-    def demand(self, bytes_per_s: float | None) -> None:
-        """Say what the consumer uses; None while it waits for data, and the store should give what it can."""
+    def demand(self, bytes_per_s: float | None) -> bool:
+        """Say what the consumer uses; None while it waits for data, and the store should give what it can.
+
+        Returns whether that is worth telling: another demand than before, by more than a tenth.
+        """
         was = self._demand
-        if bytes_per_s == was:
-            return
-        if was is None or bytes_per_s is None or abs(bytes_per_s - was) > 0.1 * was:
+        if bytes_per_s is None or was is None:
+            is_news = bytes_per_s is not was
+        else:
+            is_news = abs(bytes_per_s - was) > 0.1 * was
+        if is_news:
             self._demand = bytes_per_s
             self._decide()
+        return is_news
 
     # ---- a round: about one latency --------------------------------------------------------------------
 

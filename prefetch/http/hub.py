@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 
 from prefetch.http.connections import Connections, Destination, Origin
 from prefetch.http.responses import Check, Head, Info, check_range, raise_for_status
-from sharding.http_status import StatusError
+from sharding.http_status import StatusError, retry_after_s
 from sharding.hub.access import HubAccess
 from sharding.hub.snapshot import hub_folder
 from sharding.write.file import private_folder
@@ -294,14 +294,10 @@ def _refuse_too_early(address: _Address) -> None:
 
 def _record_pause(address: _Address, head: Head) -> None:
     """Let all processes know that a host wants to be left alone."""
-    if head.status != 429:
-        return
-    try:
-        raise_for_status(head.status, head.reason, head.fields, "")
-    except StatusError as error:
-        if error.retry_after_s > 0:
-            path, until_s = _pause_file(address.origin), time.time() + error.retry_after_s
-            with suppress(OSError):
-                private_folder(os.path.dirname(path))
-                with open(path, "ab"):
-                    os.utime(path, (until_s, until_s))
+    wait_s = retry_after_s(head.fields)
+    if head.status == 429 and wait_s > 0:
+        path, until_s = _pause_file(address.origin), time.time() + wait_s
+        with suppress(OSError):
+            private_folder(os.path.dirname(path))
+            with open(path, "ab"):
+                os.utime(path, (until_s, until_s))

@@ -36,8 +36,11 @@ class FixedLimit(Inflight):
         self.most = max(self.most, self.in_flight_bytes)
         return sent
 
-    def demand(self, bytes_per_s: float | None) -> None:
-        self.demanded.append(bytes_per_s)
+    def demand(self, bytes_per_s: float | None) -> bool:
+        is_news = super().demand(bytes_per_s)
+        if is_news:
+            self.demanded.append(bytes_per_s)
+        return is_news
 
 
 Make = Callable[..., SharedGate]
