@@ -29,8 +29,11 @@ from msgspec import Struct
 
 Kind = Literal["connection", "timeout", "throttled", "server", "cut", "wrong", "final"]
 
-_THROTTLED = (429, 503)
-_SERVER = (500, 502, 504)
+_BY_STATUS: dict[int, Kind] = {
+    408: "timeout",
+    **dict.fromkeys((429, 503), "throttled"),
+    **dict.fromkeys((500, 502, 504), "server"),
+}
 _CONNECTION_ERRNOS = {
     errno.EADDRNOTAVAIL,
     errno.EAGAIN,
@@ -119,7 +122,7 @@ def failure_of(error: BaseException) -> Failure:
     """
     for one in _with_causes(error):
         status = _status(one)
-        kind = _kind_of_type(one) if status is None else _kind_of_status(status)
+        kind = _kind_of_type(one) if status is None else _BY_STATUS.get(status)
         if kind not in (None, "final"):
             unreachable = kind == "connection" and any(map(_is_unreachable, _with_causes(one)))
             return Failure(kind, float(getattr(one, "retry_after_s", 0.0)), unreachable)
@@ -153,14 +156,6 @@ def _status(error: BaseException) -> int | None:
         if isinstance(status, int) and 300 <= status < 600:
             return status
     return None
-
-
-def _kind_of_status(status: int) -> Kind:
-    if status in _THROTTLED:
-        return "throttled"
-    if status == 408:
-        return "timeout"
-    return "server" if status in _SERVER else "final"
 
 
 def _kind_of_type(error: BaseException) -> Kind | None:

@@ -25,21 +25,6 @@ class AbandonedCallsError(Exception):
         return f"{MOST_ABANDONED} calls of storage clients hang in this process; no more are begun"
 
 
-class _Abandoned:
-    """The number of calls that hang. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards `count`
-        self.count = 0
-
-    def add(self, more: int) -> None:
-        with self._lock:
-            self.count += more
-
-
-abandoned = _Abandoned()
-
-
 class BlockingCall:
     """One call, made in a thread of its own. `run` it once.
 
@@ -65,7 +50,7 @@ class BlockingCall:
             AbandonedCallsError: too many others hang.
             What the function raises.
         """
-        if abandoned.count >= MOST_ABANDONED:
+        if len(abandoned) >= MOST_ABANDONED:
             raise AbandonedCallsError
         HiddenThread(target=self._call, name="dataflow-client", daemon=True).start()
         try:
@@ -74,7 +59,7 @@ class BlockingCall:
             with self._lock:
                 self._is_abandoned = not self._has_ended
                 if self._is_abandoned:
-                    abandoned.add(1)
+                    abandoned.add(self)
         if self._is_abandoned:
             if self._cancelled:
                 raise ReaderClosedError("the loader was closed while a shard was being read")
@@ -101,5 +86,9 @@ class BlockingCall:
             self._has_ended = True
             if self._is_abandoned:
                 self._result = self._error = None
-                abandoned.add(-1)
+                abandoned.discard(self)
         self._may_go_on.set()
+
+
+abandoned: set[BlockingCall] = set()
+"""The calls that hang. Each adds and removes itself, in one step with and without the interpreter lock."""

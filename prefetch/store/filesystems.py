@@ -127,8 +127,6 @@ class _ShardBytes(io.RawIOBase):
         return len(dest)
 
     def readall(self) -> bytes:
-        rest = bytearray(
-            max(0, self._shard.size - self._at)
-        )  # in one request; the base class makes small ones
-        self.readinto(rest)
+        rest = bytearray(max(0, self._shard.size - self._at))
+        self.readinto(rest)  # in one request; the base class makes small ones
         return bytes(rest)

@@ -55,7 +55,7 @@ def hanging() -> Iterator[type[HangingFileSystem]]:
     for thread in threading.enumerate():
         if thread.name == "dataflow-client":
             thread.join()
-    assert blocking.abandoned.count == 0
+    assert len(blocking.abandoned) == 0
 
 
 def read(reader: StoreReader) -> bytes:
@@ -69,7 +69,7 @@ def test_a_read_that_hangs_is_given_up_and_asked_again(hanging: type[HangingFile
     reader = StoreReader(policy=RetryPolicy(stall_s=0.01, least_stall_s=0.01, base_s=0.001))
     assert read(reader) == CONTENT[5:15]
     assert reader.stats().timeouts == 1
-    assert blocking.abandoned.count == 1
+    assert len(blocking.abandoned) == 1
 
 
 def test_closing_ends_a_read_that_hangs(hanging: type[HangingFileSystem]) -> None:
@@ -99,7 +99,7 @@ def test_as_many_calls_as_are_allowed_hang_and_no_more(
     reader = StoreReader(policy=RetryPolicy(stall_s=0.01, least_stall_s=0.01, base_s=0.001))
     with pytest.raises(ShardReadError, match="2 calls of storage clients hang in this process"):
         read(reader)
-    assert blocking.abandoned.count == 2
+    assert len(blocking.abandoned) == 2
 
 
 def test_what_a_client_raises_is_raised() -> None:
