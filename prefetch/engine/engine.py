@@ -286,7 +286,7 @@ class Engine(Generic[T]):
                 depth=decision.value,
                 depth_reason=decision.reason,
                 open_windows=self._windows.num_open,
-                read=self._windows.stats(),
+                read=self._windows.readers.stats(),
                 build=self._builders.stats(),
                 memory=self._ledger.snapshot(),
             )
@@ -307,13 +307,13 @@ class Engine(Generic[T]):
             restore_switch_interval(self)
             self._queue.is_closed = True
             self._changed.notify_all()
-        self._windows.stop()
+        self._windows.readers.stop()
         self._builders.stop()
         if self._options.interrupt:
             self._options.interrupt()
-        if not join or self._windows.runs_here or self._builders.runs_here:
+        if not join or self._windows.readers.runs_here or self._builders.runs_here:
             return
-        self._windows.join()
+        self._windows.readers.close()
         self._builders.close()
         with self._changed:
             self._windows.close()

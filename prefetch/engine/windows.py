@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from prefetch.engine.ledger import Ledger, State
 from prefetch.engine.pool import PriorityPool
-from prefetch.engine.stats import EngineOptions, StageStats
+from prefetch.engine.stats import EngineOptions
 from prefetch.errors import MemoryLimitError
 from prefetch.work import Chunk, StreamWindow, Task
 
@@ -63,7 +63,8 @@ class WindowQueue:
         self._first_batch_alone = options.first_batch_alone
         """True if nothing is read ahead until the first batch is delivered."""
         self._has_delivered = False
-        self._readers = PriorityPool(options.num_readers, "dataflow-read", initializer=options.initializer)
+        self.readers = PriorityPool(options.num_readers, "dataflow-read", initializer=options.initializer)
+        """Stage the windows."""
         self.chunks: deque[Chunk[Any]] = deque()
         """The chunks of admitted windows, in stream order, from the first that was not dispatched."""
         self._num_chunks = 0
@@ -90,10 +91,6 @@ class WindowQueue:
     def num_open(self) -> int:
         """Windows being read or staged."""
         return len(self._open)
-
-    def stats(self) -> StageStats:
-        """Return the work of the readers."""
-        return self._readers.stats()
 
     # ---- for chunks -----------------------------------------------------------------------------------
 
@@ -161,7 +158,7 @@ class WindowQueue:
                 is_alone = self._first_batch_alone and not self._has_delivered and self.chunks
                 if not self._is_planning and not is_alone:
                     self._is_planning = True
-                    self._readers.submit(self._num_chunks, self._plan)
+                    self.readers.submit(self._num_chunks, self._plan)
                 return
             # Reads of later windows would take their share of a network that the first batch waits for.
             if not self._has_delivered and self.num_reads_left and self.chunks:
@@ -217,7 +214,7 @@ class WindowQueue:
             self._newest_epoch = max((w.epoch for w in chunks[-1].needs), default=self._newest_epoch)
         self.num_reads_left += len(reads)
         for read in reads:
-            self._readers.submit(self._num_chunks, partial(self._run_read, opened, read))
+            self.readers.submit(self._num_chunks, partial(self._run_read, opened, read))
         self.chunks.extend(chunks)
         self._num_chunks += len(chunks)
 
@@ -293,13 +290,13 @@ class WindowQueue:
 
     def _run_read(self, opened: _OpenWindow, read: Task) -> None:
         error = None
-        self._readers.begin()
+        self.readers.begin()
         try:
             if opened.error is None:
                 read()
         except BaseException as caught:
             error = caught
-        self._readers.account()
+        self.readers.account()
         with self._changed:
             opened.error = opened.error or error
             opened.num_reads_left -= 1
@@ -307,21 +304,6 @@ class WindowQueue:
             if opened.num_reads_left == 0:
                 self._close_if_unused(opened)  # one that failed may have lost its users before
                 self._on_change()
-
-    # ---- life, without the lock -----------------------------------------------------------------------
-
-    @property
-    def runs_here(self) -> bool:
-        """Return whether the caller is a reader."""
-        return self._readers.runs_here
-
-    def stop(self) -> None:
-        """Begin no more reads; does not wait. Idempotent."""
-        self._readers.stop()
-
-    def join(self) -> None:
-        """Stop, and wait for the reads that run. Idempotent."""
-        self._readers.close()
 
     def close(self) -> None:
         """Close the windows, when nothing reads or builds any more. Under the lock; idempotent."""

@@ -43,7 +43,7 @@ def test_what_is_planned_while_the_first_batch_is_built(alone: bool, planned: st
     def building() -> None:
         read = threading.Event()
         engine = engines.get(timeout=TIMEOUT_S)
-        engine._windows._readers.submit(99, read.set)  # when the reader has nothing else to do
+        engine._windows.readers.submit(99, read.set)  # when the reader has nothing else to do
         assert read.wait(TIMEOUT_S)
         seen.append("".join(asked))
 
@@ -99,7 +99,7 @@ def test_what_the_first_batch_needs_is_read_before_anything_else() -> None:
     with running([first, later], num_readers=4) as engine:
         gate.wait_until_begun()
         planned = threading.Event()
-        engine._windows._readers.submit(99, planned.set)  # when the readers have nothing else to do
+        engine._windows.readers.submit(99, planned.set)  # when the readers have nothing else to do
         assert planned.wait(TIMEOUT_S)
         with engine._queue.lock:
             assert begun == ["first"]
