@@ -131,7 +131,9 @@ class DropInState:
     def set_epoch(self, epoch: int, loader: WorkerLoader) -> None:
         """Let the next loop run this epoch: a loaded position in it is kept, one in another epoch is left."""
         if epoch != self._loaded_epoch:
-            self._name(epoch, loader)
+            if self._loaded_epoch is not None:
+                self.progress = self.progress.left(loader)
+            self.progress.named = epoch
 
     def progress_for(self, loader: WorkerLoader) -> EpochProgress:
         """Return where a loop that begins now goes on, or what it comes after.
@@ -141,8 +143,8 @@ class DropInState:
         from dataflow.workers.samplers import sampler_epoch
 
         epoch = sampler_epoch(loader._index_sampler)
-        if None not in (epoch, self._loaded_epoch) and epoch not in (self._loaded_epoch, self._epoch_at_load):
-            self._name(epoch, loader)
+        if epoch is not None and self._loaded_epoch is not None and epoch != self._epoch_at_load:
+            self.set_epoch(epoch, loader)
         return self.progress
 
     @property
@@ -152,11 +154,6 @@ class DropInState:
         if progress.loaded is None or progress.complete:
             return None
         return int(progress.sampler.tokens.get("epoch", progress.epoch))
-
-    def _name(self, epoch: int | None, loader: WorkerLoader) -> None:
-        if self._loaded_epoch is not None:
-            self.progress = self.progress.left(loader)
-        self.progress.named = epoch
 
     @property
     def has_counts(self) -> bool:

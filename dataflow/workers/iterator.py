@@ -132,7 +132,7 @@ class WorkerIterator(FetchIterator):
     def _fail(self, error: BaseException) -> None:
         """End the workers; from now on `next` raises this error."""
         if not isinstance(error, Exception):
-            self.runners.close(immediately=True)  # Ctrl-C: nobody wants to wait
+            self.runners.close(stop_s=0)  # Ctrl-C: nobody wants to wait
             error = RuntimeError(f"this loop was interrupted by {type(error).__name__}; begin a new one")
         self._failure = error
         self._closer()

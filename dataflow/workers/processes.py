@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -14,31 +15,49 @@ from dataflow.workers.fetching import WorkerLoader
 from dataflow.workers.process_main import run
 from dataflow.workers.worker import WorkerJob
 from prefetch.ipc.forked_classes import dumps_to_fork
-from prefetch.ipc.payload import dumps_by_value, pack
+from prefetch.ipc.payload import PackedObject, dumps_by_value, pack
 from prefetch.ipc.pipe import WorkerProcesses, packed_job
 from prefetch.workers.shared_arena import Header
 from prefetch.workers.starting import ByValueContext, is_fork, start_context, start_reason, warm_up
 
 
-class ProcessRunners:
+class ProcessRunners(WorkerProcesses):
     """Worker processes and the file that their batches lie in."""
 
     shares_work = False
     """A task is for one process."""
 
-    def __init__(self, workers: WorkerProcesses, start: tuple[str, str], *, isolated: bool) -> None:
-        self._workers, self.file, self.pool = workers, workers.file, workers.pool
-        pool, self.discard = self.pool, workers.discard
+    def __init__(
+        self,
+        loader: WorkerLoader,
+        job: WorkerJob,
+        packed: PackedObject | None,
+        context: BaseContext,
+        *,
+        pin: bool,
+    ) -> None:
+        super().__init__(
+            run,
+            loader.num_workers,
+            packed,
+            context=context,
+            inherited=job if packed is None else None,
+            pins=pin,
+            region_bytes=job.limits.region_bytes,
+            region_limit=loader.memory_limit,
+            stop_s=job.limits.stop_s,
+        )
+        pool = self.pool
         self.send, self.receive, self.wait, self.stacks = pool.send, pool.receive, pool.wait, pool.stacks
         self.processes = pool.processes
-        self.isolated = isolated
+        self.isolated = loader.prefetch_across_epochs and _is_isolated(job)
         """True if nothing that this process changes reaches them."""
         self.dumps: Callable[[Any], bytes] = pickle.dumps
-        if isinstance(pool.context, ByValueContext):
+        if isinstance(context, ByValueContext):
             self.dumps = dumps_by_value
-        elif is_fork(pool.context):
+        elif is_fork(context):
             self.dumps = dumps_to_fork
-        self.start, self.start_reason = start
+        self.start, self.start_reason = start_reason(loader.multiprocessing_context, context)
 
     @property
     def started(self) -> bool:
@@ -59,14 +78,10 @@ class ProcessRunners:
         """Let workers pass over tasks of earlier generations."""
         self.file.header.set(Header.GENERATION, generation)
 
-    def unpack(self, response: Any) -> Any:
+    def unpack(self, response: Any, on_end: Callable[[int], None] | None = None) -> Any:
         """Return what a response brings: batch or error, the worker's state, its global generators' state."""
-        data, state, random = self._workers.unpack(response)
+        data, state, random = super().unpack(response, on_end)
         return data, copy.deepcopy(state), random  # a state may have objects in common with the data
-
-    def close(self, *, immediately: bool = False) -> None:
-        """See `WorkerProcesses`. `immediately`: do not let them finish what they are doing."""
-        self._workers.close(stop_s=0 if immediately else None)
 
 
 def begin_to_start(loader: WorkerLoader) -> None:
@@ -111,19 +126,7 @@ def start_processes(loader: WorkerLoader, job: WorkerJob, *, pin: bool) -> Proce
             "Arrow or a file that is mapped.",
             stacklevel=4,
         )
-    workers = WorkerProcesses(
-        run,
-        loader.num_workers,
-        packed,
-        context=context,
-        inherited=job if packed is None else None,
-        pins=pin,
-        region_bytes=job.limits.region_bytes,
-        region_limit=loader.memory_limit,
-        stop_s=job.limits.stop_s,
-    )
-    isolated = loader.prefetch_across_epochs and _is_isolated(job)
-    return ProcessRunners(workers, start_reason(chosen, context), isolated=isolated)
+    return ProcessRunners(loader, job, packed, context, pin=pin)
 
 
 def _is_isolated(job: WorkerJob) -> bool:

@@ -61,7 +61,7 @@ class ThreadResponse(NamedTuple):
     """Batch or error, state of the worker, nothing."""
 
 
-class ThreadRunners:
+class ThreadRunners(WorkerThreads):
     """Threads that fetch batches, to `WorkerIterator` what `ProcessRunners` is."""
 
     isolated = False
@@ -78,16 +78,15 @@ class ThreadRunners:
         return index
 
     def __init__(self, job: WorkerJob, *, copied: bool) -> None:
+        super().__init__(job.num_runners, "dataflow-worker", stop_s=job.limits.stop_s)
         self._job, self._turn = job, job.turn
         self.isolated = copied and job.collate_fn in (default_collate, default_convert)
         """True if nothing that the training code changes reaches them."""
         self._generation = 0
-        self._threads = WorkerThreads(job.num_runners, "dataflow-worker", stop_s=job.limits.stop_s)
-        self.receive, self.wait, self.stacks = self._threads.receive, self._threads.wait, self._threads.stacks
         install()
         try:
             with setting_kept():
-                self._threads.on_all(lambda _: one_torch_thread())
+                self.on_all(lambda _: one_torch_thread())
         except BaseException:  # Ctrl-C
             self.close()
             raise
@@ -104,12 +103,12 @@ class ThreadRunners:
         self._generation = generation
         self._turn += 1
 
-    def close(self, *, immediately: bool = False) -> None:
+    def close(self, *, stop_s: float | None = None) -> None:
         """End the threads, after the items they work on; nothing can end those sooner. Idempotent."""
         if self._generation < sys.maxsize:
             self._generation = sys.maxsize
             try:
-                self._threads.close()
+                super().close()
             finally:  # interrupted: they end all the same
                 uninstall()
             trim_heap(_FREE_BYTES)
@@ -119,7 +118,7 @@ class ThreadRunners:
 
     def _put(self, kind: int, runner: int, generation: int, task: int, data: Any, state: Any = None) -> None:
         total = array_bytes(data) if kind == WorkerResult.BATCH else 0
-        self._threads.put(ThreadResponse(kind, runner, generation, task, total, (data, state, None)))
+        self.put(ThreadResponse(kind, runner, generation, task, total, (data, state, None)))
 
 
 # ---- item by item -------------------------------------------------------------------------------------
@@ -207,7 +206,7 @@ class ItemThreads(ThreadRunners):
         super().__init__(job, copied=False)
         self._fetchers = [_ItemFetcher(job, number) for number in range(job.num_runners)]
         for number, fetcher in enumerate(self._fetchers):
-            self._threads.submit(number, fetcher.begin)
+            self.submit(number, fetcher.begin)
 
     def send(self, runner: int, request: WorkerRequest) -> None:
         """Hand out a request, whose content is an index."""
@@ -217,7 +216,7 @@ class ItemThreads(ThreadRunners):
             key = self._turn_of(generation), number
             batch = _Batch(indices or [index], runner=runner, generation=generation, task=task, key=key)
             for thread, fetcher in enumerate(self._fetchers):
-                self._threads.submit(thread, partial(self._help, fetcher, batch))
+                self.submit(thread, partial(self._help, fetcher, batch))
 
     def _help(self, fetcher: _ItemFetcher, batch: _Batch) -> None:
         """Take items of a batch until none is left to take."""
@@ -277,7 +276,7 @@ class BatchThreads(ThreadRunners):
             worker = Worker(job, number, dataset, rng)
             self._workers.append(_ThreadWorker(worker, rng, job.turn, fetched.get(number, 0)))
             first = partial(self._open, number, job.shared_seed, 0, job.turn)
-            self._threads.submit(number % job.num_runners, first)
+            self.submit(number % job.num_runners, first)
 
     def send(self, runner: int, request: WorkerRequest) -> None:
         """Hand out a request, whose content is an index."""
@@ -285,9 +284,9 @@ class BatchThreads(ThreadRunners):
         if kind in (WorkerMessage.RESET, WorkerMessage.BACK):
             turn = self._turn_of(generation)
             for reset in range(runner, len(self._workers), self._job.num_runners):
-                self._threads.submit(runner, partial(self._open, reset, index, generation, turn))
+                self.submit(runner, partial(self._open, reset, index, generation, turn))
         elif kind in (WorkerMessage.TASK, WorkerMessage.SKIP):
-            self._threads.submit(runner, partial(self._serve, kind, generation, worker, task, index))
+            self.submit(runner, partial(self._serve, kind, generation, worker, task, index))
 
     def _open(self, number: int, shared_seed: Any, generation: int, turn: int) -> None:
         own = self._workers[number]

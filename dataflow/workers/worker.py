@@ -209,22 +209,15 @@ class Worker:
                 if self._job.kind != _DatasetKind.Iterable:
                     raise
                 return WorkerResult.END, None, self.snapshot() if self._job.state_every else None
-            return WorkerResult.BATCH, data, self._state_in_turn()
+            self._since_state += 1
+            if not self._job.state_every or self._since_state < self._job.state_every:
+                return WorkerResult.BATCH, data, None
+            self._since_state = 0
+            return WorkerResult.BATCH, data, self.snapshot()
         except BaseException as error:
             if not self._catches(error):
                 raise
             return WorkerResult.ERROR, wrapped_error(self._number, in_thread=self._in_thread), None
-
-    def _state_in_turn(self) -> WorkerState | None:
-        """Return where the worker stands after the batch just fetched.
-
-        None when it is not its turn to tell.
-        """
-        self._since_state += 1
-        if not self._job.state_every or self._since_state < self._job.state_every:
-            return None
-        self._since_state = 0
-        return self.snapshot()
 
     def snapshot(self) -> WorkerState | None:
         """Return where the worker stands now; None if neither dataset nor iterator tells."""

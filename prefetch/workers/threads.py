@@ -103,16 +103,14 @@ class WorkerThreads:
                 texts.append(f"worker thread {number}:\n{text.rstrip()}")
         return "\n".join(texts)
 
-    def close(self, *, join: bool = True) -> None:
+    def close(self) -> None:
         """Drop waiting tasks, wake the receiver, and end the threads after the running ones. Idempotent.
 
-        A thread that does not end in time is reported and left alone; with `join=False` none is waited for.
+        A thread that does not end in time is reported and left alone.
         """
         _stop(self._pools, self._interval_user)
         self._dropped.detach()
         self._finished.put(_CLOSED)
-        if not join:
-            return
         with self._closing:
             if self._closed:
                 return
