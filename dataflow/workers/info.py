@@ -14,14 +14,18 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data._utils import collate, worker as torch_worker
 
 from prefetch.interpreter import has_lock
+from sharding.cached_property import cached_property
+
+G = TypeVar("G")
 
 _own = threading.local()
 _lock = threading.RLock()  # a finaliser may call `uninstall` here; guards _users and torch's function
@@ -84,10 +88,8 @@ class Generators:
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
         self._position = 0
-        self._used = False
-        self._random: random.Random | None = None
-        self._torch: torch.Generator | None = None
-        self._numpy: np.random.Generator | None = None
+        self._seeders: list[tuple[int, Callable[[int], object]]] = []
+        """Of those that were asked for: bytes of a seed, and what takes it."""
 
     def begin(self, *key: Any) -> None:
         """Begin with something else: generators are drawn anew for it."""
@@ -97,39 +99,33 @@ class Generators:
     def go_to(self, position: int) -> None:
         """Work on another part of it."""
         self._position = position
-        if self._used:
-            self._seed_again()
-
-    def _seed_again(self) -> None:
-        if self._random is not None:
-            self._random.seed(self._seed(16))
-        if self._torch is not None:
-            self._torch.manual_seed(self._seed(7))
-        if self._numpy is not None:
-            self._numpy.bit_generator.state = np.random.PCG64(self._seed(16)).state
+        for num_bytes, take_seed in self._seeders:
+            take_seed(self._seed(num_bytes))
 
     def _seed(self, num_bytes: int) -> int:
-        self._used = True
         text = repr((self._key, self._position))
         return int.from_bytes(blake2b(text.encode(), digest_size=num_bytes).digest())
 
-    @property
+    def _seeded(self, generator: G, num_bytes: int, take_seed: Callable[[int], object]) -> G:
+        self._seeders.append((num_bytes, take_seed))
+        take_seed(self._seed(num_bytes))
+        return generator
+
+    @cached_property
     def random_generator(self) -> random.Random:
         """The generator of Python's `random`, seeded anew."""
-        if self._random is None:
-            self._random = random.Random(self._seed(16))
-        return self._random
+        generator = random.Random()
+        return self._seeded(generator, 16, generator.seed)
 
-    @property
+    @cached_property
     def torch_generator(self) -> torch.Generator:
         """The generator of torch, seeded anew."""
-        if self._torch is None:
-            self._torch = torch.Generator().manual_seed(self._seed(7))
-        return self._torch
+        generator = torch.Generator()
+        return self._seeded(generator, 7, generator.manual_seed)
 
-    @property
+    @cached_property
     def numpy_generator(self) -> np.random.Generator:
         """The generator of numpy, seeded anew."""
-        if self._numpy is None:
-            self._numpy = np.random.Generator(np.random.PCG64(self._seed(16)))
-        return self._numpy
+        bits = np.random.PCG64()
+        generator = np.random.Generator(bits)
+        return self._seeded(generator, 16, lambda seed: setattr(bits, "state", np.random.PCG64(seed).state))
