@@ -68,7 +68,7 @@ class CacheFolder:
     Args:
         path: is made where it does not exist; may hold other files.
         limit_bytes: of all blocks, whoever wrote them.
-        claims: in `live_folder(path)`, which `prepare` has made.
+        claims: in the folder that `prepare` has made for them.
         shard_hashes: uint64, of the shards that this process reads: others do not drop them while it lives.
         next_use: of blocks in the folder.
 
@@ -107,7 +107,7 @@ class CacheFolder:
     def remove_damaged(self, entry: Entry) -> None:
         """Take out a block that is not what was written. `OSError` where that is refused."""
         with self._locked() as held:
-            if held and _removed(self._block_path(entry.name)):
+            if held and _removed(block_path(self._root, entry.name)):
                 self._set_total(self._total() - entry.stored_bytes)
 
     def publish(
@@ -128,7 +128,7 @@ class CacheFolder:
         Raises `OSError` if it cannot be written, and then leaves nothing.
         """
         path = self._path("live", f"{entry.name}.{uuid.uuid4().hex}")
-        target = self._block_path(entry.name)
+        target = block_path(self._root, entry.name)
         with self._locked() as held:
             if os.path.lexists(target):
                 return True
@@ -186,7 +186,7 @@ class CacheFolder:
         soonest = self._when(stored)
         chosen = victims(soonest, stored.nbytes, newcomer=when, need=need, spare=spare)
         for i in chosen.tolist():
-            if _removed(self._block_path(stored.names[i])):
+            if _removed(block_path(self._root, stored.names[i])):
                 total -= int(stored.nbytes[i])
                 self.evicted += 1
                 self.evicted_bytes += int(stored.nbytes[i])
@@ -218,7 +218,7 @@ class CacheFolder:
         for fan in _items(self._path("blocks")):
             for item in _files(fan.path) if fan.is_dir(follow_symlinks=False) else ():
                 parts = NAME.fullmatch(item.name)
-                if parts and os.path.dirname(self._block_path(item.name)) == fan.path:
+                if parts and os.path.dirname(block_path(self._root, item.name)) == fan.path:
                     names.append(item.name)
                     shard_hashes.append(shard_hash(parts[1]))
                     offsets.append(int(parts[2]))
@@ -276,9 +276,6 @@ class CacheFolder:
 
     def _path(self, *parts: str) -> str:
         return os.path.join(self._root, *parts)
-
-    def _block_path(self, name: str) -> str:
-        return block_path(self._root, name)
 
 
 def prepare(path: str) -> str:

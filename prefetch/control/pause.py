@@ -99,7 +99,11 @@ class ReadPause:
     def raise_priority(self) -> None:
         """The training code waits for a read: the present pause and limit are over."""
         with self._changed:
-            self._break()
+            if self._until is not None or self._limit is not None:
+                self._lift()
+                self._limit = None
+                self._broken += 1
+                self._changed.notify_all()
 
     def batches_taken(self) -> None:
         """Batches were taken: if few are left, the present pause is over."""
@@ -181,10 +185,3 @@ class ReadPause:
             self._until = self._still_since = None
             for listener in self._listeners:
                 listener(None)
-
-    def _break(self) -> None:
-        if self._until is not None or self._limit is not None:
-            self._lift()
-            self._limit = None
-            self._broken += 1
-            self._changed.notify_all()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from enum import IntFlag
 from functools import cache
 from typing import Any
 
 
-class RangeFlag(IntFlag):
-    """The enum `core_range_flag` of core.h."""
+class RangeFlag:
+    """The enum `core_range_flag` of core.h. Numbers: arithmetic of an enumeration takes longer."""
 
     CHECK = 1
     """The file must still be what it was."""

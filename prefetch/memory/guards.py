@@ -47,23 +47,19 @@ SIGIO, which others use."""
 class FileGuard:
     """One file's. `held` turns False for ever when it must be given up."""
 
-    __slots__ = ("__weakref__", "_descriptor", "_guards", "held", "holder")
+    __slots__ = ("__weakref__", "_guards", "descriptor", "held", "holder")
 
     def __init__(self, guards: FileGuards, descriptor: int, holder: object) -> None:
-        self._guards, self._descriptor = guards, descriptor
-        self.held = True
+        self._guards, self.held = guards, True
+        self.descriptor = descriptor
+        """The descriptor of the open file; -1 once the guard has ended."""
         self.holder = weakref.ref(holder)
         """The object that loads from the file; when it has died, the guard is of no use."""
 
     @property
-    def descriptor(self) -> int:
-        """Return the descriptor of the open file; -1 once the guard has ended."""
-        return self._descriptor
-
-    @property
     def is_wanted(self) -> bool:
         """Return whether somebody waits for its end."""
-        return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK
+        return fcntl.fcntl(self.descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK
 
     def let_go(self) -> None:
         """End the guard. Idempotent."""
@@ -72,13 +68,13 @@ class FileGuard:
     def end(self) -> None:
         """Tell the kernel, in all processes that share the open file: closing alone leaves a child's copy."""
         with suppress(OSError):  # the kernel has ended it itself
-            fcntl.fcntl(self._descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         self.close()
 
     def close(self) -> None:
         """Close this process's copy, in a forked child. Its parent's guard stays."""
         self.held = False
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 

@@ -45,8 +45,6 @@ _IOV_MAX = 1024
 _MAX_SHARDS = 4096
 _REMEMBERED = 1 << 16
 """Ranges known to have been read: beyond this many the page cache hardly holds them all."""
-_CHECK, _KEPT, _AHEAD = map(int, RangeFlag)
-"""Numbers: arithmetic of an enumeration takes longer than what it says."""
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -210,7 +208,7 @@ class Mappings:
         # Each file is looked at once, with its first range: that it changed is told before what it lacks.
         first_of = {id(at): number for number, at in reversed([*enumerate(mapped)])}
         for number in first_of.values():
-            flags[number] |= _CHECK
+            flags[number] |= RangeFlag.CHECK
         entries = [
             at.entry(offset, length if brings_pages else 0, flag)
             for at, (_, offset, length), flag in zip(mapped, ranges, flags, strict=True)
@@ -231,7 +229,7 @@ class Mappings:
         with self._lock:
             kept = [self._forget(key) for key in keys]
             flags = [
-                _KEPT * was_kept + _AHEAD * (key not in self._read_before)
+                RangeFlag.KEPT * was_kept + RangeFlag.AHEAD * (key not in self._read_before)
                 for key, was_kept in zip(keys, kept, strict=True)
             ]
             self._paged.update((key, length) for key, (_, _, length) in zip(keys, ranges, strict=True))
@@ -250,7 +248,7 @@ class Mappings:
         for number in np.flatnonzero(status).tolist():
             if status[number] == -1:  # a version may be none that is compared so quickly
                 mapped[number].check()
-                entries[number, -1] &= ~_CHECK
+                entries[number, -1] &= ~RangeFlag.CHECK
                 status[number] = executor().bring(entries[number : number + 1])[0]
             if status[number]:
                 raise mapped[number].failure(int(status[number]), ranges[number][1])
@@ -284,24 +282,16 @@ class Mappings:
 
 def will_need(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
     """Ask for the pages of spans of mapped ranges, without waiting: a hint, 1,024 spans a system call."""
-    try:
-        descriptor = memory_calls().syscall(_PIDFD_OPEN, os.getpid(), 0)
-        if descriptor < 0:
-            return
-        try:
-            _advise(descriptor, addresses, lengths)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return
-
-
-def _advise(descriptor: int, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-    pages = np.empty((len(addresses), 2), np.int64)
+    pages, call = np.empty((len(addresses), 2), np.int64), memory_calls().syscall
     pages[:, 0] = addresses // _PAGE * _PAGE
     pages[:, 1] = addresses + np.maximum(lengths, 1) - pages[:, 0]
-    call = memory_calls().syscall
-    for first in range(0, len(pages), _IOV_MAX):
-        count = min(_IOV_MAX, len(pages) - first)
-        at = ctypes.c_void_p(pages.ctypes.data + first * 16)
-        call(_PROCESS_MADVISE, descriptor, at, ctypes.c_size_t(count), mmap.MADV_WILLNEED, 0)
+    descriptor = call(_PIDFD_OPEN, os.getpid(), 0)
+    if descriptor < 0:
+        return
+    try:
+        for first in range(0, len(pages), _IOV_MAX):
+            count = min(_IOV_MAX, len(pages) - first)
+            at = ctypes.c_void_p(pages.ctypes.data + first * 16)
+            call(_PROCESS_MADVISE, descriptor, at, ctypes.c_size_t(count), mmap.MADV_WILLNEED, 0)
+    finally:
+        os.close(descriptor)

@@ -130,6 +130,7 @@ class WorkerPool:
         self._responses, self._responses_writer = os.pipe()
         self._stacks, self._stacks_writer = os.pipe()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._own_ends = self._responses, self._stacks, self._woken
         _pools.add(self)
         # After all that may close it: a daemon thread at that would be stopped in the middle of it.
         self._at_exit = util.Finalize(None, self.close, exitpriority=0)
@@ -182,11 +183,11 @@ class WorkerPool:
 
     def _start(self, worker: int) -> None:
         reader, tasks = multiprocessing.Pipe(duplex=False)
-        self._tasks[worker:] = [tasks, *self._tasks[worker + 1 :]]
+        self._tasks[worker : worker + 1] = [tasks]
         os.set_blocking(tasks.fileno(), False)
         with reader:
             child = self._forked(worker, reader)
-        self.processes[worker:] = [child, *self.processes[worker + 1 :]]
+        self.processes[worker : worker + 1] = [child]
         self._sentinels[child.sentinel] = worker
         self._poll.register(child.sentinel, select.POLLIN)
         # We end it ourselves. A forked child of ours that exits must neither wait for it nor end it.
@@ -476,10 +477,6 @@ class WorkerPool:
             if getattr(_forking, "pool", None) is not self:
                 os.close(self._responses_writer)
                 os.close(self._stacks_writer)
-
-    @property
-    def _own_ends(self) -> Sequence[int]:
-        return self._responses, self._stacks, self._woken
 
 
 _pools: WeakRegistry[WorkerPool] = WeakRegistry()

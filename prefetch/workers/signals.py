@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import process, util
 from typing import Any
@@ -44,14 +44,14 @@ _server = 0
 
 
 @contextmanager
-def signals_held(numbers: Collection[int] = _BLOCKED) -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """Signals wait, here and in processes that are started meanwhile (there until `let_signals`)."""
     # Blocked in this thread, a Ctrl-C comes to another one, and is raised here all the same, maybe before the
     # mask is set back: no Ctrl-C would ever come again.
     with Uninterrupted():
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+            signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
             yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
