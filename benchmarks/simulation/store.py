@@ -96,16 +96,11 @@ def static(inflight_bytes: int, depth: int) -> Setting:
     return Setting(lambda _: fixed_depth(depth), lambda _: FixedInflight(inflight_bytes))
 
 
-def adaptive(*, app_limited_filter: bool = True, demand_cap: bool = True, hysteresis: bool = True) -> Setting:
-    """The production controllers; the switches take a part out."""
+def adaptive(depth: type[AdaptiveDepth] = AdaptiveDepth, inflight: type[Inflight] = Inflight) -> Setting:
+    """The production controllers, or others that lack a part of them."""
     return Setting(
-        lambda limit: AdaptiveDepth(limit_bytes=limit, hysteresis=hysteresis),
-        lambda limit: Inflight(
-            start_bytes=min(16 << 20, limit),
-            max_bytes=limit,
-            app_limited_filter=app_limited_filter,
-            demand_cap=demand_cap,
-        ),
+        lambda limit: depth(limit_bytes=limit),
+        lambda limit: inflight(start_bytes=min(16 << 20, limit), max_bytes=limit),
     )
 
 

@@ -91,16 +91,12 @@ class AdaptiveDepth:
         start: the depth before anything is known; also the least.
         most: the largest.
         limit_bytes: bytes that ready batches may take; None: no such limit.
-        hysteresis: whether going down needs slack, time and a dead-band. To be switched off by the test that
-            shows what it is for.
     """
 
-    def __init__(
-        self, *, start: int = 4, most: int = 64, limit_bytes: int | None = None, hysteresis: bool = True
-    ) -> None:
+    def __init__(self, *, start: int = 4, most: int = 64, limit_bytes: int | None = None) -> None:
         if not 1 <= start <= most:
             raise ValueError(f"1 <= start <= most must hold, got {start} and {most}")
-        self._least, self._most, self._limit_bytes, self._hysteresis = start, most, limit_bytes, hysteresis
+        self._least, self._most, self._limit_bytes = start, most, limit_bytes
         self._decision = Decision(start, "starting")
         self._leads: deque[float] = deque(maxlen=_LEADS)
         self._steps: deque[float] = deque(maxlen=_STEPS)
@@ -121,7 +117,7 @@ class AdaptiveDepth:
         self._waits = seen.waits
         if waited:
             self._after_wait(seen)
-        elif seen.delivered_batches - self._calm_from >= (_CALM_STEPS if self._hysteresis else 1):
+        elif seen.delivered_batches - self._calm_from >= _CALM_STEPS:
             self._calm_from, self._correction = seen.delivered_batches, max(0, self._correction - 1)
         self._lowest = min(self._lowest, seen.finished_batches)
         self._move(seen, waited)
@@ -163,7 +159,7 @@ class AdaptiveDepth:
         reason = f"{self._wanted:.1f} batches are used while one is made"
         reason += f", {self._correction} more after waits" if self._correction else ""
         depth, reason = (most, reason + bound) if depth >= most else (depth, reason)
-        band = max(1, now // 10) if self._hysteresis else 0
+        band = max(1, now // 10)
         if now > most:
             self._set(seen, most, reason)
         elif self._limited_by:
@@ -175,9 +171,6 @@ class AdaptiveDepth:
                 self._set(seen, now, f"{self._limited_by} is the limit: more batches ahead would not help")
         elif depth > now + band or (waited and depth > now):
             self._set(seen, depth, reason)
-        elif not self._hysteresis:
-            if depth < now:
-                self._set(seen, depth, reason)
         elif waited:
             self._open_window(seen)
         elif self._window_ends(seen):

@@ -72,22 +72,12 @@ class Inflight:
     Args:
         start_bytes: the first limit, before anything is known.
         max_bytes: never more than this.
-        app_limited_filter: leave rounds that did not use the limit out of the maximum of rates.
-        demand_cap: heed `demand`. Both are there to be switched off by tests that show what they are for.
     """
 
-    def __init__(
-        self,
-        *,
-        start_bytes: int,
-        max_bytes: int,
-        app_limited_filter: bool = True,
-        demand_cap: bool = True,
-    ) -> None:
+    def __init__(self, *, start_bytes: int, max_bytes: int) -> None:
         if not 0 < start_bytes <= max_bytes:
             raise ValueError(f"0 < start_bytes <= max_bytes must hold, got {start_bytes} and {max_bytes}")
         self._max_bytes = max_bytes
-        self._filters, self._caps = app_limited_filter, demand_cap
         self.decision = Decision(start_bytes, "starting")
         """The limit in bytes, and why."""
         self.in_flight_bytes = 0
@@ -191,7 +181,7 @@ class Inflight:
         took = max(now_s - self._began, 1e-9)
         used = self._blocked_s > 0.5 * took
         best, rate = self.rate_bytes_per_s, self._delivered / took
-        if used or rate > best or not self._filters:
+        if used or rate > best:
             self._rates.append(rate)
         mean_s = self._measure_latency(now_s)
         if self._starting:
@@ -252,7 +242,7 @@ class Inflight:
         if self._ceiling is not None and self._ceiling < limit:
             limit, reason = self._ceiling, "the store refused requests"
         self._capped = False
-        if self._caps and self._demand is not None and self._latency:
+        if self._demand is not None and self._latency:
             cap = _DEMAND * self._demand * self._latency + _QUEUE * self._mean_bytes
             if cap < limit:
                 self._capped, limit = True, cap

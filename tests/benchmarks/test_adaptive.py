@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -30,8 +32,8 @@ BEST = {row["trace"]: row for row in json.loads(RESULTS.read_text())["rows"] if 
 
 
 @cache
-def ran(name: str, **switches: bool) -> list[RankResult]:
-    return Simulation(TRACES[name](0), adaptive(**switches)).run()
+def ran(name: str, **kinds: Any) -> list[RankResult]:
+    return Simulation(TRACES[name](0), adaptive(**kinds)).run()
 
 
 # ---- judged against the best static pair ------------------------------------------------------------------
@@ -83,16 +85,46 @@ def test_whatever_comes_memory_is_never_exceeded_and_all_batches_arrive(
 # ---- why each part is there -----------------------------------------------------------------------------
 
 
+class Unfiltered(Inflight):
+    """Takes the rates of rounds that did not use the limit, too."""
+
+    def _end_round(self, now_s: float) -> None:
+        assert self._began is not None
+        rate = self._delivered / max(now_s - self._began, 1e-9)
+        super()._end_round(now_s)
+        if not self._rates or self._rates[-1] != rate:
+            self._rates.append(rate)
+
+
+class Hasty(AdaptiveDepth):
+    """Goes down at once, to what is used during a lead time."""
+
+    def _move(self, seen: Observation, waited: bool) -> None:
+        if not waited:
+            self._correction = max(0, self._correction - 1)
+        super()._move(seen, waited)
+        depth = max(self._least, math.ceil(min(self._wanted, self._most)) + self._correction)
+        if depth < self._decision.value and not self._limited_by:
+            self._set(seen, depth, "at once")
+
+
+class Uncapped(Inflight):
+    """Asks for what the store gives, whatever is used."""
+
+    def demand(self, bytes_per_s: float | None) -> bool:
+        return False
+
+
 def test_without_the_app_limited_filter_quiet_phases_make_it_forget_the_stores_rate() -> None:
     best_s = best_static(TRACES["trickle"](0), [32], [64 * MIB]).finished_s
     assert best_s / finish_s(ran("trickle")) >= 0.96
-    assert best_s / finish_s(ran("trickle", app_limited_filter=False)) < 0.94
+    assert best_s / finish_s(ran("trickle", inflight=Unfiltered)) < 0.94
 
 
 def test_without_hysteresis_the_depth_swings() -> None:
     for name in ("log-normal", "pareto"):
         assert turns_per_100_steps(ran(name)) <= 2
-        assert turns_per_100_steps(ran(name, hysteresis=False)) > 2
+        assert turns_per_100_steps(ran(name, depth=Hasty)) > 2
 
 
 def test_without_the_demand_cap_the_store_is_asked_for_more_than_is_used_and_refuses() -> None:
@@ -100,7 +132,7 @@ def test_without_the_demand_cap_the_store_is_asked_for_more_than_is_used_and_ref
         return sum(r.refused for r in results) / sum(r.requests for r in results)
 
     assert refused(ran("accumulation")) < 0.03
-    assert refused(ran("accumulation", demand_cap=False)) > 0.06
+    assert refused(ran("accumulation", inflight=Uncapped)) > 0.06
 
 
 # ---- the decisions and their reasons ----------------------------------------------------------------------
