@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def array_interface(address: int, nbytes: int) -> dict[str, Any]:
-    """Return the `__array_interface__` of an object that owns memory: writable uint8 [nbytes].
+class HeldMemory:
+    """Memory that lives as long as `owner`; numpy makes of it writable uint8 [nbytes].
 
     The object becomes the base of the array made from it, and dies with the array's last view.
     """
-    return {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    __slots__ = ("__array_interface__", "__weakref__", "owner")
+
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def memory_at(address: int, nbytes: int, owner: object = None) -> NDArray[np.uint8]:
@@ -24,7 +33,7 @@ def memory_at(address: int, nbytes: int, owner: object = None) -> NDArray[np.uin
     None: others keep the memory, and the array goes nowhere. Not by a ctypes array: each length would be a
     type of its own, which is never freed.
     """
-    return np.asarray(SimpleNamespace(__array_interface__=array_interface(address, nbytes), owner=owner))
+    return np.asarray(HeldMemory(owner, address, nbytes))
 
 
 def address_of(array: NDArray[Any] | None) -> int:

@@ -89,7 +89,7 @@ class Generators:
         self._key: tuple[Any, ...] = ()
         self._position = 0
         self._seeders: list[tuple[int, Callable[[int], object]]] = []
-        """Of those that were asked for: bytes of a seed, and what takes it."""
+        """The generators that were asked for, each by the bytes of its seed and what takes it."""
 
     def begin(self, *key: Any) -> None:
         """Begin with something else: generators are drawn anew for it."""

@@ -58,7 +58,7 @@ class Claims:
 
     @contextmanager
     def taken(self, name: str, *, patience_s: float) -> Iterator[Claim | None]:
-        """As `take`, until the block is left."""
+        """Take a claim as `take` does, until the block is left."""
         claim = self.take(name, patience_s=patience_s)
         try:
             yield claim

@@ -39,7 +39,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.addresses import array_interface
+from prefetch.addresses import HeldMemory
 from prefetch.memory.lifetimes import WeakCallback
 from prefetch.weak_registry import WeakRegistry
 
@@ -91,17 +91,7 @@ class _Mapping:
             self.is_forked = is_forked
 
 
-class Slot:
-    """The use of a slab by one owner; exported to numpy as a writable uint8 array."""
-
-    __slots__ = ("__array_interface__", "__weakref__", "slab")
-
-    def __init__(self, slab: Slab, nbytes: int) -> None:
-        self.slab = slab
-        self.__array_interface__ = array_interface(slab.address, nbytes)
-
-
-class _Return(weakref.ref[Slot]):
+class _Return(weakref.ref[HeldMemory]):
     """A record of a slot, which comes back when the slot dies."""
 
     __slots__ = ("nbytes", "on_return", "slab")
@@ -177,7 +167,7 @@ class Arena:
             old.unmap()
         if slab is None:
             slab = self._map(size)
-        slot = Slot(slab, nbytes)
+        slot = HeldMemory(slab, slab.address, nbytes)
         back = _Return(slot, self._give_back)
         back.nbytes, back.on_return, back.slab = size, on_return, slab
         self._alive.add(back)

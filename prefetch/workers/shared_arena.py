@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.addresses import array_interface, memory_at
+from prefetch.addresses import HeldMemory, memory_at
 from prefetch.memory.arena import GROWS, Arena, rounded_bytes
 from prefetch.memory.lifetimes import WeakCallback, only_ours
 from prefetch.workers import REGION_BYTES
@@ -182,17 +182,7 @@ class Region:
             del self._leases[offset]
 
 
-class _Grant:
-    """The base object of an array over a range in use; `owner` keeps its memory."""
-
-    __slots__ = ("__array_interface__", "__weakref__", "owner")
-
-    def __init__(self, owner: SharedFile | _Remains, address: int, nbytes: int) -> None:
-        self.owner = owner
-        self.__array_interface__ = array_interface(address, nbytes)
-
-
-class _GrantEnd(weakref.ref[_Grant]):
+class _GrantEnd(weakref.ref[HeldMemory]):
     """A record of a grant, which comes back when the grant ends."""
 
     __slots__ = ("nbytes", "offset", "on_end", "worker")
@@ -309,7 +299,7 @@ class SharedFile:
             self._registered.pop(offset, bool)()  # a smaller batch came first in this slab
             self._locked[offset] = whole = rounded_bytes(nbytes)
             self._registered[offset] = self._register(self._address + offset, whole)
-        grant = _Grant(self, self._address + offset, nbytes)
+        grant = HeldMemory(self, self._address + offset, nbytes)
         end = _GrantEnd(grant, self._end)
         end.worker, end.offset, end.nbytes, end.on_end = worker, offset, nbytes, on_end
         self._grants.add(end)
@@ -394,11 +384,11 @@ class SharedFile:
         os.close(self.fd)
 
 
-def _page_ranges(grants: Sequence[tuple[int, int, _Grant]]) -> list[tuple[int, int, list[_Grant]]]:
+def _page_ranges(grants: Sequence[tuple[int, int, HeldMemory]]) -> list[tuple[int, int, list[HeldMemory]]]:
     """Ranges of whole pages, ascending, with the grants in each: those that share a page go together."""
-    ranges: list[tuple[int, int, list[_Grant]]] = []
+    ranges: list[tuple[int, int, list[HeldMemory]]] = []
     for offset, nbytes, grant in sorted(grants, key=itemgetter(0)):
-        first, last, group = offset // _PAGE * _PAGE, page_rounded(offset + nbytes), list[_Grant]()
+        first, last, group = offset // _PAGE * _PAGE, page_rounded(offset + nbytes), list[HeldMemory]()
         if ranges and first < ranges[-1][1]:
             first, before, group = ranges.pop()
             last = max(last, before)

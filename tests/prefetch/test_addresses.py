@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 
-from prefetch.addresses import array_interface, memory_at
+from prefetch.addresses import HeldMemory, memory_at
 
 
 def test_memory_is_seen_and_written_where_it_lies() -> None:
@@ -19,16 +19,12 @@ def test_memory_is_seen_and_written_where_it_lies() -> None:
     assert len(memory_at(owner.ctypes.data, 0)) == 0
 
 
-def test_an_array_keeps_the_object_alive_that_gave_the_interface() -> None:
-    class Owner:
-        def __init__(self) -> None:
-            self.memory = np.arange(8, dtype=np.uint8)
-            self.__array_interface__ = array_interface(self.memory.ctypes.data, 8)
-
-    owner = Owner()
-    died = weakref.ref(owner)
-    view = np.asarray(owner)[2:]
-    del owner
+def test_an_array_keeps_the_object_alive_that_it_was_made_from() -> None:
+    memory = np.arange(8, dtype=np.uint8)
+    held = HeldMemory(memory, memory.ctypes.data, 8)
+    died = weakref.ref(held)
+    view = np.asarray(held)[2:]
+    del held
     assert died() is not None
     assert view.tolist() == list(range(2, 8))
     del view
