@@ -34,7 +34,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-from prefetch.weak_registry import WeakRegistry
+from prefetch.memory.lifetimes import only_ours
 from prefetch.workers import STOP_S
 from prefetch.workers.deaths import WorkerDiedError, memory_note, oom_kills
 from prefetch.workers.shared_arena import Header, SharedFile
@@ -131,7 +131,7 @@ class WorkerPool:
         self._stacks, self._stacks_writer = os.pipe()
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._own_ends = self._responses, self._stacks, self._woken
-        _pools.add(self)
+        only_ours(self)
         # After all that may close it: a daemon thread at that would be stopped in the middle of it.
         self._at_exit = util.Finalize(None, self.close, exitpriority=0)
         try:
@@ -409,12 +409,13 @@ class WorkerPool:
     def close(self, *, stop_s: float | None = None) -> None:
         """End all workers: by request, then by signal.
 
-        Idempotent, thread-safe: whoever comes second waits, too. Does nothing in a forked child.
+        Idempotent, thread-safe: whoever comes second waits, too. In a forked child only copies are closed.
 
         Args:
             stop_s: time that they have to finish what they are doing; None: that of the pool.
         """
         if self._owner != os.getpid():
+            self._close_parents_ends()
             return  # a thread of the parent may have held the lock at the fork
         with self._closing:
             if not self._closed:
@@ -462,7 +463,7 @@ class WorkerPool:
         if self._template is not None:
             self._template.close()
 
-    def close_parents_ends(self) -> None:
+    def _close_parents_ends(self) -> None:
         """In a forked child: close our copies of the parent's ends, lest workers think that it lives.
 
         The other ends are those of a worker that was forked, if it is one of this pool.
@@ -479,7 +480,6 @@ class WorkerPool:
                 os.close(self._stacks_writer)
 
 
-_pools: WeakRegistry[WorkerPool] = WeakRegistry()
 _forking = threading.local()
 
 
@@ -491,14 +491,6 @@ def _forked_by(pool: WorkerPool) -> Iterator[None]:
         yield
     finally:
         _forking.pool = None
-
-
-def _after_fork() -> None:
-    for pool in _pools:
-        pool.close_parents_ends()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def require_descriptors(num_workers: int) -> None:

@@ -220,9 +220,11 @@ class Channel:
 
 def helpers() -> dict[str, list[int]]:
     """Processes that are no workers."""
+    from prefetch.memory import lifetimes
     from prefetch.workers import pool, starting
 
-    templates = [one._template.pid for one in pool._pools if one._template is not None]
+    pools = [one for one in lifetimes._ours if isinstance(one, pool.WorkerPool)]
+    templates = [one._template.pid for one in pools if one._template is not None]
     servers = [forkserver._forkserver._forkserver_pid, starting._server._forkserver_pid]
     trackers = [resource_tracker._resource_tracker._pid]
     return {"parents": [*templates, *filter(None, servers)], "trackers": [*filter(None, trackers)]}

@@ -555,7 +555,13 @@ def busy(index):
 
 if sys.argv[1] == "begins":
     close = WorkerPool.close
-    WorkerPool.close = lambda pool, **options: (hold(), close(pool, **options))
+
+    def hold_and_close(pool, **options):
+        if pool._owner == os.getpid():  # else this is a worker, which closes its copies
+            hold()
+        close(pool, **options)
+
+    WorkerPool.close = hold_and_close
 iterator = iter(DataLoader(Does(busy, 64), 2, num_workers=1, multiprocessing_context=WatchedContext()))
 next(iterator)
 util.Finalize(None, exits.set, exitpriority=5)  # among the last things that Python does at its end
