@@ -36,22 +36,22 @@ class State(Enum):
 class MemoryHeld:
     """Bytes held, by state, at one instant."""
 
-    limit_bytes: int
+    limit_bytes: int = 0
     """The `memory_limit`. `window + building + ready` exceeds it only where a function of yours makes the
     batches, or they hold Python objects: by what the first batch of each builder takes, later by what one
     takes more than those before it, or where a single batch is larger than the limit."""
-    window_bytes: int
+    window_bytes: int = 0
     """Blocks in flight and staged, those of local shards that are only mapped included (`mapped_bytes`). Near
     the limit: shuffle windows are large for the budget."""
-    building_bytes: int
+    building_bytes: int = 0
     """The bytes of batches under construction: their slots, and what functions of yours will make by what
     they made before. 0: builders are idle."""
-    ready_bytes: int
+    ready_bytes: int = 0
     """Finished batches waiting. 0 while training: the loader is the bottleneck."""
-    in_use_bytes: int
+    in_use_bytes: int = 0
     """Batches the training code still references; of what functions of yours made, the last ones delivered.
     Grows without end: the code keeps batches."""
-    peak_bytes: int
+    peak_bytes: int = 0
     """Largest sum of all four states so far, those in use included."""
 
 

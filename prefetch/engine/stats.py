@@ -84,13 +84,13 @@ class EngineOptions:
 class StageStats:
     """One stage of the pipeline since the engine started."""
 
-    threads: int
-    busy_s: float
+    threads: int = 0
+    busy_s: float = 0.0
     """Seconds that its threads or processes were at work, those at it now included. Near threads x elapsed:
     this stage is the bottleneck. Near 0: idle."""
-    tasks: int
+    tasks: int = 0
     """The number of tasks that are finished."""
-    queued: int
+    queued: int = 0
     """Tasks that wait for a thread now. 0: the stage waits for work; large: it is behind."""
     cpu_s: float = field(default=0.0, kw_only=True)
     """Processor seconds of finished tasks. Near `busy_s`: they compute. Near 0: they wait, for a lock, a disk
@@ -110,32 +110,32 @@ class StageStats:
 class EngineStats:
     """A snapshot of the engine."""
 
-    elapsed_s: float
+    elapsed_s: float = 0.0
     """Seconds since the first batch was asked for."""
-    starved_s: float
+    starved_s: float = 0.0
     """Seconds the training code waited for a batch. Near 0: the loader keeps up. Near `elapsed_s`: it is the
     bottleneck."""
     few_chunks_s: float = 0.0
     """Seconds of these in which some builders built and others had nothing, though no read was awaited. Near
     `starved_s`: there are more builders than chunks."""
-    delivered_batches: int
+    delivered_batches: int = 0
     """The number of batches that were delivered. Those of a chunk count at once, also where they are made
     while the consumer takes them."""
-    delivered_bytes: int
+    delivered_bytes: int = 0
     """Bytes of the batches' slots. Python objects (text, JSON, transformed samples) are not counted."""
-    ready_batches: int
+    ready_batches: int = 0
     """Finished batches waiting. 0 while training: the loader is behind. At `depth`: it is ahead."""
-    depth: int
+    depth: int = 0
     """Batches kept ready or in work."""
-    depth_reason: str
+    depth_reason: str = "not started"
     """The reason for the value of `depth`."""
-    open_windows: int
+    open_windows: int = 0
     """Windows being read or staged."""
-    read: StageStats
+    read: StageStats = StageStats()
     """The stage that reads and decodes blocks."""
-    build: StageStats
+    build: StageStats = StageStats()
     """The stage that gathers and decodes batches."""
-    memory: MemoryHeld
+    memory: MemoryHeld = field(default_factory=MemoryHeld)
     """Bytes held now, by state: what `memory_limit` is about."""
 
     def with_past(self, past: EngineStats) -> Self:
@@ -152,21 +152,7 @@ class EngineStats:
         )
 
 
-NOT_STARTED = EngineStats(
-    elapsed_s=0.0,
-    starved_s=0.0,
-    delivered_batches=0,
-    delivered_bytes=0,
-    ready_batches=0,
-    depth=0,
-    depth_reason="not started",
-    open_windows=0,
-    read=StageStats(0, 0.0, 0, 0),
-    build=StageStats(0, 0.0, 0, 0),
-    memory=MemoryHeld(
-        limit_bytes=0, window_bytes=0, building_bytes=0, ready_bytes=0, in_use_bytes=0, peak_bytes=0
-    ),
-)
+NOT_STARTED = EngineStats()
 """The figures before the first batch."""
 
 
