@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prefetch.control.depth import Decision
 from prefetch.control.gate import ReadGate
@@ -64,28 +64,20 @@ class _Peer:
     sent: Sent | None = None
 
 
-@dataclass
-class _Line:
-    """The readers that wait, by rank: the ranks are served one after the other."""
-
-    of_rank: dict[int, deque[_Peer]] = field(default_factory=dict)
-    ranks: deque[int] = field(default_factory=deque)
+class _Line(dict[int, deque[_Peer]]):
+    """The readers that wait, by rank: the first rank is served next, and is the last one then."""
 
     def add(self, peer: _Peer) -> None:
-        waiting = self.of_rank.setdefault(peer.rank, deque())
-        if not waiting:
-            self.ranks.append(peer.rank)
-        waiting.append(peer)
+        self.setdefault(peer.rank, deque()).append(peer)
 
     def first(self) -> _Peer | None:
-        return self.of_rank[self.ranks[0]][0] if self.ranks else None
+        return next(iter(self.values()))[0] if self else None
 
     def remove(self, peer: _Peer) -> None:
-        waiting = self.of_rank[peer.rank]
+        waiting = self.pop(peer.rank)
         waiting.remove(peer)
-        self.ranks.remove(peer.rank)
         if waiting:
-            self.ranks.append(peer.rank)
+            self[peer.rank] = waiting
 
 
 class Broker:
