@@ -87,7 +87,9 @@ class SamplerProgress:
         self._states: dict[int, Any] = {}
         """By number: the states behind batches that were handed out beyond those."""
         self._state_name = "state"
-        self._seed_ahead: Callable[[], int] | None = None  # a state from before the first batch settles it
+        self._draws_seed = False
+        """True if the first index draws a seed, which a state from before it settles."""
+        self._chain: torch.Generator | None = None
 
     def begin(self, sampler: Any) -> None:
         """Note where generators stand: the next `iter(sampler)` is that of this epoch, and may draw."""
@@ -112,31 +114,27 @@ class SamplerProgress:
             chain: what seeds are drawn from in place of torch's global generator, if anything.
             begun: what `iter(sampler)` gave for this epoch; a second `iter` might draw a second time.
         """
+        self._chain = chain
         counting = [part for part in parts(sampler) if _counts_epochs(part)]
         if "epoch" in self.tokens:
             for part in counting:
                 part.set_epoch(int(self.tokens["epoch"]))
         if self.tokens:
             begun = None  # it began before what decides the order was set back
-        iterator, skipped = self._iterator(sampler, skip, handed_out, chain, begun)
+        iterator, left = self._iterator(sampler, skip, handed_out, begun)
         if counting:
             self._own["epoch"] = counting[0].epoch
             iterator = _Once(iterator, partial(self._note_epoch, counting[0]))
-        return itertools.islice(iterator, skip - skipped, None) if skip > skipped else iterator
+        return itertools.islice(iterator, left, None) if left else iterator
 
     def _note_epoch(self, part: Any, step: Callable[[], Any]) -> Any:
         self._own["epoch"] = part.epoch  # some training loops set it after `iter`, before `next`
         return step()
 
     def _iterator(
-        self,
-        sampler: Any,
-        skip: int,
-        handed_out: int,
-        chain: torch.Generator | None,
-        begun: Iterator[Any] | None,
+        self, sampler: Any, skip: int, handed_out: int, begun: Iterator[Any] | None
     ) -> tuple[Iterator[Any], int]:
-        """The iterator, and how many batches are left out already."""
+        """The iterator, and how many of its batches are still to be left out."""
         core, tokens = _core(sampler), self.tokens
         stateful = stateful_part(sampler)
         if "state" in tokens or stateful is not None:
@@ -147,31 +145,31 @@ class SamplerProgress:
             self._state = self._stateful.state_dict()
             if self._is_restored:
                 iterator = _NotEmpty(iterator, sampler)
-            return iterator, skip if "state" in tokens else 0
+            return iterator, 0 if "state" in tokens else skip
         iterator = self._begun_by_tokens(sampler) if begun is None else begun
         if has_state(iterator):
             self._stateful, self._state_name = iterator, "iterator"
             if "iterator" in tokens:
                 iterator.load_state_dict(tokens["iterator"])
             self._state = iterator.state_dict()
-            return iterator, skip if "iterator" in tokens else 0
+            return iterator, 0 if "iterator" in tokens else skip
         if type(core) is SequentialSampler and skip:
             first = skip * (sampler.batch_size if core is not sampler else 1)
-            return _batched(sampler, range(first, len(core))), skip
+            return _batched(sampler, range(first, len(core))), 0
         if type(core) is SequentialSampler or _is_distributed(core):
-            return _Once(iterator), 0
+            return _Once(iterator), skip
         if type(core) is RandomSampler and core.generator is None:
             self._own |= {"seed": int(tokens["seed"])} if "seed" in tokens else {}
-            self._seed_ahead = partial(_seed_ahead, chain)
-            return _batched(sampler, self._seeded(core, chain)), 0
+            self._draws_seed = True
+            return _batched(sampler, self._seeded(core)), skip
         assert self._sources is not None
         self._own["draws"] = tokens["draws"] if "draws" in tokens else self._sources.states()
         self._checksums = None if num_readable(sampler) else {}
-        return _Redrawn(_Once(iterator, partial(self._note_draws, chain)), self, handed_out), 0
+        return _Redrawn(_Once(iterator, self._note_draws), self, handed_out), skip
 
-    def _seeded(self, core: RandomSampler, chain: torch.Generator | None) -> Iterator[int]:
+    def _seeded(self, core: RandomSampler) -> Iterator[int]:
         """Indices of a sampler whose seed is drawn at the first, as by torch; also if a state settled it."""
-        self._own.setdefault("seed", draw_seed(chain) if "seed" not in self.tokens else None)
+        self._own.setdefault("seed", draw_seed(self._chain) if "seed" not in self.tokens else None)
         yield from _random_copy(core, torch.Generator().manual_seed(self._own["seed"]))
 
     def begun_again(self, sampler: Any) -> Iterator[Any]:
@@ -191,14 +189,14 @@ class SamplerProgress:
         with sources.set_to(begun):
             return iter(sampler)
 
-    def _note_draws(self, chain: torch.Generator | None, step: Callable[[], Any]) -> Any:
+    def _note_draws(self, step: Callable[[], Any]) -> Any:
         """Take the first element of a sampler, from where what it draws from stood then."""
         sources, tokens = self._sources, self.tokens
         assert sources is not None
         if "draws" in tokens:
             with sources.set_to(tokens["draws"]):
                 return step()
-        with from_chain(chain if sources.with_global else None):
+        with from_chain(self._chain if sources.with_global else None):
             self._own["draws"] = sources.states()
             return step()
 
@@ -254,8 +252,8 @@ class SamplerProgress:
         """
         if now and self._stateful is not None:
             self._state = copy.deepcopy(self._stateful.state_dict())
-        if self._seed_ahead is not None and "seed" not in self._own:
-            self._own["seed"] = self._seed_ahead()
+        if self._draws_seed and "seed" not in self._own:
+            self._own["seed"] = _seed_ahead(self._chain)
         tokens = dict(self._own)
         if now and "draws" in tokens and self._sources is not None:
             # Others may have drawn from these, too.

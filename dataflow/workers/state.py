@@ -208,7 +208,10 @@ class EpochProgress:
             if resumed.complete:
                 self.restore_generator(loader)
         self.base_seed = drawn
-        self.num_workers = resumed.workers_for(loader.num_workers) if resumed else loader.num_workers
+        self.num_workers = loader.num_workers
+        if resumed:  # another number of workers would draw other random values
+            goes_on = loader.num_workers > 0 and resumed.num_workers > 0 and not resumed.complete
+            self.num_workers = resumed.num_workers if resumed.workers or goes_on else loader.num_workers
         return drawn
 
     def sampler_iterator(
@@ -228,11 +231,6 @@ class EpochProgress:
     def _handed_out(self) -> int:
         """Batches up to the last that was handed out, those between that were not included."""
         return max(self.ahead, default=self.batches - 1) + 1
-
-    def workers_for(self, num_workers: int) -> int:
-        """Return how many workers continue a loaded epoch: another number would draw other random values."""
-        goes_on = num_workers > 0 and self.num_workers > 0 and not self.complete
-        return self.num_workers if self.workers or goes_on else num_workers
 
     # ---- what iterators tell -------------------------------------------------------------------
 
