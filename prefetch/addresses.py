@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_BYTES = {"typestr": "|u1", "version": 3}
+
 
 class HeldMemory:
     """Memory that lives as long as `owner`; numpy makes of it writable uint8 [nbytes].
@@ -17,13 +19,7 @@ class HeldMemory:
     __slots__ = ("__array_interface__", "__weakref__", "owner")
 
     def __init__(self, owner: Any, address: int, nbytes: int) -> None:
-        self.owner = owner
-        self.__array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+        self.owner, self.__array_interface__ = owner, {"shape": (nbytes,), "data": (address, False), **_BYTES}
 
 
 def memory_at(address: int, nbytes: int, owner: object = None) -> NDArray[np.uint8]:

@@ -16,6 +16,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from sharding.cached_property import cached_property
+from sharding.core.library import address_of
 
 
 class Op(IntEnum):
@@ -97,6 +98,27 @@ class PlanColumn(Struct, frozen=True, kw_only=True, eq=False):
         ends: NDArray[np.int64] = np.append(0, self.offsets + self.lengths)
         sizes: NDArray[np.int64] = ends[last] - ends[first]
         return sizes
+
+
+def column_table(columns: Sequence[PlanColumn]) -> NDArray[np.int64]:
+    """`core_column` of core.h for each: eleven numbers of 8 bytes."""
+    return np.array([_entry(column) for column in columns], np.int64).reshape(len(columns), 11)
+
+
+def _entry(column: PlanColumn) -> tuple[int, ...]:
+    return (
+        Op.WIDEN if column.widen else Op.COPY,
+        WIDENED.index(column.widen) if column.widen else 0,
+        column.may_load,
+        column.base,
+        column.step,
+        address_of(column.index),
+        column.each,
+        0 if column.lengths is None else address_of(column.lengths),
+        0 if column.out is None else address_of(column.out),
+        column.row_bytes,
+        0 if column.offsets is None else address_of(column.offsets),
+    )
 
 
 COLUMN_ALIGN = 64

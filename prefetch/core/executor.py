@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prefetch.core.copy_table import PlanColumn
-from prefetch.core.queue import CopyQueue, column_table
+from prefetch.core.copy_table import PlanColumn, column_table
+from prefetch.core.queue import CopyQueue
 from sharding.cached_property import cached_property
 from sharding.core.compile import LIBRARY
 from sharding.core.library import address_of, loaded

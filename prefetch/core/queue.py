@@ -1,4 +1,4 @@
-"""Threads of compiled code that make copies job by job, and the table that they work from.
+"""Threads of compiled code that make copies job by job.
 
 A plan is submitted once and its jobs are taken in order. Whoever takes them lends the memory that they go to,
 and works himself instead of waiting. What runs here knows nothing of windows, credits or samples.
@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from prefetch.core.copy_table import WIDENED, JobPlan, Op, PlanColumn
+from prefetch.core.copy_table import JobPlan, column_table
 from sharding.core.library import address_of
 
 
@@ -158,24 +158,3 @@ class CopyQueue:
         self._lent.clear()
         ctypes.pythonapi.Py_DecRef(self._self)
         del self._self
-
-
-def column_table(columns: Sequence[PlanColumn]) -> NDArray[np.int64]:
-    """`core_column` of core.h for each: eleven numbers of 8 bytes."""
-    return np.array([_entry(column) for column in columns], np.int64).reshape(len(columns), 11)
-
-
-def _entry(column: PlanColumn) -> tuple[int, ...]:
-    return (
-        Op.WIDEN if column.widen else Op.COPY,
-        WIDENED.index(column.widen) if column.widen else 0,
-        column.may_load,
-        column.base,
-        column.step,
-        address_of(column.index),
-        column.each,
-        0 if column.lengths is None else address_of(column.lengths),
-        0 if column.out is None else address_of(column.out),
-        column.row_bytes,
-        0 if column.offsets is None else address_of(column.offsets),
-    )
