@@ -72,35 +72,32 @@ class _Addresses:
 
     async def find(self, path: str, url: str) -> _Address:
         """The address of a file; asks the Hub if there is none, or its time is over."""
-        known = self._known.get(path)
-        if known is not None and known.done():
-            failed = known.cancelled() or known.exception() is not None
-            if failed or known.result().until_s <= asyncio.get_running_loop().time():
-                known = None
-        if known is None:
-            known = self._known[path] = asyncio.get_running_loop().create_task(self._ask(url))
+        known, address, loop = self._known.get(path), self._found(path), asyncio.get_running_loop()
+        if known is None or (known.done() and (address is None or address.until_s <= loop.time())):
+            known = self._known[path] = loop.create_task(self._ask(url))
             known.add_done_callback(_look_at)  # all who waited for it may have given up
         return await asyncio.shield(known)  # whoever else waits for it is not cancelled with this one
 
     def forget(self, path: str, address: _Address) -> None:
         """Ask for another one next time, unless somebody has already."""
-        if self._is_known(path, address):
+        if self._found(path) is address:
             del self._known[path]
 
     def moved(self, path: str, address: _Address, head: Head) -> None:
         """Look for the file where this answer says from now on."""
-        if self._is_known(path, address):
+        if self._found(path) is address:
             new: asyncio.Future[_Address] = asyncio.get_running_loop().create_future()
             new.set_result(
                 self._address(urljoin(address.url, head.fields["location"]), head, address.content)
             )
             self._known[path] = new  # type: ignore[assignment]
 
-    def _is_known(self, path: str, address: _Address) -> bool:
+    def _found(self, path: str) -> _Address | None:
+        """The address that the Hub gave last; None: it is still asked, or gave none."""
         known = self._known.get(path)
         if known is None or not known.done() or known.cancelled() or known.exception():
-            return False
-        return known.result() is address
+            return None
+        return known.result()
 
     async def _ask(self, url: str) -> _Address:
         try:
