@@ -58,12 +58,13 @@ class Finalizer:
         # That registry keeps the callback, too: one that went in a cycle with its owner would tell nobody.
         self._at_exit = util.Finalize(None, self._run, exitpriority=10)
         self._callback: WeakCallback | None = WeakCallback(owner)
-        self._callback.call = partial(start_new_thread, self._begin, ())
+        self._callback.call = partial(start_new_thread, self.fire, ())
         only_ours(self)
 
     def fire(self) -> None:
         """Run the task now, without waiting for it."""
-        self._begin()
+        # A thread that `threading` does not know would be given a name there for ever by the task's locks.
+        HiddenThread(target=self._run, name="dataflow-close", daemon=True).start()
 
     def detach(self) -> None:
         """Do not run the task. Idempotent."""
@@ -72,10 +73,6 @@ class Finalizer:
 
     close = detach
     """In a forked child, which must not finalise what is its parent's."""
-
-    def _begin(self) -> None:
-        # A thread that `threading` does not know would be given a name there for ever by the task's locks.
-        HiddenThread(target=self._run, name="dataflow-close", daemon=True).start()
 
     def _run(self) -> None:
         self._task()
