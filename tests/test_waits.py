@@ -33,7 +33,6 @@ ENDS = {
     "dataflow.workers.iterator.WorkerIterator._next_data": "a daemon thread where the interpreter ends",
     "prefetch.control.broker.Broker.close": OURS,
     "prefetch.control.gate.ReadGate.read": "a thread that reads, which closing wakes",
-    "prefetch.engine.engine.Engine.close": "for reads, which have deadlines and are interrupted",
     "prefetch.engine.pool.PriorityPool._run": BUILDS,
     "prefetch.ipc.pipe.PipeTransport.receive": BUILDS,
     "prefetch.memory.guards.FileGuards.close": OURS,

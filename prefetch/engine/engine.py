@@ -313,7 +313,7 @@ class Engine(Generic[T]):
             self._options.interrupt()
         if not join or self._windows.readers.runs_here or self._builders.runs_here:
             return
-        self._windows.readers.close()
+        self._windows.readers.close()  # reads have deadlines, and are interrupted
         self._builders.close()
         with self._changed:
             self._windows.close()
