@@ -165,6 +165,7 @@ class WorkerIterator(FetchIterator):
         self._ahead = frozenset(self._progress.ahead)
         self._readable = math.inf if self._iterable else num_readable(self._index_sampler)
         self._next_number = self._progress.batches + self._sent
+        """The number in the epoch of the batch that is sent next."""
         self._progress.begin_workers(self._turns.count)
         for number, task in list(self._tasks.items()):
             if task.response is not None and task.response.kind == WorkerResult.END:
@@ -237,7 +238,10 @@ class WorkerIterator(FetchIterator):
             worker = self._turns.next() if self._in_order else self._free_worker()
             if worker is None:
                 break
-            number = self._number()
+            number = self._next_number
+            self._next_number += 1
+            while self._next_number in self._ahead:
+                self._next_number += 1
             self._tasks[self._sent] = _Task(number, worker, self._progress.sampler.sampled())
             self._unfinished[worker % self._num_workers] += 1
             self._post(worker, WorkerMessage.TASK, index, task=self._sent, number=number)
@@ -273,14 +277,6 @@ class WorkerIterator(FetchIterator):
             self._unfinished[worker % self._num_workers] += 1
             content = self._dumps(index)
             self._post(worker, WorkerMessage.TASK, content, task=number, number=number, later=1)
-
-    def _number(self) -> int:
-        """The number in the epoch of the batch that is sent now."""
-        number = self._next_number
-        self._next_number += 1
-        while self._next_number in self._ahead:
-            self._next_number += 1
-        return number
 
     def _may_run_ahead(self) -> bool:
         unfinished = sum(self._unfinished)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefetch.cache.claims import Claim, Claims
-from prefetch.cache.entry import DamagedEntryError, Entry, read_entry
+from prefetch.cache.entry import DamagedEntryError, Entry, read_entry, tag_of
 from prefetch.cache.folder import VERSION, CacheFolder, Stored, prepare
 from prefetch.counts import NO_CACHE, CacheStats
 from prefetch.errors import ReaderClosedError
@@ -113,7 +113,7 @@ class BlockCache:
             fetch()
             self._count(misses=1, miss_bytes=out.nbytes)
             return
-        entry = Entry.of(shard, offset, out.nbytes)
+        entry = Entry(tag_of(shard), offset, out.nbytes)
         if self._from_folder(entry, out, checksum):
             self._count(hits=1, hit_bytes=out.nbytes)
             return

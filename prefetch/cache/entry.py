@@ -13,7 +13,6 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
 
 import numpy as np
 from msgspec import structs
@@ -39,14 +38,9 @@ class Entry:
     """Names a block: these bytes of this version of a shard."""
 
     tag: str
-    """The tag of the shard, 32 hex digits."""
+    """The tag of the shard, 32 hex digits (`tag_of`)."""
     offset: int
     nbytes: int
-
-    @classmethod
-    def of(cls, shard: Shard, offset: int, nbytes: int) -> Self:
-        """Name a range of a shard as it was indexed."""
-        return cls(tag_of(shard), offset, nbytes)
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ from forked_kit import Child, exit_code_in_child, forked, on_file_events, withou
 from numpy.typing import NDArray
 
 from prefetch.cache.block_cache import BlockCache
-from prefetch.cache.entry import Entry, shard_hash
+from prefetch.cache.entry import Entry, shard_hash, tag_of
 from prefetch.cache.folder import VERSION, Stored
 from prefetch.errors import ReaderClosedError
 from sharding.blocks import Shard
@@ -36,7 +36,7 @@ class Sooner:
     """All blocks are ours; those with lower offsets are needed sooner."""
 
     def shard_hashes(self) -> NDArray[np.uint64]:
-        return np.array([shard_hash(Entry.of(SHARD, 0, 1).tag)], np.uint64)
+        return np.array([shard_hash(Entry(tag_of(SHARD), 0, 1).tag)], np.uint64)
 
     def of_stored(self, stored: Stored) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         return stored.offsets.astype(float), np.ones(len(stored.names), bool)

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from prefetch.cache import folder as folder_module
 from prefetch.cache.claims import Claims
-from prefetch.cache.entry import MORE_BYTES, DamagedEntryError, Entry, block_path, read_entry, shard_hash
+from prefetch.cache.entry import (
+    MORE_BYTES,
+    DamagedEntryError,
+    Entry,
+    block_path,
+    read_entry,
+    shard_hash,
+    tag_of,
+)
 from prefetch.cache.folder import VERSION, CacheFolder, Stored, prepare
 from sharding.blocks import Shard
 
@@ -27,7 +35,7 @@ Points = Callable[[str, Callable[[], None]], None]
 
 
 def entry(number: int, shard: Shard = SHARD) -> Entry:
-    return Entry.of(shard, number * NBYTES, NBYTES)
+    return Entry(tag_of(shard), number * NBYTES, NBYTES)
 
 
 def content(number: int) -> NDArray[np.uint8]:
@@ -259,7 +267,7 @@ def test_room_is_not_looked_for_again_and_again(tmp_path: Path) -> None:
         assert put(folder, 1)  # there was room: the total was wrong
         assert uses.times_asked == 1
         rest = np.zeros(639 * STORED - MORE_BYTES, np.uint8)
-        assert folder.publish(Entry.of(SHARD, 0, rest.nbytes), rest, lambda: 0.0)
+        assert folder.publish(Entry(tag_of(SHARD), 0, rest.nbytes), rest, lambda: 0.0)
         assert total(tmp_path) == 640 * STORED
         assert [put(folder, n, next_use=50.0) for n in range(2, 12)] == [False] * 10
         assert uses.times_asked == 2
