@@ -15,7 +15,6 @@ waits all the time, and reads that are only slow would use up the share before o
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import random
 import socket
@@ -162,7 +161,7 @@ def _kind_of_type(error: BaseException) -> Kind | None:
     """None where the type says nothing."""
     if isinstance(error, _FINAL):
         return "final"
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+    if isinstance(error, TimeoutError):
         return "timeout"
     if isinstance(error, CutBodyError):
         return "cut"
@@ -342,9 +341,7 @@ def _size_class(nbytes: int) -> int:
 class HedgeBudget:
     """Bytes that second requests may take: at most a share of all bytes that were read. Not thread-safe."""
 
-    def __init__(self, share: float = 0.02) -> None:
-        if not 0 <= share <= 1:
-            raise ValueError(f"share must be in [0, 1], got {share}")
+    def __init__(self, share: float) -> None:
         self._share = share
         self._read_bytes = self._taken_bytes = 0
 

@@ -240,12 +240,6 @@ def test_second_requests_stay_below_their_share() -> None:
     assert asked == 20_000
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.1])
-def test_a_share_is_a_share(share: float) -> None:
-    with pytest.raises(ValueError, match="share must be in"):
-        HedgeBudget(share)
-
-
 @pytest.mark.parametrize(
     ("age_s", "got", "left", "crawls"),
     [
