@@ -52,9 +52,9 @@ class _Target:
 class _Route:
     """The facts about a filesystem. Only its event loop uses it."""
 
-    def __init__(self, headers: bytes | None) -> None:
-        self.headers = headers
-        """The headers as they are sent; None: it cannot be asked directly."""
+    def __init__(self, headers: bytes | None, *, is_signed: bool) -> None:
+        self.headers, self.is_signed = headers, is_signed
+        """The headers as they are sent; None: it cannot be asked directly. True if URLs are signed."""
         self.not_direct: set[str] = set()
         """Stores that answered in a way that only the client understands."""
         self.targets: dict[str, tuple[float, _Target]] = {}
@@ -116,18 +116,11 @@ async def direct_s3(fs: Any, path: str, start: int, dest: Destination, check: Ch
         if _has_own_ways(fs, url):
             route.not_direct.add(bucket)
         target = route.new_target(path, bucket, url, for_s=_SIGNATURE_USED_S)
-    await _get(route, target, path, start, dest, check, signed=True)
+    await _get(route, target, path, start, dest, check)
 
 
 def _get(
-    route: _Route,
-    target: _Target,
-    path: str,
-    start: int,
-    dest: Destination,
-    check: Check,
-    *,
-    signed: bool = False,
+    route: _Route, target: _Target, path: str, start: int, dest: Destination, check: Check
 ) -> Awaitable[None]:
     store = target.store
     route.refuse(store)
@@ -135,7 +128,7 @@ def _get(
     def accept(head: Head) -> Destination:
         status, fields = head.status, head.fields
         understood = 200 <= status < 300 or status in (404, 408, 429) or status >= 500
-        if not understood and (signed or status < 400):
+        if not understood and (route.is_signed or status < 400):
             route.not_direct.add(store)
             raise NotDirectError
         raise_for_status(status, head.reason, fields, path)
@@ -152,7 +145,7 @@ def _get(
 def _of(fs: Any, headers_of: Any) -> _Route:
     route = _routes.get(fs)
     if route is None:
-        route = _routes[fs] = _Route(headers_of(fs))
+        route = _routes[fs] = _Route(headers_of(fs), is_signed=headers_of is _headers_of_s3)
     return route
 
 
